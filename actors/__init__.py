@@ -1,0 +1,1 @@
+"""Actors: typed contracts, bounded mailboxes, references, supervision and nodes."""

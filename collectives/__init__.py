@@ -1,0 +1,1 @@
+"""Collectives: verified programs, the stepper that walks them, groups and step commit."""

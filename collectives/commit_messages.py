@@ -1,0 +1,236 @@
+"""Events and actions of the step-commit machine (`zbmd.collectives.commit`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberId:
+    """A rank in one of its lives: a replacement has a greater incarnation."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a member holds: its committed version and the slot that has it.
+
+    `handle` says where the slots can be read; it is opaque here.
+    """
+
+    version: int
+    digest: bytes
+    slot: int
+    handle: bytes
+
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochInstalled:
+    """A new membership: `members` are all of it, in rank order, this rank included."""
+
+    epoch: int
+    members: tuple[MemberId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportReceived:
+    """A member's report for an epoch."""
+
+    sender: int
+    epoch: int
+    held: Held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoteReceived:
+    """A member's vote to commit `version`; `part` is its share of the ledger, opaque here."""
+
+    sender: int
+    epoch: int
+    version: int
+    digest: bytes
+    part: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishReceived:
+    """A member has committed the last version and asks to leave."""
+
+    sender: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchEnded:
+    """The pull ended: `digest` of what was read, or None with a `reason` if it was cut short."""
+
+    epoch: int
+    version: int
+    digest: bytes | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnded:
+    """The step ended: `digest` of the prepared slot, or None with a `reason`.
+
+    `lost` says that it was cut short by a lost peer or by our own abort; any other failure is the rank's own.
+    """
+
+    epoch: int
+    version: int
+    digest: bytes | None
+    part: bytes = b""
+    lost: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerEnded:
+    """A member process ended."""
+
+    member: MemberId
+    reason: str
+
+
+CommitEvent: TypeAlias = (
+    EpochInstalled | ReportReceived | VoteReceived | FinishReceived | FetchEnded | StepEnded | PeerEnded
+)
+
+
+# ---- actions
+
+
+class FailureKind(Enum):
+    """Why a rank stopped."""
+
+    DIVERGED = auto()
+    STATE_LOST = auto()
+    STEP_FAILED = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReport:
+    """Tell `to` what we hold."""
+
+    to: int
+    epoch: int
+    held: Held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendVote:
+    """Send our vote to `to`."""
+
+    to: int
+    epoch: int
+    version: int
+    digest: bytes
+    part: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendFinish:
+    """Tell `to` that we have committed the last version."""
+
+    to: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Pull `version` from slot `source_slot` of `source` into our `slot`; answer with `FetchEnded`."""
+
+    epoch: int
+    source: int
+    source_slot: int
+    handle: bytes
+    version: int
+    digest: bytes
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """Compute `version` from the committed one into `slot`; answer with `StepEnded`."""
+
+    epoch: int
+    version: int
+    slot: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortWork:
+    """End the step or pull in flight now; it still answers with its ended event."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """`version`, prepared in `slot`, is committed. `parts` are the members' ledger shares in rank order.
+
+    `parts` is empty when the commit was learnt from a report, not from the votes.
+    """
+
+    epoch: int
+    version: int
+    digest: bytes
+    slot: int
+    parts: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """`version`, pulled from a peer into `slot`, is now our committed one."""
+
+    epoch: int
+    version: int
+    digest: bytes
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preserve:
+    """Make `version`, the last one, durable before any later action is performed."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Every member holds the last version; this rank may leave."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """This rank cannot go on. `kind` is the machine-readable reason."""
+
+    kind: FailureKind
+    reason: str
+
+
+CommitAction: TypeAlias = (
+    SendReport
+    | SendVote
+    | SendFinish
+    | Fetch
+    | RunStep
+    | AbortWork
+    | Commit
+    | Adopted
+    | Preserve
+    | Finished
+    | Failed
+)

@@ -1,0 +1,158 @@
+"""The step-commit machine: seeded runs with kills, every single kill of small runs, and its typed errors."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from zbmd.collectives import commit_messages as cm
+from zbmd.collectives.commit import CommitState, StepCommit
+from zbmd.collectives.commit_scenario import CommitOptions, build, oracle, run
+from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+from zbmd.transport.sim import KillPoint
+
+FRESH = random.SystemRandom().randrange(2**32)
+
+
+def machine(rank: int = 0, *, version: int = 0, known_version: int = 0) -> StepCommit:
+    return StepCommit(
+        rank=rank,
+        version=version,
+        digest=oracle(version),
+        handle=b"",
+        last_version=3,
+        known_version=known_version,
+    )
+
+
+def epoch(number: int, *ranks: int) -> cm.EpochInstalled:
+    return cm.EpochInstalled(
+        epoch=number, members=tuple(cm.MemberId(rank=rank, incarnation=number) for rank in ranks)
+    )
+
+
+def report(sender: int, number: int, version: int) -> cm.ReportReceived:
+    held = cm.Held(version=version, digest=oracle(version), slot=0, handle=b"there")
+    return cm.ReportReceived(sender=sender, epoch=number, held=held)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("shrink", [False, True])
+def test_seeded_kills(world_size: int, shrink: bool) -> None:
+    print(f"fresh seeds from {FRESH}")
+    for index in range(60):
+        options = CommitOptions(world_size=world_size, kills=index % 5, shrink=shrink)
+        world = run(FRESH + index, options)
+        if options.kills == 0:
+            assert world.finished == set(range(world_size))
+        if not world.state_lost:
+            assert world.committed_max == options.steps
+            assert world.preserved
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_single_kill_of_a_small_run(world_size: int) -> None:
+    """With one kill, wherever it falls, nothing is lost: a survivor holds the state."""
+    options = CommitOptions(world_size=world_size, steps=3, kills=0)
+    undisturbed, _ = build(7, options)
+    undisturbed.run()
+    points = [point for point in undisturbed.kill_points() if point.process != "node"]
+    assert len(points) > 40
+    for point in points:
+        simulation, world = build(7, options)
+        simulation.crash_during(point)
+        simulation.run()
+        assert not world.state_lost, point
+        assert world.committed_max == options.steps and world.preserved, point
+
+
+def test_every_second_kill_during_a_recovery() -> None:
+    """Rank 0 dies in its second step; then one more process dies at every point of what follows."""
+    options = CommitOptions(world_size=3, steps=3, kills=0)
+    first = KillPoint(process="rank0", incarnation=1, delivery=6, effects=0)
+    disturbed, _ = build(7, options)
+    disturbed.crash_during(first)
+    disturbed.run()
+    points = [p for p in disturbed.kill_points() if p.process != "node" and p > first]
+    assert {p.process for p in points if p.incarnation == 2} == {"rank0"}
+    for point in points:
+        simulation, world = build(7, options)
+        simulation.crash_during(first)
+        simulation.crash_during(point)
+        simulation.run()
+        assert not world.state_lost, point
+        assert world.committed_max == options.steps and world.preserved, point
+
+
+def test_the_same_seed_gives_the_same_history() -> None:
+    first, _ = build(11, CommitOptions())
+    second, _ = build(11, CommitOptions())
+    first.run()
+    second.run()
+    assert first.digest() == second.digest()
+
+
+def test_losing_every_holder_is_said_not_papered_over() -> None:
+    alone = machine(known_version=2)
+    (failed,) = alone.handle(epoch(2, 0), now_ns=0)
+    assert isinstance(failed, cm.Failed) and failed.kind is cm.FailureKind.STATE_LOST
+    assert alone.state is CommitState.FAILED
+
+
+def test_diverging_votes_name_the_ranks() -> None:
+    rank = machine()
+    rank.handle(epoch(1, 0, 1), now_ns=0)
+    rank.handle(report(1, 1, 0), now_ns=0)
+    rank.handle(cm.StepEnded(epoch=1, version=1, digest=b"mine"), now_ns=0)
+    vote = cm.VoteReceived(sender=1, epoch=1, version=1, digest=b"other", part=b"")
+    (failed,) = rank.handle(vote, now_ns=0)
+    assert isinstance(failed, cm.Failed) and failed.kind is cm.FailureKind.DIVERGED
+    assert "rank 1" in failed.reason and b"other".hex() in failed.reason
+
+
+def test_a_step_that_only_a_dead_rank_had_committed_is_run_again() -> None:
+    survivor = machine(version=1, known_version=2)
+    (again,) = survivor.handle(epoch(1, 0), now_ns=0)
+    assert isinstance(again, cm.RunStep) and again.version == 2
+
+
+def test_a_vote_lets_a_lagging_rank_promote_instead_of_pulling() -> None:
+    rank = machine(1)
+    rank.handle(epoch(1, 0, 1), now_ns=0)
+    rank.handle(report(0, 1, 0), now_ns=0)
+    rank.handle(cm.StepEnded(epoch=1, version=1, digest=oracle(1)), now_ns=0)
+    rank.handle(epoch(2, 0, 1), now_ns=0)
+    actions = rank.handle(report(0, 2, 1), now_ns=0)
+    assert [type(action) for action in actions] == [cm.Commit, cm.RunStep]
+
+
+def test_work_is_drained_before_a_new_epoch_hears_from_us() -> None:
+    rank = machine()
+    rank.handle(epoch(1, 0), now_ns=0)
+    assert [type(a) for a in rank.handle(epoch(2, 0, 1), now_ns=0)] == [cm.AbortWork]
+    ended = cm.StepEnded(epoch=1, version=1, digest=None, lost=True, reason="aborted")
+    assert [type(a) for a in rank.handle(ended, now_ns=0)] == [cm.SendReport]
+
+
+@pytest.mark.parametrize(
+    ("events", "error", "words"),
+    [
+        ([epoch(1, 1)], LocalProtocolError, "cannot follow"),
+        ([epoch(2, 0), epoch(2, 0)], LocalProtocolError, "cannot follow"),
+        ([epoch(1, 0, 1), report(2, 1, 0)], RemoteProtocolError, "rank 2 is no member"),
+        ([report(1, 1, 0), report(1, 1, 1)], RemoteProtocolError, "two different"),
+        (
+            [cm.StepEnded(epoch=1, version=1, digest=b"")],
+            LocalProtocolError,
+            "None is in flight",
+        ),
+    ],
+)
+def test_misuse_and_breach_are_typed(
+    events: list[cm.CommitEvent], error: type[Exception], words: str
+) -> None:
+    rank = machine()
+    with pytest.raises(error, match=words):
+        for event in events:
+            rank.handle(event, now_ns=0)

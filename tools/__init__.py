@@ -1,0 +1,1 @@
+"""Command-line tools: zbmd-node, zbmd and the demo."""

@@ -1,0 +1,1 @@
+"""Training: tensors, model, data, optimizer, the transactional store and the supervised job."""

@@ -1,0 +1,1 @@
+"""Transport: the machine contract, frames, links, regions and shared memory."""

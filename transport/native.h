@@ -1,0 +1,154 @@
+/* The layout of a process's shared segment and the few lock-free primitives over it.
+ *
+ * Every process incarnation owns one memfd segment; peers of the host map it. Control words and the inbox
+ * are mapped writable by peers, the arena read-only (transport/segment.py holds the same numbers).
+ * A notify cell has exactly one writer (the peer whose slot it is) and only grows. A waiter spins, then
+ * parks on its own doorbell; the notifier rings only if somebody is parked.
+ */
+#ifndef ZBMD_NATIVE_H
+#define ZBMD_NATIVE_H
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <linux/futex.h>
+#include <limits.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define ZBMD_MAX_SLOTS 64   /* ranks of one host, one bit each in the lost mask */
+#define ZBMD_CHANNELS 16    /* groups a process can be in at once */
+#define ZBMD_LINE 64
+
+/* Offsets into the segment's first page. */
+#define ZBMD_OFF_MAGIC 0        /* u64 */
+#define ZBMD_OFF_TOTAL 8        /* u64: bytes in the segment */
+#define ZBMD_OFF_INBOX 16       /* u64: offset of the inbox */
+#define ZBMD_OFF_ARENA 24       /* u64: offset of the arena */
+#define ZBMD_OFF_PID 32         /* u64 */
+#define ZBMD_OFF_INCARNATION 40 /* u64 */
+#define ZBMD_OFF_GOODBYE 48     /* u32: 1 once the owner leaves cleanly */
+#define ZBMD_OFF_SLOT 52        /* u32: the owner's slot */
+#define ZBMD_OFF_DOORBELL 64    /* u32 futex word */
+#define ZBMD_OFF_PARKED 68      /* u32: threads parked on the doorbell */
+#define ZBMD_OFF_LOST 128       /* u64: bit s set when the process in slot s is known dead (owner writes) */
+#define ZBMD_OFF_ABORT 192      /* u64 per channel: operations up to this value are aborted (owner writes) */
+#define ZBMD_OFF_MUTEX 4096     /* robust futex word per slot, ZBMD_LINE apart (life.h) */
+#define ZBMD_OFF_NOTIFY 8192    /* u64 cell per (sender slot, channel), ZBMD_LINE apart: 64 KiB */
+#define ZBMD_OFF_DESCRIPTORS 73728 /* operation descriptors, written by the owner: 56 KiB */
+#define ZBMD_OFF_END 131072     /* inbox starts here */
+#define ZBMD_MAGIC 0x31304d4744424d5aULL
+
+typedef char *zbmd_base;
+
+static inline _Atomic uint64_t *zbmd_u64(zbmd_base base, uint64_t off) {
+    return (_Atomic uint64_t *)(base + off);
+}
+static inline _Atomic uint32_t *zbmd_u32(zbmd_base base, uint64_t off) {
+    return (_Atomic uint32_t *)(base + off);
+}
+static inline uint64_t zbmd_load64(zbmd_base base, uint64_t off) {
+    return atomic_load_explicit(zbmd_u64(base, off), memory_order_acquire);
+}
+static inline void zbmd_store64(zbmd_base base, uint64_t off, uint64_t v) {
+    atomic_store_explicit(zbmd_u64(base, off), v, memory_order_release);
+}
+static inline uint32_t zbmd_load32(zbmd_base base, uint64_t off) {
+    return atomic_load_explicit(zbmd_u32(base, off), memory_order_acquire);
+}
+static inline void zbmd_store32(zbmd_base base, uint64_t off, uint32_t v) {
+    atomic_store_explicit(zbmd_u32(base, off), v, memory_order_release);
+}
+static inline uint64_t zbmd_cell_offset(uint32_t slot, uint32_t channel) {
+    return ZBMD_OFF_NOTIFY + (uint64_t)(slot * ZBMD_CHANNELS + channel) * ZBMD_LINE;
+}
+static inline uint64_t zbmd_abort_offset(uint32_t channel) { return ZBMD_OFF_ABORT + channel * 8ULL; }
+
+static inline void zbmd_pause(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+static inline uint64_t zbmd_now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000ULL + (uint64_t)t.tv_nsec;
+}
+
+static inline long zbmd_futex_wait(_Atomic uint32_t *word, uint32_t seen, uint64_t timeout_ns) {
+    struct timespec t = {(time_t)(timeout_ns / 1000000000ULL), (long)(timeout_ns % 1000000000ULL)};
+    return syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, NULL, 0);
+}
+static inline long zbmd_futex_wake(_Atomic uint32_t *word) {
+    return syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* Wake every thread of the owner of `base` that is parked on its doorbell. */
+static inline void zbmd_ring(zbmd_base base) {
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(zbmd_u32(base, ZBMD_OFF_PARKED), memory_order_relaxed) != 0) {
+        atomic_fetch_add_explicit(zbmd_u32(base, ZBMD_OFF_DOORBELL), 1, memory_order_seq_cst);
+        zbmd_futex_wake(zbmd_u32(base, ZBMD_OFF_DOORBELL));
+    }
+}
+
+/* The owner marks the process in `slot` as dead, or as replaced, in its own segment. */
+static inline void zbmd_set_lost(zbmd_base own, uint32_t slot) {
+    atomic_fetch_or(zbmd_u64(own, ZBMD_OFF_LOST), 1ULL << slot);
+    zbmd_ring(own);
+}
+static inline void zbmd_clear_lost(zbmd_base own, uint32_t slot) {
+    atomic_fetch_and(zbmd_u64(own, ZBMD_OFF_LOST), ~(1ULL << slot));
+}
+
+/* End every wait of the owner on `channel` for a value of `epoch` or an earlier one. */
+static inline void zbmd_abort_channel(zbmd_base own, uint32_t channel, uint32_t epoch) {
+    _Atomic uint64_t *word = zbmd_u64(own, zbmd_abort_offset(channel));
+    uint64_t upto = (uint64_t)epoch << 32 | 0xffffffffULL;
+    uint64_t seen = atomic_load(word);
+    while (seen < upto && !atomic_compare_exchange_weak(word, &seen, upto)) {}
+    zbmd_ring(own);
+}
+
+/* Publish `value` in the peer's cell for (our slot, channel): everything written before it is visible to
+ * the peer once it has seen the value. */
+static inline void zbmd_notify(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint64_t value) {
+    zbmd_store64(peer, zbmd_cell_offset(our_slot, channel), value);
+    zbmd_ring(peer);
+}
+
+enum { ZBMD_WAIT_OK = 0, ZBMD_WAIT_LOST = 1, ZBMD_WAIT_ABORTED = 2, ZBMD_WAIT_DEADLINE = 3 };
+
+/* Wait until our cell for (slot, channel) holds at least `value`.
+ * ends early: LOST when a slot of `group_mask` is in our lost mask, ABORTED when our abort word for the
+ * channel has reached `value`, DEADLINE when monotonic time has passed `deadline_ns` (0: none). A value
+ * that has already arrived wins over all of them. */
+static inline int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
+                            uint64_t group_mask, uint64_t deadline_ns, uint32_t spins) {
+    uint64_t cell = zbmd_cell_offset(slot, channel);
+    int result = -1;
+    for (uint32_t i = 0; i < spins; i++) {
+        if (zbmd_load64(own, cell) >= value) return ZBMD_WAIT_OK;
+        zbmd_pause();
+    }
+    atomic_fetch_add_explicit(zbmd_u32(own, ZBMD_OFF_PARKED), 1, memory_order_seq_cst);
+    while (result < 0) {
+        uint32_t seen = atomic_load_explicit(zbmd_u32(own, ZBMD_OFF_DOORBELL), memory_order_seq_cst);
+        if (zbmd_load64(own, cell) >= value) result = ZBMD_WAIT_OK;
+        else if (zbmd_load64(own, ZBMD_OFF_LOST) & group_mask) result = ZBMD_WAIT_LOST;
+        else if (zbmd_load64(own, zbmd_abort_offset(channel)) >= value) result = ZBMD_WAIT_ABORTED;
+        else if (deadline_ns && zbmd_now_ns() >= deadline_ns) result = ZBMD_WAIT_DEADLINE;
+        else zbmd_futex_wait(zbmd_u32(own, ZBMD_OFF_DOORBELL), seen, 50000000ULL);
+    }
+    atomic_fetch_sub_explicit(zbmd_u32(own, ZBMD_OFF_PARKED), 1, memory_order_seq_cst);
+    return result;
+}
+
+#endif

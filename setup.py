@@ -1,15 +1,23 @@
 """Build the two compiled modules; everything else is in pyproject.toml."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
+LAYERS = [f"src/zbmd/{layer}" for layer in ("transport", "collectives")]
+HEADERS = [str(header) for layer in LAYERS for header in sorted(Path(layer).glob("*.h"))]
+
 
 def extension(layer: str, name: str) -> Extension:
+    """Describe `zbmd.<layer>.<name>`, built from the Cython source of that name."""
     return Extension(
         f"zbmd.{layer}.{name}",
         [f"src/zbmd/{layer}/{name}.pyx"],
-        include_dirs=["src/zbmd/transport"],
-        depends=["src/zbmd/transport/native.h"],
+        include_dirs=LAYERS,
+        depends=HEADERS,
         extra_compile_args=["-O3", "-std=gnu11", "-Wall"],
     )
 

@@ -277,8 +277,6 @@ class StepCommit:
         if not isinstance(work, RunStep):
             raise self._misuse("a step ended, but a pull is running")
         if event.digest is None:
-            if not event.lost:
-                return self._fail(FailureKind.STEP_FAILED, f"step {event.version}: {event.reason}")
             return self._drained()
         self.prepared = (event.version, event.digest)
         if self.state is not CommitState.RUNNING:

@@ -79,16 +79,15 @@ class FetchEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnded:
-    """The step ended: `digest` of the prepared slot, or None with a `reason`.
+    """The step ended: `digest` of the prepared slot, or None with a `reason` if it was cut short.
 
-    `lost` says that it was cut short by a lost peer or by our own abort; any other failure is the rank's own.
+    Cut short means by a lost peer or by our own abort; a step that fails by itself ends its rank.
     """
 
     epoch: int
     version: int
     digest: bytes | None
     part: bytes = b""
-    lost: bool = False
     reason: str = ""
 
 
@@ -113,7 +112,6 @@ class FailureKind(Enum):
 
     DIVERGED = auto()
     STATE_LOST = auto()
-    STEP_FAILED = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -205,7 +205,7 @@ def _ended(work: cm.Fetch | cm.RunStep, digest: bytes) -> cm.FetchEnded | cm.Ste
 def _cut_short(work: cm.Fetch | cm.RunStep) -> cm.FetchEnded | cm.StepEnded:
     if isinstance(work, cm.Fetch):
         return cm.FetchEnded(epoch=work.epoch, version=work.version, digest=None, reason="aborted")
-    return cm.StepEnded(epoch=work.epoch, version=work.version, digest=None, lost=True, reason="aborted")
+    return cm.StepEnded(epoch=work.epoch, version=work.version, digest=None, reason="aborted")
 
 
 def _to(rank: int, message: Message) -> sim.Send[Message]:

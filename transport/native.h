@@ -8,7 +8,9 @@
 #ifndef ZBMD_NATIVE_H
 #define ZBMD_NATIVE_H
 
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include <errno.h>
 #include <linux/futex.h>
 #include <limits.h>
@@ -23,6 +25,7 @@
 #define ZBMD_MAX_SLOTS 64   /* ranks of one host, one bit each in the lost mask */
 #define ZBMD_CHANNELS 16    /* groups a process can be in at once */
 #define ZBMD_LINE 64
+#define ZBMD_PARK_NS 50000000ULL /* a parked wait looks again at least this often */
 
 /* Offsets into the segment's first page. */
 #define ZBMD_OFF_MAGIC 0        /* u64 */
@@ -126,26 +129,45 @@ static inline void zbmd_notify(zbmd_base peer, uint32_t our_slot, uint32_t chann
 
 enum { ZBMD_WAIT_OK = 0, ZBMD_WAIT_LOST = 1, ZBMD_WAIT_ABORTED = 2, ZBMD_WAIT_DEADLINE = 3 };
 
-/* Wait until our cell for (slot, channel) holds at least `value`.
- * ends early: LOST when a slot of `group_mask` is in our lost mask, ABORTED when our abort word for the
- * channel has reached `value`, DEADLINE when monotonic time has passed `deadline_ns` (0: none). A value
- * that has already arrived wins over all of them. */
+/* What a cell that may hold a notification at or behind `value` says of it. Epochs are the high 32 bits: a
+ * cell of a later epoch was written by a member of another group (a replacement in the same slot, say),
+ * so it ends the operation and can never be mistaken for the value that was waited for. */
+static inline int zbmd_arrived(uint64_t cell, uint64_t value) {
+    if (cell < value) return -1;
+    return (cell >> 32) == (value >> 32) ? ZBMD_WAIT_OK : ZBMD_WAIT_ABORTED;
+}
+
+/* Wait until our cell for (slot, channel) holds at least `value` of the same epoch.
+ * Ends early: LOST when a slot of `group_mask` is in our lost mask, ABORTED when our abort word for the
+ * channel has reached `value` or the cell is of a later epoch, DEADLINE when monotonic time has passed
+ * `deadline_ns` (0: none). A value that has already arrived wins over the others. */
 static inline int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
                             uint64_t group_mask, uint64_t deadline_ns, uint32_t spins) {
     uint64_t cell = zbmd_cell_offset(slot, channel);
     int result = -1;
     for (uint32_t i = 0; i < spins; i++) {
-        if (zbmd_load64(own, cell) >= value) return ZBMD_WAIT_OK;
+        if ((result = zbmd_arrived(zbmd_load64(own, cell), value)) >= 0) return result;
         zbmd_pause();
     }
     atomic_fetch_add_explicit(zbmd_u32(own, ZBMD_OFF_PARKED), 1, memory_order_seq_cst);
     while (result < 0) {
         uint32_t seen = atomic_load_explicit(zbmd_u32(own, ZBMD_OFF_DOORBELL), memory_order_seq_cst);
-        if (zbmd_load64(own, cell) >= value) result = ZBMD_WAIT_OK;
-        else if (zbmd_load64(own, ZBMD_OFF_LOST) & group_mask) result = ZBMD_WAIT_LOST;
+        result = zbmd_arrived(zbmd_load64(own, cell), value);
+        if (result >= 0) break;
+        if (zbmd_load64(own, ZBMD_OFF_LOST) & group_mask) result = ZBMD_WAIT_LOST;
         else if (zbmd_load64(own, zbmd_abort_offset(channel)) >= value) result = ZBMD_WAIT_ABORTED;
-        else if (deadline_ns && zbmd_now_ns() >= deadline_ns) result = ZBMD_WAIT_DEADLINE;
-        else zbmd_futex_wait(zbmd_u32(own, ZBMD_OFF_DOORBELL), seen, 50000000ULL);
+        else {
+            uint64_t park_ns = ZBMD_PARK_NS;
+            if (deadline_ns) {
+                uint64_t now_ns = zbmd_now_ns();
+                if (now_ns >= deadline_ns) {
+                    result = ZBMD_WAIT_DEADLINE;
+                    break;
+                }
+                if (deadline_ns - now_ns < park_ns) park_ns = deadline_ns - now_ns;
+            }
+            zbmd_futex_wait(zbmd_u32(own, ZBMD_OFF_DOORBELL), seen, park_ns);
+        }
     }
     atomic_fetch_sub_explicit(zbmd_u32(own, ZBMD_OFF_PARKED), 1, memory_order_seq_cst);
     return result;

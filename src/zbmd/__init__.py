@@ -1,3 +1,95 @@
-"""zbmd: an asyncio message-passing protocol stack for training jobs that must not die."""
+"""zbmd: an asyncio message-passing protocol stack for training jobs that must not die.
+
+import zbmd
+
+async def main() -> None:
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        total = await group.all_reduce(numpy.ones(4))
+
+zbmd.run(main())
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from zbmd.actors.actor import Actor, Down, Exited, Undelivered, on
+    from zbmd.actors.contracts import Contract
+    from zbmd.actors.errors import ActorFailed, DeadActor, MailboxFull
+    from zbmd.actors.member import Node, join
+    from zbmd.actors.ref import Ref
+    from zbmd.actors.supervision import Restart, Strategy
+    from zbmd.actors.supervisor import ChildSpec
+    from zbmd.actors.system import ActorSystem
+    from zbmd.collectives.group import Group, group
+    from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Actor",
+    "ActorFailed",
+    "ActorSystem",
+    "ChildSpec",
+    "Contract",
+    "DeadActor",
+    "DeadlineExceeded",
+    "Down",
+    "Exited",
+    "Group",
+    "MailboxFull",
+    "Node",
+    "PeerLost",
+    "Ref",
+    "Restart",
+    "Strategy",
+    "Undelivered",
+    "UserError",
+    "ZbmdError",
+    "__version__",
+    "group",
+    "join",
+    "on",
+    "run",
+]
+
+# A name is imported when it is first used: a tool that needs one layer does not load the others.
+_HOMES = {
+    "zbmd.actors.actor": ("Actor", "Down", "Exited", "Undelivered", "on"),
+    "zbmd.actors.contracts": ("Contract",),
+    "zbmd.actors.errors": ("ActorFailed", "DeadActor", "MailboxFull"),
+    "zbmd.actors.member": ("Node", "join"),
+    "zbmd.actors.ref": ("Ref",),
+    "zbmd.actors.supervision": ("Restart", "Strategy"),
+    "zbmd.actors.supervisor": ("ChildSpec",),
+    "zbmd.actors.system": ("ActorSystem",),
+    "zbmd.collectives.group": ("Group", "group"),
+    "zbmd.transport.errors": ("DeadlineExceeded", "PeerLost", "UserError", "ZbmdError"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+_ResultT = TypeVar("_ResultT")
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def run(main: Coroutine[Any, Any, _ResultT]) -> _ResultT:
+    """Run a coroutine to its end on a new uvloop event loop, as `asyncio.run` does."""
+    uvloop = importlib.import_module("uvloop")
+    result: _ResultT = uvloop.run(main)
+    return result

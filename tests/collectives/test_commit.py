@@ -131,7 +131,7 @@ def test_work_is_drained_before_a_new_epoch_hears_from_us() -> None:
     rank = machine()
     rank.handle(epoch(1, 0), now_ns=0)
     assert [type(a) for a in rank.handle(epoch(2, 0, 1), now_ns=0)] == [cm.AbortWork]
-    ended = cm.StepEnded(epoch=1, version=1, digest=None, lost=True, reason="aborted")
+    ended = cm.StepEnded(epoch=1, version=1, digest=None, reason="aborted")
     assert [type(a) for a in rank.handle(ended, now_ns=0)] == [cm.SendReport]
 
 

@@ -1,0 +1,87 @@
+# Every target does its own set-up: `.venv` is made, filled and rebuilt only when something it depends on
+# has changed, so a second run needs no network. Set-up talks on stderr; stdout is the command's own.
+
+.DELETE_ON_ERROR:
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules
+SHELL := /bin/bash
+
+# The newest interpreter is not always called python3; take the first that is new enough.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; exit; fi; \
+	done; echo python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+
+NATIVE_SOURCES := $(foreach layer,transport collectives,$(wildcard $(addprefix $(layer)/*.,pyx pxd h)))
+RUNTIME := $(VENV)/.stamp-runtime
+NATIVE := $(VENV)/.stamp-native
+DEV := $(VENV)/.stamp-dev
+
+# Options of the targets: VERIFY=1 and KILL_SEED=n for demo, PYTEST_ARGS for test.
+DEMO_FLAGS := $(if $(filter-out 0 no false,$(VERIFY)),--verify) $(if $(KILL_SEED),--kill-seed $(KILL_SEED))
+CHECKED := transport actors collectives training tools tests examples src setup.py
+
+.PHONY: help preflight setup demo test lint format clean
+
+help:
+	@echo 'make demo    train, kill a worker, go on; VERIFY=1 compares digests, KILL_SEED=n picks the kill'
+	@echo 'make test    run the test suite; PYTEST_ARGS="-k name" narrows it'
+	@echo 'make lint    formatting, lints, types, layers, house rules'
+	@echo 'make format  reformat the sources'
+	@echo 'make setup   only make .venv with everything in it; PYTHON=… names the interpreter'
+	@echo 'make clean   remove .venv and everything built'
+
+preflight:
+	@$(PYTHON) tools/preflight.py
+
+setup: $(DEV) $(NATIVE)
+
+demo: $(RUNTIME) $(NATIVE)
+	@$(PY) -m zbmd.tools.demo $(DEMO_FLAGS) $(DEMO_ARGS)
+
+test: $(DEV) $(NATIVE)
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(DEV) $(NATIVE)
+	$(PY) -m ruff check $(CHECKED)
+	$(PY) -m ruff format --check $(CHECKED)
+	$(PY) -m mypy
+	$(PY) -m pyright
+	$(VENV)/bin/lint-imports
+	$(PY) tools/tidy.py
+	$(PY) -m pytest -q tests/repo/test_planted_error.py
+
+format: $(DEV)
+	$(PY) -m ruff check --fix-only $(CHECKED)
+	$(PY) -m ruff format $(CHECKED)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache
+	rm -f $(addsuffix /*.so,transport collectives) $(patsubst %.pyx,%.c,$(filter %.pyx,$(NATIVE_SOURCES)))
+	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PY):
+	@$(PYTHON) tools/preflight.py >&2
+	@echo 'setup: making $(VENV)' >&2
+	@$(PYTHON) -m venv --clear $(VENV) >&2
+
+# The build needs no isolation, because its requirements are in the environment: so a rebuild after an edit
+# downloads nothing.
+$(RUNTIME): $(PY) pyproject.toml setup.py
+	@echo 'setup: installing zbmd and its dependencies into $(VENV)' >&2
+	@$(PIP) 'setuptools>=77' 'Cython>=3.1' >&2
+	@$(PIP) --no-build-isolation --editable . >&2
+	@touch $@
+
+$(NATIVE): $(RUNTIME) setup.py $(NATIVE_SOURCES)
+	@echo 'setup: building the compiled modules' >&2
+	@$(PY) setup.py --quiet build_ext --inplace >&2
+	@touch $@
+
+$(DEV): $(RUNTIME) pyproject.toml
+	@echo 'setup: installing the development tools into $(VENV)' >&2
+	@$(PIP) --no-build-isolation --editable '.[dev]' >&2
+	@touch $@

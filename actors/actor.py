@@ -1,0 +1,227 @@
+"""What a user writes: actors, their handlers, and the signals they may receive."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+
+from zbmd.actors.contracts import Contract, fingerprint
+from zbmd.actors.errors import ContractError
+from zbmd.actors.mailbox import MailboxSpec
+from zbmd.transport.errors import LocalProtocolError, ZbmdError
+
+if TYPE_CHECKING:
+    from zbmd.actors.cell import ActorCell
+    from zbmd.actors.ref import Ref
+    from zbmd.actors.system import ActorSystem
+
+STOPPING_S = 5.0
+
+
+class ReasonKind(Enum):
+    """The kinds of end an actor can have."""
+
+    NORMAL = "normal"  # it had nothing more to do
+    SHUTDOWN = "shutdown"  # it was asked to stop
+    KILLED = "killed"
+    FAILED = "failed"  # it raised
+    LOST = "lost"  # its process ended or was cut off
+    NO_ACTOR = "no_actor"  # there was none to begin with
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why an actor ended."""
+
+    kind: ReasonKind
+    text: str = ""
+
+    @property
+    def is_normal(self) -> bool:
+        """Whether a transient child is left down after it."""
+        return self.kind is ReasonKind.NORMAL or self.kind is ReasonKind.SHUTDOWN
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}: {self.text}" if self.text else self.kind.value
+
+
+class Signal:
+    """What the system itself tells an actor; signals come before messages. Handlers for them are optional."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Down(Signal):
+    """A monitored actor ended. `ref` names the life that ended."""
+
+    ref: Ref
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Exited(Signal):
+    """A linked actor ended; delivered only to actors with `trap_exit`, others end with it."""
+
+    ref: Ref
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Undelivered(Signal):
+    """A message this actor told to another process was rejected there. `contract`: its `"id/version"`."""
+
+    ref: Ref
+    contract: str
+    error: ZbmdError
+
+
+ActorT = TypeVar("ActorT", bound="Actor")
+MessageT = TypeVar("MessageT", bound="Contract | Signal")
+ReplyT = TypeVar("ReplyT", bound="Contract | None")
+HandlerOf = Callable[[ActorT, MessageT], Awaitable[ReplyT]]
+
+
+def on(
+    message: type[MessageT],
+) -> Callable[[HandlerOf[ActorT, MessageT, ReplyT]], HandlerOf[ActorT, MessageT, ReplyT]]:
+    """Mark an async method as the handler of one contract or signal.
+
+    Its return annotation names the reply: a contract, None, or a union of such.
+    """
+
+    def mark(function: HandlerOf[ActorT, MessageT, ReplyT]) -> HandlerOf[ActorT, MessageT, ReplyT]:
+        function.__zbmd_handles__ = message  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+class Handler(NamedTuple):
+    """One entry of an actor class's dispatch table."""
+
+    function: Callable[[Any, Any], Awaitable[Any]]
+    replies: frozenset[type]
+
+
+class Actor:
+    """The base of every actor. Its state is its own, and it handles one message at a time.
+
+    An exception in a handler ends the actor ("let it crash"): the asker gets `ActorFailed`, linked actors
+    and its supervisor learn of it. The constructor runs in the spawner; `started()` is the first thing that
+    runs in the actor and `stopping()` the last, unless it is killed.
+    """
+
+    trap_exit: ClassVar[bool] = False
+    """Receive `Exited` when a linked actor ends, instead of ending too."""
+    mailbox: ClassVar[MailboxSpec] = MailboxSpec()
+    """The bounds of the mailbox, unless `spawn` gives others."""
+    stopping_s: float = STOPPING_S
+    """How long `stopping()` may take."""
+
+    _handlers: ClassVar[dict[type, Callable[[Any, Any], Awaitable[Any]]]] = {}
+    _table: ClassVar[Mapping[type, Handler] | None] = None
+    _cell: ActorCell | None = None
+
+    def __init_subclass__(cls, *, remote: bool = False, **kwargs: Any) -> None:
+        """`remote=True` lets other processes spawn the class."""
+        super().__init_subclass__(**kwargs)
+        cls._table = None
+        cls._handlers = {}
+        for base in reversed(cls.__mro__):
+            for value in vars(base).values():
+                message = getattr(value, "__zbmd_handles__", None)
+                if message is not None:
+                    cls._handlers[message] = value
+        if remote:
+            register_remote(cls)
+
+    async def started(self) -> None:
+        """Runs once, before the first message. If it raises, `spawn` raises `ActorStartFailed`."""
+
+    async def stopping(self, reason: Reason) -> None:
+        """Runs once, after the last message, also after a crash; has `stopping_s` seconds."""
+
+    @property
+    def ref(self) -> Ref:
+        """This actor's own reference."""
+        return self._running_cell().ref
+
+    @property
+    def system(self) -> ActorSystem:
+        """The system this actor runs in."""
+        return self._running_cell().system
+
+    def monitor(self, ref: Ref) -> None:
+        """Receive one `Down` when that actor ends."""
+        cell = self._running_cell()
+        cell.system.monitor(ref, to=cell.ref)
+
+    def link(self, ref: Ref) -> None:
+        """Tie the two lives: when one ends other than normally, so does the other (see `trap_exit`)."""
+        cell = self._running_cell()
+        cell.system.link(cell.ref, ref)
+
+    def unlink(self, ref: Ref) -> None:
+        """Undo `link`."""
+        cell = self._running_cell()
+        cell.system.unlink(cell.ref, ref)
+
+    def stop(self, text: str = "") -> None:
+        """End normally once the current handler has returned."""
+        self._running_cell().request_stop(Reason(ReasonKind.NORMAL, text))
+
+    def _running_cell(self) -> ActorCell:
+        if self._cell is None:
+            raise LocalProtocolError(f"{type(self).__name__} has not been spawned: use system.spawn(...)")
+        return self._cell
+
+
+def handler_table(cls: type[Actor]) -> Mapping[type, Handler]:
+    """The dispatch table of an actor class, made at its first spawn. Raises `ContractError`."""
+    if cls._table is None:
+        table = {m: Handler(f, _reply_types(cls, f)) for m, f in cls._handlers.items()}
+        for contract in {*table, *(reply for handler in table.values() for reply in handler.replies)}:
+            if issubclass(contract, Contract):
+                fingerprint(contract)  # raises here, not in a peer
+        cls._table = types.MappingProxyType(table)
+    return cls._table
+
+
+def _reply_types(cls: type[Actor], function: Callable[..., Any]) -> frozenset[type]:
+    where = f"{cls.__qualname__}.{function.__name__}"
+    try:
+        annotation = typing.get_type_hints(function).get("return", Any)
+    except NameError as error:
+        raise ContractError(f"{where}: {error}; define its contracts at module level") from error
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    found = frozenset(typing.get_args(annotation) if union else (annotation,))
+    for reply in found:
+        if reply is not types.NoneType and not (isinstance(reply, type) and issubclass(reply, Contract)):
+            raise ContractError(f"{where} must be annotated to return contracts or None, not {annotation}")
+    return found
+
+
+REMOTE_CLASSES_MAX = 1024
+_remote_classes: dict[str, type[Actor]] = {}
+
+
+def remote_class_id(cls: type[Actor]) -> str:
+    """The name under which other processes ask for the class."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def register_remote(cls: type[Actor]) -> None:
+    """Let other processes spawn `cls`; it must be importable there under the same name."""
+    if len(_remote_classes) >= REMOTE_CLASSES_MAX:
+        raise LocalProtocolError(f"{REMOTE_CLASSES_MAX} actor classes are registered for spawning from afar")
+    _remote_classes[remote_class_id(cls)] = cls
+
+
+def find_remote_class(class_id: str) -> type[Actor] | None:
+    """The class registered under that name; nothing is imported for a peer."""
+    return _remote_classes.get(class_id)

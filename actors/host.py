@@ -1,0 +1,491 @@
+"""The host supervisor: one job on one machine, its ranks forked from a template and replaced when lost.
+
+Every decision is the membership machine's (`view.py`); this driver forks, signals, reads pipes and tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import secrets
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, assert_never
+
+import msgspec
+import structlog
+
+from zbmd.actors import view as membership
+from zbmd.actors.host_contracts import (
+    REPORT_BYTES_MAX,
+    EnterView,
+    Join,
+    Linked,
+    MemberDown,
+    NodeStatus,
+    RankStatus,
+    Report,
+    ViewInstalled,
+)
+from zbmd.actors.host_events import (
+    EXIT_FAILED,
+    HostEvent,
+    Observer,
+    RankDown,
+    RankInfo,
+    RankReport,
+    RankStarted,
+    RunResult,
+    ViewChanged,
+)
+from zbmd.actors.host_links import HostLinks
+from zbmd.actors.host_output import LineWriter, OutputSink
+from zbmd.actors.host_process import RankProcess, describe_exit
+from zbmd.actors.host_template import TemplateClient, TemplateLost
+from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, RankEnvironment
+from zbmd.actors.template import Exited, Forked, ForkFailed, ForkRequest
+from zbmd.actors.view import USAGE_EXIT_CODE, MembershipMachine, OnLoss, Outcome, Phase, RankState
+from zbmd.transport.liveness import DeathNotice
+
+log: Final = structlog.stdlib.get_logger("zbmd.actors.host")
+
+PRELOAD = ("asyncio", "uvloop", "numpy", "msgspec", "structlog", "zbmd", "zbmd.actors.member")
+EVENTS_WAITING_MAX = 8192  # for the observer; past it reports are dropped, and counted
+KILLED_S_MAX = 1.0
+DRAIN_S_MAX = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostConfig:
+    """One job. `target`: a script's path, or with `is_module` a module's name.
+
+    preload: modules that the template imports before it forks; environment: variables for the ranks beside
+    those of this process; restart_window_s: the window that `max_restarts` counts in.
+    """
+
+    target: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    world_size: int
+    on_loss: OnLoss = OnLoss.REPLACE
+    max_restarts: int = 3
+    restart_window_s: float = 60.0
+    arena_bytes: int = ARENA_BYTES_DEFAULT
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    preload: Sequence[str] = PRELOAD
+
+
+class Host:
+    """Runs one job to its end. Use on the main thread: the template and all ranks die with it.
+
+    output: takes the ranks' lines (default: our own standard output and error); observer: an async callback
+    that gets every `HostEvent`, in order. If it raises, the run ends and `run` raises the same.
+    """
+
+    def __init__(
+        self, config: HostConfig, *, output: OutputSink | None = None, observer: Observer | None = None
+    ) -> None:
+        self.config = config
+        self.job = secrets.randbits(63) | 1
+        self.address = f"zbmd-{os.getuid()}-{self.job:016x}"
+        self._output = output
+        self._observer = observer
+        self._machine = MembershipMachine(
+            config.world_size,
+            on_loss=config.on_loss,
+            restarts_max=config.max_restarts,
+            period_ns=round(config.restart_window_s * 1e9),
+        )
+        self._processes: dict[tuple[int, int], RankProcess] = {}
+        self._draining: dict[tuple[int, int], RankProcess] = {}
+        self._failures: list[RankDown] = []
+        self._reports_dropped = 0
+        self._events: asyncio.Queue[HostEvent] = asyncio.Queue()
+        self._timer: asyncio.TimerHandle | None = None
+        self._reapers: set[asyncio.Task[None]] = set()
+        self._started_ns = time.monotonic_ns()
+        self._template: TemplateClient | None = None
+        self._template_lost = False
+        self._links: HostLinks | None = None
+        self._done: asyncio.Future[membership.RunEnded] | None = None
+
+    @property
+    def ranks(self) -> dict[int, RankInfo]:
+        """Each rank's current process."""
+        infos: dict[int, RankInfo] = {}
+        for rank in range(self.config.world_size):
+            state, incarnation = self._machine.state(rank)
+            process = self._processes.get((rank, incarnation))
+            pid = process.pid if process is not None else 0
+            infos[rank] = RankInfo(rank=rank, incarnation=incarnation, pid=pid, state=state)
+        return infos
+
+    @property
+    def view(self) -> membership.View:
+        """The view installed last; epoch 0 before the first."""
+        return self._machine.view
+
+    def send_signal(self, rank: int, number: signal.Signals) -> bool:
+        """Send a signal to the rank's current process; False if there is none."""
+        process = self._processes.get((rank, self._machine.state(rank)[1]))
+        return process is not None and process.send_signal(number)
+
+    def stop(self, reason: str, *, kill: bool = False) -> None:
+        """End the run: SIGTERM, then SIGKILL after the grace period, or with `kill` at once."""
+        if self._done is not None:
+            self._put(membership.StopRequested(reason=reason, kill=kill))
+
+    async def run(self) -> RunResult:
+        """Run the job to its end and give back everything: processes, sockets, descriptors, threads.
+
+        Raises `UserError` on what cannot be asked for and `TemplateLost` if the template does not start.
+        """
+        loop = asyncio.get_running_loop()
+        self._done = loop.create_future()
+        own_output = LineWriter() if self._output is None else None
+        self._output = own_output or self._output
+        observing = loop.create_task(self._observe(), name="host observer")
+        try:
+            self._links = HostLinks(address=self.address, job=self.job, desk=self)
+            await self._links.open()
+            self._template = TemplateClient(on_reply=self._on_template, on_lost=self._on_template_lost)
+            ready = await self._template.start(modules=self.config.preload, environment=os.environ)
+            if ready.threads > 1:
+                log.warning("the template has threads: forks may hang", threads=ready.threads)
+            self._put(membership.StartRequested())
+            end = await self._done
+            with contextlib.suppress(TimeoutError):  # a terminal that does not move is not waited for
+                await asyncio.wait_for(self._settle(), DRAIN_S_MAX)
+        finally:
+            await self._close()
+            observing.cancel()
+            await asyncio.wait([observing])
+            if own_output is not None:
+                await own_output.close()
+        return self._result(end)
+
+    # What the driver hears.
+
+    def is_current(self, rank: int, incarnation: int) -> bool:
+        """See `HostDesk`."""
+        if not 0 <= rank < self.config.world_size:
+            return False
+        state, current = self._machine.state(rank)
+        return incarnation == current and state in (RankState.STARTING, RankState.JOINED)
+
+    def joined(self, message: Join) -> None:
+        """See `HostDesk`."""
+        self._put(
+            membership.Joined(rank=message.rank, incarnation=message.incarnation, address=message.address)
+        )
+
+    def linked(self, message: Linked) -> None:
+        """See `HostDesk`."""
+        self._put(membership.Linked(rank=message.rank, incarnation=message.incarnation, epoch=message.epoch))
+
+    def reported(self, message: Report) -> None:
+        """See `HostDesk`."""
+        if self._observer is None:
+            return
+        try:
+            payload: dict[str, Any] = msgspec.msgpack.decode(message.payload, type=dict[str, Any])
+            if len(message.payload) > REPORT_BYTES_MAX:
+                raise msgspec.ValidationError(f"{len(message.payload)} bytes")
+        except (msgspec.MsgspecError, RecursionError) as error:
+            log.warning("report refused", rank=message.rank, reason=str(error))
+            return
+        if self._events.qsize() >= EVENTS_WAITING_MAX:
+            self._reports_dropped += 1
+            return
+        self._events.put_nowait(
+            RankReport(rank=message.rank, incarnation=message.incarnation, payload=payload)
+        )
+
+    def noticed(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
+        """See `HostDesk`."""
+        process = self._processes.get((rank, incarnation)) or self._draining.get((rank, incarnation))
+        if process is None or notice.clean:
+            return
+        process.notice = notice
+        if (rank, incarnation) in self._processes:
+            self._put(membership.LossProven(rank=rank, incarnation=incarnation))
+
+    async def status(self) -> NodeStatus:
+        """See `HostDesk`."""
+        assert self._links is not None
+        infos = list(self.ranks.values())
+        joined = [i.rank for i in infos if i.state is RankState.JOINED]
+        names = await asyncio.gather(*(self._links.actors(rank) for rank in joined))
+        actors = dict(zip(joined, names, strict=True))
+        return NodeStatus(
+            address=self.address,
+            pid=os.getpid(),
+            template_pid=self._template.pid if self._template is not None else 0,
+            target=self.config.target,
+            on_loss=self.config.on_loss.value,
+            epoch=self._machine.view.epoch,
+            restarts=self._machine.restarts_total,
+            uptime_s=(time.monotonic_ns() - self._started_ns) / 1e9,
+            ranks=tuple(
+                RankStatus(
+                    rank=i.rank,
+                    pid=i.pid,
+                    incarnation=i.incarnation,
+                    state=i.state.value,
+                    restarts=max(0, i.incarnation - 1),
+                    memory_bytes=_resident_bytes(i.pid),
+                    actors=actors.get(i.rank),
+                )
+                for i in infos
+            ),
+        )
+
+    def _on_template(self, reply: Forked | ForkFailed | Exited, pidfd: int | None) -> None:
+        process = self._processes[reply.rank, reply.incarnation]
+        match reply:
+            case Forked():
+                assert pidfd is not None
+                process.forked(reply.pid, pidfd, self._on_gone)
+                self._tell(
+                    RankStarted(
+                        rank=reply.rank,
+                        incarnation=reply.incarnation,
+                        pid=reply.pid,
+                        asked_ns=process.asked_ns,
+                        at_ns=time.monotonic_ns(),
+                    )
+                )
+                self._put(membership.Forked(rank=reply.rank, incarnation=reply.incarnation))
+            case ForkFailed():
+                self._fork_failed(process, reply.reason)
+            case Exited():
+                self._on_exited(process, reply.code)
+            case _:
+                assert_never(reply)
+
+    def _on_template_lost(self, error: TemplateLost) -> None:
+        """Every rank dies with the template; nobody is left to tell their exit codes."""
+        self._template_lost = True
+        self._put(membership.StopRequested(reason=str(error), kill=True, outcome=Outcome.FAILED))
+        for process in list(self._processes.values()):
+            if process.pid == 0:
+                self._fork_failed(process, str(error))
+            elif process.ended.is_set():
+                self._on_gone(process)
+
+    def _on_gone(self, process: RankProcess) -> None:
+        """The kernel says so; the exit code comes from the template, unless that is gone too."""
+        if self._template_lost and (process.rank, process.incarnation) in self._processes:
+            self._on_exited(process, -signal.SIGKILL)
+
+    def _on_exited(self, process: RankProcess, code: int) -> None:
+        key = (process.rank, process.incarnation)
+        self._draining[key] = self._processes.pop(key)
+        process.exited()
+        reason = describe_exit(code)
+        expected = self._machine.phase in (Phase.STOPPING, Phase.KILLING)
+        self._put(
+            membership.Exited(
+                rank=process.rank,
+                incarnation=process.incarnation,
+                code=code,
+                reason=reason,
+            )
+        )
+        if self._links is not None:
+            down = MemberDown(
+                rank=process.rank, incarnation=process.incarnation, reason=reason, confirmed=True
+            )
+            self._links.send(self._joined_ranks(), down)
+        task = asyncio.get_running_loop().create_task(self._report_down(process, code, expected))
+        self._reapers.add(task)
+        task.add_done_callback(self._reapers.discard)
+
+    async def _report_down(self, process: RankProcess, code: int, expected: bool) -> None:
+        """Tell of an end once the last lines it printed are known."""
+        next_step = self._next_step(process)
+        await process.drained()
+        self._draining.pop((process.rank, process.incarnation), None)
+        down = RankDown(
+            rank=process.rank,
+            incarnation=process.incarnation,
+            pid=process.pid,
+            code=code,
+            reason=describe_exit(code),
+            normal=code == 0,
+            expected=expected or code == 0,
+            noticed_ns=process.notice.at_ns if process.notice is not None else None,
+            confirmed_ns=process.confirmed_ns,
+            tail=process.tail,
+            next_step=next_step,
+        )
+        if not down.expected:
+            self._failures.append(down)
+        self._tell(down)
+
+    def _next_step(self, process: RankProcess) -> str:
+        state, incarnation = self._machine.state(process.rank)
+        if self._machine.phase is not Phase.RUNNING:
+            return "the run ends"
+        if incarnation > process.incarnation:
+            used = self._machine.restarts_total
+            return f"its replacement starts (restart {used}; {self.config.max_restarts} allowed at a time)"
+        if state is RankState.LOST:
+            return "the run goes on without it"
+        return "nothing follows from it"
+
+    # What the driver does.
+
+    def _put(self, event: membership.Event) -> None:
+        """Put one event to the machine and do as it says; a bug in either ends the run loudly."""
+        try:
+            actions = self._machine.handle(event, now_ns=time.monotonic_ns())
+            self._machine.check_invariants()
+            for action in actions:
+                self._perform(action)
+        except Exception as error:  # noqa: BLE001 - given to whoever awaits `run`
+            self._fail(error)
+
+    def _perform(self, action: membership.Action) -> None:
+        assert self._links is not None and self._done is not None
+        match action:
+            case membership.Fork(rank=rank, incarnation=incarnation):
+                self._fork(rank, incarnation)
+            case membership.InstallView(view=view):
+                self._links.send(view.ranks, ViewInstalled(view=view))
+                self._tell(ViewChanged(view=view, at_ns=time.monotonic_ns()))
+            case membership.EnterView(epoch=epoch, to=to):
+                self._links.send(to, EnterView(epoch=epoch))
+            case membership.AnnounceDown(rank=rank, incarnation=incarnation, reason=reason, to=to):
+                down = MemberDown(rank=rank, incarnation=incarnation, reason=reason, confirmed=False)
+                self._links.send(to, down)
+            case membership.Terminate(rank=rank, incarnation=incarnation):
+                self._signal(rank, incarnation, signal.SIGTERM)
+            case membership.Kill(rank=rank, incarnation=incarnation):
+                self._signal(rank, incarnation, signal.SIGKILL)
+            case membership.SetTimer(at_ns=at_ns):
+                if self._timer is not None:
+                    self._timer.cancel()
+                delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(delay_s, self._put, membership.TimerFired())
+            case membership.RunEnded():
+                if not self._done.done():
+                    self._done.set_result(action)
+            case _:
+                assert_never(action)
+
+    def _fork(self, rank: int, incarnation: int) -> None:
+        assert self._template is not None and self._output is not None
+        process = RankProcess(rank, incarnation, self._output)
+        self._processes[rank, incarnation] = process
+        environment = RankEnvironment(
+            rank=rank,
+            world_size=self.config.world_size,
+            incarnation=incarnation,
+            job=self.job,
+            node_address=self.address,
+            arena_bytes=self.config.arena_bytes,
+        )
+        request = ForkRequest(
+            rank=rank,
+            incarnation=incarnation,
+            target=self.config.target,
+            is_module=self.config.is_module,
+            arguments=self.config.arguments,
+            environment={**self.config.environment, **environment.variables()},
+        )
+        try:
+            self._template.fork(request, stdout_fd=process.stdout_fd, stderr_fd=process.stderr_fd)
+        except TemplateLost as error:
+            asyncio.get_running_loop().call_soon(self._fork_failed, process, str(error))
+        process.release_child_ends()
+
+    def _fork_failed(self, process: RankProcess, reason: str) -> None:
+        if self._processes.pop((process.rank, process.incarnation), None) is None:
+            return
+        task = asyncio.get_running_loop().create_task(process.drained())
+        self._reapers.add(task)
+        task.add_done_callback(self._reapers.discard)
+        self._put(membership.ForkFailed(rank=process.rank, incarnation=process.incarnation, reason=reason))
+
+    def _signal(self, rank: int, incarnation: int, number: signal.Signals) -> None:
+        process = self._processes.get((rank, incarnation))
+        if process is not None:
+            process.send_signal(number)
+
+    def _joined_ranks(self) -> list[int]:
+        return [i.rank for i in self.ranks.values() if i.state is RankState.JOINED]
+
+    def _tell(self, event: HostEvent) -> None:
+        if self._observer is not None:
+            self._events.put_nowait(event)
+
+    async def _observe(self) -> None:
+        while self._observer is not None:
+            event = await self._events.get()
+            try:
+                await self._observer(event)
+            except Exception as error:  # noqa: BLE001 - given to whoever awaits `run`
+                self._fail(error)
+            finally:
+                self._events.task_done()
+
+    def _fail(self, error: Exception) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)
+        else:
+            log.error("error after the end of the run", exc_info=error)
+
+    # The end.
+
+    async def _settle(self) -> None:
+        """Every line printed, every event observed."""
+        while self._reapers:
+            await asyncio.wait(self._reapers)
+        await self._events.join()
+
+    async def _close(self) -> None:
+        """Whatever happened: kill what is left, wait for it, and let go of everything."""
+        if self._timer is not None:
+            self._timer.cancel()
+        left = list(self._processes.values())
+        for process in left:
+            process.send_signal(signal.SIGKILL)
+        if self._template is not None:
+            await self._template.close()
+        forked = [process.ended.wait() for process in left if process.pid]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*forked), KILLED_S_MAX)
+        for process in left:
+            await process.abandon()
+        for task in list(self._reapers):
+            task.cancel()
+            await asyncio.wait([task])
+        if self._links is not None:
+            await self._links.close()
+
+    def _result(self, end: membership.RunEnded) -> RunResult:
+        succeeded = end.outcome is Outcome.SUCCEEDED
+        usage = any(failure.code == USAGE_EXIT_CODE for failure in self._failures)
+        return RunResult(
+            outcome=end.outcome,
+            reason=end.reason,
+            exit_code=0 if succeeded else USAGE_EXIT_CODE if usage else EXIT_FAILED,
+            restarts=self._machine.restarts_total,
+            failures=tuple(self._failures),
+            reports_dropped=self._reports_dropped,
+        )
+
+
+def _resident_bytes(pid: int) -> int:
+    """The memory of a process; 0 once it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

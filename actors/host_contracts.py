@@ -1,0 +1,99 @@
+"""What a host and its ranks say to each other."""
+
+from __future__ import annotations
+
+from zbmd.actors.contracts import Contract
+from zbmd.actors.view import View
+
+HOST_ACTOR = "host"
+MEMBER_ACTOR = "member"
+NODE_NAME = "node"
+REPORT_BYTES_MAX = 64 * 1024
+
+
+class Join(Contract, id="zbmd.host.join"):
+    """A rank listens at `address` and asks to be in the next view."""
+
+    rank: int
+    incarnation: int
+    address: str
+
+
+class ViewInstalled(Contract, id="zbmd.host.view"):
+    """The host to each member: this view holds from now on."""
+
+    view: View
+
+
+class Linked(Contract, id="zbmd.host.linked"):
+    """A rank to the host: all links of the view stand, and the job waits to enter it."""
+
+    rank: int
+    incarnation: int
+    epoch: int
+
+
+class EnterView(Contract, id="zbmd.host.enter"):
+    """The host to each member: all are linked, the view may be entered."""
+
+    epoch: int
+
+
+class MemberDown(Contract, id="zbmd.host.down"):
+    """The host to each member: this incarnation is dead. Its memory may be reused once `confirmed`."""
+
+    rank: int
+    incarnation: int
+    reason: str
+    confirmed: bool
+
+
+class Report(Contract, id="zbmd.host.report"):
+    """Telemetry of a rank to whoever runs the host. `payload`: MessagePack, at most `REPORT_BYTES_MAX`."""
+
+    rank: int
+    incarnation: int
+    payload: bytes
+
+
+class ActorsRequest(Contract, id="zbmd.host.actors_request"):
+    """The host asks a rank which actors it has."""
+
+
+class ActorsReply(Contract, id="zbmd.host.actors"):
+    """The names of a rank's actors, at most `ACTORS_NAMED_MAX`."""
+
+    names: tuple[str, ...]
+
+
+class StatusRequest(Contract, id="zbmd.host.status_request"):
+    """A tool asks a host how it stands."""
+
+
+class RankStatus(Contract, id="zbmd.host.rank_status"):
+    """One rank. `memory_bytes`: resident. `actors` is None when the rank was too busy to say."""
+
+    rank: int
+    pid: int
+    incarnation: int
+    state: str
+    restarts: int
+    memory_bytes: int
+    actors: tuple[str, ...] | None
+
+
+class NodeStatus(Contract, id="zbmd.host.status"):
+    """One host. `uptime_s`: since the run began."""
+
+    address: str
+    pid: int
+    template_pid: int
+    target: str
+    on_loss: str
+    epoch: int
+    restarts: int
+    uptime_s: float
+    ranks: tuple[RankStatus, ...]
+
+
+ACTORS_NAMED_MAX = 256

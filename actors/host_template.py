@@ -1,0 +1,168 @@
+"""The host's side of the template process: start it, ask for forks, hear of ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from zbmd.actors import template
+from zbmd.actors.template import Exited, Forked, ForkFailed, ForkRequest, Ready, Reply
+from zbmd.transport.errors import UserError, ZbmdError
+
+READY_S_MAX = 60.0
+CLOSE_S_MAX = 0.5
+REPLIES_PER_WAKE_MAX = 64
+REPLY_BYTES_MAX = 4096
+
+# Ranks share the cores: a pool of BLAS threads in each would fight over them, and a pool made before the
+# fork makes the fork unsafe.
+ONE_THREAD_DEFAULTS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+_MAIN = "from zbmd.actors.template import main; main()"
+
+
+class TemplateLost(ZbmdError):
+    """The template process ended; every rank ended with it."""
+
+
+class TemplateClient:
+    """One template process. `on_reply` gets each reply, a `Forked` one with the child's pidfd (its owner)."""
+
+    def __init__(
+        self,
+        *,
+        on_reply: Callable[[Forked | ForkFailed | Exited, int | None], None],
+        on_lost: Callable[[TemplateLost], None],
+    ) -> None:
+        self._on_reply = on_reply
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Ready] = self._loop.create_future()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    @property
+    def pid(self) -> int:
+        """The template's process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self, *, modules: Sequence[str], environment: Mapping[str, str]) -> Ready:
+        """Start the process and wait until it has imported `modules`.
+
+        Must be called on the thread that lives longest: the template dies with it. Raises `TemplateLost`
+        when the imports fail or take longer than `READY_S_MAX`.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # -P: the working directory must not shadow what we import.
+            command = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(os.getpid()), *modules]
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - a few ms, once, before there are ranks
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
+                env={**ONE_THREAD_DEFAULTS, **environment},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C reaches the host alone, which decides
+            )
+        ours.setblocking(False)
+        self._socket = ours
+        self._loop.add_reader(ours.fileno(), self._readable)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._ready), READY_S_MAX)
+        except TimeoutError:
+            await self.close()
+            raise TemplateLost(f"the template process did not start within {READY_S_MAX:g} s") from None
+
+    def fork(self, request: ForkRequest, *, stdout_fd: int, stderr_fd: int) -> None:
+        """Ask for a child; the caller keeps its descriptors. Answered by `Forked` or `ForkFailed`.
+
+        Raises `UserError` when the request is too large and `TemplateLost` when nobody can take it.
+        """
+        if self._socket is None:
+            raise TemplateLost("the template process is gone")
+        packet = template.encode(request)
+        if len(packet) > template.REQUEST_BYTES_MAX:
+            raise UserError(
+                f"the script's arguments take {len(packet)} bytes, more than {template.REQUEST_BYTES_MAX}. "
+                "Put them into a file and give its name."
+            )
+        try:
+            socket.send_fds(self._socket, [packet], [stdout_fd, stderr_fd])
+        except OSError as error:
+            raise TemplateLost(f"the template process takes no requests: {error}") from error
+
+    async def close(self) -> None:
+        """End the template, and with it whatever still runs of its children."""
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+        if not self._ready.done():
+            self._ready.cancel()
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        if process.poll() is not None:
+            return
+        pidfd = os.pidfd_open(process.pid)
+        ended = asyncio.Event()
+        self._loop.add_reader(pidfd, ended.set)
+        try:
+            await asyncio.wait_for(ended.wait(), CLOSE_S_MAX)
+        except TimeoutError:
+            process.kill()
+        finally:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+            process.wait()
+
+    def _readable(self) -> None:
+        for _ in range(REPLIES_PER_WAKE_MAX):
+            if self._socket is None:
+                return
+            try:
+                packet, fds, _, _ = socket.recv_fds(self._socket, REPLY_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet, fds = b"", []
+            if not packet:
+                self._lost()
+                return
+            self._dispatch(template.reply_decoder.decode(packet), fds)
+
+    def _dispatch(self, reply: Reply, fds: list[int]) -> None:
+        match reply:
+            case Ready():
+                self._ready.set_result(reply)
+            case Forked():
+                self._on_reply(reply, fds[0])
+            case ForkFailed() | Exited():
+                self._on_reply(reply, None)
+
+    def _lost(self) -> None:
+        assert self._socket is not None and self._process is not None
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_S_MAX)
+        code = self._process.returncode
+        how = (
+            "is ending"
+            if code is None
+            else f"ended with exit code {code}"
+            if code >= 0
+            else f"was killed by signal {-code}"
+        )
+        error = TemplateLost(f"the template process {how}")
+        if self._ready.done():
+            self._on_lost(error)
+        else:
+            self._ready.set_exception(error)

@@ -1,0 +1,334 @@
+"""A rank's membership in its job: join, see views, reach peers, leave.
+
+Each pair of ranks has one link, dialed by the higher rank, whatever the view. Links are made in the
+background as soon as a view is known; segments and the lost mask change only inside `Node.view`, when the
+job itself asks for the next view. Until then the dead stay marked, so nothing of the old view can wait for
+a process of the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+import structlog
+
+from zbmd.actors.actor import Actor, on
+from zbmd.actors.contracts import fingerprints
+from zbmd.actors.host_contracts import (
+    ACTORS_NAMED_MAX,
+    HOST_ACTOR,
+    MEMBER_ACTOR,
+    NODE_NAME,
+    REPORT_BYTES_MAX,
+    ActorsReply,
+    ActorsRequest,
+    EnterView,
+    Join,
+    Linked,
+    MemberDown,
+    Report,
+    ViewInstalled,
+)
+from zbmd.actors.member_links import MemberLinks
+from zbmd.actors.rank_log import RankLogFile, rank_logger
+from zbmd.actors.runtime_env import RankEnvironment, arena_bytes
+from zbmd.actors.system import ActorSystem
+from zbmd.actors.view import Member, View, child_id
+from zbmd.transport import faults
+from zbmd.transport.cookie import load_or_create_cookie
+from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
+from zbmd.transport.hello import Identity
+from zbmd.transport.liveness import DeathNotice, DeathWatch, LifeThread
+from zbmd.transport.segment import PeerSegment, Segment
+from zbmd.transport.shm import Endpoint, dial
+
+log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
+
+INBOX_BYTES_DEFAULT = 16 << 20
+REPORTS_WAITING_MAX = 256
+FLUSH_S_MAX = 0.5
+LOSS_CALLBACKS_MAX = 64
+
+OnPeerLost = Callable[[int, int, DeathNotice], None]
+"""Takes the rank, the incarnation and the notice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Another member of the view that this process has entered."""
+
+    rank: int
+    incarnation: int
+    segment: PeerSegment
+
+
+class MemberActor(Actor):
+    """`rankN/member`: hears from the host."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    @on(ViewInstalled)
+    async def view_installed(self, message: ViewInstalled) -> None:
+        """A new view."""
+        self._node.installed(message.view)
+
+    @on(EnterView)
+    async def enter_view(self, message: EnterView) -> None:
+        """All members are linked."""
+        self._node.all_linked(message.epoch)
+
+    @on(MemberDown)
+    async def member_down(self, message: MemberDown) -> None:
+        """A peer is dead."""
+        self._node.down(message)
+
+    @on(ActorsRequest)
+    async def actors(self, message: ActorsRequest) -> ActorsReply:
+        """For `zbmd-node status`."""
+        names = [info.name for info in self.system.describe()]
+        return ActorsReply(names=tuple(names[:ACTORS_NAMED_MAX]))
+
+
+class Node:
+    """This process as a member of its job. Made by `join`; used from its event loop's thread."""
+
+    def __init__(self, environment: RankEnvironment, segment: Segment, cookie: bytes, *, alone: bool) -> None:
+        self.rank = environment.rank
+        self.local_rank = environment.rank
+        self.world_size = environment.world_size
+        self.incarnation = environment.incarnation
+        self.job = environment.job
+        self.segment = segment
+        self.epoch = 0
+        self.system = ActorSystem(child_id(self.rank), incarnation=self.incarnation)
+        self.alone = alone
+        self._environment = environment
+        self._life = LifeThread(segment)
+        self._watch = DeathWatch(segment, asyncio.get_running_loop())
+        identity = Identity(
+            name=self.system.name,
+            pid=os.getpid(),
+            uid=os.getuid(),
+            incarnation=self.incarnation,
+            job=environment.job,
+            contracts=fingerprints(),
+        )
+        self._endpoint = Endpoint(identity=identity, cookie=cookie, segment=segment)
+        self._links = MemberLinks(self.rank, self.system, self._endpoint)
+        self._view = View(epoch=0, members=())
+        self._peers: dict[int, Peer] = {}
+        self._callbacks: list[OnPeerLost] = []
+        self._reports: deque[bytes] = deque()
+        self._reports_dropped = 0
+        self._reports_changed = asyncio.Event()
+        self._leaving = False
+        self._reporter: asyncio.Task[None] | None = None
+        log_directory = os.environ.get("ZBMD_LOG_DIR")
+        self._log_file = (
+            RankLogFile(Path(log_directory) / f"{self.system.name}.jsonl") if log_directory else None
+        )
+        self.log = rank_logger(self._log_file, rank=self.rank, incarnation=self.incarnation)
+
+    def __repr__(self) -> str:
+        return f"<Node {self.system.name}#{self.incarnation} of {self.world_size}, epoch {self.epoch}>"
+
+    @property
+    def peers(self) -> Mapping[int, Peer]:
+        """The other members of the view entered last, by rank."""
+        return MappingProxyType(self._peers)
+
+    @property
+    def latest(self) -> View:
+        """The view known last, entered or not."""
+        return self._view if self.alone else self._links.view
+
+    async def view(self, *, after: int) -> View:
+        """Wait for a view with an epoch greater than `after`, enter it, and return it.
+
+        Entering is collective: it takes place once every member waits for it here, with a link to every
+        other and, for every incarnation that went, the kernel's word that it is gone, so its memory may be
+        reused. Sets `epoch` and `peers`, clears the lost mask of the members, and watches them. Raises
+        `DeadlineExceeded` if a member does not link up in time, and `LocalProtocolError` in a world of one,
+        where no other view will come. How long other members take to ask is theirs: no deadline but the
+        caller's own holds for it.
+        """
+        if self.alone:
+            if after >= self._view.epoch:
+                raise LocalProtocolError("this process runs alone: there will be no other view")
+            return self._view
+        host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
+        while True:
+            view, segments = await self._links.ready(after=after)
+            await host.tell(Linked(rank=self.rank, incarnation=self.incarnation, epoch=view.epoch))
+            if await self._links.entered(view.epoch):
+                self._enter(view, segments)
+                return view
+
+    def on_peer_lost(self, callback: OnPeerLost) -> Callable[[], None]:
+        """Have `callback` called on the loop when a member of the entered view dies.
+
+        Returns what undoes it.
+        """
+        if len(self._callbacks) >= LOSS_CALLBACKS_MAX:
+            raise LocalProtocolError(f"{LOSS_CALLBACKS_MAX} callbacks for lost peers are registered already")
+        self._callbacks.append(callback)
+
+        def undo() -> None:
+            with contextlib.suppress(ValueError):
+                self._callbacks.remove(callback)
+
+        return undo
+
+    def report(self, payload: dict[str, Any]) -> None:
+        """Tell whoever runs the host: plain data, at most `REPORT_BYTES_MAX` encoded.
+
+        Telemetry: never waits; when `REPORTS_WAITING_MAX` wait already, the oldest is dropped. Alone, it
+        goes nowhere.
+        """
+        data = msgspec.msgpack.encode(payload)
+        if len(data) > REPORT_BYTES_MAX:
+            raise LocalProtocolError(f"a report of {len(data)} bytes; {REPORT_BYTES_MAX} is the bound")
+        if self.alone:
+            return
+        if len(self._reports) >= REPORTS_WAITING_MAX:
+            self._reports.popleft()
+            self._reports_dropped += 1
+        self._reports.append(data)
+        self._reports_changed.set()
+
+    async def leave(self) -> None:
+        """Say goodbye and give back links, threads and descriptors. Idempotent."""
+        if self._reporter is not None:
+            self._leaving = True
+            self._reports_changed.set()
+            await asyncio.wait([self._reporter], timeout=FLUSH_S_MAX)
+            self._reporter.cancel()
+            await asyncio.wait([self._reporter])
+            self._reporter = None
+        await self._links.close()
+        await self.system.stop()
+        self._watch.close()
+        self._life.goodbye()
+        self._peers.clear()
+        self.segment.close()
+        if self._log_file is not None:
+            self._log_file.close()
+            self._log_file = None
+
+    # Called by `join` and the member actor.
+
+    async def open(self) -> None:
+        """Listen, reach the host, and enter the first view."""
+        faults.arm(self.system.name, self.incarnation)
+        if self.alone:
+            member = Member(rank=0, incarnation=self.incarnation, address="")
+            self._view = View(epoch=1, members=(member,))
+            self.epoch = 1
+            return
+        await self.system.spawn(MemberActor, self, name=MEMBER_ACTOR)
+        address = f"{self._environment.node_address}-{self.system.name}-{self.incarnation}"
+        self._links.listen(address)
+        host = await dial(self._environment.node_address, self._endpoint)
+        self.system.attach(host)
+        join_message = Join(rank=self.rank, incarnation=self.incarnation, address=address)
+        await self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}").tell(join_message)
+        self._reporter = asyncio.get_running_loop().create_task(self._send_reports(), name="reports")
+        await self.view(after=0)
+
+    def installed(self, view: View) -> None:
+        """The host installed a view."""
+        self._links.install(view)
+
+    def all_linked(self, epoch: int) -> None:
+        """The host says that all members of the view are linked."""
+        self._links.may_enter(epoch)
+
+    def down(self, message: MemberDown) -> None:
+        """The host says that a member is dead."""
+        if message.confirmed:
+            self._links.confirmed(message.rank, message.incarnation)
+
+    def _enter(self, view: View, segments: Mapping[int, PeerSegment]) -> None:
+        """Swap peers, synchronously: nothing runs between the old view and the new."""
+        entered: dict[int, Peer] = {}
+        for member in view.members:
+            if member.rank == self.rank:
+                continue
+            known = self._peers.get(member.rank)
+            if known is not None and known.incarnation == member.incarnation:
+                entered[member.rank] = known
+                continue
+            segment = segments[member.rank]
+            self._watch.unwatch(member.rank)
+            # Cleared before the watch begins: if this one is dead too, the watch will set it again.
+            self.segment.clear_lost(member.rank)
+            self._watch.watch(segment, self._noticed(member.incarnation))
+            entered[member.rank] = Peer(rank=member.rank, incarnation=member.incarnation, segment=segment)
+        for rank, peer in self._peers.items():
+            if entered.get(rank) is not peer:
+                peer.segment.close()
+        self._peers = entered
+        self.epoch = view.epoch
+
+    def _noticed(self, incarnation: int) -> Callable[[int, DeathNotice], None]:
+        def call(slot: int, notice: DeathNotice) -> None:
+            for callback in list(self._callbacks):
+                callback(slot, incarnation, notice)
+
+        return call
+
+    async def _send_reports(self) -> None:
+        host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
+        while not self._leaving or self._reports:
+            await self._reports_changed.wait()
+            self._reports_changed.clear()
+            while self._reports:
+                message = Report(rank=self.rank, incarnation=self.incarnation, payload=self._reports[0])
+                try:
+                    await host.tell(message)
+                except ZbmdError as error:
+                    log.info("report lost", reason=str(error))
+                if self._reports:
+                    self._reports.popleft()
+
+
+@asynccontextmanager
+async def join(
+    *, arena: int | None = None, inbox_bytes: int = INBOX_BYTES_DEFAULT
+) -> AsyncGenerator[Node, None]:
+    """Join the job that this process was started for; leave it at the end.
+
+    arena: bytes of shared memory for arrays, default ZBMD_ARENA or 64 MiB; inbox_bytes: what peers may
+    write. Started by hand, without a launcher, this is a world of one. Returns once the first view is
+    entered. Raises `UserError` on a wrong environment, `OutOfMemory`, `PeerLost` if the host is gone.
+    """
+    found = RankEnvironment.read(os.environ)
+    environment = found or RankEnvironment(
+        rank=0, world_size=1, incarnation=1, job=0, node_address="", arena_bytes=arena_bytes(os.environ)
+    )
+    if not 0 <= environment.rank < environment.world_size:
+        raise UserError(f"RANK={environment.rank} is not below WORLD_SIZE={environment.world_size}.")
+    cookie = load_or_create_cookie() if found is not None else b"\0" * 32
+    segment = Segment.create(
+        slot=environment.rank,
+        incarnation=environment.incarnation,
+        arena_bytes=environment.arena_bytes if arena is None else arena,
+        inbox_bytes=inbox_bytes,
+    )
+    node = Node(environment, segment, cookie, alone=found is None)
+    try:
+        await node.open()
+        yield node
+    finally:
+        await node.leave()

@@ -1,0 +1,203 @@
+"""A rank's links to the other ranks, and knowing when a view can be entered."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Final
+
+import structlog
+
+from zbmd.actors.system import ActorSystem
+from zbmd.actors.view import RANKS_MAX, Member, View, child_id
+from zbmd.transport.errors import DeadlineExceeded, ZbmdError
+from zbmd.transport.link import Link
+from zbmd.transport.segment import PeerSegment
+from zbmd.transport.shm import Endpoint, Listener, dial, listen
+
+log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
+
+LINK_UP_S_MAX = 10.0
+"""From a view's installation until all its links stand and all that went is confirmed."""
+
+_RANK_NAME = re.compile(r"rank(\d{1,3})")
+
+
+class MemberLinks:
+    """One link to each other member; higher ranks dial lower ones. Links live across views."""
+
+    def __init__(self, rank: int, system: ActorSystem, endpoint: Endpoint) -> None:
+        self._rank = rank
+        self._system = system
+        self._endpoint = endpoint
+        self._loop = asyncio.get_running_loop()
+        self._listener: Listener | None = None
+        self._links: dict[tuple[int, int], Link] = {}  # in use, by rank and incarnation
+        self._early: dict[int, Link] = {}  # accepted before the view that lists them; one a rank
+        self._dials: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._unconfirmed: set[tuple[int, int]] = set()  # went from a view, not yet proven gone
+        self._confirmed: dict[int, int] = {}  # by rank, the last incarnation proven gone
+        self._changed = asyncio.Event()
+        self._installed_s = 0.0
+        self._may_enter = 0
+        self.view = View(epoch=0, members=())
+
+    def listen(self, address: str) -> None:
+        """Accept links of higher ranks at `address`."""
+        self._listener = listen(address, self._accepted, self._endpoint)
+
+    def install(self, view: View) -> None:
+        """Begin to link up for `view`."""
+        if view.epoch <= self.view.epoch:
+            log.warning("old view ignored", epoch=view.epoch, known=self.view.epoch)
+            return
+        now = {(m.rank, m.incarnation) for m in view.members}
+        gone = {key for key in self._links if key not in now}
+        self._unconfirmed |= {(r, i) for r, i in gone if i > self._confirmed.get(r, 0)}
+        self.view = view
+        self._installed_s = self._loop.time()
+        for key, task in list(self._dials.items()):
+            if key not in now:
+                task.cancel()
+        for member in view.members:
+            key = (member.rank, member.incarnation)
+            if member.rank == self._rank or key in self._links or key in self._dials:
+                continue
+            early = self._early.get(member.rank)
+            if early is not None and early.peer.incarnation == member.incarnation:
+                del self._early[member.rank]
+                self._take(early, member.rank)
+            elif member.rank < self._rank:
+                self._dials[key] = self._loop.create_task(self._dial(member), name=f"dial {member.address}")
+        self._changed.set()
+
+    def confirmed(self, rank: int, incarnation: int) -> None:
+        """The kernel reported the end of this incarnation."""
+        self._confirmed[rank] = max(incarnation, self._confirmed.get(rank, 0))
+        self._unconfirmed = {(r, i) for r, i in self._unconfirmed if i > self._confirmed.get(r, 0)}
+        self._changed.set()
+
+    def may_enter(self, epoch: int) -> None:
+        """All members of the view of `epoch` are linked."""
+        self._may_enter = max(epoch, self._may_enter)
+        self._changed.set()
+
+    async def ready(self, *, after: int) -> tuple[View, dict[int, PeerSegment]]:
+        """Wait until all links of a view newer than `after` stand; the view and the members' segments.
+
+        Raises `DeadlineExceeded` `LINK_UP_S_MAX` after the view's installation.
+        """
+        while True:
+            self._changed.clear()
+            view, missing = self.view, self._missing()
+            if view.epoch > after and not missing:
+                return view, self._segments()
+            try:
+                limit_s = self._installed_s + LINK_UP_S_MAX if view.epoch > after else None
+                async with asyncio.timeout_at(limit_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"{child_id(self._rank)}: view {view.epoch} was not complete within {LINK_UP_S_MAX:g} s: "
+                    f"{'; '.join(missing)}. A process may be stopped or starved: look at zbmd-node status."
+                ) from None
+
+    async def entered(self, epoch: int) -> bool:
+        """Wait until all members are linked; False if a newer view comes first."""
+        while True:
+            self._changed.clear()
+            if self._may_enter >= epoch:
+                return True
+            if self.view.epoch > epoch:
+                return False
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """Stop to listen and dial; links that are in use are the actor system's to close."""
+        if self._listener is not None:
+            self._listener.close()
+            await self._listener.wait_closed()
+        dials = list(self._dials.values())
+        for task in dials:
+            task.cancel()
+        if dials:
+            await asyncio.wait(dials)
+        for link in self._early.values():
+            link.close()
+        self._early.clear()
+
+    def _segments(self) -> dict[int, PeerSegment]:
+        found = {rank: self._links[rank, i].peer_segment for rank, i in self._wanted()}
+        return {rank: segment for rank, segment in found.items() if segment is not None}
+
+    def _wanted(self) -> list[tuple[int, int]]:
+        return [(m.rank, m.incarnation) for m in self.view.members if m.rank != self._rank]
+
+    def _missing(self) -> list[str]:
+        lacking = [
+            f"no link to {child_id(rank)}#{incarnation}"
+            for rank, incarnation in self._wanted()
+            if (rank, incarnation) not in self._links
+        ]
+        return lacking + [f"{child_id(r)}#{i} is not proven gone" for r, i in sorted(self._unconfirmed)]
+
+    async def _dial(self, member: Member) -> None:
+        key = (member.rank, member.incarnation)
+        try:
+            link = await dial(member.address, self._endpoint)
+        except ZbmdError as error:
+            # If it died, another view will come; if not, `ready` names it when its time is up.
+            log.warning("dial failed", to=child_id(member.rank), reason=str(error))
+            return
+        finally:
+            del self._dials[key]
+        if (link.peer.name, link.peer.incarnation) != (child_id(member.rank), member.incarnation):
+            log.warning("dialed another process", wanted=child_id(member.rank), found=link.peer.name)
+            link.close()
+            return
+        self._take(link, member.rank)
+
+    def _accepted(self, link: Link) -> None:
+        found = _RANK_NAME.fullmatch(link.peer.name)
+        rank = int(found[1]) if found is not None else RANKS_MAX
+        # Lower ranks are dialed by us; whatever else knocks is no member.
+        if not self._rank < rank < RANKS_MAX or link.peer_segment is None:
+            log.warning("link of a stranger closed", name=link.peer.name)
+            link.close()
+            return
+        member = self.view.member(rank)
+        if member is not None and member.incarnation == link.peer.incarnation:
+            self._take(link, rank)
+            return
+        early = self._early.get(rank)
+        if early is not None:
+            if early.peer.incarnation >= link.peer.incarnation:
+                link.close()
+                return
+            early.close()
+        self._early[rank] = link
+
+    def _take(self, link: Link, rank: int) -> None:
+        """Put a link of a member of the view to use."""
+        key = (rank, link.peer.incarnation)
+        if link.peer_segment is None or link.peer_segment.slot != rank:
+            log.warning("a peer without a segment of its own", peer=child_id(rank))
+            link.close()
+            return
+        # The system closes the link to the one before; that close is ours and proves nothing.
+        for older in [k for k in self._links if k[0] == rank]:
+            del self._links[older]
+        try:
+            self._system.attach(link, on_closed=lambda error: self._closed(key, link))
+        except ZbmdError as error:
+            log.warning("link not taken", peer=child_id(rank), reason=str(error))
+            link.close()
+            return
+        self._links[key] = link
+        self._changed.set()
+
+    def _closed(self, key: tuple[int, int], link: Link) -> None:
+        """The socket's end is the kernel's word that the process closed its files: it is gone."""
+        if self._links.get(key) is link:
+            del self._links[key]
+            self.confirmed(*key)

@@ -1,0 +1,427 @@
+"""One attached link: what we wait for from that process, and what it asks of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, assert_never
+
+from zbmd.actors import wire
+from zbmd.actors.actor import Down, Reason, ReasonKind, find_remote_class
+from zbmd.actors.cell import LINKS_MAX, ActorCell
+from zbmd.actors.errors import (
+    ActorError,
+    ActorStartFailed,
+    DeadActor,
+    MailboxFull,
+    TooManyPending,
+    UnknownActorClass,
+    error_from_wire,
+)
+from zbmd.actors.mailbox import Delivery
+from zbmd.actors.ref import Ref
+from zbmd.transport.errors import (
+    LinkClosed,
+    LinkFull,
+    LocalProtocolError,
+    PeerLost,
+    RemoteProtocolError,
+    ZbmdError,
+)
+from zbmd.transport.frames import FrameHeader
+from zbmd.transport.link import Link
+
+if TYPE_CHECKING:
+    from zbmd.actors.system import ActorSystem
+
+OUTBOX_FRAMES_MAX = 65_536
+"""Replies and signals that wait for room on the link; past it the link is closed: its peer does not read."""
+WATCHES_MAX = 65_536
+SPAWNS_PENDING_MAX = 1024
+TIMEOUT_NS_MAX = 30 * 24 * 3600 * 1_000_000_000
+
+
+class RemoteReply:
+    """The way back to an asker of another process."""
+
+    __slots__ = ("_call", "_peer")
+
+    def __init__(self, peer: Peer, call: int) -> None:
+        self._peer = peer
+        self._call = call
+
+    def reply(self, message: Any) -> Any:
+        """Send the answer. If the asker's process is gone there is nobody to tell."""
+        return self._peer.answer(wire.encode_reply(self._call, message))
+
+    def fail(self, error: ActorError) -> None:
+        """Send the error."""
+        self._peer.fail_call(self._call, error)
+
+
+class Peer:
+    """The other end of a link."""
+
+    def __init__(
+        self, system: ActorSystem, link: Link, on_closed: Callable[[ZbmdError | None], None] | None
+    ) -> None:
+        self.name = link.peer.name
+        self.incarnation = link.peer.incarnation
+        self.link = link
+        self.lost: PeerLost | None = None
+        self._system = system
+        self._codec = system.codec
+        self._on_closed = on_closed
+        self._calls: dict[int, tuple[asyncio.Future[Any], bool]] = {}
+        self._next_call = 0
+        self._watches: dict[int, tuple[Ref, Callable[[Down], None]]] = {}
+        self._next_watch = 0
+        self._watched: dict[int, tuple[ActorCell, int]] = {}
+        self._spawns: set[asyncio.Task[None]] = set()
+        self._outbox: deque[tuple[bytes, int, asyncio.Future[None] | None]] = deque()
+        self._flush: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Begin to receive."""
+        self.link.on_closed = self._link_closed
+        self.link.on_frame = self._on_frame
+
+    def ref(self, actor: str, incarnation: int) -> Ref:
+        """A reference to one of the peer's actors."""
+        return Ref(self._system, self.name, self.incarnation, actor, incarnation)
+
+    # Sending.
+
+    def try_send(self, payload: bytes, trace_id: int = 0) -> bool:
+        """Send now, in order; False if there is no room. Raises `PeerLost`."""
+        if self._outbox:
+            return False
+        try:
+            self.link.send(payload, trace_id=trace_id)
+        except LinkFull:
+            return False
+        except LinkClosed as error:
+            raise self.lost or PeerLost(self.name, str(error)) from None
+        return True
+
+    async def send(self, payload: bytes, trace_id: int = 0) -> None:
+        """Send, waiting for room in turn. Raises `PeerLost`, or `TooManyPending` if too many wait."""
+        if not self.try_send(payload, trace_id):
+            await self._enqueue(payload, trace_id)
+
+    async def send_before(self, payload: bytes, trace_id: int, gives_up: asyncio.Future[Any]) -> None:
+        """As `send`, but wait no longer than until `gives_up` is done."""
+        if self.try_send(payload, trace_id):
+            return
+        sent = self._enqueue(payload, trace_id)
+        try:
+            await asyncio.wait((sent, gives_up), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not sent.cancel() and not sent.cancelled():
+                sent.result()
+
+    def _enqueue(self, payload: bytes, trace_id: int) -> asyncio.Future[None]:
+        if self.lost is not None:
+            raise self.lost
+        if len(self._outbox) >= OUTBOX_FRAMES_MAX:
+            raise TooManyPending(f"{OUTBOX_FRAMES_MAX} frames wait for room on the link to {self.name}")
+        sent: asyncio.Future[None] = self._system.loop.create_future()
+        self._outbox.append((payload, trace_id, sent))
+        self._start_flush()
+        return sent
+
+    def post(self, envelope: wire.Envelope) -> None:
+        """Send without waiting: in order, from a bounded outbox if need be."""
+        self._post_payload(wire.encode(envelope))
+
+    def answer(self, payload: bytes) -> Any:
+        """Send an answer; returns what waits for room if there was none."""
+        if self.lost is not None:
+            return None
+        try:
+            return None if self.try_send(payload) else self._answer_later(payload)
+        except PeerLost:
+            return None
+
+    async def _answer_later(self, payload: bytes) -> None:
+        try:
+            await self.send(payload)
+        except PeerLost:
+            return  # there is nobody left to tell
+
+    def fail_call(self, call: int, error: ActorError) -> None:
+        """Answer an ask with an error."""
+        self.post(wire.Fail(call, error.code, str(error)[: wire.TEXT_CHARS_MAX]))
+
+    def bounce(self, to: str, incarnation: int, sender: str, contract: str, error: ActorError) -> None:
+        """Tell the peer that a message it told was rejected."""
+        text = str(error)[: wire.TEXT_CHARS_MAX]
+        self.post(wire.Bounce(to, incarnation, sender, contract[:256], error.code, text))
+
+    def _post_payload(self, payload: bytes) -> None:
+        if self.lost is not None:
+            return
+        try:
+            if self.try_send(payload):
+                return
+        except PeerLost:
+            return
+        if len(self._outbox) >= OUTBOX_FRAMES_MAX:
+            self.close(RemoteProtocolError(f"{self.name} leaves {OUTBOX_FRAMES_MAX} frames unread"))
+            return
+        self._outbox.append((payload, 0, None))
+        self._start_flush()
+
+    def _start_flush(self) -> None:
+        if self._flush is None:
+            self._flush = self._system.loop.create_task(self._flush_outbox(), name=f"flush to {self.name}")
+
+    async def _flush_outbox(self) -> None:
+        """Send what waits, in order; `_link_closed` clears what is left when the link ends."""
+        try:
+            while self._outbox:
+                payload, trace_id, sent = self._outbox[0]
+                if sent is None or not sent.done():  # else its sender has given up
+                    try:
+                        self.link.send(payload, trace_id=trace_id)
+                    except LinkFull:
+                        await self.link.writable()
+                        continue
+                    except LocalProtocolError as error:
+                        if sent is None:
+                            raise
+                        sent.set_exception(error)
+                        sent = None
+                    if sent is not None:
+                        sent.set_result(None)
+                self._outbox.popleft()
+        except LinkClosed as error:
+            self._link_closed(error)
+        finally:
+            self._flush = None
+
+    # What we wait for.
+
+    def open_call(self, future: asyncio.Future[Any], *, wants_ref: bool = False) -> int:
+        """A number under which the answer will come back."""
+        self._next_call += 1
+        self._calls[self._next_call] = (future, wants_ref)
+        return self._next_call
+
+    def close_call(self, call: int) -> None:
+        """Expect no answer (any more): a late one is dropped."""
+        self._calls.pop(call, None)
+
+    def watch(self, ref: Ref, callback: Callable[[Down], None]) -> Callable[[], None]:
+        """Monitor an actor of the peer; returns what undoes it. Raises `TooManyPending`."""
+        if len(self._watches) >= WATCHES_MAX:
+            raise TooManyPending(f"{WATCHES_MAX} monitors on actors of {self.name}")
+        self._next_watch += 1
+        number = self._next_watch
+        self._watches[number] = (ref, callback)
+        self.post(wire.Watch(number, ref.actor, ref.incarnation))
+
+        def cancel() -> None:
+            if self._watches.pop(number, None) is not None:
+                self.post(wire.Unwatch(number))
+
+        return cancel
+
+    # The end.
+
+    def close(self, error: ZbmdError | None) -> None:
+        """End the link from this side; everything that waits for the peer fails with `PeerLost`."""
+        self._link_closed(error)
+        self.link.close()
+
+    def _link_closed(self, error: ZbmdError | None) -> None:
+        if self.lost is not None:
+            return
+        reason = error.reason if isinstance(error, PeerLost) else str(error or "the link was closed")
+        lost = self.lost = PeerLost(self.name, reason)
+        self._system.peer_closed(self)
+        if self._flush is not None:
+            self._flush.cancel()
+        outbox, self._outbox = self._outbox, deque()
+        for _, _, sent in outbox:
+            if sent is not None and not sent.done():
+                sent.set_exception(PeerLost(self.name, reason))
+        calls, self._calls = self._calls, {}
+        for future, _ in calls.values():
+            if not future.done():
+                future.set_exception(PeerLost(self.name, reason))
+        for cell, number in self._watched.values():
+            cell.unwatch(number)
+        self._watched.clear()
+        for task in self._spawns:
+            task.cancel()
+        watches, self._watches = self._watches, {}
+        ended = Reason(ReasonKind.LOST, str(lost))
+        for ref, callback in watches.values():
+            callback(Down(ref, ended))
+        self._system.exit_links_to(self, ended)
+        if self._on_closed is not None:
+            self._on_closed(error)
+
+    # Receiving. Errors raised here end the link.
+
+    def _on_frame(self, header: FrameHeader, payload: memoryview | bytes) -> None:
+        if self.lost is not None:
+            return
+        envelope = self._codec.decode(payload)
+        match envelope:
+            case wire.Ask():
+                self._on_ask(envelope, header.trace_id)
+            case wire.Reply():
+                self._on_reply(envelope)
+            case wire.Tell():
+                self._on_tell(envelope, header.trace_id)
+            case wire.Fail():
+                self._on_fail(envelope)
+            case wire.Bounce():
+                error = error_from_wire(envelope.code, envelope.text)
+                ref = self.ref(envelope.to, envelope.incarnation)
+                self._system.bounced(ref, envelope.sender, envelope.contract, error)
+            case wire.Watch():
+                self._on_watch(envelope)
+            case wire.Unwatch():
+                watched = self._watched.pop(envelope.watch, None)
+                if watched is not None:
+                    watched[0].unwatch(watched[1])
+            case wire.Ended():
+                self._on_ended(envelope)
+            case wire.LinkActors():
+                self._on_link(envelope)
+            case wire.UnlinkActors() | wire.Exit() | wire.Stop():
+                self._on_life(envelope)
+            case wire.Spawn():
+                self._on_spawn(envelope)
+            case _:
+                assert_never(envelope)
+
+    def _on_tell(self, m: wire.Tell, trace_id: int) -> None:
+        tag = "unknown"
+        try:
+            message = self._codec.decode_contract(m.body)
+            tag = str(message.__struct_config__.tag)
+            self._deliver(m.to, m.incarnation, Delivery(message, 0, trace_id, m.sender, self, None))
+        except ActorError as error:
+            self.bounce(m.to, m.incarnation, m.sender, tag, error)
+
+    def _on_ask(self, m: wire.Ask, trace_id: int) -> None:
+        try:
+            message = self._codec.decode_contract(m.body)
+            deadline_ns = time.monotonic_ns() + min(m.timeout_ns, TIMEOUT_NS_MAX)
+            delivery = Delivery(message, deadline_ns, trace_id, m.sender, self, RemoteReply(self, m.call))
+            self._deliver(m.to, m.incarnation, delivery)
+        except ActorError as error:
+            self.fail_call(m.call, error)
+
+    def _deliver(self, to: str, incarnation: int, delivery: Delivery) -> None:
+        cell = self._find(to, incarnation)
+        if cell is None or not cell.accepts:
+            raise DeadActor(f"{self._system.name}/{to} (incarnation {incarnation}) does not live")
+        if not cell.mailbox.offer(delivery):
+            raise MailboxFull(f"{cell.ref.address} has {len(cell.mailbox)} messages waiting")
+        cell.wake()
+
+    def _on_reply(self, m: wire.Reply) -> None:
+        call = self._calls.pop(m.call, None)
+        if call is None:
+            return  # its asker gave up
+        future, wants_ref = call
+        if future.done():
+            return
+        try:
+            future.set_result(
+                self._codec.decode_ref(m.body) if wants_ref else self._codec.decode_reply(m.body)
+            )
+        except ActorError as error:
+            future.set_exception(error)
+        except RemoteProtocolError as error:
+            future.set_exception(error)
+            raise
+
+    def _on_fail(self, m: wire.Fail) -> None:
+        call = self._calls.pop(m.call, None)
+        if call is not None and not call[0].done():
+            call[0].set_exception(error_from_wire(m.code, m.text))
+
+    def _on_watch(self, m: wire.Watch) -> None:
+        if m.watch in self._watched:
+            raise RemoteProtocolError(f"{self.name} used the monitor number {m.watch} twice")
+        cell = self._find(m.to, m.incarnation)
+        number = -1
+
+        def ended(down: Down) -> None:
+            self._watched.pop(m.watch, None)
+            self.post(wire.Ended(m.watch, down.ref.incarnation, wire.reason_data(down.reason)))
+
+        if cell is not None and len(self._watched) < WATCHES_MAX:
+            number = cell.watch(ended)
+        if cell is None or number < 0:
+            what = "there is no such actor" if cell is None else "too many monitors"
+            reason = wire.ReasonData(ReasonKind.NO_ACTOR, what)
+            self.post(wire.Ended(m.watch, m.incarnation, reason))
+        else:
+            self._watched[m.watch] = (cell, number)
+
+    def _on_ended(self, m: wire.Ended) -> None:
+        watch = self._watches.pop(m.watch, None)
+        if watch is not None:
+            ref, callback = watch
+            callback(Down(self.ref(ref.actor, m.incarnation), Reason(m.reason.kind, m.reason.text)))
+
+    def _on_link(self, m: wire.LinkActors) -> None:
+        cell = self._find(m.to, m.incarnation)
+        if cell is None or len(cell.links) >= LINKS_MAX:
+            reason = wire.ReasonData(ReasonKind.NO_ACTOR, "there is no such actor, or it has too many links")
+            self.post(wire.Exit(m.to, m.incarnation, m.source, m.source_incarnation, reason))
+        else:
+            cell.links.add(self.ref(m.source, m.source_incarnation))
+
+    def _on_life(self, m: wire.UnlinkActors | wire.Exit | wire.Stop) -> None:
+        cell = self._find(m.to, m.incarnation)
+        if cell is None:
+            return
+        match m:
+            case wire.UnlinkActors():
+                cell.links.discard(self.ref(m.source, m.source_incarnation))
+            case wire.Exit():
+                source = self.ref(m.source, m.source_incarnation)
+                cell.exit_signal(source, Reason(m.reason.kind, m.reason.text))
+            case wire.Stop():
+                cell.request_stop(Reason(m.reason.kind, m.reason.text))
+            case _:
+                assert_never(m)
+
+    def _on_spawn(self, m: wire.Spawn) -> None:
+        cls = find_remote_class(m.class_id)
+        if cls is None:
+            known = f"{self._system.name} has no actor class {m.class_id} with remote=True"
+            self.fail_call(m.call, UnknownActorClass(f"{known}; is its module imported there?"))
+        elif len(self._spawns) >= SPAWNS_PENDING_MAX:
+            self.fail_call(m.call, TooManyPending(f"{SPAWNS_PENDING_MAX} spawns are under way"))
+        else:
+            task = self._system.loop.create_task(self._spawn(cls, m))
+            self._spawns.add(task)
+            task.add_done_callback(self._spawns.discard)
+
+    async def _spawn(self, cls: type[Any], m: wire.Spawn) -> None:
+        parent = None if m.parent is None else self.ref(m.parent.actor, m.parent.incarnation)
+        try:
+            async with asyncio.timeout(min(m.timeout_ns, TIMEOUT_NS_MAX) / 1e9):
+                cell = self._system.create_child(cls, m.arguments, name=m.name or None, parent=parent)
+                ref = await self._system.until_started(cell)
+        except (Exception, asyncio.CancelledError) as error:
+            text = f"{m.class_id}: {type(error).__name__}: {error}"
+            self.fail_call(m.call, error if isinstance(error, ActorError) else ActorStartFailed(text))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return
+        await self._answer_later(wire.encode_reply(m.call, ref))
+
+    def _find(self, actor: str, incarnation: int) -> ActorCell | None:
+        return self._system.find(actor, incarnation)

@@ -1,0 +1,105 @@
+"""What a rank process is told by its launcher, through its environment.
+
+The names every launcher sets (RANK, WORLD_SIZE, …) are set too; ours begin with ZBMD_.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zbmd.transport.errors import UserError
+
+ARENA_BYTES_DEFAULT = 64 << 20
+ARENA_BYTES_MIN = 1 << 20
+ARENA_BYTES_MAX = 1 << 42
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size such as `64MiB`, `1.5 GiB` or `4096`. Raises `UserError`."""
+    found = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None:
+        raise UserError(f"{text!r} is not a size. Write a number and a unit, such as 64MiB or 2GiB.")
+    return int(float(found[1]) * unit)
+
+
+def parse_arena(text: str) -> int:
+    """Bytes of an arena, within its bounds. Raises `UserError`."""
+    nbytes = parse_size(text)
+    if not ARENA_BYTES_MIN <= nbytes <= ARENA_BYTES_MAX:
+        raise UserError(f"an arena of {text} is out of range. Give 1MiB to 4TiB.")
+    return nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnvironment:
+    """A rank's place in its job. `node_address`: the name its host listens on; `job`: u64."""
+
+    rank: int
+    world_size: int
+    incarnation: int
+    job: int
+    node_address: str
+    arena_bytes: int = ARENA_BYTES_DEFAULT
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables that say this, and what launchers usually say beside it."""
+        rank, size = str(self.rank), str(self.world_size)
+        return {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "ZBMD_INCARNATION": str(self.incarnation),
+            "ZBMD_JOB": str(self.job),
+            "ZBMD_NODE": self.node_address,
+            "ZBMD_ARENA": str(self.arena_bytes),
+        }
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> RankEnvironment | None:
+        """What a launcher said; None if there was none. Raises `UserError` if only part of it is there."""
+        node_address = environment.get("ZBMD_NODE")
+        if node_address is None:
+            return None
+        return cls(
+            rank=_number(environment, "RANK"),
+            world_size=_number(environment, "WORLD_SIZE"),
+            incarnation=_number(environment, "ZBMD_INCARNATION"),
+            job=_number(environment, "ZBMD_JOB"),
+            node_address=node_address,
+            arena_bytes=arena_bytes(environment),
+        )
+
+
+def arena_bytes(environment: Mapping[str, str]) -> int:
+    """The arena's size from ZBMD_ARENA, or the default. Raises `UserError`."""
+    text = environment.get("ZBMD_ARENA")
+    return ARENA_BYTES_DEFAULT if text is None else parse_arena(text)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text.isdecimal():
+        raise UserError(
+            f"ZBMD_NODE is set but {name} is {text!r}, not a number. Start the script with zbmd-node run, "
+            "or unset ZBMD_NODE to run it alone."
+        )
+    return int(text)

@@ -1,0 +1,251 @@
+"""Supervisors of actors: the asyncio driver of the supervision machine, itself an actor."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import structlog
+
+from zbmd.actors.actor import Actor, Down, Reason, ReasonKind, on
+from zbmd.actors.cell import CellState
+from zbmd.actors.contracts import Contract
+from zbmd.actors.ref import Ref
+from zbmd.actors.supervision import (
+    Action,
+    CancelTimer,
+    ChildExited,
+    ChildPolicy,
+    ChildStarted,
+    ChildStartFailed,
+    Escalate,
+    Event,
+    KillChild,
+    LeaveDown,
+    Restart,
+    SetTimer,
+    StartChild,
+    StartRequested,
+    StopChild,
+    Stopped,
+    StopRequested,
+    Strategy,
+    SupervisionMachine,
+    TimerFired,
+)
+from zbmd.transport.errors import ZbmdError
+
+SHUTDOWN_S = 5.0
+REMOTE_START_S = 10.0
+MARGIN_S = 1.0
+"""What a supervisor gets on top of its children's shutdown times."""
+
+_log = structlog.get_logger("zbmd.supervisor")
+
+
+class ChildrenFailed(ZbmdError):
+    """The supervisor gave up on its children, which are all down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """One child: `actor(*args)` under `name`, here or in another process (then as `ActorSystem.spawn_on`).
+
+    shutdown_s: seconds from being asked to stop to being killed; None: `SHUTDOWN_S`, and for a nested
+    supervisor as long as its own children may take.
+    """
+
+    name: str
+    actor: type[Actor]
+    args: tuple[Any, ...] = ()
+    restart: Restart = Restart.PERMANENT
+    shutdown_s: float | None = None
+    process: str | None = None
+
+    @property
+    def shutdown_ns(self) -> int:
+        """The shutdown time, ns."""
+        if self.shutdown_s is not None:
+            return int(self.shutdown_s * 1e9)
+        if issubclass(self.actor, Supervisor):
+            return int(_stopping_s(self.args[0]) * 1e9)
+        return int(SHUTDOWN_S * 1e9)
+
+
+def _stopping_s(children: Sequence[ChildSpec]) -> float:
+    return sum(c.shutdown_ns for c in children) / 1e9 + MARGIN_S
+
+
+class WhichChildren(Contract, id="zbmd.which_children"):
+    """Ask a supervisor for its children."""
+
+
+class Children(Contract, id="zbmd.children"):
+    """The children in start order: name, state, number of starts."""
+
+    children: list[tuple[str, str, int]]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A child that was started and has not ended."""
+
+    start: asyncio.Task[None] | None = None
+    ref: Ref | None = None
+    down: Down | None = None
+
+
+class Supervisor(Actor):
+    """Starts its children in order, restarts them as `strategy` says, stops them in reverse order.
+
+    A restarted child keeps its name and has a new incarnation. When more than `intensity` restarts happen
+    within `period_s`, the supervisor stops all children and fails, and its own supervisor decides. Nest one
+    with `ChildSpec(name=…, actor=Supervisor, args=(children, strategy, intensity, period_s))`.
+    """
+
+    trap_exit = True
+
+    def __init__(
+        self,
+        children: Sequence[ChildSpec],
+        strategy: Strategy = Strategy.ONE_FOR_ONE,
+        intensity: int = 3,
+        period_s: float = 5.0,
+    ) -> None:
+        self._specs = {spec.name: spec for spec in children}
+        self._machine = SupervisionMachine(
+            [ChildPolicy(child=c.name, restart=c.restart, shutdown_ns=c.shutdown_ns) for c in children],
+            strategy=strategy,
+            intensity=intensity,
+            period_ns=int(period_s * 1e9),
+        )
+        self._running: dict[str, _Running] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._events: deque[Event] = deque()  # a few per child
+        self._handling = False
+        self._not_up_yet = set(self._specs)
+        self._up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.stopping_s = _stopping_s(children)
+
+    async def started(self) -> None:
+        """Start all children; raises `ChildrenFailed` if one cannot be started."""
+        self._handle(StartRequested())
+        if self._not_up_yet:
+            await self._up
+
+    async def stopping(self, reason: Reason) -> None:
+        """Stop all children."""
+        self._handle(StopRequested(reason=str(reason)))
+        await self._down
+
+    @on(WhichChildren)
+    async def which_children(self, _: WhichChildren) -> Children:
+        """The children as they are now."""
+        states = self._machine.states
+        return Children([(c, s.value, self._machine.incarnation(c)) for c, s in states.items()])
+
+    def _handle(self, event: Event) -> None:
+        """Give the machine one event after the other: performing an action may bring about the next."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            # Killed, a supervisor acts no more; its children go with it, for they are linked to it.
+            while self._events and self._running_cell().state is not CellState.DEAD:
+                self._handle_one(self._events.popleft())
+        finally:
+            self._handling = False
+
+    def _handle_one(self, event: Event) -> None:
+        if isinstance(event, ChildExited | ChildStartFailed):
+            del self._running[event.child]
+        actions = self._machine.handle(event, now_ns=time.monotonic_ns())
+        self._machine.check_invariants()
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case StartChild():
+                if action.incarnation > 1:
+                    _log.warning(
+                        "restarting", child=action.child, incarnation=action.incarnation, reason=action.reason
+                    )
+                running = self._running[action.child] = _Running()
+                start = self._start(self._specs[action.child], running)
+                running.start = self.system.loop.create_task(start, name=f"start {action.child}")
+                self.system.linger(running.start)
+            case StopChild():
+                self._end(action.child, Reason(ReasonKind.SHUTDOWN, action.reason))
+            case KillChild():
+                self._end(action.child, Reason(ReasonKind.KILLED, action.reason))
+            case SetTimer():
+                delay_s = (action.at_ns - time.monotonic_ns()) / 1e9
+                fired = TimerFired(child=action.child, incarnation=action.incarnation)
+                self._timers[action.child] = self.system.loop.call_later(delay_s, self._handle, fired)
+            case CancelTimer():
+                self._timers.pop(action.child).cancel()
+            case LeaveDown():
+                _log.info("left down", child=action.child, reason=action.reason)
+            case Escalate():
+                self._give_up(action.reason)
+            case Stopped():
+                self._down.set_result(action.reason)
+            case _:
+                assert_never(action)
+
+    async def _start(self, spec: ChildSpec, running: _Running) -> None:
+        try:
+            ref = await self._spawn(spec, running)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 (a failed start, whatever it raised)
+            self._handle(ChildStartFailed(child=spec.name, reason=f"{type(error).__name__}: {error}"))
+            return
+        running.ref = ref
+        running.start = None
+        self._not_up_yet.discard(spec.name)
+        self._handle(ChildStarted(child=spec.name))
+        if not self._not_up_yet and not self._up.done():
+            self._up.set_result(None)
+        if running.down is not None:
+            self._on_down(spec.name, running, running.down)
+
+    async def _spawn(self, spec: ChildSpec, running: _Running) -> Ref:
+        def on_down(down: Down) -> None:
+            self._on_down(spec.name, running, down)
+
+        system = self.system
+        if spec.process is None or spec.process == system.name:
+            cell = system.create_child(spec.actor, spec.args, name=spec.name, parent=self.ref)
+            cell.watch(on_down)
+            return await system.until_started(cell)
+        ref = await system.spawn_on(
+            spec.process, spec.actor, *spec.args, name=spec.name, timeout=REMOTE_START_S, parent=self.ref
+        )
+        system.watch(ref, on_down)
+        return ref
+
+    def _on_down(self, child: str, running: _Running, down: Down) -> None:
+        running.down = down
+        if running.ref is not None:  # else `_start` has yet to say how the start went
+            reason = down.reason
+            self._handle(ChildExited(child=child, normal=reason.is_normal, reason=str(reason)))
+
+    def _end(self, child: str, reason: Reason) -> None:
+        running = self._running[child]
+        if running.ref is not None:
+            self.system.exit(running.ref, reason)
+        elif running.start is not None:
+            running.start.cancel()
+
+    def _give_up(self, reason: str) -> None:
+        self._down.set_result(reason)
+        if not self._up.done():
+            self._up.set_exception(ChildrenFailed(reason))
+        else:
+            self._running_cell().request_stop(Reason(ReasonKind.FAILED, reason))

@@ -1,0 +1,593 @@
+"""The actor system of one process: who lives here, who can be reached, and how messages get there."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from zbmd.actors import wire
+from zbmd.actors.actor import Actor, Down, Reason, ReasonKind, Undelivered, handler_table, remote_class_id
+from zbmd.actors.cell import LINKS_MAX, ActorCell
+from zbmd.actors.context import current_cell, current_delivery
+from zbmd.actors.contracts import Contract, check_fingerprints, contract_tag
+from zbmd.actors.deadlines import DeadlineWheel, Expired
+from zbmd.actors.errors import (
+    ActorError,
+    DeadActor,
+    InvalidMessage,
+    MailboxFull,
+    MissingDeadline,
+    NameTaken,
+    SystemStopped,
+    TooManyPending,
+)
+from zbmd.actors.mailbox import Delivery, LocalReply, MailboxSpec
+from zbmd.actors.monitor import Monitor
+from zbmd.actors.peer import TIMEOUT_NS_MAX, Peer
+from zbmd.actors.ref import Ref
+from zbmd.actors.supervision import Strategy
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
+from zbmd.transport.link import Link
+
+if TYPE_CHECKING:
+    from zbmd.actors.supervisor import ChildSpec
+
+ASKS_PENDING_MAX = 65_536
+ACTORS_MAX = 1_048_576
+STOP_S = 5.0
+
+_U64 = (1 << 64) - 1
+_NAME = re.compile(rf"[A-Za-z0-9_.:<>-]{{1,{wire.ACTOR_NAME_CHARS_MAX}}}")
+_log = structlog.get_logger("zbmd.actors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorInfo:
+    """A snapshot of one actor, for status displays."""
+
+    name: str
+    kind: str
+    incarnation: int
+    state: str
+    waiting: int
+    handled: int
+    dropped: int
+
+
+class ActorSystem:
+    """The actors of one process incarnation, and links to the systems of other processes.
+
+    name: this process's name ("rank0"); incarnation: u64, greater in every replacement. To be made and used
+    in one running event loop. Call `stop()` at the end.
+    """
+
+    def __init__(self, name: str, incarnation: int = 1) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.loop = asyncio.get_running_loop()
+        self.codec = wire.Codec(self._bind)
+        self.undelivered = 0
+        self._cells: dict[str, ActorCell] = {}
+        self._peers: dict[str, Peer] = {}
+        self._deadlines = DeadlineWheel(self.loop)
+        self._lingering: set[asyncio.Task[None]] = set()
+        self._last_actor = 0
+        self._stopped = False
+        digest = hashlib.blake2b(f"{name}#{incarnation}".encode(), digest_size=4).digest()
+        self._last_trace = int.from_bytes(digest) << 32
+
+    # Life of actors.
+
+    async def spawn(
+        self,
+        cls: type[Actor],
+        *args: Any,
+        name: str | None = None,
+        mailbox: MailboxSpec | None = None,
+        link_to: Ref | None = None,
+        **kwargs: Any,
+    ) -> Ref:
+        """Make an actor of `cls(*args, **kwargs)` and wait until its `started()` has returned.
+
+        name: unique in the process; None takes the class's name and a number. Raises `NameTaken`,
+        `ActorStartFailed`, and whatever the constructor raises.
+        """
+        cell = self._create(cls, args, kwargs, name, mailbox, None)
+        if link_to is not None:
+            self.link(cell.ref, link_to)
+        return await self.until_started(cell)
+
+    def create_child(
+        self, cls: type[Actor], args: Sequence[Any], *, name: str | None, parent: Ref | None
+    ) -> ActorCell:
+        """Begin to spawn, for a supervisor: if `parent` ends while the child lives, the child is killed."""
+        cell = self._create(cls, args, {}, name, None, parent)
+        if parent is not None and parent.process == self.name:
+            parent_cell = self.find(parent.actor, parent.incarnation)
+            if parent_cell is None:
+                cell.kill(Reason(ReasonKind.KILLED, "its supervisor has ended"))
+            else:
+                parent_cell.links.add(cell.ref)
+        return cell
+
+    async def spawn_on(
+        self,
+        process: str,
+        cls: type[Actor],
+        *args: wire.Plain,
+        name: str | None = None,
+        timeout: float | None = None,
+        parent: Ref | None = None,
+    ) -> Ref:
+        """Spawn an actor in another process. `cls` must be declared with `remote=True` and imported there.
+
+        timeout: seconds, as in `Ref.ask`. Raises `UnknownActorClass`, `ActorStartFailed`, `PeerLost`,
+        `DeadlineExceeded`.
+        """
+        if process == self.name:
+            return await self.until_started(self.create_child(cls, args, name=name, parent=parent))
+        peer = self._peer(process, 0)
+        deadline_ns, timeout_ns = self._deadline(timeout, process)
+        parent_data = None if parent is None else wire.RefData(*parent.key())
+        future: asyncio.Future[Any] = self.loop.create_future()
+        call = peer.open_call(future, wants_ref=True)
+        class_id = remote_class_id(cls)
+        bucket = self._deadlines.add(future, deadline_ns, timeout_ns)
+        try:
+            request = wire.Spawn(call, timeout_ns, class_id, name or "", parent_data, list(args))
+            await peer.send_before(wire.encode(request), 0, future)
+            reply: Ref = await future
+        except BaseException as error:
+            _forget_outcome(future)
+            if isinstance(error, Expired):
+                raise DeadlineExceeded(f"{process} did not spawn {class_id} in time") from None
+            raise
+        finally:
+            self._deadlines.remove(future, bucket)
+            peer.close_call(call)
+        parent_cell = None if parent is None else self.find(parent.actor, parent.incarnation)
+        if parent_cell is not None:
+            parent_cell.links.add(reply)
+        elif parent is not None:
+            self.exit(reply, Reason(ReasonKind.KILLED, "its supervisor has ended"))
+        return reply
+
+    async def supervise(
+        self,
+        children: Sequence[ChildSpec],
+        *,
+        strategy: Strategy = Strategy.ONE_FOR_ONE,
+        intensity: int = 3,
+        period_s: float = 5.0,
+        name: str | None = None,
+    ) -> Ref:
+        """Start a supervisor and its children, in order; see `zbmd.actors.supervisor.Supervisor`."""
+        from zbmd.actors.supervisor import Supervisor
+
+        return await self.spawn(
+            Supervisor, children, strategy=strategy, intensity=intensity, period_s=period_s, name=name
+        )
+
+    async def terminate(self, ref: Ref, *, timeout: float = STOP_S, text: str = "asked to stop") -> Down:
+        """Stop an actor wherever it is, kill it after `timeout` seconds, and return its end."""
+        monitor = self.monitor(ref)
+        try:
+            self.exit(ref, Reason(ReasonKind.SHUTDOWN, text))
+            try:
+                return await monitor.down(timeout=timeout)
+            except DeadlineExceeded:
+                self.exit(ref, Reason(ReasonKind.KILLED, f"{text}; still there after {timeout:g} s"))
+                return await monitor.down(timeout=timeout)
+        finally:
+            monitor.cancel()
+
+    def exit(self, ref: Ref, reason: Reason) -> None:
+        """Ask an actor to end; with a reason of kind KILLED it is killed. No error if it is gone."""
+        if ref.process == self.name:
+            cell = self._find_ref(ref)
+            if cell is not None:
+                cell.request_stop(reason)
+        elif (peer := self._peer_or_none(ref)) is not None:
+            peer.post(wire.Stop(ref.actor, ref.incarnation, wire.reason_data(reason)))
+
+    async def stop(self, *, timeout: float = STOP_S) -> None:
+        """End all actors, the last spawned first; after `timeout` seconds kill the rest; close all links."""
+        shutdown = Reason(ReasonKind.SHUTDOWN, "the system stops")
+        try:
+            async with asyncio.timeout(timeout):
+                # Actors may spawn while they stop; each pass ends those without a supervisor.
+                while tops := [c for c in self._cells.values() if not self._has_supervisor_here(c)]:
+                    for cell in reversed(tops):
+                        cell.request_stop(shutdown)
+                        await asyncio.shield(cell.ended)
+        except TimeoutError:
+            _log.warning("actors killed: they did not stop in time", actors=list(self._cells)[:16])
+        finally:
+            self._stopped = True
+            for cell in reversed(list(self._cells.values())):
+                cell.kill(Reason(ReasonKind.KILLED, "the system stops"))
+            for peer in list(self._peers.values()):
+                peer.close(None)
+            self._deadlines.close()
+        if self._lingering:
+            await asyncio.wait(self._lingering, timeout=timeout)
+
+    def describe(self) -> list[ActorInfo]:
+        """All actors of this process, in the order in which they were spawned."""
+        return [
+            ActorInfo(
+                name=c.name,
+                kind=type(c.actor).__name__,
+                incarnation=c.ref.incarnation,
+                state=c.state.value,
+                waiting=len(c.mailbox),
+                handled=c.handled,
+                dropped=c.mailbox.dropped,
+            )
+            for c in self._cells.values()
+        ]
+
+    def _create(
+        self,
+        cls: type[Actor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        name: str | None,
+        mailbox: MailboxSpec | None,
+        parent: Ref | None,
+    ) -> ActorCell:
+        if self._stopped:
+            raise SystemStopped(f"the actor system of {self.name} has been stopped")
+        if len(self._cells) >= ACTORS_MAX:
+            raise TooManyPending(f"{ACTORS_MAX} actors live in {self.name}")
+        incarnation = self._last_actor + 1
+        actor_name = f"{cls.__name__}-{incarnation}" if name is None else name
+        if not _NAME.fullmatch(actor_name):
+            raise LocalProtocolError(
+                f"actor name {actor_name!r}: 1 to {wire.ACTOR_NAME_CHARS_MAX} of A-Z a-z 0-9 _ . : < > -"
+            )
+        if actor_name in self._cells:
+            raise NameTaken(f"{self.name}/{actor_name} is alive")
+        handler_table(cls)
+        actor = cls(*args, **kwargs)
+        self._last_actor = incarnation
+        ref = Ref(self, self.name, self.incarnation, actor_name, incarnation)
+        cell = ActorCell(self, actor, ref, mailbox or cls.mailbox, parent)
+        actor._cell = cell
+        self._cells[actor_name] = cell
+        return cell
+
+    async def until_started(self, cell: ActorCell) -> Ref:
+        """Wait until `started()` has returned. Raises `ActorStartFailed`; if cancelled, kills the actor."""
+        try:
+            await asyncio.shield(cell.ready)
+        except asyncio.CancelledError:
+            cell.kill(Reason(ReasonKind.KILLED, "its spawner was cancelled"))
+            cell.ready.exception()
+            raise
+        return cell.ref
+
+    def _has_supervisor_here(self, cell: ActorCell) -> bool:
+        return cell.parent is not None and cell.parent.process == self.name
+
+    # References and links.
+
+    def ref(self, address: str) -> Ref:
+        """A reference by name: `"rank1/counter"`, or `"counter"` in this process."""
+        process, slash, actor = address.rpartition("/")
+        if not _NAME.fullmatch(actor) or (slash and not process):
+            raise LocalProtocolError(f"{address!r} is not an address: write 'process/actor' or 'actor'")
+        return Ref(self, process or self.name, 0, actor, 0)
+
+    def attach(self, link: Link, *, on_closed: Callable[[ZbmdError | None], None] | None = None) -> None:
+        """Reach the actors of `link.peer` over this link; the system owns the link from now on.
+
+        A newer incarnation of a process replaces an older one. Raises `ContractMismatch` (and closes the
+        link) if the peer's contracts contradict ours, `LocalProtocolError` if it is linked already.
+        """
+        name, incarnation = link.peer.name, link.peer.incarnation
+        if self._stopped:
+            raise SystemStopped(f"the actor system of {self.name} has been stopped")
+        known = self._peers.get(name)
+        if name == self.name or (known is not None and known.incarnation >= incarnation):
+            raise LocalProtocolError(f"{self.name} has a link to {name} already, incarnation {incarnation}")
+        try:
+            check_fingerprints(name, link.peer.contracts)
+        except ZbmdError:
+            link.close()
+            raise
+        if known is not None:
+            known.close(PeerLost(name, f"replaced by incarnation {incarnation}"))
+        peer = self._peers[name] = Peer(self, link, on_closed)
+        peer.open()
+
+    def detach(self, process: str) -> None:
+        """Close the link to a process, if there is one; monitors and links see its actors as lost."""
+        peer = self._peers.get(process)
+        if peer is not None:
+            peer.close(PeerLost(process, "detached"))
+
+    @property
+    def peers(self) -> dict[str, int]:
+        """Attached processes by name, with their incarnations."""
+        return {name: peer.incarnation for name, peer in self._peers.items()}
+
+    # Monitors and links between actors.
+
+    def monitor(self, ref: Ref, *, to: Ref | None = None) -> Monitor:
+        """Learn, once, of the end of `ref`: by `Monitor.down()`, and as a `Down` signal to the actor `to`."""
+        monitor = Monitor(ref, self.loop)
+
+        def deliver(down: Down) -> None:
+            monitor.deliver(down)
+            cell = None if to is None else self.find(to.actor, to.incarnation)
+            if cell is not None:
+                cell.post(down)
+
+        monitor.armed(self.watch(ref, deliver))
+        return monitor
+
+    def watch(self, ref: Ref, callback: Callable[[Down], None]) -> Callable[[], None]:
+        """Call back once, never before this returns, when `ref` ends; returns what undoes it."""
+        if ref.process != self.name:
+            peer = self._peer_or_none(ref)
+            if peer is not None:
+                return peer.watch(ref, callback)
+            missing = Reason(ReasonKind.LOST, f"{self.name} has no link to that incarnation of {ref.process}")
+            return self.loop.call_soon(callback, Down(ref, missing)).cancel
+        cell = self._find_ref(ref)
+        if cell is None:
+            gone = Reason(ReasonKind.NO_ACTOR, "there is no such actor")
+            return self.loop.call_soon(callback, Down(ref, gone)).cancel
+        number = cell.watch(callback)
+        if number < 0:
+            raise TooManyPending(f"too many monitors on {ref!r}")
+        watched = cell
+        return lambda: watched.unwatch(number)
+
+    def link(self, actor: Ref, other: Ref) -> None:
+        """Tie the life of `actor`, which lives here, to that of `other` (as Erlang's link/1).
+
+        If `other` does not live, `actor` gets the exit signal at once. `other` must name one life, as the
+        references that `spawn` returns and messages carry do.
+        """
+        cell = self._find_ref(actor)
+        if cell is None:
+            raise DeadActor(f"{actor!r} does not live here")
+        if not other.incarnation:
+            raise LocalProtocolError(f"{other!r} names no particular life to link with")
+        if len(cell.links) >= LINKS_MAX:
+            raise TooManyPending(f"{actor!r} has {LINKS_MAX} links")
+        cell.links.add(other)
+        if other.process == self.name:
+            target = self._find_ref(other)
+            if target is None:
+                cell.exit_signal(other, Reason(ReasonKind.NO_ACTOR, "there is no such actor"))
+            else:
+                target.links.add(cell.ref)
+        elif (peer := self._peer_or_none(other)) is None:
+            cell.exit_signal(other, Reason(ReasonKind.LOST, f"no link to {other.process}"))
+        else:
+            ours = cell.ref
+            peer.post(wire.LinkActors(ours.actor, ours.incarnation, other.actor, other.incarnation))
+
+    def unlink(self, actor: Ref, other: Ref) -> None:
+        """Undo `link`."""
+        cell = self._find_ref(actor)
+        if cell is None or other not in cell.links:
+            return
+        cell.links.discard(other)
+        if other.process == self.name:
+            target = self._find_ref(other)
+            if target is not None:
+                target.links.discard(cell.ref)
+        elif (peer := self._peer_or_none(other)) is not None:
+            ours = cell.ref
+            peer.post(wire.UnlinkActors(ours.actor, ours.incarnation, other.actor, other.incarnation))
+
+    # For cells and peers.
+
+    def find(self, actor: str, incarnation: int) -> ActorCell | None:
+        """The actor of that name, if it is that life of it (0: any); it may be about to stop."""
+        cell = self._cells.get(actor)
+        if cell is None or (incarnation and incarnation != cell.ref.incarnation):
+            return None
+        return cell
+
+    def forget(self, cell: ActorCell) -> None:
+        """The actor has ended: its name is free."""
+        if self._cells.get(cell.name) is cell:
+            del self._cells[cell.name]
+
+    def linger(self, task: asyncio.Task[None]) -> None:
+        """A killed actor's task may take a while to end; `stop()` waits for it."""
+        self._lingering.add(task)
+        task.add_done_callback(self._lingering.discard)
+
+    def peer_closed(self, peer: Peer) -> None:
+        """The link is gone."""
+        if self._peers.get(peer.name) is peer:
+            del self._peers[peer.name]
+
+    def exit_links_to(self, peer: Peer, reason: Reason) -> None:
+        """Exit signals from all actors of a process that was lost."""
+        for cell in list(self._cells.values()):
+            for other in [r for r in cell.links if r.process == peer.name]:
+                if other.process_incarnation == peer.incarnation:
+                    cell.exit_signal(other, reason)
+
+    def send_exit(self, source: Ref, other: Ref, reason: Reason) -> None:
+        """Tell `other`, linked with `source`, that `source` ended."""
+        if other.process == self.name:
+            cell = self._find_ref(other)
+            if cell is not None:
+                cell.exit_signal(source, reason)
+        elif (peer := self._peer_or_none(other)) is not None:
+            data = wire.reason_data(reason)
+            peer.post(wire.Exit(source.actor, source.incarnation, other.actor, other.incarnation, data))
+
+    def bounced(self, ref: Ref, sender: str, contract: str, error: ActorError) -> None:
+        """A told message was rejected: tell its sender if that is an actor that listens, or the log."""
+        self.undelivered += 1
+        cell = self._cells.get(sender)
+        if cell is not None and Undelivered in cell.handlers:
+            cell.post(Undelivered(ref, contract, error))
+        elif self.undelivered & (self.undelivered - 1) == 0:  # the 1st, 2nd, 4th, 8th …
+            what = {"to": ref.address, "sender": sender, "contract": contract, "count": self.undelivered}
+            _log.warning("message rejected", error=f"{type(error).__name__}: {error}", **what)
+
+    def _find_ref(self, ref: Ref) -> ActorCell | None:
+        if ref.process_incarnation and ref.process_incarnation != self.incarnation:
+            return None
+        return self.find(ref.actor, ref.incarnation)
+
+    def _bind(self, data: wire.RefData) -> Ref:
+        return Ref(self, data.process, data.process_incarnation, data.actor, data.incarnation)
+
+    # Messages.
+
+    async def _tell(self, ref: Ref, message: Contract) -> None:
+        trace_id, sender = self._envelope(message)
+        if ref.process == self.name:
+            cell = self._living(ref)
+            delivery = Delivery(message, 0, trace_id, sender, None, None)
+            if cell.mailbox.offer(delivery):
+                cell.wake()
+            else:
+                await self._tell_when_room(cell, delivery)
+        else:
+            peer = self._peer(ref.process, ref.process_incarnation)
+            payload = wire.encode_tell(ref.actor, ref.incarnation, sender, message)
+            if not peer.try_send(payload, trace_id):
+                await peer.send(payload, trace_id)
+
+    async def _ask(self, ref: Ref, message: Contract, wanted: type[Any] | None, timeout: float | None) -> Any:
+        trace_id, sender = self._envelope(message)
+        deadline_ns, timeout_ns = self._deadline(timeout, ref)
+        if self._deadlines.pending >= ASKS_PENDING_MAX:
+            raise TooManyPending(f"{ASKS_PENDING_MAX} asks are pending in {self.name}")
+        future: asyncio.Future[Any] = self.loop.create_future()
+        bucket = self._deadlines.add(future, deadline_ns, timeout_ns)
+        peer: Peer | None = None
+        call = 0
+        try:
+            if ref.process == self.name:
+                cell = self._living(ref)
+                delivery = Delivery(message, deadline_ns, trace_id, sender, None, LocalReply(future))
+                if cell.mailbox.offer(delivery):
+                    cell.wake()
+                else:
+                    await self._wait_for_room(cell, delivery, deadline_ns, timeout_ns)
+            else:
+                peer = self._peer(ref.process, ref.process_incarnation)
+                call = peer.open_call(future)
+                payload = wire.encode_ask(call, ref.actor, ref.incarnation, timeout_ns, sender, message)
+                if not peer.try_send(payload, trace_id):
+                    await peer.send_before(payload, trace_id, future)
+            reply = await future
+        except BaseException as error:
+            _forget_outcome(future)
+            if isinstance(error, Expired):
+                what = f"{ref!r} did not answer {contract_tag(message)} within {timeout_ns / 1e9:g} s"
+                raise DeadlineExceeded(what) from None
+            raise
+        finally:
+            self._deadlines.remove(future, bucket)
+            if peer is not None:
+                peer.close_call(call)
+        if wanted is not None and type(reply) is not wanted:
+            raise InvalidMessage(
+                f"{ref!r} answered {contract_tag(message)} with {type(reply).__name__}, not {wanted.__name__}"
+            )
+        return reply
+
+    async def _tell_when_room(self, cell: ActorCell, delivery: Delivery) -> None:
+        running = current_delivery.get()
+        deadline_ns = 0 if running is None else running.deadline_ns
+        try:
+            await self._wait_for_room(cell, delivery, deadline_ns, max(0, deadline_ns - time.monotonic_ns()))
+        except Expired:
+            raise DeadlineExceeded(f"{cell.ref!r} had no room for {contract_tag(delivery.message)}") from None
+
+    async def _wait_for_room(
+        self, cell: ActorCell, delivery: Delivery, deadline_ns: int, timeout_ns: int
+    ) -> None:
+        if current_cell.get() is cell:
+            raise MailboxFull(f"{cell.ref!r} cannot wait for room in its own mailbox")
+        room: asyncio.Future[None] = self.loop.create_future()
+        cell.mailbox.wait(delivery, room)
+        if not deadline_ns:
+            await room
+            return
+        bucket = self._deadlines.add(room, deadline_ns, timeout_ns)
+        try:
+            await room
+        finally:
+            self._deadlines.remove(room, bucket)
+
+    def _envelope(self, message: object) -> tuple[int, str]:
+        """Trace id and sender's name for a message sent here and now."""
+        if not isinstance(message, Contract):
+            raise InvalidMessage(f"{message!r:.200} is not a Contract")
+        running = current_delivery.get()
+        if running is None:
+            trace_id = self._last_trace = self._last_trace + 1 & _U64
+        else:
+            trace_id = running.trace_id
+        cell = current_cell.get()
+        return trace_id, "" if cell is None else cell.name
+
+    def _deadline(self, timeout: float | None, whom: object) -> tuple[int, int]:
+        """(deadline, time left), ns: the earlier of the given timeout and the inherited deadline."""
+        now_ns = time.monotonic_ns()
+        running = current_delivery.get()
+        inherited_ns = 0 if running is None else running.deadline_ns
+        if timeout is None:
+            if not inherited_ns:
+                raise MissingDeadline(f"asking {whom}: give a timeout, there is no deadline to inherit here")
+            return inherited_ns, max(0, inherited_ns - now_ns)
+        timeout_ns = min(max(0, int(timeout * 1e9)), TIMEOUT_NS_MAX)
+        if inherited_ns and inherited_ns < now_ns + timeout_ns:
+            return inherited_ns, max(0, inherited_ns - now_ns)
+        return now_ns + timeout_ns, timeout_ns
+
+    def _living(self, ref: Ref) -> ActorCell:
+        cell = self._find_ref(ref)
+        if cell is None or not cell.accepts:
+            if self._stopped:
+                raise SystemStopped(f"the actor system of {self.name} has been stopped")
+            raise DeadActor(f"{ref!r} does not live")
+        return cell
+
+    def _peer_or_none(self, ref: Ref) -> Peer | None:
+        peer = self._peers.get(ref.process)
+        if peer is None or (ref.process_incarnation and ref.process_incarnation != peer.incarnation):
+            return None
+        return peer
+
+    def _peer(self, process: str, incarnation: int) -> Peer:
+        peer = self._peers.get(process)
+        if peer is None:
+            if self._stopped:
+                raise SystemStopped(f"the actor system of {self.name} has been stopped")
+            raise PeerLost(process, f"{self.name} has no link to it")
+        if incarnation and incarnation != peer.incarnation:
+            if incarnation < peer.incarnation:
+                raise DeadActor(f"{process} is now incarnation {peer.incarnation}, not {incarnation}")
+            raise PeerLost(process, f"{self.name} has no link to its incarnation {incarnation} yet")
+        return peer
+
+
+def _forget_outcome(future: asyncio.Future[Any]) -> None:
+    """Nobody will await `future` again: neither a result nor an error of it may surface later."""
+    if not future.done():
+        future.cancel()
+    elif not future.cancelled():
+        future.exception()

@@ -1,0 +1,248 @@
+"""The template: one process that has imported everything and started nothing, and forks rank processes.
+
+It has one thread, no event loop and no open link, so a fork of it is safe and costs milliseconds; the
+child starts its own. It talks to its host over one sequenced-packet socket: typed requests in, replies
+out, descriptors beside them (SCM_RIGHTS). It dies with the host (PR_SET_PDEATHSIG), and its children die
+with it; both levels are needed, since the signal follows the process that forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+import msgspec
+
+from zbmd.actors.view import USAGE_EXIT_CODE
+from zbmd.transport.errors import UserError
+
+REQUEST_BYTES_MAX = 128 * 1024  # one packet; argv and the environment's changes must fit
+FDS_PER_REQUEST = 2
+CHILDREN_MAX = 256  # live children; a host has at most 62 ranks, and some that are still dying
+REASON_CHARACTERS_MAX = 500
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+class ForkRequest(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
+    """Fork one rank process. The request carries two descriptors: its standard output and error."""
+
+    rank: int
+    incarnation: int
+    target: str
+    is_module: bool
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Everything is imported. `threads`: how many the template has; more than one makes forks unsafe."""
+
+    threads: int
+
+
+class Forked(msgspec.Struct, frozen=True, array_like=True, tag="forked"):
+    """The child exists. The reply carries its pidfd."""
+
+    rank: int
+    incarnation: int
+    pid: int
+
+
+class ForkFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """There is no child."""
+
+    rank: int
+    incarnation: int
+    reason: str
+
+
+class Exited(msgspec.Struct, frozen=True, array_like=True, tag="exited"):
+    """The child is gone and reaped: `code` is its exit code, or minus the signal that ended it."""
+
+    rank: int
+    incarnation: int
+    pid: int
+    code: int
+
+
+Reply = Ready | Forked | ForkFailed | Exited
+
+request_decoder = msgspec.msgpack.Decoder(ForkRequest)
+reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    rank: int
+    incarnation: int
+    pid: int
+
+
+def set_process_name(name: str) -> None:
+    """Set what `ps -o comm` and `top` show for this process (the kernel keeps 15 bytes)."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that made it ends, also if it just has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+class Template:
+    """The template's loop: one request or one child's end at a time."""
+
+    def __init__(self, host: socket.socket) -> None:
+        self._host = host
+        self._pid = os.getpid()
+        self._poll = select.poll()
+        self._poll.register(host, select.POLLIN)
+        self._children: dict[int, _Child] = {}  # by pidfd
+
+    def serve(self) -> ForkRequest | None:
+        """Answer requests until the host goes away (None); in a child, return what it is to run."""
+        self._reply(Ready(threads=len(os.listdir("/proc/self/task"))))
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd != self._host.fileno():
+                    self._reap(fd)
+                    continue
+                packet, fds, _, _ = socket.recv_fds(
+                    self._host, REQUEST_BYTES_MAX, FDS_PER_REQUEST, socket.MSG_CMSG_CLOEXEC
+                )
+                if not packet:
+                    return None
+                request = self._fork(packet, fds)
+                if request is not None:
+                    return request
+
+    def _fork(self, packet: bytes, fds: list[int]) -> ForkRequest | None:
+        request = request_decoder.decode(packet)
+        if len(fds) != FDS_PER_REQUEST:
+            raise OSError(f"a fork request came with {len(fds)} descriptors, not {FDS_PER_REQUEST}")
+        try:
+            if len(self._children) >= CHILDREN_MAX:
+                raise OSError(f"{CHILDREN_MAX} children live already")
+            # Only the pidfd is opened after the fork: without it the child could not be supervised.
+            pid = os.fork()
+        except OSError as error:
+            reason = str(error)[:REASON_CHARACTERS_MAX]
+            self._reply(ForkFailed(rank=request.rank, incarnation=request.incarnation, reason=reason))
+            _close_all(fds)
+            return None
+        if pid == 0:
+            self._become_child(request, fds)
+            return request
+        _close_all(fds)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = _Child(request.rank, request.incarnation, pid)
+        self._poll.register(pidfd, select.POLLIN)
+        forked = Forked(rank=request.rank, incarnation=request.incarnation, pid=pid)
+        self._reply(forked, [pidfd])
+        return None
+
+    def _become_child(self, request: ForkRequest, fds: list[int]) -> None:
+        """Drop what is the template's: descriptors, session, parent."""
+        die_with_parent(self._pid)
+        os.setsid()
+        set_process_name(f"zbmd-rank{request.rank}")
+        self._host.close()
+        _close_all(list(self._children))
+        os.dup2(fds[0], 1)
+        os.dup2(fds[1], 2)
+        _close_all(fds)
+
+    def _reap(self, pidfd: int) -> None:
+        child = self._children.pop(pidfd)
+        self._poll.unregister(pidfd)
+        # While the child is a zombie its process group's id cannot be used again: what it left in its
+        # group (helpers that it started) is ended before it is reaped.
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        end = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        os.close(pidfd)
+        assert end is not None, "a readable pidfd has an end to report"
+        code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        self._reply(Exited(rank=child.rank, incarnation=child.incarnation, pid=child.pid, code=code))
+
+    def _reply(self, reply: Reply, fds: Sequence[int] = ()) -> None:
+        try:
+            socket.send_fds(self._host, [encode(reply)], fds)
+        except BrokenPipeError:
+            raise SystemExit(0) from None  # the host is gone; our children go with us
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback from the user's first frame on, as `python script.py` would have."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>", "<string>")
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    traceback.print_exception(kind, error, trace)
+
+
+def run_target(request: ForkRequest) -> None:
+    """Run the script or module as `__main__`, as `python` itself would have done."""
+    os.environ.update(request.environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Completed lines must be out before a kill; a pipe would hold them back in blocks.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()  # the template's state would be the same in every rank
+    sys.excepthook = _show_exception
+    sys.argv = [request.target, *request.arguments]
+    if request.is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(request.target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(request.target).resolve().parent))
+        runpy.run_path(request.target, run_name="__main__")
+
+
+def main() -> NoReturn:
+    """Arguments: the socket's descriptor, the host's pid, then the modules to import."""
+    fd, host_pid, *modules = sys.argv[1:]
+    die_with_parent(int(host_pid))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_process_name("zbmd-template")
+    for module in modules:
+        importlib.import_module(module)
+    with socket.socket(fileno=int(fd)) as host:
+        host.set_inheritable(False)
+        gc.collect()
+        gc.freeze()  # the collector of a child need not touch, and so copy, what it inherited
+        request = Template(host).serve()
+    if request is not None:
+        try:
+            run_target(request)
+        except UserError as error:
+            print(f"zbmd: {error}", file=sys.stderr)
+            raise SystemExit(USAGE_EXIT_CODE) from None
+    raise SystemExit(0)

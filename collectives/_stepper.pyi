@@ -1,0 +1,111 @@
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCKED: Final[int]
+DONE: Final[int]
+PUB_BYTES_MAX: Final[int]
+DESCRIPTOR_HEADER_BYTES: Final[int]
+COUNTER_MAX: Final[int]
+STATUS_DONE: Final[int]
+STATUS_LOST: Final[int]
+STATUS_ABORTED: Final[int]
+STATUS_DEADLINE: Final[int]
+STATUS_DESYNCHRONISED: Final[int]
+STATUS_BAD_DESCRIPTOR: Final[int]
+
+class Stepper:
+    """Walks one encoded program (`program.encode`). Raises ValueError on a malformed encoding."""
+
+    pc: int
+    def __init__(self, encoding: NDArray[np.int32]) -> None: ...
+    def next(self, received: NDArray[np.uint64]) -> int:
+        """The index of the instruction that may fire, or BLOCKED (at a wait), or DONE.
+
+        `received`, 64 entries: the notifications of each rank since the program began.
+        """
+    def advance(self) -> None:
+        """The instruction has been performed."""
+
+class NativeProgram:
+    """One rank's program, every operand checked once. Raises ValueError on one that is out of bounds."""
+
+    def __init__(
+        self,
+        encoding: NDArray[np.int32],
+        *,
+        n: int,
+        rank: int,
+        blocks: int,
+        chunks: int,
+        scratch_slots: int,
+        inbox_slots: int,
+        eager: bool,
+        plan: int,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def kill_points(self) -> int:
+        """How many points of an operation `NativeGroup.run` can be killed at: 0..kill_points-1."""
+
+class NativeGroup:
+    """This process's end of a group: peers' mappings, notification counters, descriptors.
+
+    `ranges` holds for each rank (base address, slot, offset of the inbox's end, bytes in the segment).
+    The mappings must outlive the object. Not to be used by two threads at once, but for `abort`.
+    """
+
+    pc: int
+    """The instruction at which the last run stood, -1 in the entry."""
+    culprit: int
+    """The first rank that called another operation or sent a bad descriptor, or -1."""
+
+    def __init__(
+        self,
+        ranges: list[tuple[int, int, int, int]],
+        *,
+        rank: int,
+        channel: int,
+        epoch: int,
+        identity: int,
+        spins: int,
+    ) -> None: ...
+    @property
+    def sequence_number(self) -> int:
+        """Operations begun in this epoch."""
+    def lost(self) -> list[int]:
+        """The ranks that are known to be dead."""
+    def abort(self) -> None:
+        """End the running operation and all later ones; from any thread."""
+    def header(self, rank: int) -> bytes:
+        """The descriptor that `rank` entered the last operation with."""
+    def capacity_left(self, program: NativeProgram) -> int:
+        """How often the program can run before a counter of the epoch is used up."""
+    def run(
+        self,
+        program: NativeProgram,
+        addresses: NDArray[np.uint64],
+        *,
+        operation: int,
+        dtype: int,
+        reduction: int,
+        root: int,
+        count: int,
+        total: int,
+        piece: int,
+        in_stride: int,
+        out_stride: int,
+        scratch: int,
+        scratch_bytes: int,
+        deadline_ns: int,
+        kill_point: int,
+    ) -> int:
+        """Enter and run one operation without the GIL; returns a STATUS.
+
+        `addresses`, 32 entries: where our buffers begin (`pub`: the input to publish, or 0), each as
+        long as the program needs. Those that peers read must lie in our segment. `count` and the strides
+        are in elements. `kill_point` k >= 0 ends this process by SIGKILL: 0 before the entry, k in
+        1..n-1 before the k-th entry notification, n + i before instruction i, n + length after the
+        last. Raises ValueError on arguments out of bounds.
+        """

@@ -1,0 +1,533 @@
+"""The stepper that walks a program, and the native executor built on it. See _stepper.pyi."""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stddef cimport size_t
+from libc.string cimport memcpy, memmove, memset
+
+import numpy as np
+
+cdef extern from "native.h" nogil:
+    ctypedef char *zbmd_base
+    int ZBMD_OFF_ABORT, ZBMD_OFF_DESCRIPTORS, ZBMD_OFF_END, ZBMD_OFF_LOST
+    int ZBMD_MAX_SLOTS, ZBMD_CHANNELS
+    int ZBMD_WAIT_OK, ZBMD_WAIT_LOST, ZBMD_WAIT_ABORTED, ZBMD_WAIT_DEADLINE
+    uint64_t zbmd_load64(zbmd_base base, uint64_t off)
+    void zbmd_store64(zbmd_base base, uint64_t off, uint64_t v)
+    uint64_t zbmd_cell_offset(uint32_t slot, uint32_t channel)
+    uint64_t zbmd_abort_offset(uint32_t channel)
+    void zbmd_notify(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint64_t value)
+    void zbmd_abort_channel(zbmd_base own, uint32_t channel, uint32_t epoch)
+    int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value, uint64_t group_mask,
+                  uint64_t deadline_ns, uint32_t spins)
+
+cdef extern from "kernels.h" nogil:
+    ctypedef void (*zbmd_kernel)(void *dst, const void *a, const void *b, size_t count) noexcept
+    int ZBMD_DTYPES, ZBMD_REDUCTIONS
+    const size_t *zbmd_itemsize
+    zbmd_kernel zbmd_kernel_of(int dtype, int reduction)
+
+cdef extern from *:
+    """
+    #include <signal.h>
+    static inline void zbmd_fence(void) { atomic_thread_fence(memory_order_seq_cst); }
+    static inline void zbmd_fence_acquire(void) { atomic_thread_fence(memory_order_acquire); }
+    static inline void zbmd_die(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
+    """
+    void zbmd_fence() nogil
+    void zbmd_fence_acquire() nogil
+    void zbmd_die() nogil
+
+# The encoding of a program (program.encode holds the same numbers).
+cdef enum:
+    WIDTH = 12
+    PUT = 0
+    NOTIFY = 1
+    WAIT = 2
+    REDUCE = 3
+    COPY = 4
+    OUT = 0
+    SCRATCH = 1
+    INBOX = 2
+    PUB = 3
+    IN = 4
+    BUFFERS = 32
+    RANKS = 64
+
+# A channel's descriptors: two, used in turn. An operation's is not overwritten before its successor's
+# successor begins, when every peer has ended this one.
+cdef enum:
+    DESCRIPTOR_BYTES = 1792
+    HEADER_BYTES = 384
+    PAYLOAD_BYTES = 1408
+
+BLOCKED = -1
+DONE = -2
+PUB_BYTES_MAX = PAYLOAD_BYTES
+DESCRIPTOR_HEADER_BYTES = HEADER_BYTES
+COUNTER_MAX = 0xffffffff
+
+STATUS_DONE = 0
+STATUS_LOST = 1
+STATUS_ABORTED = 2
+STATUS_DEADLINE = 3
+STATUS_DESYNCHRONISED = 4
+STATUS_BAD_DESCRIPTOR = 5
+cdef enum:
+    S_DONE = 0
+    S_ABORTED = 2
+    S_DESYNCHRONISED = 4
+    S_BAD_DESCRIPTOR = 5
+
+
+cdef struct Header:
+    uint64_t word            # epoch << 32 | sequence; 0 while the rest is being written
+    uint64_t withdrawn       # the word of a run that its rank has given up
+    uint64_t fingerprint
+    uint64_t plan
+    uint64_t count           # elements of a block, in this piece
+    uint64_t total           # elements of a block, in the whole operation
+    uint8_t operation
+    uint8_t dtype
+    uint8_t reduction
+    uint8_t root
+    uint32_t piece
+    uint64_t in_stride       # elements from block to block
+    uint64_t out_stride
+    uint64_t offsets[BUFFERS]
+
+
+cdef inline int64_t step(const int32_t *code, int64_t length, int64_t pc, const uint64_t *received) noexcept nogil:
+    """The instruction that may fire now, or BLOCKED (at a wait), or DONE."""
+    cdef const int32_t *row
+    if pc >= length:
+        return -2
+    row = code + pc * WIDTH
+    if row[0] == WAIT and received[row[2]] < <uint64_t>row[3]:
+        return -1
+    return pc
+
+
+cdef class Stepper:
+    """Walks one encoded program."""
+
+    cdef const int32_t[:, ::1] code
+    cdef readonly int64_t pc
+
+    def __init__(self, const int32_t[:, ::1] encoding not None):
+        if encoding.shape[1] != WIDTH:
+            raise ValueError(f"an encoding has {WIDTH} columns, not {encoding.shape[1]}")
+        for i in range(encoding.shape[0]):
+            if not PUT <= encoding[i, 0] <= COPY or not 0 <= encoding[i, 2] < RANKS:
+                raise ValueError(f"row {i} encodes no instruction")
+        self.code = encoding
+        self.pc = 0
+
+    def next(self, const uint64_t[::1] received not None):
+        if received.shape[0] < RANKS:
+            raise ValueError(f"counts are needed for {RANKS} ranks")
+        if self.code.shape[0] == 0:
+            return DONE
+        return step(&self.code[0, 0], self.code.shape[0], self.pc, &received[0])
+
+    def advance(self):
+        if self.pc >= self.code.shape[0]:
+            raise ValueError("the program has ended")
+        self.pc += 1
+
+
+cdef class NativeProgram:
+    """One rank's program, checked once and for all and ready to run."""
+
+    cdef const int32_t[:, ::1] code
+    cdef int64_t length
+    cdef int n, rank, blocks, chunks, scratch_slots, inbox_slots, used
+    cdef bint eager
+    cdef uint64_t plan
+    cdef uint64_t sent[RANKS]
+    cdef uint64_t awaited[RANKS]
+    cdef int used_rank[RANKS * BUFFERS]
+    cdef int used_buffer[RANKS * BUFFERS]
+
+    def __init__(self, const int32_t[:, ::1] encoding not None, *, int n, int rank, int blocks, int chunks,
+                 int scratch_slots, int inbox_slots, bint eager, uint64_t plan):
+        if encoding.shape[1] != WIDTH or not 0 <= rank < n <= RANKS or chunks < 1 or blocks < 1:
+            raise ValueError("the encoding, ranks or chunks are out of bounds")
+        self.code, self.length = encoding, encoding.shape[0]
+        self.n, self.rank, self.blocks, self.chunks = n, rank, blocks, chunks
+        self.scratch_slots, self.inbox_slots = scratch_slots, inbox_slots
+        self.eager, self.plan, self.used = eager, plan, 0
+        memset(self.sent, 0, sizeof(self.sent))
+        memset(self.awaited, 0, sizeof(self.awaited))
+        if eager:
+            self._use(rank, PUB)
+        for i in range(self.length):
+            self._take(i)
+
+    def __len__(self):
+        return self.length
+
+    @property
+    def kill_points(self):
+        return self.n + self.length + 1
+
+    cdef _take(self, int64_t i):
+        cdef const int32_t *row = &self.code[i, 0]
+        cdef int code = row[0]
+        if not PUT <= code <= COPY or not 0 <= row[2] < self.n or not 0 <= row[1] < self.chunks:
+            raise ValueError(f"row {i} encodes no instruction of this program")
+        if code == WAIT:
+            self.awaited[row[2]] = max(self.awaited[row[2]], <uint64_t>row[3])
+            return
+        if code == PUT or code == NOTIFY:
+            self.sent[row[2]] += 1
+        if code == NOTIFY:
+            return
+        self._check(i, row[2] if code == PUT else self.rank, row[4], row[5], row[1])
+        if row[4] != (INBOX if code == PUT else row[4]) or (code != PUT and row[4] not in (OUT, SCRATCH)):
+            raise ValueError(f"row {i} writes where it may not")
+        self._check(i, row[6], row[7], row[8], row[1])
+        if code == REDUCE:
+            self._check(i, row[9], row[10], row[11], row[1])
+
+    cdef _check(self, int64_t i, int rank, int buffer, int index, int chunk):
+        if not 0 <= rank < self.n or not 0 <= buffer < BUFFERS or index < 0:
+            raise ValueError(f"row {i} has an operand out of bounds")
+        if buffer == SCRATCH or buffer == INBOX:
+            if index >= (self.scratch_slots if buffer == SCRATCH else self.inbox_slots):
+                raise ValueError(f"row {i} has a slot out of bounds")
+        elif index != chunk:
+            raise ValueError(f"row {i} mixes chunks")
+        if buffer == SCRATCH:
+            if rank != self.rank:
+                raise ValueError(f"row {i} uses a peer's scratch")
+        else:
+            self._use(rank, buffer)
+
+    cdef _use(self, int rank, int buffer):
+        for k in range(self.used):
+            if self.used_rank[k] == rank and self.used_buffer[k] == buffer:
+                return
+        self.used_rank[self.used] = rank
+        self.used_buffer[self.used] = buffer
+        self.used += 1
+
+
+cdef struct Run:
+    # One execution: the resolved addresses, and what it needs of the group.
+    char *address[RANKS][BUFFERS]
+    uint64_t in_stride[RANKS]
+    uint64_t out_stride[RANKS]
+    char *scratch
+    uint64_t count, slot_bytes, item
+    uint64_t seen[RANKS]
+    int per_block
+    zbmd_kernel kernel
+
+
+cdef inline char *locate(Run *run, int rank, int buffer, int index, int block, uint64_t first) noexcept nogil:
+    cdef uint64_t at = first
+    if buffer == SCRATCH:
+        return run.scratch + <uint64_t>index * run.slot_bytes
+    if buffer == INBOX:
+        return run.address[rank][INBOX] + <uint64_t>index * run.slot_bytes
+    if buffer == OUT:
+        at += <uint64_t>block * run.out_stride[rank]
+    elif buffer == IN:
+        at += <uint64_t>block * run.in_stride[rank]
+    return run.address[rank][buffer] + at * run.item
+
+
+cdef inline void perform(Run *run, const int32_t *row, int own) noexcept nogil:
+    """Move or reduce the data of a put, reduce or copy."""
+    cdef int block = row[1] // run.per_block
+    cdef uint64_t j = row[1] % run.per_block
+    cdef uint64_t first = j * run.count // run.per_block
+    cdef uint64_t end = (j + 1) * run.count // run.per_block
+    cdef char *dst = locate(run, row[2] if row[0] == PUT else own, row[4], row[5], block, first)
+    cdef char *a = locate(run, row[6], row[7], row[8], block, first)
+    if end == first:
+        return
+    if row[0] == REDUCE:
+        run.kernel(dst, a, locate(run, row[9], row[10], row[11], block, first), end - first)
+    elif dst != a:
+        memmove(dst, a, (end - first) * run.item)
+
+
+cdef inline uint64_t mix(uint64_t x) noexcept nogil:
+    # The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+    x ^= x >> 30
+    x *= <uint64_t>0xbf58476d1ce4e5b9
+    x ^= x >> 27
+    x *= <uint64_t>0x94d049bb133111eb
+    return x ^ (x >> 31)
+
+
+cdef class NativeGroup:
+    """This process's end of a group: peers' mappings, counters, descriptors."""
+
+    cdef char *base[RANKS]
+    cdef uint32_t slot[RANKS]
+    cdef uint64_t inbox_end[RANKS]
+    cdef uint64_t total[RANKS]
+    cdef uint64_t sent[RANKS]
+    cdef uint64_t received[RANKS]
+    cdef Header headers[RANKS]
+    cdef Header own
+    cdef int n, rank
+    cdef uint32_t channel, epoch, sequence, spins
+    cdef uint64_t mask, identity
+    cdef readonly int64_t pc
+    cdef readonly int culprit
+
+    def __init__(self, list ranges not None, *, int rank, uint32_t channel, uint32_t epoch,
+                 uint64_t identity, uint32_t spins):
+        if not 1 <= len(ranges) <= RANKS or not 0 <= rank < len(ranges) or channel >= <uint32_t>ZBMD_CHANNELS:
+            raise ValueError("rank, number of ranks or channel out of bounds")
+        if epoch < 1:
+            raise ValueError("epochs begin at 1")
+        self.n, self.rank, self.channel, self.epoch = len(ranges), rank, channel, epoch
+        self.identity, self.spins, self.sequence, self.mask = identity, spins, 0, 0
+        self.pc, self.culprit = 0, -1
+        memset(self.sent, 0, sizeof(self.sent))
+        memset(self.received, 0, sizeof(self.received))
+        for i, (base, slot, inbox_end, total) in enumerate(ranges):
+            if not 0 <= slot < ZBMD_MAX_SLOTS or not ZBMD_OFF_END <= inbox_end <= total:
+                raise ValueError(f"the segment of rank {i} is out of bounds")
+            self.base[i] = <char *><uintptr_t>base
+            self.slot[i], self.inbox_end[i], self.total[i] = slot, inbox_end, total
+            if i != rank:
+                self.mask |= <uint64_t>1 << <uint64_t>slot
+        for i in range(self.n):
+            if i != rank and zbmd_load64(self.base[i], zbmd_cell_offset(self.slot[rank], channel)) >> 32 >= epoch:
+                raise ValueError(f"channel {channel} has been used in epoch {epoch} already")
+        if zbmd_load64(self.base[rank], zbmd_abort_offset(channel)) >> 32 >= epoch:
+            raise ValueError(f"channel {channel} has been aborted in epoch {epoch} already")
+
+    @property
+    def sequence_number(self):
+        return self.sequence
+
+    def lost(self):
+        cdef uint64_t mask = zbmd_load64(self.base[self.rank], ZBMD_OFF_LOST)
+        return [i for i in range(self.n) if i != self.rank and mask >> self.slot[i] & 1]
+
+    def abort(self):
+        zbmd_abort_channel(self.base[self.rank], self.channel, self.epoch)
+
+    def header(self, int rank):
+        if not 0 <= rank < self.n:
+            raise IndexError(rank)
+        return (<char *>&self.headers[rank])[:sizeof(Header)]
+
+    def capacity_left(self, NativeProgram program not None):
+        """Operations of this program that fit before a counter of the epoch is used up."""
+        cdef uint64_t used, most = 1, left = 0xffffffff - self.sequence
+        for i in range(self.n):
+            most = max(most, 1 + max(program.sent[i], program.awaited[i]))
+        for i in range(self.n):
+            used = max(self.sent[i], self.received[i])
+            left = min(left, (0xffffffff - used) // most)
+        return left
+
+    def run(self, NativeProgram program not None, const uint64_t[::1] addresses not None, *,
+            int operation, int dtype, int reduction, int root, uint64_t count, uint64_t total,
+            uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,
+            uint64_t scratch_bytes, uint64_t deadline_ns, int64_t kill_point):
+        cdef Run run
+        cdef Header *own = &self.own
+        cdef int status
+        cdef int i
+        if program.n != self.n or program.rank != self.rank or addresses.shape[0] != BUFFERS:
+            raise ValueError("the program is of another group or the addresses are incomplete")
+        if not 0 <= dtype < ZBMD_DTYPES or not 0 <= reduction < ZBMD_REDUCTIONS:
+            raise ValueError("no such dtype or reduction")
+        run.item, run.count = zbmd_itemsize[dtype], count
+        run.per_block = program.chunks // program.blocks
+        run.slot_bytes = ((count + run.per_block - 1) // run.per_block * run.item + 63) // 64 * 64
+        run.kernel = zbmd_kernel_of(dtype, reduction)
+        run.scratch = <char *>scratch
+        if count >= <uint64_t>1 << 48 or program.scratch_slots * run.slot_bytes > scratch_bytes:
+            raise ValueError("too many elements, or too little scratch")
+        if program.eager and count * run.item > PAYLOAD_BYTES:
+            raise ValueError(f"an eager operation has at most {PAYLOAD_BYTES} bytes")
+        own.plan, own.count, own.total = program.plan, count, total
+        own.operation, own.dtype, own.reduction, own.root = operation, dtype, reduction, root
+        own.piece, own.in_stride, own.out_stride = piece, in_stride, out_stride
+        for i in range(BUFFERS):
+            run.address[self.rank][i] = <char *><uintptr_t>addresses[i]
+            own.offsets[i] = self._offset(addresses[i])
+        own.fingerprint = self._fingerprint(own)
+        with nogil:
+            status = self._enter(program, &run, kill_point, deadline_ns)
+            if status == S_DONE:
+                status = self._agree(program, &run)
+            if status == S_DONE:
+                status = self._walk(program, &run, kill_point, deadline_ns)
+            if status == S_DONE and not self._still_valid():
+                status = S_ABORTED
+            if status != S_DONE:
+                self._withdraw()
+            elif kill_point == self.n + program.length:
+                zbmd_die()
+        return status
+
+    cdef uint64_t _fingerprint(self, Header *h) noexcept:
+        cdef uint64_t call = (<uint64_t>h.operation | <uint64_t>h.dtype << 8 | <uint64_t>h.reduction << 16
+                              | <uint64_t>h.root << 24 | <uint64_t>h.piece << 32)
+        return mix(mix(mix(mix(mix(h.plan) ^ h.count) ^ h.total) ^ call) ^ self.identity)
+
+    cdef char *_descriptor(self, int rank) noexcept nogil:
+        return (self.base[rank] + ZBMD_OFF_DESCRIPTORS
+                + (self.channel * 2 + (self.sequence & 1)) * DESCRIPTOR_BYTES)
+
+    cdef uint64_t _word(self) noexcept nogil:
+        return <uint64_t>self.epoch << 32 | self.sequence
+
+    cdef void _withdraw(self) noexcept nogil:
+        # A peer that still reads our memory must learn that it may change: it looks at this last.
+        zbmd_store64(self._descriptor(self.rank), 8, self._word())
+        zbmd_fence()
+
+    cdef bint _still_there(self) noexcept nogil:
+        """Whether the descriptors are those of this run."""
+        cdef int i
+        zbmd_fence_acquire()
+        for i in range(self.n):
+            if zbmd_load64(self._descriptor(i), 0) != self._word():
+                return False
+        return True
+
+    cdef bint _still_valid(self) noexcept nogil:
+        """Whether no member has given the run up, or gone on to another epoch."""
+        cdef int i
+        if not self._still_there():
+            return False
+        for i in range(self.n):
+            if zbmd_load64(self._descriptor(i), 8) == self._word():
+                return False
+        return True
+
+    cdef void _signal(self, int peer) noexcept nogil:
+        self.sent[peer] += 1
+        zbmd_notify(self.base[peer], self.slot[self.rank], self.channel,
+                    <uint64_t>self.epoch << 32 | self.sent[peer])
+
+    cdef int _await(self, int peer, uint64_t count, uint64_t deadline_ns) noexcept nogil:
+        return zbmd_wait(self.base[self.rank], self.slot[peer], self.channel,
+                         <uint64_t>self.epoch << 32 | count, self.mask, deadline_ns, self.spins)
+
+    cdef uint64_t _offset(self, uint64_t address) noexcept:
+        """What peers are told of our memory: its offset if it lies in the segment, or 0."""
+        cdef uint64_t base = <uint64_t><uintptr_t>self.base[self.rank]
+        return address - base if base < address < base + self.total[self.rank] else 0
+
+    cdef int _enter(self, NativeProgram program, Run *run, int64_t kill_point,
+                    uint64_t deadline_ns) noexcept nogil:
+        """Publish the descriptor, tell every peer, wait for theirs."""
+        cdef char *mine
+        cdef int k, peer, status
+        if kill_point == 0:
+            zbmd_die()
+        self.pc = self.culprit = -1
+        self.sequence += 1
+        mine = self._descriptor(self.rank)
+        zbmd_store64(mine, 0, 0)
+        zbmd_fence()
+        self.own.word = self.own.withdrawn = 0
+        memcpy(mine, &self.own, sizeof(Header))
+        if program.eager and run.address[self.rank][PUB] != NULL:
+            memcpy(mine + HEADER_BYTES, run.address[self.rank][PUB], run.count * run.item)
+        self.own.word = self._word()
+        zbmd_store64(mine, 0, self.own.word)
+        for k in range(1, self.n):
+            if kill_point == k:
+                zbmd_die()
+            self._signal((self.rank + k) % self.n)
+        for k in range(1, self.n):
+            peer = (self.rank + k) % self.n
+            status = self._await(peer, self.received[peer] + 1, deadline_ns)
+            if status != ZBMD_WAIT_OK:
+                return status
+            self.received[peer] += 1
+        return S_DONE
+
+    cdef int _agree(self, NativeProgram program, Run *run) noexcept nogil:
+        """Check that all called the same, then resolve and bound every buffer the program touches."""
+        cdef int i, k, rank
+        for i in range(self.n):
+            memcpy(&self.headers[i], self._descriptor(i), sizeof(Header))
+        if not self._still_there():
+            return S_ABORTED
+        for i in range(self.n):
+            if self.headers[i].fingerprint != self.own.fingerprint and self.culprit < 0:
+                self.culprit = i
+        if self.culprit >= 0:
+            return S_DESYNCHRONISED
+        if not self._still_valid():
+            return S_ABORTED
+        for k in range(program.used):
+            rank = program.used_rank[k]
+            if (rank != self.rank or program.used_buffer[k] == PUB) and not self._resolve(program, run, rank, program.used_buffer[k]):
+                self.culprit = rank
+                return S_BAD_DESCRIPTOR
+        for i in range(self.n):
+            run.in_stride[i] = self.headers[i].in_stride
+            run.out_stride[i] = self.headers[i].out_stride
+            run.seen[i] = 0
+        return S_DONE
+
+    cdef bint _resolve(self, NativeProgram program, Run *run, int rank, int buffer) noexcept nogil:
+        cdef Header *h = &self.headers[rank]
+        cdef uint64_t begin = h.offsets[buffer]
+        cdef uint64_t low = self.inbox_end[rank]
+        cdef uint64_t high = self.total[rank]
+        cdef uint64_t stride = 0
+        cdef uint64_t need = run.count * run.item
+        if buffer == PUB:
+            run.address[rank][PUB] = self._descriptor(rank) + HEADER_BYTES
+            return need <= PAYLOAD_BYTES
+        if buffer == INBOX:
+            low, high = ZBMD_OFF_END, self.inbox_end[rank]
+            need = program.inbox_slots * run.slot_bytes
+        elif buffer == OUT:
+            stride = h.out_stride
+        elif buffer == IN:
+            stride = h.in_stride
+        run.address[rank][buffer] = self.base[rank] + begin
+        if stride > high or need > high:
+            return False
+        need += (program.blocks - 1) * stride * run.item
+        return need == 0 or (low <= begin <= high and need <= high - begin)
+
+    cdef int _walk(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
+        cdef const int32_t *code = NULL
+        cdef const int32_t *row
+        cdef int64_t index
+        cdef int status, peer
+        self.pc = 0
+        if program.length:
+            code = &program.code[0, 0]
+        while True:
+            if kill_point == self.n + self.pc and self.pc < program.length:
+                zbmd_die()
+            index = step(code, program.length, self.pc, run.seen)
+            if index == -2:
+                break
+            row = code + self.pc * WIDTH
+            if index == -1:
+                peer = row[2]
+                status = self._await(peer, self.received[peer] + row[3], deadline_ns)
+                if status != ZBMD_WAIT_OK:
+                    return status
+                run.seen[peer] = row[3]
+                continue
+            if row[0] == PUT or row[0] >= REDUCE:
+                if zbmd_load64(self.base[self.rank], zbmd_abort_offset(self.channel)) >> 32 >= self.epoch:
+                    return S_ABORTED
+                perform(run, row, self.rank)
+            if row[0] <= NOTIFY:
+                self._signal(row[2])
+            self.pc += 1
+        for peer in range(self.n):
+            self.received[peer] += program.awaited[peer]
+        return S_DONE

@@ -1,0 +1,237 @@
+"""The catalogue of algorithms: which programs a request stands for and what they must achieve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import MappingProxyType
+
+from zbmd.collectives.algorithms import direct, ring, shard_tree, tree
+from zbmd.collectives.algorithms.shard_tree import Assignment
+from zbmd.collectives.errors import ProgramError
+from zbmd.collectives.program import IN, MAX_CHUNKS, MAX_RANKS, OUT, Program, hash_text, input_buffer
+from zbmd.collectives.spec import (
+    Spec,
+    all_gather_spec,
+    all_reduce_spec,
+    barrier_spec,
+    broadcast_spec,
+    left_fold,
+    reduce_scatter_spec,
+)
+
+
+class Operation(Enum):
+    """The collective operations; the value is the code in an operation's descriptor."""
+
+    ALL_REDUCE = 1
+    BROADCAST = 2
+    ALL_GATHER = 3
+    REDUCE_SCATTER = 4
+    BARRIER = 5
+    ALL_REDUCE_SHARDS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Everything that decides the programs of all ranks. `chunks` counts those of the full vector."""
+
+    operation: Operation
+    algorithm: str
+    n: int
+    chunks: int = 1
+    root: int = 0
+    shards: int = 0
+    assignment: Assignment = ()
+
+    def __str__(self) -> str:
+        ranges = ",".join(f"{lo}:{hi}" for lo, hi in self.assignment)
+        return (
+            f"{self.operation.name.lower()}/{self.algorithm} n={self.n} chunks={self.chunks} "
+            f"root={self.root} shards={self.shards} assignment={ranges}"
+        )
+
+    def digest(self) -> int:
+        """64 bits that ranks compare: equal requests mean matching programs."""
+        return hash_text(f"{self} v{PROGRAMS_VERSION}")
+
+
+PROGRAMS_VERSION = 1
+"""Raised whenever an algorithm's programs change: it enters `Request.digest`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """One entry of the catalogue.
+
+    `exposes` gives the buffers of a rank that its peers read: these must lie in the arena. The full
+    vector of a `blocked` one has a block a rank. An `eager` one reads inputs from the descriptors.
+    """
+
+    build: Callable[[Request, int], Program]
+    spec: Callable[[Request, bool], Spec]
+    exposes: Callable[[Request, int], frozenset[int]]
+    blocked: bool = False
+    eager: bool = False
+
+
+def _exposes(*buffers: int) -> Callable[[Request, int], frozenset[int]]:
+    return lambda request, rank: frozenset(buffers)
+
+
+def _exposes_root(request: Request, rank: int) -> frozenset[int]:
+    return frozenset((OUT,)) if rank == request.root else frozenset()
+
+
+def _exposes_partials(request: Request, rank: int) -> frozenset[int]:
+    nodes = shard_tree.shard_tree_nodes(request.shards, *request.assignment[rank])
+    return frozenset((OUT, *(input_buffer(k) for k in range(len(nodes)))))
+
+
+def _plain(builder: Callable[[int, int, int], Program]) -> Callable[[Request, int], Program]:
+    return lambda request, rank: builder(request.n, rank, request.chunks)
+
+
+def _rooted(builder: Callable[[int, int, int, int], Program]) -> Callable[[Request, int], Program]:
+    return lambda request, rank: builder(request.n, rank, request.chunks, request.root)
+
+
+def _reduce_in_rank_order(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
+    order = left_fold(range(request.n))
+    return all_reduce_spec(
+        request.n, request.chunks, order=lambda chunk: order, in_place=in_place, eager=eager
+    )
+
+
+def _scatter_in_rank_order(request: Request, in_place: bool) -> Spec:
+    order = left_fold(range(request.n))
+    return reduce_scatter_spec(request.n, request.chunks, order=lambda chunk: order, in_place=in_place)
+
+
+def _reduce_in_ring_order(request: Request, in_place: bool) -> Spec:
+    n, chunks = request.n, request.chunks
+    return all_reduce_spec(n, chunks, order=partial(ring.ring_order, n, chunks), in_place=in_place)
+
+
+def _scatter_in_ring_order(request: Request, in_place: bool) -> Spec:
+    n, chunks = request.n, request.chunks
+    return reduce_scatter_spec(
+        n, chunks, order=partial(ring.ring_scatter_order, n, chunks), in_place=in_place
+    )
+
+
+def _gather(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
+    return all_gather_spec(request.n, request.chunks, in_place=in_place, eager=eager)
+
+
+def _broadcast(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
+    return broadcast_spec(request.n, request.chunks, root=request.root, eager=eager)
+
+
+def _shards(request: Request, in_place: bool) -> Spec:
+    return shard_tree.shard_tree_spec(
+        request.n, request.chunks, request.shards, request.assignment, in_place=in_place
+    )
+
+
+ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
+    {
+        (Operation.ALL_REDUCE, "eager"): Algorithm(
+            build=_plain(direct.eager_all_reduce),
+            spec=partial(_reduce_in_rank_order, eager=True),
+            exposes=_exposes(),
+            eager=True,
+        ),
+        (Operation.ALL_REDUCE, "direct"): Algorithm(
+            build=_plain(direct.direct_all_reduce), spec=_reduce_in_rank_order, exposes=_exposes(IN, OUT)
+        ),
+        (Operation.ALL_REDUCE, "ring"): Algorithm(
+            build=_plain(ring.ring_all_reduce), spec=_reduce_in_ring_order, exposes=_exposes()
+        ),
+        (Operation.BROADCAST, "eager"): Algorithm(
+            build=_rooted(direct.eager_broadcast),
+            spec=partial(_broadcast, eager=True),
+            exposes=_exposes(),
+            eager=True,
+        ),
+        (Operation.BROADCAST, "direct"): Algorithm(
+            build=_rooted(direct.direct_broadcast), spec=_broadcast, exposes=_exposes_root
+        ),
+        (Operation.BROADCAST, "tree"): Algorithm(
+            build=_rooted(tree.tree_broadcast), spec=_broadcast, exposes=_exposes(OUT)
+        ),
+        (Operation.ALL_GATHER, "eager"): Algorithm(
+            build=_plain(direct.eager_all_gather),
+            spec=partial(_gather, eager=True),
+            exposes=_exposes(),
+            blocked=True,
+            eager=True,
+        ),
+        (Operation.ALL_GATHER, "direct"): Algorithm(
+            build=_plain(direct.direct_all_gather), spec=_gather, exposes=_exposes(IN), blocked=True
+        ),
+        (Operation.ALL_GATHER, "ring"): Algorithm(
+            build=_plain(ring.ring_all_gather), spec=_gather, exposes=_exposes(), blocked=True
+        ),
+        (Operation.REDUCE_SCATTER, "direct"): Algorithm(
+            build=_plain(direct.direct_reduce_scatter),
+            spec=_scatter_in_rank_order,
+            exposes=_exposes(IN),
+            blocked=True,
+        ),
+        (Operation.REDUCE_SCATTER, "ring"): Algorithm(
+            build=_plain(ring.ring_reduce_scatter),
+            spec=_scatter_in_ring_order,
+            exposes=_exposes(),
+            blocked=True,
+        ),
+        (Operation.BARRIER, "dissemination"): Algorithm(
+            build=lambda request, rank: tree.dissemination_barrier(request.n, rank),
+            spec=lambda request, in_place: barrier_spec(request.n),
+            exposes=_exposes(),
+        ),
+        (Operation.ALL_REDUCE_SHARDS, "shard_tree"): Algorithm(
+            build=lambda request, rank: shard_tree.shard_tree_all_reduce(
+                request.n, rank, request.chunks, request.shards, request.assignment
+            ),
+            spec=_shards,
+            exposes=_exposes_partials,
+        ),
+    }
+)
+
+
+def algorithm_of(request: Request) -> Algorithm:
+    """The catalogue's entry; raises `ProgramError` if there is none or the request is out of bounds."""
+    algorithm = ALGORITHMS.get((request.operation, request.algorithm))
+    if algorithm is None:
+        known = sorted(name for operation, name in ALGORITHMS if operation is request.operation)
+        raise ProgramError(
+            f"{request.operation.name.lower()} has no algorithm {request.algorithm!r}; "
+            f"choose from {', '.join(known)}"
+        )
+    if not 1 <= request.n <= MAX_RANKS:
+        raise ProgramError(f"a group has 1..{MAX_RANKS} ranks, not {request.n}")
+    if not 1 <= request.chunks <= MAX_CHUNKS or (algorithm.blocked and request.chunks % request.n):
+        raise ProgramError(
+            f"{request.chunks} chunks: there must be 1..{MAX_CHUNKS}, "
+            "and a multiple of the ranks for gather and scatter"
+        )
+    if not 0 <= request.root < request.n:
+        raise ProgramError(f"the root is rank {request.root} of a group of {request.n}")
+    return algorithm
+
+
+def build(request: Request, rank: int) -> Program:
+    """The program of `rank`, a rank of the group (0..n-1). Raises `ProgramError` on a bad request."""
+    algorithm = algorithm_of(request)
+    if not 0 <= rank < request.n:
+        raise ProgramError(f"rank {rank} is not of a group of {request.n}")
+    return algorithm.build(request, rank)
+
+
+def spec_of(request: Request, *, in_place: bool = False) -> Spec:
+    """What the request's programs must achieve, for `verify`."""
+    return algorithm_of(request).spec(request, in_place)

@@ -1,0 +1,291 @@
+"""Drives a rank's step-commit machine: views and losses in, messages and work out. Decides nothing.
+
+Events are taken on the event loop, one at a time, and actions performed in order. A step or pull runs on the
+compute thread; its buffers are its own until it has ended, also after an abort.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, assert_never
+
+from zbmd.actors.actor import Actor, on
+from zbmd.actors.errors import ActorError
+from zbmd.actors.member import Node
+from zbmd.collectives import commit_messages as cm
+from zbmd.collectives.commit import StepCommit
+from zbmd.collectives.commit_wire import Finish, Report, Vote, from_wire, to_wire
+from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.group import Group, group_of
+from zbmd.transport import faults
+from zbmd.transport.errors import LinkClosed, PeerLost, ZbmdError
+from zbmd.transport.liveness import DeathNotice
+
+ACTOR_NAME = "step-commit"
+QUEUED_EVENTS_MAX = 65_536
+"""Events taken and not yet handled; more means that the loop is starved, and the rank gives up."""
+
+
+VIEW_POINT = faults.declare("commit.view", "when a view is entered, before its members meet")
+REPORT_POINT = faults.declare("commit.report", "before one of its reports of an epoch is sent")
+VOTE_POINT = faults.declare("commit.vote", "before one of its votes is sent")
+COMMIT_POINT = faults.declare("commit.commit", "when all votes are in, before the commit is performed")
+COMMITTED_POINT = faults.declare("commit.committed", "when the commit is performed")
+FINISH_POINT = faults.declare("commit.finish", "before it tells another that it has the last version")
+
+
+_POINT_OF_SEND = {
+    cm.SendReport: REPORT_POINT,
+    cm.SendVote: VOTE_POINT,
+    cm.SendFinish: FINISH_POINT,
+}
+
+
+class WorkCancelled(ZbmdError):
+    """Work was cut short because its epoch is over."""
+
+
+class StepFailed(ZbmdError):
+    """The run cannot go on from this rank. `kind` says why."""
+
+    def __init__(self, kind: cm.FailureKind, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class Cancellation:
+    """Tells work in flight that its epoch is over."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def cancel(self) -> None:
+        """Ask the work to end; callable from any thread."""
+        self._event.set()
+
+    def check(self) -> None:
+        """Raise `WorkCancelled` if the work is to end. Call it between parts of the work."""
+        if self._event.is_set():
+            raise WorkCancelled("the epoch of this work is over")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step left behind: the digest of the slot it wrote, and its share of the ledger."""
+
+    digest: bytes
+    part: bytes
+
+
+class Workload(Protocol):
+    """What a run of steps computes. `run_step` and `fetch` are called on the compute thread, one at a time.
+
+    Any error of theirs that is not named here is the rank's own, and ends it.
+    """
+
+    def run_step(self, work: cm.RunStep, group: Group, cancellation: Cancellation) -> StepOutcome:
+        """Compute a version into its slot. Raises `PeerLost`, `OperationAborted` or `WorkCancelled`."""
+        ...
+
+    def fetch(self, work: cm.Fetch, cancellation: Cancellation) -> bytes:
+        """Pull a version into its slot and return its digest. Raises as `run_step`."""
+        ...
+
+    async def epoch_installed(self, epoch: int, members: tuple[int, ...]) -> None:
+        """A new epoch begins; called before anything of it is sent."""
+        ...
+
+    async def before_step(self, work: cm.RunStep) -> None:
+        """Called before a step begins; it may take its time."""
+        ...
+
+    async def committed(self, commit: cm.Commit, members: tuple[int, ...]) -> None:
+        """Version and slot are the committed ones from now on."""
+        ...
+
+    async def adopted(self, adopted: cm.Adopted) -> None:
+        """A pulled version and its slot are the committed ones from now on."""
+        ...
+
+    async def preserve(self, version: int) -> None:
+        """Make the last version durable."""
+        ...
+
+
+class _Receiver(Actor):
+    """Hands the peers' messages to the driver."""
+
+    def __init__(self, take: Callable[[cm.CommitEvent], None]) -> None:
+        self._take = take
+
+    @on(Report)
+    async def report(self, message: Report) -> None:
+        """Take a report."""
+        self._take(from_wire(message))
+
+    @on(Vote)
+    async def vote(self, message: Vote) -> None:
+        """Take a vote."""
+        self._take(from_wire(message))
+
+    @on(Finish)
+    async def finish(self, message: Finish) -> None:
+        """Take a finish."""
+        self._take(from_wire(message))
+
+
+class CommitDriver:
+    """Runs `workload` on `node` under `machine` until every member has the last version."""
+
+    def __init__(self, node: Node, machine: StepCommit, workload: Workload) -> None:
+        self._node = node
+        self._machine = machine
+        self._workload = workload
+        self._events: asyncio.Queue[cm.CommitEvent] = asyncio.Queue(QUEUED_EVENTS_MAX)
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="zbmd-compute")
+        self._group: Group | None = None
+        self._cancellation = Cancellation()
+        self._work: asyncio.Future[None] | None = None
+        self._finished = False
+
+    async def run(self) -> None:
+        """Go through all steps. Raises `StepFailed` when this rank cannot go on."""
+        receiver = await self._node.system.spawn(_Receiver, self._take, name=ACTOR_NAME)
+        forget = self._node.on_peer_lost(self._peer_lost)
+        views = asyncio.create_task(self._follow_views(), name="zbmd-views")
+        try:
+            while not self._finished:
+                event = await self._next_event(views)
+                if isinstance(event, cm.EpochInstalled):
+                    ranks = tuple(member.rank for member in event.members)
+                    await self._workload.epoch_installed(event.epoch, ranks)
+                for action in self._machine.handle(event, now_ns=time.monotonic_ns()):
+                    await self._perform(action)
+                self._machine.check_invariants()
+        finally:
+            forget()
+            views.cancel()
+            await asyncio.gather(views, return_exceptions=True)
+            await self._drain()
+            await self._node.system.terminate(receiver)
+
+    async def _next_event(self, views: asyncio.Task[None]) -> cm.CommitEvent:
+        get = asyncio.ensure_future(self._events.get())
+        sources: set[asyncio.Future[Any]] = {get, views} | ({self._work} if self._work is not None else set())
+        while not get.done():
+            done, _ = await asyncio.wait(sources, return_when=asyncio.FIRST_COMPLETED)
+            for source in done - {get}:
+                sources.discard(source)
+                if source.exception() is not None:
+                    get.cancel()
+                    source.result()
+        return get.result()
+
+    async def _drain(self) -> None:
+        self._cancellation.cancel()
+        if self._group is not None:
+            await self._group.close()
+        if self._work is not None:
+            await asyncio.gather(self._work, return_exceptions=True)
+        await asyncio.to_thread(self._compute.shutdown)
+
+    # ---- what comes in
+
+    def _take(self, event: cm.CommitEvent) -> None:
+        self._events.put_nowait(event)
+
+    def _peer_lost(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
+        member = cm.MemberId(rank=rank, incarnation=incarnation)
+        self._take(cm.PeerEnded(member=member, reason="it left" if notice.clean else "it died"))
+
+    async def _follow_views(self) -> None:
+        """Turn each view into an epoch: once all of its members have met in a barrier, they are listening."""
+        epoch = 0
+        while True:
+            view = await self._node.view(after=epoch)
+            epoch = view.epoch
+            if self._group is not None:
+                await self._group.close()
+            faults.hit(VIEW_POINT)
+            self._group = group_of(self._node, view)
+            try:
+                await self._group.barrier()
+            except (PeerLost, OperationAborted):
+                continue  # a member is gone already: the next view follows
+            members = tuple(
+                cm.MemberId(rank=member.rank, incarnation=member.incarnation) for member in view.members
+            )
+            self._take(cm.EpochInstalled(epoch=epoch, members=members))
+            if self._node.alone:
+                return  # no other view will come
+
+    # ---- what goes out
+
+    async def _perform(self, action: cm.CommitAction) -> None:
+        match action:
+            case cm.SendReport() | cm.SendVote() | cm.SendFinish():
+                await self._send(action)
+            case cm.RunStep():
+                await self._workload.before_step(action)
+                self._start(action)
+            case cm.Fetch():
+                self._start(action)
+            case cm.AbortWork():
+                self._cancellation.cancel()
+                if self._group is not None and self._group.epoch == action.epoch:
+                    self._group.abort()
+            case cm.Commit():
+                faults.hit(COMMIT_POINT)
+                members = tuple(member.rank for member in self._machine.members)
+                await self._workload.committed(action, members)
+                faults.hit(COMMITTED_POINT)
+            case cm.Adopted():
+                await self._workload.adopted(action)
+            case cm.Preserve(version=version):
+                await self._workload.preserve(version)
+            case cm.Finished():
+                self._finished = True
+            case cm.Failed(kind=kind, reason=reason):
+                raise StepFailed(kind, reason)
+            case _:
+                assert_never(action)
+
+    async def _send(self, action: cm.SendReport | cm.SendVote | cm.SendFinish) -> None:
+        faults.hit(_POINT_OF_SEND[type(action)])
+        peer = self._node.system.ref(f"rank{action.to}/{ACTOR_NAME}")
+        try:
+            await peer.tell(to_wire(action, self._node.rank))
+        except (PeerLost, LinkClosed, ActorError):
+            return  # its end is announced by its notice and then by a view, not by what is sent to it
+
+    def _start(self, work: cm.RunStep | cm.Fetch) -> None:
+        self._cancellation = Cancellation()
+        self._work = asyncio.ensure_future(self._carry_out(work, self._cancellation))
+
+    async def _carry_out(self, work: cm.RunStep | cm.Fetch, cancellation: Cancellation) -> None:
+        loop = asyncio.get_running_loop()
+        group = self._group
+        assert group is not None, "work begins only in an epoch"
+        ended: cm.CommitEvent
+        if isinstance(work, cm.Fetch):
+            try:
+                digest = await loop.run_in_executor(self._compute, self._workload.fetch, work, cancellation)
+                ended = cm.FetchEnded(epoch=work.epoch, version=work.version, digest=digest)
+            except (PeerLost, OperationAborted, WorkCancelled) as error:
+                ended = cm.FetchEnded(epoch=work.epoch, version=work.version, digest=None, reason=str(error))
+        else:
+            try:
+                outcome = await loop.run_in_executor(
+                    self._compute, self._workload.run_step, work, group, cancellation
+                )
+                ended = cm.StepEnded(
+                    epoch=work.epoch, version=work.version, digest=outcome.digest, part=outcome.part
+                )
+            except (PeerLost, OperationAborted, WorkCancelled) as error:
+                ended = cm.StepEnded(epoch=work.epoch, version=work.version, digest=None, reason=str(error))
+        self._take(ended)

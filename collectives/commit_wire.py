@@ -1,0 +1,72 @@
+"""The step-commit machine's messages as contracts between the ranks' actors."""
+
+from __future__ import annotations
+
+from zbmd.actors.contracts import Contract
+from zbmd.collectives import commit_messages as cm
+
+
+class Report(Contract, id="zbmd.commit.report"):
+    """What a member holds at the start of an epoch."""
+
+    sender: int
+    epoch: int
+    version: int
+    digest: bytes
+    slot: int
+    handle: bytes
+
+
+class Vote(Contract, id="zbmd.commit.vote"):
+    """A member's vote to commit a version."""
+
+    sender: int
+    epoch: int
+    version: int
+    digest: bytes
+    part: bytes
+
+
+class Finish(Contract, id="zbmd.commit.finish"):
+    """A member has the last version."""
+
+    sender: int
+    epoch: int
+
+
+def to_wire(action: cm.SendReport | cm.SendVote | cm.SendFinish, sender: int) -> Report | Vote | Finish:
+    """The message that performs a send action of `sender`'s machine."""
+    match action:
+        case cm.SendReport(epoch=epoch, held=held):
+            return Report(
+                sender=sender,
+                epoch=epoch,
+                version=held.version,
+                digest=held.digest,
+                slot=held.slot,
+                handle=held.handle,
+            )
+        case cm.SendVote(epoch=epoch, version=version, digest=digest, part=part):
+            return Vote(sender=sender, epoch=epoch, version=version, digest=digest, part=part)
+        case cm.SendFinish(epoch=epoch):
+            return Finish(sender=sender, epoch=epoch)
+
+
+def from_wire(message: Report | Vote | Finish) -> cm.CommitEvent:
+    """The machine's event for a received message."""
+    match message:
+        case Report():
+            held = cm.Held(
+                version=message.version, digest=message.digest, slot=message.slot, handle=message.handle
+            )
+            return cm.ReportReceived(sender=message.sender, epoch=message.epoch, held=held)
+        case Vote():
+            return cm.VoteReceived(
+                sender=message.sender,
+                epoch=message.epoch,
+                version=message.version,
+                digest=message.digest,
+                part=message.part,
+            )
+        case Finish():
+            return cm.FinishReceived(sender=message.sender, epoch=message.epoch)

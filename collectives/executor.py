@@ -1,0 +1,233 @@
+"""Runs plans over a group's segments: memory, statuses and errors around the native executor."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.collectives._stepper import (
+    STATUS_ABORTED,
+    STATUS_BAD_DESCRIPTOR,
+    STATUS_DEADLINE,
+    STATUS_DESYNCHRONISED,
+    STATUS_DONE,
+    STATUS_LOST,
+    NativeGroup,
+)
+from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.errors import (
+    CollectiveError,
+    Desynchronised,
+    EpochExhausted,
+    MembersLost,
+    OperationAborted,
+)
+from zbmd.collectives.plan import Plan
+from zbmd.collectives.program import BUFFERS, INBOX, hash_text
+from zbmd.transport._native import address_of
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, RemoteProtocolError, ZbmdError
+from zbmd.transport.segment import PeerSegment, Segment
+
+DTYPES = tuple(np.dtype(name) for name in ("float32", "float64", "int32", "int64", "uint8"))
+"""The dtypes of the reduction kernels, by code."""
+REDUCTIONS = ("sum", "prod", "min", "max")
+"""The reductions, by code."""
+SPINS_ALONE = 4000
+"""Polls before a wait parks, when every rank has a core of its own: some 100 µs."""
+SPINS_SHARED = 64
+"""Polls before a wait parks, when ranks share cores and the one waited for may need ours."""
+
+_HEADER = struct.Struct("=6Q4BI2Q32Q")
+_OPERATIONS = {operation.value: operation.name.lower() for operation in Operation}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One native run: a whole operation, or one piece of it. Counts and strides in elements of a block."""
+
+    dtype: int
+    reduction: int
+    count: int
+    total: int
+    piece: int
+    in_stride: int
+    out_stride: int
+
+
+class Executor:
+    """One rank's executor for the group `members` at `epoch` on `channel`.
+
+    `ranges` of the native group are trusted: they come from the mappings, not from shared memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        segment: Segment,
+        peers: Mapping[int, PeerSegment],
+        members: tuple[int, ...],
+        rank: int,
+        epoch: int,
+        channel: int,
+    ) -> None:
+        self.members = members
+        self.place = members.index(rank)
+        self.epoch = epoch
+        self._segment = segment
+        own_inbox_end = segment.nbytes - segment.arena.capacity_bytes
+        ranges = [
+            (segment.base, segment.slot, own_inbox_end, segment.nbytes)
+            if member == rank
+            else (peers[member].base, peers[member].slot, peers[member].arena_offset, peers[member].nbytes)
+            for member in members
+        ]
+        cores = len(os.sched_getaffinity(0))
+        try:
+            self._native = NativeGroup(
+                ranges,
+                rank=self.place,
+                channel=channel,
+                epoch=epoch,
+                identity=hash_text(f"members={members} epoch={epoch}"),
+                spins=SPINS_ALONE if len(members) <= cores else SPINS_SHARED,
+            )
+        except ValueError as error:
+            raise LocalProtocolError(f"no executor for {members} in epoch {epoch}: {error}") from None
+        # The native group holds bare addresses: these keep the mappings behind them alive.
+        self._mappings = (segment.mapping, *(peer.mapping for peer in peers.values()))
+        self._scratch = np.empty(0, np.uint8)
+        self._inbox: NDArray[Any] = np.empty(0, np.uint8)
+        self._addresses = np.zeros(BUFFERS, np.uint64)
+        self._kill_at: tuple[int, int] | None = None
+
+    @property
+    def sequence(self) -> int:
+        """Native runs begun in this epoch."""
+        return self._native.sequence_number
+
+    def kill_at(self, sequence: int, point: int) -> None:
+        """Fault injection: SIGKILL this process at `point` of the run with this sequence number."""
+        self._kill_at = (sequence, point)
+
+    def abort(self) -> None:
+        """End the running operation, and every later one; from any thread, within microseconds."""
+        self._native.abort()
+
+    def release(self) -> None:
+        """Give back inbox and scratch."""
+        self._scratch = self._inbox = np.empty(0, np.uint8)
+
+    def run(self, plan: Plan, call: Call, buffers: Mapping[int, int], *, deadline_ns: int) -> None:
+        """Run `plan` over `buffers` (buffer number to address) and return when this rank has completed.
+
+        Raises `MembersLost`, `OperationAborted`, `DeadlineExceeded`, `Desynchronised`,
+        `RemoteProtocolError` (a peer's descriptor is out of bounds), `EpochExhausted`, and `ArenaFull` if
+        the inbox cannot hold the algorithm's slots.
+        """
+        if self._native.capacity_left(plan.native) < 1:
+            raise EpochExhausted(
+                f"epoch {self.epoch} has used up its notification counters: install a new view"
+            )
+        addresses = self._addresses
+        addresses.fill(0)
+        for buffer, address in buffers.items():
+            addresses[buffer] = address
+        self._make_room(plan, call)
+        addresses[INBOX] = address_of(self._inbox)
+        point = -1
+        if self._kill_at is not None and self._kill_at[0] == self.sequence + 1:
+            point = self._kill_at[1]
+        status = self._native.run(
+            plan.native,
+            addresses,
+            operation=plan.request.operation.value,
+            dtype=call.dtype,
+            reduction=call.reduction,
+            root=plan.request.root,
+            count=call.count,
+            total=call.total,
+            piece=call.piece,
+            in_stride=call.in_stride,
+            out_stride=call.out_stride,
+            scratch=address_of(self._scratch),
+            scratch_bytes=self._scratch.nbytes,
+            deadline_ns=deadline_ns,
+            kill_point=point,
+        )
+        if status != STATUS_DONE:
+            raise self._error(status, plan)
+
+    def _make_room(self, plan: Plan, call: Call) -> None:
+        program = plan.program
+        if not program.scratch_slots and not program.inbox_slots:
+            return
+        per_block = program.chunks // program.blocks
+        slot_bytes = -(-(-(-call.count // per_block) * DTYPES[call.dtype].itemsize) // 64) * 64
+        if self._scratch.nbytes < program.scratch_slots * slot_bytes:
+            self._scratch = np.empty(program.scratch_slots * slot_bytes, np.uint8)
+        if self._inbox.nbytes < program.inbox_slots * slot_bytes:
+            self._inbox = np.empty(0, np.uint8)
+            self._inbox = self._segment.inbox.empty(program.inbox_slots * slot_bytes, np.uint8)
+
+    def _where(self, plan: Plan) -> str:
+        pc, program = self._native.pc, plan.program
+        at = "entering" if pc < 0 else f"at instruction {pc} of {len(program.instructions)}"
+        if 0 <= pc < len(program.instructions):
+            at += f" ({program.instructions[pc]})"
+        return f"{program.algorithm} #{self.sequence} of epoch {self.epoch}, rank {self.members[self.place]} {at}"
+
+    def _error(self, status: int, plan: Plan) -> ZbmdError:
+        where = self._where(plan)
+        if status == STATUS_LOST:
+            lost = tuple(self.members[i] for i in self._native.lost())
+            if lost:
+                return MembersLost(lost, f"during {where}; wait for the next view and retry in it")
+            return OperationAborted(f"{where}: a member was lost and has been replaced since")
+        if status == STATUS_ABORTED:
+            return OperationAborted(f"{where}: aborted here or on a peer; retry in the next view")
+        if status == STATUS_DEADLINE:
+            return DeadlineExceeded(f"{where}: the deadline has passed; the group is not usable any more")
+        if status == STATUS_DESYNCHRONISED:
+            return self._desynchronised()
+        if status == STATUS_BAD_DESCRIPTOR:
+            peer = self.members[self._native.culprit]
+            return RemoteProtocolError(
+                f"rank {peer} described memory outside its segment",
+                story=(where, self._describe(self._native.culprit)),
+            )
+        return CollectiveError(f"{where}: the executor returned the unknown status {status}")
+
+    def _desynchronised(self) -> Desynchronised:
+        calls = {member: self._describe(i) for i, member in enumerate(self.members)}
+        mine, culprit = self.members[self.place], self.members[self._native.culprit]
+        return Desynchronised(
+            f"operation #{self.sequence} of epoch {self.epoch}: rank {mine} called {calls[mine]}, "
+            f"rank {culprit} called {calls[culprit]}; every rank must make the same calls in the same order",
+            calls,
+        )
+
+    def _describe(self, index: int) -> str:
+        """A call as its rank's descriptor tells it (untrusted, so nothing is looked up unchecked)."""
+        fields = _HEADER.unpack(self._native.header(index))
+        plan, count, total, operation, dtype, reduction, root, piece = fields[3:11]
+        kind = DTYPES[dtype].name if dtype < len(DTYPES) else f"dtype {dtype}"
+        how = REDUCTIONS[reduction] if reduction < len(REDUCTIONS) else f"reduction {reduction}"
+        text = f"{_OPERATIONS.get(operation, f'operation {operation}')}({kind}[{total}], {how}, root={root})"
+        if count != total:
+            text += f" piece {piece}"
+        return f"{text} by plan {plan:016x}"
+
+
+def require_members(members: tuple[int, ...], rank: int, peers: Mapping[int, PeerSegment]) -> None:
+    """Raise `LocalProtocolError` unless `rank` and exactly `peers` make up `members`."""
+    if rank not in members or len(set(members)) != len(members):
+        raise LocalProtocolError(f"rank {rank} is not one of the members {members}")
+    missing = [member for member in members if member != rank and member not in peers]
+    if missing:
+        raise LocalProtocolError(f"no segment is attached for the members {missing} of {members}")

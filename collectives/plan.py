@@ -1,0 +1,91 @@
+"""Plans: the algorithm and chunking of an operation, and this rank's program for it.
+
+A plan is a pure function of the call (operation, algorithm, element count, dtype, group), so all ranks
+come to the same one; their descriptors prove it (`Request.digest`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from zbmd.collectives._stepper import PUB_BYTES_MAX, NativeProgram
+from zbmd.collectives.algorithms import Operation, Request, algorithm_of, build
+from zbmd.collectives.program import Program, encode
+
+CHUNK_BYTES = 128 << 10
+"""A chunk is at most this long, so that a reduction's partial results stay in a core's cache."""
+PIECE_BYTES = 4 << 20
+"""A larger operation is done in consecutive pieces of this size: it bounds staging and scratch."""
+PLANS_MAX = 512
+"""Plans kept; the least recently used is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A request and what this rank does for it. `exposed`: its buffers that peers read."""
+
+    request: Request
+    program: Program
+    native: NativeProgram
+    exposed: frozenset[int]
+    eager: bool
+
+    @property
+    def kill_points(self) -> int:
+        """Points at which fault injection can end an operation: 0..kill_points-1."""
+        return self.native.kill_points
+
+
+@lru_cache(maxsize=PLANS_MAX)
+def plan_of(request: Request, rank: int) -> Plan:
+    """The plan of `rank` (0..n-1) for `request`. Raises `ProgramError` on a bad request."""
+    algorithm = algorithm_of(request)
+    program = build(request, rank)
+    native = NativeProgram(
+        encode(program),
+        n=program.n,
+        rank=rank,
+        blocks=program.blocks,
+        chunks=program.chunks,
+        scratch_slots=program.scratch_slots,
+        inbox_slots=program.inbox_slots,
+        eager=algorithm.eager,
+        plan=request.digest(),
+    )
+    return Plan(
+        request=request,
+        program=program,
+        native=native,
+        exposed=algorithm.exposes(request, rank),
+        eager=algorithm.eager,
+    )
+
+
+def choose_algorithm(operation: Operation, block_bytes: int) -> str:
+    """What "auto" stands for: small vectors travel with the descriptor, others are read in place."""
+    match operation:
+        case Operation.BARRIER:
+            return "dissemination"
+        case Operation.ALL_REDUCE_SHARDS:
+            return "shard_tree"
+        case Operation.REDUCE_SCATTER:
+            return "direct"
+        case _:
+            return "eager" if block_bytes <= PUB_BYTES_MAX else "direct"
+
+
+def chunks_for(request: Request, block_bytes: int) -> int:
+    """How many chunks to cut the full vector into, for `block_bytes` a block.
+
+    Slices and blocks get the same number of chunks, a power of two, of at most `CHUNK_BYTES` each.
+    """
+    algorithm = algorithm_of(request)
+    if request.operation is Operation.BARRIER or (algorithm.eager and not algorithm.blocked):
+        return 1
+    parts = 1 if request.operation is Operation.BROADCAST else request.n
+    part_bytes = block_bytes if algorithm.blocked else -(-block_bytes // parts)
+    per_part = 1
+    while part_bytes > per_part * CHUNK_BYTES:
+        per_part *= 2
+    return parts * per_part

@@ -1,0 +1,20 @@
+"""All-reduce an array, in shared memory and outside it. Run it: zbmd-node run -n 4 examples/all_reduce.py"""
+
+import numpy as np
+
+import zbmd
+
+
+async def main() -> None:
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        gradient = node.segment.arena.empty((1_000_000,), np.float32)  # peers read it where it lies
+        gradient[:] = node.rank
+        await group.all_reduce(gradient)
+        elsewhere = await group.all_reduce(np.full(3, node.rank + 1.0))  # any array will do
+        if node.rank == 0:
+            print(f"{group!r}: ranks sum to {gradient[0]:.0f}, ranks + 1 to {elsewhere[0]:.0f}")
+        await group.close()
+
+
+zbmd.run(main())

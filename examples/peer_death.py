@@ -1,0 +1,39 @@
+"""A peer dies in the middle, and the group goes on with its replacement.
+
+Run it: zbmd-node run -n 3 examples/peer_death.py
+"""
+
+import os
+import signal
+
+import numpy as np
+
+import zbmd
+
+ROUNDS = 5
+
+
+async def main() -> None:
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        done = 0
+        while done < ROUNDS:
+            try:
+                rounds = await group.all_reduce(
+                    np.array([done, node.rank]), op="min"
+                )  # who is furthest behind
+                done = int(rounds[0])
+                if node.rank == 1 and node.incarnation == 1 and done == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                await group.all_reduce(np.ones(1000))
+                done += 1
+            except zbmd.PeerLost as error:
+                print(f"rank {node.rank}: {error}; waiting for its replacement")
+                await group.close()
+                group = await zbmd.group(node, after=group.epoch)
+                done = 0 if node.incarnation > 1 else done
+        print(f"rank {node.rank} (incarnation {node.incarnation}) finished {done} rounds in {group!r}")
+        await group.close()
+
+
+zbmd.run(main())

@@ -1,0 +1,450 @@
+"""Actors of two processes: one Ref for both, typed rejections, back-pressure, monitors, links, real kills."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from zbmd.actors import wire
+from zbmd.actors.actor import Actor, Down, Exited, Reason, ReasonKind, Undelivered, on
+from zbmd.actors.context import deadline_ns, trace_id
+from zbmd.actors.contracts import Contract, fingerprints
+from zbmd.actors.errors import (
+    ActorFailed,
+    ActorStartFailed,
+    ContractMismatch,
+    DeadActor,
+    InvalidMessage,
+    MailboxFull,
+    NotUnderstood,
+    UnknownActorClass,
+    UnknownContract,
+)
+from zbmd.actors.mailbox import MailboxSpec
+from zbmd.actors.ref import Ref
+from zbmd.actors.supervisor import Children, ChildSpec, WhichChildren
+from zbmd.actors.system import ActorSystem
+from zbmd.transport.errors import (
+    DeadlineExceeded,
+    LocalProtocolError,
+    PeerLost,
+    RemoteProtocolError,
+    ZbmdError,
+)
+from zbmd.transport.hello import Identity
+from zbmd.transport.link import LinkLimits
+from zbmd.transport.shm import Endpoint, link_pair, listen
+from zbmd.transport.shm_link import ShmLink
+
+Pair = tuple[ActorSystem, ActorSystem]
+Join = Callable[..., None]
+SMALL = LinkLimits(ring_bytes=1 << 12, queue_bytes_max=1 << 13, queue_frames_max=32)
+
+
+class Add(Contract, id="remote.add"):
+    amount: int
+    pad: str = ""
+
+
+class Total(Contract, id="remote.total"):
+    value: int
+    deadline_ns: int = 0
+    trace_id: int = 0
+
+
+class Crash(Contract, id="remote.crash"):
+    pass
+
+
+class Hold(Contract, id="remote.hold"):
+    pass
+
+
+class Through(Contract, id="remote.through"):
+    to: Ref
+
+
+class Counter(Actor, remote=True):
+    def __init__(self, start: int = 0) -> None:
+        if start < 0:
+            raise ValueError("negative")
+        self.value = start
+        self.gate = asyncio.Event()
+
+    @on(Add)
+    async def add(self, message: Add) -> Total:
+        self.value += message.amount
+        return Total(self.value, deadline_ns(), trace_id())
+
+    @on(Crash)
+    async def crash(self, _: Crash) -> None:
+        raise ValueError("boom")
+
+    @on(Hold)
+    async def hold(self, _: Hold) -> None:
+        await self.gate.wait()
+
+    @on(Through)
+    async def through(self, message: Through) -> Total:
+        inner = await message.to.ask(Add(1), reply=Total)
+        assert inner.trace_id == trace_id()
+        assert abs(inner.deadline_ns - deadline_ns()) < 1_000_000_000
+        return inner
+
+
+class Listener(Actor):
+    trap_exit = True
+
+    def __init__(self, heard: asyncio.Queue[object]) -> None:
+        self.heard = heard
+
+    @on(Down)
+    async def down(self, signal: Down) -> None:
+        self.heard.put_nowait(signal)
+
+    @on(Exited)
+    async def exited(self, signal: Exited) -> None:
+        self.heard.put_nowait(signal)
+
+    @on(Undelivered)
+    async def undelivered(self, signal: Undelivered) -> None:
+        self.heard.put_nowait(signal)
+
+    @on(Through)
+    async def send(self, message: Through) -> None:
+        await message.to.tell(Add(1))
+
+
+async def test_one_ref_for_both_sides(pair: Pair) -> None:
+    here, there = pair
+    ref = await there.spawn(Counter, 10, name="counter")
+    far = here.ref("rank1/counter")
+    for i in range(100):
+        await far.tell(Add(i))
+    assert (await far.ask(Add(0), timeout=5, reply=Total)).value == 10 + 4950
+    totals = await asyncio.gather(*(far.ask(Add(1), timeout=5, reply=Total) for _ in range(300)))
+    assert [t.value for t in totals] == list(range(4961, 5261))
+    assert (await ref.ask(Add(0), timeout=5, reply=Total)).value == 5260
+
+
+async def test_references_are_passed_on_and_deadlines_and_traces_with_them(pair: Pair) -> None:
+    here, there = pair
+    home = await here.spawn(Counter, name="home")
+    await there.spawn(Counter, name="away")
+    total = await here.ref("rank1/away").ask(Through(home), timeout=5, reply=Total)
+    assert total.value == 1 and total.trace_id != 0
+
+
+async def test_rejections_are_typed(pair: Pair) -> None:
+    here, there = pair
+    await there.spawn(Counter, name="counter", mailbox=MailboxSpec(capacity=1))
+    far = here.ref("rank1/counter")
+    with pytest.raises(DeadActor, match="rank1/nobody"):
+        await here.ref("rank1/nobody").ask(Add(1), timeout=5)
+    with pytest.raises(PeerLost, match="rank9"):
+        await here.ref("rank9/counter").tell(Add(1))
+    with pytest.raises(NotUnderstood, match=r"remote.total/1"):
+        await far.ask(Total(1), timeout=5)
+    with pytest.raises(InvalidMessage, match="Expected `int`, got `str`"):
+        await far.ask(Add("x"), timeout=5)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidMessage, match="cannot be encoded"):
+        await far.ask(Add(object()), timeout=5)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+    with pytest.raises(DeadlineExceeded):
+        await far.ask(Hold(), timeout=0.01)
+    await far.tell(Add(1))
+    with pytest.raises(MailboxFull, match="1 messages waiting"):
+        await far.ask(Add(1), timeout=5)
+
+
+async def test_an_unknown_contract_is_answered_never_ignored(pair: Pair) -> None:
+    """A raw peer sends what only a newer release would know."""
+    here, there = pair
+    counter = await there.spawn(Counter, name="counter")
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[object] = loop.create_future()
+    link = here._peers["rank1"].link
+    call = here._peers["rank1"].open_call(answer)
+    body = msgspec.Raw(msgspec.msgpack.encode(["remote.add/2", 5]))
+    link.send(wire.encode(wire.Ask(call, "counter", 0, 10**9, "", body)))
+    with pytest.raises(UnknownContract, match=r"remote.add/2 here; versions of it here: \[1\]"):
+        await answer
+    assert (await counter.ask(Add(0), timeout=5, reply=Total)).value == 0
+
+
+async def test_rejected_tells_come_back_to_the_sending_actor(pair: Pair) -> None:
+    here, _there = pair
+    heard: asyncio.Queue[object] = asyncio.Queue()
+    listener = await here.spawn(Listener, heard)
+    await listener.ask(Through(here.ref("rank1/nobody")), timeout=5)
+    signal_ = await asyncio.wait_for(heard.get(), 5)
+    assert isinstance(signal_, Undelivered)
+    assert (signal_.ref.address, signal_.contract) == ("rank1/nobody", "remote.add/1")
+    assert isinstance(signal_.error, DeadActor)
+    await here.ref("rank1/nobody").tell(Add(1))
+    with pytest.raises(DeadActor):  # an answer after it: the bounce has arrived
+        await here.ref("rank1/nobody").ask(Add(1), timeout=5)
+    assert here.undelivered == 2
+
+
+async def test_a_crash_there_reaches_asker_and_monitor_here(pair: Pair) -> None:
+    here, there = pair
+    await there.spawn(Counter, name="counter")
+    far = here.ref("rank1/counter")
+    monitor = here.monitor(far)
+    cancelled = here.monitor(far)
+    cancelled.cancel()
+    with pytest.raises(ActorFailed, match="rank1/counter failed: ValueError: boom"):
+        await far.ask(Crash(), timeout=5)
+    down = await monitor.down(timeout=5)
+    assert down.reason == Reason(ReasonKind.FAILED, "ValueError: boom")
+    assert down.ref.incarnation != 0 and down.ref.process_incarnation == 1
+    again = await here.monitor(far).down(timeout=5)
+    assert again.reason.kind is ReasonKind.NO_ACTOR
+    with pytest.raises(DeadActor):
+        await down.ref.ask(Add(1), timeout=5)
+    with pytest.raises(DeadlineExceeded):
+        await cancelled.down(timeout=0.001)
+
+
+async def test_links_cross_processes(pair: Pair) -> None:
+    here, there = pair
+    heard: asyncio.Queue[object] = asyncio.Queue()
+    a = await there.spawn(Counter, name="a")
+    far_a = Ref(here, *a.key())
+    b = await here.spawn_on("rank1", Counter, 5, name="b", timeout=5)
+    listener = await here.spawn(Listener, heard)
+    plain = await here.spawn(Counter, name="plain")
+    here.link(listener, far_a)
+    here.link(plain, far_a)
+    monitor = here.monitor(plain)
+    with pytest.raises(ActorFailed):
+        await far_a.ask(Crash(), timeout=5)
+    assert await asyncio.wait_for(heard.get(), 5) == Exited(
+        far_a, Reason(ReasonKind.FAILED, "ValueError: boom")
+    )
+    assert (await monitor.down(timeout=5)).reason.kind is ReasonKind.FAILED
+    # The other way round: an end here ends the linked actor there.
+    local = await here.spawn(Counter, link_to=b)
+    watch_b = here.monitor(b)
+    with pytest.raises(ActorFailed):
+        await local.ask(Crash(), timeout=5)
+    assert "linked rank0/" in (await watch_b.down(timeout=5)).reason.text
+    # A link to what does not live.
+    here.link(listener, far_a)
+    gone = await asyncio.wait_for(heard.get(), 5)
+    assert isinstance(gone, Exited) and gone.reason.kind is ReasonKind.NO_ACTOR
+
+
+async def test_spawning_from_afar(pair: Pair) -> None:
+    here, there = pair
+
+    class Unregistered(Actor):
+        pass
+
+    ref = await here.spawn_on("rank1", Counter, 5, name="far", timeout=5)
+    assert (await ref.ask(Add(1), timeout=5, reply=Total)).value == 6
+    assert [i.name for i in there.describe()] == ["far"] and ref.address == "rank1/far"
+    with pytest.raises(UnknownActorClass, match="Unregistered"):
+        await here.spawn_on("rank1", Unregistered, timeout=5)
+    with pytest.raises(ActorStartFailed, match="ValueError: negative"):
+        await here.spawn_on("rank1", Counter, -1, timeout=5)
+    with pytest.raises(ActorStartFailed, match="NameTaken"):
+        await here.spawn_on("rank1", Counter, name="far", timeout=5)
+    assert (await here.terminate(ref)).reason.kind is ReasonKind.SHUTDOWN
+    assert there.describe() == []
+
+
+async def test_a_supervisor_with_a_child_in_another_process(pair: Pair) -> None:
+    here, there = pair
+    children = [ChildSpec(name="far", actor=Counter, args=(7,), process="rank1")]
+    sup = await here.supervise(children, name="sup")
+    far = here.ref("rank1/far")
+    monitor = here.monitor(far)
+    with pytest.raises(ActorFailed):
+        await far.ask(Crash(), timeout=5)
+    await monitor.down(timeout=5)
+    listed: list[tuple[str, str, int]] = []
+    async with asyncio.timeout(5):
+        while listed != [("far", "running", 2)]:
+            listed = (await sup.ask(WhichChildren(), timeout=5, reply=Children)).children
+    assert (await far.ask(Add(1), timeout=5, reply=Total)).value == 8
+    again = here.monitor(far)
+    here.exit(sup, Reason(ReasonKind.KILLED, "test"))
+    assert (await again.down(timeout=5)).reason.kind is ReasonKind.KILLED
+    assert there.describe() == []
+
+
+async def test_back_pressure_of_a_small_link(system: ActorSystem, other: ActorSystem, join: Join) -> None:
+    join(system, other, SMALL)
+    await other.spawn(Counter, name="counter", mailbox=MailboxSpec(capacity=4096))
+    far = system.ref("rank1/counter")
+    pad = "x" * 600
+    asks = [asyncio.create_task(far.ask(Add(1, pad), timeout=20, reply=Total)) for _ in range(200)]
+    for _ in range(200):
+        await far.tell(Add(1, pad))
+    totals = await asyncio.gather(*asks)
+    assert (await far.ask(Add(0), timeout=20, reply=Total)).value == 400
+    assert [t.value for t in totals] == sorted(t.value for t in totals)
+
+
+async def test_answers_wait_for_room_and_keep_their_order(
+    system: ActorSystem, other: ActorSystem, join: Join
+) -> None:
+    class Echo(Actor):
+        @on(Add)
+        async def add(self, message: Add) -> Add:
+            return message
+
+    join(system, other, SMALL)
+    await other.spawn(Echo, name="echo", mailbox=MailboxSpec(capacity=4096))
+    far = system.ref("rank1/echo")
+    order: list[int] = []
+
+    async def ask(i: int) -> None:
+        order.append((await far.ask(Add(i, "y" * 900), timeout=20, reply=Add)).amount)
+
+    monitors = [system.monitor(system.ref("rank1/nobody")) for _ in range(500)]
+    await asyncio.gather(*(ask(i) for i in range(300)))
+    assert order == list(range(300))
+    for monitor in monitors:
+        assert (await monitor.down(timeout=5)).reason.kind is ReasonKind.NO_ACTOR
+
+
+async def test_detaching_fails_at_once_all_that_waits(pair: Pair) -> None:
+    here, there = pair
+    await there.spawn(Counter, name="counter")
+    heard: asyncio.Queue[object] = asyncio.Queue()
+    listener = await here.spawn(Listener, heard)
+    far = here.ref("rank1/counter")
+    here.monitor(far, to=listener)
+    ask = asyncio.create_task(far.ask(Hold(), timeout=60))
+    await asyncio.sleep(0)
+    here.detach("rank1")
+    with pytest.raises(PeerLost, match="rank1 lost: detached"):
+        await ask
+    down = await asyncio.wait_for(heard.get(), 5)
+    assert isinstance(down, Down) and down.reason.kind is ReasonKind.LOST
+    with pytest.raises(PeerLost):
+        await far.tell(Add(1))
+    assert here.peers == {}
+
+
+async def test_a_newer_incarnation_of_a_process_replaces_the_older(system: ActorSystem, join: Join) -> None:
+    old, new = ActorSystem("rank1", 1), ActorSystem("rank1", 2)
+    join(system, old)
+    ref = await system.spawn_on("rank1", Counter, name="counter", timeout=5)
+    ask = asyncio.create_task(ref.ask(Hold(), timeout=60))
+    await asyncio.sleep(0)
+    join(system, new)
+    with pytest.raises(PeerLost, match="replaced by incarnation 2"):
+        await ask
+    with pytest.raises(DeadActor, match="now incarnation 2"):
+        await ref.tell(Add(1))
+    await new.spawn(Counter, 3, name="counter")
+    assert (await system.ref("rank1/counter").ask(Add(0), timeout=5, reply=Total)).value == 3
+    with pytest.raises(LocalProtocolError, match="already"):
+        join(system, old)
+    await old.stop(timeout=0.2)
+    await new.stop()
+
+
+def endpoint(name: str, contracts: dict[str, str], incarnation: int = 1) -> Endpoint:
+    identity = Identity(
+        name=name, pid=os.getpid(), uid=os.getuid(), incarnation=incarnation, contracts=contracts
+    )
+    return Endpoint(identity=identity, cookie=bytes(32))
+
+
+async def test_contradicting_contracts_are_refused_at_attach(system: ActorSystem) -> None:
+    theirs = fingerprints() | {"remote.add/1": "0" * 16}
+    to_them, to_us = link_pair(endpoint("rank0", {}), endpoint("rank1", theirs))
+    with pytest.raises(ContractMismatch, match=r"remote.add/1"):
+        system.attach(to_them)
+    assert to_them.closed and system.peers == {}
+    to_us.close()
+
+
+async def test_garbage_ends_its_own_link_and_nothing_else(system: ActorSystem) -> None:
+    await system.spawn(Counter, name="counter")
+    for garbage in (b"", b"\xc1", b"\x92\x63\x01", os.urandom(64), b"\xdd\xff\xff\xff\xff"):
+        to_stranger, stranger = link_pair(endpoint("rank0", {}), endpoint("rank7", {}))
+        closed: asyncio.Future[ZbmdError | None] = asyncio.get_running_loop().create_future()
+        system.attach(to_stranger, on_closed=closed.set_result)
+        stranger.send(garbage)
+        assert isinstance(await asyncio.wait_for(closed, 5), RemoteProtocolError)
+        assert system.peers == {}
+        stranger.close()
+    assert (await system.ref("counter").ask(Add(1), timeout=5, reply=Total)).value == 1
+
+
+# A real process, killed.
+
+LOAD = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("remote_child", sys.argv[1])
+module = sys.modules["remote_child"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.child_main(sys.argv[2])
+"""
+
+
+def child_main(address: str) -> None:
+    """The other process: dials, serves a counter, and lives until it is killed."""
+
+    async def main() -> None:
+        from zbmd.transport.shm import dial
+
+        system = ActorSystem("rank1", 4)
+        await system.spawn(Counter, name="counter")
+        system.attach(await dial(address, endpoint("rank1", fingerprints(), incarnation=4)))
+        await asyncio.Event().wait()
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def other_process(here: ActorSystem) -> AsyncGenerator[int]:
+    """Start the process, join it, yield its pid."""
+    address = f"zbmd-test-{os.getpid()}-{os.urandom(4).hex()}"
+    came: asyncio.Future[ShmLink] = asyncio.get_running_loop().create_future()
+    listener = listen(address, came.set_result, endpoint(here.name, fingerprints()))
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", LOAD, __file__, address)
+    try:
+        here.attach(await asyncio.wait_for(came, 20))
+        yield child.pid
+    finally:
+        listener.close()
+        await listener.wait_closed()
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+
+
+async def test_a_killed_process_is_told_to_everyone_who_depends_on_it(system: ActorSystem) -> None:
+    heard: asyncio.Queue[object] = asyncio.Queue()
+    listener = await system.spawn(Listener, heard)
+    async with other_process(system) as pid:
+        far = system.ref("rank1/counter")
+        assert (await far.ask(Add(2), timeout=10, reply=Total)).value == 2
+        bystander = await system.spawn(Counter, name="bystander")
+        monitor = system.monitor(far, to=listener)
+        watched = asyncio.create_task(monitor.down(timeout=10))
+        pending = [asyncio.create_task(far.ask(Hold(), timeout=60)) for _ in range(20)]
+        first = await system.monitor(system.ref("rank1/nobody")).down(timeout=10)
+        assert first.reason.kind is ReasonKind.NO_ACTOR
+        os.kill(pid, signal.SIGKILL)
+        for outcome in await asyncio.gather(*pending, return_exceptions=True):
+            assert isinstance(outcome, PeerLost) and outcome.peer == "rank1"
+        assert (await watched).reason.kind is ReasonKind.LOST
+        assert isinstance(await asyncio.wait_for(heard.get(), 5), Down)
+        with pytest.raises(PeerLost):
+            await far.tell(Add(1))
+        assert (await bystander.ask(Add(1), timeout=5, reply=Total)).value == 1

@@ -1,0 +1,436 @@
+"""The supervision machine: OTP's semantics as a table, and random trees of events with invariants."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbmd.actors.supervision import (
+    Action,
+    CancelTimer,
+    ChildExited,
+    ChildPolicy,
+    ChildStarted,
+    ChildStartFailed,
+    ChildState,
+    Escalate,
+    Event,
+    KillChild,
+    LeaveDown,
+    Phase,
+    Restart,
+    SetTimer,
+    StartChild,
+    StartRequested,
+    StopChild,
+    Stopped,
+    StopRequested,
+    Strategy,
+    SupervisionMachine,
+    TimerFired,
+)
+from zbmd.transport.errors import LocalProtocolError
+
+SECOND_NS = 1_000_000_000
+P, T, E = Restart.PERMANENT, Restart.TRANSIENT, Restart.TEMPORARY
+ONE, ALL, REST = Strategy.ONE_FOR_ONE, Strategy.ONE_FOR_ALL, Strategy.REST_FOR_ONE
+
+
+@dataclass
+class World:
+    """Children that start and stop at once when told to, unless they are said to be slow or to fail."""
+
+    machine: SupervisionMachine
+    now_ns: int = 0
+    slow: set[str] = field(default_factory=set[str])
+    fails: dict[str, int] = field(default_factory=dict[str, int])
+    journal: list[str] = field(default_factory=list[str])
+
+    def event(self, event: Event) -> None:
+        todo = [event]
+        while todo:
+            actions = self.machine.handle(todo.pop(0), now_ns=self.now_ns)
+            self.machine.check_invariants()
+            for action in actions:
+                answer = self.perform(action)
+                if answer is not None:
+                    todo.append(answer)
+
+    def perform(self, action: Action) -> Event | None:
+        match action:
+            case StartChild():
+                self.journal.append(f"+{action.child}{action.incarnation}")
+                if action.child in self.slow:
+                    return None
+                if self.fails.get(action.child, 0) > 0:
+                    self.fails[action.child] -= 1
+                    return ChildStartFailed(child=action.child, reason="no")
+                return ChildStarted(child=action.child)
+            case StopChild():
+                self.journal.append(f"-{action.child}")
+                if action.child in self.slow:
+                    return None
+                return ChildExited(child=action.child, normal=True, reason="asked")
+            case KillChild():
+                self.journal.append(f"!{action.child}")
+                return ChildExited(child=action.child, normal=False, reason="killed")
+            case LeaveDown():
+                self.journal.append(f"_{action.child}")
+            case Escalate():
+                self.journal.append("escalate")
+            case Stopped():
+                self.journal.append("stopped")
+            case SetTimer() | CancelTimer():
+                pass
+        return None
+
+    def dies(self, child: str, *, normal: bool = False) -> str:
+        """What follows when a child ends."""
+        self.journal.clear()
+        self.event(ChildExited(child=child, normal=normal, reason="test"))
+        return " ".join(self.journal)
+
+
+def world(
+    restarts: str | list[Restart],
+    strategy: Strategy = ONE,
+    *,
+    intensity: int = 3,
+    slow: str = "",
+    start: bool = True,
+) -> World:
+    """Children a, b, c … with the restart types given, started."""
+    kinds = [{"p": P, "t": T, "e": E}[r] for r in restarts] if isinstance(restarts, str) else restarts
+    children = [ChildPolicy(child=c, restart=r) for c, r in zip("abcdefgh", kinds, strict=False)]
+    made = World(
+        SupervisionMachine(children, strategy=strategy, intensity=intensity, period_ns=5 * SECOND_NS)
+    )
+    if start:
+        made.event(StartRequested())
+        made.slow = set(slow)
+    return made
+
+
+# (restart types of a, b, c …; strategy; who dies; how; what follows)
+OTP = [
+    # one_for_one: the child alone.
+    ("ppp", ONE, "b", False, "+b2"),
+    ("ppp", ONE, "b", True, "+b2"),
+    ("ptp", ONE, "b", False, "+b2"),
+    ("ptp", ONE, "b", True, "_b"),
+    ("pep", ONE, "b", False, "_b"),
+    ("pep", ONE, "b", True, "_b"),
+    # one_for_all: all others stop, last first, then all start, first first.
+    ("ppp", ALL, "a", False, "-c -b +a2 +b2 +c2"),
+    ("ppp", ALL, "b", True, "-c -a +a2 +b2 +c2"),
+    ("ppp", ALL, "c", False, "-b -a +a2 +b2 +c2"),
+    ("ptp", ALL, "b", True, "_b"),
+    ("pep", ALL, "b", False, "_b"),
+    # A temporary sibling is stopped and not restarted.
+    ("pep", ALL, "a", False, "-c -b _b +a2 +c2"),
+    # A transient sibling is restarted though its stop was normal.
+    ("ptp", ALL, "a", False, "-c -b +a2 +b2 +c2"),
+    # rest_for_one: those that started after it.
+    ("ppp", REST, "a", False, "-c -b +a2 +b2 +c2"),
+    ("ppp", REST, "b", False, "-c +b2 +c2"),
+    ("ppp", REST, "c", False, "+c2"),
+    ("ppe", REST, "b", False, "-c _c +b2"),
+    ("ptp", REST, "b", True, "_b"),
+    ("epp", REST, "a", False, "_a"),
+]
+
+
+@pytest.mark.parametrize(("restarts", "strategy", "who", "normal", "follows"), OTP)
+def test_otp_table(restarts: str, strategy: Strategy, who: str, normal: bool, follows: str) -> None:
+    assert world(restarts, strategy).dies(who, normal=normal) == follows
+
+
+def test_children_start_in_order_and_stop_in_reverse() -> None:
+    w = world("ppp")
+    assert w.journal == ["+a1", "+b1", "+c1"]
+    w.journal.clear()
+    w.event(StopRequested(reason="test"))
+    assert w.journal == ["-c", "-b", "-a", "stopped"]
+    assert w.machine.phase is Phase.STOPPED
+    w.event(StopRequested(reason="again"))
+    assert w.journal[-1] == "stopped"
+
+
+def test_the_next_child_waits_until_the_one_before_is_up() -> None:
+    w = world("pp", start=False)
+    w.slow = {"a"}
+    w.event(StartRequested())
+    assert w.journal == ["+a1"]
+    w.event(ChildStarted(child="a"))
+    assert w.journal == ["+a1", "+b1"]
+
+
+def test_a_first_start_that_fails_stops_those_before_and_escalates() -> None:
+    w = world("ppp", start=False)
+    w.fails = {"c": 1}
+    w.event(StartRequested())
+    assert w.journal == ["+a1", "+b1", "+c1", "-b", "-a", "escalate"]
+
+
+def test_a_restart_that_fails_is_tried_again_and_counts() -> None:
+    w = world("pp", intensity=3)
+    w.fails = {"a": 2}
+    assert w.dies("a") == "+a2 +a3 +a4"
+    w = world("pp", intensity=3)
+    w.fails = {"a": 3}
+    assert w.dies("a") == "+a2 +a3 +a4 -b escalate"
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_intensity_is_a_sliding_window(strategy: Strategy) -> None:
+    w = world("ppp", strategy, intensity=2)
+    for at_s in (0.0, 4.0, 5.5, 9.5, 11.0):  # never three within 5 s
+        w.now_ns = int(at_s * SECOND_NS)
+        assert "escalate" not in w.dies("b")
+    w.now_ns = int(14.5 * SECOND_NS)
+    assert w.dies("b").endswith("-a escalate")
+
+
+def test_the_window_includes_its_edge() -> None:
+    w = world("p", intensity=1)
+    w.dies("a")
+    w.now_ns = 5 * SECOND_NS
+    assert w.dies("a") == "escalate"
+    w = world("p", intensity=1)
+    w.dies("a")
+    w.now_ns = 5 * SECOND_NS + 1
+    assert w.dies("a") == "+a3"
+
+
+def test_intensity_zero_escalates_at_the_first_failure_with_the_cause() -> None:
+    w = world("pp", intensity=0)
+    actions = w.machine.handle(ChildExited(child="a", normal=False, reason="bit rot"), now_ns=0)
+    assert [type(a) for a in actions] == [StopChild, SetTimer]
+    assert "bit rot" in actions[0].reason  # type: ignore[union-attr]
+    end = w.machine.handle(ChildExited(child="b", normal=True, reason="asked"), now_ns=0)
+    assert isinstance(end[-1], Escalate) and "a failed: bit rot" in end[-1].reason
+
+
+def test_one_group_restart_counts_once() -> None:
+    w = world("pppp", ALL, intensity=1)
+    assert w.dies("b") == "-d -c -a +a2 +b2 +c2 +d2"
+    assert "escalate" in w.dies("b")
+
+
+def test_restarts_of_single_children_do_not_wait_for_one_another() -> None:
+    w = world("ppp", slow="ac")
+    assert w.dies("a") == "+a2"
+    assert w.dies("c") == "+c2"
+    w.event(ChildStarted(child="c"))
+    assert w.machine.states["c"] is ChildState.RUNNING
+
+
+def test_a_death_during_a_group_restart_changes_the_plan_at_once() -> None:
+    w = world("ppp", ALL, slow="b")
+    assert w.dies("c") == "-b"  # b takes its time to stop
+    w.event(ChildExited(child="b", normal=True, reason="asked"))
+    assert w.journal == ["-b", "-a", "+a2", "+b2"]  # b takes its time to start
+    assert w.dies("a") == "-b"
+    w.event(ChildExited(child="b", normal=True, reason="asked"))
+    assert w.journal == ["-b", "+a3", "+b3"]
+
+
+def test_a_condemned_child_that_dies_by_itself_is_not_counted() -> None:
+    w = world("ppp", ALL, intensity=1, slow="c")
+    assert w.dies("a") == "-c"
+    assert w.dies("b") == ""
+    assert w.dies("c") == "+a2 +b2 +c2"
+
+
+def test_the_shutdown_deadline_kills() -> None:
+    w = world("pp", slow="b")
+    actions = w.machine.handle(StopRequested(reason="test"), now_ns=7)
+    assert actions == [
+        StopChild(child="b", reason="test"),
+        SetTimer(child="b", incarnation=1, at_ns=7 + 5 * SECOND_NS),
+    ]
+    assert w.machine.handle(TimerFired(child="b", incarnation=0), now_ns=8) == []
+    killed = w.machine.handle(TimerFired(child="b", incarnation=1), now_ns=8)
+    assert isinstance(killed[0], KillChild) and "5 s" in killed[0].reason
+    w.event(ChildExited(child="b", normal=False, reason="killed"))
+    assert w.machine.phase is Phase.STOPPED
+
+
+def test_a_child_without_shutdown_time_is_killed_and_a_second_stop_kills_all() -> None:
+    machine = SupervisionMachine([ChildPolicy(child="a", shutdown_ns=0)], strategy=ONE)
+    w = World(machine)
+    w.event(StartRequested())
+    w.event(StopRequested(reason="test"))
+    assert w.journal == ["+a1", "!a", "stopped"]
+    w = world("ppp", slow="abc")
+    w.journal.clear()
+    w.event(StopRequested(reason="ctrl-c"))
+    assert w.journal == ["-c"]
+    w.event(StopRequested(reason="ctrl-c again", kill=True))
+    assert w.journal == ["-c", "!c", "!b", "!a", "stopped"]
+
+
+def test_a_start_under_way_can_be_stopped() -> None:
+    w = world("pp", start=False)
+    w.slow = {"a"}
+    w.event(StartRequested())
+    w.event(StopRequested(reason="test"))
+    w.event(ChildStarted(child="a"))
+    assert w.machine.states["a"] is ChildState.STOPPING
+    w.event(ChildExited(child="a", normal=True, reason="asked"))
+    assert w.journal == ["+a1", "-a", "stopped"]
+    w = world("pp", start=False)
+    w.slow = {"a"}
+    w.event(StartRequested())
+    w.event(StopRequested(reason="test"))
+    w.event(ChildStartFailed(child="a", reason="cancelled"))
+    assert w.journal == ["+a1", "-a", "stopped"]
+
+
+def test_stopping_before_the_start_and_no_children_at_all() -> None:
+    w = world("p", start=False)
+    w.event(StopRequested(reason="test"))
+    assert w.journal == ["stopped"]
+    w = world("")
+    w.event(StopRequested(reason="test"))
+    assert w.journal == ["stopped"]
+
+
+MISUSES: list[Callable[[], object]] = [
+    lambda: SupervisionMachine([ChildPolicy(child="a"), ChildPolicy(child="a")], strategy=ONE),
+    lambda: SupervisionMachine([ChildPolicy(child="a", shutdown_ns=-1)], strategy=ONE),
+    lambda: SupervisionMachine([], strategy=ONE, intensity=-1),
+    lambda: SupervisionMachine([], strategy=ONE, period_ns=0),
+    lambda: world("p").event(StartRequested()),
+    lambda: world("p").event(ChildStarted(child="a")),
+    lambda: world("p").event(ChildStartFailed(child="a", reason="")),
+    lambda: world("p").event(ChildStarted(child="z")),
+    lambda: world("p", start=False).dies("a"),
+]
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_is_told(misuse: Callable[[], object]) -> None:
+    with pytest.raises(LocalProtocolError):
+        misuse()
+
+
+def test_an_error_tells_what_came_before() -> None:
+    w = world("p")
+    with pytest.raises(LocalProtocolError, match=r"running.*before it: StartRequested.*ChildStarted"):
+        w.event(ChildStarted(child="a"))
+
+
+# Random histories: real children that start, fail, stop and die whenever they like.
+
+
+@dataclass
+class Life:
+    """What a driver knows of one child."""
+
+    up: bool = False
+    asked: bool = False
+
+
+class RandomDriver:
+    """Performs actions after random delays; checks what any observer may expect."""
+
+    def __init__(self, rng: random.Random, machine: SupervisionMachine, order: list[str]) -> None:
+        self.rng = rng
+        self.machine = machine
+        self.order = order
+        self.lives: dict[str, Life] = {}
+        self.ended: list[str] = []
+        self.now_ns = 0
+        self.timers: dict[str, SetTimer] = {}
+
+    def step(self, event: Event) -> None:
+        if isinstance(event, ChildExited | ChildStartFailed):
+            del self.lives[event.child]
+        actions = self.machine.handle(event, now_ns=self.now_ns)
+        self.machine.check_invariants()
+        for action in actions:
+            assert not self.ended, "an end is the last action"
+            self.perform(action)
+        alive = {c for c, s in self.machine.states.items() if s not in (ChildState.DOWN, ChildState.QUEUED)}
+        assert alive == set(self.lives)
+
+    def perform(self, action: Action) -> None:
+        match action:
+            case StartChild():
+                assert action.child not in self.lives, "never two lives of one child"
+                assert action.reason
+                self.lives[action.child] = Life()
+            case StopChild() | KillChild():
+                later = self.order[self.order.index(action.child) + 1 :]
+                if isinstance(action, StopChild) and self.machine.phase is Phase.STOPPING:
+                    assert not any(c in self.lives for c in later), "stops go from the last to the first"
+                self.lives[action.child].asked = True
+            case SetTimer():
+                assert action.child not in self.timers
+                self.timers[action.child] = action
+            case CancelTimer():
+                assert self.timers.pop(action.child).incarnation == action.incarnation
+            case LeaveDown():
+                assert action.child not in self.lives
+            case Escalate() | Stopped():
+                assert not self.lives, "nothing lives after the end"
+                self.ended.append(type(action).__name__)
+
+    def random_event(self, *, calm: bool) -> Event | None:
+        """Something that may happen now; when calm, only what the machine waits for."""
+        choices: list[Event] = []
+        for child, life in self.lives.items():
+            if not life.up and not life.asked:
+                choices.append(ChildStarted(child=child))
+                if not calm:
+                    choices.append(ChildStartFailed(child=child, reason="random"))
+            if life.asked or not calm:
+                choices.append(ChildExited(child=child, normal=self.rng.random() < 0.5, reason="random"))
+        choices += [TimerFired(child=t.child, incarnation=t.incarnation) for t in self.timers.values()]
+        if not choices:
+            return None
+        event = self.rng.choice(choices)
+        if isinstance(event, ChildStarted):
+            self.lives[event.child].up = True
+        if isinstance(event, TimerFired):
+            self.now_ns = max(self.now_ns, self.timers.pop(event.child).at_ns)
+        return event
+
+
+@given(seed=st.integers(0, 2**64 - 1))
+def test_random_histories_keep_the_invariants_and_come_to_an_end(seed: int) -> None:
+    rng = random.Random(seed)
+    order = list("abcdefgh"[: rng.randint(1, 8)])
+    children = [
+        ChildPolicy(child=c, restart=rng.choice(list(Restart)), shutdown_ns=rng.choice([0, 5])) for c in order
+    ]
+    machine = SupervisionMachine(
+        children, strategy=rng.choice(list(Strategy)), intensity=rng.randint(0, 6), period_ns=100
+    )
+    driver = RandomDriver(rng, machine, order)
+    driver.step(StartRequested())
+    for _ in range(rng.randint(0, 80)):
+        driver.now_ns += rng.randint(0, 20)
+        event = driver.random_event(calm=False)
+        if event is None or driver.ended:
+            break
+        driver.step(event)
+    # Liveness: left alone, every start finishes and nobody dies: the tree stands, or has ended.
+    while not driver.ended and (event := driver.random_event(calm=True)) is not None:
+        driver.step(event)
+    if not driver.ended:
+        assert set(machine.states.values()) <= {ChildState.RUNNING, ChildState.DOWN}
+        for child in children:
+            if child.restart is Restart.PERMANENT:
+                assert machine.states[child.child] is ChildState.RUNNING
+        driver.step(StopRequested(reason="the end", kill=rng.random() < 0.3))
+        while not driver.ended and (event := driver.random_event(calm=True)) is not None:
+            driver.step(event)
+    assert driver.ended in (["Stopped"], ["Escalate"])
+    assert machine.phase is Phase.STOPPED

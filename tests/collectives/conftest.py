@@ -1,0 +1,135 @@
+"""Real processes for the collectives' tests: forked, with segments by inherited memfd."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from zbmd.collectives.communicator import Communicator
+from zbmd.transport._native import Watch, now_ns
+from zbmd.transport.liveness import LifeThread
+from zbmd.transport.segment import PeerSegment, Segment
+
+ARENA_BYTES = 4 << 20
+INBOX_BYTES = 1 << 20
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What a forked rank works with."""
+
+    rank: int
+    n: int
+    segment: Segment
+    peers: dict[int, PeerSegment]
+    event_fd: int
+
+    def communicator(
+        self, *, members: tuple[int, ...] | None = None, epoch: int = 1, channel: int = 0
+    ) -> Communicator:
+        return Communicator(
+            segment=self.segment,
+            peers=self.peers,
+            members=tuple(range(self.n)) if members is None else members,
+            rank=self.rank,
+            epoch=epoch,
+            channel=channel,
+        )
+
+    def soon(self) -> int:
+        """A deadline that only a hang reaches."""
+        return now_ns() + int(PATIENCE_S / 2 * 1e9)
+
+    def await_death(self, rank: int) -> None:
+        """Return once this process has noticed the end of `rank`."""
+        while not self.segment.lost_mask() >> rank & 1:
+            os.eventfd_read(self.event_fd)
+
+
+Body = Callable[[Process], Any]
+RunRanks = Callable[..., list[Any]]
+
+
+def _child(rank: int, segments: list[Segment], line: socket.socket, body: Body) -> None:
+    n = len(segments)
+    life = LifeThread(segments[rank])
+    line.sendall(b"r")
+    line.recv(1)
+    peers = {q: PeerSegment.attach(segments[q].fd, slot=q) for q in range(n) if q != rank}
+    event_fd = os.eventfd(0)
+    own = segments[rank]
+    watches = [Watch(own.mapping, rank, peer.mapping, peer.slot, event_fd) for peer in peers.values()]
+    try:
+        answer = {"value": body(Process(rank, n, own, peers, event_fd))}
+    except BaseException:
+        answer = {"error": traceback.format_exc()}
+    line.sendall(json.dumps(answer).encode() + b"\n")
+    line.recv(1)  # nobody leaves before all are done
+    for watch in watches:
+        watch.stop()
+    life.goodbye()
+
+
+def _run_ranks(
+    n: int, body: Body, *, dies: frozenset[int] = frozenset(), arena_bytes: int = ARENA_BYTES
+) -> list[Any]:
+    """Fork `n` ranks, run `body` in each; return what it returned (JSON), None for those in `dies`."""
+    segments = [
+        Segment.create(slot=rank, incarnation=1, arena_bytes=arena_bytes, inbox_bytes=INBOX_BYTES)
+        for rank in range(n)
+    ]
+    lines: list[socket.socket] = []
+    pids: list[int] = []
+    for rank in range(n):
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                ours.close()
+                for line in lines:
+                    line.close()
+                _child(rank, segments, theirs, body)
+                code = 0
+            finally:
+                os._exit(code)
+        theirs.close()
+        ours.settimeout(PATIENCE_S)
+        lines.append(ours)
+        pids.append(pid)
+    try:
+        for line in lines:
+            assert line.recv(1) == b"r", "a rank ended before it began"
+        for line in lines:
+            line.sendall(b"g")
+        answers = [line.makefile("rb").readline() for line in lines]
+    finally:
+        for line in lines:
+            line.close()
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        for segment in segments:
+            segment.close()
+    results: list[Any] = []
+    for rank, (answer, status) in enumerate(zip(answers, statuses, strict=True)):
+        if rank in dies:
+            assert not answer and status == -9, f"rank {rank} was to be killed: {status} {answer!r}"
+            results.append(None)
+            continue
+        found = json.loads(answer) if answer else {"error": "it said nothing"}
+        assert "error" not in found, f"rank {rank} (exit {status}):\n{found['error']}"
+        assert status == 0
+        results.append(found["value"])
+    return results
+
+
+@pytest.fixture
+def run_ranks() -> RunRanks:
+    return _run_ranks

@@ -1,0 +1,149 @@
+"""SIGKILL at every instruction of small programs, in real processes.
+
+A survivor ends with the right result or with a typed error, never with a mixed result called complete;
+then the survivors form the next epoch's group on the same segments and it works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
+from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.errors import MembersLost, OperationAborted
+from zbmd.collectives.plan import Plan, plan_of
+
+RunRanks = Callable[..., list[Any]]
+Array = NDArray[np.float32]
+COUNT = 1_000
+SHARDS = 4
+
+
+def inputs(n: int) -> list[Array]:
+    return [np.random.default_rng(rank).standard_normal(COUNT).astype(np.float32) for rank in range(n)]
+
+
+def all_reduce(algorithm: str) -> Callable[[Any, Communicator], Array]:
+    def call(p: Any, c: Communicator) -> Array:
+        x = p.segment.arena.from_array(inputs(c.size)[c.place])
+        return c.all_reduce(x, algorithm=algorithm, deadline_ns=p.soon())
+
+    return call
+
+
+def eager(p: Any, c: Communicator) -> Array:
+    x = inputs(c.size)[c.place][:100].copy()
+    return c.all_reduce(x, algorithm="eager", deadline_ns=p.soon())
+
+
+def shard_tree(p: Any, c: Communicator) -> Array:
+    assignment = assign_shards(SHARDS, c.size)
+    data = inputs(SHARDS)
+    nodes = shard_tree_nodes(SHARDS, *assignment[c.place])
+    partials = {(lo, hi): p.segment.arena.from_array(reduce_shards(data[lo:hi])) for lo, hi in nodes}
+    out = p.segment.arena.empty(COUNT)
+    return c.all_reduce_shards(partials, out, shards=SHARDS, assignment=assignment, deadline_ns=p.soon())
+
+
+def tree_broadcast(p: Any, c: Communicator) -> Array:
+    x = p.segment.arena.from_array(inputs(c.size)[c.place])
+    return c.broadcast(x, c.members[-1], algorithm="tree", deadline_ns=p.soon())
+
+
+def ring_all_gather(p: Any, c: Communicator) -> Array:
+    return c.all_gather(inputs(c.size)[c.place], algorithm="ring", deadline_ns=p.soon())
+
+
+def barrier(p: Any, c: Communicator) -> Array:
+    c.barrier(deadline_ns=p.soon())
+    return np.zeros(0, np.float32)
+
+
+OPERATIONS: dict[str, Callable[[Any, Communicator], Array]] = {
+    "direct": all_reduce("direct"),
+    "ring": all_reduce("ring"),
+    "eager": eager,
+    "shard_tree": shard_tree,
+    "tree_broadcast": tree_broadcast,
+    "ring_all_gather": ring_all_gather,
+    "barrier": barrier,
+}
+
+
+def points_of(run_ranks: RunRanks, operation: Callable[[Any, Communicator], Array], n: int) -> list[int]:
+    """How many kill points each rank's program has, from an undisturbed run."""
+
+    def body(p: Any) -> int:
+        plans: list[Plan] = []
+
+        def remember(request: Any, rank: int) -> Plan:
+            plans.append(plan_of(request, rank))
+            return plans[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("zbmd.collectives.communicator.plan_of", remember)
+            operation(p, p.communicator())
+        return plans[-1].kill_points
+
+    return run_ranks(n, body)
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [(name, n) for n in (2, 3) for name in OPERATIONS] + [("direct", 4), ("shard_tree", 4), ("eager", 4)],
+)
+def test_a_kill_at_any_instruction_leaves_no_mixed_result(run_ranks: RunRanks, name: str, n: int) -> None:
+    operation = OPERATIONS[name]
+    points = points_of(run_ranks, operation, n)
+    covered: set[tuple[int, int]] = set()
+    for point in range(max(points)):
+        # All ranks run nearly the same program: each point is tried on one rank, on both if there are two.
+        for victim in range(n) if n == 2 else [point % n]:
+            if point < points[victim]:
+                kill_at(run_ranks, operation, n, victim, point)
+                covered.add((victim, point))
+    assert {point for _, point in covered} >= set(range(min(points)))
+
+
+def kill_at(
+    run_ranks: RunRanks, operation: Callable[[Any, Communicator], Array], n: int, victim: int, point: int
+) -> None:
+    survivors = tuple(rank for rank in range(n) if rank != victim)
+
+    def body(p: Any) -> str:
+        first = p.communicator()
+        if p.rank == victim:
+            first.kill_at(1, point)
+        try:
+            outcome = operation(p, first).tobytes().hex()
+        except MembersLost as lost:
+            assert lost.ranks == (victim,) and lost.peer == victim
+            outcome = "lost"
+        except OperationAborted:
+            outcome = "aborted"
+        p.await_death(victim)
+        first.close()
+        second = p.communicator(members=survivors, epoch=2)
+        total = second.all_reduce(np.full(700, p.rank, np.float64), algorithm="ring", deadline_ns=p.soon())
+        assert (total == sum(survivors)).all()
+        return outcome
+
+    def undisturbed(p: Any) -> str:
+        return operation(p, p.communicator()).tobytes().hex()
+
+    outcomes = run_ranks(n, body, dies=frozenset((victim,)), arena_bytes=1 << 16)
+    if any(outcome not in ("lost", "aborted", None) for outcome in outcomes):
+        expected = EXPECTED.setdefault((id(operation), n), run_ranks(n, undisturbed))
+        for rank in survivors:
+            assert outcomes[rank] in ("lost", "aborted", expected[rank]), f"rank {rank}: a mixed result"
+    if point < n - 1:  # dead before it had entered for all: the last to be told cannot complete
+        untold = (victim + n - 1) % n
+        assert outcomes[untold] == "lost"
+
+
+EXPECTED: dict[tuple[int, int], list[Any]] = {}

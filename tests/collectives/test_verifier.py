@@ -1,0 +1,493 @@
+"""The verifier accepts every algorithm of the catalogue and rejects planted wrong programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from zbmd.collectives.algorithms import ALGORITHMS, Operation, Request, algorithm_of, build, spec_of
+from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
+from zbmd.collectives.errors import Flaw, ProgramError, VerificationError
+from zbmd.collectives.program import (
+    IN,
+    INBOX,
+    OUT,
+    PUB,
+    SCRATCH,
+    Copy,
+    Instruction,
+    Notify,
+    Operand,
+    Program,
+    Put,
+    Reduce,
+    Wait,
+    format_program,
+    parse_program,
+)
+from zbmd.collectives.spec import Spec
+from zbmd.collectives.verifier import verify
+
+KINDS = sorted(ALGORITHMS, key=str)
+
+
+def requests_for(operation: Operation, algorithm: str, n: int) -> Iterator[Request]:
+    """A spread of requests: few and many chunks, odd numbers, several roots and assignments."""
+    base = Request(operation=operation, algorithm=algorithm, n=n)
+    if operation is Operation.BARRIER:
+        yield base
+        return
+    counts = (1, 3) if ALGORITHMS[operation, algorithm].eager else (1, n, 2 * n + 1)
+    if ALGORITHMS[operation, algorithm].blocked:
+        counts = (n, 3 * n)
+    for chunks in counts:
+        if operation is Operation.BROADCAST:
+            for root in {0, n // 2, n - 1}:
+                yield replace(base, chunks=chunks, root=root)
+        elif operation is Operation.ALL_REDUCE_SHARDS:
+            for shards in (1, 12, 13):
+                yield replace(base, chunks=chunks, shards=shards, assignment=assign_shards(shards, n))
+        else:
+            yield replace(base, chunks=chunks)
+
+
+def programs_of(request: Request) -> list[Program]:
+    return [build(request, rank) for rank in range(request.n)]
+
+
+def check(request: Request) -> None:
+    programs = programs_of(request)
+    for program in programs[:3]:
+        assert parse_program(format_program(program)) == program
+    for in_place in (False, True):
+        verify(programs, spec_of(request, in_place=in_place))
+
+
+@pytest.mark.parametrize("n", [*range(1, 17), 23, 31])
+@pytest.mark.parametrize(("operation", "algorithm"), KINDS)
+def test_every_algorithm_is_right(operation: Operation, algorithm: str, n: int) -> None:
+    for request in requests_for(operation, algorithm, n):
+        check(request)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_short_rings_need_no_credits(n: int) -> None:
+    for chunks in range(1, 40):
+        check(Request(operation=Operation.ALL_REDUCE, algorithm="ring", n=n, chunks=chunks))
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), KINDS)
+def test_every_algorithm_is_right_for_64_ranks(operation: Operation, algorithm: str) -> None:
+    eager = ALGORITHMS[operation, algorithm].eager
+    chunks = 64 if ALGORITHMS[operation, algorithm].blocked else (1 if eager else 5)
+    request = Request(operation=operation, algorithm=algorithm, n=64, chunks=chunks, root=37)
+    if operation is Operation.ALL_REDUCE_SHARDS:
+        request = replace(request, shards=100, assignment=assign_shards(100, 64))
+    verify(programs_of(request), spec_of(request))
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        ((0, 12), (12, 12), (12, 12)),
+        ((0, 0), (0, 12), (12, 12)),
+        ((0, 1), (1, 11), (11, 12)),
+        ((5, 12), (0, 3), (3, 5)),
+        ((7, 12), (0, 0), (0, 7)),
+    ],
+)
+def test_the_shard_tree_is_right_for_uneven_assignments(assignment: Assignment) -> None:
+    check(
+        Request(
+            operation=Operation.ALL_REDUCE_SHARDS,
+            algorithm="shard_tree",
+            n=3,
+            chunks=7,
+            shards=12,
+            assignment=assignment,
+        )
+    )
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), KINDS)
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_peers_read_only_what_an_algorithm_exposes(operation: Operation, algorithm: str, n: int) -> None:
+    for request in requests_for(operation, algorithm, n):
+        for program in programs_of(request):
+            for instruction in program.instructions:
+                if isinstance(instruction, Reduce | Copy):
+                    sources = (
+                        (instruction.a, instruction.b)
+                        if isinstance(instruction, Reduce)
+                        else (instruction.src,)
+                    )
+                    for source in sources:
+                        if source.rank != program.rank and source.buffer != PUB:
+                            exposed = algorithm_of(request).exposes(request, source.rank)
+                            assert source.buffer in exposed, f"{program.rank}: {instruction}"
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), KINDS)
+def test_no_instruction_can_be_left_out(operation: Operation, algorithm: str) -> None:
+    """But for waits, which another order of events may imply."""
+    for request in requests_for(operation, algorithm, 3):
+        programs = programs_of(request)
+        for program in programs:
+            for index, left_out in enumerate(program.instructions):
+                if isinstance(left_out, Wait):
+                    continue
+                kept = program.instructions[:index] + program.instructions[index + 1 :]
+                broken = [replace(p, instructions=kept) if p is program else p for p in programs]
+                with pytest.raises(VerificationError):
+                    verify(broken, spec_of(request))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(operation=Operation.ALL_REDUCE, algorithm="magic", n=2),
+        Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=0),
+        Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=65),
+        Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=2, chunks=0),
+        Request(operation=Operation.ALL_GATHER, algorithm="direct", n=2, chunks=3),
+        Request(operation=Operation.BROADCAST, algorithm="tree", n=2, root=2),
+        Request(operation=Operation.ALL_REDUCE_SHARDS, algorithm="shard_tree", n=2, shards=0),
+        Request(
+            operation=Operation.ALL_REDUCE_SHARDS, algorithm="shard_tree", n=2, shards=2, assignment=((0, 2),)
+        ),
+        Request(
+            operation=Operation.ALL_REDUCE_SHARDS,
+            algorithm="shard_tree",
+            n=2,
+            shards=4,
+            assignment=((0, 2), (1, 4)),
+        ),
+        Request(
+            operation=Operation.ALL_REDUCE_SHARDS,
+            algorithm="shard_tree",
+            n=2,
+            shards=4,
+            assignment=((0, 2), (2, 3)),
+        ),
+    ],
+)
+def test_a_bad_request_is_refused(request_: Request) -> None:
+    with pytest.raises(ProgramError):
+        build(request_, 0)
+
+
+# Planted wrong programs: each takes right programs and breaks them in one way.
+
+Programs = list[Program]
+DIRECT = Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=3, chunks=6)
+RING = Request(operation=Operation.ALL_REDUCE, algorithm="ring", n=6, chunks=18)
+TREE = Request(operation=Operation.BROADCAST, algorithm="tree", n=4, chunks=2, root=1)
+GATHER = Request(operation=Operation.ALL_GATHER, algorithm="direct", n=3, chunks=6)
+BARRIER = Request(operation=Operation.BARRIER, algorithm="dissemination", n=5)
+SHARDS = Request(
+    operation=Operation.ALL_REDUCE_SHARDS,
+    algorithm="shard_tree",
+    n=3,
+    chunks=3,
+    shards=8,
+    assignment=((0, 3), (3, 6), (6, 8)),
+)
+
+
+def find(program: Program, kind: type[Instruction], nth: int = 0) -> int:
+    """The index of the nth instruction of a kind; negative counts from the end."""
+    return [i for i, found in enumerate(program.instructions) if isinstance(found, kind)][nth]
+
+
+def edit(programs: Programs, rank: int, change: Callable[[list[Instruction]], None]) -> Programs:
+    instructions = list(programs[rank].instructions)
+    change(instructions)
+    return [replace(p, instructions=tuple(instructions)) if p.rank == rank else p for p in programs]
+
+
+def put_at(programs: Programs, rank: int, index: int, *new: Instruction, drop: int = 1) -> Programs:
+    return edit(
+        programs, rank, lambda instructions: instructions.__setitem__(slice(index, index + drop), new)
+    )
+
+
+def dropped_wait(p: Programs) -> Programs:
+    return put_at(p, 1, find(p[1], Wait))
+
+
+def missing_notify(p: Programs) -> Programs:
+    return put_at(p, 2, find(p[2], Notify))
+
+
+def swapped_chunk(p: Programs) -> Programs:
+    at = find(p[0], Copy)
+    return put_at(p, 0, at, Copy(2, Operand(0, OUT, 2), Operand(1, OUT, 3)))
+
+
+def chunk_done_twice(p: Programs) -> Programs:
+    at = find(p[0], Copy, 1)
+    return put_at(p, 0, at, p[0].instructions[find(p[0], Copy)])
+
+
+def notify_wrong_peer(p: Programs) -> Programs:
+    return put_at(p, 0, find(p[0], Notify), Notify(2))
+
+
+def copy_from_wrong_peer(p: Programs) -> Programs:
+    at = find(p[0], Copy)
+    return put_at(p, 0, at, Copy(2, Operand(0, OUT, 2), Operand(2, OUT, 2)))
+
+
+def input_taken_twice(p: Programs) -> Programs:
+    at = find(p[0], Reduce)
+    return put_at(p, 0, at, Reduce(0, Operand(0, SCRATCH, 0), Operand(0, IN, 0), Operand(0, IN, 0)))
+
+
+def contribution_left_out(p: Programs) -> Programs:
+    at = find(p[0], Reduce, 1)
+    return put_at(p, 0, at, Copy(0, Operand(0, OUT, 0), Operand(0, SCRATCH, 0)))
+
+
+def reversed_on_one_rank(p: Programs) -> Programs:
+    at = find(p[1], Reduce)
+    return put_at(p, 1, at, Reduce(2, Operand(1, SCRATCH, 0), Operand(1, IN, 2), Operand(0, IN, 2)))
+
+
+def no_final_sync(p: Programs) -> Programs:
+    return put_at(p, 0, find(p[0], Wait, -2), drop=2)
+
+
+def final_wait_too_low(p: Programs) -> Programs:
+    at = find(p[0], Wait, -1)
+    return put_at(p, 0, at, replace(p[0].instructions[at], count=1))
+
+
+def wait_too_high(p: Programs) -> Programs:
+    at = find(p[0], Wait, -1)
+    return put_at(p, 0, at, replace(p[0].instructions[at], count=3))
+
+
+def notify_before_the_data(p: Programs) -> Programs:
+    at = find(p[1], Notify)
+    early = p[1].instructions[at]
+    return put_at(put_at(p, 1, at), 1, 0, early, drop=0)
+
+
+def extra_notify(p: Programs) -> Programs:
+    return put_at(p, 2, 0, Notify(0), drop=0)
+
+
+def scratch_unwritten(p: Programs) -> Programs:
+    return put_at(p, 1, find(p[1], Reduce))
+
+
+def scratch_overwritten(p: Programs) -> Programs:
+    at = find(p[1], Reduce)
+    return put_at(p, 1, at, p[1].instructions[at], p[1].instructions[at])
+
+
+def scratch_forgotten(p: Programs) -> Programs:
+    last = len(p[2].instructions)
+    return put_at(p, 2, last, Copy(0, Operand(2, SCRATCH, 0), Operand(2, OUT, 0)))
+
+
+def chunk_beyond_the_end(p: Programs) -> Programs:
+    at = find(p[2], Reduce)
+    beyond = Reduce(6, Operand(2, SCRATCH, 0), Operand(0, IN, 6), Operand(1, IN, 6))
+    return put_at(p, 2, at, beyond)
+
+
+def slot_beyond_the_end(p: Programs) -> Programs:
+    at = find(p[2], Reduce)
+    return put_at(p, 2, at, Reduce(4, Operand(2, SCRATCH, 1), Operand(0, IN, 4), Operand(1, IN, 4)))
+
+
+def rank_beyond_the_end(p: Programs) -> Programs:
+    at = find(p[2], Reduce)
+    return put_at(p, 2, at, Reduce(4, Operand(2, SCRATCH, 0), Operand(3, IN, 4), Operand(1, IN, 4)))
+
+
+def put_into_a_peers_output(p: Programs) -> Programs:
+    return put_at(p, 0, 0, Put(0, Operand(1, OUT, 0), Operand(0, IN, 0)), drop=0)
+
+
+def write_to_an_input(p: Programs) -> Programs:
+    return put_at(p, 0, 0, Copy(0, Operand(0, IN, 0), Operand(1, IN, 0)), drop=0)
+
+
+def write_to_a_peer(p: Programs) -> Programs:
+    return put_at(p, 0, 0, Copy(0, Operand(1, OUT, 0), Operand(0, IN, 0)), drop=0)
+
+
+def write_another_block(p: Programs) -> Programs:
+    scattered = [build(replace(GATHER, operation=Operation.REDUCE_SCATTER), rank) for rank in range(3)]
+    return put_at(scattered, 0, 0, Copy(5, Operand(0, OUT, 5), Operand(0, IN, 5)), drop=0)
+
+
+def read_a_peers_scratch(p: Programs) -> Programs:
+    at = find(p[0], Reduce, 1)
+    return put_at(p, 0, at, Reduce(0, Operand(0, OUT, 0), Operand(1, SCRATCH, 0), Operand(2, IN, 0)))
+
+
+def notify_oneself(p: Programs) -> Programs:
+    return put_at(p, 0, 0, Notify(0), drop=0)
+
+
+def wait_for_nothing(p: Programs) -> Programs:
+    return put_at(p, 0, 0, Wait(1, 0), drop=0)
+
+
+def program_of_another_rank(p: Programs) -> Programs:
+    return [p[0], p[2], p[1]]
+
+
+def program_missing(p: Programs) -> Programs:
+    return p[:2]
+
+
+def another_chunking_on_one_rank(p: Programs) -> Programs:
+    return [p[0], build(replace(DIRECT, chunks=7), 1), p[2]]
+
+
+def credit_not_awaited(p: Programs) -> Programs:
+    waits = [i for i, found in enumerate(p[0].instructions) if isinstance(found, Wait) and found.peer == 1]
+    return put_at(p, 0, waits[0])
+
+
+def slot_given_back_too_early(p: Programs) -> Programs:
+    at = find(p[1], Notify)
+    assert isinstance(p[1].instructions[at - 1], Reduce)
+    return put_at(p, 1, at - 1, p[1].instructions[at], p[1].instructions[at - 1], drop=2)
+
+
+def all_wait_before_they_put(p: Programs) -> Programs:
+    for rank in range(6):
+        first_put, first_wait = find(p[rank], Put), find(p[rank], Wait)
+        wait = p[rank].instructions[first_wait]
+        p = put_at(put_at(p, rank, first_wait), rank, first_put, wait, drop=0)
+    return p
+
+
+def another_slot_consumed(p: Programs) -> Programs:
+    at = find(p[0], Reduce, 1)
+    instruction = p[0].instructions[at]
+    assert isinstance(instruction, Reduce) and instruction.a.buffer == INBOX
+    return put_at(p, 0, at, replace(instruction, a=instruction.a._replace(index=3)))
+
+
+def last_put_not_consumed(p: Programs) -> Programs:
+    return put_at(p, 0, find(p[0], Copy, -1))
+
+
+def wrong_root_everywhere(p: Programs) -> Programs:
+    return [build(replace(TREE, root=2), rank) for rank in range(4)]
+
+
+def wrong_root_on_one_rank(p: Programs) -> Programs:
+    return [build(replace(TREE, root=3), 0), *p[1:]]
+
+
+def gathered_into_swapped_blocks(p: Programs) -> Programs:
+    at = find(p[0], Copy, 2)
+    return put_at(p, 0, at, Copy(2, Operand(0, OUT, 2), Operand(2, IN, 2)))
+
+
+def barrier_round_missing(p: Programs) -> Programs:
+    return [replace(x, instructions=tuple(i for k, i in enumerate(x.instructions) if k // 2 != 1)) for x in p]
+
+
+def shards_in_another_order(p: Programs) -> Programs:
+    other = replace(SHARDS, assignment=((3, 6), (0, 3), (6, 8)))
+    return [build(other, rank) for rank in range(3)]
+
+
+PLANTS: list[tuple[Callable[[Programs], Programs], Request, set[Flaw]]] = [
+    (dropped_wait, DIRECT, {Flaw.RACE, Flaw.UNINITIALISED}),
+    (missing_notify, DIRECT, {Flaw.DEADLOCK}),
+    (swapped_chunk, DIRECT, {Flaw.WRONG_CHUNK}),
+    (chunk_done_twice, DIRECT, {Flaw.WRONG_OUTPUT}),
+    (notify_wrong_peer, DIRECT, {Flaw.RACE, Flaw.DEADLOCK}),
+    (copy_from_wrong_peer, DIRECT, {Flaw.RACE, Flaw.UNINITIALISED}),
+    (input_taken_twice, DIRECT, {Flaw.DUPLICATE}),
+    (contribution_left_out, DIRECT, {Flaw.WRONG_OUTPUT}),
+    (reversed_on_one_rank, DIRECT, {Flaw.WRONG_ORDER}),
+    (no_final_sync, DIRECT, {Flaw.RACE}),
+    (final_wait_too_low, DIRECT, {Flaw.RACE}),
+    (wait_too_high, DIRECT, {Flaw.DEADLOCK}),
+    (notify_before_the_data, DIRECT, {Flaw.RACE, Flaw.UNINITIALISED}),
+    (extra_notify, DIRECT, {Flaw.RACE, Flaw.UNBALANCED}),
+    (scratch_unwritten, DIRECT, {Flaw.UNINITIALISED}),
+    (scratch_overwritten, DIRECT, {Flaw.OVERWRITTEN}),
+    (scratch_forgotten, DIRECT, {Flaw.UNCONSUMED}),
+    (chunk_beyond_the_end, DIRECT, {Flaw.OUT_OF_BOUNDS}),
+    (slot_beyond_the_end, DIRECT, {Flaw.OUT_OF_BOUNDS}),
+    (rank_beyond_the_end, DIRECT, {Flaw.OUT_OF_BOUNDS}),
+    (put_into_a_peers_output, DIRECT, {Flaw.NOT_ACCESSIBLE}),
+    (write_to_an_input, DIRECT, {Flaw.NOT_ACCESSIBLE}),
+    (write_to_a_peer, DIRECT, {Flaw.NOT_ACCESSIBLE}),
+    (write_another_block, replace(GATHER, operation=Operation.REDUCE_SCATTER), {Flaw.NOT_ACCESSIBLE}),
+    (read_a_peers_scratch, DIRECT, {Flaw.NOT_ACCESSIBLE}),
+    (notify_oneself, DIRECT, {Flaw.MALFORMED}),
+    (wait_for_nothing, DIRECT, {Flaw.MALFORMED}),
+    (program_of_another_rank, DIRECT, {Flaw.MALFORMED}),
+    (program_missing, DIRECT, {Flaw.MALFORMED}),
+    (another_chunking_on_one_rank, DIRECT, {Flaw.MALFORMED}),
+    (credit_not_awaited, RING, {Flaw.RACE, Flaw.OVERWRITTEN}),
+    (slot_given_back_too_early, RING, {Flaw.RACE}),
+    (all_wait_before_they_put, RING, {Flaw.DEADLOCK}),
+    (another_slot_consumed, RING, {Flaw.UNINITIALISED, Flaw.WRONG_CHUNK, Flaw.RACE}),
+    (last_put_not_consumed, RING, {Flaw.UNCONSUMED}),
+    (wrong_root_everywhere, TREE, {Flaw.UNINITIALISED}),
+    (wrong_root_on_one_rank, TREE, {Flaw.UNINITIALISED, Flaw.RACE, Flaw.DEADLOCK}),
+    (gathered_into_swapped_blocks, GATHER, {Flaw.UNINITIALISED}),
+    (barrier_round_missing, BARRIER, {Flaw.NOT_SYNCHRONISED}),
+    (shards_in_another_order, SHARDS, {Flaw.UNINITIALISED, Flaw.WRONG_ORDER}),
+]
+
+
+@pytest.mark.parametrize(("plant", "request_", "flaws"), PLANTS, ids=[plant.__name__ for plant, *_ in PLANTS])
+def test_planted_wrong_programs_are_rejected(
+    plant: Callable[[Programs], Programs], request_: Request, flaws: set[Flaw]
+) -> None:
+    programs, spec = programs_of(request_), spec_of(request_)
+    verify(programs, spec)
+    broken = plant(programs)
+    assert broken != programs
+    with pytest.raises(VerificationError) as caught:
+        verify(broken, spec)
+    assert caught.value.flaw in flaws, str(caught.value)
+
+
+def test_accumulating_in_the_output_is_wrong_in_place_only() -> None:
+    """The hazard for which `direct_all_reduce` accumulates in scratch."""
+
+    def accumulate(rank: int) -> list[Instruction]:
+        out = Operand(rank, OUT, rank)
+        return [
+            Reduce(rank, out, Operand(0, IN, rank), Operand(1, IN, rank)),
+            Reduce(rank, out, out, Operand(2, IN, rank)),
+        ]
+
+    request = replace(DIRECT, chunks=3)
+    programs: Sequence[Program] = programs_of(request)
+    for rank in range(3):
+        programs = put_at(list(programs), rank, 0, *accumulate(rank), drop=2)
+    verify(programs, spec_of(request))
+    in_place: Spec = spec_of(request, in_place=True)
+    with pytest.raises(VerificationError) as caught:
+        verify(programs, in_place)
+    assert caught.value.flaw is Flaw.DUPLICATE
+
+
+def test_an_error_names_rank_instruction_and_reason() -> None:
+    programs = reversed_on_one_rank(programs_of(DIRECT))
+    with pytest.raises(
+        VerificationError, match=r"rank 0, at its end: output is reduced in another order: out\[2\]"
+    ):
+        verify(programs, spec_of(DIRECT))
+    with pytest.raises(
+        VerificationError, match=r"rank 0, instruction 0: a contribution counts twice.*rank 0"
+    ):
+        verify(input_taken_twice(programs_of(DIRECT)), spec_of(DIRECT))

@@ -1,0 +1,263 @@
+"""What holds for every test: one seed, nothing left behind, no quiet skips.
+
+- `ZBMD_TEST_SEED=n` repeats a run; without it the seed is fresh. It is printed first, feeds hypothesis, and
+  the `seed` fixture derives each test's own from it.
+- After each test no child, thread, file descriptor or file in /dev/shm may be left that was not there
+  before; what a fixture of wider scope holds is accounted for at the end of the session.
+- With `ZBMD_STRICT_SKIPS=1` (CI) a skip fails the run, unless the test is marked `optional`.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import re
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import uvloop
+from hypothesis import HealthCheck, settings
+
+SEED_VARIABLE = "ZBMD_TEST_SEED"
+STRICT_SKIPS_VARIABLE = "ZBMD_STRICT_SKIPS"
+# Every process that a test starts inherits this, so that an orphan can be told from a stranger.
+MARKER_VARIABLE = "ZBMD_TEST_SESSION"
+# Packages outside the dev extra: a module that skips itself for want of one is allowed to.
+OPTIONAL_PACKAGES = ("torch", "cupy", "pyverbs")
+# A BLAS pool would be threads that no test started, and that no forked child may inherit.
+POOL_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+# What was asked to end may take this long to be gone from /proc.
+SETTLE_S = 5.0
+SETTLE_STEP_S = 0.005
+# libuv's file and name look-up workers live as long as the process.
+LASTING_THREADS = frozenset({"libuv-worker"})
+
+settings.register_profile(
+    "zbmd",
+    deadline=None,
+    database=None,
+    print_blob=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("zbmd")
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What this process holds at one moment, each thing by a key that is never used twice at once."""
+
+    children: frozenset[str]
+    threads: frozenset[str]
+    descriptors: frozenset[str]
+    shared_memory: frozenset[str]
+    processes: frozenset[int]
+
+    @classmethod
+    def now(cls) -> Holdings:
+        return cls(
+            children=frozenset(_children()),
+            threads=frozenset(_threads()),
+            descriptors=frozenset(_descriptors()),
+            shared_memory=frozenset(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else frozenset(),
+            processes=frozenset(int(name) for name in os.listdir("/proc") if name.isdigit()),
+        )
+
+    def since(self, before: Holdings) -> list[str]:
+        """Return a line for each thing held now and not before, a process of this session included."""
+        kept = [f"child {child}" for child in self.children - before.children]
+        kept += [f"thread {thread}" for thread in self.threads - before.threads]
+        kept += [f"descriptor {descriptor}" for descriptor in self.descriptors - before.descriptors]
+        kept += [f"/dev/shm/{name}" for name in self.shared_memory - before.shared_memory]
+        kept += [f"orphan {_describe(pid)}" for pid in self.processes - before.processes if _is_orphan(pid)]
+        return sorted(kept)
+
+
+def _read(path: str) -> str:
+    """Read a file of /proc; empty when its process or thread has just ended."""
+    try:
+        return Path(path).read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""
+
+
+def _describe(pid: int) -> str:
+    command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+    return f"{pid} ({command or 'ended, never waited for'})"
+
+
+def _children() -> Generator[str]:
+    for thread in os.listdir("/proc/self/task"):
+        for pid in _read(f"/proc/self/task/{thread}/children").split():
+            yield _describe(int(pid))
+
+
+def _threads() -> Generator[str]:
+    for thread in os.listdir("/proc/self/task"):
+        name = _read(f"/proc/self/task/{thread}/comm").strip()
+        if name and name not in LASTING_THREADS:
+            yield f"{thread} ({name})"
+
+
+def _descriptors() -> Generator[str]:
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:
+            continue  # The directory's own descriptor, closed since.
+        yield f"{descriptor} -> {target}"
+
+
+def _is_orphan(pid: int) -> bool:
+    """Tell whether `pid` was started by this session and is no child of it any more."""
+    marker = f"{MARKER_VARIABLE}={os.environ[MARKER_VARIABLE]}"
+    return marker in _read(f"/proc/{pid}/environ").split("\0") and _parent(pid) not in (None, os.getpid())
+
+
+def _left_behind(before: Holdings, allowed: set[str]) -> list[str]:
+    """Return what is left of what came since `before`, once it has had SETTLE_S to go."""
+    pause = threading.Event()
+    deadline_s = time.monotonic() + SETTLE_S
+    collected = False
+    while True:
+        left = [thing for thing in Holdings.now().since(before) if thing not in allowed]
+        if not left or time.monotonic() > deadline_s:
+            return left
+        if not collected:
+            gc.collect()
+            collected = True
+        else:
+            pause.wait(SETTLE_STEP_S)
+
+
+def _parent(pid: int) -> int | None:
+    found = re.search(r"^PPid:\t(\d+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _end_processes(before: Holdings) -> None:
+    """Kill and reap what a test left running, so that the next test starts clean."""
+    for pid in Holdings.now().processes - before.processes:
+        if _parent(pid) == os.getpid() or _is_orphan(pid):
+            os.kill(pid, signal.SIGKILL)
+        if _parent(pid) == os.getpid():
+            os.waitpid(pid, 0)
+
+
+class Watch:
+    """The hooks that hold a session to its rules, and what they remember between tests."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.before_session = Holdings.now()
+        self.before_test = self.before_session
+        # What fixtures of wider scope took on while the current test was set up.
+        self.by_fixtures: set[str] = set()
+        self.quiet_skips: list[str] = []
+        self.left_by_session: list[str] = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self) -> None:
+        self.before_session = Holdings.now()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self) -> Generator[None]:
+        self.by_fixtures.clear()
+        self.before_test = Holdings.now()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+        before = Holdings.now()
+        result = yield
+        if fixturedef.scope != "function":
+            self.by_fixtures.update(Holdings.now().since(before))
+        return result
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self) -> Generator[None]:
+        yield
+        if left := _left_behind(self.before_test, self.by_fixtures):
+            _end_processes(self.before_test)
+            pytest.fail(f"left behind: {'; '.join(left)}", pytrace=False)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.failed:
+            command = f"{SEED_VARIABLE}={self.seed} make test PYTEST_ARGS='{item.nodeid}'"
+            report.sections.append(("to repeat it", command))
+        expected = hasattr(report, "wasxfail") or item.get_closest_marker("optional") is not None
+        if report.skipped and not expected:
+            self.quiet_skips.append(f"{item.nodeid}: {_reason(report.longrepr)}")
+        return report
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        reason = _reason(report.longrepr)
+        if report.skipped and not any(f"could not import '{name}" in reason for name in OPTIONAL_PACKAGES):
+            self.quiet_skips.append(f"{report.nodeid}: {reason}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.left_by_session = _left_behind(self.before_session, set())
+        _end_processes(self.before_session)
+        strict = os.environ.get(STRICT_SKIPS_VARIABLE) == "1"
+        if session.exitstatus == pytest.ExitCode.OK and (
+            self.left_by_session or (strict and self.quiet_skips)
+        ):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.left_by_session:
+            terminalreporter.section("left behind by the session", red=True)
+            terminalreporter.write_line("\n".join(self.left_by_session))
+        if self.quiet_skips and os.environ.get(STRICT_SKIPS_VARIABLE) == "1":
+            terminalreporter.section("skipped, but not optional: install what is missing", red=True)
+            terminalreporter.write_line("\n".join(self.quiet_skips))
+
+
+def _reason(longrepr: object) -> str:
+    """Return why a report was skipped: the last part of its (file, line, reason)."""
+    return str(longrepr[-1]) if isinstance(longrepr, tuple) else str(longrepr)
+
+
+WATCH = pytest.StashKey[Watch]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the session's seed before hypothesis reads its own and before any test imports numpy."""
+    text = os.environ.get(SEED_VARIABLE, "")
+    if text and not text.isdecimal():
+        raise pytest.UsageError(f"{SEED_VARIABLE} is {text!r}; set it to a whole number, or leave it out")
+    seed = int(text) if text else secrets.randbits(32)
+    if config.getoption("hypothesis_seed") is None:
+        config.option.hypothesis_seed = seed
+    for variable in POOL_VARIABLES:
+        os.environ.setdefault(variable, "1")
+    os.environ[MARKER_VARIABLE] = secrets.token_hex(8)
+    # libuv opens a pipe with a process's first loop and keeps it.
+    uvloop.new_event_loop().close()
+    config.stash[WATCH] = watch = Watch(seed)
+    config.pluginmanager.register(watch, "zbmd-watch")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Print the seed first."""
+    return f"{SEED_VARIABLE}={config.stash[WATCH].seed} repeats this run"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """This test's own seed (64 bits), derived from the session's and the test's name."""
+    text = f"{request.config.stash[WATCH].seed} {request.node.nodeid}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

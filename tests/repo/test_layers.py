@@ -1,0 +1,38 @@
+"""The layer contract sees through the links in src/zbmd: a planted upward import breaks it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zbmd.tools import tidy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("planted", "verdict"),
+    [("import zbmd.transport.errors", "1 kept, 0 broken"), ("import zbmd.tools.tidy", "0 kept, 1 broken")],
+    ids=["downwards", "upwards"],
+)
+def test_import_linter_reports_an_upward_import(tmp_path: Path, planted: str, verdict: str) -> None:
+    for path in tidy.repository_files(ROOT):
+        if path.split("/", 1)[0] in {*tidy.LAYERS, "src", "pyproject.toml"}:
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / path, tmp_path / path, follow_symlinks=False)
+    (tmp_path / "transport" / "planted.py").write_text(f"{planted}\n")
+    run = subprocess.run(
+        [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert verdict in run.stdout, run.stdout + run.stderr
+    assert run.returncode == (0 if "0 broken" in verdict else 1)

@@ -1,0 +1,114 @@
+"""What a user installs: sdist → wheel → an empty environment, far from the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from zbmd.tools import tidy
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILT = {"transport/_native", "collectives/_stepper"}
+SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h"}
+
+# Runs in the empty environment: imports every module that needs no extra, and calls compiled code.
+PROBE = """
+import importlib, pkgutil, sys
+import zbmd
+
+assert "site-packages" in zbmd.__file__, zbmd.__file__
+behind_an_extra = {"zbmd.collectives.torch_backend"}
+for found in pkgutil.walk_packages(zbmd.__path__, "zbmd."):
+    if found.name not in behind_an_extra:
+        importlib.import_module(found.name)
+assert not {"torch", "cupy", "pyverbs"} & sys.modules.keys()
+
+from zbmd.collectives import _stepper
+from zbmd.transport import _native
+
+assert _stepper.__file__.endswith(".so") and _native.__file__.endswith(".so")
+first_ns = _native.now_ns()
+assert 0 < first_ns <= _native.now_ns()
+print("probe passed")
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a command that does not see this environment or checkout; return its output, fail with it."""
+    hidden = {"PYTHONPATH", "MYPYPATH", "VIRTUAL_ENV"}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={name: value for name, value in os.environ.items() if name not in hidden},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, command))}:\n{done.stdout}"
+    return done.stdout
+
+
+def layer_sources() -> set[str]:
+    """Return the layers' source files as the checkout holds them: `transport/machine.py`, …"""
+    paths = [PurePosixPath(path) for path in tidy.repository_files(ROOT)]
+    return {str(path) for path in paths if path.parts[0] in tidy.LAYERS and path.suffix in SHIPPED}
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist made from a copy of what git would hand out, links as links."""
+    checkout = tmp_path_factory.mktemp("checkout")
+    for path in tidy.repository_files(ROOT):
+        (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, checkout / path, follow_symlinks=False)
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", cwd=checkout)
+    (archive,) = (checkout / "dist").iterdir()
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """A wheel built from the sdist alone, with the build requirements that it declares."""
+    folder = sdist.parent / "wheel"
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, sdist, cwd=sdist.parent)
+    (archive,) = folder.iterdir()
+    return archive
+
+
+def test_the_sdist_holds_every_source_as_a_regular_file(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        members = {member.name.split("/", 1)[-1]: member for member in archive.getmembers()}
+    assert not [name for name, member in members.items() if member.issym() or member.islnk()]
+    assert {f"src/zbmd/{path}" for path in layer_sources()} <= members.keys()
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "setup.py", "src/zbmd/py.typed"} <= members.keys()
+    assert not [name for name in members if name.endswith((".so", ".c"))]
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    compiled = {name for name in names if name.endswith(".so")}
+    assert {name.split(".")[0] for name in compiled} == {f"zbmd/{path}" for path in BUILT}
+    ours = {name for name in names if not name.split("/")[0].endswith(".dist-info")} - compiled
+    assert ours == {f"zbmd/{path}" for path in layer_sources()} | {"zbmd/__init__.py", "zbmd/py.typed"}
+    assert [name for name in names if name.endswith("licenses/LICENSE")]
+
+
+def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "venv", "environment", cwd=tmp_path)
+    binaries = tmp_path / "environment" / "bin"
+    run(binaries / "python", "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path)
+    assert run(binaries / "python", "-c", PROBE, cwd=tmp_path).endswith("probe passed\n")
+    for command in ("zbmd", "zbmd-node"):
+        assert "usage" in run(binaries / command, "--help", cwd=tmp_path).lower()

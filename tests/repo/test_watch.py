@@ -1,0 +1,172 @@
+"""The suite's own rules, held against a suite that breaks each of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+
+LEAKS = """
+import os, signal, socket, subprocess, sys, tempfile, threading
+import pytest
+
+held = []
+EXIT_AT_ONCE = [sys.executable, "-c", ""]
+HANG = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
+
+def test_leaks_descriptor():
+    held.append(socket.socket())
+
+def test_leaks_thread():
+    gate = threading.Event()
+    held.append(gate)
+    threading.Thread(target=gate.wait, daemon=True).start()
+
+def test_leaks_running_child():
+    held.append(subprocess.Popen(HANG, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+def test_leaks_unreaped_child():
+    held.append(subprocess.Popen(EXIT_AT_ONCE))
+
+def test_leaks_shared_memory():
+    handle, path = tempfile.mkstemp(dir="/dev/shm", prefix="zbmd-watch-")
+    os.close(handle)
+    held.append(path)
+
+def test_leaks_orphan():
+    script = (
+        "import subprocess, sys;"
+        f"child = subprocess.Popen({HANG!r}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL);"
+        "child.stdout.readline()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+@pytest.fixture(scope="module")
+def shared():
+    with socket.socket() as endpoint:
+        yield endpoint
+
+def test_clean_with_shared_fixture(shared):
+    with socket.socket(), subprocess.Popen(HANG, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        child.kill()
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+
+def test_clean_again(shared):
+    pass
+
+def test_clean_up():
+    for thing in held:
+        if isinstance(thing, str):
+            os.unlink(thing)
+"""
+
+SKIPS = """
+import pytest
+
+@pytest.mark.optional
+def test_optional():
+    pytest.skip("no torch here")
+
+@pytest.mark.xfail
+def test_expected():
+    assert False
+
+def test_passes():
+    pass
+"""
+
+SeededRun = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run_suite(tmp_path: Path) -> SeededRun:
+    """Run a suite of one module under the real conftest, in a process of its own."""
+
+    def run(text: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+        (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = optional: x\n")
+        (tmp_path / "test_suite.py").write_text(text)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *options]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("ZBMD_")}
+        inherited["COLUMNS"] = "200"  # pytest cuts its summary lines to the terminal's width.
+        return subprocess.run(
+            command, cwd=tmp_path, env=inherited | environment, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def test_every_kind_of_leak_is_reported_and_nothing_else(run_suite: SeededRun) -> None:
+    # The settle time is for machines under load; here every leak is meant to stay.
+    run = run_suite(LEAKS.replace("import pytest", "import pytest, conftest; conftest.SETTLE_S = 0.2", 1))
+    errors = dict(re.findall(r"^ERROR \S+::(\w+) - (.*)$", run.stdout, re.MULTILINE))
+    kinds = {
+        "test_leaks_descriptor": "descriptor",
+        "test_leaks_thread": "thread",
+        "test_leaks_running_child": "child",
+        "test_leaks_unreaped_child": "child",
+        "test_leaks_shared_memory": "/dev/shm/zbmd-watch-",
+        "test_leaks_orphan": "orphan",
+    }
+    assert errors.keys() == kinds.keys(), run.stdout
+    for test, kind in kinds.items():
+        assert kind in errors[test]
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.mark.parametrize(
+    ("extra", "strict", "passes"),
+    [
+        ("", "1", True),
+        ("def test_quiet():\n    pytest.skip('not today')\n", "1", False),
+        ("def test_quiet():\n    pytest.skip('not today')\n", "0", True),
+        ("pytest.importorskip('zbmd_no_such_package')\n", "1", False),
+    ],
+    ids=["optional skips pass", "a quiet skip fails", "unless not strict", "a skipped module fails"],
+)
+def test_strict_skips(run_suite: SeededRun, extra: str, strict: str, passes: bool) -> None:
+    run = run_suite(SKIPS + extra, ZBMD_STRICT_SKIPS=strict)
+    assert (run.returncode == 0) is passes, run.stdout
+    assert ("install what is missing" in run.stdout) is not passes
+
+
+def test_one_seed_repeats_everything(run_suite: SeededRun) -> None:
+    text = """
+from hypothesis import given, strategies as st
+
+drawn = []
+
+@given(st.integers())
+def test_drawn(number):
+    drawn.append(number)
+
+def test_shown(seed):
+    print("drawn", seed, hash(tuple(drawn)))
+    assert False
+"""
+    first = run_suite(text)
+    seed = re.search(r"ZBMD_TEST_SEED=(\d+)", first.stdout)
+    assert seed is not None
+    assert f"ZBMD_TEST_SEED={seed[1]} make test PYTEST_ARGS='test_suite.py::test_shown'" in first.stdout
+    again = run_suite(text, ZBMD_TEST_SEED=seed[1])
+    other = run_suite(text, ZBMD_TEST_SEED=str(int(seed[1]) + 1))
+    shown = [re.search(r"^drawn .*$", run.stdout, re.MULTILINE) for run in (first, again, other)]
+    lines = [line[0] for line in shown if line is not None]
+    assert len(lines) == 3
+    assert lines[0] == lines[1] != lines[2]
+
+
+def test_a_bad_seed_is_a_usage_error(run_suite: SeededRun) -> None:
+    run = run_suite("def test_nothing(): pass", ZBMD_TEST_SEED="soon")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "whole number" in run.stderr

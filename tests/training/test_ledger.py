@@ -1,0 +1,132 @@
+"""The commit log: it survives a torn end and a change of writers, and the audit finds every deviation."""
+
+from __future__ import annotations
+
+import resource
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from zbmd.training.ledger import (
+    LOG_FORMAT,
+    Audit,
+    CommitLog,
+    CommitRecord,
+    LedgerBroken,
+    LogHeader,
+    audit,
+    read_log,
+)
+from zbmd.transport.errors import UserError
+
+HEADER = LogHeader(format=LOG_FORMAT, run_id="run", base_version=0, plan="{}", seed=1)
+
+
+def expected(version: int) -> list[int]:
+    return [2 * version, 2 * version + 1]
+
+
+def record(version: int, *, digest: str | None = None, samples: list[int] | None = None) -> CommitRecord:
+    first, second = samples or expected(version)
+    return CommitRecord(
+        version=version,
+        epoch=1,
+        members=(0, 1),
+        shards={0: (first,), 1: (second,)},
+        losses={0: 1.0, 1: 2.0},
+        rng_key=(1, version - 1),
+        digest=digest or f"{version:032x}",
+        at_ns=version,
+    )
+
+
+def written(path: Path, *versions: int) -> CommitLog:
+    log = CommitLog(path, HEADER)
+    for version in versions:
+        log.append(record(version))
+    log.close()
+    return log
+
+
+def test_records_are_read_back(tmp_path: Path) -> None:
+    log = written(tmp_path / "log", 1, 2, 3)
+    assert read_log(tmp_path / "log") == (HEADER, [record(v) for v in (1, 2, 3)])
+    assert log.last_version() == 3
+
+
+def test_the_next_writer_cuts_off_a_torn_record_at_any_byte(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    written(path, 1, 2)
+    whole = path.stat().st_size
+    written(path, 3)
+    data = path.read_bytes()
+    for end in range(whole, len(data)):
+        path.write_bytes(data[:end])
+        assert CommitLog(path, HEADER).last_version() == 2
+        written(path, 3, 4)
+        assert [r.version for r in read_log(path)[1]] == [1, 2, 3, 4]
+
+
+def test_a_version_is_written_once_and_only_with_one_digest(tmp_path: Path) -> None:
+    written(tmp_path / "log", 1, 2)
+    second = written(tmp_path / "log", 2, 3)
+    assert [r.version for r in read_log(tmp_path / "log")[1]] == [1, 2, 3]
+    with pytest.raises(LedgerBroken, match="version 3 is in"), closing(second):
+        second.append(record(3, digest="other"))
+
+
+def test_a_gap_is_refused(tmp_path: Path) -> None:
+    log = written(tmp_path / "log", 1)
+    with pytest.raises(LedgerBroken, match="cannot follow"), closing(log):
+        log.append(record(3))
+
+
+def test_another_runs_log_is_not_continued(tmp_path: Path) -> None:
+    written(tmp_path / "log", 1)
+    other = LogHeader(format=LOG_FORMAT, run_id="other", base_version=0, plan="{}", seed=1)
+    with pytest.raises(UserError, match="another run"):
+        CommitLog(tmp_path / "log", other).append(record(2))
+    with pytest.raises(UserError, match="another run"):
+        CommitLog(tmp_path / "log", other).last_version()
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", b"plain text", b"\xdd\xff\xff\xff\xff"])
+def test_a_foreign_file_is_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "log").write_bytes(data)
+    with pytest.raises(UserError, match="not a commit log"):
+        read_log(tmp_path / "log")
+    with pytest.raises(UserError, match="no commit log"):
+        read_log(tmp_path / "missing")
+
+
+def test_a_disk_that_takes_no_more_is_said_and_the_log_stays_whole(tmp_path: Path) -> None:
+    log = written(tmp_path / "log", 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "log").stat().st_size + 10, hard))
+    try:
+        with pytest.raises(UserError, match="Cannot write the commit log"), closing(log):
+            log.append(record(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    written(tmp_path / "log", 2)
+    assert [r.version for r in read_log(tmp_path / "log")[1]] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("records", "skipped", "repeated", "lost"),
+    [
+        ([record(1), record(2), record(3)], 0, 0, 0),
+        ([record(1), record(3)], 2, 0, 1),
+        ([record(1), record(2, samples=[4, 4]), record(3)], 1, 1, 0),
+        ([record(1), record(2, samples=[4, 99]), record(3)], 1, 1, 0),
+        ([record(1), record(2), record(2), record(3)], 0, 2, 0),
+    ],
+)
+def test_the_audit_counts_every_deviation(
+    records: list[CommitRecord], skipped: int, repeated: int, lost: int
+) -> None:
+    found = audit(records, expected, base_version=0, steps=3)
+    assert found == Audit(
+        steps=3 - lost, steps_lost=lost, samples=6, samples_skipped=skipped, samples_repeated=repeated
+    )

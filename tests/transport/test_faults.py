@@ -1,0 +1,141 @@
+"""Kill points: declared once, armed by name, and deadly at the pass they were told."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbmd.transport import faults
+from zbmd.transport.errors import LocalProtocolError, UserError
+from zbmd.transport.faults import Fault, Point, arm, declare, declared, hit, parse, reserve
+
+HERE = declare("test_faults.here", "in this file")
+THERE = declare("test_faults.there", "also in this file")
+
+# The real thing: passes both points in turn and prints what it survived.
+VICTIM = """
+import sys
+from zbmd.transport import faults
+here, there = faults.declare("a.here", "one"), faults.declare("a.there", "two")
+faults.arm(sys.argv[1], int(sys.argv[2]))
+for turn in range(4):
+    faults.hit(here)
+    print("here", turn, flush=True)
+    faults.hit(there)
+    print("there", turn, flush=True)
+"""
+PASSES = [f"{point} {turn}" for turn in range(4) for point in ("here", "there")]
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    arm("nobody", 1, "")
+
+
+def survived(spec: str, *, process: str = "rank1", incarnation: int = 1) -> tuple[int, int]:
+    """The exit status of a real process under this `ZBMD_FAULT`, and how many passes it outlived."""
+    done = subprocess.run(
+        [sys.executable, "-c", VICTIM, process, str(incarnation)],
+        env={"ZBMD_FAULT": spec, "PYTHONPATH": ":".join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    passed = done.stdout.splitlines()
+    assert passed == PASSES[: len(passed)]
+    return done.returncode, len(passed)
+
+
+@pytest.mark.parametrize(
+    ("spec", "incarnation", "passes"),
+    [
+        ("rank1:a.here", 1, 0),
+        ("rank1:a.there", 1, 1),
+        ("rank1:a.here:3", 1, 4),
+        ("rank1:a.there:4,rank1:a.here:2", 1, 2),
+        ("rank1#2:a.there:2,rank1:a.here", 2, 3),
+    ],
+)
+def test_a_process_dies_where_it_was_told(spec: str, incarnation: int, passes: int) -> None:
+    assert survived(spec, incarnation=incarnation) == (-signal.SIGKILL, passes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "incarnation"), [("", 1), ("rank1:a.here", 2), ("rank2:a.here,rank11:a.here", 1)]
+)
+def test_others_live(spec: str, incarnation: int) -> None:
+    assert survived(spec, incarnation=incarnation) == (0, len(PASSES))
+
+
+def test_every_declared_point_can_be_listed() -> None:
+    assert declared()[HERE] == "in this file"
+    assert {HERE, THERE} <= declared().keys()
+    with pytest.raises(LocalProtocolError, match="declared twice"):
+        declare("test_faults.here", "again")
+    for name in ("", "Vote.sent", "vote sent", "vote:sent", "vote,sent", ".sent"):
+        with pytest.raises(LocalProtocolError, match="not written like"):
+            declare(name, "wrong")
+
+
+names = st.text("abcXYZ019", min_size=1, max_size=9)
+a_fault = st.builds(
+    Fault,
+    process=names,
+    point=st.sampled_from(["a", "vote.sent", "a1.b_2.c3"]),
+    incarnation=st.integers(1, 10**9),
+    count=st.integers(1, 10**9),
+)
+
+
+@given(st.lists(a_fault, max_size=8))
+def test_entries_print_and_parse(entries: list[Fault]) -> None:
+    assert parse(" , ".join(map(str, entries))) == tuple(entries)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["rank1", "rank1:", ":a.here", "rank1:a.here:0", "rank1:a.here:x", "rank1#0:a.here", "rank1#:a", "a:B"],
+)
+def test_an_entry_that_cannot_be_read_says_how_to_write_it(spec: str) -> None:
+    with pytest.raises(UserError, match=r"process\[#incarnation\]:point\[:count\]"):
+        parse(spec)
+
+
+def test_too_many_entries_and_unknown_points_are_refused() -> None:
+    with pytest.raises(UserError, match="65 entries"):
+        parse(",".join(["rank1:a"] * 65))
+    with pytest.raises(UserError, match=r"'nothing.here'; declared are: .*test_faults.here"):
+        arm("rank1", 1, "rank2:nothing.here")
+
+
+@given(kill_at=st.integers(1, 200), batches=st.lists(st.integers(1, 50), max_size=20))
+def test_native_code_is_told_at_which_of_its_passes_to_kill(kill_at: int, batches: list[int]) -> None:
+    arm("rank0", 1, f"rank0:{HERE}:{kill_at}")
+    passed = 0
+    for passes in batches:
+        at = reserve(HERE, passes)
+        assert reserve(THERE, passes) == -1
+        assert at == (kill_at - 1 - passed if passed < kill_at <= passed + passes else -1)
+        passed += passes
+
+
+def test_arming_again_forgets_what_was_armed() -> None:
+    arm("rank0", 1, f"rank0:{HERE}")
+    arm("rank1", 1, f"rank0:{HERE}")
+    hit(HERE)
+    assert reserve(HERE, 100) == -1
+    with pytest.raises(LocalProtocolError, match="never declared"):
+        reserve(Point("no.such"), 1)
+
+
+def test_not_armed_a_pass_looks_at_nothing_else() -> None:
+    assert not faults._armed
+    hit(Point("never.declared"))

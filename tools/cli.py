@@ -1,0 +1,122 @@
+"""The `zbmd` command: look at what runs left behind."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.corpus import CORPUS_FILE, Corpus
+from zbmd.training.generate import generate
+from zbmd.training.gpt import GPT
+from zbmd.training.journal import WEIGHTS_NAME
+from zbmd.training.ledger import LOG_NAME, Audit, audit, read_log
+from zbmd.training.recipe import Recipe
+from zbmd.training.weights import load_weights
+from zbmd.transport.errors import UserError
+
+EXAMPLES = """examples:
+  zbmd generate zbmd-runs/demo --prompt 'def main(' --length 400
+  zbmd ledger zbmd-runs/demo
+"""
+
+
+def audit_run(directory: Path) -> Audit:
+    """Compare the commit log of a finished run with the samples that its plan asks for.
+
+    Raises `UserError` if the directory holds no commit log or not the corpus that the log names.
+    """
+    header, records = read_log(directory / LOG_NAME)
+    plan = msgspec.json.decode(header.plan, type=_Plan)
+    corpus = Corpus(directory / CORPUS_FILE, context=plan.model.context)
+    if corpus.header.digest != plan.corpus:
+        raise UserError(
+            f"{directory / CORPUS_FILE} is not the corpus of this run: its digest is "
+            f"{corpus.header.digest[:16]}, the log names {plan.corpus[:16]}. Restore it, or train again."
+        )
+    recipe = Recipe(GPT(plan.model), corpus, plan.training)
+    return audit(
+        records,
+        lambda version: recipe.sample_ids(version - 1).reshape(-1).tolist(),
+        base_version=header.base_version,
+        steps=plan.training.steps - header.base_version,
+    )
+
+
+class _Plan(msgspec.Struct, kw_only=True):
+    model: GPTConfig
+    training: TrainingConfig
+    corpus: str
+    reduction: str
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    path: Path = arguments.weights
+    params, config, step = load_weights(path / WEIGHTS_NAME if path.is_dir() else path)
+    print(f"weights of step {step} from {path}", file=sys.stderr)
+    prompt = arguments.prompt.encode()
+    sys.stdout.buffer.write(prompt)
+    for byte in generate(
+        GPT(config),
+        params,
+        prompt=prompt,
+        length=arguments.length,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+    ):
+        sys.stdout.buffer.write(byte)
+        sys.stdout.buffer.flush()
+    print(flush=True)
+    return 0
+
+
+def _ledger(arguments: argparse.Namespace) -> int:
+    found = audit_run(arguments.run)
+    print(msgspec.json.encode(found).decode())
+    return 1 if found.steps_lost or found.samples_skipped or found.samples_repeated else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="zbmd",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
+    sample = commands.add_parser("generate", help="print text sampled from trained weights")
+    sample.add_argument("weights", type=Path, help="a weights file, or the directory of a run")
+    sample.add_argument("--prompt", default="import ", help="text to continue (%(default)r)")
+    sample.add_argument("--length", type=int, default=400, help="bytes to add (%(default)s)")
+    sample.add_argument(
+        "--temperature", type=float, default=0.8, help="0: always the likeliest (%(default)s)"
+    )
+    sample.add_argument("--top-k", type=int, default=40, help="draw from so many bytes (%(default)s)")
+    sample.add_argument("--seed", type=int, default=0, help="another seed, another text (%(default)s)")
+    sample.set_defaults(run_command=_generate)
+    ledger = commands.add_parser("ledger", help="prove from the commit log that no sample was lost")
+    ledger.add_argument("run", type=Path, help="the directory of a run")
+    ledger.set_defaults(run_command=_ledger)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Exit code 1: the ledger does not balance, 2: bad input."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.run_command(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

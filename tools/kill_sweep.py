@@ -1,0 +1,180 @@
+"""Kill a rank of a small training job at every declared point, and check that the weights stay the same.
+
+    python -m zbmd.tools.kill_sweep              every point, every rank, two passes each
+    python -m zbmd.tools.kill_sweep --second     and a second kill at every point of the recovery
+    python -m zbmd.tools.kill_sweep --list       the points, in words
+
+Each case is one run of the job under a host, with `ZBMD_FAULT` naming who dies where. The points inside
+collectives are those of the programs: `collective.point:N` is the N-th instruction boundary passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host_events import HostEvent, RankReport
+from zbmd.actors.host_output import OutputLine
+from zbmd.actors.view import OnLoss
+from zbmd.tools.cli import audit_run
+from zbmd.training import job as _job  # noqa: F401 -- its imports declare the points
+from zbmd.transport import faults
+from zbmd.transport.errors import UserError
+
+WORLD_SIZE = 3
+STEPS = 5
+SHAPE = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--shards", "6")
+RECOVERY_POINTS = ("commit.view", "commit.report", "fetch.begin", "fetch.middle", "fetch.end", "step.begin")
+COLLECTIVE_STRIDE = 5
+COLLECTIVE_PASSES = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one run."""
+
+    digest: str
+    deaths: int
+    log_tail: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Run:
+    """Observer and output of a run."""
+
+    digest: str = ""
+    deaths: int = 0
+    lines: list[str] | None = None
+
+    async def write_line(self, line: OutputLine) -> None:
+        """Keep a rank's line, in case the run fails."""
+        if self.lines is not None:
+            self.lines.append(f"[rank{line.rank}]: {line.text.decode(errors='replace')}")
+
+    async def __call__(self, event: HostEvent) -> None:
+        """Keep the result."""
+        if isinstance(event, RankReport) and event.payload.get("kind") == "result":
+            self.digest = event.payload["weights_sha256"]
+
+
+async def run_small_job(
+    out: Path, data: Path, *, fault: str = "", on_loss: OnLoss = OnLoss.REPLACE, world_size: int = WORLD_SIZE
+) -> Outcome:
+    """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked.
+
+    Raises `UserError` if the run fails or the ledger does not balance.
+    """
+    run = _Run(lines=[])
+    config = HostConfig(
+        target="zbmd.training",
+        is_module=True,
+        arguments=(*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(out)),
+        world_size=world_size,
+        on_loss=on_loss,
+        environment={faults.FAULT_VARIABLE: fault},
+        preload=("zbmd.training.job",),
+    )
+    host = Host(config, output=run, observer=run)
+    ended = await host.run()
+    lines = tuple((run.lines or [])[-30:])
+    if ended.exit_code != 0 or not run.digest:
+        told = "\n".join(lines)
+        raise UserError(f"with {fault!r} the job did not finish: {ended.reason}\n{told}")
+    audited = audit_run(out)
+    if (audited.steps, audited.steps_lost, audited.samples_skipped, audited.samples_repeated) != (
+        STEPS,
+        0,
+        0,
+        0,
+    ):
+        raise UserError(f"with {fault!r} the ledger does not balance: {audited}")
+    return Outcome(digest=run.digest, deaths=len(ended.failures), log_tail=lines)
+
+
+def write_text(path: Path) -> Path:
+    """Write a small text to train on, always the same."""
+    path.write_bytes(
+        b"".join(b"line %d: the quick brown fox jumps over %d lazy dogs\n" % (i, i * i) for i in range(400))
+    )
+    return path
+
+
+def single_kills(world_size: int) -> Iterator[str]:
+    """One kill: every point outside collectives on every rank at two passes; inside them, at a stride."""
+    for rank in range(world_size):
+        for point in sorted(faults.declared()):
+            if point == "collective.point":
+                for count in range(1, COLLECTIVE_PASSES * COLLECTIVE_STRIDE, COLLECTIVE_STRIDE):
+                    yield f"rank{rank}:{point}:{count}"
+            elif not point.startswith("fetch."):  # a first life never pulls
+                yield f"rank{rank}:{point}"
+                yield f"rank{rank}:{point}:2"
+
+
+def second_kills(world_size: int) -> Iterator[str]:
+    """Rank 1 dies in its third step; then its replacement, or a survivor, dies in what follows."""
+    first = "rank1:step.reduce:3"
+    for point in RECOVERY_POINTS:
+        yield f"{first},rank1#2:{point}"
+    for rank in (0, 2):
+        for point, count in (("commit.view", 2), ("commit.report", 3), ("step.begin", 4)):
+            yield f"{first},rank{rank}:{point}:{count}"
+
+
+def sweep(cases: Sequence[str], world_size: int) -> int:
+    """Run every case; print coverage; return the number of cases whose weights differ."""
+    with tempfile.TemporaryDirectory(prefix="zbmd-sweep-") as scratch:
+        data = write_text(Path(scratch, "text"))
+        calm = uvloop.run(run_small_job(Path(scratch, "calm"), data, world_size=world_size)).digest
+        wrong = fired = 0
+        for number, fault in enumerate(cases):
+            began = time.perf_counter()
+            out = Path(scratch, str(number))
+            found = uvloop.run(run_small_job(out, data, fault=fault, world_size=world_size))
+            verdict = "same bits" if found.digest == calm else "DIFFERENT BITS"
+            wrong += found.digest != calm
+            fired += found.deaths > 0
+            took_s = time.perf_counter() - began
+            print(
+                f"{number + 1}/{len(cases)} {fault}: {found.deaths} deaths, {verdict}, {took_s:.1f} s",
+                flush=True,
+            )
+    print(f"{len(cases)} cases; in {fired} of them the kill point was reached; {wrong} with different bits")
+    return wrong
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sweep. Exit code 1: a run ended with other weights, or not at all."""
+    parser = argparse.ArgumentParser(prog="python -m zbmd.tools.kill_sweep", description=__doc__)
+    parser.add_argument("--second", action="store_true", help="also a second kill during the recovery")
+    parser.add_argument("--only", help="only cases that contain this text")
+    parser.add_argument("--list", action="store_true", help="print the points and end")
+    parser.add_argument("-n", type=int, default=WORLD_SIZE, help="ranks (%(default)s)")
+    arguments = parser.parse_args(argv)
+    if arguments.list:
+        for point, description in sorted(faults.declared().items()):
+            print(f"{point:20} {description}")
+        return 0
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    cases = [*single_kills(arguments.n), *(second_kills(arguments.n) if arguments.second else ())]
+    try:
+        wrong = sweep(
+            [case for case in cases if arguments.only is None or arguments.only in case], arguments.n
+        )
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""`zbmd-node`: run a job on this machine, see what runs, check the machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import rich.console
+import structlog
+import uvloop
+
+import zbmd
+from zbmd.actors.view import USAGE_EXIT_CODE
+from zbmd.tools import doctor, status
+from zbmd.tools.node_run import Job, check, host_config, run_job
+from zbmd.tools.settings import SETTINGS, merge
+from zbmd.transport.errors import UserError, ZbmdError
+
+EXAMPLES = """\
+examples:
+  zbmd-node run train.py                    one process a core
+  zbmd-node run -n 4 train.py --lr 3e-4     options after the script are the script's
+  zbmd-node run -n 4 -m package.module      a module instead of a script
+  zbmd-node run --on-loss shrink train.py   go on without a lost rank instead of replacing it
+  zbmd-node run --config job.toml --show-config train.py
+  zbmd-node status                          nodes, ranks, actors, restarts
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one paragraph, and ends with the exit code for misuse."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. See {self.prog} --help.")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = _Parser(
+        prog="zbmd-node",
+        description="Run a supervised training job on this machine, and see how it stands.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"zbmd {zbmd.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="run a script or module in supervised processes",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for setting in SETTINGS:
+        spellings = {setting.option, setting.option.replace("-", "_").replace("__", "--", 1)}
+        short = ["-n"] if setting.name == "nproc_per_node" else []
+        run.add_argument(
+            *short, *sorted(spellings), dest=setting.name, metavar=setting.metavar, help=setting.help
+        )
+    run.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML, by the options' names")
+    run.add_argument("--show-config", "--show_config", action="store_true", help="print the settings and end")
+    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    run.add_argument("target", nargs="?", metavar="SCRIPT", help="a Python script, or with -m a module")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    shown = commands.add_parser(
+        "status", help="show the nodes of this user that run here", allow_abbrev=False
+    )
+    shown.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    commands.add_parser("doctor", help="check this machine and show derived limits", allow_abbrev=False)
+    return top
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """`zbmd-node run`."""
+    on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
+    settings = merge(on_line, os.environ, arguments.config)
+    if arguments.show_config:
+        print("\n".join(settings.lines()))
+        return 0
+    if arguments.target is None:
+        raise UserError("there is no script to run. Give a Python file, or -m and a module's name.")
+    job = Job(target=arguments.target, is_module=arguments.module, arguments=tuple(arguments.arguments))
+    check(job, settings)
+    return uvloop.run(run_job(host_config(job, settings)))
+
+
+def status_command(arguments: argparse.Namespace) -> int:
+    """`zbmd-node status`."""
+    nodes, silent = uvloop.run(status.collect())
+    if arguments.json:
+        print(status.as_json(nodes, silent))
+    else:
+        status.show(nodes, silent, rich.console.Console())
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S"),
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(30),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    try:
+        arguments = parser().parse_args(argv)
+        if arguments.command == "run":
+            return run_command(arguments)
+        if arguments.command == "status":
+            return status_command(arguments)
+        return doctor.main()
+    except UserError as error:
+        print(f"zbmd-node: {error}", file=sys.stderr)
+        return USAGE_EXIT_CODE
+    except ZbmdError as error:
+        print(f"zbmd-node: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,205 @@
+"""`zbmd-node run`: check what was asked for, run the job, and tell how it went."""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import importlib.util
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zbmd.actors.host import PRELOAD, Host, HostConfig
+from zbmd.actors.host_events import HostEvent, RankDown, RankReport, RankStarted, RunResult, ViewChanged
+from zbmd.actors.view import Outcome
+from zbmd.tools.console import Console
+from zbmd.tools.progress import Progress, Recovery
+from zbmd.tools.settings import Settings
+from zbmd.transport.errors import UserError
+from zbmd.transport.memory import available_memory, mib
+
+RANK_BYTES = 96 << 20
+"""What a rank needs beside its arena, roughly: interpreter, inbox, rings."""
+TAIL_LINES_SHOWN = 12
+PROGRESS_KEY = "progress"
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to run. `target`: a script's path, or with `is_module` a module's name."""
+
+    target: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+
+def check(job: Job, settings: Settings) -> None:
+    """Raise `UserError` for what cannot work, before anything is started."""
+    if job.is_module:
+        _check_module(job.target)
+    else:
+        script = Path(job.target)
+        if script.is_dir() and not (script / "__main__.py").exists():
+            raise UserError(f"{script} is a directory without a __main__.py. Give a script's path.")
+        if not script.exists():
+            raise UserError(
+                f"there is no script {script} (looked in {Path.cwd()}). Give the path of a Python file, "
+                "or -m and a module's name."
+            )
+    ranks, arena_bytes = settings["nproc_per_node"], settings["arena"]
+    available = available_memory()
+    needed_bytes = ranks * (arena_bytes + RANK_BYTES)
+    if needed_bytes > available.nbytes:
+        most = max(0, available.nbytes // ranks - RANK_BYTES)
+        raise UserError(
+            f"{ranks} ranks with an arena of {mib(arena_bytes)} each need about {mib(needed_bytes)}, but "
+            f"{available.limited_by} has {mib(available.nbytes)} available. "
+            f"Give --arena {most >> 20}MiB or less, or fewer ranks with -n."
+        )
+    data = settings["data"]
+    if data is not None and not glob.glob(data, recursive=True):
+        raise UserError(f"--data {data} matches no file. Give a file, a directory or a glob that does.")
+
+
+def _check_module(name: str) -> None:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        # Of a dotted name only the first part: to find more, the package would have to run here.
+        found = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        del sys.path[0]
+    if found is None:
+        raise UserError(
+            f"there is no module {name} (looked in {Path.cwd()} and the installed packages). Give a module's "
+            "dotted name, or a script's path without -m."
+        )
+
+
+def host_config(job: Job, settings: Settings) -> HostConfig:
+    """The host's configuration for a job."""
+    environment: dict[str, str] = {}
+    if settings["data"] is not None:
+        environment["ZBMD_DATA"] = settings["data"]
+    if settings["log_dir"] is not None:
+        environment["ZBMD_LOG_DIR"] = str(Path(settings["log_dir"]).absolute())
+    return HostConfig(
+        target=job.target,
+        is_module=job.is_module,
+        arguments=job.arguments,
+        world_size=settings["nproc_per_node"],
+        on_loss=settings["on_loss"],
+        max_restarts=settings["max_restarts"],
+        restart_window_s=settings["restart_window"],
+        arena_bytes=settings["arena"],
+        environment=environment,
+        preload=PRELOAD,
+    )
+
+
+@dataclass(slots=True)
+class _Story:
+    """Puts the host's events into words."""
+
+    console: Console
+    started_ns: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    downs: list[RankDown] = field(default_factory=list[RankDown])
+    failures: int = 0
+    epoch: int = 0
+    step: int | None = None
+
+    async def observe(self, event: HostEvent) -> None:
+        match event:
+            case RankStarted():
+                self.started_ns[event.rank, event.incarnation] = event.at_ns
+            case RankDown():
+                if not event.expected:
+                    self.downs.append(event)
+                    await self.console.note(describe_failure(event, with_tail=not self.failures))
+                    self.failures += 1
+            case ViewChanged():
+                await self._view_changed(event)
+            case RankReport():
+                progress = event.payload.get(PROGRESS_KEY)
+                if isinstance(progress, dict) and isinstance(progress.get("step"), int):
+                    await self._progress(progress, event.payload.get("steps_total"))
+
+    async def _view_changed(self, event: ViewChanged) -> None:
+        downs, self.downs = self.downs, []
+        self.epoch = event.view.epoch
+        for down in downs:
+            at_ns = down.noticed_ns or down.confirmed_ns
+            recovery = Recovery(
+                rank=down.rank,
+                how=f"was {down.reason}" if down.code < 0 else f"ended with {down.reason}",
+                step=self.step,
+                recovery_ns=event.at_ns - at_ns,
+            )
+            members = len(event.view.members)
+            await self.console.note(
+                f"rank {recovery.rank} {recovery.how}; {members} ranks together again (epoch {self.epoch}) "
+                f"{(event.at_ns - at_ns) / 1e6:.0f} ms after the notice"
+            )
+
+    async def _progress(self, fields: dict[str, object], steps_total: object) -> None:
+        numbers = {name: fields.get(name) for name in Progress.__dataclass_fields__}
+        known = {k: v for k, v in numbers.items() if isinstance(v, int | float)}
+        progress = Progress(**known)  # type: ignore[arg-type]
+        self.step = progress.step
+        await self.console.progress(
+            progress, steps_total=steps_total if isinstance(steps_total, int) else None
+        )
+
+
+def describe_failure(down: RankDown, *, with_tail: bool) -> str:
+    """Who, what, and what next; the tail of its standard error only where it is news."""
+    text = f"rank {down.rank} (pid {down.pid}, incarnation {down.incarnation}) failed: {down.reason}"
+    tail = down.tail if down.code > 0 else ()
+    if tail and not with_tail:
+        text += f": {tail[-1]}"
+    lines = [f"  | {line}" for line in tail[-TAIL_LINES_SHOWN:]] if with_tail else []
+    return "\n".join([f"{text}; {down.next_step}", *lines])
+
+
+async def run_job(config: HostConfig) -> int:
+    """Run the job on this terminal; returns the exit code."""
+    loop = asyncio.get_running_loop()
+    async with Console() as console:
+        story = _Story(console)
+        host = Host(config, output=console, observer=story.observe)
+        received: list[signal.Signals] = []
+
+        def on_signal(number: signal.Signals) -> None:
+            received.append(number)
+            host.stop(f"{number.name} received", kill=len(received) > 1)
+
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            result = await host.run()
+        finally:
+            for number in STOP_SIGNALS:
+                loop.remove_signal_handler(number)
+        if result.outcome is Outcome.FAILED:
+            await console.note(describe_end(result))
+        elif result.outcome is Outcome.STOPPED:
+            await console.note(f"stopped: {result.reason}")
+    if result.outcome is Outcome.STOPPED and received:
+        return 128 + received[0]
+    return result.exit_code
+
+
+def describe_end(result: RunResult) -> str:
+    """How a run failed, its first failure and what to do."""
+    text = f"the run failed: {result.reason}."
+    if result.failures:
+        first = result.failures[0]
+        text += f" The first failure was rank {first.rank}'s: {first.reason}"
+        text += f": {first.tail[-1]}." if first.tail and first.code > 0 else "."
+        if first.code == -signal.SIGKILL:
+            text += " If nobody killed it, the kernel's out-of-memory killer may have: see dmesg."
+    return text

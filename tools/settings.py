@@ -1,0 +1,234 @@
+"""Settings of a run: command line over ZBMD_* environment over a TOML file over the default."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, parse_arena
+from zbmd.actors.view import RANKS_MAX, OnLoss
+from zbmd.transport.errors import UserError
+
+RESTARTS_MAX = 10_000
+DURATION_S_MAX = 7 * 24 * 3600.0
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|µs|ms|s|min|h)")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds in a duration such as `500ms` or `1min`. Raises `UserError`."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise UserError(f"{text!r} is not a duration. Write a number and a unit, such as 500ms, 2s or 1min.")
+    seconds = float(found[1]) * _SECONDS[found[2]]
+    if not 0 < seconds <= DURATION_S_MAX:
+        raise UserError(f"a duration of {text} is out of range. Give more than 0 and at most 7 days.")
+    return seconds
+
+
+def parse_ranks(text: str) -> int:
+    """How many processes to start. Raises `UserError`."""
+    if not text.isdecimal() or not 1 <= int(text) <= RANKS_MAX:
+        raise UserError(
+            f"{text!r} is not a number of processes to start. Give 1 to {RANKS_MAX}, "
+            f"or leave it out to start one a core ({cores()} here)."
+        )
+    return int(text)
+
+
+def parse_restarts(text: str) -> int:
+    """How many restarts to allow. Raises `UserError`."""
+    if not text.isdecimal() or int(text) > RESTARTS_MAX:
+        raise UserError(f"{text!r} is not a number of restarts. Give 0 to {RESTARTS_MAX}.")
+    return int(text)
+
+
+def parse_on_loss(text: str) -> OnLoss:
+    """The policy's name. Raises `UserError`."""
+    try:
+        return OnLoss(text)
+    except ValueError:
+        choices = ", ".join(policy.value for policy in OnLoss)
+        raise UserError(f"{text!r} is no policy for a lost rank. Choose one of: {choices}.") from None
+
+
+def cores() -> int:
+    """The cores that this process may use, at most as many as one host has slots."""
+    return min(len(os.sched_getaffinity(0)), RANKS_MAX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting: its name (TOML key; `--name` and ZBMD_NAME alike), parser and what it means."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    metavar: str
+    help: str
+
+    @property
+    def option(self) -> str:
+        """The command-line spelling."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return "ZBMD_" + self.name.upper()
+
+
+SETTINGS = (
+    Setting(
+        name="nproc_per_node",
+        parse=parse_ranks,
+        default=cores(),
+        metavar="N",
+        help="processes to start; default: one a core",
+    ),
+    Setting(
+        name="on_loss",
+        parse=parse_on_loss,
+        default=OnLoss.REPLACE,
+        metavar="POLICY",
+        help="replace a lost rank (default), shrink to those left, or stop",
+    ),
+    Setting(
+        name="max_restarts",
+        parse=parse_restarts,
+        default=3,
+        metavar="K",
+        help="restarts allowed within --restart-window; one more ends the run; default: 3",
+    ),
+    Setting(
+        name="restart_window",
+        parse=parse_duration,
+        default=60.0,
+        metavar="TIME",
+        help="the window that --max-restarts counts in; default: 60s",
+    ),
+    Setting(
+        name="arena",
+        parse=parse_arena,
+        default=ARENA_BYTES_DEFAULT,
+        metavar="SIZE",
+        help="shared memory of each rank; default: 64MiB",
+    ),
+    Setting(
+        name="data",
+        parse=str,
+        default=None,
+        metavar="PATH",
+        help="training data, a path or a glob: passed to the script as --data PATH and as ZBMD_DATA",
+    ),
+    Setting(
+        name="log_dir",
+        parse=Path,
+        default=None,
+        metavar="DIR",
+        help="write one file of JSON lines a rank there",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A setting's value and where it came from."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The merged settings of a run."""
+
+    chosen: Mapping[str, Chosen]
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a setting."""
+        return self.chosen[name].value
+
+    def lines(self) -> list[str]:
+        """The settings as TOML, each with its source."""
+        return [_toml_line(name, c) for name, c in self.chosen.items()]
+
+
+def merge(
+    command_line: Mapping[str, str | None], environment: Mapping[str, str], config: Path | None
+) -> Settings:
+    """Merge all sources. Raises `UserError`, which names the source of the value it does not like."""
+    file_values = {} if config is None else read_config(config)
+    chosen: dict[str, Chosen] = {}
+    for setting in SETTINGS:
+        on_line, in_environment = command_line.get(setting.name), environment.get(setting.variable)
+        if on_line is not None:
+            chosen[setting.name] = _parse(setting, on_line, setting.option)
+        elif in_environment is not None:
+            chosen[setting.name] = _parse(setting, in_environment, setting.variable)
+        elif setting.name in file_values:
+            chosen[setting.name] = _parse(setting, file_values[setting.name], str(config))
+        else:
+            chosen[setting.name] = Chosen(value=setting.default, source="default")
+    return Settings(chosen=chosen)
+
+
+def read_config(path: Path) -> dict[str, str]:
+    """The settings in a TOML file, as text. Raises `UserError` with the file, and the line if it has one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(
+            f"{path}: the settings file cannot be read: {why}. Give a readable TOML file to --config, "
+            "or leave it out."
+        ) from error
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}. Correct that place and try again.") from error
+    known = {setting.name for setting in SETTINGS}
+    values: dict[str, str] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        where = f"{path}:{_line_of(text, key)}"
+        if name not in known:
+            raise UserError(f"{where}: unknown setting {key!r}. Known are: {', '.join(sorted(known))}.")
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise UserError(f"{where}: {key} must be a text or a number, not {value!r}.")
+        values[name] = str(value)
+    return values
+
+
+def _line_of(text: str, key: str) -> int:
+    wanted = re.compile(rf"""\s*\[*\s*["']?{re.escape(key)}["']?\s*[\]=.]""")
+    return next((n for n, line in enumerate(text.splitlines(), 1) if wanted.match(line)), 1)
+
+
+def _parse(setting: Setting, text: str, source: str) -> Chosen:
+    try:
+        return Chosen(value=setting.parse(text), source=source)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
+def _toml_line(name: str, chosen: Chosen) -> str:
+    match chosen.value:
+        case None:
+            return f"# {name} is not set"
+        case OnLoss() as policy:
+            value = f'"{policy.value}"'
+        case float() as seconds:
+            value = f'"{seconds:g}s"'
+        case int() as number:
+            value = str(number)
+        case other:
+            escaped = str(other).replace("\\", "\\\\").replace('"', '\\"')
+            value = f'"{escaped}"'
+    return f"{name} = {value}  # {chosen.source}"

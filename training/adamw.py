@@ -1,0 +1,122 @@
+"""AdamW out of place: version k of the state is read, version k + 1 is written elsewhere.
+
+I. Loshchilov, F. Hutter, "Decoupled weight decay regularization", 2019, arXiv:1711.05101. The update is
+elementwise, so its bits do not depend on how it is cut into blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+
+from zbmd.training.layout import ParameterLayout, padded
+from zbmd.training.xp import Array
+
+# Nine streams of this many float32 fit a 1 MiB second-level cache.
+UPDATE_BLOCK = 16_384  # elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConfig:
+    """The constants of AdamW; `weight_decay` is multiplied by the learning rate and hits matrices only."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWState:
+    """Weights and the first and second moments of their gradients: three flat arrays of one layout."""
+
+    weights: Array
+    mean: Array
+    square: Array
+
+
+class AdamW:
+    """The optimizer of one layout. It holds scratch blocks, no state of the training."""
+
+    def __init__(
+        self,
+        config: AdamWConfig,
+        layout: ParameterLayout,
+        *,
+        xp: ModuleType = np,
+        dtype: type[np.floating] = np.float32,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.xp = xp
+        self._blocks = _blocks(layout)
+        self._scratch = xp.empty(UPDATE_BLOCK, dtype=dtype)
+        self._scaled = xp.empty(UPDATE_BLOCK, dtype=dtype)
+
+    def update(
+        self,
+        old: AdamWState,
+        new: AdamWState,
+        grads: Array,
+        *,
+        step: int,
+        learning_rate: float,
+        grad_scale: float = 1.0,
+    ) -> None:
+        """Write to `new` the state that follows `old` by `grad_scale * grads`.
+
+        All arrays are (layout.size,) of one float dtype; `new` shares no memory with `old` or `grads`.
+        `step` counts from 0. Padding that is zero stays zero.
+        """
+        for array in (old.weights, old.mean, old.square, new.weights, new.mean, new.square, grads):
+            self.layout.check(array)
+        correction_1 = 1.0 - self.config.beta1 ** (step + 1)
+        correction_2 = 1.0 - self.config.beta2 ** (step + 1)
+        step_size = learning_rate * math.sqrt(correction_2) / correction_1
+        epsilon = self.config.epsilon * math.sqrt(correction_2)
+        for span, decayed in self._blocks:
+            decay = learning_rate * self.config.weight_decay if decayed else 0.0
+            self._update_block(old, new, grads, span, (grad_scale, step_size, epsilon, 1.0 - decay))
+
+    def _update_block(
+        self,
+        old: AdamWState,
+        new: AdamWState,
+        grads: Array,
+        span: slice,
+        factors: tuple[float, float, float, float],
+    ) -> None:
+        xp, beta1, beta2 = self.xp, self.config.beta1, self.config.beta2
+        grad_scale, step_size, epsilon, keep = factors
+        length = span.stop - span.start
+        scratch, scaled = self._scratch[:length], self._scaled[:length]
+        mean, square, weights = new.mean[span], new.square[span], new.weights[span]
+
+        xp.multiply(grads[span], grad_scale, out=scaled)
+        xp.multiply(scaled, 1.0 - beta1, out=scratch)
+        xp.multiply(old.mean[span], beta1, out=mean)
+        mean += scratch
+        scaled *= scaled
+        scaled *= 1.0 - beta2
+        xp.multiply(old.square[span], beta2, out=square)
+        square += scaled
+
+        xp.sqrt(square, out=scratch)
+        scratch += epsilon
+        xp.divide(mean, scratch, out=scratch)
+        scratch *= step_size
+        xp.multiply(old.weights[span], keep, out=weights)
+        weights -= scratch
+
+
+def _blocks(layout: ParameterLayout) -> list[tuple[slice, bool]]:
+    """Cut the flat array, padding included, into spans of at most `UPDATE_BLOCK` that agree on decay."""
+    blocks: list[tuple[slice, bool]] = []
+    for slot in layout.slots:
+        stop = slot.offset + padded(slot.size)
+        for start in range(slot.offset, stop, UPDATE_BLOCK):
+            blocks.append((slice(start, min(start + UPDATE_BLOCK, stop)), slot.decayed))
+    return blocks

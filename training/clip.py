@@ -1,0 +1,39 @@
+"""Gradient clipping by the global norm, in one fixed order of summation."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+from zbmd.training.xp import Array
+from zbmd.transport.errors import ZbmdError
+
+NORM_BLOCK = 16_384  # elements
+
+
+class TrainingDiverged(ZbmdError):
+    """The gradient is not finite: the state before this step is the last that is worth keeping."""
+
+
+def global_norm(grads: Array, *, xp: ModuleType) -> float:
+    """Return the Euclidean norm of `grads`, 1-D of any float dtype.
+
+    The squares are summed in blocks of `NORM_BLOCK` elements in `grads`' dtype, the blocks' sums in order
+    in double precision: the same bits wherever the array lies. Raises `TrainingDiverged` if the norm is not
+    finite.
+    """
+    total = 0.0
+    for start in range(0, len(grads), NORM_BLOCK):
+        block = grads[start : start + NORM_BLOCK]
+        total += float(xp.dot(block, block))
+    norm = math.sqrt(total) if total >= 0.0 else math.nan
+    if not math.isfinite(norm):
+        raise TrainingDiverged(
+            f"the gradient's norm is {norm}: the training diverged. Lower the learning rate, or clip harder."
+        )
+    return norm
+
+
+def clip_scale(norm: float, *, limit: float) -> float:
+    """Return the factor, at most 1, that brings a gradient of norm `norm` down to the norm `limit`."""
+    return 1.0 if norm <= limit else limit / norm

@@ -1,0 +1,79 @@
+"""The settings of a model and of a training run, validated where they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zbmd.training.adamw import AdamWConfig
+from zbmd.transport.errors import UserError
+
+VOCABULARY = 256  # bytes
+# Bounds on what a file of weights may ask for; far above what a host's memory holds.
+LAYERS_MAX = 1_024
+EXTENT_MAX = 1 << 16
+
+Activation = Literal["relu2", "gelu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig:
+    """The shape of a decoder-only byte-level transformer. Raises `UserError` for an impossible one."""
+
+    context: int = 64
+    width: int = 128
+    heads: int = 8
+    layers: int = 5
+    activation: Activation = "relu2"
+
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("context", self.context, EXTENT_MAX),
+            ("width", self.width, EXTENT_MAX),
+            ("heads", self.heads, EXTENT_MAX),
+            ("layers", self.layers, LAYERS_MAX),
+        ):
+            if not 1 <= value <= most:
+                raise UserError(f"the model's {name} is {value}: it must be 1 to {most}.")
+        if self.width % self.heads:
+            raise UserError(
+                f"the model's width {self.width} cannot be divided over {self.heads} heads: "
+                "choose a width that is a multiple of the number of heads."
+            )
+        if self.activation not in ("relu2", "gelu"):
+            raise UserError(f'there is no activation "{self.activation}": use "relu2" or "gelu".')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """What fixes the bits of a run besides model and data. Raises `UserError` for an impossible one.
+
+    A step trains on `shards * sequences_per_shard` windows. Shards are logical: their number is that of
+    the job, not of its ranks. The learning rate rises for `warmup_steps`, then follows a cosine down to
+    `learning_rate_floor` times its peak at the last of `steps`.
+    """
+
+    steps: int
+    shards: int = 12
+    sequences_per_shard: int = 2
+    learning_rate: float = 4e-3
+    warmup_steps: int = 50
+    learning_rate_floor: float = 0.1
+    clip_norm: float = 1.0
+    seed: int = 0
+    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "shards", "sequences_per_shard"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1.")
+        for name in ("learning_rate", "clip_norm"):
+            if not getattr(self, name) > 0.0:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be above 0.")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"the seed is {self.seed}: it must be 0 to 2**63 - 1.")
+
+    @property
+    def global_batch(self) -> int:
+        """Windows per step."""
+        return self.shards * self.sequences_per_shard

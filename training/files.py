@@ -1,0 +1,73 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import BinaryIO
+
+from zbmd.transport.errors import UserError
+
+# What file systems without O_TMPFILE answer: overlay and 9p of older kernels, NFS, vfat.
+_NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Replace the file `path` by what `write(file)` writes: durable on return, or `path` is untouched.
+
+    The data goes to an unnamed file first (where the file system has them), so that a kill -9 while it is
+    written leaves nothing behind. Raises `UserError` for a full disk and for a directory that cannot be made
+    or is closed to us.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with _replacement(path, directory) as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise _explained(path, error) from error
+
+
+@contextlib.contextmanager
+def _replacement(path: Path, directory: int) -> Generator[BinaryIO]:
+    """A new file that takes the place of `path` when the block ends, and is gone if the block raises."""
+    name = path.parent / f".{path.name}.{secrets.token_hex(8)}"
+    unnamed = _unnamed(path.parent)
+    with unnamed or name.open("xb") as file:
+        try:
+            yield file
+            if unnamed:  # with a directory given, link() is linkat(AT_SYMLINK_FOLLOW), which this needs
+                os.link(f"/proc/self/fd/{file.fileno()}", name.name, dst_dir_fd=directory)
+            os.replace(name, path)
+        except BaseException:
+            name.unlink(missing_ok=True)
+            raise
+
+
+def _unnamed(directory: Path) -> BinaryIO | None:
+    try:
+        descriptor = os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in _NO_UNNAMED_FILES and directory.is_dir():
+            return None
+        raise
+    return os.fdopen(descriptor, "wb")
+
+
+def _explained(path: Path, error: OSError) -> UserError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"cannot write {path}: the disk is full ({error.strerror}). Free some space there, or choose "
+            "another directory; what the file held before, if it existed, is unchanged."
+        )
+    return UserError(f"cannot write {path}: {error.strerror}. Choose a directory that you may write to.")

@@ -1,0 +1,146 @@
+"""What a run leaves behind while it goes on: the commit log, checkpoints, and reports of progress.
+
+Every member keeps the journal; the lowest rank of the epoch writes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from zbmd.collectives import commit_messages as cm
+from zbmd.training.checkpoint import CHECKPOINT_NAME, Checkpoint, save_checkpoint
+from zbmd.training.config import GPTConfig
+from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord, LogHeader, VotePart
+from zbmd.training.store import Slot
+from zbmd.training.weights import save_weights
+from zbmd.training.xp import to_host
+
+WEIGHTS_NAME = "weights.safetensors"
+
+Report = dict[str, Any]
+
+
+class Journal:
+    """The journal of one rank for the run in `directory`.
+
+    `report` takes progress for the host, and must not block.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        header: LogHeader,
+        model: GPTConfig,
+        *,
+        rank: int,
+        report: Callable[[Report], None],
+        checkpoint_every: int,
+    ) -> None:
+        self.directory = directory
+        self.log = CommitLog(directory / LOG_NAME, header)
+        self.last_loss = 0.0
+        self._model = model
+        self._rank = rank
+        self._report = report
+        self._checkpoint_every = checkpoint_every
+        self._members: tuple[int, ...] = ()
+        self._last_record: CommitRecord | None = None
+        self._saving: asyncio.Task[None] | None = None
+
+    def _is_writer(self) -> bool:
+        return self._members[0] == self._rank
+
+    def epoch_installed(self, epoch: int, members: tuple[int, ...]) -> None:
+        """Write our last record if the last writer died before it had; let the next writer have the log."""
+        self._members = members
+        if self._last_record is not None and epoch > self._last_record.epoch:
+            self.log.append(self._last_record)
+        self.log.close()
+
+    async def committed(self, commit: cm.Commit, members: tuple[int, ...], slot: Slot) -> None:
+        """Record a commit; the writer logs and reports it, and starts a checkpoint when one is due.
+
+        Raises `UserError` when the disk is full, also for the checkpoint begun at an earlier commit.
+        """
+        if not commit.parts:
+            return  # learnt from a report: a member that has the votes logs it
+        record, part_norm, held_out = _record_of(commit, members, self.log.header.seed)
+        self._last_record = record
+        self.last_loss = sum(record.losses[shard] for shard in sorted(record.losses))
+        if not self._is_writer():
+            return
+        self.log.append(record)
+        self._report(
+            {
+                "kind": "step",
+                "version": commit.version,
+                "epoch": commit.epoch,
+                "members": list(members),
+                "loss": self.last_loss,
+                "grad_norm": part_norm,
+                "held_out_loss": held_out,
+                "at_ns": record.at_ns,
+            }
+        )
+        if self._checkpoint_every and commit.version % self._checkpoint_every == 0:
+            await self._start_checkpoint(commit.version, slot)
+
+    def adopted(self, adopted: cm.Adopted) -> None:
+        """Report that this rank has caught up by a pull."""
+        self._report(
+            {
+                "kind": "adopted",
+                "version": adopted.version,
+                "epoch": adopted.epoch,
+                "at_ns": time.monotonic_ns(),
+            }
+        )
+
+    async def preserve(self, version: int, slot: Slot) -> None:
+        """Write weights and checkpoint of the last version; durable on return. Raises `UserError`."""
+        await self._start_checkpoint(version, slot)
+        await self.settle()
+        weights = slot.state.weights
+        path = self.directory / WEIGHTS_NAME
+        await asyncio.to_thread(save_weights, path, weights, self._model, step=version)
+
+    async def settle(self) -> None:
+        """Wait for the checkpoint under way and close the log. Raises what writing it raised."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
+        self.log.close()
+
+    async def _start_checkpoint(self, version: int, slot: Slot) -> None:
+        if self._saving is not None:
+            await self._saving  # one at a time: a disk slower than the training slows it down, in the open
+        # A copy: the slot is written again one commit from now, while the file is still being made.
+        flat = to_host(slot.flat).copy()
+        checkpoint = Checkpoint(version=version, plan=self.log.header.plan, flat=flat)
+        path = self.directory / CHECKPOINT_NAME
+        self._saving = asyncio.create_task(asyncio.to_thread(save_checkpoint, path, checkpoint))
+
+
+def _record_of(
+    commit: cm.Commit, members: tuple[int, ...], seed: int
+) -> tuple[CommitRecord, float, float | None]:
+    parts = [msgspec.msgpack.decode(part, type=VotePart) for part in commit.parts]
+    windows = sum(part.held_out[1] for part in parts)
+    held_out = sum(part.held_out[0] for part in parts) / windows if windows else None
+    record = CommitRecord(
+        version=commit.version,
+        epoch=commit.epoch,
+        members=members,
+        shards={shard: ids for part in parts for shard, ids in part.shards.items()},
+        losses={shard: loss for part in parts for shard, loss in part.losses.items()},
+        rng_key=(seed, commit.version - 1),
+        digest=commit.digest.hex(),
+        at_ns=time.monotonic_ns(),
+    )
+    return record, parts[0].grad_norm, held_out

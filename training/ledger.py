@@ -1,0 +1,252 @@
+"""The commit log: what each committed step was made of, and the audit that proves no sample was lost.
+
+The log is a stream of MessagePack objects that any msgpack tool can read: one header, then one record a
+committed version. The lowest rank of an epoch appends; after its death the next one cuts off a torn last
+record and goes on. A version that is in the log already is not written again (its digest must be the same).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
+import msgspec
+
+from zbmd.transport.errors import UserError, ZbmdError
+
+LOG_FORMAT = 1
+RECORD_BYTES_MAX = 1 << 20
+"""A record larger than this is not ours: reading stops there."""
+
+LOG_NAME = "commits.zlog"
+
+
+class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """Which run the log belongs to: a log of another run is never appended to."""
+
+    format: int
+    run_id: str
+    base_version: int
+    plan: str
+    """What fixes the bits of the run: model, data digest, shards, batch, reduction tree, optimizer."""
+    seed: int
+
+
+class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed version: who computed which logical shard from which samples, and what came out."""
+
+    version: int
+    epoch: int
+    members: tuple[int, ...]
+    shards: dict[int, tuple[int, ...]]
+    """Logical shard → sample ids, as the ranks that computed them voted."""
+    losses: dict[int, float]
+    rng_key: tuple[int, int]
+    digest: str
+    """xxh3-128 of weights and optimizer state, hex."""
+    at_ns: int
+    """CLOCK_MONOTONIC of the writer, ns."""
+
+
+class VotePart(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's share of the record, carried by its vote: per shard the sample ids and the loss."""
+
+    shards: dict[int, tuple[int, ...]]
+    losses: dict[int, float]
+    grad_norm: float
+    held_out: tuple[float, int] = (0.0, 0)
+    """Sum of losses and number of held-out windows evaluated on the version before; (0, 0) mostly."""
+
+
+class LedgerBroken(ZbmdError):
+    """The commit log contradicts what is being committed."""
+
+
+_pack: Callable[[Any], bytes] = msgpack.Packer(use_bin_type=True).pack
+
+
+def _objects(path: Path) -> Iterator[tuple[int, Any]]:
+    """The whole objects of a log with the offset behind each; stops at a torn or damaged end."""
+    with path.open("rb") as file:
+        unpacker = msgpack.Unpacker(
+            file,
+            raw=False,
+            strict_map_key=False,
+            max_buffer_size=2 * RECORD_BYTES_MAX,
+            max_str_len=RECORD_BYTES_MAX,
+            max_array_len=65_536,
+            max_map_len=65_536,
+        )
+        while True:
+            try:
+                value = unpacker.unpack()
+            except (msgpack.OutOfData, msgpack.UnpackException, ValueError):
+                return
+            yield unpacker.tell(), value
+
+
+def read_log(path: Path) -> tuple[LogHeader, list[CommitRecord]]:
+    """The header and all whole records of a commit log.
+
+    Raises `UserError` if the file is missing or is not a commit log of this format.
+    """
+    try:
+        objects = _objects(path)
+        _, first = next(objects)
+        header = msgspec.convert(first, LogHeader)
+        records = [msgspec.convert(value, CommitRecord) for _, value in objects]
+    except FileNotFoundError:
+        raise UserError(f"There is no commit log at {path}: name the directory of a run.") from None
+    except (StopIteration, msgspec.ValidationError) as error:
+        raise UserError(f"{path} is not a commit log ({error}): name the directory of a run.") from None
+    if header.format != LOG_FORMAT:
+        raise UserError(f"{path} has format {header.format}; this version reads format {LOG_FORMAT}.")
+    return header, records
+
+
+class CommitLog:
+    """The appending side. One regular writer at a time: the lowest rank of the epoch.
+
+    A member that saw a commit which the writer did not live to log appends it too, at the change of epochs:
+    appending takes the file's lock, and an opened log is read anew.
+    """
+
+    def __init__(self, path: Path, header: LogHeader) -> None:
+        self.path = path
+        self.header = header
+        self._file: int | None = None
+        self._digests: dict[int, str] = {}
+
+    def last_version(self) -> int:
+        """The highest version in the log on disk; the header's base version if there is no log yet.
+
+        Raises `UserError` if the log belongs to another run.
+        """
+        if not self.path.exists():
+            return self.header.base_version
+        header, records = read_log(self.path)
+        self._check(header)
+        return max((record.version for record in records), default=header.base_version)
+
+    def append(self, record: CommitRecord) -> None:
+        """Write `record`, unless its version is in the log already.
+
+        Raises `LedgerBroken` if the log has the version with another digest or a gap before it, and
+        `UserError` when the disk is full.
+        """
+        if self._file is None:
+            self._file = self._open()
+        known = self._digests.get(record.version)
+        if known is not None and known != record.digest:
+            raise LedgerBroken(f"version {record.version} is in {self.path} as {known}, now {record.digest}")
+        if known is not None:
+            return
+        last = max(self._digests, default=self.header.base_version)
+        if record.version != last + 1:
+            raise LedgerBroken(f"version {record.version} cannot follow {last} in {self.path}")
+        _write(self._file, _pack(msgspec.to_builtins(record, str_keys=False)), self.path)
+        self._digests[record.version] = record.digest
+
+    def close(self) -> None:
+        """Close the file and let go of its lock; `append` opens it again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _open(self) -> int:
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until `close`
+            end = self._read_known()
+            os.ftruncate(file, end)  # a record torn by the last writer's death
+            if end == 0:
+                _write(file, _pack(msgspec.to_builtins(self.header)), self.path)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
+
+    def _read_known(self) -> int:
+        """Take in the digests of what is in the log; return the offset behind its last whole record."""
+        self._digests.clear()
+        end = 0
+        for index, (offset, value) in enumerate(_objects(self.path)):
+            try:
+                if index == 0:
+                    self._check(msgspec.convert(value, LogHeader))
+                else:
+                    record = msgspec.convert(value, CommitRecord)
+                    self._digests[record.version] = record.digest
+            except msgspec.ValidationError as error:
+                raise UserError(
+                    f"{self.path} is not a commit log ({error}): give this run a directory of its own."
+                ) from None
+            end = offset
+        return end
+
+    def _check(self, header: LogHeader) -> None:
+        if header != self.header:
+            raise UserError(
+                f"{self.path} belongs to another run ({header.run_id}, seed {header.seed}). Give this run "
+                "a directory of its own with --out, or continue that run's checkpoint with --resume."
+            )
+
+
+def _write(file: int, data: bytes, path: Path) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(file, view) :]
+        except OSError as error:
+            raise UserError(
+                f"Cannot write the commit log {path}: {error.strerror}. Free some space or name another "
+                "directory with --out; the last checkpoint is intact and --resume continues from it."
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """What the ledger proves about a run."""
+
+    steps: int
+    steps_lost: int
+    samples: int
+    samples_skipped: int
+    samples_repeated: int
+
+
+def audit(
+    records: Iterable[CommitRecord],
+    expected: Callable[[int], Iterable[int]],
+    *,
+    base_version: int,
+    steps: int,
+) -> Audit:
+    """Compare what was committed with what should have been.
+
+    `expected(version)` are the sample ids that belong to a version. A sample is skipped if an expected one
+    was not consumed in its step, repeated if it was consumed there more often than expected.
+    """
+    by_version: dict[int, Counter[int]] = {}
+    for record in records:
+        consumed = Counter(sample for ids in record.shards.values() for sample in ids)
+        by_version[record.version] = by_version.get(record.version, Counter()) + consumed
+    skipped = repeated = samples = 0
+    for version in range(base_version + 1, base_version + steps + 1):
+        want, got = Counter(expected(version)), by_version.get(version, Counter())
+        samples += want.total()
+        skipped += (want - got).total()
+        repeated += (got - want).total()
+    return Audit(
+        steps=len(by_version),
+        steps_lost=steps - len(by_version),
+        samples=samples,
+        samples_skipped=skipped,
+        samples_repeated=repeated,
+    )

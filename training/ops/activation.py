@@ -1,0 +1,54 @@
+"""Elementwise non-linearities."""
+
+from __future__ import annotations
+
+import math
+
+from zbmd.training.tape import Tape, Tensor
+from zbmd.training.xp import Array
+
+GELU_SCALE = math.sqrt(2.0 / math.pi)
+GELU_CUBIC = 0.044715
+
+
+def squared_relu(tape: Tape, x: Tensor) -> Tensor:
+    """Return `max(x, 0) ** 2` (D. So and others, 2021, arXiv:2109.08668). Any shape, any float dtype."""
+    xp = tape.xp
+    # |x| + x is twice the positive part; numpy computes it several times faster than max(x, 0).
+    doubled = xp.absolute(x.data)
+    doubled += x.data
+    y = xp.square(doubled)
+    y *= 0.25
+
+    def backward(dy: Array) -> None:
+        dy *= doubled
+        x.accumulate(dy)
+
+    return tape.record(y, backward)
+
+
+def gelu(tape: Tape, x: Tensor) -> Tensor:
+    """Return the tanh form of GELU (D. Hendrycks, K. Gimpel, 2016, arXiv:1606.08415). Any shape."""
+    xp = tape.xp
+    square = xp.square(x.data)
+    tanh = square * (GELU_SCALE * GELU_CUBIC)
+    tanh += GELU_SCALE
+    tanh *= x.data
+    xp.tanh(tanh, out=tanh)
+    y = tanh + 1.0
+    y *= x.data
+    y *= 0.5
+
+    def backward(dy: Array) -> None:
+        # y = x (1 + t) / 2, so dy/dx = (1 + t) / 2 + x (1 - t^2) (s + 3 s c x^2) / 2.
+        slope = square * (3.0 * GELU_SCALE * GELU_CUBIC)
+        slope += GELU_SCALE
+        slope *= x.data
+        slope *= 1.0 - xp.square(tanh)
+        slope += tanh
+        slope += 1.0
+        slope *= 0.5
+        dy *= slope
+        x.accumulate(dy)
+
+    return tape.record(y, backward)

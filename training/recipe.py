@@ -1,0 +1,95 @@
+"""What one training step computes, apart from who computes it: shared by the distributed and the plain job.
+
+A step is: every shard's gradient (`Recipe.shard_gradient`), their sum along the shard tree, and the update
+(`Recipe.update`). Each part depends on (model, data, configuration, step) and its inputs' bits alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.training.adamw import AdamW, AdamWState
+from zbmd.training.clip import clip_scale, global_norm
+from zbmd.training.config import TrainingConfig
+from zbmd.training.corpus import Corpus, SampleOrder
+from zbmd.training.gpt import GPT
+from zbmd.training.memory import keep_freed_memory
+from zbmd.training.schedule import learning_rate
+from zbmd.training.tape import GradReady
+from zbmd.training.xp import Array
+
+
+class Recipe:
+    """The step of one model on one corpus under one configuration. It holds no state of the training.
+
+    Making one lets the process keep freed memory (`keep_freed_memory`).
+    """
+
+    def __init__(self, model: GPT, corpus: Corpus, config: TrainingConfig) -> None:
+        keep_freed_memory()
+        self.model = model
+        self.corpus = corpus
+        self.config = config
+        self._order = SampleOrder(corpus.split, seed=config.seed, batch=config.global_batch)
+        self._optimizer = AdamW(config.optimizer, model.layout, xp=model.xp)
+
+    def sample_ids(self, step: int) -> npt.NDArray[np.int64]:
+        """Return the window ids of `step`, (shards, sequences_per_shard)."""
+        return self._order.sample_ids(step).reshape(self.config.shards, self.config.sequences_per_shard)
+
+    def shard_gradient(
+        self,
+        params: Array,
+        grads: Array,
+        sample_ids: npt.NDArray[np.int64],
+        *,
+        on_grad_ready: GradReady | None = None,
+    ) -> float:
+        """Write to `grads` one shard's part of the batch's gradient and return its part of the loss, nats.
+
+        `sample_ids` is one row of `sample_ids(step)`; the rest is as in `GPT.loss_and_grads`.
+        """
+        return self.model.loss_and_grads(
+            params,
+            grads,
+            self.corpus.windows(sample_ids),
+            global_batch=self.config.global_batch,
+            on_grad_ready=on_grad_ready,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of `step` (from 0)."""
+        config = self.config
+        return learning_rate(
+            step,
+            peak=config.learning_rate,
+            warmup_steps=config.warmup_steps,
+            total_steps=config.steps,
+            floor=config.learning_rate_floor,
+        )
+
+    def update(self, old: AdamWState, new: AdamWState, grads: Array, *, step: int) -> float:
+        """Write to `new` the state after `step`, whose summed gradient is `grads`; return its unclipped norm.
+
+        Raises `TrainingDiverged` if the gradient is not finite; `new` is then as it was.
+        """
+        norm = global_norm(grads, xp=self.model.xp)
+        self._optimizer.update(
+            old,
+            new,
+            grads,
+            step=step,
+            learning_rate=self.learning_rate(step),
+            grad_scale=clip_scale(norm, limit=self.config.clip_norm),
+        )
+        return norm
+
+    def held_out_loss(self, params: Array, *, windows_max: int, windows_per_pass: int = 16) -> float:
+        """Return the mean loss, nats per byte, on at most `windows_max` held-out windows, always the same."""
+        ids = self.corpus.evaluation_ids(windows_max)
+        total = 0.0
+        for start in range(0, len(ids), windows_per_pass):
+            part = ids[start : start + windows_per_pass]
+            total += self.model.loss(params, self.corpus.windows(part)) * len(part)
+        return total / len(ids)

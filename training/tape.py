@@ -1,0 +1,114 @@
+"""Reverse-mode automatic differentiation on a tape, with gradients written in place.
+
+An op computes its output and records one closure that takes the output's gradient and passes gradients on.
+The tape plays the closures backwards. Ownership keeps it free of needless copies: a closure *owns* the
+gradient it is given (nobody reads it afterwards, so it may be overwritten or passed on), and an array given
+to `Tensor.accumulate` belongs to that tensor from then on.
+
+A parameter's gradient is written straight to memory that the caller chose, and a hook tells when it is
+final, so that its reduction can start while the backward pass goes on. The method is the Wengert list
+(R. E. Wengert, "A simple automatic derivative evaluation program", 1964).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+from zbmd.training.xp import Array
+from zbmd.transport.errors import LocalProtocolError
+
+Backward = Callable[[Array], None]
+GradReady = Callable[[int], None]
+
+
+class Tensor:
+    """A value on the tape and, during the backward pass, the gradient gathered for it so far."""
+
+    __slots__ = ("data", "grad")
+
+    def __init__(self, data: Array) -> None:
+        self.data = data
+        self.grad: Array | None = None
+
+    def accumulate(self, grad: Array) -> None:
+        """Add `grad` (the shape of `data`) to the gradient; the tensor owns `grad` from here on."""
+        if self.grad is None:
+            self.grad = grad
+        else:
+            self.grad += grad
+
+
+class Parameter:
+    """A leaf whose gradient goes to the caller's memory.
+
+    Shapes and dtypes of `data` and `grad` agree. What `grad` held before does not matter: the first use
+    overwrites it, each further use adds to it.
+    """
+
+    __slots__ = ("_fresh", "_on_ready", "data", "grad", "index", "uses_left")
+
+    def __init__(self, data: Array, grad: Array | None, index: int, on_ready: GradReady | None) -> None:
+        self.data = data
+        self.grad = grad
+        self.index = index
+        self.uses_left = 0
+        self._fresh = True
+        self._on_ready = on_ready
+
+    def receive(self, write: Callable[[Array], object]) -> None:
+        """Take the gradient of one use: `write(out)` sets all of `out`, an array like `data`."""
+        if self.grad is None or self.uses_left == 0:
+            raise LocalProtocolError(f"parameter {self.index} got a gradient that it did not expect")
+        if self._fresh:
+            write(self.grad)
+            self._fresh = False
+        else:
+            partial = self.grad.copy()
+            write(partial)
+            self.grad += partial
+        self.uses_left -= 1
+        if self.uses_left == 0 and self._on_ready is not None:
+            self._on_ready(self.index)
+
+
+class Tape:
+    """The record of one forward pass. With `recording=False` it keeps nothing and `backward` is refused."""
+
+    __slots__ = ("_nodes", "_parameters", "recording", "xp")
+
+    def __init__(self, xp: ModuleType, *, recording: bool = True) -> None:
+        self.xp = xp
+        self.recording = recording
+        self._nodes: list[tuple[Tensor, Backward]] = []
+        self._parameters: list[Parameter] = []
+
+    def record(self, data: Array, backward: Backward, *parameters: Parameter) -> Tensor:
+        """Return the tensor of an op's output, made from `parameters` and others by the rule `backward`.
+
+        `backward` passes exactly one gradient to each of `parameters` (`Parameter.receive`).
+        """
+        output = Tensor(data)
+        if self.recording:
+            self._nodes.append((output, backward))
+            for parameter in parameters:
+                parameter.uses_left += 1
+                self._parameters.append(parameter)
+        return output
+
+    def backward(self, loss: Tensor) -> None:
+        """Play the tape backwards from `loss` with a gradient of one. A tape plays once.
+
+        Raises `LocalProtocolError` if a parameter that was used gets no gradient, or nothing was recorded.
+        """
+        if not self._nodes:
+            raise LocalProtocolError("nothing is recorded on this tape, or it was played before")
+        loss.accumulate(self.xp.ones_like(loss.data))
+        while self._nodes:
+            output, backward = self._nodes.pop()
+            grad, output.grad = output.grad, None
+            if grad is not None:
+                backward(grad)
+        for parameter in self._parameters:
+            if parameter.uses_left:
+                raise LocalProtocolError(f"parameter {parameter.index} was used but the loss is blind to it")

@@ -1,0 +1,246 @@
+"""The data-parallel training step as a transactional workload (see `zbmd.collectives.commit_driver`).
+
+A rank computes the gradients of its logical shards, combines them in tree order, and sends each bucket on its
+way as soon as the backward pass of its last shard has made it final. The sum is the same bits for every
+number of ranks, so the update is too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from zbmd.actors.member import Node
+from zbmd.collectives import commit_messages as cm
+from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
+from zbmd.collectives.commit_driver import Cancellation, StepOutcome
+from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.group import Group
+from zbmd.training.accumulate import AccumulationPlan, Buckets
+from zbmd.training.journal import Journal
+from zbmd.training.ledger import VotePart
+from zbmd.training.recipe import Recipe
+from zbmd.training.store import Store
+from zbmd.training.xp import Array
+from zbmd.transport import faults
+from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.region import RegionHandle, Regions
+
+FETCH_ELEMENTS = 1 << 18
+"""A pull looks for its cancellation after every MiB."""
+
+HELD_OUT_WINDOWS = 96
+"""Held-out windows evaluated on the way, all ranks together."""
+
+STEP_BEGIN = faults.declare("step.begin", "before anything of a step is computed")
+STEP_BACKWARD = faults.declare("step.backward", "in the backward pass, before a bucket is sent on its way")
+STEP_REDUCE = faults.declare("step.reduce", "when all buckets are on their way")
+STEP_UPDATE = faults.declare("step.update", "before the optimizer writes the new version")
+STEP_PREPARED = faults.declare("step.prepared", "when the new version is prepared and not yet voted for")
+FETCH_BEGIN = faults.declare("fetch.begin", "before a pull of the state")
+FETCH_MIDDLE = faults.declare("fetch.middle", "half-way through a pull")
+FETCH_END = faults.declare("fetch.end", "when a pull is complete and not yet adopted")
+
+
+def arena_bytes_needed(recipe: Recipe) -> int:
+    """Bytes of arena that a rank needs, however few ranks are left: the store, gradients, partial sums."""
+    layout = recipe.model.layout
+    buffers = AccumulationPlan.of(recipe.config.shards, 0, recipe.config.shards).buffers
+    flat_bytes = layout.size * np.dtype(np.float32).itemsize
+    return Store.nbytes(layout) + (buffers + 2) * flat_bytes
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """The reductions of one step under way: bucket after bucket, each on its way as it becomes final."""
+
+    group: Group
+    plan: AccumulationPlan
+    assignment: Assignment
+    shards: int
+    buffers: list[Array]
+    total: Array
+    futures: list[Future[object]]
+
+    def submit(self, span: slice) -> None:
+        """Queue the all-reduce of the flat elements `span`."""
+        partials = {node: self.buffers[buffer][span] for node, buffer in self.plan.partials.items()}
+        out = self.total[span]
+
+        def reduce(communicator: Communicator) -> object:
+            return communicator.all_reduce_shards(
+                partials, out, shards=self.shards, assignment=self.assignment
+            )
+
+        self.futures.append(self.group.submit(reduce))
+
+    def finish(self) -> None:
+        """Wait until all of `total` holds the sum. Raises `PeerLost` or `OperationAborted`."""
+        for future in self.futures:
+            future.result()
+
+    def drain(self) -> None:
+        """Return once nothing touches the buffers any more."""
+        wait(self.futures)
+
+
+class TrainingWorkload:
+    """Trains `recipe` on `node`, with the state in `store`; what is committed goes to `journal`."""
+
+    def __init__(
+        self,
+        node: Node,
+        recipe: Recipe,
+        store: Store,
+        journal: Journal,
+        *,
+        evaluate_every: int,
+        before_step: Callable[[int], None] | None = None,
+    ) -> None:
+        self.node = node
+        self.recipe = recipe
+        self.store = store
+        self.journal = journal
+        self._evaluate_every = evaluate_every
+        self._before_step = before_step
+        self._buckets = Buckets(recipe.model.layout)
+        self._buffers: list[Array] = []
+        self._total: Array = node.segment.arena.empty((recipe.model.layout.size,), np.float32)
+        self._total[:] = 0.0
+
+    def handle(self) -> bytes:
+        """Where peers read the slots."""
+        regions = Regions(self.node.segment, {})
+        handles = [regions.register(slot.flat) for slot in self.store.slots]
+        return msgspec.msgpack.encode(handles)
+
+    # ---- on the compute thread
+
+    def run_step(self, work: cm.RunStep, group: Group, cancellation: Cancellation) -> StepOutcome:
+        """Compute version `work.version` into `work.slot`; see `Workload`."""
+        faults.hit(STEP_BEGIN)
+        step, shards = work.version - 1, self.recipe.config.shards
+        assignment = assign_shards(shards, len(work.members))
+        plan = AccumulationPlan.of(shards, *assignment[work.members.index(self.node.rank)])
+        reduction = _Reduction(group, plan, assignment, shards, self._buffers_for(plan), self._total, [])
+        ids = self.recipe.sample_ids(step)
+        held_out = self._evaluate(work)
+        try:
+            losses = {
+                leaf.shard: self._run_leaf(index, ids[leaf.shard], reduction, cancellation)
+                for index, leaf in enumerate(plan.leaves)
+            }
+            if not plan.leaves:
+                for span in self._buckets.spans:
+                    reduction.submit(span)
+            faults.hit(STEP_REDUCE)
+            reduction.finish()
+        finally:
+            reduction.drain()
+        cancellation.check()
+        faults.hit(STEP_UPDATE)
+        old, new = self.store.slots[1 - work.slot].state, self.store.slots[work.slot].state
+        norm = self.recipe.update(old, new, self._total, step=step)
+        part = VotePart(
+            shards={shard: tuple(ids[shard].tolist()) for shard in losses},
+            losses=losses,
+            grad_norm=norm,
+            held_out=held_out,
+        )
+        digest = self.store.digest(work.slot)
+        faults.hit(STEP_PREPARED)
+        return StepOutcome(digest, msgspec.msgpack.encode(part))
+
+    def _run_leaf(
+        self, index: int, ids: np.ndarray, reduction: _Reduction, cancellation: Cancellation
+    ) -> float:
+        """Compute one shard; behind the last one, hand over each bucket as it becomes final."""
+        cancellation.check()
+        leaf, last = reduction.plan.leaves[index], index == len(reduction.plan.leaves) - 1
+        buffers = reduction.buffers
+        self._buckets.begin()
+
+        def on_grad_ready(parameter: int) -> None:
+            cancellation.check()
+            span = self._buckets.ready(parameter)
+            if span is not None and last:
+                faults.hit(STEP_BACKWARD)
+                AccumulationPlan.perform(leaf.additions, buffers, span)
+                reduction.submit(span)
+
+        weights = self.store.current.state.weights
+        loss = self.recipe.shard_gradient(weights, buffers[leaf.buffer], ids, on_grad_ready=on_grad_ready)
+        if not last:
+            everything = slice(0, self.recipe.model.layout.size)
+            AccumulationPlan.perform(leaf.additions, buffers, everything)
+        return loss
+
+    def _buffers_for(self, plan: AccumulationPlan) -> list[Array]:
+        while len(self._buffers) < plan.buffers:
+            buffer = self.node.segment.arena.empty((self.recipe.model.layout.size,), np.float32)
+            buffer[:] = 0.0
+            self._buffers.append(buffer)
+        return self._buffers
+
+    def _evaluate(self, work: cm.RunStep) -> tuple[float, int]:
+        """This rank's part of the held-out loss of the committed version, on some steps."""
+        if self._evaluate_every == 0 or (work.version - 1) % self._evaluate_every:
+            return (0.0, 0)
+        index, size = work.members.index(self.node.rank), len(work.members)
+        ids = self.recipe.corpus.evaluation_ids(HELD_OUT_WINDOWS)[index::size]
+        if len(ids) == 0:
+            return (0.0, 0)
+        loss = self.recipe.model.loss(self.store.current.state.weights, self.recipe.corpus.windows(ids))
+        return (loss * len(ids), len(ids))
+
+    def fetch(self, work: cm.Fetch, cancellation: Cancellation) -> bytes:
+        """Pull a version from a peer's slot into `work.slot`; see `Workload`."""
+        faults.hit(FETCH_BEGIN)
+        regions = Regions(self.node.segment, {rank: peer.segment for rank, peer in self.node.peers.items()})
+        try:
+            handles = msgspec.msgpack.decode(work.handle, type=list[RegionHandle])
+            source = np.frombuffer(regions.get(handles[work.source_slot]), np.float32)
+        except (msgspec.MsgspecError, IndexError, ValueError) as error:
+            raise RemoteProtocolError(f"rank {work.source} sent a handle of no use: {error}") from error
+        target = self.store.slots[work.slot].flat
+        if source.shape != target.shape:
+            raise RemoteProtocolError(
+                f"rank {work.source} holds {source.size} elements of state, this rank {target.size}"
+            )
+        for start in range(0, len(target), FETCH_ELEMENTS):
+            cancellation.check()
+            target[start : start + FETCH_ELEMENTS] = source[start : start + FETCH_ELEMENTS]
+            if start <= len(target) // 2 < start + FETCH_ELEMENTS:
+                faults.hit(FETCH_MIDDLE)
+        digest = self.store.digest(work.slot)
+        faults.hit(FETCH_END)
+        return digest
+
+    # ---- on the event loop
+
+    async def before_step(self, work: cm.RunStep) -> None:
+        """Call the hook that the job was given, if any."""
+        if self._before_step is not None:
+            self._before_step(work.version)
+
+    async def epoch_installed(self, epoch: int, members: tuple[int, ...]) -> None:
+        """Let the journal catch up with what the last writer may not have lived to write."""
+        self.journal.epoch_installed(epoch, members)
+
+    async def committed(self, commit: cm.Commit, members: tuple[int, ...]) -> None:
+        """Flip the slots and write the record."""
+        self.store.committed = commit.slot
+        await self.journal.committed(commit, members, self.store.current)
+
+    async def adopted(self, adopted: cm.Adopted) -> None:
+        """Flip the slots: the pulled version is ours."""
+        self.store.committed = adopted.slot
+        self.journal.adopted(adopted)
+
+    async def preserve(self, version: int) -> None:
+        """Write the last checkpoint and wait until it is durable."""
+        await self.journal.preserve(version, self.store.current)

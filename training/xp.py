@@ -1,0 +1,51 @@
+"""The array-module seam: the same code computes with numpy here and with cupy on a GPU.
+
+Everything above takes `xp`, the array module, as a value. Only functions that both modules have are called
+on it, with the same meaning (`matmul`, `einsum`, `exp`, ufuncs with `out=`, basic and integer indexing).
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.transport.errors import UserError
+
+# A float array of the module in use. cupy ships no types; its arrays have the same interface.
+Array: TypeAlias = npt.NDArray[Any]
+
+
+def xp_for(device: str) -> ModuleType:
+    """Return the array module for `device`: numpy for "cpu", cupy for "cuda" (its current device).
+
+    Raises `UserError` for another name, and when cupy is missing or finds no GPU.
+    """
+    if device == "cpu":
+        return np
+    if device != "cuda":
+        raise UserError(f'there is no device "{device}": use "cpu" or "cuda".')
+    try:  # cupy's CUDA errors share no importable base class, hence `Exception` below
+        cupy = importlib.import_module("cupy")
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except ImportError as error:
+        raise UserError(
+            'device "cuda" needs cupy, which is not installed here: pip install "zbmd[gpu]".'
+        ) from error
+    except Exception as error:
+        raise UserError(
+            f'device "cuda" cannot be used ({error}): check the driver with nvidia-smi, or use device "cpu".'
+        ) from error
+    if count == 0:
+        raise UserError('device "cuda" was asked for but no GPU is visible: use device "cpu".')
+    return cupy
+
+
+def to_host(array: Array) -> npt.NDArray[Any]:
+    """Return `array` in host memory: itself if it is a numpy array, else a copy."""
+    download = getattr(array, "get", None)  # cupy's; numpy arrays have none
+    host: npt.NDArray[Any] = array if download is None else download()
+    return host

@@ -1,0 +1,115 @@
+"""The cookie: the secret that processes of one user share, made once and kept in a file of mode 0600.
+
+To join processes on several hosts into one cluster, copy the file: `scp -p` it to the same place there, or
+point `ZBMD_COOKIE_FILE` at it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from zbmd.transport.errors import UserError
+
+COOKIE_BYTES_MIN = 32
+COOKIE_BYTES_MAX = 1024
+MADE_BYTES = 32
+"""Random bytes in a cookie that we make; written in hexadecimal."""
+_COOKIE = re.compile(rb"[!-~]{%d,%d}" % (COOKIE_BYTES_MIN, COOKIE_BYTES_MAX))
+
+
+class CookieError(UserError):
+    """The cookie file cannot be used as it is; the text says what to do."""
+
+
+def cookie_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the cookie is: `$ZBMD_COOKIE_FILE`, else `zbmd/cookie` in `$XDG_CONFIG_HOME` or `~/.config`.
+
+    Raises `CookieError` if there is no home directory to put it in.
+    """
+    if given := environ.get("ZBMD_COOKIE_FILE"):
+        return Path(given)
+    config = environ.get("XDG_CONFIG_HOME", "")
+    if os.path.isabs(config):  # the XDG specification: ignore a relative one
+        return Path(config) / "zbmd" / "cookie"
+    home = os.path.expanduser("~")
+    if not os.path.isabs(home):
+        raise CookieError("there is no home directory to keep the cookie in: set ZBMD_COOKIE_FILE to a path")
+    return Path(home) / ".config" / "zbmd" / "cookie"
+
+
+def load_or_create_cookie(path: Path | str | None = None) -> bytes:
+    """The cookie, `COOKIE_BYTES_MIN` to `COOKIE_BYTES_MAX` bytes; made now if there is none.
+
+    path: default `cookie_path()`. However many processes call this at once, and even if one of them is
+    killed meanwhile, all get the same cookie. Raises `CookieError` if others may read the file, if it
+    belongs to another user, if it holds no cookie, or if it can be neither read nor made.
+    """
+    file = cookie_path() if path is None else Path(path)
+    try:
+        return _load(file) or _create(file)
+    except OSError as error:
+        raise CookieError(
+            f"the cookie file {file} can be neither read nor made ({error.strerror}): make its directory "
+            "writable, or set ZBMD_COOKIE_FILE to a path that is"
+        ) from error
+
+
+def _load(file: Path) -> bytes:
+    """The cookie in `file`; empty if there is none yet."""
+    try:
+        # Not to be held up by a FIFO that somebody put there.
+        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return b""
+    try:
+        return _read(fd, file)
+    finally:
+        os.close(fd)
+
+
+def _create(file: Path) -> bytes:
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
+    try:
+        # Of all who found no cookie one writes it; if it is killed before, the lock goes to the next.
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if cookie := _read(fd, file):
+            return cookie
+        cookie = secrets.token_hex(MADE_BYTES).encode()
+        if os.write(fd, cookie + b"\n") <= len(cookie):
+            os.ftruncate(fd, 0)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(fd)
+        return cookie
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int, file: Path) -> bytes:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise CookieError(f"the cookie file {file} is no regular file: remove it; a new one will be made")
+    if status.st_uid != os.geteuid():
+        raise CookieError(
+            f"the cookie file {file} belongs to uid {status.st_uid}, this process to uid {os.geteuid()}: "
+            "set ZBMD_COOKIE_FILE to a file of your own, or run as its owner"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise CookieError(
+            f"the cookie file {file} is open to other users (mode {stat.S_IMODE(status.st_mode):04o}): "
+            f"if nobody can have read it, `chmod 600 {file}`; else delete it on every host"
+        )
+    cookie = os.pread(fd, COOKIE_BYTES_MAX + 2, 0).strip()
+    if status.st_size and not _COOKIE.fullmatch(cookie):
+        raise CookieError(
+            f"the cookie file {file} holds no cookie ({COOKIE_BYTES_MIN} to {COOKIE_BYTES_MAX} printable "
+            "characters): copy it again from where it was made, or delete it and a new one will be made"
+        )
+    return cookie

@@ -1,0 +1,151 @@
+"""Shared memory that is really there: memfds, checked against the machine's and the cgroup's limits.
+
+A mapping that was only promised dies by SIGBUS at its first touch, so every page is allocated at creation;
+and a cgroup over its limit kills the process instead of failing the call, so the limit is read first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zbmd.transport.errors import LocalProtocolError, OutOfMemory, RemoteProtocolError
+
+HEADROOM_BYTES = 32 << 20
+"""Left free beside a new memfd, so that the process itself can go on."""
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_UNLIMITED_BYTES = 1 << 60
+"""cgroup v1 spells "no limit" as a number near 2**63."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Available:
+    """How many bytes can be allocated now, and which limit says so."""
+
+    nbytes: int
+    limited_by: str
+
+
+def available_memory(root: Path = Path("/")) -> Available:
+    """The tightest of MemAvailable and the limits of every cgroup (v2 or v1) that this process is in.
+
+    `root` is where `proc` and `sys` are mounted.
+    """
+    found = [Available(nbytes=_mem_available(root), limited_by="the machine (MemAvailable)")]
+    found += _cgroup_limits(root)
+    return min(found, key=lambda a: a.nbytes)
+
+
+def _mem_available(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return _UNLIMITED_BYTES
+
+
+def _cgroup_limits(root: Path) -> Iterator[Available]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+            mounts = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mounts = ["sys/fs/cgroup/memory"]
+        else:
+            continue
+        for mount in mounts:
+            yield from _limits_up_from(root / mount, path, names)
+
+
+def _limits_up_from(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[Available]:
+    """The limits of the group at `path` and of all above it; in a container only the mount may exist."""
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        group = mount.joinpath(*parts[:depth])
+        limit, used = _read_number(group / names[0]), _read_number(group / names[1])
+        if limit is None or used is None or limit >= _UNLIMITED_BYTES:
+            continue
+        reclaimable = _read_stat(group / "memory.stat", names[2])
+        yield Available(nbytes=max(0, limit - used + reclaimable), limited_by=f"the cgroup {group}")
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a cgroup file, or None if there is no such file or it says "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _read_stat(path: Path, key: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == key:
+                return int(value)
+    return 0
+
+
+def mib(nbytes: int) -> str:
+    """`nbytes` in words, in MiB."""
+    return f"{nbytes / (1 << 20):,.1f} MiB"
+
+
+def create_memfd(name: str, nbytes: int) -> int:
+    """A close-on-exec memfd of `nbytes`, every page allocated, its size sealed; the caller closes it.
+
+    Raises `OutOfMemory` before anything is allocated if that much is not there, and `LocalProtocolError`
+    on a size that is not positive.
+    """
+    if nbytes <= 0:
+        raise LocalProtocolError(f"shared memory {name!r} of {nbytes} bytes: the size must be positive")
+    available = available_memory()
+    if nbytes + HEADROOM_BYTES > available.nbytes:
+        raise _out_of_memory(name, nbytes, available)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise _out_of_memory(name, nbytes, available_memory()) from error
+        raise
+    return fd
+
+
+def _out_of_memory(name: str, nbytes: int, available: Available) -> OutOfMemory:
+    return OutOfMemory(
+        f"{mib(nbytes)} of shared memory asked for {name!r}, but {available.limited_by} has "
+        f"{mib(available.nbytes)} available and {mib(HEADROOM_BYTES)} are kept free. "
+        "Ask for less with --arena (or ZBMD_ARENA), start fewer ranks, or raise the memory limit.",
+        asked_bytes=nbytes,
+        available_bytes=available.nbytes,
+    )
+
+
+def sealed_size(fd: int) -> int:
+    """The size of a memfd that came from a peer, once it is certain that it can no longer shrink.
+
+    Raises `RemoteProtocolError` if `fd` is not a memfd with its size sealed: a peer could truncate it and
+    kill us by SIGBUS.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise RemoteProtocolError("shared memory from a peer is not a memfd") from error
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise RemoteProtocolError("shared memory from a peer can still shrink: its size is not sealed")
+    return os.fstat(fd).st_size

@@ -1,0 +1,213 @@
+"""A process's shared segment: control words, an inbox that peers write, an arena that peers read.
+
+The layout is native.h's. One memfd per process incarnation, so a killed process leaves nothing behind, and
+no memory of a dead incarnation is ever mistaken for its replacement's.
+"""
+
+from __future__ import annotations
+
+import os
+
+from zbmd.transport import _native
+from zbmd.transport._native import Mapping
+from zbmd.transport.arena import Arena
+from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+from zbmd.transport.memory import create_memfd, sealed_size
+
+NODE_SLOT = _native.MAX_SLOTS - 1
+PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Segment:
+    """This process's own segment, mapped read-write."""
+
+    def __init__(self, fd: int, mapping: Mapping, *, slot: int, incarnation: int, arena_offset: int) -> None:
+        self._fd = fd
+        self._mapping: Mapping | None = mapping
+        self.slot = slot
+        self.incarnation = incarnation
+        self.inbox = Arena(mapping, _native.OFF_END, arena_offset - _native.OFF_END)
+        self.arena = Arena(mapping, arena_offset, mapping.nbytes - arena_offset)
+
+    @classmethod
+    def create(cls, *, slot: int, incarnation: int, arena_bytes: int, inbox_bytes: int) -> Segment:
+        """Allocate and lay out a segment; both sizes are rounded up to pages.
+
+        Raises `OutOfMemory` if they do not fit into the machine's or cgroup's memory, `LocalProtocolError`
+        on a slot, incarnation or size out of range.
+        """
+        if not 0 <= slot < _native.MAX_SLOTS:
+            raise LocalProtocolError(f"slot {slot} is not in 0..{_native.MAX_SLOTS - 1}")
+        if not 0 < incarnation < 1 << 64 or arena_bytes < 0 or inbox_bytes < 0:
+            raise LocalProtocolError(
+                f"segment with incarnation {incarnation}, arena {arena_bytes}, inbox {inbox_bytes}: "
+                "the incarnation must be a positive u64 and the sizes not negative"
+            )
+        arena_offset = _native.OFF_END + _pages(inbox_bytes)
+        total = arena_offset + _pages(arena_bytes)
+        fd = create_memfd(f"zbmd-segment-{slot}", total)
+        try:
+            mapping = Mapping(fd, total, total)
+        except OSError:
+            os.close(fd)
+            raise
+        mapping.store64(_native.OFF_TOTAL, total)
+        mapping.store64(_native.OFF_INBOX, _native.OFF_END)
+        mapping.store64(_native.OFF_ARENA, arena_offset)
+        mapping.store64(_native.OFF_PID, os.getpid())
+        mapping.store64(_native.OFF_INCARNATION, incarnation)
+        mapping.store32(_native.OFF_SLOT, slot)
+        mapping.store64(_native.OFF_MAGIC, _native.MAGIC)
+        return cls(fd, mapping, slot=slot, incarnation=incarnation, arena_offset=arena_offset)
+
+    @property
+    def fd(self) -> int:
+        """The memfd, to hand to peers. Raises `LocalProtocolError` once closed."""
+        if self._fd < 0:
+            raise self._closed()
+        return self._fd
+
+    @property
+    def mapping(self) -> Mapping:
+        """The mapping. Raises `LocalProtocolError` once closed."""
+        if self._mapping is None:
+            raise self._closed()
+        return self._mapping
+
+    @property
+    def base(self) -> int:
+        """The segment's address, for native code; valid until `close` or the end of this object."""
+        return self.mapping.address
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the whole segment."""
+        return self.mapping.nbytes
+
+    def wait(
+        self,
+        slot: int,
+        channel: int,
+        value: int,
+        *,
+        group_mask: int = 0,
+        deadline_ns: int = 0,
+        spins: int = 0,
+    ) -> int:
+        """Wait for a peer's notification, without the GIL; see `_native.wait` for what may end it."""
+        mapping = self.mapping
+        return _native.wait(
+            mapping.address, slot, channel, value, group_mask=group_mask, deadline_ns=deadline_ns, spins=spins
+        )
+
+    def lost_mask(self) -> int:
+        """Bit s is set once the process in slot s is known to have ended."""
+        return self.mapping.load64(_native.OFF_LOST)
+
+    def clear_lost(self, slot: int) -> None:
+        """Forget the death of the process in `slot`, because a replacement has taken its place."""
+        _native.clear_lost(self.base, slot)
+
+    def close(self) -> None:
+        """Close the memfd and let go of the mapping, which ends with the last array in it. Idempotent."""
+        self._mapping = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _closed(self) -> LocalProtocolError:
+        return LocalProtocolError(f"the segment of slot {self.slot} is closed")
+
+
+class PeerSegment:
+    """A peer's segment: control words and inbox mapped read-write, the arena read-only."""
+
+    def __init__(self, mapping: Mapping, *, slot: int, incarnation: int, pid: int, arena_offset: int) -> None:
+        self._mapping: Mapping | None = mapping
+        self.slot = slot
+        self.incarnation = incarnation
+        self.pid = pid
+        self.inbox_offset = _native.OFF_END
+        self.arena_offset = arena_offset
+
+    @classmethod
+    def attach(cls, fd: int, *, slot: int) -> PeerSegment:
+        """Map the segment behind `fd`, which the peer in `slot` sent; `fd` stays the caller's.
+
+        Everything in it is untrusted: raises `RemoteProtocolError` on a memfd that can still shrink, a
+        wrong magic number, sizes that do not fit the file, another slot, or incarnation 0.
+        """
+        total = sealed_size(fd)
+        if total < _native.OFF_END:
+            raise RemoteProtocolError(f"the segment of slot {slot} has {total} bytes, too few for its header")
+        header = Mapping(fd, _native.OFF_END, _native.OFF_END)
+        arena_offset = header.load64(_native.OFF_ARENA)
+        incarnation = header.load64(_native.OFF_INCARNATION)
+        sizes_fit = (
+            header.load64(_native.OFF_MAGIC) == _native.MAGIC
+            and header.load64(_native.OFF_TOTAL) == total
+            and header.load64(_native.OFF_INBOX) == _native.OFF_END
+            and _native.OFF_END <= arena_offset <= total
+            and arena_offset % PAGE_BYTES == 0
+        )
+        if not sizes_fit:
+            raise RemoteProtocolError(f"what the peer in slot {slot} sent as its segment is not one of ours")
+        if header.load32(_native.OFF_SLOT) != slot or incarnation == 0:
+            raise RemoteProtocolError(
+                f"the segment sent for slot {slot} says slot {header.load32(_native.OFF_SLOT)}, "
+                f"incarnation {incarnation}"
+            )
+        pid = header.load64(_native.OFF_PID)
+        mapping = Mapping(fd, total, arena_offset)
+        return cls(mapping, slot=slot, incarnation=incarnation, pid=pid, arena_offset=arena_offset)
+
+    @property
+    def mapping(self) -> Mapping:
+        """The mapping. Raises `LocalProtocolError` once closed."""
+        if self._mapping is None:
+            raise LocalProtocolError(f"the mapping of slot {self.slot}'s segment is closed")
+        return self._mapping
+
+    @property
+    def base(self) -> int:
+        """Where the peer's segment is mapped here; valid until `close` or the end of this object."""
+        return self.mapping.address
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the whole segment."""
+        return self.mapping.nbytes
+
+    def notify(self, our_slot: int, channel: int, value: int) -> None:
+        """Publish `value` in the peer's cell of (our slot, channel), after all that we stored before it."""
+        mapping = self.mapping
+        _native.notify(mapping.address, our_slot, channel, value)
+
+    def arena_view(self, offset: int, nbytes: int) -> memoryview:
+        """A read-only view of [offset, offset + nbytes), counted from the segment's base.
+
+        Raises `RemoteProtocolError` if that is not wholly inside the peer's arena: the numbers are a peer's.
+        """
+        if offset < self.arena_offset or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise RemoteProtocolError(
+                f"range {offset}+{nbytes} is outside the arena of slot {self.slot} "
+                f"({self.arena_offset}..{self.nbytes})"
+            )
+        return self.mapping.view(offset, nbytes)
+
+    def inbox_view(self, offset: int, nbytes: int) -> memoryview:
+        """A writable view of [offset, offset + nbytes) of the peer's inbox; raises as `arena_view`."""
+        if offset < self.inbox_offset or nbytes < 0 or offset + nbytes > self.arena_offset:
+            raise RemoteProtocolError(
+                f"range {offset}+{nbytes} is outside the inbox of slot {self.slot} "
+                f"({self.inbox_offset}..{self.arena_offset})"
+            )
+        return self.mapping.view(offset, nbytes, writable=True)
+
+    def close(self) -> None:
+        """Let go of the mapping, which ends with the last view of it. Idempotent."""
+        self._mapping = None

@@ -1,0 +1,450 @@
+"""shm links between processes of one host: listening, dialing, and what happens until a link stands.
+
+A listener is an abstract unix socket, so nothing is left of it when its process is killed. A connection
+goes through SO_PEERCRED, the hello (`HelloMachine`), and one exchange of descriptors (`attach`); all of it
+by one deadline, and with a bounded number of connections under way. A stranger ends its own connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, assert_never
+
+import msgspec
+import structlog
+
+from zbmd.transport._native import Mapping, now_ns
+from zbmd.transport.attach import (
+    MESSAGE_BYTES_MAX,
+    OFFER_FDS_MAX,
+    Answer,
+    Offer,
+    accept_answer,
+    accept_offer,
+    close_all,
+)
+from zbmd.transport.errors import (
+    DeadlineExceeded,
+    LocalProtocolError,
+    PeerLost,
+    RemoteProtocolError,
+    ZbmdError,
+)
+from zbmd.transport.hello import (
+    MAX_BODY_BYTES,
+    NONCE_BYTES,
+    Accept,
+    BytesReceived,
+    HelloEvent,
+    HelloMachine,
+    Identity,
+    Opened,
+    PeerClosed,
+    PeerInfo,
+    Reject,
+    SendBytes,
+    SetTimer,
+    Side,
+    TimerFired,
+)
+from zbmd.transport.hlc import HybridClock
+from zbmd.transport.link import LinkLimits
+from zbmd.transport.memory import create_memfd
+from zbmd.transport.segment import PeerSegment, Segment
+from zbmd.transport.shm_link import LinkParts, ShmLink, link_memory_bytes
+
+log: Final = structlog.stdlib.get_logger("zbmd.transport.shm")
+
+ADDRESS_BYTES_MAX = 107
+"""Of an abstract unix address, without its leading zero byte."""
+BACKLOG = 128
+ACCEPTS_PER_WAKE = 16
+HALF_OPEN_MAX = 64
+"""Connections that have not finished their hello; past it a new one is closed at once."""
+HELLO_TIMEOUT_NS = 5_000_000_000
+DIAL_RETRY_S = 0.002
+"""Pause while a listener's backlog is full; the dial's deadline bounds the retries."""
+HELLO_MESSAGE_BYTES_MAX = MAX_BODY_BYTES + 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """This process as its links show it: shared by all of them."""
+
+    identity: Identity
+    cookie: bytes
+    segment: Segment | None = None
+    """Handed to every peer at hello, if there is one; its life thread must have started by then."""
+    clock: HybridClock = field(default_factory=HybridClock)
+    limits: LinkLimits = field(default_factory=LinkLimits)
+
+
+OnLink = Callable[[ShmLink], None]
+
+
+class Listener:
+    """Accepts links at an abstract unix address until closed. Made by `listen`."""
+
+    def __init__(
+        self, name: str, on_link: OnLink, endpoint: Endpoint, timeout_ns: int, half_open_max: int
+    ) -> None:
+        self.name = name
+        self._on_link = on_link
+        self._endpoint = endpoint
+        self._timeout_ns = timeout_ns
+        self._half_open_max = half_open_max
+        self._loop = asyncio.get_running_loop()
+        self._half_open: set[asyncio.Task[None]] = set()
+        self._sock = _unix_socket()
+        try:
+            self._sock.bind(_address(name))
+            self._sock.listen(BACKLOG)
+        except OSError as error:
+            self._sock.close()
+            raise LocalProtocolError(f"cannot listen at {name!r}: {error.strerror}") from error
+        self._loop.add_reader(self._sock.fileno(), self._on_connection)
+
+    @property
+    def half_open(self) -> int:
+        """How many connections are in the middle of their hello."""
+        return len(self._half_open)
+
+    def close(self) -> None:
+        """Stop listening and end the connections under way; links already made live on. Idempotent."""
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+        for task in self._half_open:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until the connections under way have ended, after `close`."""
+        if self._half_open:
+            await asyncio.wait(self._half_open)
+
+    def _on_connection(self) -> None:
+        for _ in range(ACCEPTS_PER_WAKE):
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            sock.setblocking(False)
+            if len(self._half_open) >= self._half_open_max:
+                pid, uid = _peer_credentials(sock)
+                sock.close()
+                self._log_refusal(pid, uid, "Busy", f"{len(self._half_open)} hellos are under way, the bound")
+                continue
+            task = self._loop.create_task(self._welcome(sock))
+            self._half_open.add(task)
+            task.add_done_callback(self._half_open.discard)
+
+    async def _welcome(self, sock: socket.socket) -> None:
+        pid, uid = _peer_credentials(sock)
+        try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(sock.close)
+                link = await _listener_side(sock, self._endpoint, now_ns() + self._timeout_ns)
+                undo.pop_all()
+        except (ZbmdError, OSError) as error:
+            self._log_refusal(pid, uid, type(error).__name__, str(error))
+            return
+        self._on_link(link)
+
+    def _log_refusal(self, pid: int, uid: int, kind: str, reason: str) -> None:
+        log.warning(
+            "connection refused", listener=self.name, peer_pid=pid, peer_uid=uid, kind=kind, reason=reason
+        )
+
+
+def listen(
+    name: str,
+    on_link: OnLink,
+    endpoint: Endpoint,
+    *,
+    timeout_ns: int = HELLO_TIMEOUT_NS,
+    half_open_max: int = HALF_OPEN_MAX,
+) -> Listener:
+    """Listen at the abstract unix address `name` (1..107 bytes) on the running loop.
+
+    `on_link` is called with each link that stands. Raises `LocalProtocolError` if the address is taken or
+    too long.
+    """
+    return Listener(name, on_link, endpoint, timeout_ns, half_open_max)
+
+
+async def dial(name: str, endpoint: Endpoint, *, timeout_ns: int = HELLO_TIMEOUT_NS) -> ShmLink:
+    """Connect to the listener at `name`, say hello, and return the link.
+
+    Raises `PeerLost` if nobody listens there or the peer ends meanwhile, `DeadlineExceeded` after
+    `timeout_ns`, a `HelloError` or other `RemoteProtocolError` if either side refuses the other, and
+    `OutOfMemory` if there is no room for the link's rings.
+    """
+    deadline_ns = now_ns() + timeout_ns
+    sock = _unix_socket()
+    with contextlib.ExitStack() as undo:
+        undo.callback(sock.close)
+        await _connect(sock, name, deadline_ns)
+        link = await _dialer_side(sock, endpoint, deadline_ns)
+        undo.pop_all()
+    return link
+
+
+def link_pair(a: Endpoint, b: Endpoint) -> tuple[ShmLink, ShmLink]:
+    """Two connected links within this process, over real rings, eventfds and sockets, without a hello.
+
+    For tests and for actors of one process that are to be treated as if they were of two.
+    """
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    left.setblocking(False)
+    right.setblocking(False)
+    memory = _make_link_memory(a.limits.ring_bytes)
+    os.close(memory.memfd)
+    parts_a = memory.parts(left)
+    parts_b = LinkParts(
+        sock=right,
+        mapping=memory.mapping,
+        ring_bytes=memory.ring_bytes,
+        wake_fd=os.dup(memory.listener_wake_fd),
+        peer_wake_fd=os.dup(memory.dialer_wake_fd),
+        dialed=False,
+    )
+    return (
+        _make_link(parts_a, a, b.identity, _own_view(b.segment)),
+        _make_link(parts_b, b, a.identity, _own_view(a.segment)),
+    )
+
+
+def _own_view(segment: Segment | None) -> PeerSegment | None:
+    return None if segment is None else PeerSegment.attach(segment.fd, slot=segment.slot)
+
+
+# --- the two sides --------------------------------------------------------------------------------------
+
+
+async def _listener_side(sock: socket.socket, endpoint: Endpoint, deadline_ns: int) -> ShmLink:
+    peer = await _hello(sock, endpoint, Side.LISTENER, deadline_ns)
+    data, fds = await _receive(sock, deadline_ns, peer.name)
+    attached = accept_offer(data, fds, incarnation=peer.incarnation)
+    segment = endpoint.segment
+    answer = Answer(slot=None if segment is None else segment.slot)
+    try:
+        _send(sock, msgspec.msgpack.encode(answer), [] if segment is None else [segment.fd])
+    except OSError:
+        close_all((attached.dialer_wake_fd, attached.listener_wake_fd))
+        raise
+    parts = LinkParts(
+        sock=sock,
+        mapping=attached.mapping,
+        ring_bytes=attached.ring_bytes,
+        wake_fd=attached.listener_wake_fd,
+        peer_wake_fd=attached.dialer_wake_fd,
+        dialed=False,
+    )
+    return _make_link(parts, endpoint, peer, attached.segment)
+
+
+async def _dialer_side(sock: socket.socket, endpoint: Endpoint, deadline_ns: int) -> ShmLink:
+    peer = await _hello(sock, endpoint, Side.DIALER, deadline_ns)
+    memory = _make_link_memory(endpoint.limits.ring_bytes)
+    try:
+        segment = endpoint.segment
+        offer = Offer(ring_bytes=memory.ring_bytes, slot=None if segment is None else segment.slot)
+        fds = [memory.memfd, memory.dialer_wake_fd, memory.listener_wake_fd]
+        _send(sock, msgspec.msgpack.encode(offer), fds if segment is None else [*fds, segment.fd])
+        data, answer_fds = await _receive(sock, deadline_ns, peer.name)
+        peer_segment = accept_answer(data, answer_fds, incarnation=peer.incarnation)
+    except BaseException:
+        close_all((memory.dialer_wake_fd, memory.listener_wake_fd))
+        raise
+    finally:
+        os.close(memory.memfd)
+    return _make_link(memory.parts(sock), endpoint, peer, peer_segment)
+
+
+def _make_link(
+    parts: LinkParts, endpoint: Endpoint, peer: PeerInfo, peer_segment: PeerSegment | None
+) -> ShmLink:
+    return ShmLink(
+        parts,
+        identity=endpoint.identity,
+        peer=peer,
+        peer_segment=peer_segment,
+        clock=endpoint.clock,
+        limits=endpoint.limits,
+        loop=asyncio.get_running_loop(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LinkMemory:
+    """What the dialer makes for a new link."""
+
+    ring_bytes: int
+    memfd: int
+    mapping: Mapping
+    dialer_wake_fd: int
+    listener_wake_fd: int
+
+    def parts(self, sock: socket.socket) -> LinkParts:
+        return LinkParts(
+            sock=sock,
+            mapping=self.mapping,
+            ring_bytes=self.ring_bytes,
+            wake_fd=self.dialer_wake_fd,
+            peer_wake_fd=self.listener_wake_fd,
+            dialed=True,
+        )
+
+
+def _make_link_memory(ring_bytes: int) -> _LinkMemory:
+    nbytes = link_memory_bytes(ring_bytes)
+    memfd = create_memfd("zbmd-link", nbytes)
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, memfd)
+        mapping = Mapping(memfd, nbytes, nbytes)
+        dialer_wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        undo.callback(os.close, dialer_wake_fd)
+        listener_wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        undo.pop_all()
+    return _LinkMemory(
+        ring_bytes=ring_bytes,
+        memfd=memfd,
+        mapping=mapping,
+        dialer_wake_fd=dialer_wake_fd,
+        listener_wake_fd=listener_wake_fd,
+    )
+
+
+# --- the hello's driver ---------------------------------------------------------------------------------
+
+
+async def _hello(sock: socket.socket, endpoint: Endpoint, side: Side, deadline_ns: int) -> PeerInfo:
+    """Run the hello on a connected socket; the peer's pid is the kernel's word. Raises its `HelloError`."""
+    peer_pid, peer_uid = _peer_credentials(sock)
+    machine = HelloMachine(
+        side=side,
+        identity=endpoint.identity,
+        cookie=endpoint.cookie,
+        nonce=secrets.token_bytes(NONCE_BYTES),
+        deadline_ns=deadline_ns,
+    )
+    event: HelloEvent = Opened(peer_uid=peer_uid)
+    timer_ns = deadline_ns
+    # Bounded by the machine: each message moves it on, and the deadline ends it.
+    while True:
+        for action in machine.handle(event, now_ns=now_ns()):
+            match action:
+                case SendBytes(data=data):
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        _send(sock, data, [])
+                case SetTimer(at_ns=at_ns):
+                    timer_ns = at_ns
+                case Accept(peer=peer, surplus=surplus):
+                    if surplus:
+                        raise RemoteProtocolError(f"{peer.name} sent {len(surplus)} bytes after its hello")
+                    return msgspec.structs.replace(peer, pid=peer_pid)
+                case Reject(error=error):
+                    raise error
+                case _:
+                    assert_never(action)
+        event = await _next_event(sock, timer_ns)
+
+
+async def _next_event(sock: socket.socket, timer_ns: int) -> HelloEvent:
+    if not await _readable(sock, timer_ns):
+        return TimerFired()
+    with contextlib.suppress(ConnectionResetError):
+        return _received(sock.recv(HELLO_MESSAGE_BYTES_MAX))
+    # A reset is reported once, before the last words of the peer: why it refused us, perhaps.
+    return _received(sock.recv(HELLO_MESSAGE_BYTES_MAX))
+
+
+def _received(data: bytes) -> HelloEvent:
+    return BytesReceived(data=data) if data else PeerClosed()
+
+
+async def _receive(sock: socket.socket, deadline_ns: int, peer: str) -> tuple[bytes, list[int]]:
+    """One message with its descriptors, which become the caller's. Raises `DeadlineExceeded`, `PeerLost`."""
+    if not await _readable(sock, deadline_ns):
+        raise DeadlineExceeded(f"{peer} did not hand over its part of the link in time: it may be stuck")
+    try:
+        data, fds, flags, _ = socket.recv_fds(
+            sock, MESSAGE_BYTES_MAX + 1, OFFER_FDS_MAX, socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionResetError:
+        raise PeerLost(peer, "it ended before the link stood") from None
+    if not data or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        close_all(fds)
+        if not data:
+            raise PeerLost(peer, "it ended before the link stood")
+        raise RemoteProtocolError(f"attach: a message from {peer} over its bounds")
+    return data, fds
+
+
+def _send(sock: socket.socket, data: bytes, fds: list[int]) -> None:
+    """Send one message now. It fits: a connection has one message under way at a time."""
+    if fds:
+        socket.send_fds(sock, [data], fds, socket.MSG_NOSIGNAL)
+    else:
+        sock.send(data, socket.MSG_NOSIGNAL)
+
+
+async def _readable(sock: socket.socket, deadline_ns: int) -> bool:
+    """Wait for something to read; False if the monotonic deadline comes first."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[bool] = loop.create_future()
+
+    def settle(value: bool) -> None:
+        if not ready.done():
+            ready.set_result(value)
+
+    timer = loop.call_later(max(0, deadline_ns - now_ns()) / 1e9, settle, False)
+    loop.add_reader(sock.fileno(), settle, True)
+    try:
+        return await ready
+    finally:
+        timer.cancel()
+        loop.remove_reader(sock.fileno())
+
+
+# --- sockets --------------------------------------------------------------------------------------------
+
+
+def _unix_socket() -> socket.socket:
+    """SEQPACKET keeps message boundaries, so a message and its descriptors always come together."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+
+
+def _address(name: str) -> bytes:
+    encoded = name.encode()
+    if not 0 < len(encoded) <= ADDRESS_BYTES_MAX:
+        raise LocalProtocolError(f"the address {name!r} must have 1 to {ADDRESS_BYTES_MAX} bytes")
+    return b"\0" + encoded
+
+
+async def _connect(sock: socket.socket, name: str, deadline_ns: int) -> None:
+    address = _address(name)
+    while True:
+        try:
+            sock.connect(address)
+            return
+        except BlockingIOError:
+            if now_ns() >= deadline_ns:
+                raise DeadlineExceeded(f"the listener at {name!r} did not accept in time") from None
+            await asyncio.sleep(DIAL_RETRY_S)
+        except ConnectionRefusedError:
+            raise PeerLost(name, "nobody listens at its address") from None
+
+
+def _peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end, from the kernel."""
+    layout = struct.Struct("3i")
+    pid, uid, _ = layout.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size))
+    return pid, uid

@@ -1,0 +1,273 @@
+"""What simulated processes are told, what they do, and the world they live in (see `sim`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.machine import Machine
+
+MessageT = TypeVar("MessageT")
+EventT = TypeVar("EventT")
+ActionT = TypeVar("ActionT")
+
+SIM_START_NS = 1_000_000_000
+"""Virtual time starts here, not at zero, so that a zero deadline that means "none" is never a real one."""
+
+
+# --- what a process is told -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The process begins. The first stimulus of every incarnation."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived(Generic[MessageT]):
+    """A message arrived from `sender`'s incarnation `incarnation` (which may have died since)."""
+
+    sender: str
+    incarnation: int
+    message: MessageT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired:
+    """The timer `name` is due."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerEnded:
+    """`peer`'s incarnation `incarnation` is no more; `clean` if it left by itself. Told at most once.
+
+    Incarnation 0: we sent to a peer that has not started yet.
+    """
+
+    peer: str
+    incarnation: int
+    clean: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commanded:
+    """A stimulus of the scenario: what a user or an upper layer would ask for."""
+
+    command: object
+
+
+Stimulus: TypeAlias = Started | Arrived[MessageT] | TimerFired | PeerEnded | Commanded
+
+
+# --- what a process does --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send(Generic[MessageT]):
+    """Send `message` to the process `to`; `nbytes` is what it costs on the wire.
+
+    It goes to the incarnation of `to` that lives now, and to no later one. If none lives, the sender gets
+    that process's `PeerEnded` (unless it had it already). To oneself: delivered at once, and never lost.
+    """
+
+    to: str
+    message: MessageT
+    nbytes: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer:
+    """Set the timer `name`, in place of one of the same name; a time that has passed means at once."""
+
+    name: str
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelTimer:
+    """Cancel the timer `name` if it is set."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Write `value` into the history, for checkers and for whoever reads it."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start a new incarnation of `process`, which must not live then; takes a while, as a fork does."""
+
+    process: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Kill `process` with SIGKILL."""
+
+    process: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """Leave cleanly: what was sent arrives, and peers are told `clean=True`. Later effects are dropped."""
+
+
+Effect: TypeAlias = Send[MessageT] | SetTimer | CancelTimer | Note | Start | Kill | Exit
+
+
+class Process(Protocol[MessageT]):
+    """One simulated process: a machine behind an adapter. Lost, with all its state, when it is killed."""
+
+    def deliver(self, stimulus: Stimulus[MessageT], *, now_ns: int) -> Sequence[Effect[MessageT]]:
+        """Take one stimulus at virtual time `now_ns` and return what to do, in order."""
+        ...
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` on a state that may not be. Called after every delivery."""
+        ...
+
+
+class MachineProcess(Generic[EventT, ActionT, MessageT]):
+    """A machine as a simulated process.
+
+    `to_events` turns a stimulus into the machine's events (none: it does not care), `to_effects` an action
+    into effects. Both are pure and hold no state of their own, like any driver.
+    """
+
+    def __init__(
+        self,
+        machine: Machine[EventT, ActionT],
+        *,
+        to_events: Callable[[Stimulus[MessageT]], Iterable[EventT]],
+        to_effects: Callable[[ActionT], Iterable[Effect[MessageT]]],
+    ) -> None:
+        self.machine = machine
+        self._to_events = to_events
+        self._to_effects = to_effects
+
+    def deliver(self, stimulus: Stimulus[MessageT], *, now_ns: int) -> Sequence[Effect[MessageT]]:
+        """Run the machine over the stimulus's events; its actions become effects, in order."""
+        effects: list[Effect[MessageT]] = []
+        for event in self._to_events(stimulus):
+            for action in self.machine.handle(event, now_ns=now_ns):
+                effects.extend(self._to_effects(action))
+        return effects
+
+    def check_invariants(self) -> None:
+        """Check the machine's own invariants."""
+        self.machine.check_invariants()
+
+
+# --- the world ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """How the network and the machine underneath behave.
+
+    Messages of a pair arrive in order and each takes `latency_ns` plus up to `jitter_ns` plus its bytes'
+    time on a link of `bandwidth_bytes_per_s`; `loss`, `duplicate` and `reorder` are probabilities per
+    message. A death is noticed by each peer after `notice_min_ns` to `notice_max_ns`. Notice is not a
+    fence: a dead process's messages may arrive after it, unless `notice_is_fence` says that the driver
+    drops those. Timers are up to `timer_lag_ns` late; a start takes `start_min_ns` to `start_max_ns`.
+    """
+
+    latency_ns: int = 20_000
+    jitter_ns: int = 20_000
+    bandwidth_bytes_per_s: int = 10_000_000_000
+    loss: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    timer_lag_ns: int = 0
+    notice_min_ns: int = 100_000
+    notice_max_ns: int = 2_000_000
+    notice_is_fence: bool = False
+    start_min_ns: int = 2_000_000
+    start_max_ns: int = 50_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "duplicate", "reorder"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UserError(f"{name} is a probability per message: give a number from 0 to 1")
+        if min(self.latency_ns, self.jitter_ns, self.timer_lag_ns) < 0 or self.bandwidth_bytes_per_s <= 0:
+            raise UserError("latency, jitter and timer lag must be at least 0 ns, the bandwidth above 0 B/s")
+        if (
+            not 0 <= self.notice_min_ns <= self.notice_max_ns
+            or not 0 <= self.start_min_ns <= self.start_max_ns
+        ):
+            raise UserError("give the notice and start times as 0 <= min_ns <= max_ns")
+
+
+class Kind(Enum):
+    """What a record of the history tells."""
+
+    DELIVER = "<-"
+    SEND = "->"
+    LOSE = "lost"
+    DROP = "drop"
+    TIMER = "timer"
+    NOTE = "note"
+    START = "start"
+    CRASH = "crash"
+    EXIT = "exit"
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of the history: at `at_ns`, `process` (incarnation `incarnation`), `kind`, and `detail`."""
+
+    at_ns: int
+    process: str
+    incarnation: int
+    kind: Kind
+    detail: object
+
+    def __str__(self) -> str:
+        us = (self.at_ns - SIM_START_NS) / 1000
+        return f"{us:12.3f} us {self.process}#{self.incarnation} {self.kind.value} {self.detail}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class KillPoint:
+    """Between two effects: `process` dies in its `delivery`-th stimulus (from 1) after `effects` effects."""
+
+    process: str
+    incarnation: int
+    delivery: int
+    effects: int
+
+
+class RunEnd(Enum):
+    """Why a run ended without a failure."""
+
+    REACHED = "the condition holds"
+    QUIET = "nothing is under way any more"
+    TIME_UP = "virtual time is up"
+
+
+class SimulationFailure(ZbmdError):
+    """A checker, an invariant or a machine failed, or the run did not end. Says how to see it again.
+
+    `seed`, `at_ns` and `story` (the last records before it) are kept; `__cause__` is the first error.
+    """
+
+    def __init__(
+        self, what: str, *, seed: int | str, at_ns: int, events: int, story: Sequence[Record]
+    ) -> None:
+        lines = "\n".join(f"    {record}" for record in story)
+        super().__init__(f"seed {seed!r}, event {events}: {what}\n  the last {len(story)} records:\n{lines}")
+        self.seed = seed
+        self.at_ns = at_ns
+        self.story = tuple(story)

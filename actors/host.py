@@ -237,7 +237,7 @@ class Host:
                     incarnation=i.incarnation,
                     state=i.state.value,
                     restarts=max(0, i.incarnation - 1),
-                    memory_bytes=_resident_bytes(i.pid),
+                    memory_bytes=resident_bytes(i.pid),
                     actors=actors.get(i.rank),
                 )
                 for i in infos
@@ -482,8 +482,8 @@ class Host:
         )
 
 
-def _resident_bytes(pid: int) -> int:
-    """The memory of a process; 0 once it is gone."""
+def resident_bytes(pid: int) -> int:
+    """The resident memory of a process; 0 once it is gone."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):

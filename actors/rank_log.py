@@ -1,9 +1,10 @@
-"""A rank's log: JSON lines in a file of its own, one event a line, bounded in size."""
+"""Logs: zbmd's own on standard error, and a rank's events as JSON lines in a bounded file of its own."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,21 @@ from structlog.typing import EventDict, FilteringBoundLogger
 
 LOG_BYTES_MAX: Final = 256 << 20
 """Past it the file becomes `NAME.1`, and what was there before is gone."""
+
+
+def log_to_stderr(level: int = logging.WARNING) -> None:
+    """Send zbmd's own log to standard error, unless the program has set structlog up itself."""
+    if structlog.is_configured():
+        return
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S"),
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
 
 
 class RankLogFile:

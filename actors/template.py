@@ -27,6 +27,7 @@ from typing import NoReturn
 
 import msgspec
 
+from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
 from zbmd.transport.errors import UserError
 
@@ -217,6 +218,7 @@ def run_target(request: ForkRequest) -> None:
     if numpy_random is not None:
         numpy_random.seed()  # the template's state would be the same in every rank
     sys.excepthook = _show_exception
+    log_to_stderr()
     sys.argv = [request.target, *request.arguments]
     if request.is_module:
         sys.path.insert(0, os.getcwd())

@@ -55,7 +55,7 @@ class FlightState(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class FlightRecord:
-    """One operation, for the story of a failure. Times are CLOCK_MONOTONIC, ns; `end_ns` is 0 until the end."""
+    """One operation, for the story of a failure. Times: CLOCK_MONOTONIC, ns; `end_ns` is 0 until the end."""
 
     operation: str
     algorithm: str

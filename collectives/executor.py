@@ -180,7 +180,8 @@ class Executor:
         at = "entering" if pc < 0 else f"at instruction {pc} of {len(program.instructions)}"
         if 0 <= pc < len(program.instructions):
             at += f" ({program.instructions[pc]})"
-        return f"{program.algorithm} #{self.sequence} of epoch {self.epoch}, rank {self.members[self.place]} {at}"
+        rank = self.members[self.place]
+        return f"{program.algorithm} #{self.sequence} of epoch {self.epoch}, rank {rank} {at}"
 
     def _error(self, status: int, plan: Plan) -> ZbmdError:
         where = self._where(plan)

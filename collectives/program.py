@@ -52,7 +52,7 @@ class Operand(NamedTuple):
 
     rank: int
     buffer: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which means nothing for a place
 
     def __str__(self) -> str:
         return f"{buffer_name(self.buffer)}[{self.index}]@{self.rank}"

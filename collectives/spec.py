@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import TypeAlias, Union
 
 from zbmd.collectives.program import IN, OUT, PUB, Operand
@@ -47,11 +46,11 @@ class Spec:
 def left_fold(labels: Iterable[int]) -> Tree:
     """The tree ((l0, l1), l2), … of at least one label."""
 
-    def join(tree: Tree, label: Tree) -> Tree:
-        return (tree, label)
-
     first, *rest = labels
-    return reduce(join, rest, first)
+    tree: Tree = first
+    for label in rest:
+        tree = (tree, label)
+    return tree
 
 
 def rank_labels(n: int) -> tuple[str, ...]:

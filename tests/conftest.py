@@ -202,9 +202,8 @@ class Watch:
         return report
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        reason = _reason(report.longrepr)
-        if report.skipped and not any(f"could not import '{name}" in reason for name in OPTIONAL_PACKAGES):
-            self.quiet_skips.append(f"{report.nodeid}: {reason}")
+        if report.skipped and not _wants_optional_package(report.longrepr):
+            self.quiet_skips.append(f"{report.nodeid}: {_reason(report.longrepr)}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -228,6 +227,15 @@ class Watch:
 def _reason(longrepr: object) -> str:
     """Return why a report was skipped: the last part of its (file, line, reason)."""
     return str(longrepr[-1]) if isinstance(longrepr, tuple) else str(longrepr)
+
+
+def _wants_optional_package(longrepr: object) -> bool:
+    """Tell whether a module skipped itself at a line that asks for one of OPTIONAL_PACKAGES."""
+    if not isinstance(longrepr, tuple):
+        return False
+    path, line = str(longrepr[0]), int(longrepr[1])
+    statement = Path(path).read_text().splitlines()[line - 1]
+    return any(re.search(rf"importorskip\(['\"]{name}\b", statement) for name in OPTIONAL_PACKAGES)
 
 
 WATCH = pytest.StashKey[Watch]()

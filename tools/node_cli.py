@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import rich.console
-import structlog
 import uvloop
 
 import zbmd
+from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
 from zbmd.tools import doctor, status
 from zbmd.tools.node_run import Job, check, host_config, run_job
@@ -101,15 +101,7 @@ def status_command(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="%H:%M:%S"),
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(30),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    log_to_stderr()
     try:
         arguments = parser().parse_args(argv)
         if arguments.command == "run":

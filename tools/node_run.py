@@ -7,22 +7,22 @@ import glob
 import importlib.util
 import signal
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from zbmd.actors.host import PRELOAD, Host, HostConfig
-from zbmd.actors.host_events import HostEvent, RankDown, RankReport, RankStarted, RunResult, ViewChanged
+from zbmd.actors.host_events import RunResult
 from zbmd.actors.view import Outcome
 from zbmd.tools.console import Console
-from zbmd.tools.progress import Progress, Recovery
+from zbmd.tools.node_story import Story
 from zbmd.tools.settings import Settings
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory import available_memory, mib
 
 RANK_BYTES = 96 << 20
 """What a rank needs beside its arena, roughly: interpreter, inbox, rings."""
-TAIL_LINES_SHOWN = 12
-PROGRESS_KEY = "progress"
+OWN_PACKAGE = "zbmd."
+MORE_PRELOADS = ("zbmd.collectives.group",)  # what `import zbmd` finds only when it is used
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -97,79 +97,34 @@ def host_config(job: Job, settings: Settings) -> HostConfig:
         restart_window_s=settings["restart_window"],
         arena_bytes=settings["arena"],
         environment=environment,
-        preload=PRELOAD,
+        preload=(*PRELOAD, *MORE_PRELOADS, *_own_module(job)),
     )
 
 
-@dataclass(slots=True)
-class _Story:
-    """Puts the host's events into words."""
+def _own_module(job: Job) -> tuple[str, ...]:
+    """A job that is part of zbmd itself is imported before the fork, so a replacement need not do it.
 
-    console: Console
-    started_ns: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    downs: list[RankDown] = field(default_factory=list[RankDown])
-    failures: int = 0
-    epoch: int = 0
-    step: int | None = None
-
-    async def observe(self, event: HostEvent) -> None:
-        match event:
-            case RankStarted():
-                self.started_ns[event.rank, event.incarnation] = event.at_ns
-            case RankDown():
-                if not event.expected:
-                    self.downs.append(event)
-                    await self.console.note(describe_failure(event, with_tail=not self.failures))
-                    self.failures += 1
-            case ViewChanged():
-                await self._view_changed(event)
-            case RankReport():
-                progress = event.payload.get(PROGRESS_KEY)
-                if isinstance(progress, dict) and isinstance(progress.get("step"), int):
-                    await self._progress(progress, event.payload.get("steps_total"))
-
-    async def _view_changed(self, event: ViewChanged) -> None:
-        downs, self.downs = self.downs, []
-        self.epoch = event.view.epoch
-        for down in downs:
-            at_ns = down.noticed_ns or down.confirmed_ns
-            recovery = Recovery(
-                rank=down.rank,
-                how=f"was {down.reason}" if down.code < 0 else f"ended with {down.reason}",
-                step=self.step,
-                recovery_ns=event.at_ns - at_ns,
-            )
-            members = len(event.view.members)
-            await self.console.note(
-                f"rank {recovery.rank} {recovery.how}; {members} ranks together again (epoch {self.epoch}) "
-                f"{(event.at_ns - at_ns) / 1e6:.0f} ms after the notice"
-            )
-
-    async def _progress(self, fields: dict[str, object], steps_total: object) -> None:
-        numbers = {name: fields.get(name) for name in Progress.__dataclass_fields__}
-        known = {k: v for k, v in numbers.items() if isinstance(v, int | float)}
-        progress = Progress(**known)  # type: ignore[arg-type]
-        self.step = progress.step
-        await self.console.progress(
-            progress, steps_total=steps_total if isinstance(steps_total, int) else None
-        )
+    A user's module is not: what it does when imported may not survive a fork.
+    """
+    if not job.is_module or not job.target.startswith(OWN_PACKAGE):
+        return ()
+    main = f"{job.target}.__main__"
+    is_package = importlib.util.find_spec(job.target) is not None and _has(main)
+    return (main,) if is_package else (job.target,)
 
 
-def describe_failure(down: RankDown, *, with_tail: bool) -> str:
-    """Who, what, and what next; the tail of its standard error only where it is news."""
-    text = f"rank {down.rank} (pid {down.pid}, incarnation {down.incarnation}) failed: {down.reason}"
-    tail = down.tail if down.code > 0 else ()
-    if tail and not with_tail:
-        text += f": {tail[-1]}"
-    lines = [f"  | {line}" for line in tail[-TAIL_LINES_SHOWN:]] if with_tail else []
-    return "\n".join([f"{text}; {down.next_step}", *lines])
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False  # its parent is no package
 
 
 async def run_job(config: HostConfig) -> int:
     """Run the job on this terminal; returns the exit code."""
     loop = asyncio.get_running_loop()
     async with Console() as console:
-        story = _Story(console)
+        story = Story(console, lambda: host.ranks)
         host = Host(config, output=console, observer=story.observe)
         received: list[signal.Signals] = []
 

@@ -5,7 +5,7 @@ Reductions combine ranks in the fixed order ((x0 + x1) + x2) + … on every chun
 
 from __future__ import annotations
 
-from zbmd.collectives.algorithms.compose import TreeReduction, exchange_slices, part_from_all
+from zbmd.collectives.algorithms.compose import Leaf, TreeReduction, exchange_slices, part_from_all
 from zbmd.collectives.program import (
     IN,
     OUT,
@@ -23,6 +23,11 @@ from zbmd.collectives.program import (
 from zbmd.collectives.spec import left_fold
 
 
+def _input_at(chunk: int) -> Leaf:
+    """Where each rank's input of a chunk lies."""
+    return lambda label: Operand(label, IN, chunk)
+
+
 def direct_all_reduce(n: int, rank: int, chunks: int) -> Program:
     """Reduce-scatter, then all-gather: each rank reduces its slice from all inputs, others copy it.
 
@@ -32,9 +37,7 @@ def direct_all_reduce(n: int, rank: int, chunks: int) -> Program:
     order = left_fold(range(n))
     instructions: list[Instruction] = []
     for chunk in chunk_range(rank, n, chunks):
-        instructions += reduction.emit(
-            order, chunk, lambda label, chunk=chunk: Operand(label, IN, chunk), Operand(rank, OUT, chunk)
-        )
+        instructions += reduction.emit(order, chunk, _input_at(chunk), Operand(rank, OUT, chunk))
     instructions += exchange_slices(n, rank, chunks)
     return _program("direct_all_reduce", n, rank, 1, chunks, instructions, scratch_slots=reduction.slots)
 
@@ -45,9 +48,7 @@ def direct_reduce_scatter(n: int, rank: int, chunks: int) -> Program:
     order = left_fold(range(n))
     instructions: list[Instruction] = []
     for chunk in chunk_range(rank, n, chunks):
-        instructions += reduction.emit(
-            order, chunk, lambda label, chunk=chunk: Operand(label, IN, chunk), Operand(rank, OUT, chunk)
-        )
+        instructions += reduction.emit(order, chunk, _input_at(chunk), Operand(rank, OUT, chunk))
     instructions += part_from_all(n, rank)
     return _program("direct_reduce_scatter", n, rank, n, chunks, instructions, scratch_slots=reduction.slots)
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms.compose import TreeReduction, exchange_slices
+from zbmd.collectives.algorithms.compose import Leaf, TreeReduction, exchange_slices
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.program import (
     IN,
@@ -115,6 +115,11 @@ def partials_of(shards: int, assignment: Assignment) -> list[tuple[Node, Operand
     return sorted(places)
 
 
+def _partial_at(partials: Sequence[tuple[Node, Operand]], chunk: int) -> Leaf:
+    """Where each partial sum of a chunk lies."""
+    return lambda label: partials[label][1]._replace(index=chunk)
+
+
 def combination_tree(shards: int, nodes: Sequence[Node]) -> Tree:
     """The part of the shard tree above `nodes` (a partition of [0, shards)); label i is nodes[i]."""
     label = {node: i for i, node in enumerate(nodes)}
@@ -144,7 +149,7 @@ def shard_tree_all_reduce(n: int, rank: int, chunks: int, shards: int, assignmen
         instructions += reduction.emit(
             tree,
             chunk,
-            lambda label, chunk=chunk: partials[label][1]._replace(index=chunk),
+            _partial_at(partials, chunk),
             Operand(rank, OUT, chunk),
         )
     instructions += exchange_slices(n, rank, chunks)

@@ -131,8 +131,9 @@ def test_every_kind_of_leak_is_reported_and_nothing_else(run_suite: SeededRun) -
         ("def test_quiet():\n    pytest.skip('not today')\n", "1", False),
         ("def test_quiet():\n    pytest.skip('not today')\n", "0", True),
         ("pytest.importorskip('zbmd_no_such_package')\n", "1", False),
+        ("pytest.importorskip('pyverbs.no_such_module', reason='no RDMA')\n", "1", True),
     ],
-    ids=["optional skips pass", "a quiet skip fails", "unless not strict", "a skipped module fails"],
+    ids=["optional", "a quiet skip", "not strict", "a module for want of anything", "an optional package"],
 )
 def test_strict_skips(run_suite: SeededRun, extra: str, strict: str, passes: bool) -> None:
     run = run_suite(SKIPS + extra, ZBMD_STRICT_SKIPS=strict)

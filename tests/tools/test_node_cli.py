@@ -325,6 +325,28 @@ async def test_shrink_goes_on_over_those_left(start: Start, script: Callable[[st
     assert "[rank1]: entered 2 (0, 1) (2,) [0]" in run.lines
 
 
+async def test_progress_and_what_a_loss_cost_are_told(start: Start, script: Callable[[str], str]) -> None:
+    path = script(
+        """
+        if node.epoch == 1:
+            say("pid", os.getpid())
+            if node.rank == 0:
+                node.report({"kind": "step", "version": 4, "loss": 2.5, "grad_norm": 0.5})
+            await node.view(after=1)
+            if node.rank == 0:
+                node.report({"kind": "step", "version": 5, "loss": 2.25, "steps_total": 9})
+        """
+    )
+    async with start("run", "-n", "2", path) as run:
+        (victim,) = await run.until(r"rank1\]: pid (\d+)")
+        await run.until(r"^step 4 loss 2\.50 grad_norm 0\.50 mem \d+\.\dGiB$")
+        os.kill(int(victim[1]), signal.SIGKILL)
+        assert await run.ended() == 0, run.all_output
+    told = r"\[zbmd\]: rank 1 was killed \(SIGKILL\) at step 5; back at step 5 after \d+ ms; nothing lost"
+    assert any(re.fullmatch(told, line) for line in run.errors), run.all_output
+    assert any(line.startswith("step 5 loss 2.25 mem") for line in run.errors)
+
+
 async def test_more_restarts_than_allowed_end_the_run_in_clear_words(
     start: Start, script: Callable[[str], str]
 ) -> None:

@@ -1,10 +1,9 @@
+# cython: boundscheck=False, wraparound=False
 """The stepper that walks a program, and the native executor built on it. See _stepper.pyi."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stddef cimport size_t
 from libc.string cimport memcpy, memmove, memset
-
-import numpy as np
 
 cdef extern from "native.h" nogil:
     ctypedef char *zbmd_base

@@ -220,6 +220,7 @@ class NodeProcess:
         self.expected = set(range(options.world_size))
         self.live: dict[int, cm.MemberId] = {}
         self.epoch = 0
+        self.installed: set[int] = set()
 
     def check_invariants(self) -> None:
         """Only ranks that are counted on are live."""
@@ -241,13 +242,14 @@ class NodeProcess:
                     self.expected.discard(rank)
                 else:
                     effects.append(sim.Start(process=peer))
-                if clean:
+                if clean and rank not in self.installed:
                     return effects
             case _:
                 return []
         if not self.expected or set(self.live) != self.expected:
             return effects
         self.epoch += 1
+        self.installed = set(self.live)
         members = tuple(self.live[rank] for rank in sorted(self.live))
         installed = cm.EpochInstalled(epoch=self.epoch, members=members)
         return effects + [_to(member.rank, installed) for member in members]

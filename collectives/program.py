@@ -4,7 +4,7 @@ A program is one rank's part of a collective over `n` ranks. It speaks of *chunk
 full vector of the operation is `blocks` blocks of equally many elements, each cut into
 `chunks // blocks` chunks (`chunk_extent`), so one program serves every element count.
 
-An operand names (rank, buffer, index). The index is the chunk for the buffers of the caller (`out`,
+An operand names (rank, buffer, number). The number is the chunk for the buffers of the caller (`out`,
 `in`, `in1`, …) and for `pub`, and a slot number for `scratch` and `inbox`.
 
 - `out`, `in…`: the caller's arrays in the arena. Peers may read them, only their rank writes them.
@@ -38,7 +38,6 @@ BUFFERS = 32
 MAX_INPUTS = BUFFERS - IN
 MAX_RANKS = 64
 MAX_CHUNKS = 1 << 16
-MAX_SLOTS = 1 << 16
 MAX_INSTRUCTIONS = 1 << 20
 
 PUT_CODE, NOTIFY_CODE, WAIT_CODE, REDUCE_CODE, COPY_CODE = range(5)
@@ -48,14 +47,14 @@ _NAMES = {OUT: "out", SCRATCH: "scratch", INBOX: "inbox", PUB: "pub", IN: "in"}
 
 
 class Operand(NamedTuple):
-    """A place: chunk or slot `index` of `buffer` on `rank`."""
+    """A place: chunk or slot `number` of `buffer` on `rank`."""
 
     rank: int
     buffer: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which means nothing for a place
+    number: int
 
     def __str__(self) -> str:
-        return f"{buffer_name(self.buffer)}[{self.index}]@{self.rank}"
+        return f"{buffer_name(self.buffer)}[{self.number}]@{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,15 +252,15 @@ def encode(program: Program) -> NDArray[np.int32]:
 def _encode_one(instruction: Instruction) -> tuple[int, ...]:
     match instruction:
         case Put(chunk, dst, src):
-            return (PUT_CODE, chunk, dst.rank, 0, dst.buffer, dst.index, *src, 0, 0, 0)
+            return (PUT_CODE, chunk, dst.rank, 0, dst.buffer, dst.number, *src, 0, 0, 0)
         case Notify(peer):
             return (NOTIFY_CODE, 0, peer, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         case Wait(peer, count):
             return (WAIT_CODE, 0, peer, count, 0, 0, 0, 0, 0, 0, 0, 0)
         case Reduce(chunk, dst, a, b):
-            return (REDUCE_CODE, chunk, 0, 0, dst.buffer, dst.index, *a, *b)
+            return (REDUCE_CODE, chunk, 0, 0, dst.buffer, dst.number, *a, *b)
         case Copy(chunk, dst, src):
-            return (COPY_CODE, chunk, 0, 0, dst.buffer, dst.index, *src, 0, 0, 0)
+            return (COPY_CODE, chunk, 0, 0, dst.buffer, dst.number, *src, 0, 0, 0)
         case _:
             assert_never(instruction)
 

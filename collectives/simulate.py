@@ -215,7 +215,7 @@ class Simulation:
         def view(operand: Operand) -> Array:
             owner = self._ranks[operand.rank]
             if operand.buffer in owner.slots:
-                return owner.slots[operand.buffer][operand.index][: end - first][half]
+                return owner.slots[operand.buffer][operand.number][: end - first][half]
             array = owner.buffers[operand.buffer]
             base = block * self._count if array.size > self._count else 0
             return array[base + first : base + end][half]

@@ -76,11 +76,11 @@ def _check_operands(
             raise fail(Flaw.OUT_OF_BOUNDS, f"there is no {operand}")
         owner = programs[operand.rank]
         slots = {SCRATCH: owner.scratch_slots, INBOX: owner.inbox_slots}.get(operand.buffer)
-        if not 0 <= operand.index < (owner.chunks if slots is None else slots):
+        if not 0 <= operand.number < (owner.chunks if slots is None else slots):
             raise fail(Flaw.OUT_OF_BOUNDS, f"{operand} is beyond the buffer")
         if not 0 <= chunk < owner.chunks:
             raise fail(Flaw.OUT_OF_BOUNDS, f"there is no chunk {chunk}")
-        if slots is None and operand.index != chunk:
+        if slots is None and operand.number != chunk:
             raise fail(Flaw.WRONG_CHUNK, f"{operand} is not of chunk {chunk}")
 
     def check_source(operand: Operand, chunk: int) -> None:
@@ -190,7 +190,7 @@ class _Run:
         self._walkers = [_Walker([int(q == rank) for q in range(spec.n)]) for rank in range(spec.n)]
         for place, label in spec.inputs.items():
             cell = self._cell(place)
-            cell.value, cell.writer = self._values.leaf(label, place.index), place.rank
+            cell.value, cell.writer = self._values.leaf(label, place.number), place.rank
 
     def to_the_end(self) -> None:
         """Run every rank to its completion; raises on a race, a bad value or a deadlock."""
@@ -222,12 +222,12 @@ class _Run:
         """Every output is the tree that the specification promises."""
         for output in self._spec.outputs:
             rank, value = output.place.rank, self._cell(output.place).value
-            expected = self._values.tree(output.tree, output.place.index)
+            expected = self._values.tree(output.tree, output.place.number)
             if value == expected:
                 continue
             if value is None:
                 raise VerificationError(Flaw.WRONG_OUTPUT, rank, None, f"{output.place} was never written")
-            if self._values.chunk[value] != output.place.index:
+            if self._values.chunk[value] != output.place.number:
                 detail = f"{output.place} holds chunk {self._values.chunk[value]}"
                 raise VerificationError(Flaw.WRONG_CHUNK, rank, None, detail)
             held, wanted = self._values.members[value], self._values.members[expected]

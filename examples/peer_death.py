@@ -27,7 +27,7 @@ async def main() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 await group.all_reduce(np.ones(1000))
                 done += 1
-            except zbmd.PeerLost as error:
+            except (zbmd.PeerLost, zbmd.OperationAborted) as error:
                 print(f"rank {node.rank}: {error}; waiting for its replacement")
                 await group.close()
                 group = await zbmd.group(node, after=group.epoch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import glob
 import importlib.util
+import pkgutil
 import signal
 import sys
 from dataclasses import dataclass
@@ -97,27 +98,21 @@ def host_config(job: Job, settings: Settings) -> HostConfig:
         restart_window_s=settings["restart_window"],
         arena_bytes=settings["arena"],
         environment=environment,
-        preload=(*PRELOAD, *MORE_PRELOADS, *_own_module(job)),
+        preload=(*PRELOAD, *MORE_PRELOADS, *_own_modules(job)),
     )
 
 
-def _own_module(job: Job) -> tuple[str, ...]:
-    """A job that is part of zbmd itself is imported before the fork, so a replacement need not do it.
+def _own_modules(job: Job) -> tuple[str, ...]:
+    """What a job that is a package of zbmd itself imports, so that a replacement need not do it again.
 
-    A user's module is not: what it does when imported may not survive a fork.
+    A user's module is not imported before the fork: what it does then may not survive one.
     """
     if not job.is_module or not job.target.startswith(OWN_PACKAGE):
         return ()
-    main = f"{job.target}.__main__"
-    is_package = importlib.util.find_spec(job.target) is not None and _has(main)
-    return (main,) if is_package else (job.target,)
-
-
-def _has(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False  # its parent is no package
+    found = importlib.util.find_spec(job.target)
+    folders = found.submodule_search_locations if found is not None else None
+    names = sorted(module.name for module in pkgutil.iter_modules(folders or []))
+    return tuple(f"{job.target}.{name}" for name in names if name != "__main__")
 
 
 async def run_job(config: HostConfig) -> int:

@@ -125,7 +125,7 @@ SETTINGS = (
         parse=str,
         default=None,
         metavar="PATH",
-        help="training data, a path or a glob: passed to the script as --data PATH and as ZBMD_DATA",
+        help="training data, a path or a glob; the script finds it in ZBMD_DATA",
     ),
     Setting(
         name="log_dir",

@@ -68,7 +68,7 @@ class TreeReduction:
 
     def _release(self, place: Operand) -> None:
         if place.buffer == SCRATCH:
-            self._free.append(place.index)
+            self._free.append(place.number)
 
 
 def exchange_slices(n: int, rank: int, chunks: int) -> list[Instruction]:

@@ -117,7 +117,7 @@ def partials_of(shards: int, assignment: Assignment) -> list[tuple[Node, Operand
 
 def _partial_at(partials: Sequence[tuple[Node, Operand]], chunk: int) -> Leaf:
     """Where each partial sum of a chunk lies."""
-    return lambda label: partials[label][1]._replace(index=chunk)
+    return lambda label: partials[label][1]._replace(number=chunk)
 
 
 def combination_tree(shards: int, nodes: Sequence[Node]) -> Tree:
@@ -180,7 +180,7 @@ def shard_tree_spec(n: int, chunks: int, shards: int, assignment: Assignment, *,
         chunks=chunks,
         labels=tuple(f"shards [{lo}, {hi})" for lo, hi in nodes),
         inputs={
-            place._replace(index=chunk): label
+            place._replace(number=chunk): label
             for label, (_, place) in enumerate(partials)
             for chunk in range(chunks)
         },

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zbmd.actors.supervision import Restart, Strategy
     from zbmd.actors.supervisor import ChildSpec
     from zbmd.actors.system import ActorSystem
+    from zbmd.collectives.errors import OperationAborted
     from zbmd.collectives.group import Group, group
     from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
 
@@ -43,6 +44,7 @@ __all__ = [
     "Group",
     "MailboxFull",
     "Node",
+    "OperationAborted",
     "PeerLost",
     "Ref",
     "Restart",
@@ -67,6 +69,7 @@ _HOMES = {
     "zbmd.actors.supervision": ("Restart", "Strategy"),
     "zbmd.actors.supervisor": ("ChildSpec",),
     "zbmd.actors.system": ("ActorSystem",),
+    "zbmd.collectives.errors": ("OperationAborted",),
     "zbmd.collectives.group": ("Group", "group"),
     "zbmd.transport.errors": ("DeadlineExceeded", "PeerLost", "UserError", "ZbmdError"),
 }

@@ -17,7 +17,7 @@ from zbmd.transport._native import Watch, now_ns
 from zbmd.transport.liveness import LifeThread
 from zbmd.transport.segment import PeerSegment, Segment
 
-ARENA_BYTES = 4 << 20
+ARENA_BYTES = 8 << 20
 INBOX_BYTES = 1 << 20
 PATIENCE_S = 60.0
 

@@ -374,7 +374,7 @@ def another_slot_consumed(p: Programs) -> Programs:
     at = find(p[0], Reduce, 1)
     instruction = p[0].instructions[at]
     assert isinstance(instruction, Reduce) and instruction.a.buffer == INBOX
-    return put_at(p, 0, at, replace(instruction, a=instruction.a._replace(index=3)))
+    return put_at(p, 0, at, replace(instruction, a=instruction.a._replace(number=3)))
 
 
 def last_put_not_consumed(p: Programs) -> Programs:

@@ -1,0 +1,34 @@
+"""The examples run under `zbmd-node run`, as their first lines say, and are as short as promised."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LINES_MAX = 40
+
+SAYS = {
+    "join.py": ["rank 0 of 3", "rank 2 of 3", "with [0, 1, 2]"],
+    "actors.py": ["the counter said 6"],
+    "all_reduce.py": ["ranks sum to 3, ranks + 1 to 6"],
+    "peer_death.py": ["rank 1 (incarnation 2) finished 5 rounds", "rank 0 (incarnation 1) finished 5 rounds"],
+}
+
+
+def test_every_example_is_covered_and_short() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= LINES_MAX, path
+
+
+@pytest.mark.parametrize("name", sorted(SAYS))
+def test_an_example_runs(name: str) -> None:
+    command = [sys.executable, "-m", "zbmd.tools.node_cli", "run", "-n", "3", str(EXAMPLES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in SAYS[name]:
+        assert words in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,50 @@
+"""The training job under a host: killed where it hurts, it ends with the same bits and a balanced ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zbmd.actors.view import OnLoss
+from zbmd.tools.kill_sweep import run_small_job, write_text
+from zbmd.transport import faults
+
+CASES = (
+    "rank0:step.backward",
+    "rank1:step.update:2",
+    "rank2:step.prepared:3",
+    "rank0:commit.vote:2",
+    "rank1:commit.commit:2",
+    "rank0:commit.committed:3",
+    "rank2:commit.finish",
+    "rank1:step.reduce:3,rank1#2:fetch.middle",
+    "rank1:step.reduce:3,rank0:commit.report:3",
+)
+
+
+async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
+    data = write_text(tmp_path / "text")
+    calm = await run_small_job(tmp_path / "calm", data)
+    assert calm.deaths == 0
+    for number, fault in enumerate(CASES):
+        found = await run_small_job(tmp_path / str(number), data, fault=fault)
+        assert found.deaths == len(faults.parse(fault)), fault
+        assert found.digest == calm.digest, fault
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+async def test_the_bits_do_not_depend_on_the_number_of_ranks(tmp_path: Path, world_size: int) -> None:
+    data = write_text(tmp_path / "text")
+    three = await run_small_job(tmp_path / "three", data)
+    other = await run_small_job(tmp_path / "other", data, world_size=world_size)
+    assert other.digest == three.digest
+
+
+async def test_a_run_that_shrinks_ends_with_the_same_bits(tmp_path: Path) -> None:
+    data = write_text(tmp_path / "text")
+    calm = await run_small_job(tmp_path / "calm", data)
+    fault = "rank1:step.reduce:3"
+    shrunk = await run_small_job(tmp_path / "shrunk", data, fault=fault, on_loss=OnLoss.SHRINK)
+    assert shrunk.deaths == 1
+    assert shrunk.digest == calm.digest

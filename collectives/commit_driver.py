@@ -176,7 +176,9 @@ class CommitDriver:
 
     async def _next_event(self, views: asyncio.Task[None]) -> cm.CommitEvent:
         get = asyncio.ensure_future(self._events.get())
-        sources: set[asyncio.Future[Any]] = {get, views} | ({self._work} if self._work is not None else set())
+        sources: set[asyncio.Future[Any]] = {get, views}
+        if self._work is not None:
+            sources.add(self._work)
         while not get.done():
             done, _ = await asyncio.wait(sources, return_when=asyncio.FIRST_COMPLETED)
             for source in done - {get}:

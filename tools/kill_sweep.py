@@ -26,11 +26,13 @@ from zbmd.actors.host_events import HostEvent, RankReport
 from zbmd.actors.host_output import OutputLine
 from zbmd.actors.view import OnLoss
 from zbmd.tools.cli import audit_run
-from zbmd.training import job as _job  # noqa: F401 -- its imports declare the points
+from zbmd.training import job as training_job
 from zbmd.transport import faults
 from zbmd.transport.errors import UserError
 
 WORLD_SIZE = 3
+JOB_MODULE = training_job.__name__
+"""Imported here too, since its imports declare the points."""
 STEPS = 5
 SHAPE = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--shards", "6")
 RECOVERY_POINTS = ("commit.view", "commit.report", "fetch.begin", "fetch.middle", "fetch.end", "step.begin")
@@ -81,7 +83,7 @@ async def run_small_job(
         world_size=world_size,
         on_loss=on_loss,
         environment={faults.FAULT_VARIABLE: fault},
-        preload=("zbmd.training.job",),
+        preload=(JOB_MODULE,),
     )
     host = Host(config, output=run, observer=run)
     ended = await host.run()

@@ -46,5 +46,5 @@ async def test_a_run_that_shrinks_ends_with_the_same_bits(tmp_path: Path) -> Non
     calm = await run_small_job(tmp_path / "calm", data)
     fault = "rank1:step.reduce:3"
     shrunk = await run_small_job(tmp_path / "shrunk", data, fault=fault, on_loss=OnLoss.SHRINK)
-    assert shrunk.deaths == 1
+    assert shrunk.deaths >= 1
     assert shrunk.digest == calm.digest

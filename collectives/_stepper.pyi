@@ -78,6 +78,11 @@ class NativeGroup:
         """The ranks that are known to be dead."""
     def abort(self) -> None:
         """End the running operation and all later ones; from any thread."""
+    def give_up(self) -> None:
+        """`abort`, and have every peer that waits for us, now or later, end its operation as aborted.
+
+        Call it while no operation runs.
+        """
     def header(self, rank: int) -> bytes:
         """The descriptor that `rank` entered the last operation with."""
     def capacity_left(self, program: NativeProgram) -> int:

@@ -15,6 +15,7 @@ cdef extern from "native.h" nogil:
     uint64_t zbmd_cell_offset(uint32_t slot, uint32_t channel)
     uint64_t zbmd_abort_offset(uint32_t channel)
     void zbmd_notify(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint64_t value)
+    void zbmd_end_channel(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint32_t epoch)
     void zbmd_abort_channel(zbmd_base own, uint32_t channel, uint32_t epoch)
     int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value, uint64_t group_mask,
                   uint64_t deadline_ns, uint32_t spins)
@@ -312,6 +313,12 @@ cdef class NativeGroup:
 
     def abort(self):
         zbmd_abort_channel(self.base[self.rank], self.channel, self.epoch)
+
+    def give_up(self):
+        self.abort()
+        for i in range(self.n):
+            if i != self.rank:
+                zbmd_end_channel(self.base[i], self.slot[self.rank], self.channel, self.epoch)
 
     def header(self, int rank):
         if not 0 <= rank < self.n:

@@ -7,7 +7,6 @@ compute thread; its buffers are its own until it has ended, also after an abort.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -62,15 +61,15 @@ class Cancellation:
     """Tells work in flight that its epoch is over."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._cancelled = False  # a plain flag: one store and one load, and `check` is called often
 
     def cancel(self) -> None:
         """Ask the work to end; callable from any thread."""
-        self._event.set()
+        self._cancelled = True
 
     def check(self) -> None:
         """Raise `WorkCancelled` if the work is to end. Call it between parts of the work."""
-        if self._event.is_set():
+        if self._cancelled:
             raise WorkCancelled("the epoch of this work is over")
 
 

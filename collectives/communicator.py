@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from zbmd.collectives.algorithms import Operation, Request
 from zbmd.collectives.algorithms.shard_tree import Assignment, Node, shard_tree_nodes
-from zbmd.collectives.errors import OperationAborted, ProgramError
+from zbmd.collectives.errors import MembersLost, OperationAborted, ProgramError
 from zbmd.collectives.executor import DTYPES, REDUCTIONS, Call, Executor, require_members
 from zbmd.collectives.plan import PIECE_BYTES, PLANS_MAX, Plan, choose_algorithm, chunks_for, plan_of
 from zbmd.collectives.program import IN, OUT, PUB, input_buffer
@@ -313,12 +313,15 @@ class Communicator:
     def close(self) -> None:
         """Abort, wait for the running operation to drain, give back inbox and scratch. Idempotent.
 
+        A peer that waits for this rank, now or later, ends its operation with `OperationAborted`.
+
         After a loss call it only once the dead are confirmed dead: their last store may still be under way.
         """
         self.abort()
         with self._turnstile.turn():
             if not self._closed:
                 self._closed = True
+                self._executor.give_up()
                 self._executor.release()
 
     def kill_at(self, sequence: int, point: int) -> None:
@@ -362,10 +365,12 @@ class Communicator:
             try:
                 self._run_pieces(shape, sides, count, dtype, reduction, deadline_ns)
             except BaseException as error:
-                # Whatever it was, peers may be waiting for a part that will not come.
                 record.state, record.error = FlightState.FAILED, str(error)
                 self._ended = self._ended or f"{request.operation.name.lower()} failed: {error}"
-                self._executor.abort()
+                if isinstance(error, MembersLost):
+                    self._executor.abort()  # the peers have their own notice, and it names the lost
+                else:
+                    self._executor.give_up()  # whatever it was, they may wait for a part that will not come
                 raise
             else:
                 record.state = FlightState.COMPLETE

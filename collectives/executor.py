@@ -30,6 +30,7 @@ from zbmd.collectives.errors import (
 )
 from zbmd.collectives.plan import Plan
 from zbmd.collectives.program import BUFFERS, INBOX, hash_text
+from zbmd.transport import faults
 from zbmd.transport._native import address_of
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, RemoteProtocolError, ZbmdError
 from zbmd.transport.segment import PeerSegment, Segment
@@ -38,6 +39,9 @@ DTYPES = tuple(np.dtype(name) for name in ("float32", "float64", "int32", "int64
 """The dtypes of the reduction kernels, by code."""
 REDUCTIONS = ("sum", "prod", "min", "max")
 """The reductions, by code."""
+COLLECTIVE_POINT = faults.declare(
+    "collective.point", "in a collective: before it enters, between any two instructions, or at its end"
+)
 SPINS_ALONE = 4000
 """Polls before a wait parks, when every rank has a core of its own: some 100 µs."""
 SPINS_SHARED = 64
@@ -119,6 +123,13 @@ class Executor:
         """End the running operation, and every later one; from any thread, within microseconds."""
         self._native.abort()
 
+    def give_up(self) -> None:
+        """Take part in nothing more, and let the peers know: whoever waits for us ends as aborted.
+
+        Call it while no operation runs.
+        """
+        self._native.give_up()
+
     def release(self) -> None:
         """Give back inbox and scratch."""
         self._scratch = self._inbox = np.empty(0, np.uint8)
@@ -143,6 +154,8 @@ class Executor:
         point = -1
         if self._kill_at is not None and self._kill_at[0] == self.sequence + 1:
             point = self._kill_at[1]
+        elif faults.armed():
+            point = faults.reserve(COLLECTIVE_POINT, plan.kill_points)
         status = self._native.run(
             plan.native,
             addresses,

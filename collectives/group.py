@@ -17,17 +17,30 @@ from numpy.typing import NDArray
 from zbmd.actors.member import Node
 from zbmd.actors.view import View
 from zbmd.collectives.communicator import Communicator
-from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport._native import now_ns
+from zbmd.transport.errors import LocalProtocolError, UserError
 
 OPERATIONS_IN_FLIGHT_MAX = 1024
 """Operations submitted and not yet done; one more is refused."""
+
+TIMEOUT_S_DEFAULT = 600.0
+"""Until an operation that says nothing else gives up. A death ends it within a millisecond: this is for a
+member that lives and does not come, so it must exceed the longest that one may compute between two calls."""
+
+TIMEOUT_S_MAX = 30 * 24 * 3600.0
+"""No operation waits longer than this."""
 
 ResultT = TypeVar("ResultT")
 Array = NDArray[Any]
 
 
 class Group:
-    """The members of one epoch, from this rank's side. Make it with `zbmd.group(node)`."""
+    """The members of one epoch, from this rank's side. Make it with `zbmd.group(node)`.
+
+    Every operation takes a `timeout` in seconds, from the call to the result; default `TIMEOUT_S_DEFAULT`.
+    Each raises `PeerLost` when a member ends meanwhile, `DeadlineExceeded` when the timeout has passed, and
+    `OperationAborted` when a member has given up; after any of them the group is not usable any more.
+    """
 
     def __init__(self, communicator: Communicator, view: View) -> None:
         self.communicator = communicator
@@ -71,31 +84,55 @@ class Group:
         """
         return await asyncio.shield(asyncio.wrap_future(self.submit(operation)))
 
+    def deadline_ns(self, timeout: float | None = None) -> int:
+        """The absolute CLOCK_MONOTONIC time, ns, at which an operation begun now with `timeout` gives up."""
+        timeout = TIMEOUT_S_DEFAULT if timeout is None else timeout
+        if not 0 < timeout <= TIMEOUT_S_MAX:
+            raise UserError(f"timeout={timeout!r} is not a number of seconds in 0..{TIMEOUT_S_MAX:g}")
+        return now_ns() + round(timeout * 1e9)
+
     async def all_reduce(
-        self, x: Array, *, out: Array | None = None, op: str = "sum", algorithm: str = "auto"
+        self,
+        x: Array,
+        *,
+        out: Array | None = None,
+        op: str = "sum",
+        algorithm: str = "auto",
+        timeout: float | None = None,
     ) -> Array:
         """Reduce `x` over all members, elementwise, and return the result, the same bits on every rank.
 
-        In place (`x` is overwritten) without `out`; with it `x` stays intact until the operation is complete.
-        Raises `PeerLost` when a member ends meanwhile; `x`, if in place, is then to be computed again.
+        In place (`x` is overwritten) without `out`: after an error `x` is to be computed again. With `out`,
+        `x` stays intact until the operation is complete.
         """
-        return await self.run(lambda c: c.all_reduce(x, out, op=op, algorithm=algorithm))
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(
+            lambda c: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=end_ns)
+        )
 
-    async def broadcast(self, x: Array, root: int) -> Array:
-        """Copy `x` of rank `root` to all members' `x`, and return it. Raises `PeerLost`."""
-        return await self.run(lambda c: c.broadcast(x, root))
+    async def broadcast(self, x: Array, root: int, *, timeout: float | None = None) -> Array:
+        """Copy `x` of rank `root` to all members' `x`, and return it."""
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(lambda c: c.broadcast(x, root, deadline_ns=end_ns))
 
-    async def all_gather(self, x: Array, *, out: Array | None = None) -> Array:
-        """Return (size, *x.shape): every member's `x`, in rank order. Raises `PeerLost`."""
-        return await self.run(lambda c: c.all_gather(x, out))
+    async def all_gather(
+        self, x: Array, *, out: Array | None = None, timeout: float | None = None
+    ) -> Array:
+        """Return (size, *x.shape): every member's `x`, in rank order."""
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(lambda c: c.all_gather(x, out, deadline_ns=end_ns))
 
-    async def reduce_scatter(self, x: Array, *, out: Array | None = None) -> Array:
-        """Sum `x`, (size, ...), over all members and return this member's part of it. Raises `PeerLost`."""
-        return await self.run(lambda c: c.reduce_scatter(x, out))
+    async def reduce_scatter(
+        self, x: Array, *, out: Array | None = None, timeout: float | None = None
+    ) -> Array:
+        """Sum `x`, (size, ...), over all members and return this member's part of it."""
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(lambda c: c.reduce_scatter(x, out, deadline_ns=end_ns))
 
-    async def barrier(self) -> None:
-        """Return once every member has called this. Raises `PeerLost`."""
-        await self.run(lambda c: c.barrier())
+    async def barrier(self, *, timeout: float | None = None) -> None:
+        """Return once every member has called this."""
+        end_ns = self.deadline_ns(timeout)
+        await self.run(lambda c: c.barrier(deadline_ns=end_ns))
 
     def abort(self) -> None:
         """End the operations in flight; they raise `OperationAborted`. Callable from any thread."""
@@ -108,7 +145,9 @@ class Group:
         still be under way into that memory.
         """
         self.abort()
-        await asyncio.to_thread(self._data_plane.shutdown, cancel_futures=True)
+        # What is queued is not cancelled: it ends by itself, with `OperationAborted`. A future that its
+        # executor cancels is never reported to who waits for it (`concurrent.futures.wait`).
+        await asyncio.to_thread(self._data_plane.shutdown)
         self.communicator.close()
 
 

@@ -15,8 +15,9 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
@@ -36,8 +37,8 @@ JOB_MODULE = training_job.__name__
 STEPS = 5
 SHAPE = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--shards", "6")
 RECOVERY_POINTS = ("commit.view", "commit.report", "fetch.begin", "fetch.middle", "fetch.end", "step.begin")
-COLLECTIVE_STRIDE = 5
-COLLECTIVE_PASSES = 60
+COLLECTIVE_CASES_MAX = 400
+"""Instruction boundaries tried on one rank; its sweep ends at the first one behind its last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ def single_kills(world_size: int) -> Iterator[str]:
     for rank in range(world_size):
         for point in sorted(faults.declared()):
             if point == "collective.point":
-                for count in range(1, COLLECTIVE_PASSES * COLLECTIVE_STRIDE, COLLECTIVE_STRIDE):
+                for count in range(1, COLLECTIVE_CASES_MAX + 1):
                     yield f"rank{rank}:{point}:{count}"
             elif not point.startswith("fetch."):  # a first life never pulls
                 yield f"rank{rank}:{point}"
@@ -132,26 +133,65 @@ def second_kills(world_size: int) -> Iterator[str]:
             yield f"{first},rank{rank}:{point}:{count}"
 
 
-def sweep(cases: Sequence[str], world_size: int) -> int:
-    """Run every case; print coverage; return the number of cases whose weights differ."""
+@dataclass(slots=True)
+class Coverage:
+    """How often each point was tried, reached, and survived with the same bits."""
+
+    tried: Counter[str] = field(default_factory=Counter[str])
+    reached: Counter[str] = field(default_factory=Counter[str])
+    wrong: list[str] = field(default_factory=list[str])
+
+    def add(self, fault: str, deaths: int, *, same: bool) -> bool:
+        """Note a case; return whether every kill of it took place."""
+        entries = faults.parse(fault)
+        reached = deaths >= len(entries)
+        name = entries[-1].point + (" in a recovery" if len(entries) > 1 else "")
+        self.tried[name] += 1
+        self.reached[name] += reached
+        if not same:
+            self.wrong.append(fault)
+        return reached
+
+    def __str__(self) -> str:
+        rows = [
+            f"{name:32} {self.reached[name]:4} of {count:4} reached"
+            for name, count in sorted(self.tried.items())
+        ]
+        missed = sorted(set(faults.declared()) - {name.partition(" ")[0] for name in self.tried})
+        rows.append(f"declared and not tried: {', '.join(missed) or 'none'}")
+        total, reached = self.tried.total(), self.reached.total()
+        rows.append(
+            f"{total} cases, {reached} with every kill reached, {len(self.wrong)} with different bits"
+        )
+        return "\n".join(rows)
+
+
+def sweep(cases: Sequence[str], world_size: int) -> Coverage:
+    """Run every case and print what became of it."""
+    coverage = Coverage()
+    behind_last: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="zbmd-sweep-") as scratch:
         data = write_text(Path(scratch, "text"))
         calm = uvloop.run(run_small_job(Path(scratch, "calm"), data, world_size=world_size)).digest
-        wrong = fired = 0
         for number, fault in enumerate(cases):
+            place = fault.rpartition(":")[0]
+            if place in behind_last:
+                continue
             began = time.perf_counter()
             out = Path(scratch, str(number))
             found = uvloop.run(run_small_job(out, data, fault=fault, world_size=world_size))
-            verdict = "same bits" if found.digest == calm else "DIFFERENT BITS"
-            wrong += found.digest != calm
-            fired += found.deaths > 0
+            same = found.digest == calm
+            reached = coverage.add(fault, found.deaths, same=same)
+            if not reached and "collective.point" in place:
+                behind_last.add(place)
             took_s = time.perf_counter() - began
             print(
-                f"{number + 1}/{len(cases)} {fault}: {found.deaths} deaths, {verdict}, {took_s:.1f} s",
+                f"{number + 1}/{len(cases)} {fault}: {found.deaths} deaths, "
+                f"{'same bits' if same else 'DIFFERENT BITS'}, {took_s:.1f} s",
                 flush=True,
             )
-    print(f"{len(cases)} cases; in {fired} of them the kill point was reached; {wrong} with different bits")
-    return wrong
+    print(coverage)
+    return coverage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,13 +209,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     cases = [*single_kills(arguments.n), *(second_kills(arguments.n) if arguments.second else ())]
     try:
-        wrong = sweep(
+        coverage = sweep(
             [case for case in cases if arguments.only is None or arguments.only in case], arguments.n
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 1 if wrong else 0
+    return 1 if coverage.wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """What the stack costs: one rank's training steps beside a plain loop of the same model, in turn.
 
-Each round times one step through the whole stack (actors, groups, votes, store, journal) and two steps of the
-plain loop. The ratio of the two plain steps is the noise floor: A against A.
+Each round times one step through the whole stack (actors, groups, votes, store, journal) and one step of each
+of two plain twins, whose order changes from round to round. Every step so follows one with other memory, and
+finds the caches as cold. The ratio of the twins is the noise floor: A against A.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -27,10 +29,16 @@ WARMUP_ROUNDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """Medians over the rounds. Percentages are of the plain step's time."""
+    """Medians over the rounds, in percent of the plain step's time.
+
+    `interval`: within it lies the median with 95 % certainty, by the noise of these rounds alone.
+    `noise_floor`: the same for twin against twin, where nothing but noise can be found.
+    """
 
     overhead_percent: float
+    overhead_interval_percent: tuple[float, float]
     noise_floor_percent: float
+    noise_floor_interval_percent: tuple[float, float]
     stack_step_ms: float
     plain_step_ms: float
     rounds: int
@@ -39,46 +47,58 @@ class Overhead:
 class _Rounds:
     """Times the rounds; called before every step of the stack."""
 
-    def __init__(self, plain: PlainTrainer) -> None:
-        self._plain = plain
+    def __init__(self, twins: tuple[PlainTrainer, PlainTrainer]) -> None:
+        self._twins = twins
         self._stack_began_s: float | None = None
-        self._plain_s: tuple[float, float] = (0.0, 0.0)
+        self._plain_s = [0.0, 0.0]
         self.stack: list[float] = []
         self.plain: list[tuple[float, float]] = []
 
     def before_step(self, version: int) -> None:
-        """Close the round of the step before, run the plain steps, and begin the next round."""
+        """Close the round of the step before, run the twins' steps, and begin the next round."""
         now = time.perf_counter()
         if self._stack_began_s is not None and version > WARMUP_ROUNDS + 1:
             self.stack.append(now - self._stack_began_s)
-            self.plain.append(self._plain_s)
-        self._plain_s = (self._time_plain(), self._time_plain())
+            self.plain.append((self._plain_s[0], self._plain_s[1]))
+        for index in (0, 1) if version % 2 else (1, 0):
+            began = time.perf_counter()
+            self._twins[index].run_step()
+            self._plain_s[index] = time.perf_counter() - began
         self._stack_began_s = time.perf_counter()
-
-    def _time_plain(self) -> float:
-        began = time.perf_counter()
-        self._plain.run_step()
-        return time.perf_counter() - began
 
     def summary(self) -> Overhead:
         """The medians of what was timed."""
-        ratios = [
-            stack / ((first + second) / 2)
+        overhead = [
+            100.0 * (stack / ((first + second) / 2) - 1.0)
             for stack, (first, second) in zip(self.stack, self.plain, strict=True)
         ]
-        floor = [first / second for first, second in self.plain]
+        floor = [100.0 * (first / second - 1.0) for first, second in self.plain]
         return Overhead(
-            overhead_percent=100.0 * (statistics.median(ratios) - 1.0),
-            noise_floor_percent=100.0 * (statistics.median(floor) - 1.0),
+            overhead_percent=statistics.median(overhead),
+            overhead_interval_percent=median_interval(overhead),
+            noise_floor_percent=statistics.median(floor),
+            noise_floor_interval_percent=median_interval(floor),
             stack_step_ms=1e3 * statistics.median(self.stack),
             plain_step_ms=1e3 * statistics.median(first for first, _ in self.plain),
-            rounds=len(ratios),
+            rounds=len(overhead),
         )
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the order statistics between which the true median lies with 95 % certainty.
+
+    How many of n values lie below the median is binomial (n, 1/2), whatever their distribution; here by its
+    normal approximation. `values` must not be empty.
+    """
+    ordered, n = sorted(values), len(values)
+    low = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
+    return ordered[low], ordered[n - 1 - low]
+
+
 def measure(options: JobOptions) -> Overhead:
-    """Run the job on this one rank with a plain twin in between. Raises `UserError`."""
-    rounds = _Rounds(PlainTrainer(open_recipe(options)))
+    """Run the job on this one rank with its plain twins in between. Raises `UserError`."""
+    recipe = open_recipe(options)
+    rounds = _Rounds((PlainTrainer(recipe), PlainTrainer(recipe)))
     uvloop.run(run(options, before_step=rounds.before_step))
     return rounds.summary()
 

@@ -22,6 +22,7 @@ from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.group import Group
 from zbmd.training.accumulate import AccumulationPlan, Buckets
 from zbmd.training.journal import Journal
+from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import VotePart
 from zbmd.training.recipe import Recipe
 from zbmd.training.store import Store
@@ -46,10 +47,9 @@ FETCH_MIDDLE = faults.declare("fetch.middle", "half-way through a pull")
 FETCH_END = faults.declare("fetch.end", "when a pull is complete and not yet adopted")
 
 
-def arena_bytes_needed(recipe: Recipe) -> int:
+def arena_bytes_needed(layout: ParameterLayout, shards: int) -> int:
     """Bytes of arena that a rank needs, however few ranks are left: the store, gradients, partial sums."""
-    layout = recipe.model.layout
-    buffers = AccumulationPlan.of(recipe.config.shards, 0, recipe.config.shards).buffers
+    buffers = AccumulationPlan.of(shards, 0, shards).buffers
     flat_bytes = layout.size * np.dtype(np.float32).itemsize
     return Store.nbytes(layout) + (buffers + 2) * flat_bytes
 
@@ -69,11 +69,11 @@ class _Reduction:
     def submit(self, span: slice) -> None:
         """Queue the all-reduce of the flat elements `span`."""
         partials = {node: self.buffers[buffer][span] for node, buffer in self.plan.partials.items()}
-        out = self.total[span]
+        out, end_ns = self.total[span], self.group.deadline_ns()
 
         def reduce(communicator: Communicator) -> object:
             return communicator.all_reduce_shards(
-                partials, out, shards=self.shards, assignment=self.assignment
+                partials, out, shards=self.shards, assignment=self.assignment, deadline_ns=end_ns
             )
 
         self.futures.append(self.group.submit(reduce))
@@ -164,15 +164,18 @@ class TrainingWorkload:
         buffers = reduction.buffers
         self._buckets.begin()
 
-        def on_grad_ready(parameter: int) -> None:
+        def check(_: int) -> None:
+            cancellation.check()
+
+        def send(parameter: int) -> None:
             cancellation.check()
             span = self._buckets.ready(parameter)
-            if span is not None and last:
+            if span is not None:
                 faults.hit(STEP_BACKWARD)
                 AccumulationPlan.perform(leaf.additions, buffers, span)
                 reduction.submit(span)
 
-        weights = self.store.current.state.weights
+        weights, on_grad_ready = self.store.current.state.weights, send if last else check
         loss = self.recipe.shard_gradient(weights, buffers[leaf.buffer], ids, on_grad_ready=on_grad_ready)
         if not last:
             everything = slice(0, self.recipe.model.layout.size)

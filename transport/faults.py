@@ -110,6 +110,11 @@ def arm(process: str, incarnation: int, spec: str | None = None) -> None:
             _armed[point] = min(fault.count, _armed.get(point, fault.count))
 
 
+def armed() -> bool:
+    """Whether this process is to die at any point: spares the hot path what `reserve` costs."""
+    return bool(_armed)
+
+
 def hit(point: Point) -> None:
     """Pass a point: dies here if this process is armed for this pass."""
     if _armed and reserve(point, 1) == 0:

@@ -127,6 +127,17 @@ static inline void zbmd_notify(zbmd_base peer, uint32_t our_slot, uint32_t chann
     zbmd_ring(peer);
 }
 
+/* Publish in the peer's cell for (our slot, channel) that nothing more of `epoch` will come from us: every
+ * wait of the peer for us ends, and finds by the operation's descriptors that we are not in it. The cell only
+ * grows, also while another thread of ours notifies for a later epoch. */
+static inline void zbmd_end_channel(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint32_t epoch) {
+    _Atomic uint64_t *cell = zbmd_u64(peer, zbmd_cell_offset(our_slot, channel));
+    uint64_t last = (uint64_t)epoch << 32 | 0xffffffffULL;
+    uint64_t seen = atomic_load(cell);
+    while (seen < last && !atomic_compare_exchange_weak(cell, &seen, last)) {}
+    zbmd_ring(peer);
+}
+
 enum { ZBMD_WAIT_OK = 0, ZBMD_WAIT_LOST = 1, ZBMD_WAIT_ABORTED = 2, ZBMD_WAIT_DEADLINE = 3 };
 
 /* What a cell that may hold a notification at or behind `value` says of it. Epochs are the high 32 bits: a

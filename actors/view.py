@@ -434,9 +434,9 @@ class MembershipMachine:
         to = tuple(r.rank for r in self._ranks if r.state is RankState.JOINED)
         if not fork_failed:
             actions.append(AnnounceDown(rank=rank.rank, incarnation=rank.incarnation, reason=reason, to=to))
-        # Who leaves in good order is missed only where others still wait for it.
-        if not normal or self._unlinked:
-            self._view_wanted = True
+        # Also for who leaves in good order: it may have asked for the view that it was then entered into,
+        # and the others wait for it there.
+        self._view_wanted = True
         if hopeless:
             self._end(Outcome.FAILED, f"{child} failed {hopeless}: {reason}", now_ns, actions)
         elif not normal and self._on_loss is OnLoss.STOP:

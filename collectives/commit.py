@@ -13,6 +13,9 @@ Why a source's slot is stable while it is read: the source can commit the step a
 reader's vote, and the reader votes only after its pull has ended. An operation in flight when the epoch ends
 is drained before the rank reports, since it may still touch the slots.
 
+A replacement may come up when all others have finished and gone: they had preserved the last version before
+they left, so it is read back from there (`Recall`).
+
 The rule is virtual synchrony's (Birman & Joseph 1987) with the flush reduced to one number a member, which
 deterministic steps allow.
 """
@@ -40,6 +43,8 @@ from zbmd.collectives.commit_messages import (
     MemberId,
     PeerEnded,
     Preserve,
+    Recall,
+    RecallEnded,
     ReportReceived,
     RunStep,
     SendFinish,
@@ -110,7 +115,9 @@ class StepCommit:
         self.last_version = last_version
         self.known_version = known_version
         self._handle = handle
-        self._work: Fetch | RunStep | None = None
+        self._first_version = version
+        self._fresh = True
+        self._work: Fetch | Recall | RunStep | None = None
         self._reports: dict[tuple[int, int], ReportReceived] = {}
         self._votes: dict[tuple[int, int], VoteReceived] = {}
         self._finishes: dict[tuple[int, int], FinishReceived] = {}
@@ -137,6 +144,8 @@ class StepCommit:
                 return self._finish_if_all()
             case FetchEnded():
                 return self._fetch_ended(event)
+            case RecallEnded():
+                return self._recall_ended(event)
             case StepEnded():
                 return self._step_ended(event)
             case PeerEnded():
@@ -150,7 +159,7 @@ class StepCommit:
         assert self.prepared is None or self.prepared[0] == self.version + 1, (self.version, self.prepared)
         match self.state:
             case CommitState.FETCHING:
-                assert isinstance(self._work, Fetch) and self._work.epoch == self.epoch
+                assert isinstance(self._work, Fetch | Recall) and self._work.epoch == self.epoch
             case CommitState.RUNNING:
                 assert isinstance(self._work, RunStep) and self._work.epoch == self.epoch
             case CommitState.DRAINING:
@@ -187,6 +196,8 @@ class StepCommit:
             digest=self.digest,
             slot=self.slot,
             handle=self._handle,
+            known=self.known_version,
+            fresh=self._fresh,
         )
         self._reports[self.rank, 0] = ReportReceived(sender=self.rank, epoch=self.epoch, held=held)
         sends: list[CommitAction] = [SendReport(to=to, epoch=self.epoch, held=held) for to in self._others()]
@@ -212,6 +223,23 @@ class StepCommit:
         if self.state is not CommitState.REPORTING or len(held) < len(self.members):
             return []
         target = max(h.version for h in held.values())
+        self.known_version = max(self.known_version, *(h.known for h in held.values()))
+        if self._may_be_over(held):
+            self.state, self.prepared = CommitState.FETCHING, None
+            self._work = Recall(epoch=self.epoch, version=self.last_version, slot=1 - self.slot)
+            return [self._work]
+        return self._adopt(target, held)
+
+    def _may_be_over(self, held: dict[int, Held]) -> bool:
+        """Whether the run may have ended without the members.
+
+        Nobody leaves before all members of its epoch have the last version: so a member that has once gone
+        along and has not got it is proof that the run goes on.
+        """
+        return self.known_version > self._first_version and all(h.fresh for h in held.values())
+
+    def _adopt(self, target: int, held: dict[int, Held]) -> list[CommitAction]:
+        """Come to hold `target`, the highest version that a member holds, and go on from there."""
         if target < self.known_version - 1:
             return self._fail(
                 FailureKind.STATE_LOST,
@@ -255,9 +283,28 @@ class StepCommit:
         ]
         return adopted + (self._next_step() if self.state is CommitState.FETCHING else self._drained())
 
+    def _recall_ended(self, event: RecallEnded) -> list[CommitAction]:
+        work = self._end_work(event.epoch, event.version)
+        if not isinstance(work, Recall):
+            raise self._misuse("a recall ended, but other work is in flight")
+        actions: list[CommitAction] = []
+        if event.digest is not None:
+            self.version, self.digest, self.slot = work.version, event.digest, work.slot
+            self.known_version = self.version
+            actions.append(
+                Adopted(epoch=work.epoch, version=self.version, digest=self.digest, slot=self.slot)
+            )
+        if self.state is not CommitState.FETCHING:
+            return actions + self._drained()
+        if event.digest is not None:
+            return actions + self._next_step()
+        held = {sender: report.held for sender, report in self._senders(self._reports).items()}
+        return self._adopt(max(h.version for h in held.values()), held)
+
     # ---- steps and votes
 
     def _next_step(self) -> list[CommitAction]:
+        self._fresh = False
         if self.version < self.last_version:
             self.state, self.prepared = CommitState.RUNNING, None
             ranks = tuple(member.rank for member in self.members)
@@ -347,7 +394,7 @@ class StepCommit:
         if before is None or before.epoch < message.epoch:
             kept[key] = message
 
-    def _end_work(self, epoch: int, version: int) -> Fetch | RunStep:
+    def _end_work(self, epoch: int, version: int) -> Fetch | Recall | RunStep:
         work = self._work
         if work is None or (work.epoch, work.version) != (epoch, version):
             raise self._misuse(f"work on version {version} of epoch {epoch} ended, but {work} is in flight")

@@ -82,7 +82,8 @@ class StepOutcome:
 
 
 class Workload(Protocol):
-    """What a run of steps computes. `run_step` and `fetch` are called on the compute thread, one at a time.
+    """What a run of steps computes. `run_step`, `fetch` and `recall` are called on the compute thread, one at a
+    time.
 
     Any error of theirs that is not named here is the rank's own, and ends it.
     """
@@ -93,6 +94,10 @@ class Workload(Protocol):
 
     def fetch(self, work: cm.Fetch, cancellation: Cancellation) -> bytes:
         """Pull a version into its slot and return its digest. Raises as `run_step`."""
+        ...
+
+    def recall(self, work: cm.Recall, cancellation: Cancellation) -> bytes | None:
+        """Read the last version back into its slot and return its digest; None if it was not preserved."""
         ...
 
     async def epoch_installed(self, epoch: int, members: tuple[int, ...]) -> None:
@@ -234,7 +239,7 @@ class CommitDriver:
             case cm.RunStep():
                 await self._workload.before_step(action)
                 self._start(action)
-            case cm.Fetch():
+            case cm.Fetch() | cm.Recall():
                 self._start(action)
             case cm.AbortWork():
                 self._cancellation.cancel()
@@ -264,29 +269,40 @@ class CommitDriver:
         except (PeerLost, LinkClosed, ActorError):
             return  # its end is announced by its notice and then by a view, not by what is sent to it
 
-    def _start(self, work: cm.RunStep | cm.Fetch) -> None:
+    def _start(self, work: cm.RunStep | cm.Fetch | cm.Recall) -> None:
         self._cancellation = Cancellation()
         self._work = asyncio.ensure_future(self._carry_out(work, self._cancellation))
 
-    async def _carry_out(self, work: cm.RunStep | cm.Fetch, cancellation: Cancellation) -> None:
-        loop = asyncio.get_running_loop()
+    async def _carry_out(
+        self, work: cm.RunStep | cm.Fetch | cm.Recall, cancellation: Cancellation
+    ) -> None:
         group = self._group
         assert group is not None, "work begins only in an epoch"
-        ended: cm.CommitEvent
-        if isinstance(work, cm.Fetch):
-            try:
-                digest = await loop.run_in_executor(self._compute, self._workload.fetch, work, cancellation)
-                ended = cm.FetchEnded(epoch=work.epoch, version=work.version, digest=digest)
-            except (PeerLost, OperationAborted, WorkCancelled) as error:
-                ended = cm.FetchEnded(epoch=work.epoch, version=work.version, digest=None, reason=str(error))
-        else:
-            try:
-                outcome = await loop.run_in_executor(
-                    self._compute, self._workload.run_step, work, group, cancellation
-                )
-                ended = cm.StepEnded(
-                    epoch=work.epoch, version=work.version, digest=outcome.digest, part=outcome.part
-                )
-            except (PeerLost, OperationAborted, WorkCancelled) as error:
-                ended = cm.StepEnded(epoch=work.epoch, version=work.version, digest=None, reason=str(error))
-        self._take(ended)
+        loop = asyncio.get_running_loop()
+        self._take(await loop.run_in_executor(self._compute, self._work_on, work, group, cancellation))
+
+    def _work_on(
+        self, work: cm.RunStep | cm.Fetch | cm.Recall, group: Group, cancellation: Cancellation
+    ) -> cm.CommitEvent:
+        """Do the work, on the compute thread, and return the event that tells its end."""
+        epoch, version, reason = work.epoch, work.version, ""
+        digest: bytes | None = None
+        part = b""
+        try:
+            match work:
+                case cm.Fetch():
+                    digest = self._workload.fetch(work, cancellation)
+                case cm.Recall():
+                    digest = self._workload.recall(work, cancellation)
+                case cm.RunStep():
+                    outcome = self._workload.run_step(work, group, cancellation)
+                    digest, part = outcome.digest, outcome.part
+        except (PeerLost, OperationAborted, WorkCancelled) as error:
+            reason = str(error)
+        match work:
+            case cm.Fetch():
+                return cm.FetchEnded(epoch=epoch, version=version, digest=digest, reason=reason)
+            case cm.Recall():
+                return cm.RecallEnded(epoch=epoch, version=version, digest=digest)
+            case cm.RunStep():
+                return cm.StepEnded(epoch=epoch, version=version, digest=digest, part=part, reason=reason)

@@ -19,13 +19,16 @@ class MemberId:
 class Held:
     """What a member holds: its committed version and the slot that has it.
 
-    `handle` says where the slots can be read; it is opaque here.
+    `handle` says where the slots can be read; it is opaque here. `known`: the highest version of which it knows
+    that the run has committed it; `fresh`: it has not come to hold the group's version in any epoch yet.
     """
 
     version: int
     digest: bytes
     slot: int
     handle: bytes
+    known: int
+    fresh: bool
 
 
 # ---- events
@@ -78,6 +81,15 @@ class FetchEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecallEnded:
+    """The recall ended: `digest` of what was read, or None if that version has not been preserved."""
+
+    epoch: int
+    version: int
+    digest: bytes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnded:
     """The step ended: `digest` of the prepared slot, or None with a `reason` if it was cut short.
 
@@ -100,7 +112,14 @@ class PeerEnded:
 
 
 CommitEvent: TypeAlias = (
-    EpochInstalled | ReportReceived | VoteReceived | FinishReceived | FetchEnded | StepEnded | PeerEnded
+    EpochInstalled
+    | ReportReceived
+    | VoteReceived
+    | FinishReceived
+    | FetchEnded
+    | RecallEnded
+    | StepEnded
+    | PeerEnded
 )
 
 
@@ -156,6 +175,15 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """Read `version`, the last one, back into our `slot` if it was preserved; answer with `RecallEnded`."""
+
+    epoch: int
+    version: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
     """Compute `version` from the committed one into `slot`; answer with `StepEnded`."""
 
@@ -167,7 +195,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortWork:
-    """End the step or pull in flight now; it still answers with its ended event."""
+    """End the step, pull or recall in flight now; it still answers with its ended event."""
 
     epoch: int
     reason: str
@@ -189,7 +217,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """`version`, pulled from a peer into `slot`, is now our committed one."""
+    """`version`, pulled from a peer or recalled into `slot`, is now our committed one."""
 
     epoch: int
     version: int
@@ -224,6 +252,7 @@ CommitAction: TypeAlias = (
     | SendVote
     | SendFinish
     | Fetch
+    | Recall
     | RunStep
     | AbortWork
     | Commit

@@ -15,6 +15,8 @@ class Report(Contract, id="zbmd.commit.report"):
     digest: bytes
     slot: int
     handle: bytes
+    known: int
+    fresh: bool
 
 
 class Vote(Contract, id="zbmd.commit.vote"):
@@ -45,6 +47,8 @@ def to_wire(action: cm.SendReport | cm.SendVote | cm.SendFinish, sender: int) ->
                 digest=held.digest,
                 slot=held.slot,
                 handle=held.handle,
+                known=held.known,
+                fresh=held.fresh,
             )
         case cm.SendVote(epoch=epoch, version=version, digest=digest, part=part):
             return Vote(sender=sender, epoch=epoch, version=version, digest=digest, part=part)
@@ -57,7 +61,12 @@ def from_wire(message: Report | Vote | Finish) -> cm.CommitEvent:
     match message:
         case Report():
             held = cm.Held(
-                version=message.version, digest=message.digest, slot=message.slot, handle=message.handle
+                version=message.version,
+                digest=message.digest,
+                slot=message.slot,
+                handle=message.handle,
+                known=message.known,
+                fresh=message.fresh,
             )
             return cm.ReportReceived(sender=message.sender, epoch=message.epoch, held=held)
         case Vote():

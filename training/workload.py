@@ -45,6 +45,7 @@ STEP_PREPARED = faults.declare("step.prepared", "when the new version is prepare
 FETCH_BEGIN = faults.declare("fetch.begin", "before a pull of the state")
 FETCH_MIDDLE = faults.declare("fetch.middle", "half-way through a pull")
 FETCH_END = faults.declare("fetch.end", "when a pull is complete and not yet adopted")
+RECALL_BEGIN = faults.declare("recall.begin", "before it looks for the preserved last version")
 
 
 def arena_bytes_needed(layout: ParameterLayout, shards: int) -> int:
@@ -222,6 +223,17 @@ class TrainingWorkload:
         digest = self.store.digest(work.slot)
         faults.hit(FETCH_END)
         return digest
+
+    def recall(self, work: cm.Recall, cancellation: Cancellation) -> bytes | None:
+        """Read the last checkpoint into `work.slot` if it holds the last version; see `Workload`."""
+        faults.hit(RECALL_BEGIN)
+        target = self.store.slots[work.slot].flat
+        flat = self.journal.preserved(work.version, elements=len(target))
+        if flat is None:
+            return None
+        cancellation.check()
+        target[:] = self.recipe.model.xp.asarray(flat)
+        return self.store.digest(work.slot)
 
     # ---- on the event loop
 

@@ -33,7 +33,7 @@ def epoch(number: int, *ranks: int) -> cm.EpochInstalled:
 
 
 def report(sender: int, number: int, version: int) -> cm.ReportReceived:
-    held = cm.Held(version=version, digest=oracle(version), slot=0, handle=b"there")
+    held = cm.Held(version=version, digest=oracle(version), slot=0, handle=b"there", known=version, fresh=False)
     return cm.ReportReceived(sender=sender, epoch=number, held=held)
 
 
@@ -54,17 +54,21 @@ def test_seeded_kills(world_size: int, shrink: bool) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_single_kill_of_a_small_run(world_size: int) -> None:
     """With one kill, wherever it falls, nothing is lost: a survivor holds the state."""
-    options = CommitOptions(world_size=world_size, steps=3, kills=0)
-    undisturbed, _ = build(7, options)
-    undisturbed.run()
-    points = [point for point in undisturbed.kill_points() if point.process != "node"]
-    assert len(points) > 40
-    for point in points:
-        simulation, world = build(7, options)
-        simulation.crash_during(point)
-        simulation.run()
-        assert not world.state_lost, point
-        assert world.committed_max == options.steps and world.preserved, point
+    print(f"fresh seeds from {FRESH}")
+    for seed in range(FRESH, FRESH + 12):
+        options = CommitOptions(world_size=world_size, steps=1 + seed % 3, kills=0)
+        undisturbed, _ = build(seed, options)
+        undisturbed.run()
+        points = [point for point in undisturbed.kill_points() if point.process != "node"]
+        assert len(points) > 20
+        for point in points:
+            simulation, world = build(seed, options)
+            simulation.crash_during(point)
+            simulation.run()
+            assert not world.state_lost, (seed, point)
+            assert world.committed_max == options.steps and world.preserved, (seed, point)
+            left = [rank for rank in range(world_size) if simulation.lives(f"rank{rank}")]
+            assert not left, (seed, point)
 
 
 def test_every_second_kill_during_a_recovery() -> None:
@@ -95,7 +99,9 @@ def test_the_same_seed_gives_the_same_history() -> None:
 
 def test_losing_every_holder_is_said_not_papered_over() -> None:
     alone = machine(known_version=2)
-    (failed,) = alone.handle(epoch(2, 0), now_ns=0)
+    (recall,) = alone.handle(epoch(2, 0), now_ns=0)
+    assert recall == cm.Recall(epoch=2, version=3, slot=1), "all may have finished and gone"
+    (failed,) = alone.handle(cm.RecallEnded(epoch=2, version=3, digest=None), now_ns=0)
     assert isinstance(failed, cm.Failed) and failed.kind is cm.FailureKind.STATE_LOST
     assert alone.state is CommitState.FAILED
 
@@ -113,8 +119,24 @@ def test_diverging_votes_name_the_ranks() -> None:
 
 def test_a_step_that_only_a_dead_rank_had_committed_is_run_again() -> None:
     survivor = machine(version=1, known_version=2)
-    (again,) = survivor.handle(epoch(1, 0), now_ns=0)
+    survivor.handle(epoch(1, 0), now_ns=0)
+    (again,) = survivor.handle(cm.RecallEnded(epoch=1, version=3, digest=None), now_ns=0)
     assert isinstance(again, cm.RunStep) and again.version == 2
+
+
+def test_who_comes_up_when_all_have_finished_and_gone_recalls_the_last_version() -> None:
+    late = machine(known_version=2)
+    late.handle(epoch(4, 0), now_ns=0)
+    ended = late.handle(cm.RecallEnded(epoch=4, version=3, digest=oracle(3)), now_ns=0)
+    assert [type(action) for action in ended] == [cm.Adopted, cm.Preserve, cm.Finished]
+    assert late.version == 3
+
+
+def test_nothing_is_recalled_while_a_member_has_been_along() -> None:
+    late = machine(known_version=2)
+    assert late.handle(epoch(4, 0, 1), now_ns=0)
+    (fetch,) = late.handle(report(1, 4, 2), now_ns=0)
+    assert isinstance(fetch, cm.Fetch) and fetch.version == 2
 
 
 def test_a_vote_lets_a_lagging_rank_promote_instead_of_pulling() -> None:

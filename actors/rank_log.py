@@ -12,6 +12,8 @@ from typing import Final
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger
 
+from zbmd.transport.errors import UserError
+
 LOG_BYTES_MAX: Final = 256 << 20
 """Past it the file becomes `NAME.1`, and what was there before is gone."""
 
@@ -32,29 +34,47 @@ def log_to_stderr(level: int = logging.WARNING) -> None:
 
 
 class RankLogFile:
-    """The logger at the end of the chain: appends whole lines, so incarnations may share the file."""
+    """The logger at the end of the chain: appends whole lines, so incarnations may share the file.
+
+    Raises `UserError` if the file cannot be opened.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = _open(path)
+        try:
+            self._fd = _open(path)
+        except OSError as error:
+            raise UserError(
+                f"cannot write logs to {path.parent}: {error.strerror}. Give --log-dir (or ZBMD_LOG_DIR) a "
+                "directory that you may write to."
+            ) from error
         self._size_bytes = os.fstat(self._fd).st_size
+        self._full = False
 
     def write(self, line: str) -> None:
-        """Append one line in one write."""
+        """Append one line in one write. A full disk ends the log, not the job."""
+        if self._full:
+            return
         data = line.encode() + b"\n"
-        if self._size_bytes + len(data) > LOG_BYTES_MAX:
-            os.replace(self._path, self._path.with_suffix(self._path.suffix + ".1"))
-            os.close(self._fd)
-            self._fd = _open(self._path)
-            self._size_bytes = 0
-        os.write(self._fd, data)
+        try:
+            if self._size_bytes + len(data) > LOG_BYTES_MAX:
+                os.replace(self._path, self._path.with_suffix(self._path.suffix + ".1"))
+                os.close(self._fd)
+                self._fd = -1
+                self._fd = _open(self._path)
+                self._size_bytes = 0
+            os.write(self._fd, data)
+        except OSError as error:
+            self._full = True
+            print(f"zbmd: the log {self._path} ends here: {error.strerror}", file=sys.stderr)
         self._size_bytes += len(data)
 
     debug = info = warning = error = critical = exception = msg = write
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 def rank_logger(file: RankLogFile | None, *, rank: int, incarnation: int) -> FilteringBoundLogger:

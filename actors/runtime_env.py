@@ -14,6 +14,9 @@ from zbmd.transport.errors import UserError
 ARENA_BYTES_DEFAULT = 64 << 20
 ARENA_BYTES_MIN = 1 << 20
 ARENA_BYTES_MAX = 1 << 42
+HOST_MEMORY_VARIABLE = "ZBMD_HOST_MEMORY"
+"""Bytes that the host had available before any rank was started: once one has taken its part, the others
+cannot tell any more whether all of them fit."""
 
 _UNITS = {
     "": 1,
@@ -93,6 +96,12 @@ def arena_bytes(environment: Mapping[str, str]) -> int:
     """The arena's size from ZBMD_ARENA, or the default. Raises `UserError`."""
     text = environment.get("ZBMD_ARENA")
     return ARENA_BYTES_DEFAULT if text is None else parse_arena(text)
+
+
+def host_memory_bytes(environment: Mapping[str, str]) -> int | None:
+    """What all ranks of this host may use together; None if no launcher has said. Raises `UserError`."""
+    text = environment.get(HOST_MEMORY_VARIABLE)
+    return None if text is None else parse_size(text)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

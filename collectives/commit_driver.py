@@ -82,8 +82,9 @@ class StepOutcome:
 
 
 class Workload(Protocol):
-    """What a run of steps computes. `run_step`, `fetch` and `recall` are called on the compute thread, one at a
-    time.
+    """What a run of steps computes.
+
+    `run_step`, `fetch` and `recall` are called on the compute thread, one at a time.
 
     Any error of theirs that is not named here is the rank's own, and ends it.
     """
@@ -273,9 +274,7 @@ class CommitDriver:
         self._cancellation = Cancellation()
         self._work = asyncio.ensure_future(self._carry_out(work, self._cancellation))
 
-    async def _carry_out(
-        self, work: cm.RunStep | cm.Fetch | cm.Recall, cancellation: Cancellation
-    ) -> None:
+    async def _carry_out(self, work: cm.RunStep | cm.Fetch | cm.Recall, cancellation: Cancellation) -> None:
         group = self._group
         assert group is not None, "work begins only in an epoch"
         loop = asyncio.get_running_loop()

@@ -19,8 +19,8 @@ class MemberId:
 class Held:
     """What a member holds: its committed version and the slot that has it.
 
-    `handle` says where the slots can be read; it is opaque here. `known`: the highest version of which it knows
-    that the run has committed it; `fresh`: it has not come to hold the group's version in any epoch yet.
+    `handle` says where the slots can be read; it is opaque here. `known`: the highest version that it knows
+    the run to have committed; `fresh`: it has not come to hold the group's version in any epoch yet.
     """
 
     version: int

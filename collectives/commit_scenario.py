@@ -2,9 +2,11 @@
 
 Each rank is the production machine over a model of memory: two slots a rank that peers can read, also after
 the owner's death, as shared segments allow. A step ends only once every member has entered it; an aborted one
-goes on scribbling into its slot until it has drained. The node runs the host's membership machine: it restarts
-the dead (or shrinks the group) and has views entered once all members are linked. Checked after every event: a committed version has the one content it may have, a slot that
-somebody reads does not change, versions only grow. Once the kills stop, every rank must finish.
+goes on scribbling into its slot until it has drained. The node runs the host's membership machine: it
+restarts the dead (or shrinks the group) and has views entered once all members are linked.
+
+Checked after every event: a committed version has the one content it may have, a slot that somebody reads
+does not change, versions only grow. Once the kills stop, every rank must finish.
 """
 
 from __future__ import annotations
@@ -119,7 +121,9 @@ class RankProcess:
         match stimulus:
             case sim.Started():
                 rank, incarnation = self.member.rank, self.member.incarnation
-                joined = membership.Joined(rank=rank, incarnation=incarnation, address=f"{rank}#{incarnation}")
+                joined = membership.Joined(
+                    rank=rank, incarnation=incarnation, address=f"{rank}#{incarnation}"
+                )
                 return [sim.Send(to=NODE, message=joined)]
             case sim.Arrived(message=message):
                 return self._take(message, now_ns)
@@ -340,7 +344,9 @@ def draw_conditions(rng: random.Random) -> sim.Conditions:
 
 def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Message], World]:
     """The simulation of one job, without its kills."""
-    simulation = sim.Simulation[Message](seed, conditions=draw_conditions(random.Random(f"{seed}/conditions")))
+    simulation = sim.Simulation[Message](
+        seed, conditions=draw_conditions(random.Random(f"{seed}/conditions"))
+    )
     world = World(options)
     simulation.add(NODE, lambda incarnation: NodeProcess(world))
     for rank in range(options.world_size):

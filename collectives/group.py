@@ -106,18 +106,14 @@ class Group:
         `x` stays intact until the operation is complete.
         """
         end_ns = self.deadline_ns(timeout)
-        return await self.run(
-            lambda c: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=end_ns)
-        )
+        return await self.run(lambda c: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=end_ns))
 
     async def broadcast(self, x: Array, root: int, *, timeout: float | None = None) -> Array:
         """Copy `x` of rank `root` to all members' `x`, and return it."""
         end_ns = self.deadline_ns(timeout)
         return await self.run(lambda c: c.broadcast(x, root, deadline_ns=end_ns))
 
-    async def all_gather(
-        self, x: Array, *, out: Array | None = None, timeout: float | None = None
-    ) -> Array:
+    async def all_gather(self, x: Array, *, out: Array | None = None, timeout: float | None = None) -> Array:
         """Return (size, *x.shape): every member's `x`, in rank order."""
         end_ns = self.deadline_ns(timeout)
         return await self.run(lambda c: c.all_gather(x, out, deadline_ns=end_ns))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from zbmd.tools.plot import FORMATS, PICTURE_NAME, plot_run
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.corpus import CORPUS_FILE, Corpus
 from zbmd.training.generate import generate
@@ -22,6 +23,7 @@ from zbmd.transport.errors import UserError
 EXAMPLES = """examples:
   zbmd generate zbmd-runs/demo --prompt 'def main(' --length 400
   zbmd ledger zbmd-runs/demo
+  zbmd plot zbmd-runs/demo -o demo.svg
 """
 
 
@@ -81,6 +83,11 @@ def _ledger(arguments: argparse.Namespace) -> int:
     return 1 if found.steps_lost or found.samples_skipped or found.samples_repeated else 0
 
 
+def _plot(arguments: argparse.Namespace) -> int:
+    print(plot_run(arguments.run, arguments.out))
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
@@ -103,6 +110,16 @@ def parser() -> argparse.ArgumentParser:
     ledger = commands.add_parser("ledger", help="prove from the commit log that no sample was lost")
     ledger.add_argument("run", type=Path, help="the directory of a run")
     ledger.set_defaults(run_command=_ledger)
+    plot = commands.add_parser("plot", help="draw the run: losses, deaths and recoveries, time of each step")
+    plot.add_argument("run", type=Path, help="the directory of a run")
+    plot.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"{' or '.join(FORMATS)} file to write ({PICTURE_NAME} in the directory of the run)",
+    )
+    plot.set_defaults(run_command=_plot)
     return made
 
 

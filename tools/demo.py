@@ -24,17 +24,19 @@ from typing import Any
 import uvloop
 
 from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.rank_log import log_to_stderr
 from zbmd.tools.cli import audit_run
 from zbmd.tools.console import Console
 from zbmd.tools.demo_watch import KillPlan, Watch
+from zbmd.tools.run_result import save_result
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.gpt import GPT
 from zbmd.transport.errors import UserError
 
 WORLD_SIZE = 4
-STEPS = 330
+STEPS = 780
 QUICK_STEPS = 45
-OVERHEAD_ROUNDS = 24
+OVERHEAD_ROUNDS = 60
 JOB = "zbmd.training"
 
 
@@ -131,14 +133,16 @@ def report(options: DemoOptions, watch: Watch) -> dict[str, Any]:
     }
 
 
-def measure_overhead(options: DemoOptions, rounds: int) -> dict[str, float]:
+def measure_overhead(options: DemoOptions, rounds: int) -> dict[str, Any]:
     """Time the stack on one rank against a plain loop."""
     with tempfile.TemporaryDirectory(prefix="zbmd-overhead-") as scratch:
         data = () if options.data is None else ("--data", options.data)
         found = _json_of(f"{JOB}.overhead", "--rounds", str(rounds), "--out", scratch, *data)
     return {
         "overhead_percent": found["overhead_percent"],
+        "overhead_interval_percent": found["overhead_interval_percent"],
         "overhead_noise_floor_percent": found["noise_floor_percent"],
+        "overhead_noise_floor_interval_percent": found["noise_floor_interval_percent"],
     }
 
 
@@ -174,8 +178,9 @@ def run_demo(options: DemoOptions, overhead_rounds: int) -> dict[str, Any]:
         digests = verify(options)
         found |= digests
         found["verified"] = set(digests.values()) == {found["weights_sha256"]}
-        if not found["verified"]:
-            raise UserError(f"the weights differ: {json.dumps(found)}")
+    save_result(options.out, found, watch.kills)
+    if not found.get("verified", True):
+        raise UserError(f"the weights differ: {json.dumps(found)}")
     return found
 
 
@@ -199,6 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         out=arguments.out or Path("zbmd-runs") / time.strftime("demo-%Y%m%d-%H%M%S"),
         data=arguments.data,
     )
+    log_to_stderr()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         found = run_demo(options, 8 if arguments.quick else OVERHEAD_ROUNDS)

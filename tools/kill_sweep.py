@@ -25,6 +25,7 @@ import uvloop
 from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.host_events import HostEvent, RankReport
 from zbmd.actors.host_output import OutputLine
+from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import OnLoss
 from zbmd.tools.cli import audit_run
 from zbmd.training import job as training_job
@@ -206,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for point, description in sorted(faults.declared().items()):
             print(f"{point:20} {description}")
         return 0
+    log_to_stderr()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     cases = [*single_kills(arguments.n), *(second_kills(arguments.n) if arguments.second else ())]
     try:

@@ -14,10 +14,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import uvloop
 
+from zbmd.actors.runtime_env import RankEnvironment
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job import JobOptions, JobResult, run, run_plain
 from zbmd.transport.errors import UserError
@@ -25,9 +27,16 @@ from zbmd.transport.errors import UserError
 USER_ERROR_EXIT = 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one paragraph, as the rest of the job does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. See {self.prog} --help.")
+
+
 def parser() -> argparse.ArgumentParser:
     """The options of the job."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="python -m zbmd.training",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -89,12 +98,17 @@ def options_of(arguments: argparse.Namespace) -> JobOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job; the last line printed by the lowest rank is its result as JSON."""
-    arguments = parser().parse_args(argv)
+    """Run the job; the last line printed by the lowest rank is its result as JSON.
+
+    Under a launcher a `UserError` is raised: the launcher tells it, once for all ranks.
+    """
     try:
+        arguments = parser().parse_args(argv)
         options = options_of(arguments)
         result: JobResult | None = run_plain(options) if arguments.plain else uvloop.run(run(options))
     except UserError as error:
+        if RankEnvironment.read(os.environ) is not None:
+            raise
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR_EXIT
     if result is not None:

@@ -11,6 +11,7 @@ evenly over the corpus, in contiguous runs, and no held-out byte is ever a targe
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import mmap
@@ -24,7 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.training.files import write_atomically
+from zbmd.training.files import locked_directory, write_atomically
 from zbmd.training.rng import Permutation
 from zbmd.transport.errors import UserError
 
@@ -70,27 +71,46 @@ class Source:
     modified_ns: int
 
 
-def prepare_corpus(data: str | None, directory: Path, *, bytes_max: int = CORPUS_BYTES_MAX) -> Path:
+def prepare_corpus(
+    data: str | None, directory: Path, *, context: int = 1, bytes_max: int = CORPUS_BYTES_MAX
+) -> Path:
     """Make sure `directory` holds the corpus file of `data` and return its path.
 
     `data` is a file, a directory (all files below it) or a glob (`**` crosses directories); None is the
     Python standard library's own source, without tests and third-party packages. Sources are joined in the
     order of their paths. A file already there is used again if its sources have not changed; a corpus is
-    cut at `bytes_max` bytes.
+    cut at `bytes_max` bytes. One process of a host at a time does this in a directory.
 
-    Raises `UserError` if nothing matches, a source cannot be read, the corpus is empty, or the disk is full.
+    Raises `UserError` if nothing matches, a source cannot be read, the corpus is empty or too short for
+    windows of `context` bytes, or the disk is full; for data that will not do nothing is made on disk.
     """
     sources = _stdlib_sources() if data is None else find_sources(data)
     origin = "the Python standard library" if data is None else data
+    if not any(source.nbytes for source in sources):
+        raise UserError(
+            f"the corpus {origin} is empty: all of its {len(sources)} files have no bytes. Give --data files "
+            "with text in them."
+        )
+    with_separators = sum(source.nbytes for source in sources) + len(sources) - 1
+    _check_length(min(with_separators, bytes_max), origin, context)
     wanted = _inputs_digest(sources, bytes_max)
     path = directory / CORPUS_FILE
-    known = _read_header(path)
-    if known is not None and known.inputs_digest == wanted:
-        return path
-    if not any(source.nbytes for source in sources):
-        raise UserError(f"the corpus {origin} is empty: all of its {len(sources)} files have no bytes.")
-    write_atomically(path, lambda file: _write_corpus(file, sources, wanted, origin, bytes_max))
+    with locked_directory(directory):
+        known = _read_header(path)
+        if known is None or known.inputs_digest != wanted:
+            write_atomically(path, lambda file: _write_corpus(file, sources, wanted, origin, bytes_max))
     return path
+
+
+def _check_length(nbytes: int, origin: str, context: int) -> int:
+    """The number of windows; `UserError` if there is none for training or none to hold out."""
+    window_count = (nbytes - 1) // context
+    if window_count < 2:
+        raise UserError(
+            f"the corpus {origin} is too short: it has {nbytes} bytes, and contexts of "
+            f"{context} bytes need at least {2 * context + 1}. Give more text, or a shorter context."
+        )
+    return window_count
 
 
 def find_sources(data: str) -> list[Source]:
@@ -108,7 +128,10 @@ def find_sources(data: str) -> list[Source]:
     else:
         raise UserError(f'there is no data file or directory "{data}": check the path given to --data.')
     if not paths:
-        raise UserError(f'no file matches "{data}": check the pattern, and quote it so that it reaches us.')
+        raise UserError(
+            f'no file matches "{data}": check the path or pattern given to --data, and quote a pattern so '
+            "that it reaches us."
+        )
     if len(paths) > SOURCES_MAX:
         raise UserError(f'"{data}" matches {len(paths)} files, more than {SOURCES_MAX}: narrow it.')
     return [_source(path) for path in sorted(paths, key=os.fsencode)]
@@ -167,15 +190,9 @@ class Corpus:
         header = _read_header(path)
         if header is None:
             raise UserError(f"{path} is not a corpus file of this version: delete it and start again.")
-        window_count = (header.nbytes - 1) // context
-        if window_count < 2:
-            raise UserError(
-                f"the corpus {header.origin} is too short: it has {header.nbytes} bytes, and contexts of "
-                f"{context} bytes need at least {2 * context + 1}. Give more text, or a shorter context."
-            )
         self.header = header
         self.context = context
-        self.split = Split(window_count)
+        self.split = Split(_check_length(header.nbytes, header.origin, context))
         self.data: Windows = np.memmap(path, np.uint8, mode="r", offset=_HEADER_BYTES, shape=(header.nbytes,))
 
     def windows(self, ids: Ids) -> Windows:
@@ -233,7 +250,7 @@ def _stdlib_sources() -> list[Source]:
 
 def _files_below(root: Path, skipped: frozenset[str], *, suffix: str) -> list[Path]:
     def refuse(error: OSError) -> None:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}. Give --data what you may read.")
+        raise _unreadable(error.filename, error.strerror)
 
     paths: list[Path] = []
     for directory, names, files in os.walk(root, onerror=refuse):
@@ -247,8 +264,14 @@ def _source(path: Path) -> Source:
     try:
         status = path.stat()
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}. Give --data what you may read.") from error
+        raise _unreadable(path, error.strerror) from error
+    if not os.access(path, os.R_OK):
+        raise _unreadable(path, os.strerror(errno.EACCES))
     return Source(path, status.st_size, status.st_mtime_ns)
+
+
+def _unreadable(path: object, why: str | None) -> UserError:
+    return UserError(f"cannot read {path}: {why}. Give --data files that are there and that you may read.")
 
 
 def _inputs_digest(sources: list[Source], bytes_max: int) -> str:
@@ -282,7 +305,7 @@ def _write_corpus(file: BinaryIO, sources: list[Source], inputs: str, origin: st
         except OSError as error:
             if error.filename is None:
                 raise  # not this source: our own file, say on a full disk
-            raise UserError(f"cannot read {source.path}: {error.strerror}.") from error
+            raise _unreadable(source.path, error.strerror) from error
     header = CorpusHeader(
         format=CORPUS_FORMAT,
         digest=digest.hexdigest(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Callable, Generator
@@ -15,13 +16,20 @@ from zbmd.transport.errors import UserError
 # What file systems without O_TMPFILE answer: overlay and 9p of older kernels, NFS, vfat.
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""A full disk, a full quota, and a limit on the size of a file (`ulimit -f`)."""
+
+
+class NoRoom(UserError):
+    """A file did not fit: the disk, a quota or a limit on file sizes is full."""
+
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace the file `path` by what `write(file)` writes: durable on return, or `path` is untouched.
 
     The data goes to an unnamed file first (where the file system has them), so that a kill -9 while it is
-    written leaves nothing behind. Raises `UserError` for a full disk and for a directory that cannot be made
-    or is closed to us.
+    written leaves nothing behind. Raises `NoRoom` for a full disk, and `UserError` for a directory that
+    cannot be made or is closed to us.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,6 +44,27 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             os.close(directory)
     except OSError as error:
         raise _explained(path, error) from error
+
+
+@contextlib.contextmanager
+def locked_directory(directory: Path) -> Generator[None]:
+    """Make the directory if it is not there, and let one process of this host at a time into the block.
+
+    Raises `UserError` if it cannot be made or opened.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UserError(
+            f"cannot use {directory} for the run: {error.strerror}. Name a directory that you may write to "
+            "with --out."
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 @contextlib.contextmanager
@@ -65,9 +94,9 @@ def _unnamed(directory: Path) -> BinaryIO | None:
 
 
 def _explained(path: Path, error: OSError) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(
-            f"cannot write {path}: the disk is full ({error.strerror}). Free some space there, or choose "
-            "another directory; what the file held before, if it existed, is unchanged."
+    if error.errno in NO_ROOM:
+        return NoRoom(
+            f"cannot write {path}: there is no room for it ({error.strerror}). Free some space there, or "
+            "choose another directory; what the file held before, if it existed, is unchanged."
         )
     return UserError(f"cannot write {path}: {error.strerror}. Choose a directory that you may write to.")

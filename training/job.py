@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import msgspec
 import numpy as np
 
 from zbmd.actors.member import Node, join
-from zbmd.actors.runtime_env import RankEnvironment
+from zbmd.actors.runtime_env import RankEnvironment, host_memory_bytes
 from zbmd.collectives.commit import StepCommit
 from zbmd.collectives.commit_driver import CommitDriver, StepFailed
 from zbmd.training.bigram import bigram_loss, fit_bigram
@@ -22,17 +20,20 @@ from zbmd.training.checkpoint import CHECKPOINT_NAME, load_checkpoint
 from zbmd.training.clip import TrainingDiverged
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.corpus import CORPUS_FILE, Corpus, prepare_corpus
-from zbmd.training.gpt import GPT
+from zbmd.training.files import NoRoom
+from zbmd.training.gpt import GPT, parameter_shapes
 from zbmd.training.journal import WEIGHTS_NAME, Journal
-from zbmd.training.ledger import LOG_FORMAT, LogHeader
+from zbmd.training.layout import ParameterLayout
+from zbmd.training.ledger import LOG_FORMAT, LogHeader, loss_of, read_log
 from zbmd.training.plain import PlainTrainer
 from zbmd.training.recipe import Recipe
 from zbmd.training.store import PARTS, Store
 from zbmd.training.weights import save_weights
 from zbmd.training.workload import TrainingWorkload, arena_bytes_needed
 from zbmd.training.xp import Array, to_host
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import ArenaFull, OutOfMemory, UserError
 from zbmd.transport.liveness import DeathNotice
+from zbmd.transport.memory import available_memory, in_words
 
 FINAL_HELD_OUT_WINDOWS = 512
 
@@ -68,29 +69,10 @@ def open_recipe(options: JobOptions, *, prepare: bool = True) -> Recipe:
 
     Raises `UserError` for data that is missing, empty or too short, and for a directory closed to us.
     """
-    path = options.out / CORPUS_FILE
+    path, context = options.out / CORPUS_FILE, options.model.context
     if prepare:
-        with _only_one(options.out):
-            path = prepare_corpus(options.data, options.out)
-    return Recipe(GPT(options.model), Corpus(path, context=options.model.context), options.training)
-
-
-@contextlib.contextmanager
-def _only_one(directory: Path) -> Iterator[None]:
-    """Let one process of this host at a time into the block."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise UserError(
-            f"cannot use {directory} for the run: {error.strerror}. Name a directory that you may write to "
-            "with --out."
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
+        path = prepare_corpus(options.data, options.out, context=context)
+    return Recipe(GPT(options.model), Corpus(path, context=context), options.training)
 
 
 def plan_of(recipe: Recipe) -> str:
@@ -142,21 +124,61 @@ async def run(options: JobOptions, *, before_step: Callable[[int], None] | None 
     """
     launched = RankEnvironment.read(os.environ)
     replacement = launched is not None and launched.incarnation > 1
+    _check_memory(options, launched)
     recipe = open_recipe(options, prepare=not replacement)
-    async with join(arena=arena_bytes_needed(recipe)) as node:
-        try:
+    arena_bytes = arena_bytes_needed(recipe.model.layout, options.training.shards)
+    try:
+        async with join(arena=arena_bytes) as node:
             return await _train(node, options, recipe, before_step)
-        except StepFailed as error:
-            raise UserError(_advice(str(error), options)) from error
-        except TrainingDiverged as error:
-            raise UserError(str(error)) from error
+    except StepFailed as error:
+        again = "start again, with a smaller --checkpoint-every"
+        raise UserError(_advice(str(error), options, otherwise=again)) from error
+    except NoRoom as error:
+        again = "start again once there is room"
+        raise UserError(_advice(str(error), options, otherwise=again)) from error
+    except TrainingDiverged as error:
+        raise UserError(str(error)) from error
+    except ArenaFull:
+        raise
+    except (OutOfMemory, MemoryError) as error:
+        raise UserError(f"{_too_large(options)}: {error}") from error
 
 
-def _advice(reason: str, options: JobOptions) -> str:
+def _check_memory(options: JobOptions, launched: RankEnvironment | None) -> None:
+    """Raise `UserError` for a model for which there is no memory, before any of it is taken."""
+    ranks = 1 if launched is None else launched.world_size
+    available_bytes = host_memory_bytes(os.environ)
+    if available_bytes is None:
+        if launched is not None:
+            return  # peers may have taken theirs already: each finds out for itself
+        available_bytes = available_memory().nbytes
+    model, layout = options.model, ParameterLayout.of(parameter_shapes(options.model))
+    weights_bytes, bias_bytes = 4 * layout.size, 8 * model.heads * model.context**2
+    rank_bytes = arena_bytes_needed(layout, options.training.shards) + weights_bytes + bias_bytes
+    if ranks * rank_bytes > available_bytes:
+        raise UserError(
+            f"{_too_large(options)}: with {layout.parameter_count:,} parameters {ranks} ranks need at least "
+            f"{in_words(ranks * rank_bytes)}, and {in_words(available_bytes)} are available. Choose smaller "
+            "--width, --layers or --context, or fewer ranks (-n)."
+        )
+
+
+def _advice(reason: str, options: JobOptions, *, otherwise: str) -> str:
+    """What happened, and where to go on from; `otherwise`: what to do if no checkpoint is there."""
     checkpoint = options.out / CHECKPOINT_NAME
-    if checkpoint.exists():
-        return f"{reason}. The last durable checkpoint is {checkpoint}: go on from it with --resume."
-    return f"{reason}. No checkpoint had been written yet: start again, with a smaller --checkpoint-every."
+    what_happened = reason if reason.endswith(".") else f"{reason}."
+    if not checkpoint.exists():
+        return f"{what_happened} No checkpoint had been written yet: {otherwise}."
+    return (
+        f"{what_happened} The last durable checkpoint is {checkpoint}: go on from it with "
+        f"--resume {checkpoint} and a new --out."
+    )
+
+
+def _too_large(options: JobOptions) -> str:
+    model = options.model
+    shape = f"{model.layers} layers of width {model.width}, contexts of {model.context}"
+    return f"the model ({shape}) does not fit into memory"
 
 
 async def _train(
@@ -207,7 +229,9 @@ async def _train(
     await journal.settle()
     if machine.members[0].rank != node.rank:
         return None
-    result = result_of(options, recipe, store.current.state.weights, journal.last_loss)
+    # From the log: this rank may have come up when the last step was done.
+    loss_last = loss_of(read_log(journal.log.path)[1][-1])
+    result = result_of(options, recipe, store.current.state.weights, loss_last)
     node.report({"kind": "result", **asdict(result)})
     return result
 

@@ -14,12 +14,18 @@ from typing import Any
 import msgspec
 
 from zbmd.collectives import commit_messages as cm
-from zbmd.training.checkpoint import CHECKPOINT_NAME, Checkpoint, save_checkpoint
+from zbmd.training.checkpoint import (
+    CHECKPOINT_NAME,
+    Checkpoint,
+    checkpoint_version,
+    load_checkpoint,
+    save_checkpoint,
+)
 from zbmd.training.config import GPTConfig
-from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord, LogHeader, VotePart
+from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord, LogHeader, VotePart, loss_of
 from zbmd.training.store import Slot
 from zbmd.training.weights import save_weights
-from zbmd.training.xp import to_host
+from zbmd.training.xp import Array, to_host
 
 WEIGHTS_NAME = "weights.safetensors"
 
@@ -44,7 +50,6 @@ class Journal:
     ) -> None:
         self.directory = directory
         self.log = CommitLog(directory / LOG_NAME, header)
-        self.last_loss = 0.0
         self._model = model
         self._rank = rank
         self._report = report
@@ -70,9 +75,8 @@ class Journal:
         """
         if not commit.parts:
             return  # learnt from a report: a member that has the votes logs it
-        record, part_norm, held_out = _record_of(commit, members, self.log.header.seed)
+        record, part_norm = _record_of(commit, members, self.log.header.seed)
         self._last_record = record
-        self.last_loss = sum(record.losses[shard] for shard in sorted(record.losses))
         if not self._is_writer():
             return
         self.log.append(record)
@@ -82,17 +86,20 @@ class Journal:
                 "version": commit.version,
                 "epoch": commit.epoch,
                 "members": list(members),
-                "loss": self.last_loss,
+                "loss": loss_of(record),
                 "grad_norm": part_norm,
-                "held_out_loss": held_out,
+                "held_out_loss": record.held_out_loss,
                 "at_ns": record.at_ns,
             }
         )
+        if self._saving is not None and self._saving.done():
+            saved, self._saving = self._saving, None
+            await saved  # if it failed, the run is to end now and not at the next checkpoint
         if self._checkpoint_every and commit.version % self._checkpoint_every == 0:
             await self._start_checkpoint(commit.version, slot)
 
     def adopted(self, adopted: cm.Adopted) -> None:
-        """Report that this rank has caught up by a pull."""
+        """Report that this rank has caught up by a pull or a recall."""
         self._report(
             {
                 "kind": "adopted",
@@ -101,6 +108,16 @@ class Journal:
                 "at_ns": time.monotonic_ns(),
             }
         )
+
+    def preserved(self, version: int, *, elements: int) -> Array | None:
+        """The state of `version`, (elements,) float32, if that is the checkpoint on disk; else None.
+
+        Raises `UserError` if the checkpoint is damaged or of another run.
+        """
+        path = self.directory / CHECKPOINT_NAME
+        if checkpoint_version(path) != version:
+            return None
+        return load_checkpoint(path, plan=self.log.header.plan, elements=elements).flat
 
     async def preserve(self, version: int, slot: Slot) -> None:
         """Write weights and checkpoint of the last version; durable on return. Raises `UserError`."""
@@ -127,12 +144,9 @@ class Journal:
         self._saving = asyncio.create_task(asyncio.to_thread(save_checkpoint, path, checkpoint))
 
 
-def _record_of(
-    commit: cm.Commit, members: tuple[int, ...], seed: int
-) -> tuple[CommitRecord, float, float | None]:
+def _record_of(commit: cm.Commit, members: tuple[int, ...], seed: int) -> tuple[CommitRecord, float]:
     parts = [msgspec.msgpack.decode(part, type=VotePart) for part in commit.parts]
     windows = sum(part.held_out[1] for part in parts)
-    held_out = sum(part.held_out[0] for part in parts) / windows if windows else None
     record = CommitRecord(
         version=commit.version,
         epoch=commit.epoch,
@@ -142,5 +156,6 @@ def _record_of(
         rng_key=(seed, commit.version - 1),
         digest=commit.digest.hex(),
         at_ns=time.monotonic_ns(),
+        held_out_loss=sum(part.held_out[0] for part in parts) / windows if windows else None,
     )
-    return record, parts[0].grad_norm, held_out
+    return record, parts[0].grad_norm

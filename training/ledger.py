@@ -18,6 +18,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
 import msgspec
 
+from zbmd.training.files import NO_ROOM, NoRoom
 from zbmd.transport.errors import UserError, ZbmdError
 
 LOG_FORMAT = 1
@@ -52,6 +53,8 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """xxh3-128 of weights and optimizer state, hex."""
     at_ns: int
     """CLOCK_MONOTONIC of the writer, ns."""
+    held_out_loss: float | None = None
+    """Nats per byte of the version before, on held-out text; None where the step did not evaluate it."""
 
 
 class VotePart(msgspec.Struct, frozen=True, array_like=True):
@@ -193,8 +196,8 @@ class CommitLog:
     def _check(self, header: LogHeader) -> None:
         if header != self.header:
             raise UserError(
-                f"{self.path} belongs to another run ({header.run_id}, seed {header.seed}). Give this run "
-                "a directory of its own with --out, or continue that run's checkpoint with --resume."
+                f"{self.path} belongs to another run ({header.run_id}, seed {header.seed}). Give this run a "
+                "directory of its own with --out; from there --resume can go on from that run's checkpoint."
             )
 
 
@@ -204,10 +207,16 @@ def _write(file: int, data: bytes, path: Path) -> None:
         try:
             view = view[os.write(file, view) :]
         except OSError as error:
-            raise UserError(
-                f"Cannot write the commit log {path}: {error.strerror}. Free some space or name another "
-                "directory with --out; the last checkpoint is intact and --resume continues from it."
+            kind = NoRoom if error.errno in NO_ROOM else UserError
+            raise kind(
+                f"cannot write the commit log {path}: {error.strerror}. Free some space there, or choose "
+                "another directory with --out."
             ) from error
+
+
+def loss_of(record: CommitRecord) -> float:
+    """The training loss of a step, nats per byte: its shards' parts added in their order."""
+    return sum(record.losses[shard] for shard in sorted(record.losses))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

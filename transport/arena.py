@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from zbmd.transport._native import Mapping, address_of
 from zbmd.transport.errors import ArenaFull, LocalProtocolError
-from zbmd.transport.memory import mib
+from zbmd.transport.memory import in_words
 
 ALIGNMENT = 64
 BLOCKS_MAX = 1 << 16
@@ -96,9 +96,10 @@ class Allocator:
     def _full(self, size: int) -> ArenaFull:
         largest = max(self._hole_sizes, default=0)
         return ArenaFull(
-            f"no room for {mib(size)} in the arena: {mib(self.used_bytes)} of "
-            f"{mib(self.capacity_bytes)} in {len(self._blocks):,} arrays (at most {BLOCKS_MAX:,}) are in "
-            f"use and the largest hole is {mib(largest)}. Raise --arena (or ZBMD_ARENA), or drop arrays.",
+            f"no room for {in_words(size)} in the arena: {in_words(self.used_bytes)} of "
+            f"{in_words(self.capacity_bytes)} in {len(self._blocks):,} arrays (at most {BLOCKS_MAX:,}) are "
+            f"in use and the largest hole is {in_words(largest)}. Raise --arena (or ZBMD_ARENA), or drop "
+            "arrays.",
             asked_bytes=size,
             available_bytes=largest,
         )

@@ -98,8 +98,11 @@ def _read_stat(path: Path, key: str) -> int:
     return 0
 
 
-def mib(nbytes: int) -> str:
-    """`nbytes` in words, in MiB."""
+def in_words(nbytes: int) -> str:
+    """`nbytes` as `12.0 MiB`, `1.5 GiB` or `2.0 TiB`."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.1f} {unit}"
     return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
@@ -128,8 +131,8 @@ def create_memfd(name: str, nbytes: int) -> int:
 
 def _out_of_memory(name: str, nbytes: int, available: Available) -> OutOfMemory:
     return OutOfMemory(
-        f"{mib(nbytes)} of shared memory asked for {name!r}, but {available.limited_by} has "
-        f"{mib(available.nbytes)} available and {mib(HEADROOM_BYTES)} are kept free. "
+        f"{in_words(nbytes)} of shared memory asked for {name!r}, but {available.limited_by} has "
+        f"{in_words(available.nbytes)} available and {in_words(HEADROOM_BYTES)} are kept free. "
         "Ask for less with --arena (or ZBMD_ARENA), start fewer ranks, or raise the memory limit.",
         asked_bytes=nbytes,
         available_bytes=available.nbytes,

@@ -33,7 +33,9 @@ def epoch(number: int, *ranks: int) -> cm.EpochInstalled:
 
 
 def report(sender: int, number: int, version: int) -> cm.ReportReceived:
-    held = cm.Held(version=version, digest=oracle(version), slot=0, handle=b"there", known=version, fresh=False)
+    held = cm.Held(
+        version=version, digest=oracle(version), slot=0, handle=b"there", known=version, fresh=False
+    )
     return cm.ReportReceived(sender=sender, epoch=number, held=held)
 
 

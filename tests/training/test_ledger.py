@@ -105,7 +105,7 @@ def test_a_disk_that_takes_no_more_is_said_and_the_log_stays_whole(tmp_path: Pat
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "log").stat().st_size + 10, hard))
     try:
-        with pytest.raises(UserError, match="Cannot write the commit log"), closing(log):
+        with pytest.raises(UserError, match="cannot write the commit log"), closing(log):
             log.append(record(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

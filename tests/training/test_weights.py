@@ -128,7 +128,7 @@ def test_a_full_disk_is_explained(tmp_path: Path) -> None:
         with open("/dev/full", "wb", buffering=0) as full:
             full.write(b"x")
 
-    with pytest.raises(UserError, match=r"disk is full .* Free some space"):
+    with pytest.raises(UserError, match=r"no room for it .* Free some space"):
         write_atomically(tmp_path / "file", write_to_full_device)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,0 +1,182 @@
+"""What a picture of a run shows, taken from what the run left on disk. No drawing here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.tools.run_result import Death, RunResult, load_result
+from zbmd.training.ledger import LOG_NAME, CommitRecord, loss_of, read_log
+from zbmd.transport.errors import UserError
+
+POINTS_MAX = 1_000
+"""A curve of more steps is drawn in so many bins."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stay:
+    """An uninterrupted membership: this incarnation of `rank` took part in the steps `first` to `last`."""
+
+    rank: int
+    incarnation: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A new epoch: `step` is the first that it committed, `step_ms` the time since the commit before."""
+
+    step: int
+    epoch_before: int
+    epoch: int
+    step_ms: float
+    deaths: tuple[Death, ...]
+    left: tuple[int, ...]
+    """Members of the epoch before that are not in this one."""
+    joined: tuple[int, ...]
+    """Members that were not in the epoch before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Values of steps, both float64 of one length."""
+
+    steps: Floats
+    values: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPicture:
+    """All that is drawn. Losses in nats per byte, times in ms."""
+
+    loss: Curve
+    held_out: Curve
+    step_ms: Curve
+    evaluated: Curve
+    """The part of `step_ms` whose steps also judged the weights on held-out text."""
+    step_ms_median: float | None
+    stays: tuple[Stay, ...]
+    changes: tuple[Change, ...]
+    result: RunResult
+    first_step: int
+    last_step: int
+    ranks: tuple[int, ...]
+    """Every rank that was ever a member, ascending."""
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that are drawn."""
+        return self.last_step - self.first_step + 1
+
+
+def read_picture(directory: Path) -> RunPicture:
+    """The picture of the run in `directory`.
+
+    Raises `UserError` if there is no commit log, if it holds no step yet, or if a file is damaged.
+    """
+    _, records = read_log(directory / LOG_NAME)
+    if not records:
+        raise UserError(f"{directory / LOG_NAME} holds no committed step yet: there is nothing to draw.")
+    return picture_of(records, load_result(directory))
+
+
+def picture_of(records: Sequence[CommitRecord], result: RunResult) -> RunPicture:
+    """The picture of the committed steps `records`, at least one, in the order of the log."""
+    steps = np.array([record.version for record in records], dtype=np.float64)
+    losses = np.array([loss_of(record) for record in records], dtype=np.float64)
+    shown = np.isfinite(losses) & (losses > 0.0)  # what a logarithmic axis can show
+    at_ms = np.array([record.at_ns for record in records], dtype=np.float64) / 1e6
+    # The clock is that of the writer: between writers on two hosts a difference may mean nothing.
+    step_ms = np.diff(at_ms)
+    timed = step_ms > 0.0
+    times = _binned_max(Curve(steps=steps[1:][timed], values=step_ms[timed]))
+    evaluated = np.isin(
+        times.steps, [record.version for record in records if record.held_out_loss is not None]
+    )
+    epochs = [list(group) for _, group in groupby(records, key=lambda record: record.epoch)]
+    return RunPicture(
+        loss=_binned_mean(Curve(steps=steps[shown], values=losses[shown])),
+        held_out=_binned_mean(_held_out(records, result)),
+        step_ms=times,
+        evaluated=Curve(steps=times.steps[evaluated], values=times.values[evaluated]),
+        step_ms_median=float(np.median(step_ms[timed])) if timed.any() else None,
+        stays=tuple(_stays(epochs, result.deaths)),
+        changes=tuple(_change(old, new, result.deaths) for old, new in pairwise(epochs)),
+        result=result,
+        first_step=records[0].version,
+        last_step=records[-1].version,
+        ranks=tuple(sorted({rank for record in records for rank in record.members})),
+    )
+
+
+def _held_out(records: Sequence[CommitRecord], result: RunResult) -> Curve:
+    """Held-out losses by the step whose weights they judge: a record holds that of the step before it."""
+    points = [
+        (record.version - 1, record.held_out_loss) for record in records if record.held_out_loss is not None
+    ]
+    if result.heldout_loss_last is not None:
+        points.append((records[-1].version, result.heldout_loss_last))
+    found = np.array(points, dtype=np.float64).reshape(-1, 2)
+    return Curve(steps=found[:, 0], values=found[:, 1])
+
+
+def _stays(epochs: list[list[CommitRecord]], deaths: tuple[Death, ...]) -> list[Stay]:
+    current: dict[int, Stay] = {}
+    ended: list[Stay] = []
+    for records in epochs:
+        first, last = records[0], records[-1]
+        for rank in first.members:
+            died = [d.incarnation for d in deaths if d.rank == rank and d.epoch < first.epoch]
+            incarnation, begin = max(died, default=0) + 1, first.version
+            known = current.get(rank)
+            if known is not None and (known.incarnation, known.last) == (incarnation, begin - 1):
+                begin = known.first
+            elif known is not None:
+                ended.append(known)
+            current[rank] = Stay(rank=rank, incarnation=incarnation, first=begin, last=last.version)
+    return sorted([*ended, *current.values()], key=lambda stay: (stay.rank, stay.first))
+
+
+def _change(old: list[CommitRecord], new: list[CommitRecord], deaths: tuple[Death, ...]) -> Change:
+    before, after = old[-1], new[0]
+    return Change(
+        step=after.version,
+        epoch_before=before.epoch,
+        epoch=after.epoch,
+        step_ms=(after.at_ns - before.at_ns) / 1e6,
+        deaths=tuple(death for death in deaths if before.epoch <= death.epoch < after.epoch),
+        left=tuple(sorted(set(before.members) - set(after.members))),
+        joined=tuple(sorted(set(after.members) - set(before.members))),
+    )
+
+
+def _bin_starts(length: int) -> npt.NDArray[np.intp]:
+    return np.linspace(0, length, min(length, POINTS_MAX), endpoint=False).astype(np.intp)
+
+
+def _binned_mean(curve: Curve) -> Curve:
+    if curve.steps.size <= POINTS_MAX:
+        return curve
+    starts = _bin_starts(curve.steps.size)
+    counts = np.diff(np.append(starts, curve.steps.size))
+    return Curve(
+        steps=np.add.reduceat(curve.steps, starts) / counts,
+        values=np.add.reduceat(curve.values, starts) / counts,
+    )
+
+
+def _binned_max(curve: Curve) -> Curve:
+    """The slowest step of each bin, at its own place: a recovery must not be averaged away."""
+    if curve.steps.size <= POINTS_MAX:
+        return curve
+    bounds = np.append(_bin_starts(curve.steps.size), curve.steps.size)
+    slowest = [low + int(np.argmax(curve.values[low:high])) for low, high in pairwise(bounds.tolist())]
+    return Curve(steps=curve.steps[slowest], values=curve.values[slowest])

@@ -1,0 +1,174 @@
+"""The ring: bounded, always ready to be written down, and written down when its process crashes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from zbmd.transport import capture
+from zbmd.transport.capture import records as rec
+from zbmd.transport.capture.recorder import RECORD_WEIGHT_BYTES
+from zbmd.transport.capture.ring import RING_PARTS
+from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.hlc import HybridClock
+
+ORIGIN = capture.Origin(process="rank0", incarnation=1)
+RING_BYTES = RING_PARTS * RECORD_WEIGHT_BYTES * 4
+
+
+def ring(ring_bytes: int = RING_BYTES) -> capture.RingRecorder:
+    return capture.RingRecorder(ORIGIN, capture.Clocks(hybrid=HybridClock()), ring_bytes=ring_bytes)
+
+
+def held(recorder: capture.RingRecorder) -> int:
+    return sum(map(len, recorder._parts))
+
+
+def dumped(directory: Path) -> list[capture.Entry]:
+    (log,) = capture.open_log(directory).processes
+    return list(log.entries())
+
+
+def test_the_last_records_are_kept_and_the_bound_holds(tmp_path: Path) -> None:
+    recorder = ring()
+    for i in range(10_000):
+        recorder.mark(0, i)
+        assert held(recorder) * RECORD_WEIGHT_BYTES <= RING_BYTES + RECORD_WEIGHT_BYTES
+    path = recorder.dump(tmp_path, "to see")
+    entries = dumped(tmp_path)
+    marks = [entry.record.step for entry in entries if isinstance(entry.record, rec.Mark)]
+    assert marks == list(range(10_000 - len(marks), 10_000)) and len(marks) >= 200
+    assert entries[0].number == recorder.forgotten == 10_000 - len(marks)
+    assert path == tmp_path / "rank0#1"
+    note, end = entries[-2].record, entries[-1].record
+    assert isinstance(note, rec.Note) and "to see" in note.text
+    assert isinstance(end, rec.End)
+
+
+def test_large_payloads_count(tmp_path: Path) -> None:
+    recorder = ring(1 << 20)
+    link = recorder.link("rank1", 1)
+    for nbytes in (10_000, 300_000, 100):
+        for i in range(300):
+            recorder.frame_in(link, bytes(nbytes), i)
+            assert (
+                sum(len(record[-1]) for part in recorder._parts for record in part if record[0] == 4)
+                <= (1 << 20) + nbytes
+            )
+
+
+def test_streams_of_what_is_left_are_still_declared(tmp_path: Path) -> None:
+    recorder = ring()
+    early, gone = recorder.link("early", 1), recorder.link("gone", 1)
+    recorder.end_stream(gone, "left")
+    for i in range(1000):
+        recorder.mark(early, i)
+    late, short = recorder.link("late", 1), recorder.link("short", 1)
+    recorder.end_stream(short, "left")
+    recorder.mark(late, 5000)
+    recorder.dump(tmp_path, "x")
+    (log,) = capture.open_log(tmp_path).processes
+    declared = {stream.name: stream.continued for stream in log.streams.values()}
+    assert declared == {"early#1": True, "late#1": False, "short#1": False}
+    place = log.find_step(5000, stream=late)
+    assert place is not None
+
+
+def test_a_stream_that_ended_is_declared_as_long_as_its_records_last(tmp_path: Path) -> None:
+    recorder = ring()
+    link = recorder.link("peer", 1)
+    for i in range(300):
+        recorder.mark(0, i)
+    recorder.note("of the peer", stream=link)
+    recorder.end_stream(link, "left")
+    assert recorder.forgotten > 1
+    recorder.dump(tmp_path / "soon", "x")
+    (log,) = capture.open_log(tmp_path / "soon").processes
+    assert [stream.name for stream in log.streams.values()] == ["peer#1"]
+    for i in range(1000):
+        recorder.mark(0, i)
+    recorder.dump(tmp_path / "later", "x")
+    (log,) = capture.open_log(tmp_path / "later").processes
+    assert not log.streams
+
+
+def test_a_ring_is_dumped_once_into_a_directory(tmp_path: Path) -> None:
+    recorder = ring()
+    recorder.close()
+    recorder.note("late")
+    recorder.dump(tmp_path, "x")
+    assert [entry.record.kind for entry in dumped(tmp_path)] == [capture.Kind.NOTE, capture.Kind.END]
+    with pytest.raises(capture.CaptureExists):
+        recorder.dump(tmp_path, "again")
+    with pytest.raises(LocalProtocolError):
+        ring(1000)
+
+
+CHILD = """
+import os, signal, sys, threading
+from pathlib import Path
+from zbmd.transport import capture
+from zbmd.transport.hlc import HybridClock
+
+origin = capture.Origin(process="rank0", incarnation=1)
+ring = capture.RingRecorder(origin, capture.Clocks(hybrid=HybridClock()))
+undo = capture.dump_on_crash(ring, Path(sys.argv[1]))
+ring.note("before the crash")
+"""
+
+
+def child(directory: Path, body: str) -> subprocess.CompletedProcess[str]:
+    code = CHILD + textwrap.dedent(body)
+    command = [sys.executable, "-c", code, str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "reason"),
+    [
+        ("raise ValueError('odd')", 1, "ValueError: odd"),
+        ("os.kill(os.getpid(), signal.SIGABRT)\nsignal.pause()", -signal.SIGABRT, "ended by SIGABRT"),
+        ("os.kill(os.getpid(), signal.SIGQUIT)\nsignal.pause()", -signal.SIGQUIT, "ended by SIGQUIT"),
+        (
+            "t = threading.Thread(target=lambda: 1 / 0, name='worker')\nt.start(); t.join()",
+            0,
+            "ZeroDivisionError in worker: division by zero",
+        ),
+    ],
+    ids=["exception", "abort", "quit", "thread"],
+)
+def test_a_crash_writes_the_ring_down(tmp_path: Path, body: str, code: int, reason: str) -> None:
+    run = child(tmp_path, body)
+    assert run.returncode == code, run.stderr
+    texts = [entry.record.text for entry in dumped(tmp_path) if isinstance(entry.record, rec.Note)]
+    assert texts == ["before the crash", f"dumped from memory: {reason}"]
+    assert "written" in run.stdout + run.stderr
+    if code == 1:
+        assert "Traceback" in run.stderr  # what was there before still runs
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "sys.exit(3)",
+        "undo()\nraise ValueError",
+        "pid = os.fork()\nif pid == 0: raise ValueError('in the child')\nos.waitpid(pid, 0)",
+    ],
+    ids=["sigkill", "exit", "undone", "forked child"],
+)
+def test_nothing_is_written_otherwise(tmp_path: Path, body: str) -> None:
+    child(tmp_path, body)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_crash_without_a_disk_is_still_that_crash(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    run = child(tmp_path / "file", "raise ValueError('odd')")
+    assert run.returncode == 1
+    assert "ValueError: odd" in run.stderr and "cannot be written" in run.stdout + run.stderr

@@ -1,0 +1,103 @@
+"""Capture: what every machine and link of a process took in, written down so that it can be played again.
+
+Writing. One recorder a process: `LogRecorder` writes a log that outlives the process, `RingRecorder` keeps
+the last records in memory for `dump`. Both are used in the same way, from the event loop's thread:
+
+    clocks = Clocks(hybrid=endpoint.clock)
+    recorder = LogRecorder(Path("capture"), origin_of(identity), clocks)
+    tap = recorder.machine(STEP_COMMIT, "step-commit", StepCommit(**config), config)
+    actions = tap.handle(event, now_ns=now_ns)
+    ...
+    recorder.close("finished")
+
+where `STEP_COMMIT = register("step-commit", 1, build, events=…, actions=…)` stands beside the machine.
+
+Reading. `open_log` gives each process's records; `merged` puts those of several in causal order, `skews`
+estimates how far their clocks are apart; `replay_log` plays every machine again and compares.
+`capture_to_text` makes a capture a fixture that can be kept with a test's source.
+
+What it costs and loses: see `log` (a crash loses at most `FLUSH_S`) and `ring`. The format: see `format`.
+"""
+
+from __future__ import annotations
+
+from zbmd.transport.capture.codec import UnionCodec
+from zbmd.transport.capture.errors import (
+    CaptureDamaged,
+    CaptureError,
+    CaptureExists,
+    CaptureMismatch,
+    NotACapture,
+)
+from zbmd.transport.capture.files import DiskLimits
+from zbmd.transport.capture.format import Anchor, Origin
+from zbmd.transport.capture.log import FLUSH_S, LogLimits, LogRecorder, Overflow
+from zbmd.transport.capture.merge import Filter, Skew, filtered, merged, skews
+from zbmd.transport.capture.reader import Capture, Ending, Entry, ProcessLog, StepPlace, open_log
+from zbmd.transport.capture.recorder import Clocks, Detail, Recorder, origin_of
+from zbmd.transport.capture.records import PROCESS_STREAM, Kind, Record
+from zbmd.transport.capture.registry import MachineKind, register
+from zbmd.transport.capture.replay import (
+    Divergence,
+    Identical,
+    Incomplete,
+    StreamReplay,
+    Verdict,
+    replay_log,
+    replay_process,
+    replay_stream,
+)
+from zbmd.transport.capture.ring import RingRecorder, dump_on_crash
+from zbmd.transport.capture.story import describe
+from zbmd.transport.capture.tap import Tap
+from zbmd.transport.capture.text import capture_to_text, text_to_capture
+
+__all__ = [
+    "FLUSH_S",
+    "PROCESS_STREAM",
+    "Anchor",
+    "Capture",
+    "CaptureDamaged",
+    "CaptureError",
+    "CaptureExists",
+    "CaptureMismatch",
+    "Clocks",
+    "Detail",
+    "DiskLimits",
+    "Divergence",
+    "Ending",
+    "Entry",
+    "Filter",
+    "Identical",
+    "Incomplete",
+    "Kind",
+    "LogLimits",
+    "LogRecorder",
+    "MachineKind",
+    "NotACapture",
+    "Origin",
+    "Overflow",
+    "ProcessLog",
+    "Record",
+    "Recorder",
+    "RingRecorder",
+    "Skew",
+    "StepPlace",
+    "StreamReplay",
+    "Tap",
+    "UnionCodec",
+    "Verdict",
+    "capture_to_text",
+    "describe",
+    "dump_on_crash",
+    "filtered",
+    "merged",
+    "open_log",
+    "origin_of",
+    "register",
+    "replay_log",
+    "replay_process",
+    "replay_stream",
+    "skews",
+    "text_to_capture",
+]

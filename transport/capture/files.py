@@ -1,0 +1,275 @@
+"""The writing side of a log's files: blocks, rotation, and the bound on the disk."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+
+from zbmd.transport.capture.codec import encode_batch
+from zbmd.transport.capture.errors import CaptureError, CaptureExists, CaptureMismatch
+from zbmd.transport.capture.format import (
+    BLOCK_RAW_BYTES_MAX,
+    BLOCK_RECORDS_MAX,
+    FLAG_ENDS,
+    FLAG_MARKS,
+    FLAG_STREAMS,
+    INDEX_SUFFIX,
+    SEGMENTS_MAX,
+    Anchor,
+    BlockInfo,
+    Origin,
+    SegmentHeader,
+    directory_name,
+    new_compressor,
+    pack_block,
+    pack_header,
+    segment_path,
+)
+from zbmd.transport.capture.index import MarkRange, SegmentIndex, mark_ranges
+from zbmd.transport.capture.records import PROCESS_STREAM, Kind, RawRecord
+from zbmd.transport.errors import LocalProtocolError
+
+STREAM, MARK, END, LOST = int(Kind.STREAM), int(Kind.MARK), int(Kind.END), int(Kind.LOST)
+_kind = itemgetter(0)
+_at_ns = itemgetter(2)
+SEGMENT_BYTES_MIN = 1 << 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskLimits:
+    """The bounds on one process's files. A segment is closed by whichever of its two bounds comes first."""
+
+    segment_bytes: int = 64 << 20
+    segment_age_ns: int = 600_000_000_000
+    disk_bytes: int = 1 << 30
+    """All segments and indexes together, but for one block: the oldest segments are deleted beyond it."""
+
+    def __post_init__(self) -> None:
+        if self.segment_bytes < SEGMENT_BYTES_MIN or self.disk_bytes < 2 * self.segment_bytes:
+            raise LocalProtocolError(
+                f"segments of {self.segment_bytes} bytes and {self.disk_bytes} in all: a segment needs "
+                f"{SEGMENT_BYTES_MIN}, and the disk's bound must hold two segments"
+            )
+        if self.segment_age_ns <= 0:
+            raise LocalProtocolError(f"a segment's age of {self.segment_age_ns} ns must be positive")
+
+
+@dataclass(slots=True)
+class _Segment:
+    number: int
+    path: Path
+    fd: int
+    begun_ns: int
+    nbytes: int = 0
+    blocks: list[BlockInfo] = field(default_factory=list[BlockInfo])
+    marks: list[MarkRange] = field(default_factory=list[MarkRange])
+
+
+class LogFiles:
+    """The files of one process incarnation, in a directory of their own below `directory`.
+
+    records_before: how many records of the process are not in this log, before its first.
+    Not thread-safe. Raises `CaptureExists` if that incarnation's directory is there already, `CaptureError`
+    if it cannot be made. Any method raises `OSError` when the disk fails; what was whole stays whole.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        origin: Origin,
+        limits: DiskLimits,
+        anchor: Callable[[], Anchor],
+        *,
+        records_before: int = 0,
+    ) -> None:
+        self.path = directory / directory_name(origin.process, origin.incarnation)
+        self.records = records_before
+        self.changing = threading.Lock()
+        """Held while a file is opened or closed: a fork takes it, so that the child knows which."""
+        self._origin = origin
+        self._limits = limits
+        self._anchor = anchor
+        self._compressor = new_compressor()
+        self._streams: dict[int, RawRecord] = {}
+        self._closed: list[tuple[int, int, int]] = []  # number, bytes with the index, records before it
+        self._closed_bytes = 0
+        self._last_ns = 0
+        self._last_hlc = 0
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir()
+        except FileExistsError:
+            raise CaptureExists(
+                f"{self.path} exists already: give this run a capture directory of its own"
+            ) from None
+        except OSError as error:
+            raise CaptureError(f"Cannot capture into {directory}: {error.strerror}") from error
+        self._segment: _Segment | None = None
+        self._open(0)
+
+    def write(self, records: Sequence[RawRecord]) -> None:
+        """Append records, in order; `anchor` is read when a segment begins."""
+        for start in range(0, len(records), BLOCK_RECORDS_MAX):
+            self._rotate_if_due()
+            self._write_block(records[start : start + BLOCK_RECORDS_MAX])
+
+    def close(self) -> None:
+        """Complete the last segment. Nothing can be written any more."""
+        if self._segment is not None:
+            self._complete(self._segment)
+
+    def abandon(self) -> None:
+        """Close the open file as it is, after a failure of the disk."""
+        with self.changing:
+            self.forget()
+
+    def forget(self) -> None:
+        """Close this process's descriptor of the open file; for a forked child."""
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            os.close(segment.fd)
+
+    # ---- segments
+
+    def _open(self, number: int) -> _Segment:
+        if number >= SEGMENTS_MAX:
+            raise OSError(0, f"{SEGMENTS_MAX} segments have been written")
+        anchor = self._anchor()
+        header = SegmentHeader(
+            origin=self._origin, segment=number, records_before=self.records, anchor=anchor
+        )
+        path = segment_path(self.path, number)
+        with self.changing:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            segment = self._segment = _Segment(number, path, fd, anchor.monotonic_ns)
+        self._append(segment, pack_header(header))
+        return segment
+
+    def _rotate_if_due(self) -> None:
+        segment = self._segment
+        assert segment is not None, "the log is closed"
+        age_ns = self._anchor().monotonic_ns - segment.begun_ns
+        if segment.nbytes < self._limits.segment_bytes and age_ns < self._limits.segment_age_ns:
+            return
+        self._complete(segment)
+        self._delete_oldest()
+        self._open(segment.number + 1)
+        again = [declared_again(s, self._last_ns, self._last_hlc) for s in self._streams.values()]
+        for start in range(0, len(again), BLOCK_RECORDS_MAX):
+            self._write_block(again[start : start + BLOCK_RECORDS_MAX])
+
+    def _complete(self, segment: _Segment) -> None:
+        self.abandon()
+        records = sum(block.records for block in segment.blocks)
+        kept = [*self._closed, (segment.number, segment.nbytes, self.records - records)]
+        index = SegmentIndex(
+            origin=self._origin,
+            segment=segment.number,
+            log_bytes=segment.nbytes,
+            oldest_segment=kept[0][0],
+            oldest_record=kept[0][2],
+            blocks=segment.blocks,
+            marks=segment.marks,
+        ).pack()
+        # Not renamed into place: one that is torn by a crash is made again, and no other file is left over.
+        segment.path.with_suffix(INDEX_SUFFIX).write_bytes(index)
+        nbytes = segment.nbytes + len(index)
+        self._closed.append((segment.number, nbytes, self.records - records))
+        self._closed_bytes += nbytes
+
+    def _delete_oldest(self) -> None:
+        room = self._limits.disk_bytes - self._limits.segment_bytes
+        while self._closed and self._closed_bytes > room:
+            number, nbytes, _ = self._closed.pop(0)
+            path = segment_path(self.path, number)
+            # The log first: an index alone says nothing, a log alone is whole.
+            path.unlink(missing_ok=True)
+            path.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)
+            self._closed_bytes -= nbytes
+
+    # ---- blocks
+
+    def _write_block(self, records: Sequence[RawRecord]) -> None:
+        """Write one block; records that do not fit into one, or into none, are told apart by halving."""
+        why = f"over the bound of {BLOCK_RAW_BYTES_MAX} bytes"
+        try:
+            raw = encode_batch(records)
+            if len(raw) <= BLOCK_RAW_BYTES_MAX:
+                self._append_block(records, raw)
+                return
+        except (CaptureMismatch, struct.error) as error:
+            why = str(error)
+        if len(records) == 1:
+            self._write_block([self._lost(records[0], why)])
+            return
+        half = len(records) // 2
+        self._write_block(records[:half])
+        self._write_block(records[half:])
+
+    def _append_block(self, records: Sequence[RawRecord], raw: bytes) -> None:
+        segment = self._segment
+        assert segment is not None, "the log is closed"
+        kinds = set(map(_kind, records))
+        flags = (FLAG_MARKS if MARK in kinds else 0) | (FLAG_STREAMS if STREAM in kinds else 0)
+        if END in kinds and records[-1][:2] == (END, PROCESS_STREAM):
+            flags |= FLAG_ENDS
+        times_ns = list(map(_at_ns, records))
+        info = BlockInfo(
+            offset=segment.nbytes,
+            flags=flags,
+            compressed_bytes=0,
+            raw_bytes=0,
+            records=len(records),
+            first_record=self.records,
+            hlc_first=records[0][3],
+            hlc_last=records[-1][3],
+            at_ns_min=min(times_ns),
+            at_ns_max=max(times_ns),
+        )
+        data, info = pack_block(self._compressor.compress(raw), len(raw), info)
+        self._append(segment, data)
+        if flags & FLAG_MARKS:
+            steps = [(record[1], record[4]) for record in records if record[0] == MARK]
+            segment.marks += mark_ranges(len(segment.blocks), steps)
+        segment.blocks.append(info)
+        self.records += info.records
+        self._last_ns, self._last_hlc = info.at_ns_max, info.hlc_last
+        if STREAM in kinds or END in kinds:
+            self._follow_streams(records)
+
+    def _lost(self, record: RawRecord, why: str) -> RawRecord:
+        return (
+            LOST,
+            PROCESS_STREAM,
+            self._last_ns,
+            self._last_hlc,
+            1,
+            f"a record of kind {record[0]}: {why}",
+        )
+
+    def _follow_streams(self, records: Sequence[RawRecord]) -> None:
+        for record in records:
+            if record[0] == STREAM:
+                self._streams[record[1]] = record
+            elif record[0] == END:
+                self._streams.pop(record[1], None)
+
+    def _append(self, segment: _Segment, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(segment.fd, view) :]
+        except OSError:
+            os.ftruncate(segment.fd, segment.nbytes)
+            raise
+        segment.nbytes += len(data)
+
+
+def declared_again(stream: RawRecord, at_ns: int, hlc: int) -> RawRecord:
+    """A STREAM record for a file in which the stream does not begin."""
+    return (*stream[:2], at_ns, hlc, *stream[4:-1], True)

@@ -1,0 +1,387 @@
+"""The reading side: whole records, in order, up to the damage; nothing in a file is trusted.
+
+    for process in open_log(Path("capture")).processes:
+        for entry in process.entries():
+            print(entry.number, entry.record)
+
+A file that ends inside a block was torn by its writer's death, or is being written: its whole blocks are
+read, and that is all. Anything else that is not as `format` says raises `CaptureDamaged`, after all that
+stands before it has been given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, partial
+from pathlib import Path
+
+import msgspec
+
+from zbmd.transport.capture import format as fmt
+from zbmd.transport.capture.errors import CaptureDamaged, CaptureError, NotACapture
+from zbmd.transport.capture.format import BlockInfo, Origin, SegmentHeader, Torn
+from zbmd.transport.capture.index import MarkRange, SegmentIndex, mark_ranges, unpack_index
+from zbmd.transport.capture.records import Mark, Record, StreamDeclared, decode_records
+
+PROCESSES_MAX = 1 << 16
+"""Most process incarnations of one capture."""
+
+
+class Ending(Enum):
+    """How a process's log ends."""
+
+    CLOSED = "closed in good order"
+    CUT = "cut off: the process ended without closing it, or still runs"
+    TORN = "cut off inside a block: the process ended while it wrote"
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """A record and where it is from: `number` counts the records of its process, from 0."""
+
+    log: ProcessLog
+    number: int
+    wall_ns: int
+    """When it was, by its process's own wall clock, ns since 1970."""
+    record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlace:
+    """Where a step begins: the number of its MARK record and the block that holds it."""
+
+    step: int
+    number: int
+    segment: int
+    block: BlockInfo
+
+
+class _File:
+    """An open segment. Reads at offsets, so that a file cut while it is read gives short reads, no signal."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise NotACapture(f"{path} cannot be read: {error.strerror}.") from None
+        status = os.fstat(self._fd)
+        self.nbytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            os.close(self._fd)
+            raise NotACapture(f"{path} is no regular file: name a capture's directory.")
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Up to `nbytes` bytes from `offset`."""
+        parts: list[bytes] = []
+        while nbytes and (part := os.pread(self._fd, nbytes, offset)):
+            parts.append(part)
+            offset += len(part)
+            nbytes -= len(part)
+        return b"".join(parts)
+
+    def body(self, magic: bytes, body_bytes_max: int) -> tuple[bytes, int]:
+        """The body of the header at the file's start, and the offset behind it."""
+        fixed = self.read(0, fmt.HEADER_FIXED_BYTES)
+        nbytes = fmt.header_bytes(fixed, path=self.path, magic=magic, body_bytes_max=body_bytes_max)
+        return fmt.unpack_body(self.read(0, nbytes), path=self.path), nbytes
+
+
+_header_decoder = msgspec.msgpack.Decoder(SegmentHeader)
+
+
+class Segment:
+    """One segment file of a process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with _File(path) as file:
+            body, self.first_block = file.body(fmt.LOG_MAGIC, fmt.HEADER_BODY_BYTES_MAX)
+        try:
+            self.header = _header_decoder.decode(body)
+        except (ValueError, RecursionError) as error:
+            raise CaptureDamaged(
+                path, fmt.HEADER_FIXED_BYTES, f"its header cannot be read ({error})"
+            ) from None
+
+    @property
+    def number(self) -> int:
+        """Its place in the log."""
+        return self.header.segment
+
+    def blocks(self) -> Iterator[BlockInfo]:
+        """What each whole block holds, by its prefix. Raises `CaptureDamaged`, or `Torn` at the end."""
+        with _File(self.path) as file:
+            for info, _ in self._prefixes(file, self.first_block):
+                if info.end > file.nbytes:
+                    raise Torn
+                yield info
+
+    def records(
+        self, start: BlockInfo | None = None, wanted: Callable[[BlockInfo], bool] | None = None
+    ) -> Generator[tuple[BlockInfo, list[Record]]]:
+        """The records of each block, from the block `start` on; of a block that is not `wanted`, none.
+
+        Raises `CaptureDamaged`, or `Torn` at the end.
+        """
+        decompressor = fmt.new_decompressor()
+        with _File(self.path) as file:
+            offset = self.first_block if start is None else start.offset
+            for info, check in self._prefixes(file, offset):
+                if wanted is not None and not wanted(info):
+                    if info.end > file.nbytes:
+                        raise Torn
+                    yield info, []
+                    continue
+                compressed = file.read(info.offset + fmt.BLOCK_PREFIX_BYTES, info.compressed_bytes)
+                raw = fmt.decompress(compressed, info, check, decompressor, path=self.path)
+                try:
+                    yield info, decode_records(raw, info.records)
+                except (ValueError, RecursionError) as error:
+                    what = f"a block's records cannot be read ({error})"
+                    raise CaptureDamaged(self.path, info.offset, what) from None
+
+    def _prefixes(self, file: _File, offset: int) -> Iterator[tuple[BlockInfo, int]]:
+        number: int | None = self.header.records_before if offset == self.first_block else None
+        while offset < file.nbytes:
+            data = file.read(offset, fmt.BLOCK_PREFIX_BYTES)
+            info, check = fmt.unpack_prefix(data, path=self.path, offset=offset)
+            if number is not None and info.first_record != number:
+                what = f"record {number} should follow, but the block begins with {info.first_record}"
+                raise CaptureDamaged(self.path, offset, what)
+            yield info, check
+            number = info.first_record + info.records
+            offset = info.end
+
+    @cached_property
+    def index(self) -> SegmentIndex:
+        """What it holds: from its index file, or from the segment if there is none that fits.
+
+        Of a damaged or torn segment: what it holds before the damage.
+        """
+        return self._stored_index() or self._made_index()
+
+    def _stored_index(self) -> SegmentIndex | None:
+        try:
+            with _File(self.path.with_suffix(fmt.INDEX_SUFFIX)) as file:
+                body, _ = file.body(fmt.INDEX_MAGIC, fmt.INDEX_BODY_BYTES_MAX)
+            index = unpack_index(body)
+            nbytes = self.path.stat().st_size
+        except (NotACapture, CaptureDamaged, ValueError, RecursionError):
+            return None
+        fits = (index.origin, index.segment, index.log_bytes) == (self.header.origin, self.number, nbytes)
+        return index if fits else None
+
+    def _made_index(self) -> SegmentIndex:
+        blocks: list[BlockInfo] = []
+        marks: list[MarkRange] = []
+        try:
+            for info, records in self.records(wanted=lambda info: bool(info.flags & fmt.FLAG_MARKS)):
+                steps = [(record.stream, record.step) for record in records if isinstance(record, Mark)]
+                marks += mark_ranges(len(blocks), steps)
+                blocks.append(info)
+        except (Torn, CaptureDamaged):
+            pass  # what is before it is what there is; whoever reads the records is told
+        return SegmentIndex(
+            origin=self.header.origin,
+            segment=self.number,
+            log_bytes=blocks[-1].end if blocks else self.first_block,
+            oldest_segment=self.number,
+            oldest_record=self.header.records_before,
+            blocks=blocks,
+            marks=marks,
+        )
+
+
+class ProcessLog:
+    """The log of one process incarnation, over all of its segments."""
+
+    def __init__(self, directory: Path, segments: list[Segment]) -> None:
+        self.path = directory
+        self.segments = segments
+        self.origin: Origin = segments[0].header.origin
+
+    @property
+    def name(self) -> str:
+        """`process#incarnation`."""
+        return self.origin.name
+
+    @property
+    def records_before(self) -> int:
+        """How many records came before the first one here: deleted to save disk, or gone from the ring."""
+        return self.segments[0].header.records_before
+
+    @cached_property
+    def ending(self) -> Ending:
+        """How it ends. Raises `CaptureDamaged` if its last segment is damaged."""
+        last: BlockInfo | None = None
+        try:
+            for block in self.segments[-1].blocks():
+                last = block
+        except Torn:
+            return Ending.TORN
+        return Ending.CLOSED if last is not None and last.flags & fmt.FLAG_ENDS else Ending.CUT
+
+    @cached_property
+    def streams(self) -> dict[int, StreamDeclared]:
+        """Every stream that is declared before the end or the damage, by its number."""
+        found: dict[int, StreamDeclared] = {}
+        for segment in self.segments:
+            try:
+                for _, records in segment.records(wanted=lambda info: bool(info.flags & fmt.FLAG_STREAMS)):
+                    for record in records:
+                        if isinstance(record, StreamDeclared):
+                            found.setdefault(record.stream, record)
+            except (Torn, CaptureDamaged):
+                break  # whoever reads the records is told
+        return found
+
+    def find_step(self, step: int, *, stream: int | None = None) -> StepPlace | None:
+        """Where a step begins first, in any stream or in one; None if it is not marked in the log.
+
+        Raises `CaptureDamaged` if the block that should hold it is damaged.
+        """
+        for segment in self.segments:
+            index = segment.index
+            for mark in index.marks:
+                fits = stream in (None, mark.stream) and mark.step_min <= step <= mark.step_max
+                if not fits or mark.block >= len(index.blocks):
+                    continue
+                block = index.blocks[mark.block]
+                number = _find_mark(segment, block, mark.stream, step)
+                if number is not None:
+                    return StepPlace(step=step, number=number, segment=segment.number, block=block)
+        return None
+
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """The smallest and the greatest step marked in the log."""
+        marks = [mark for segment in self.segments for mark in segment.index.marks]
+        if not marks:
+            return None
+        return min(mark.step_min for mark in marks), max(mark.step_max for mark in marks)
+
+    def entries(
+        self, start: StepPlace | None = None, wanted: Callable[[Segment, BlockInfo], bool] | None = None
+    ) -> Iterator[Entry]:
+        """All records in order, from the block of `start` on, without those of blocks that are not `wanted`.
+
+        Raises `CaptureDamaged` where the damage begins, after all records before it.
+        """
+        number: int | None = None
+        for segment in self.segments:
+            if start is not None and segment.number < start.segment:
+                continue
+            before = segment.header.records_before
+            if number is not None and before != number:
+                what = f"record {number} should follow, but the segment begins with {before}"
+                raise CaptureDamaged(segment.path, 0, what)
+            number = before
+            anchor = segment.header.anchor
+            offset_ns = anchor.wall_ns - anchor.monotonic_ns
+            at = start.block if start is not None and segment.number == start.segment else None
+            asked = None if wanted is None else partial(wanted, segment)
+            try:
+                for info, records in segment.records(at, asked):
+                    for number, record in enumerate(records, info.first_record):
+                        yield Entry(self, number, record.at_ns + offset_ns, record)
+                    number = info.first_record + info.records
+            except Torn:
+                if segment is not self.segments[-1]:
+                    raise CaptureDamaged(
+                        segment.path, segment.path.stat().st_size, "its end is missing"
+                    ) from None
+                return
+
+
+def _find_mark(segment: Segment, block: BlockInfo, stream: int, step: int) -> int | None:
+    with closing(segment.records(block)) as blocks:
+        try:
+            info, records = next(blocks)
+        except (StopIteration, Torn):
+            return None
+        for number, record in enumerate(records, info.first_record):
+            if isinstance(record, Mark) and (record.stream, record.step) == (stream, step):
+                return number
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """The logs of all processes. problems: why a process's log could not be opened at all."""
+
+    path: Path
+    processes: tuple[ProcessLog, ...]
+    problems: tuple[CaptureError, ...] = ()
+
+
+def open_log(path: Path) -> Capture:
+    """Open a capture: its directory, that of one process, or one segment.
+
+    Raises `NotACapture` if there is nothing to read, and the first of its problems if nothing can be read.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise NotACapture(f"There is no {path}: name the directory that --capture was given.")
+        return Capture(path=path, processes=(ProcessLog(path.parent, [Segment(path)]),))
+    directories = [path] if _segment_paths(path) else sorted(p for p in path.iterdir() if p.is_dir())
+    if len(directories) > PROCESSES_MAX:
+        raise NotACapture(
+            f"{path} has {len(directories)} directories; a capture has {PROCESSES_MAX} at most."
+        )
+    processes: list[ProcessLog] = []
+    problems: list[CaptureError] = []
+    for directory in directories:
+        paths = _segment_paths(directory)
+        try:
+            if paths:
+                processes.append(_open_process(directory, paths))
+        except CaptureError as problem:
+            problems.append(problem)
+    if not processes and problems:
+        raise problems[0]
+    if not processes:
+        raise NotACapture(f"{path} holds no capture: name the directory that --capture was given.")
+    processes.sort(key=lambda process: (_natural(process.origin.process), process.origin.incarnation))
+    return Capture(path=path, processes=tuple(processes), problems=tuple(problems))
+
+
+def _open_process(directory: Path, paths: list[Path]) -> ProcessLog:
+    segments: list[Segment] = []
+    for path in paths:
+        try:
+            segment = Segment(path)
+        except CaptureError:
+            if segments and path == paths[-1] and path.stat().st_size < fmt.HEADER_FIXED_BYTES:
+                break  # its writer died as it began this segment
+            raise
+        if segment.number != fmt.segment_number(path):
+            raise CaptureDamaged(
+                path, fmt.HEADER_FIXED_BYTES, f"its name is not that of segment {segment.number}"
+            )
+        if segments and segment.header.origin != segments[0].header.origin:
+            raise CaptureDamaged(
+                path, fmt.HEADER_FIXED_BYTES, f"it is of another process than {segments[0].path}"
+            )
+        segments.append(segment)
+    return ProcessLog(directory, segments)
+
+
+def _segment_paths(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if fmt.segment_number(path) is not None)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts rank2 before rank10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

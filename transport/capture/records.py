@@ -1,0 +1,211 @@
+"""The records of a log: MessagePack arrays `[kind, stream, at_ns, hlc, …]`.
+
+kind: see `Kind`. stream: what it belongs to, declared by an earlier STREAM record; 0 is the process itself.
+at_ns: monotonic time, ns; for EVENT, ACTIONS and RAISED the machine's `now_ns`. hlc: the process's hybrid
+logical clock, never smaller than in the record before. Later releases may add fields at the end of a record.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+import msgspec
+
+PROCESS_STREAM = 0
+"""The stream of records that belong to no machine or link."""
+
+
+class Kind(IntEnum):
+    """The first item of every record."""
+
+    STREAM = 1
+    EVENT = 2
+    ACTIONS = 3
+    FRAME_IN = 4
+    FRAME_OUT = 5
+    TIMER = 6
+    DEATH = 7
+    SEED = 8
+    CLOCK = 9
+    NOTE = 10
+    BULK = 11
+    MARK = 12
+    LOST = 13
+    END = 14
+    RAISED = 15
+
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    kind: ClassVar[Kind]
+    stream: _Natural
+    at_ns: int
+    hlc: _Natural
+
+
+class StreamDeclared(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.STREAM)):
+    """A machine or a link begins; what follows under its number is its own.
+
+    machine: the kind of machine, `link`, or empty; version, fingerprint: of that kind's events and actions;
+    config: the MessagePack map that it is built from; continued: it began before this file, and is declared
+    again so that the file can be read alone.
+    """
+
+    kind: ClassVar[Kind] = Kind.STREAM
+    name: str
+    machine: str
+    version: int
+    fingerprint: str
+    config: msgspec.Raw
+    continued: bool
+
+
+class EventTaken(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.EVENT)):
+    """A machine was given an event: its class's name, and its fields as a map."""
+
+    kind: ClassVar[Kind] = Kind.EVENT
+    tag: str
+    fields: msgspec.Raw
+
+
+class ActionsGiven(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.ACTIONS)):
+    """What the machine answered: `[[class name, fields], …]`, or nil and its XXH3-128 digest alone."""
+
+    kind: ClassVar[Kind] = Kind.ACTIONS
+    count: _Natural
+    digest: bytes
+    actions: msgspec.Raw
+
+
+class FrameIn(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.FRAME_IN)):
+    """A frame came over the stream's link: its header and payload, as they were on the wire."""
+
+    kind: ClassVar[Kind] = Kind.FRAME_IN
+    frame: bytes
+
+
+class FrameOut(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.FRAME_OUT)):
+    """A frame was given to the stream's link."""
+
+    kind: ClassVar[Kind] = Kind.FRAME_OUT
+    header: bytes
+    payload: bytes
+
+
+class TimerFired(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.TIMER)):
+    """A timer set for monotonic `due_ns` fired."""
+
+    kind: ClassVar[Kind] = Kind.TIMER
+    name: str
+    due_ns: int
+
+
+class DeathSeen(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.DEATH)):
+    """The end of another process was noticed."""
+
+    kind: ClassVar[Kind] = Kind.DEATH
+    process: str
+    incarnation: _Natural
+    clean: bool
+    reason: str
+
+
+class SeedDrawn(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.SEED)):
+    """Randomness was taken in."""
+
+    kind: ClassVar[Kind] = Kind.SEED
+    name: str
+    value: bytes
+
+
+class ClockRead(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.CLOCK)):
+    """The wall clock was read: `wall_ns` since 1970."""
+
+    kind: ClassVar[Kind] = Kind.CLOCK
+    wall_ns: int
+
+
+class Note(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.NOTE)):
+    """Something worth telling whoever reads the story."""
+
+    kind: ClassVar[Kind] = Kind.NOTE
+    text: str
+
+
+class Bulk(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.BULK)):
+    """A bulk payload: its XXH3-128 digest, and the bytes if they are captured whole."""
+
+    kind: ClassVar[Kind] = Kind.BULK
+    name: str
+    payload_bytes: _Natural
+    digest: bytes
+    data: bytes | None
+
+
+class Mark(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.MARK)):
+    """A step begins; the index finds it."""
+
+    kind: ClassVar[Kind] = Kind.MARK
+    step: _Natural
+
+
+class Lost(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.LOST)):
+    """This many records are missing here, and why."""
+
+    kind: ClassVar[Kind] = Kind.LOST
+    records: _Natural
+    reason: str
+
+
+class End(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.END)):
+    """The stream ended; of stream 0: the log was closed in good order."""
+
+    kind: ClassVar[Kind] = Kind.END
+    reason: str
+
+
+class Raised(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.RAISED)):
+    """The machine raised instead of answering. where: `handle` or `check_invariants`; error: the class."""
+
+    kind: ClassVar[Kind] = Kind.RAISED
+    where: str
+    error: str
+    message: str
+
+
+Record: TypeAlias = (
+    StreamDeclared
+    | EventTaken
+    | ActionsGiven
+    | FrameIn
+    | FrameOut
+    | TimerFired
+    | DeathSeen
+    | SeedDrawn
+    | ClockRead
+    | Note
+    | Bulk
+    | Mark
+    | Lost
+    | End
+    | Raised
+)
+
+RawRecord: TypeAlias = tuple[Any, ...]
+"""A record on its way into a log: the array's items, kind first, not encoded yet."""
+
+_decoder = msgspec.msgpack.Decoder(list[Record])
+
+
+def decode_records(stream: bytes, count: int) -> list[Record]:
+    """The `count` records of a block's MessagePack stream.
+
+    Raises `ValueError` (of which `msgspec.DecodeError` is one) or `RecursionError` if it holds anything else.
+    """
+    if count > len(stream):
+        raise ValueError(f"{count} records cannot be in {len(stream)} bytes")
+    # The stream's objects become the items of one array, so one call checks the count and every type.
+    return _decoder.decode(b"\xdd" + count.to_bytes(4, "big") + stream)

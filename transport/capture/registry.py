@@ -1,0 +1,93 @@
+"""Which machines can be recorded and built again. Each layer registers its own when it is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import xxhash
+
+from zbmd.transport.capture.codec import UnionCodec
+from zbmd.transport.capture.errors import CaptureMismatch
+from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.machine import Machine
+
+EventT = TypeVar("EventT")
+ActionT = TypeVar("ActionT")
+
+LINK = "link"
+"""What a stream of frames says instead of a machine's name."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MachineKind(Generic[EventT, ActionT]):
+    """A kind of machine: how to build one from a recorded configuration, and how to write what it says.
+
+    name, version: its own; the version grows when an old log cannot be replayed any more. build: takes the
+    configuration as MessagePack gives it back (tuples are lists) and the secrets. secrets: entries of the
+    configuration that are never recorded; the replayer asks for them.
+    """
+
+    name: str
+    version: int
+    build: Callable[[Mapping[str, Any]], Machine[EventT, ActionT]]
+    events: UnionCodec[EventT]
+    actions: UnionCodec[ActionT]
+    secrets: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the events' and actions' classes, fields and types: a log written by other code has another."""
+        both = f"{self.events.fingerprint} {self.actions.fingerprint}"
+        return xxhash.xxh3_64(both.encode()).hexdigest()
+
+
+_kinds: dict[tuple[str, int], MachineKind[Any, Any]] = {}
+
+
+def register(
+    name: str,
+    version: int,
+    build: Callable[[Mapping[str, Any]], Machine[EventT, ActionT]],
+    *,
+    events: object,
+    actions: object,
+    secrets: tuple[str, ...] = (),
+) -> MachineKind[EventT, ActionT]:
+    """Make a kind of machine known, at import. `events`, `actions`: the closed unions.
+
+    Raises `LocalProtocolError` if the name and version are taken, or a union cannot be recorded.
+    """
+    if name == LINK or not name or (name, version) in _kinds:
+        raise LocalProtocolError(f"machine {name!r} version {version} is registered already, or reserved")
+    kind = MachineKind[EventT, ActionT](
+        name=name,
+        version=version,
+        build=build,
+        events=UnionCodec[EventT](events),
+        actions=UnionCodec[ActionT](actions),
+        secrets=secrets,
+    )
+    _kinds[name, version] = kind
+    return kind
+
+
+def find(name: str, version: int) -> MachineKind[Any, Any]:
+    """The kind of that name and version. Raises `CaptureMismatch` if this release has none."""
+    kind = _kinds.get((name, version))
+    if kind is None:
+        versions = sorted(v for n, v in _kinds if n == name)
+        have = (
+            f"has versions {versions} of it" if versions else "has no such machine (is its layer imported?)"
+        )
+        raise CaptureMismatch(
+            f"recorded by version {version} of the machine {name}; this release {have}. "
+            "Replay it with the release that wrote it."
+        )
+    return kind
+
+
+def kinds() -> tuple[MachineKind[Any, Any], ...]:
+    """All kinds registered so far."""
+    return tuple(_kinds.values())

@@ -32,6 +32,8 @@ BINARY_ALLOWED = ("tests/*.zlog", "docs/*.png")
 
 # Modules that are pure although they hold no machine class.
 PURE_MODULES = ("collectives/algorithms/*.py", "transport/machine.py")
+# Tests on the simulator's clock: a sleep there takes no time, and how long a thing takes is exact.
+VIRTUAL_TIME = ("tests/*/test_sim_*.py",)
 IMPURE_IMPORTS = frozenset(
     {"asyncio", "datetime", "logging", "multiprocessing", "os", "random", "secrets", "select", "selectors"}
     | {"signal", "socket", "structlog", "subprocess", "threading", "time", "uvloop"}
@@ -291,7 +293,7 @@ def home_paths(source: Source) -> Iterator[Breach]:
 
 def sleeping_tests(source: Source) -> Iterator[Breach]:
     """A test waits for the thing itself, never for a while."""
-    if source.tree is None or not source.is_test:
+    if source.tree is None or not source.is_test or matches(source.path, VIRTUAL_TIME):
         return
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Call) or called_name(node) != "sleep":
@@ -307,7 +309,7 @@ def sleeping_tests(source: Source) -> Iterator[Breach]:
 
 def timing_assertions(source: Source) -> Iterator[Breach]:
     """No test asserts how long something took. A heuristic: it follows differences of clock readings."""
-    if source.tree is None or not source.is_test:
+    if source.tree is None or not source.is_test or matches(source.path, VIRTUAL_TIME):
         return
     for function in ast.walk(source.tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import zbmd.transport.sim as sim_module
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.sim import (
     SIM_START_NS,
@@ -39,6 +38,7 @@ from zbmd.transport.sim import (
     Started,
     Stimulus,
     TimerFired,
+    machines,
 )
 
 STORM = Conditions(
@@ -419,7 +419,7 @@ def test_a_livelock_is_a_failure() -> None:
 
 
 def test_a_flood_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_module, "MAX_PENDING", 50)
+    monkeypatch.setattr(machines, "MAX_PENDING", 50)
     world = World(0, "ab")
     world.sim.command("a", Burst(to="b", count=51))
     with pytest.raises(SimulationFailure, match="50 events are under way"):

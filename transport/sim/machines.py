@@ -1,38 +1,36 @@
-"""Deterministic simulation of protocol machines: one seed, one history.
+"""Simulations of protocol machines: `Simulation` and what it is made of (see the package's text).
 
-The simulator is a driver like the asyncio one, with virtual time and a network that misbehaves on request:
-messages are late, lost, doubled and reordered, processes are killed between any two of their effects, and
-their peers learn of it later, each at its own moment. Checkers run after every event; the whole history is
-kept, and the same seed gives the same history, digest included.
-
-A simulated process is anything with `deliver(stimulus, now_ns=) -> effects`; `MachineProcess` makes one of
-a machine and two small functions:
-
-    def node(incarnation: int) -> Process[Msg]:
-        return MachineProcess(CommitMachine(...), to_events=..., to_effects=...)
-
-    sim = Simulation[Msg](seed, conditions=Conditions(loss=0.01))
-    for name in names:
-        sim.add(name, node)
-    sim.add_checker("agreement", lambda: ...)
-    sim.run(until=lambda: all(...))
-
-After the manner of FoundationDB's simulation and TigerBeetle's VOPR: safety under faults first; then give
-`sim.conditions = CALM`, stop killing, and ask for liveness.
+The loop in `Simulation.run` is the simulator's hot path (`python -m zbmd.tools.bench_sim`): events under way
+are plain tuples in one heap, the history is appended to as plain tuples, and random numbers come from
+`random()` alone, `randint` costing ten times as much.
 """
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Generic, TypeAlias, assert_never
+from typing import Generic, TypeAlias, assert_never, cast
 
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.sim_model import (
+from zbmd.transport.sim.faults import (
+    Clog,
+    Crash,
+    Cut,
+    Fault,
+    NetConditions,
+    Partition,
+    Pause,
+    UnsupportedFault,
+    kind_of,
+    names_of,
+)
+from zbmd.transport.sim.history import History
+from zbmd.transport.sim.hosts import Factory, Host
+from zbmd.transport.sim.model import (
     SIM_START_NS,
     Arrived,
     CancelTimer,
@@ -40,15 +38,13 @@ from zbmd.transport.sim_model import (
     Conditions,
     Effect,
     Exit,
+    FailureKind,
     Kill,
     KillPoint,
     Kind,
-    MachineProcess,
     MessageT,
     Note,
     PeerEnded,
-    Process,
-    Record,
     RunEnd,
     Send,
     SetTimer,
@@ -58,34 +54,7 @@ from zbmd.transport.sim_model import (
     Stimulus,
     TimerFired,
 )
-
-__all__ = [
-    "CALM",
-    "SIM_START_NS",
-    "Arrived",
-    "CancelTimer",
-    "Commanded",
-    "Conditions",
-    "Effect",
-    "Exit",
-    "Kill",
-    "KillPoint",
-    "Kind",
-    "MachineProcess",
-    "Note",
-    "PeerEnded",
-    "Process",
-    "Record",
-    "RunEnd",
-    "Send",
-    "SetTimer",
-    "Simulation",
-    "SimulationFailure",
-    "Start",
-    "Started",
-    "Stimulus",
-    "TimerFired",
-]
+from zbmd.transport.sim.weather import Lane, LaneFlooded, Weather
 
 CALM = Conditions()
 """Reliable, ordered, prompt: what liveness is asked under."""
@@ -96,75 +65,63 @@ MAX_EVENTS_DEFAULT = 200_000
 MAX_PENDING = 200_000
 """Messages, timers and notices under way at once; more means that a machine floods its peers."""
 
+EVENTS_PER_COLLECTION = 1 << 16
+"""How often cycles among the objects made since the last time are looked for."""
+
 STORY_RECORDS = 40
 """How many of the last records a failure quotes."""
 
-Factory: TypeAlias = Callable[[int], Process[MessageT]]
 
-
-@dataclass(slots=True)
-class _Host(Generic[MessageT]):
-    """A process's place: the factory outlives incarnations, the rest belongs to the current one."""
-
-    name: str
-    factory: Factory[MessageT]
-    process: Process[MessageT] | None = None
-    incarnation: int = 0
-    starting: bool = False
-    ended_clean: bool = False
-    deliveries: int = 0
-    paused_until_ns: int = 0
-    timers: dict[str, int] = field(default_factory=dict[str, int])
-    told: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
-
-
-@dataclass(slots=True, eq=False)
-class _Delivery(Generic[MessageT]):
-    """A stimulus under way to an incarnation of `to`."""
-
-    to: str
-    to_incarnation: int
-    stimulus: Stimulus[MessageT]
-    timer_version: int = 0
-    dropped: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """An act of the scenario or of the simulator itself."""
-
-    run: Callable[[], None]
+_Entry: TypeAlias = tuple[
+    int, float, int, Host[MessageT] | None, int, Stimulus[MessageT] | Callable[[], None], int
+]
+"""What is under way: time; tie, drawn; number. Then the host, its incarnation, the stimulus and, of a timer,
+its version; or None, 0, and an act of the scenario or of the simulator itself."""
 
 
 class Simulation(Generic[MessageT]):
-    """A world of processes under one seed. See the module's text for how to use it.
+    """A world of processes under one seed. See the package's text for how to use it.
 
     seed: names the history; print it first. conditions: may be replaced at any time (`sim.conditions = …`).
     """
 
     def __init__(self, seed: int | str, *, conditions: Conditions = CALM) -> None:
         self.seed = seed
-        self.conditions = conditions
         self.now_ns = SIM_START_NS
         self.events = 0
-        self.history: list[Record] = []
-        self._hosts: dict[str, _Host[MessageT]] = {}
-        self._queue: list[tuple[int, float, int, _Delivery[MessageT] | _Call]] = []
+        self.history = History()
+        self._hosts: dict[str, Host[MessageT]] = {}
+        self._queue: list[_Entry[MessageT]] = []
+        self._dropped: set[int] = set()
         self._sequence = 0
         self._timer_version = 0
-        self._last_arrival_ns: dict[tuple[str, str], int] = {}
-        self._link_free_ns: dict[tuple[str, str], int] = {}
-        self._checkers: list[tuple[str, Callable[[], None]]] = []
+        self._plan_version = 0
+        self._checkers: list[tuple[str, Callable[[], None], int]] = []
         self._delivered: list[tuple[str, int, int, int]] = []
         self._dooms: dict[tuple[str, int, int], int] = {}
         # One stream a purpose, so that a kill does not change the weather that came before it.
         self._order, self._network, self._deaths = (
             self.rng(f"sim/{use}") for use in ("order", "net", "death")
         )
+        self._weather = Weather(conditions, self._network)
 
     def rng(self, purpose: str) -> random.Random:
         """A random stream of this seed for one purpose of the scenario, independent of all the others."""
         return random.Random(f"{self.seed}/{purpose}")
+
+    @property
+    def supported(self) -> frozenset[type[Fault]]:
+        """The faults that strike here. What a stopped lane holds arrives later: only `loss` loses."""
+        return frozenset((Crash, Pause, Partition, Cut, Clog, NetConditions))
+
+    @property
+    def conditions(self) -> Conditions:
+        """The network and the machine underneath, while no fault changes them."""
+        return self._weather.conditions
+
+    @conditions.setter
+    def conditions(self, conditions: Conditions) -> None:
+        self._weather.conditions = conditions
 
     # -- building ------------------------------------------------------------------------------------
 
@@ -176,24 +133,31 @@ class Simulation(Generic[MessageT]):
         """
         if name in self._hosts:
             raise LocalProtocolError(f"simulated process {name} exists; give each its own name")
-        self._hosts[name] = _Host(name, factory)
+        self._hosts[name] = Host(name, factory)
         if start:
             self._begin(self._hosts[name])
 
-    def add_checker(self, name: str, check: Callable[[], None]) -> None:
-        """Call `check()` after every event; an `AssertionError` from it ends the run with the story."""
-        self._checkers.append((name, check))
+    def add_checker(self, name: str, check: Callable[[], None], *, stride: int = 1) -> None:
+        """Call `check()` after every `stride`-th event and at the end of each `run`.
+
+        An `AssertionError` from it ends the run with the story.
+        """
+        self._checkers.append((name, check, stride))
 
     # -- the scenario --------------------------------------------------------------------------------
 
     def call_at(self, at_ns: int, act: Callable[[], None]) -> None:
         """Run `act()` at virtual time `at_ns`; acts of one moment run in the order they were given."""
-        self._push(at_ns, _Call(act), tie=0.0)
+        self._push(at_ns, 0.0, None, 0, act)
 
     def command(self, name: str, command: object, *, at_ns: int | None = None) -> None:
         """Deliver `Commanded(command)` to whichever incarnation of `name` lives at `at_ns` (default: now)."""
-        self._host(name)
-        self.call_at(self.now_ns if at_ns is None else at_ns, lambda: self._command(name, command))
+        host = self._host(name)
+        commanded = Commanded(command=command)
+        self.call_at(
+            self.now_ns if at_ns is None else at_ns,
+            lambda: self._deliver(host, host.incarnation, commanded),
+        )
 
     def start(self, name: str, *, delay_ns: int | None = None) -> None:
         """Start the next incarnation of `name` after `delay_ns` (default: drawn from the conditions).
@@ -242,6 +206,40 @@ class Simulation(Generic[MessageT]):
         host.paused_until_ns = max(host.paused_until_ns, self.now_ns + for_ns)
         self._record(host, Kind.PAUSE, f"for {for_ns} ns")
 
+    def apply(self, fault: Fault) -> None:
+        """Have `fault` strike at its time, counted from the start of virtual time.
+
+        Raises `UnsupportedFault` for one that is not in `supported`.
+        """
+        for name in names_of(fault):
+            self._host(name)
+        end_ns = fault.at_ns + fault.for_ns
+        match fault:
+            case Crash(process=process):
+                self._plan(fault.at_ns, fault, lambda: self.crash(process))
+                if fault.for_ns:
+                    self._plan(end_ns, fault, lambda: self._revive(process))
+            case Pause(process=process, for_ns=for_ns):
+                self._plan(fault.at_ns, fault, lambda: self.pause(process, for_ns))
+            case Partition() | Cut() | Clog() | NetConditions():
+                self._plan(fault.at_ns, fault, lambda: self._weather.begin(fault))
+                self._plan(end_ns, fault, lambda: self._weather.end(fault))
+            case _:
+                raise UnsupportedFault(f"machines alone have nothing for {kind_of(type(fault))} to strike")
+
+    def heal(self, core: frozenset[str], *, revive: bool) -> None:
+        """No fault strikes from now on, and none of those that did lasts among `core`.
+
+        With `revive`, what is dead of the core starts again. All others stay as they are: dead, cut off.
+        """
+        self._plan_version += 1
+        for name in sorted(core):
+            host = self._host(name)
+            host.paused_until_ns = min(host.paused_until_ns, self.now_ns)
+            if revive:
+                self._revive(name)
+        self._weather.heal(core)
+
     # -- looking -------------------------------------------------------------------------------------
 
     def lives(self, name: str) -> bool:
@@ -254,14 +252,11 @@ class Simulation(Generic[MessageT]):
 
     def notes(self) -> Iterator[tuple[str, object]]:
         """The notes so far, as (process, value)."""
-        return ((record.process, record.detail) for record in self.history if record.kind is Kind.NOTE)
+        return self.history.notes()
 
     def digest(self) -> str:
-        """SHA-256 of the whole history: equal for equal seeds (given reprs that hold no ids or sets)."""
-        digest = hashlib.sha256()
-        for record in self.history:
-            digest.update(f"{record}\n".encode())
-        return digest.hexdigest()
+        """A digest of the whole history: equal for equal seeds (see `History.digest`)."""
+        return self.history.digest()
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -277,109 +272,146 @@ class Simulation(Generic[MessageT]):
         Raises `SimulationFailure` when a checker, invariant or machine fails, or after `max_events`.
         """
         end_ns = None if for_ns is None else self.now_ns + for_ns
+        # A pass of the collector over the whole history costs more than the events between two of them; and
+        # finalisers that it runs must not make one history differ from the next.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            end = self._run(until, end_ns, max_events)
+            self._check(0)
+        finally:
+            if collecting:
+                gc.enable()
+        return end
+
+    def _run(self, until: Callable[[], bool] | None, end_ns: int | None, max_events: int) -> RunEnd:
+        queue = self._queue
         for _ in range(max_events):
             if until is not None and until():
                 return RunEnd.REACHED
             if not self._pending():
                 return RunEnd.QUIET
-            if end_ns is not None and self._queue[0][0] > end_ns:
+            if end_ns is not None and queue[0][0] > end_ns:
                 self.now_ns = end_ns
                 return RunEnd.TIME_UP
-            self.step()
+            self._take()
+            if self._checkers:
+                self._check(self.events)
+            if not self.events % EVENTS_PER_COLLECTION:
+                gc.collect(1)
         if until is not None and until():
             return RunEnd.REACHED
-        raise self._failure(f"no end after {max_events} events: a livelock, or a bound that is too small")
+        what = f"no end after {max_events} events: a livelock, or a bound that is too small"
+        raise self._failure(what, FailureKind.LIVENESS)
 
     def step(self) -> None:
         """Take the next event, perform what follows from it, and check everything."""
         if not self._pending():
             raise LocalProtocolError("the simulation is quiet: there is no next event to take")
-        self.now_ns, _, _, item = heapq.heappop(self._queue)
+        self._take()
+        self._check(0)
+
+    def _take(self) -> None:
+        """Take the next event, of which `_pending` has said that there is one."""
+        self.now_ns, _, _, host, incarnation, what, version = heapq.heappop(self._queue)
         self.events += 1
-        match item:
-            case _Call(run=run):
-                run()
-            case _Delivery():
-                self._deliver(item)
-            case _:
-                assert_never(item)
-        for name, check in self._checkers:
+        if host is None:
+            assert callable(what)
+            try:
+                what()
+            except LaneFlooded as error:
+                raise self._failure(str(error), FailureKind.LIVENESS) from error
+        else:
+            if version:
+                assert isinstance(what, TimerFired)
+                del host.timers[what.name]
+            self._deliver(host, incarnation, cast("Stimulus[MessageT]", what))
+
+    def _check(self, events: int) -> None:
+        """Run the checkers whose turn it is after so many events; 0 is everybody's turn."""
+        for name, check, stride in self._checkers:
+            if events % stride:
+                continue
             try:
                 check()
             except AssertionError as error:
-                raise self._failure(f"checker {name}: {error}") from error
+                raise self._failure(f"checker {name}: {error}", FailureKind.SAFETY) from error
 
     def _pending(self) -> bool:
         """Whether there is a next event; forgets cancelled timers and what was sent to the dead."""
-        while self._queue and self._is_void(self._queue[0][3]):
-            heapq.heappop(self._queue)
-        return bool(self._queue)
-
-    def _is_void(self, item: _Delivery[MessageT] | _Call) -> bool:
-        if isinstance(item, _Call):
-            return False
-        host = self._hosts[item.to]
-        if item.dropped or host.process is None or host.incarnation != item.to_incarnation:
-            return True
-        if isinstance(item.stimulus, TimerFired):
-            return host.timers.get(item.stimulus.name) != item.timer_version
+        queue = self._queue
+        while queue:
+            _, _, sequence, host, incarnation, what, version = queue[0]
+            if host is None:
+                return True
+            if host.incarnation == incarnation and host.process is not None:
+                if version:
+                    assert isinstance(what, TimerFired)
+                    if host.timers.get(what.name) == version:
+                        return True
+                elif not self._dropped or sequence not in self._dropped:
+                    return True
+            self._dropped.discard(sequence)
+            heapq.heappop(queue)
         return False
 
-    def _deliver(self, delivery: _Delivery[MessageT]) -> None:
-        host = self._hosts[delivery.to]
-        if host.process is None:
+    def _deliver(self, host: Host[MessageT], incarnation: int, stimulus: Stimulus[MessageT]) -> None:
+        process = host.process
+        if process is None:
             return
-        if self.now_ns < host.paused_until_ns:
+        now_ns = self.now_ns
+        if now_ns < host.paused_until_ns:
             # Tie 0: ahead of whatever arrives at that very moment, so the pair's order stays.
-            self._push(host.paused_until_ns, delivery, tie=0.0)
+            version = 0
+            if isinstance(stimulus, TimerFired):
+                version = self._new_timer(host, stimulus.name)
+            self._push(host.paused_until_ns, 0.0, host, incarnation, stimulus, version)
             return
-        stimulus = delivery.stimulus
-        match stimulus:
-            case TimerFired(name=name):
-                del host.timers[name]
-            case PeerEnded(peer=peer, incarnation=incarnation):
-                if self.conditions.notice_is_fence:
-                    self._drop_under_way(peer, incarnation, host.name, keep=0)
-            case Started() | Arrived() | Commanded():
-                pass
-            case _:
-                assert_never(stimulus)
-        self._record(host, Kind.DELIVER, stimulus)
+        if isinstance(stimulus, PeerEnded) and self._weather.now.notice_is_fence:
+            self._drop_under_way(stimulus.peer, stimulus.incarnation, host, keep=0)
+        self.history.raw.append((now_ns, host.name, incarnation, Kind.DELIVER, stimulus))
         host.deliveries += 1
         try:
-            effects = host.process.deliver(stimulus, now_ns=self.now_ns)
-            host.process.check_invariants()
+            effects = process.deliver(stimulus, now_ns=now_ns)
+            process.check_invariants()
             self._perform_all(host, effects)
         except SimulationFailure:
             raise
         except Exception as error:
+            kind = FailureKind.CRASH
+            if isinstance(error, AssertionError):
+                kind = FailureKind.SAFETY
+            elif isinstance(error, LaneFlooded):
+                kind = FailureKind.LIVENESS
             what = f"{host.name}#{host.incarnation} on {stimulus}: {type(error).__name__}: {error}"
-            raise self._failure(what) from error
+            raise self._failure(what, kind) from error
 
-    def _perform_all(self, host: _Host[MessageT], effects: Sequence[Effect[MessageT]]) -> None:
-        key = (host.name, host.incarnation, host.deliveries)
-        self._delivered.append((*key, len(effects)))
-        doom = self._dooms.pop(key, None)
+    def _perform_all(self, host: Host[MessageT], effects: Sequence[Effect[MessageT]]) -> None:
+        name, incarnation, delivery = host.name, host.incarnation, host.deliveries
+        self._delivered.append((name, incarnation, delivery, len(effects)))
+        doom = self._dooms.pop((name, incarnation, delivery), None) if self._dooms else None
         for effect in effects if doom is None else islice(effects, doom):
-            self._perform(host, effect)
-            if host.process is None:
-                return
+            if type(effect) is Send:
+                self._send(host, effect)
+            else:
+                self._perform(host, effect)
+                if host.process is None:
+                    return
         if doom is not None:
             self._end(host, clean=False)
 
-    def _perform(self, host: _Host[MessageT], effect: Effect[MessageT]) -> None:
+    def _perform(self, host: Host[MessageT], effect: Effect[MessageT]) -> None:
         match effect:
             case Send():
                 self._send(host, effect)
             case SetTimer(name=name, at_ns=at_ns):
-                self._timer_version += 1
-                host.timers[name] = self._timer_version
+                version = self._new_timer(host, name)
                 self._record(host, Kind.TIMER, f"{name} at {at_ns}")
-                due_ns = max(at_ns, self.now_ns) + self._order.randint(0, self.conditions.timer_lag_ns)
-                fired = _Delivery[MessageT](
-                    host.name, host.incarnation, TimerFired(name=name), self._timer_version
-                )
-                self._push(due_ns, fired)
+                due_ns = max(at_ns, self.now_ns)
+                if lag_ns := self._weather.now.timer_lag_ns:
+                    due_ns += int(self._order.random() * (lag_ns + 1))
+                fired = TimerFired(name=name)
+                self._push(due_ns, self._order.random(), host, host.incarnation, fired, version)
             case CancelTimer(name=name):
                 if host.timers.pop(name, None) is not None:
                     self._record(host, Kind.TIMER, f"{name} cancelled")
@@ -394,53 +426,75 @@ class Simulation(Generic[MessageT]):
             case _:
                 assert_never(effect)
 
+    def _new_timer(self, host: Host[MessageT], name: str) -> int:
+        self._timer_version += 1
+        host.timers[name] = self._timer_version
+        return self._timer_version
+
     # -- network -------------------------------------------------------------------------------------
 
-    def _send(self, host: _Host[MessageT], send: Send[MessageT]) -> None:
-        target = self._host(send.to)
-        self._record(host, Kind.SEND, send)
+    def _send(self, host: Host[MessageT], send: Send[MessageT]) -> None:
+        self.history.raw.append((self.now_ns, host.name, host.incarnation, Kind.SEND, send))
+        route = host.routes.get(send.to)
+        if route is None:
+            target = self._host(send.to)
+            route = host.routes[send.to] = (target, self._weather.lane(host.name, target.name))
+        target, lane = route
         arrived = Arrived(sender=host.name, incarnation=host.incarnation, message=send.message)
         if target is host:
-            self._push(self.now_ns, _Delivery(host.name, host.incarnation, arrived))
-            return
-        if target.process is None:
+            self._push(self.now_ns, self._order.random(), host, host.incarnation, arrived)
+        elif target.process is None:
             self._tell(host, target, target.ended_clean)
-            return
-        for _ in range(1 + (self._network.random() < self.conditions.duplicate)):
-            at_ns = self._arrival_ns(host.name, target.name, send.nbytes)
-            if self._network.random() < self.conditions.loss:
+        elif lane.cut or lane.clogged:
+            again = partial(self._pass, host, target, target.incarnation, arrived, send, lane)
+            lane.hold(host.incarnation, again)
+        else:
+            self._pass(host, target, target.incarnation, arrived, send, lane)
+
+    def _pass(
+        self,
+        host: Host[MessageT],
+        target: Host[MessageT],
+        incarnation: int,
+        arrived: Arrived[MessageT],
+        send: Send[MessageT],
+        lane: Lane,
+    ) -> None:
+        weather = self._weather
+        now, chance = weather.now, self._network.random
+        copies = 2 if now.duplicate and chance() < now.duplicate else 1
+        while copies:
+            copies -= 1
+            at_ns = weather.arrival_ns(lane, now, self.now_ns, send.nbytes)
+            if now.loss and chance() < now.loss:
                 self._record(host, Kind.LOSE, send)
             else:
-                self._push(at_ns, _Delivery(target.name, target.incarnation, arrived))
+                self._push(at_ns, self._order.random(), target, incarnation, arrived)
 
-    def _arrival_ns(self, sender: str, receiver: str, nbytes: int) -> int:
-        pair, now = (sender, receiver), self.conditions
-        departed_ns = max(self.now_ns, self._link_free_ns.get(pair, 0))
-        departed_ns += nbytes * 1_000_000_000 // now.bandwidth_bytes_per_s
-        self._link_free_ns[pair] = departed_ns
-        at_ns = departed_ns + now.latency_ns + self._network.randint(0, now.jitter_ns)
-        if self._network.random() < now.reorder:
-            return departed_ns + self._network.randint(0, 4 * (now.latency_ns + now.jitter_ns))
-        at_ns = max(at_ns, self._last_arrival_ns.get(pair, 0) + 1)
-        self._last_arrival_ns[pair] = at_ns
-        return at_ns
+    def _drop_under_way(self, sender: str, incarnation: int, to: Host[MessageT], *, keep: int | None) -> None:
+        """Drop all but the first `keep` messages under way from an incarnation of `sender` to `to`.
 
-    def _drop_under_way(self, sender: str, incarnation: int, to: str, *, keep: int) -> None:
-        """Drop all but the first `keep` messages under way from an incarnation of `sender` to `to`."""
-        under_way = sorted(
-            (at_ns, tie, sequence)
-            for at_ns, tie, sequence, item in self._queue
-            if _is_from(item, sender, incarnation, to)
+        None: draw how many are kept. What a stopped lane holds is under way too.
+        """
+        entries = sorted(
+            (at_ns, tie, sequence, what)
+            for at_ns, tie, sequence, host, _, what, _ in self._queue
+            if host is to
+            and isinstance(what, Arrived)
+            and (what.sender, what.incarnation) == (sender, incarnation)
+            and sequence not in self._dropped
         )
-        dropped = set(under_way[keep:])
-        for at_ns, tie, sequence, item in self._queue:
-            if (at_ns, tie, sequence) in dropped and isinstance(item, _Delivery):
-                item.dropped = True
-                self._record(self._hosts[to], Kind.DROP, item.stimulus)
+        lane = self._weather.lane(sender, to.name)
+        if keep is None:
+            keep = self._deaths.randint(0, len(entries) + lane.held_from(incarnation))
+        for _, _, sequence, what in entries[keep:]:
+            self._dropped.add(sequence)
+            self._record(to, Kind.DROP, what)
+        lane.drop_held(incarnation, keep=max(0, keep - len(entries)))
 
     # -- life and death ------------------------------------------------------------------------------
 
-    def _begin(self, host: _Host[MessageT]) -> None:
+    def _begin(self, host: Host[MessageT]) -> None:
         host.starting = False
         host.incarnation += 1
         host.deliveries = 0
@@ -449,10 +503,9 @@ class Simulation(Generic[MessageT]):
         host.told.clear()
         host.process = host.factory(host.incarnation)
         self._record(host, Kind.START, "")
-        started = Started(incarnation=host.incarnation)
-        self._push(self.now_ns, _Delivery(host.name, host.incarnation, started), tie=0.0)
+        self._push(self.now_ns, 0.0, host, host.incarnation, Started(incarnation=host.incarnation))
 
-    def _end(self, host: _Host[MessageT], *, clean: bool) -> None:
+    def _end(self, host: Host[MessageT], *, clean: bool) -> None:
         host.process = None
         host.ended_clean = clean
         self._record(host, Kind.EXIT if clean else Kind.CRASH, "")
@@ -460,34 +513,51 @@ class Simulation(Generic[MessageT]):
             if peer is host:
                 continue
             if not clean:
-                under_way = sum(
-                    _is_from(item, host.name, host.incarnation, peer.name) for *_, item in self._queue
-                )
-                keep = self._deaths.randint(0, under_way)
-                self._drop_under_way(host.name, host.incarnation, peer.name, keep=keep)
+                self._drop_under_way(host.name, host.incarnation, peer, keep=None)
             if peer.process is not None:
                 self._tell(peer, host, clean)
 
-    def _tell(self, witness: _Host[MessageT], dead: _Host[MessageT], clean: bool) -> None:
+    def _tell(self, witness: Host[MessageT], dead: Host[MessageT], clean: bool) -> None:
         if (dead.name, dead.incarnation) in witness.told:
             return
         witness.told.add((dead.name, dead.incarnation))
         notice = PeerEnded(peer=dead.name, incarnation=dead.incarnation, clean=clean)
-        at_ns = self.now_ns + self._deaths.randint(
-            self.conditions.notice_min_ns, self.conditions.notice_max_ns
-        )
-        if clean:  # the goodbye travels behind what was sent
-            at_ns = max(at_ns, self._last_arrival_ns.get((dead.name, witness.name), 0) + 1)
-        self._push(at_ns, _Delivery(witness.name, witness.incarnation, notice))
+        incarnation, lane = witness.incarnation, self._weather.lane(dead.name, witness.name)
 
-    def _command(self, name: str, command: object) -> None:
+        def tell() -> None:
+            now = self._weather.now
+            at_ns = self.now_ns + self._deaths.randint(now.notice_min_ns, now.notice_max_ns)
+            if clean:  # the goodbye travels behind what was sent
+                at_ns = max(at_ns, lane.last_arrival_ns + 1)
+            self._push(at_ns, self._order.random(), witness, incarnation, notice)
+
+        if clean and lane.held:
+            lane.hold(dead.incarnation, tell)
+        else:
+            tell()
+
+    def _revive(self, name: str) -> None:
         host = self._host(name)
-        if host.process is not None:
-            self._deliver(_Delivery(name, host.incarnation, Commanded(command=command)))
+        if host.process is None and not host.starting:
+            self.start(name, delay_ns=0)
+
+    def close(self) -> None:
+        """Nothing to give back: machines hold nothing."""
 
     # -- small parts ---------------------------------------------------------------------------------
 
-    def _host(self, name: str) -> _Host[MessageT]:
+    def _plan(self, at_ns: int, fault: Fault, act: Callable[[], None]) -> None:
+        """Have a fault begin or end at `at_ns` after the start, unless the world is healed before."""
+        version = self._plan_version
+
+        def strike() -> None:
+            if version == self._plan_version:
+                self.history.raw.append((self.now_ns, "world", 0, Kind.FAULT, fault))
+                act()
+
+        self.call_at(SIM_START_NS + at_ns, strike)
+
+    def _host(self, name: str) -> Host[MessageT]:
         try:
             return self._hosts[name]
         except KeyError:
@@ -495,26 +565,29 @@ class Simulation(Generic[MessageT]):
                 f"no simulated process {name}; there are {sorted(self._hosts)}"
             ) from None
 
-    def _push(self, at_ns: int, item: _Delivery[MessageT] | _Call, *, tie: float | None = None) -> None:
-        if len(self._queue) >= MAX_PENDING:
-            raise self._failure(f"{MAX_PENDING} events are under way: a machine floods its peers")
-        self._sequence += 1
-        entry = (max(at_ns, self.now_ns), self._order.random() if tie is None else tie, self._sequence, item)
-        heapq.heappush(self._queue, entry)
+    def _push(
+        self,
+        at_ns: int,
+        tie: float,
+        host: Host[MessageT] | None,
+        incarnation: int,
+        what: Stimulus[MessageT] | Callable[[], None],
+        version: int = 0,
+    ) -> None:
+        queue = self._queue
+        if len(queue) >= MAX_PENDING:
+            flood = f"{MAX_PENDING} events are under way: a machine floods its peers"
+            raise self._failure(flood, FailureKind.LIVENESS)
+        self._sequence = sequence = self._sequence + 1
+        if at_ns < self.now_ns:
+            at_ns = self.now_ns
+        heapq.heappush(queue, (at_ns, tie, sequence, host, incarnation, what, version))
 
-    def _record(self, host: _Host[MessageT], kind: Kind, detail: object) -> None:
-        self.history.append(Record(self.now_ns, host.name, host.incarnation, kind, detail))
+    def _record(self, host: Host[MessageT], kind: Kind, detail: object) -> None:
+        self.history.raw.append((self.now_ns, host.name, host.incarnation, kind, detail))
 
-    def _failure(self, what: str) -> SimulationFailure:
+    def _failure(self, what: str, kind: FailureKind) -> SimulationFailure:
         story = self.history[-STORY_RECORDS:]
-        return SimulationFailure(what, seed=self.seed, at_ns=self.now_ns, events=self.events, story=story)
-
-
-def _is_from(item: object, sender: str, incarnation: int, to: str) -> bool:
-    return (
-        isinstance(item, _Delivery)
-        and not item.dropped
-        and item.to == to
-        and isinstance(item.stimulus, Arrived)
-        and (item.stimulus.sender, item.stimulus.incarnation) == (sender, incarnation)
-    )
+        return SimulationFailure(
+            what, kind=kind, seed=self.seed, at_ns=self.now_ns, events=self.events, story=story
+        )

@@ -1,4 +1,4 @@
-"""What simulated processes are told, what they do, and the world they live in (see `sim`)."""
+"""What simulated processes are told, what they do, and the world they live in (see the package's text)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeAlias, TypeVar
+
+import msgspec
 
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.machine import Machine
@@ -28,8 +30,7 @@ class Started:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived(Generic[MessageT]):
+class Arrived(msgspec.Struct, Generic[MessageT], frozen=True, kw_only=True):
     """A message arrived from `sender`'s incarnation `incarnation` (which may have died since)."""
 
     sender: str
@@ -69,8 +70,7 @@ Stimulus: TypeAlias = Started | Arrived[MessageT] | TimerFired | PeerEnded | Com
 # --- what a process does --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send(Generic[MessageT]):
+class Send(msgspec.Struct, Generic[MessageT], frozen=True, kw_only=True):
     """Send `message` to the process `to`; `nbytes` is what it costs on the wire.
 
     It goes to the incarnation of `to` that lives now, and to no later one. If none lives, the sender gets
@@ -222,6 +222,7 @@ class Kind(Enum):
     CRASH = "crash"
     EXIT = "exit"
     PAUSE = "pause"
+    FAULT = "fault"
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,17 +258,37 @@ class RunEnd(Enum):
     TIME_UP = "virtual time is up"
 
 
+class FailureKind(Enum):
+    """What sort of failure ended a run."""
+
+    CRASH = "crash"
+    """An exception that nobody expects."""
+    SAFETY = "safety"
+    """A checker or an invariant: something happened that must never happen."""
+    LIVENESS = "liveness"
+    """Something that must happen does not."""
+
+
 class SimulationFailure(ZbmdError):
     """A checker, an invariant or a machine failed, or the run did not end. Says how to see it again.
 
-    `seed`, `at_ns` and `story` (the last records before it) are kept; `__cause__` is the first error.
+    `kind`, `seed`, `at_ns` and `story` (the last records before it) are kept; `__cause__` is the first error.
     """
 
     def __init__(
-        self, what: str, *, seed: int | str, at_ns: int, events: int, story: Sequence[Record]
+        self,
+        what: str,
+        *,
+        kind: FailureKind,
+        seed: int | str,
+        at_ns: int,
+        events: int,
+        story: Sequence[Record],
     ) -> None:
         lines = "\n".join(f"    {record}" for record in story)
         super().__init__(f"seed {seed!r}, event {events}: {what}\n  the last {len(story)} records:\n{lines}")
+        self.kind = kind
+        self.what = what
         self.seed = seed
         self.at_ns = at_ns
         self.story = tuple(story)

@@ -1,0 +1,30 @@
+"""A simulated process's place in a `Simulation`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias
+
+from zbmd.transport.sim.model import MessageT, Process
+from zbmd.transport.sim.weather import Lane
+
+Factory: TypeAlias = Callable[[int], Process[MessageT]]
+"""Makes a process for the incarnation it is given."""
+
+
+@dataclass(slots=True, eq=False)
+class Host(Generic[MessageT]):
+    """A process's place: the factory outlives incarnations, the rest belongs to the current one."""
+
+    name: str
+    factory: Factory[MessageT]
+    process: Process[MessageT] | None = None
+    incarnation: int = 0
+    starting: bool = False
+    ended_clean: bool = False
+    deliveries: int = 0
+    paused_until_ns: int = 0
+    timers: dict[str, int] = field(default_factory=dict[str, int])
+    told: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    routes: dict[str, tuple[Host[MessageT], Lane]] = field(default_factory=dict[str, Any])

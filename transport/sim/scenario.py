@@ -1,0 +1,287 @@
+"""The frame of a simulated scenario: faults by the seed, then a healed core that must converge.
+
+After TigerBeetle's VOPR: in the **safety** phase faults strike for a span of virtual time, and checkers hold
+throughout. Then a random **core** of the processes is healed for good while the rest stays as it is, dead or
+cut off: in the **liveness** phase the core must reach its goal within a bound of virtual time. The seed is
+printed first, and names everything.
+"""
+
+from __future__ import annotations
+
+import random
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from zbmd.transport.errors import LocalProtocolError, UserError
+from zbmd.transport.sim.faults import ALL_FAULTS, Fault, FaultPlan, draw_plan, format_plan, parse_plan
+from zbmd.transport.sim.model import FailureKind, Record, RunEnd, SimulationFailure
+
+RANKS_MAX = 1024
+LENGTH_MAX = 1_000_000
+EVENTS_MAX = 2_000_000
+"""The events that either phase may take."""
+STORY_LINES = 40
+
+
+class SimulatedWorld(Protocol):
+    """What the frame asks of a world: `Simulation` and `World` are such."""
+
+    seed: int | str
+
+    @property
+    def supported(self) -> frozenset[type[Fault]]:
+        """The faults that may strike it."""
+        ...
+
+    @property
+    def now_ns(self) -> int:
+        """Virtual time."""
+        ...
+
+    @property
+    def events(self) -> int:
+        """Events so far."""
+        ...
+
+    def add_checker(self, name: str, check: Callable[[], None], *, stride: int = 1) -> None:
+        """Call `check()` after every `stride`-th event."""
+        ...
+
+    def apply(self, fault: Fault) -> None:
+        """Have the fault strike at its time."""
+        ...
+
+    def heal(self, core: frozenset[str], *, revive: bool) -> None:
+        """End all faults among `core`, for good."""
+        ...
+
+    def run(
+        self,
+        *,
+        until: Callable[[], bool] | None = None,
+        for_ns: int | None = None,
+        max_events: int = EVENTS_MAX,
+    ) -> RunEnd:
+        """Run it."""
+        ...
+
+    def digest(self) -> str:
+        """Of the history so far."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+class Checker(Protocol):
+    """Something that must hold at all times. Small, with a state of its own if it needs one."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in a failure."""
+        ...
+
+    @property
+    def stride(self) -> int:
+        """It is asked after every so many events."""
+        ...
+
+    def check(self) -> None:
+        """Raise `AssertionError` if it does not hold."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The size of a run. What `length` counts is the scenario's: steps, messages, rounds."""
+
+    ranks: int = 4
+    faults: int = 8
+    length: int = 20
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= RANKS_MAX or not 1 <= self.length <= LENGTH_MAX or self.faults < 0:
+            raise UserError(f"give 1..{RANKS_MAX} ranks, 0 faults or more and a length of 1..{LENGTH_MAX}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A scenario, built and ready to run."""
+
+    world: SimulatedWorld
+    victims: tuple[str, ...]
+    """The processes that faults may strike, and of which the core is drawn."""
+    converged: Callable[[frozenset[str]], bool]
+    """Whether the healed core has done what it must; the processes that are no victims are well too."""
+    span_ns: int
+    """How long faults strike."""
+    liveness_ns: int
+    """How long the core may take."""
+    checkers: tuple[Checker, ...] = ()
+    core_min: int | None = None
+    """The fewest victims that can make progress alone; None: all are needed."""
+    restarts_itself: bool = False
+    """The scenario brings the dead back (as a supervisor does): a crash is only that, and healing revives
+    nobody."""
+
+
+class Scenario(Protocol):
+    """One way to try the system: makes a world of either kind, given a seed."""
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """One line."""
+        ...
+
+    @property
+    def kinds(self) -> tuple[type[Fault], ...]:
+        """The faults that it is meant to stand."""
+        ...
+
+    def build(self, seed: int | str, options: Options) -> Stage:
+        """The world at its start, no fault yet planned. Everything random comes from `seed`."""
+        ...
+
+
+class Outcome(Enum):
+    """How a run ended."""
+
+    OK = "ok"
+    CRASH = "crash"
+    SAFETY = "safety"
+    LIVENESS = "liveness"
+
+    @property
+    def exit_code(self) -> int:
+        """For a command: 0, and apart from 1 (it broke itself) and 2 (bad input) one for each failure."""
+        return {Outcome.OK: 0, Outcome.CRASH: 10, Outcome.SAFETY: 11, Outcome.LIVENESS: 12}[self]
+
+
+_OUTCOMES = {
+    FailureKind.CRASH: Outcome.CRASH,
+    FailureKind.SAFETY: Outcome.SAFETY,
+    FailureKind.LIVENESS: Outcome.LIVENESS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What came of a run, and how to see it again."""
+
+    scenario: str
+    seed: int | str
+    options: Options
+    plan: FaultPlan
+    outcome: Outcome
+    reason: str
+    digest: str
+    events: int
+    virtual_ns: int
+    core: frozenset[str]
+    story: tuple[Record, ...]
+
+    @property
+    def command(self) -> str:
+        """The command line that repeats the run, faults and all."""
+        return (
+            f"zbmd sim run {shlex.quote(self.scenario)} --seed {shlex.quote(str(self.seed))} "
+            f"--ranks {self.options.ranks} --length {self.options.length} "
+            f"--faults {shlex.quote(format_plan(self.plan) or '0')}"
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{self.scenario} seed {self.seed}: {self.outcome.value}: {self.reason}"]
+        lines += [f"    {record}" for record in self.story]
+        return "\n".join([*lines, f"again: {self.command}"])
+
+
+def parse_faults(text: str) -> int | FaultPlan:
+    """The value of `--faults`: how many to draw, or a plan. Raises `UserError`."""
+    return int(text) if text.strip().isdecimal() else parse_plan(text)
+
+
+def plan_of(scenario: Scenario, stage: Stage, seed: int | str, options: Options) -> FaultPlan:
+    """The faults that the seed draws for a stage."""
+    kinds = [kind for kind in ALL_FAULTS if kind in scenario.kinds and kind in stage.world.supported]
+    rng = random.Random(f"{seed}/plan")
+    restart = not stage.restarts_itself
+    return draw_plan(rng, stage.victims, stage.span_ns, kinds, options.faults, restart=restart)
+
+
+def run_scenario(
+    scenario: Scenario,
+    seed: int | str,
+    options: Options,
+    plan: FaultPlan | None = None,
+    *,
+    tell: Callable[[str], None] | None = print,
+) -> Report:
+    """Run one seed through both phases. `plan`: default what the seed draws. `tell` gets the seed first.
+
+    Failures of the simulated are in the report; errors of the scenario's own, such as a plan that names
+    nobody, are raised.
+    """
+    if tell is not None:
+        tell(f"{scenario.name}: seed {seed}, {options.ranks} ranks, length {options.length}")
+    stage = scenario.build(seed, options)
+    world = stage.world
+    try:
+        if plan is None:
+            plan = plan_of(scenario, stage, seed, options)
+        for fault in plan:
+            world.apply(fault)
+        for checker in stage.checkers:
+            world.add_checker(checker.name, checker.check, stride=checker.stride)
+        core = draw_core(random.Random(f"{seed}/core"), stage)
+        outcome, reason, story = _play(stage, core)
+        return Report(
+            scenario=scenario.name,
+            seed=seed,
+            options=options,
+            plan=plan,
+            outcome=outcome,
+            reason=reason,
+            digest=world.digest(),
+            events=world.events,
+            virtual_ns=world.now_ns,
+            core=core,
+            story=story,
+        )
+    finally:
+        world.close()
+
+
+def draw_core(rng: random.Random, stage: Stage) -> frozenset[str]:
+    """A core that can make progress: all the victims, or a random part of at least `core_min`."""
+    if stage.core_min is None:
+        return frozenset(stage.victims)
+    if not 0 < stage.core_min <= len(stage.victims):
+        raise LocalProtocolError(f"a core of {stage.core_min} of {len(stage.victims)} victims")
+    return frozenset(rng.sample(stage.victims, rng.randint(stage.core_min, len(stage.victims))))
+
+
+def _play(stage: Stage, core: frozenset[str]) -> tuple[Outcome, str, tuple[Record, ...]]:
+    world = stage.world
+    try:
+        world.run(for_ns=stage.span_ns, max_events=EVENTS_MAX)
+        world.heal(core, revive=not stage.restarts_itself)
+        end = world.run(until=lambda: stage.converged(core), for_ns=stage.liveness_ns, max_events=EVENTS_MAX)
+    except SimulationFailure as failure:
+        return _OUTCOMES[failure.kind], failure.what, failure.story
+    if end is RunEnd.REACHED:
+        return Outcome.OK, "the core converged", ()
+    what = f"{_names(core)} were healed and did not converge in {stage.liveness_ns / 1e9:g} s: {end.value}"
+    return Outcome.LIVENESS, what, ()
+
+
+def _names(core: Iterable[str]) -> str:
+    return ", ".join(sorted(core))

@@ -1,0 +1,461 @@
+"""`World`: asyncio programs as simulated processes, with a network, disks and memory, under one seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.hello import Identity
+from zbmd.transport.hlc import HybridClock
+from zbmd.transport.link import LinkLimits
+from zbmd.transport.sim.clock import LocalClock
+from zbmd.transport.sim.disk import SimDisk
+from zbmd.transport.sim.errors import Deadlock, Livelock
+from zbmd.transport.sim.faults import ALL_FAULTS, Fault
+from zbmd.transport.sim.history import History
+from zbmd.transport.sim.links import LinkOptions, SimLink
+from zbmd.transport.sim.loop import SimLoop
+from zbmd.transport.sim.machines import CALM, MAX_EVENTS_DEFAULT, STORY_RECORDS
+from zbmd.transport.sim.memory import MEMORY_BYTES_DEFAULT, SimMemory
+from zbmd.transport.sim.model import (
+    Conditions,
+    FailureKind,
+    Kind,
+    RunEnd,
+    SimulationFailure,
+)
+from zbmd.transport.sim.network import Datagram, Network, OnLink
+from zbmd.transport.sim.process import LoopProcess
+from zbmd.transport.sim.strikes import Strikes
+from zbmd.transport.sim.weather import LaneFlooded, Weather
+
+CALLBACK_NS = 1_000
+"""The virtual time that a callback of a process takes, half to one and a half times."""
+DATAGRAMS_WAITING_MAX = 1024
+"""Datagrams that wait to be received; more are lost, as a kernel's buffer loses them."""
+DIAL_TIMEOUT_S = 5.0
+TURNS_PER_DIGEST_RECORD = 64
+"""How many turns one record of the order of turns tells of."""
+
+SIM_UID = 1000
+PIDS_PER_PLACE = 10_000
+
+
+class SimProcess(LoopProcess):
+    """What the program of a simulated process is given: who it is, and what it can reach.
+
+    `asyncio`, `time` and `random` mean this process's while it runs. Its end is that of its program: what
+    tasks it left are cancelled, its links break unless it closed them.
+    """
+
+    def __init__(self, world: World, place: Place, rng: random.Random) -> None:
+        super().__init__(
+            place.name, place.incarnation, rng=rng, clock=place.clock, callback_ns=place.callback_ns
+        )
+        self.world = world
+        self.disk = place.disk
+        """Outlives this incarnation."""
+        self.memory = SimMemory(place.memory_limit_bytes)
+        self.hybrid_clock = HybridClock()
+        self.main: asyncio.Task[None] | None = None
+        self.pid = place.number * PIDS_PER_PLACE + place.incarnation
+        self._datagrams: deque[Datagram] = deque()
+        self._receiver: asyncio.Future[None] | None = None
+
+    def wall_ns(self) -> int:
+        """This process's wall clock, ns since 1970."""
+        return self.clock.wall_ns(self.world.loop.now_ns)
+
+    def note(self, value: object) -> None:
+        """Write a value into the history, for checkers and for whoever reads it."""
+        self.world.record(self, Kind.NOTE, value)
+
+    def identity(self, options: LinkOptions) -> Identity:
+        """Who this process proves to be at hello."""
+        return Identity(
+            name=self.name,
+            pid=self.pid,
+            uid=SIM_UID,
+            incarnation=self.incarnation,
+            job=options.job,
+            contracts=options.contracts,
+        )
+
+    def listen(
+        self,
+        on_link: OnLink,
+        *,
+        contracts: Mapping[str, str] | None = None,
+        job: int = 0,
+        limits: LinkLimits | None = None,
+    ) -> None:
+        """Accept links; `on_link(link)` runs in this process. Raises `LocalProtocolError` if it listens."""
+        options = LinkOptions(contracts=dict(contracts or {}), job=job, limits=limits or LinkLimits())
+        self.world.network.listen(self, on_link, options)
+
+    async def dial(
+        self,
+        to: str,
+        *,
+        contracts: Mapping[str, str] | None = None,
+        job: int = 0,
+        limits: LinkLimits | None = None,
+        timeout_s: float = DIAL_TIMEOUT_S,
+    ) -> SimLink:
+        """A link to the process `to`. Raises `PeerLost` if it does not listen, `DeadlineExceeded`."""
+        options = LinkOptions(contracts=dict(contracts or {}), job=job, limits=limits or LinkLimits())
+        return await self.world.network.dial(self, to, options, timeout_s)
+
+    def send_datagram(self, to: str, data: bytes) -> None:
+        """Send once: it may be lost, doubled or late. To its latest incarnation when it arrives."""
+        self.world.network.send_datagram(self, to, data)
+
+    async def receive_datagram(self) -> Datagram:
+        """The next datagram; one task at a time may wait. Raises `LocalProtocolError` if another does."""
+        while not self._datagrams:
+            if self._receiver is not None:
+                raise LocalProtocolError(f"another task of {self.name} waits for a datagram")
+            self._receiver = self.world.loop.create_future()
+            try:
+                await self._receiver
+            finally:
+                self._receiver = None
+        return self._datagrams.popleft()
+
+    def take_datagram(self, datagram: Datagram) -> bool:
+        """The network delivers; False if there is no room."""
+        if len(self._datagrams) >= DATAGRAMS_WAITING_MAX:
+            return False
+        self._datagrams.append(datagram)
+        if self._receiver is not None and not self._receiver.done():
+            self._receiver.set_result(None)
+        return True
+
+
+Program: TypeAlias = Callable[[SimProcess], Coroutine[Any, Any, None]]
+"""The main function of a process, run anew for each incarnation."""
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """What of a process outlives its incarnations."""
+
+    name: str
+    number: int
+    program: Program
+    clock: LocalClock
+    disk: SimDisk
+    callback_ns: int
+    memory_limit_bytes: int = MEMORY_BYTES_DEFAULT
+    incarnation: int = 0
+    process: SimProcess | None = None
+    starting: bool = False
+
+
+class World:
+    """Programs under one seed. See the package's text for how to use it. Close it, or use it with `with`.
+
+    seed: names the history; print it first. conditions: of the network, may be replaced at any time.
+    """
+
+    def __init__(self, seed: int | str, *, conditions: Conditions = CALM) -> None:
+        self.seed = seed
+        self.loop = SimLoop(seed)
+        self.loop.on_turn = self._on_turn
+        self.loop.on_unexpected = self._on_unexpected
+        self.history = History()
+        self.weather = Weather(conditions, self.rng("sim/net"))
+        self.network = Network(self.loop, self.weather, self.process, self.record)
+        self._deaths = self.rng("sim/death")
+        self._places: dict[str, Place] = {}
+        self._checkers: list[tuple[str, Callable[[], None], int]] = []
+        self._unexpected: list[tuple[str, BaseException | None]] = []
+        self._turns: list[int] = []
+        self._strikes = Strikes(self)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Throw away what still runs. Idempotent."""
+        self.loop.close()
+
+    def rng(self, purpose: str) -> random.Random:
+        """A random stream of this seed for one purpose of the scenario, independent of all the others."""
+        return self.loop.rng(purpose)
+
+    @property
+    def supported(self) -> frozenset[type[Fault]]:
+        """The faults that strike here: all."""
+        return frozenset(ALL_FAULTS)
+
+    @property
+    def now_ns(self) -> int:
+        """True virtual time."""
+        return self.loop.now_ns
+
+    @property
+    def events(self) -> int:
+        """Callbacks run so far."""
+        return self.loop.turns
+
+    @property
+    def conditions(self) -> Conditions:
+        """The network, while no fault changes it."""
+        return self.weather.conditions
+
+    @conditions.setter
+    def conditions(self, conditions: Conditions) -> None:
+        self.weather.conditions = conditions
+
+    # -- building ------------------------------------------------------------------------------------
+
+    def add(self, name: str, program: Program, *, start: bool = True, callback_ns: int = CALLBACK_NS) -> None:
+        """Add a process: `program(process)` is its main coroutine, run anew for each incarnation, from 1 on.
+
+        With `start` the first one starts now. When the program returns, the process ends; when it raises,
+        the run does. Raises `LocalProtocolError` if the name is taken.
+        """
+        if name in self._places:
+            raise LocalProtocolError(f"simulated process {name} exists; give each its own name")
+        disk = SimDisk(self.rng(f"disk/{name}"), self.loop.charge)
+        number = len(self._places) + 1
+        self._places[name] = Place(name, number, program, LocalClock(), disk, callback_ns)
+        if start:
+            self.begin(self._places[name])
+
+    def add_checker(self, name: str, check: Callable[[], None], *, stride: int = 1) -> None:
+        """Call `check()` after every `stride`-th callback and at the end of each `run`.
+
+        An `AssertionError` from it ends the run with the story.
+        """
+        self._checkers.append((name, check, stride))
+
+    # -- the scenario --------------------------------------------------------------------------------
+
+    def call_at(self, at_ns: int, act: Callable[[], None]) -> None:
+        """Run `act()` at true virtual time `at_ns`; acts of one moment run in the order they were given."""
+        self.loop.act_at(at_ns, act)
+
+    def start(self, name: str, *, delay_ns: int | None = None) -> None:
+        """Start the next incarnation of `name` after `delay_ns` (default: drawn from the conditions).
+
+        Raises `LocalProtocolError` if it lives or is starting already.
+        """
+        place = self.place(name)
+        if place.process is not None or place.starting:
+            raise LocalProtocolError(f"{name}#{place.incarnation} lives; kill it before its next incarnation")
+        if delay_ns is None:
+            delay_ns = self._deaths.randint(self.conditions.start_min_ns, self.conditions.start_max_ns)
+        place.starting = True
+        self.call_at(self.now_ns + delay_ns, lambda: self.begin(place))
+
+    def crash(self, name: str) -> None:
+        """SIGKILL `name` now; nothing if it does not live. No `finally` of it runs."""
+        place = self.place(name)
+        if place.process is not None:
+            self._end(place, place.process, Kind.CRASH)
+
+    def crash_at(self, name: str, at_ns: int) -> None:
+        """SIGKILL `name` at virtual time `at_ns`."""
+        self.place(name)
+        self.call_at(at_ns, lambda: self.crash(name))
+
+    def pause(self, name: str, for_ns: int) -> None:
+        """SIGSTOP `name` for a while: what comes for it waits."""
+        process = self.place(name).process
+        if process is not None:
+            process.paused_until_ns = max(process.paused_until_ns, self.now_ns + for_ns)
+            self.record(process, Kind.PAUSE, f"for {for_ns} ns")
+
+    def apply(self, fault: Fault) -> None:
+        """Have `fault` strike at its time, counted from the start of virtual time."""
+        self._strikes.apply(fault)
+
+    def heal(self, core: frozenset[str], *, revive: bool) -> None:
+        """No fault strikes from now on, and none of those that did lasts among `core`.
+
+        What a process is busy with, such as a read from a slow disk, still takes its time. With `revive`,
+        what is dead of the core starts again. All others stay as they are: dead, cut off.
+        """
+        self._strikes.heal(core, revive=revive)
+
+    # -- looking -------------------------------------------------------------------------------------
+
+    def place(self, name: str) -> Place:
+        """The place of the process `name`. Raises `LocalProtocolError` if there is none."""
+        try:
+            return self._places[name]
+        except KeyError:
+            raise LocalProtocolError(
+                f"no simulated process {name}; there are {sorted(self._places)}"
+            ) from None
+
+    def process(self, name: str) -> SimProcess | None:
+        """The incarnation of `name` that lives, if one does."""
+        return self.place(name).process
+
+    def lives(self, name: str) -> bool:
+        """Whether an incarnation of `name` is running."""
+        return self.place(name).process is not None
+
+    def incarnation(self, name: str) -> int:
+        """The current incarnation of `name`, or the last one; 0 before the first start."""
+        return self.place(name).incarnation
+
+    def notes(self) -> Iterator[tuple[str, object]]:
+        """The notes so far, as (process, value)."""
+        return self.history.notes()
+
+    def digest(self) -> str:
+        """A digest of the whole history, the order of all callbacks included: equal for equal seeds."""
+        self._flush_turns()
+        return self.history.digest()
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        *,
+        until: Callable[[], bool] | None = None,
+        for_ns: int | None = None,
+        max_events: int = MAX_EVENTS_DEFAULT,
+    ) -> RunEnd:
+        """Run until `until()` holds, nothing can run any more, or `for_ns` of virtual time have passed.
+
+        Raises `SimulationFailure` when a checker fails, when a program or callback raises what nobody
+        catches, or after `max_events` callbacks; and, unless `for_ns` is all that was asked for, when
+        nothing can run although programs wait: a deadlock.
+        """
+        end_ns = None if for_ns is None else self.now_ns + for_ns
+        with self.loop.entered():
+            try:
+                end = self._run(until, end_ns, max_events)
+                self._check(0)
+            except (Deadlock, Livelock, LaneFlooded) as error:
+                raise self._failure(str(error), FailureKind.LIVENESS) from error
+        return end
+
+    def _run(self, until: Callable[[], bool] | None, end_ns: int | None, max_events: int) -> RunEnd:
+        loop, last = self.loop, self.loop.turns + max_events
+        while loop.turns < last:
+            if until is not None and until():
+                return RunEnd.REACHED
+            if loop.quiet():
+                if (until or end_ns is None) and any(place.process for place in self._places.values()):
+                    loop.take_turn()  # raises `Deadlock`
+                return RunEnd.QUIET
+            if end_ns is not None and loop.next_ns() > end_ns:
+                loop.now_ns = end_ns
+                return RunEnd.TIME_UP
+            loop.take_turn()
+            if self._unexpected:
+                self._raise_unexpected()
+            if self._checkers:
+                self._check(loop.turns)
+        if until is not None and until():
+            return RunEnd.REACHED
+        what = f"no end after {max_events} events: a livelock, or a bound that is too small"
+        raise self._failure(what, FailureKind.LIVENESS)
+
+    def _check(self, turns: int) -> None:
+        for name, check, stride in self._checkers:
+            if turns % stride:
+                continue
+            try:
+                check()
+            except AssertionError as error:
+                raise self._failure(f"checker {name}: {error}", FailureKind.SAFETY) from error
+
+    def _on_turn(self, now_ns: int, process: LoopProcess) -> None:
+        turns = self._turns
+        turns.append(now_ns)
+        turns.append(process.pid if isinstance(process, SimProcess) else 0)
+        if len(turns) >= 2 * TURNS_PER_DIGEST_RECORD:
+            self._flush_turns()
+
+    def _flush_turns(self) -> None:
+        self.history.turns(self._turns)
+        self._turns = []
+
+    def _on_unexpected(self, process: LoopProcess | None, message: str, error: BaseException | None) -> None:
+        self._unexpected.append((f"{process or 'the scenario'}: {message}: {error!r}", error))
+
+    def _raise_unexpected(self) -> None:
+        what, error = self._unexpected[0]
+        self._unexpected.clear()
+        kind = FailureKind.SAFETY if isinstance(error, AssertionError) else FailureKind.CRASH
+        raise self._failure(what, kind) from error
+
+    # -- life and death ------------------------------------------------------------------------------
+
+    def begin(self, place: Place) -> None:
+        """The next incarnation starts now."""
+        place.starting = False
+        place.incarnation += 1
+        rng = self.rng(f"{place.name}#{place.incarnation}")
+        process = place.process = SimProcess(self, place, rng)
+        self.loop.add(process)
+        self._strikes.on_start(process)
+        self.record(process, Kind.START, "")
+        self.loop.call_soon(self._main, place, process, context=process.context.copy())
+
+    def _main(self, place: Place, process: SimProcess) -> None:
+        main = self.loop.create_task(_until_nothing_is_left(place.program, process), name="main")
+        process.main = main
+        main.add_done_callback(lambda done: self._main_ended(place, process, done))
+
+    def _main_ended(self, place: Place, process: SimProcess, main: asyncio.Task[None]) -> None:
+        error = None if main.cancelled() else main.exception()
+        if error is not None and not isinstance(error, SystemExit):
+            self._on_unexpected(process, "its program raised", error)
+        if place.process is process:
+            self._end(place, process, Kind.EXIT)
+
+    def _end(self, place: Place, process: SimProcess, kind: Kind) -> None:
+        place.process = None
+        self.record(process, kind, "")
+        self.loop.kill(process)
+        self.network.process_ended(process)
+        if kind is Kind.CRASH:
+            place.disk.crash()
+
+    # -- small parts ---------------------------------------------------------------------------------
+
+    def record(self, process: SimProcess, kind: Kind, detail: object) -> None:
+        """Write into the history."""
+        self.history.raw.append((self.now_ns, process.name, process.incarnation, kind, detail))
+
+    def record_fault(self, fault: Fault, what: str) -> None:
+        """A fault begins or ends."""
+        self.history.raw.append((self.now_ns, "world", 0, Kind.FAULT, f"{what} {fault}"))
+
+    def _failure(self, what: str, kind: FailureKind) -> SimulationFailure:
+        story = self.history[-STORY_RECORDS:]
+        return SimulationFailure(
+            what, kind=kind, seed=self.seed, at_ns=self.now_ns, events=self.events, story=story
+        )
+
+
+async def _until_nothing_is_left(program: Program, process: SimProcess) -> None:
+    """As `asyncio.run`: when the program has ended, its other tasks are cancelled and waited for."""
+    try:
+        await program(process)
+    finally:
+        ours = asyncio.current_task()
+        others = [task for task in process.pending() if task is not ours]
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others)

@@ -47,7 +47,7 @@ class RankDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewChanged:
-    """A view was installed."""
+    """A view is entered: all its members are linked. One that a further end overtook is never entered."""
 
     view: View
     at_ns: int

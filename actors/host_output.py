@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from zbmd.actors.last_words import without_mark
+
 LINE_BYTES_MAX = 64 * 1024  # a longer line is cut
 READ_BYTES = 64 * 1024
 TAIL_LINES_MAX = 30  # kept of each rank's standard error, for the report of its failure
@@ -26,12 +28,13 @@ StreamName = Literal["stdout", "stderr"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLine:
-    """One line of a rank, without its newline."""
+    """One line of a rank, without its newline. `last_words`: the rank says why it ends (`last_words.py`)."""
 
     rank: int
     incarnation: int
     stream: StreamName
     text: bytes
+    last_words: bool = False
 
 
 class OutputSink(Protocol):
@@ -127,9 +130,17 @@ class OutputPump:
             self._loop.remove_reader(self._fd)
 
     async def _deliver(self, text: bytes) -> None:
+        last_words = False
         if self._stream == "stderr":
+            text, last_words = without_mark(text)
             self.tail.append(text.decode(errors="replace"))
-        line = OutputLine(rank=self._rank, incarnation=self._incarnation, stream=self._stream, text=text)
+        line = OutputLine(
+            rank=self._rank,
+            incarnation=self._incarnation,
+            stream=self._stream,
+            text=text,
+            last_words=last_words,
+        )
         await self._sink.write_line(line)
 
 

@@ -23,7 +23,10 @@ REPLY_BYTES_MAX = 4096
 # fork makes the fork unsafe.
 ONE_THREAD_DEFAULTS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-_MAIN = "from zbmd.actors.template import main; main()"
+_MAIN = (
+    "from zbmd.actors.reaper import leave_reaper_behind; leave_reaper_behind(); "
+    "from zbmd.actors.template import main; main()"
+)
 
 
 class TemplateLost(ZbmdError):
@@ -31,7 +34,10 @@ class TemplateLost(ZbmdError):
 
 
 class TemplateClient:
-    """One template process. `on_reply` gets each reply, a `Forked` one with the child's pidfd (its owner)."""
+    """One template process, and its reaper.
+
+    `on_reply` gets each reply, a `Forked` one with the child's pidfd, which it then owns.
+    """
 
     def __init__(
         self,
@@ -43,19 +49,19 @@ class TemplateClient:
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # the reaper, the template's parent
         self._socket: socket.socket | None = None
 
     @property
     def pid(self) -> int:
-        """The template's process id."""
-        assert self._process is not None
-        return self._process.pid
+        """The template's process id; 0 before it is ready."""
+        ready = self._ready.done() and not self._ready.cancelled() and self._ready.exception() is None
+        return self._ready.result().pid if ready else 0
 
     async def start(self, *, modules: Sequence[str], environment: Mapping[str, str]) -> Ready:
         """Start the process and wait until it has imported `modules`.
 
-        Must be called on the thread that lives longest: the template dies with it. Raises `TemplateLost`
+        Must be called on the thread that lives longest: the template goes with it. Raises `TemplateLost`
         when the imports fail or take longer than `READY_S_MAX`.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -114,9 +120,13 @@ class TemplateClient:
         ended = asyncio.Event()
         self._loop.add_reader(pidfd, ended.set)
         try:
-            await asyncio.wait_for(ended.wait(), CLOSE_S_MAX)
-        except TimeoutError:
-            process.kill()
+            # A template that still imports does not look at its socket; its reaper then ends it.
+            for end in (process.terminate, process.kill):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), CLOSE_S_MAX)
+                if ended.is_set():
+                    break
+                end()
         finally:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)

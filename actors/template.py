@@ -2,14 +2,13 @@
 
 It has one thread, no event loop and no open link, so a fork of it is safe and costs milliseconds; the
 child starts its own. It talks to its host over one sequenced-packet socket: typed requests in, replies
-out, descriptors beside them (SCM_RIGHTS). It dies with the host (PR_SET_PDEATHSIG), and its children die
-with it; both levels are needed, since the signal follows the process that forked.
+out, descriptors beside them (SCM_RIGHTS). It ends when the host closes that socket, dies with its parent,
+the reaper (PR_SET_PDEATHSIG), and its children die with it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -27,17 +26,16 @@ from typing import NoReturn
 
 import msgspec
 
+from zbmd.actors.last_words import is_users_to_mend, say_last_words
+from zbmd.actors.prctl import end_with_parent, set_process_name
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import ZbmdError
 
 REQUEST_BYTES_MAX = 128 * 1024  # one packet; argv and the environment's changes must fit
 FDS_PER_REQUEST = 2
 CHILDREN_MAX = 256  # live children; a host has at most 62 ranks, and some that are still dying
 REASON_CHARACTERS_MAX = 500
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 
 
 class ForkRequest(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
@@ -54,6 +52,7 @@ class ForkRequest(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """Everything is imported. `threads`: how many the template has; more than one makes forks unsafe."""
 
+    pid: int
     threads: int
 
 
@@ -96,20 +95,6 @@ class _Child:
     pid: int
 
 
-def set_process_name(name: str) -> None:
-    """Set what `ps -o comm` and `top` show for this process (the kernel keeps 15 bytes)."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that made it ends, also if it just has."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
 class Template:
     """The template's loop: one request or one child's end at a time."""
 
@@ -122,7 +107,7 @@ class Template:
 
     def serve(self) -> ForkRequest | None:
         """Answer requests until the host goes away (None); in a child, return what it is to run."""
-        self._reply(Ready(threads=len(os.listdir("/proc/self/task"))))
+        self._reply(Ready(pid=self._pid, threads=len(os.listdir("/proc/self/task"))))
         while True:
             for fd, _ in self._poll.poll():
                 if fd != self._host.fileno():
@@ -164,7 +149,7 @@ class Template:
 
     def _become_child(self, request: ForkRequest, fds: list[int]) -> None:
         """Drop what is the template's: descriptors, session, parent."""
-        die_with_parent(self._pid)
+        end_with_parent(self._pid)
         os.setsid()
         set_process_name(f"zbmd-rank{request.rank}")
         self._host.close()
@@ -200,11 +185,11 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 def _show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback from the user's first frame on, as `python script.py` would have."""
+    """Tell the traceback from the user's first frame on, as `python script.py` would have."""
     ours = (__file__, runpy.__file__, "<frozen runpy>", "<string>")
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
-    traceback.print_exception(kind, error, trace)
+    say_last_words("".join(traceback.format_exception(kind, error, trace)))
 
 
 def run_target(request: ForkRequest) -> None:
@@ -229,9 +214,8 @@ def run_target(request: ForkRequest) -> None:
 
 
 def main() -> NoReturn:
-    """Arguments: the socket's descriptor, the host's pid, then the modules to import."""
-    fd, host_pid, *modules = sys.argv[1:]
-    die_with_parent(int(host_pid))
+    """Arguments: the socket's descriptor, the host's pid (for the reaper), then the modules to import."""
+    fd, _, *modules = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_process_name("zbmd-template")
     for module in modules:
@@ -244,7 +228,9 @@ def main() -> NoReturn:
     if request is not None:
         try:
             run_target(request)
-        except UserError as error:
-            print(f"zbmd: {error}", file=sys.stderr)
+        except ZbmdError as error:
+            if not is_users_to_mend(error):
+                raise
+            say_last_words(" ".join(str(error).splitlines()))
             raise SystemExit(USAGE_EXIT_CODE) from None
     raise SystemExit(0)

@@ -18,7 +18,7 @@ from zbmd.actors.view import RANKS_MAX, MembershipMachine
 from zbmd.tools.settings import cores
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.memory import available_memory, create_memfd, mib
+from zbmd.transport.memory import available_memory, create_memfd, in_words
 
 FILES_A_RANK = 8  # descriptors of the host for each rank: pipes, pidfd, link
 PROBE_BYTES = 1 << 20
@@ -55,7 +55,7 @@ def _memory() -> Finding:
     return Finding(
         name="memory",
         ok=available.nbytes > PROBE_BYTES,
-        detail=f"{mib(available.nbytes)} available, limited by {available.limited_by}",
+        detail=f"{in_words(available.nbytes)} available, limited by {available.limited_by}",
         advice="free memory or raise the limit",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ examples:
   zbmd-node run -n 4 train.py --lr 3e-4     options after the script are the script's
   zbmd-node run -n 4 -m package.module      a module instead of a script
   zbmd-node run --on-loss shrink train.py   go on without a lost rank instead of replacing it
+  zbmd-node run --capture run.zlog train.py   record every input, for zbmd replay run.zlog
   zbmd-node run --config job.toml --show-config train.py
   zbmd-node status                          nodes, ranks, actors, restarts
 """
@@ -112,6 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"zbmd-node: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
+    except KeyboardInterrupt:
+        print("zbmd-node: stopped: SIGINT received", file=sys.stderr)
+        return 128 + signal.SIGINT
     except ZbmdError as error:
         print(f"zbmd-node: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

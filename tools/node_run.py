@@ -11,14 +11,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from zbmd.actors.capture import CAPTURE_BULK_VARIABLE, CAPTURE_VARIABLE, LOG_DIR_VARIABLE
 from zbmd.actors.host import PRELOAD, Host, HostConfig
-from zbmd.actors.host_events import RunResult
-from zbmd.actors.view import Outcome
+from zbmd.actors.runtime_env import ARENA_BYTES_MIN, HOST_MEMORY_VARIABLE
+from zbmd.actors.view import Outcome, RankState
 from zbmd.tools.console import Console
 from zbmd.tools.node_story import Story
 from zbmd.tools.settings import Settings
 from zbmd.transport.errors import UserError
-from zbmd.transport.memory import available_memory, mib
+from zbmd.transport.memory import available_memory, in_words
 
 RANK_BYTES = 96 << 20
 """What a rank needs beside its arena, roughly: interpreter, inbox, rings."""
@@ -54,15 +55,26 @@ def check(job: Job, settings: Settings) -> None:
     available = available_memory()
     needed_bytes = ranks * (arena_bytes + RANK_BYTES)
     if needed_bytes > available.nbytes:
-        most = max(0, available.nbytes // ranks - RANK_BYTES)
         raise UserError(
-            f"{ranks} ranks with an arena of {mib(arena_bytes)} each need about {mib(needed_bytes)}, but "
-            f"{available.limited_by} has {mib(available.nbytes)} available. "
-            f"Give --arena {most >> 20}MiB or less, or fewer ranks with -n."
+            f"{ranks} ranks with an arena of {in_words(arena_bytes)} each need about "
+            f"{in_words(needed_bytes)}, but {available.limited_by} has {in_words(available.nbytes)} "
+            f"available. {_less_memory(ranks, arena_bytes, available.nbytes)}"
         )
     data = settings["data"]
     if data is not None and not glob.glob(data, recursive=True):
         raise UserError(f"--data {data} matches no file. Give a file, a directory or a glob that does.")
+
+
+def _less_memory(ranks: int, arena_bytes: int, available_bytes: int) -> str:
+    """What to ask for instead."""
+    arena_bytes_max = available_bytes // ranks - RANK_BYTES
+    ranks_max = available_bytes // (arena_bytes + RANK_BYTES)
+    choices: list[str] = []
+    if arena_bytes_max >= ARENA_BYTES_MIN:
+        choices.append(f"--arena {arena_bytes_max >> 20}MiB or less")
+    if ranks_max > 0:
+        choices.append(f"-n {ranks_max} or less")
+    return f"Give {' or '.join(choices)}." if choices else "Free some memory, or raise the limit."
 
 
 def _check_module(name: str) -> None:
@@ -83,11 +95,14 @@ def _check_module(name: str) -> None:
 
 def host_config(job: Job, settings: Settings) -> HostConfig:
     """The host's configuration for a job."""
-    environment: dict[str, str] = {}
+    environment = {HOST_MEMORY_VARIABLE: str(available_memory().nbytes)}
     if settings["data"] is not None:
         environment["ZBMD_DATA"] = settings["data"]
     if settings["log_dir"] is not None:
-        environment["ZBMD_LOG_DIR"] = str(Path(settings["log_dir"]).absolute())
+        environment[LOG_DIR_VARIABLE] = str(Path(settings["log_dir"]).absolute())
+    if settings["capture"] is not None:
+        environment[CAPTURE_VARIABLE] = str(Path(settings["capture"]).absolute())
+        environment[CAPTURE_BULK_VARIABLE] = settings["capture_bulk"].value
     return HostConfig(
         target=job.target,
         is_module=job.is_module,
@@ -118,38 +133,34 @@ def _own_modules(job: Job) -> tuple[str, ...]:
 async def run_job(config: HostConfig) -> int:
     """Run the job on this terminal; returns the exit code."""
     loop = asyncio.get_running_loop()
-    async with Console() as console:
+    async with Console(hold_last_words=True) as console:
         story = Story(console, lambda: host.ranks)
         host = Host(config, output=console, observer=story.observe)
+        running = loop.create_task(host.run())
         received: list[signal.Signals] = []
 
         def on_signal(number: signal.Signals) -> None:
             received.append(number)
             host.stop(f"{number.name} received", kill=len(received) > 1)
+            if len(received) == 1 and all(rank.state is RankState.WAITING for rank in host.ranks.values()):
+                running.cancel()  # the template still imports, and nobody else is there to be stopped
 
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, on_signal, number)
         try:
-            result = await host.run()
+            result = await running
+        except asyncio.CancelledError:
+            if not received:
+                raise
+            await console.note(f"stopped: {received[0].name} received before any rank had started")
+            return 128 + received[0]
         finally:
             for number in STOP_SIGNALS:
                 loop.remove_signal_handler(number)
         if result.outcome is Outcome.FAILED:
-            await console.note(describe_end(result))
+            await story.failed(result)
         elif result.outcome is Outcome.STOPPED:
             await console.note(f"stopped: {result.reason}")
     if result.outcome is Outcome.STOPPED and received:
         return 128 + received[0]
     return result.exit_code
-
-
-def describe_end(result: RunResult) -> str:
-    """How a run failed, its first failure and what to do."""
-    text = f"the run failed: {result.reason}."
-    if result.failures:
-        first = result.failures[0]
-        text += f" The first failure was rank {first.rank}'s: {first.reason}"
-        text += f": {first.tail[-1]}." if first.tail and first.code > 0 else "."
-        if first.code == -signal.SIGKILL:
-            text += " If nobody killed it, the kernel's out-of-memory killer may have: see dmesg."
-    return text

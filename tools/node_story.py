@@ -7,25 +7,45 @@ loss the one line that says what it cost.
 
 from __future__ import annotations
 
+import re
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 from zbmd.actors.host import resident_bytes
-from zbmd.actors.host_events import HostEvent, RankDown, RankInfo, RankReport, RankStarted, ViewChanged
+from zbmd.actors.host_events import (
+    HostEvent,
+    RankDown,
+    RankInfo,
+    RankReport,
+    RankStarted,
+    RunResult,
+    ViewChanged,
+)
+from zbmd.actors.view import USAGE_EXIT_CODE
 from zbmd.tools.console import Console
 from zbmd.tools.progress import Progress, Recovery
 
-TAIL_LINES_SHOWN = 12
+RUN_ENDS = "the run ends"
+"""`RankDown.next_step` of a failure that the paragraph on the run's end will tell of."""
+LAST_WORDS_KNOWN_MAX = 64
+
+_CONSEQUENCE = re.compile(r"zbmd\.[\w.]+\.(PeerLost|MembersLost|OperationAborted): ")
 
 
 class Story:
-    """An observer of a host that puts its events into words. `ranks` gives the ranks as they are now."""
+    """An observer of a host that puts its events into words, and its end into one paragraph.
+
+    `ranks` gives the ranks as they are now; `console` holds their last words.
+    """
 
     def __init__(self, console: Console, ranks: Callable[[], dict[int, RankInfo]]) -> None:
         self._console = console
         self._ranks = ranks
-        self._failures = 0
+        self._first: tuple[RankDown, tuple[str, ...]] | None = None  # failure that is no other's consequence
+        self._words_known: set[tuple[str, ...]] = set()  # ranks often fail for one and the same reason
+        self._said_too: list[tuple[int, tuple[str, ...]]] = []  # users' mistakes told while the run ended
         self._lost: list[RankDown] = []  # no view without them yet
         self._repaired: list[RankDown] = []  # no step since; both are bounded by the restarts allowed
         self._step: int | None = None
@@ -34,10 +54,7 @@ class Story:
         """Take one event."""
         match event:
             case RankDown():
-                if not event.expected:
-                    await self._console.note(describe_failure(event, with_tail=self._failures == 0))
-                    self._failures += 1
-                    self._lost.append(event)
+                await self._down(event)
             case ViewChanged():
                 await self._view_changed(event)
             case RankReport():
@@ -45,6 +62,47 @@ class Story:
                     await self._committed(event.payload)
             case RankStarted():
                 pass
+
+    async def failed(self, result: RunResult) -> None:
+        """Tell how the run failed; the last thing to be told."""
+        users_own = self._first is not None and _is_users_own(*self._first)
+        for rank, words in self._said_too:
+            if not users_own:  # all ranks were asked for the same: one paragraph on it is enough
+                await self._console.rank_lines(rank, words)
+        await self._console.note(self._describe_end(result))
+
+    def _describe_end(self, result: RunResult) -> str:
+        """How a run failed: its first failure, and what to do."""
+        if self._first is None:
+            return f"the run failed: {_sentence(result.reason)}"
+        first, words = self._first
+        if _is_users_own(first, words):
+            return f"rank {first.rank} cannot go on, and so the run ends: {_sentence(words[-1])}"
+        text = f"the run failed: {_sentence(result.reason)} The first failure was rank {first.rank}'s: "
+        text += f"{_sentence(_cause(first, words))} {_advice(first, words)}"
+        more = len(result.failures) - 1
+        return f"{text} {more} more came with it or after it." if more else text
+
+    async def _down(self, down: RankDown) -> None:
+        words = self._console.take_last_words(down.rank, down.incarnation)
+        if down.expected and len(words) == 1:  # a paragraph, whatever ended it before it could exit
+            self._said_too.append((down.rank, words))
+            return
+        told_at_the_end = False
+        if not down.expected and (self._first is None or _is_consequence(self._first[1])):
+            if self._first is None or not _is_consequence(words):
+                self._first = (down, words)
+            told_at_the_end = _is_users_own(down, words)
+        if words not in self._words_known:
+            if not told_at_the_end:
+                await self._console.rank_lines(down.rank, words)
+            if len(self._words_known) < LAST_WORDS_KNOWN_MAX:
+                self._words_known.add(words)
+        if down.expected:
+            return
+        if down.next_step != RUN_ENDS:
+            await self._console.note(describe_failure(down, words))
+        self._lost.append(down)
 
     async def _view_changed(self, event: ViewChanged) -> None:
         lost, self._lost = self._lost, []
@@ -86,14 +144,40 @@ class Story:
         await self._console.progress(progress, steps_total=total if isinstance(total, int) else None)
 
 
-def describe_failure(down: RankDown, *, with_tail: bool) -> str:
-    """Who, what, and what next; the tail of its standard error only where it is news."""
-    text = f"rank {down.rank} (pid {down.pid}, incarnation {down.incarnation}) failed: {down.reason}"
-    tail = down.tail if down.code > 0 else ()
-    if tail and not with_tail:
-        text += f": {tail[-1]}"
-    lines = [f"  | {line}" for line in tail[-TAIL_LINES_SHOWN:]] if with_tail else []
-    return "\n".join([f"{text}; {down.next_step}", *lines])
+def describe_failure(down: RankDown, words: tuple[str, ...]) -> str:
+    """Who, what, and what next. `words`: what the rank said as it ended, most of it for all to see above."""
+    who = f"rank {down.rank} (pid {down.pid}, incarnation {down.incarnation})"
+    return f"{who} failed: {_cause(down, words)}; {down.next_step}"
+
+
+def _cause(down: RankDown, words: tuple[str, ...]) -> str:
+    """How it ended, and the last thing that it said of it."""
+    said = words or (down.tail if down.code > 0 else ())
+    return f"{down.reason}: {said[-1]}" if said else down.reason
+
+
+def _is_users_own(down: RankDown, words: tuple[str, ...]) -> bool:
+    """Whether its last words are a paragraph for its user, not a traceback."""
+    return down.code == USAGE_EXIT_CODE and bool(words)
+
+
+def _is_consequence(words: tuple[str, ...]) -> bool:
+    """Whether the rank failed because another had: it may be reaped before the one that it is about."""
+    return bool(words) and _CONSEQUENCE.match(words[-1]) is not None
+
+
+def _advice(down: RankDown, words: tuple[str, ...]) -> str:
+    if down.code == -signal.SIGKILL:
+        return "If nobody killed it, the kernel's out-of-memory killer may have: see dmesg."
+    if down.code < 0:
+        return "If nobody sent it that signal, native code crashed: PYTHONFAULTHANDLER=1 shows where."
+    if words:
+        return "Its traceback is above: mend the script, and start it again."
+    return "It raised nothing but ended itself (sys.exit, os._exit): see what it printed."
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def _how(down: RankDown) -> str:

@@ -174,7 +174,8 @@ async def test_a_second_kill_during_the_recovery_is_repaired_too(tmp_path: Path)
     result = await job.run()
     assert result.exit_code == 0, job.output.lines
     views = [event.view for event in job.of(ViewChanged)]
-    assert [view.epoch for view in views] == list(range(1, len(views) + 1))
+    epochs = [view.epoch for view in views]
+    assert epochs == sorted(set(epochs))
     assert [m.incarnation for m in views[-1].members] == [2, 3, 1]
     assert result.restarts == 3
 

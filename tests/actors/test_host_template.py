@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from zbmd.actors.host_template import TemplateClient, TemplateLost
+from zbmd.actors.last_words import without_mark
 from zbmd.actors.template import REQUEST_BYTES_MAX, Exited, Forked, ForkFailed, ForkRequest
 from zbmd.transport.errors import UserError
 
@@ -96,9 +97,11 @@ async def test_ends_are_told_as_they_are(tmp_path: Path) -> None:
         assert await running.run("import os; os.kill(os.getpid(), 15)") == (-signal.SIGTERM, "")
         code, output = await running.run("def f():\n    1 / 0\nf()")
         assert code == 1
-        assert output.splitlines()[0] == "Traceback (most recent call last):"
-        assert "in <module>" in output.splitlines()[1]
-        assert output.splitlines()[-1] == "ZeroDivisionError: division by zero"
+        lines = [without_mark(line.encode()) for line in output.split("\n")[:-1]]
+        assert all(marked for _, marked in lines)
+        assert lines[0][0] == b"Traceback (most recent call last):"
+        assert b"in <module>" in lines[1][0]
+        assert lines[-1][0] == b"ZeroDivisionError: division by zero"
 
 
 async def test_what_was_imported_once_is_there_and_random_states_differ(tmp_path: Path) -> None:

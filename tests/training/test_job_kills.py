@@ -21,7 +21,7 @@ CASES = (
     "rank1:collective.point:40",
     "rank2:collective.point:75",
     "rank1:step.reduce:3,rank1#2:fetch.middle",
-    "rank1:step.reduce:3,rank2:collective.point:60",
+    "rank1:step.reduce:3,rank1#2:collective.point:12",
     "rank1:step.reduce:3,rank0:commit.report:3",
 )
 

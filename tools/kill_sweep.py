@@ -42,6 +42,11 @@ COLLECTIVE_CASES_MAX = 400
 """Instruction boundaries tried on one rank; its sweep ends at the first one behind its last."""
 
 
+RESTARTS_MAX = 8
+RECOVERY_BOUNDARIES = 30
+"""Instruction boundaries of a replacement that are tried: its first barrier and its first step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What became of one run."""
@@ -84,6 +89,7 @@ async def run_small_job(
         arguments=(*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(out)),
         world_size=world_size,
         on_loss=on_loss,
+        max_restarts=RESTARTS_MAX,
         environment={faults.FAULT_VARIABLE: fault},
         preload=(JOB_MODULE,),
     )
@@ -119,7 +125,7 @@ def single_kills(world_size: int) -> Iterator[str]:
             if point == "collective.point":
                 for count in range(1, COLLECTIVE_CASES_MAX + 1):
                     yield f"rank{rank}:{point}:{count}"
-            elif not point.startswith("fetch."):  # a first life never pulls
+            elif point.partition(".")[0] not in ("fetch", "recall"):  # a first life never does
                 yield f"rank{rank}:{point}"
                 yield f"rank{rank}:{point}:2"
 
@@ -129,6 +135,11 @@ def second_kills(world_size: int) -> Iterator[str]:
     first = "rank1:step.reduce:3"
     for point in RECOVERY_POINTS:
         yield f"{first},rank1#2:{point}"
+    for count in range(1, RECOVERY_BOUNDARIES + 1):
+        yield f"{first},rank1#2:collective.point:{count}"
+    everybody = ",".join(f"rank{rank}:commit.finish" for rank in range(world_size))
+    yield everybody  # the last version is preserved, and nobody who holds it is left
+    yield f"{everybody},rank1#2:recall.begin"
     for rank in (0, 2):
         for point, count in (("commit.view", 2), ("commit.report", 3), ("step.begin", 4)):
             yield f"{first},rank{rank}:{point}:{count}"

@@ -23,6 +23,8 @@ CASES = (
     "rank1:step.reduce:3,rank1#2:fetch.middle",
     "rank1:step.reduce:3,rank1#2:collective.point:12",
     "rank1:step.reduce:3,rank0:commit.report:3",
+    "rank0:commit.finish,rank1:commit.finish,rank2:commit.finish",
+    "rank0:commit.finish,rank1:commit.finish,rank2:commit.finish,rank1#2:recall.begin",
 )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
+from zbmd.actors.context import ActorClock
 from zbmd.actors.contracts import Contract, fingerprint
 from zbmd.actors.errors import ContractError
 from zbmd.actors.mailbox import MailboxSpec
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from zbmd.actors.system import ActorSystem
 
 STOPPING_S = 5.0
+SEED_BYTES = 8
 
 
 class ReasonKind(Enum):
@@ -114,7 +118,17 @@ class Actor:
     An exception in a handler ends the actor ("let it crash"): the asker gets `ActorFailed`, linked actors
     and its supervisor learn of it. The constructor runs in the spawner; `started()` is the first thing that
     runs in the actor and `stopping()` the last, unless it is killed.
+
+    An actor that is recorded can be replayed if what it does follows from its constructor's arguments and
+    from what it takes in through its own interface: messages, signals, answers, `clock` and `random`. Tasks,
+    `asyncio.sleep`, timeouts, queues and locks between its tasks are fine. Instead of `time.time()` and
+    `time.monotonic()` use `clock`; instead of `random` and `secrets` use `random`; iterate over a dict or a
+    sorted list, not over a set; leave I/O, threads and callbacks of the event loop (`call_later`) to another
+    actor and ask it.
     """
+
+    captured: ClassVar[bool] = True
+    """Whether its lives are recorded where a recorder is attached. False for what only hands messages on."""
 
     trap_exit: ClassVar[bool] = False
     """Receive `Exited` when a linked actor ends, instead of ending too."""
@@ -156,6 +170,20 @@ class Actor:
         """The system this actor runs in."""
         return self._running_cell().system
 
+    @property
+    def clock(self) -> ActorClock:
+        """The time, as it can be replayed."""
+        return ActorClock(self._running_cell())
+
+    @property
+    def random(self) -> Random:
+        """A generator of this life's own, seeded with a number that is recorded. Not for secrets."""
+        cell = self._running_cell()
+        if cell.random is None:
+            life = cell.life
+            cell.random = Random(int.from_bytes(os.urandom(SEED_BYTES)) if life is None else life.seed)
+        return cell.random
+
     def monitor(self, ref: Ref) -> None:
         """Receive one `Down` when that actor ends."""
         cell = self._running_cell()
@@ -173,7 +201,10 @@ class Actor:
 
     def stop(self, text: str = "") -> None:
         """End normally once the current handler has returned."""
-        self._running_cell().request_stop(Reason(ReasonKind.NORMAL, text))
+        cell = self._running_cell()
+        if cell.life is not None:
+            cell.life.asks_to_stop(text)
+        cell.request_stop(Reason(ReasonKind.NORMAL, text))
 
     def _running_cell(self) -> ActorCell:
         if self._cell is None:

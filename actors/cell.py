@@ -20,6 +20,9 @@ from zbmd.actors.mailbox import SIGNALS_MAX, Delivery, Mailbox, MailboxSpec
 from zbmd.actors.ref import Ref
 
 if TYPE_CHECKING:
+    from random import Random
+
+    from zbmd.actors.actor_life import ActorLife
     from zbmd.actors.system import ActorSystem
 
 MESSAGES_PER_TURN = 64
@@ -54,10 +57,12 @@ class ActorCell:
         "ended",
         "handled",
         "handlers",
+        "life",
         "links",
         "mailbox",
         "name",
         "parent",
+        "random",
         "ready",
         "ref",
         "state",
@@ -76,6 +81,9 @@ class ActorCell:
         self.parent = parent
         self.state = CellState.STARTING
         self.accepts = True
+        self.life: ActorLife | None = None
+        """Who records or replays this life, if anyone does."""
+        self.random: Random | None = None
         self.links: set[Ref] = set() if parent is None else {parent}
         self.handled = 0
         self.ready: asyncio.Future[None] = system.loop.create_future()
@@ -135,6 +143,8 @@ class ActorCell:
         if self.state is CellState.DEAD:
             return
         task = self._task
+        if self.life is not None:
+            self.life.killed(reason)
         self._finish(reason)
         if task is not None:
             task.cancel()
@@ -157,7 +167,8 @@ class ActorCell:
     async def _run(self) -> None:
         try:
             if self.state is CellState.STARTING:
-                await self.actor.started()
+                starting = self.actor.started()
+                await (starting if self.life is None else self.life.started(starting))
                 self.state = CellState.RUNNING
                 self.ready.set_result(None)
             await self._serve()
@@ -168,18 +179,20 @@ class ActorCell:
             reason = Reason(ReasonKind.FAILED, "its handler was cancelled")
         except Exception as error:  # noqa: BLE001 (let it crash: the reason goes to all who are tied to it)
             reason = Reason(ReasonKind.FAILED, f"{type(error).__name__}: {error}")
-            _log.error("actor failed", actor=self.ref.address, exception=_traceback(error))
+            self._log_error("actor failed", error)
         except BaseException as error:
             self._finish(Reason(ReasonKind.FAILED, f"{type(error).__name__}: {error}"))
             raise
         if reason is None:
             self._task = None
         else:
+            if self.life is not None and self._stop is not reason:
+                self.life.failed(reason)
             await self._stop_and_finish(reason)
 
     async def _serve(self) -> None:
         """Handle signals and messages until there are none, or a stop is requested."""
-        mailbox, handlers, actor = self.mailbox, self.handlers, self.actor
+        mailbox, handlers, actor, life = self.mailbox, self.handlers, self.actor, self.life
         turn = 0
         while self._stop is None:
             turn += 1
@@ -190,12 +203,14 @@ class ActorCell:
             if mailbox.signals:
                 signal = mailbox.signals.popleft()
                 current_delivery.set(None)
-                await handlers[type(signal)].function(actor, signal)
+                handling = handlers[type(signal)].function(actor, signal)
+                await (handling if life is None else life.signalled(signal, handling))
                 continue
             delivery = mailbox.take()
             if delivery is None:
                 return
-            if delivery.deadline_ns and delivery.deadline_ns <= time.monotonic_ns():
+            expired = delivery.deadline_ns and delivery.deadline_ns <= time.monotonic_ns()
+            if expired and not (life is not None and life.replays):
                 continue  # its asker has already been told
             handler = handlers.get(type(delivery.message))
             if handler is None:
@@ -203,9 +218,12 @@ class ActorCell:
                 continue
             current_delivery.set(delivery)
             self._current = delivery
-            reply = await handler.function(actor, delivery.message)
+            handling = handler.function(actor, delivery.message)
+            reply = await (handling if life is None else life.received(delivery, handling))
             if type(reply) not in handler.replies:
                 raise TypeError(f"the handler of {contract_tag(delivery.message)} returned {reply!r:.200}")
+            if life is not None:
+                life.replied(delivery, reply)
             room = None if delivery.reply_to is None else delivery.reply_to.reply(reply)
             self._current = None
             self.handled += 1
@@ -230,11 +248,11 @@ class ActorCell:
         current_delivery.set(None)
         try:
             if started:
+                stopping = self.actor.stopping(reason)
                 async with asyncio.timeout(self.actor.stopping_s):
-                    await self.actor.stopping(reason)
+                    await (stopping if self.life is None else self.life.stopping(reason, stopping))
         except Exception as error:  # noqa: BLE001 (it ends either way, for the reason it had)
-            what = {"actor": self.ref.address, "reason": str(reason), "exception": _traceback(error)}
-            _log.error("stopping() failed", **what)
+            self._log_error("stopping() failed", error, reason=str(reason))
         finally:
             self._finish(reason)
 
@@ -243,10 +261,16 @@ class ActorCell:
         if delivery is not None and delivery.reply_to is not None:
             delivery.reply_to.fail(ActorFailed(f"{self.ref.address} {reason}"))
 
+    def _log_error(self, what: str, error: BaseException, **more: str) -> None:
+        if self.life is None or not self.life.replays:
+            _log.error(what, actor=self.ref.address, exception=_traceback(error), **more)
+
     def _finish(self, reason: Reason) -> None:
         """The end of this life: everyone who waits for it, or is tied to it, learns of it."""
         if self.state is CellState.DEAD:
             return
+        if self.life is not None:
+            self.life.ended(reason)
         self.state = CellState.DEAD
         self.accepts = False
         self._task = None

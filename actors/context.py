@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -23,3 +24,27 @@ def deadline_ns() -> int:
     """The deadline (monotonic, ns) under which the current handler runs, 0 for none."""
     delivery = current_delivery.get()
     return 0 if delivery is None else delivery.deadline_ns
+
+
+class ActorClock:
+    """An actor's clocks. What it does with `time.time()` cannot be replayed; what it does with these can.
+
+    While the actor is recorded, the clocks stand still between two of its awaits: they tell when what runs
+    now was set off. So do not wait for them in a loop without an await, and time a computation with
+    `time.perf_counter()`, which is for people to read and not to act upon.
+    """
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: ActorCell) -> None:
+        self._cell = cell
+
+    def monotonic_ns(self) -> int:
+        """ns since some moment in the past; never goes back."""
+        life = self._cell.life
+        return time.monotonic_ns() if life is None else life.now_ns
+
+    def wall_ns(self) -> int:
+        """ns since 1970; may be set."""
+        life = self._cell.life
+        return time.time_ns() if life is None else life.wall_ns()

@@ -20,6 +20,8 @@ import msgspec
 import structlog
 
 from zbmd.actors import view as membership
+from zbmd.actors.capture import CaptureSettings, ProcessCapture
+from zbmd.actors.capture_kinds import MEMBERSHIP
 from zbmd.actors.host_contracts import (
     REPORT_BYTES_MAX,
     EnterView,
@@ -42,13 +44,17 @@ from zbmd.actors.host_events import (
     RunResult,
     ViewChanged,
 )
-from zbmd.actors.host_links import HostLinks
+from zbmd.actors.host_links import HostLinks, host_identity
 from zbmd.actors.host_output import LineWriter, OutputSink
 from zbmd.actors.host_process import RankProcess, describe_exit
 from zbmd.actors.host_template import TemplateClient, TemplateLost
 from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, RankEnvironment
 from zbmd.actors.template import Exited, Forked, ForkFailed, ForkRequest
 from zbmd.actors.view import USAGE_EXIT_CODE, MembershipMachine, OnLoss, Outcome, Phase, RankState
+from zbmd.transport.capture.recorder import Recorder
+from zbmd.transport.capture.tap import Tap
+from zbmd.transport.hello import Identity
+from zbmd.transport.hlc import HybridClock
 from zbmd.transport.liveness import DeathNotice
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.host")
@@ -64,7 +70,8 @@ class HostConfig:
     """One job. `target`: a script's path, or with `is_module` a module's name.
 
     preload: modules that the template imports before it forks; environment: variables for the ranks beside
-    those of this process; restart_window_s: the window that `max_restarts` counts in.
+    those of this process, of which the host reads those that `zbmd.actors.capture` names; restart_window_s:
+    the window that `max_restarts` counts in.
     """
 
     target: str
@@ -94,12 +101,15 @@ class Host:
         self.address = f"zbmd-{os.getuid()}-{self.job:016x}"
         self._output = output
         self._observer = observer
-        self._machine = MembershipMachine(
-            config.world_size,
-            on_loss=config.on_loss,
-            restarts_max=config.max_restarts,
-            period_ns=round(config.restart_window_s * 1e9),
-        )
+        self._machine_config: dict[str, Any] = {
+            "world_size": config.world_size,
+            "on_loss": config.on_loss,
+            "restarts_max": config.max_restarts,
+            "period_ns": round(config.restart_window_s * 1e9),
+        }
+        self._machine = MembershipMachine(**self._machine_config)
+        self._tap = Tap(None, MEMBERSHIP, "", self._machine, self._machine_config)
+        self._capture: ProcessCapture | None = None
         self._processes: dict[tuple[int, int], RankProcess] = {}
         self._draining: dict[tuple[int, int], RankProcess] = {}
         self._failures: list[RankDown] = []
@@ -144,13 +154,32 @@ class Host:
 
         Raises `UserError` on what cannot be asked for and `TemplateLost` if the template does not start.
         """
+        identity, clock = host_identity(self.job), HybridClock()
+        settings = CaptureSettings.read({**os.environ, **self.config.environment}, job=self.job)
+        capture = self._capture = ProcessCapture(identity, clock, settings)
+        try:
+            result = await self._run(identity, clock, capture.recorder)
+            if result.outcome is Outcome.FAILED and result.exit_code != USAGE_EXIT_CODE:
+                written = capture.dump(f"the run failed: {result.reason}")
+                result = dataclasses.replace(result, last_records=written)
+        except BaseException as error:
+            capture.failed(error)
+            raise
+        finally:
+            capture.close("the run is over")
+        return result
+
+    async def _run(self, identity: Identity, clock: HybridClock, recorder: Recorder) -> RunResult:
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
         own_output = LineWriter() if self._output is None else None
         self._output = own_output or self._output
         observing = loop.create_task(self._observe(), name="host observer")
+        self._tap = Tap(recorder, MEMBERSHIP, "membership", self._machine, self._machine_config)
         try:
-            self._links = HostLinks(address=self.address, job=self.job, desk=self)
+            self._links = HostLinks(
+                address=self.address, identity=identity, clock=clock, recorder=recorder, desk=self
+            )
             await self._links.open()
             self._template = TemplateClient(on_reply=self._on_template, on_lost=self._on_template_lost)
             ready = await self._template.start(modules=self.config.preload, environment=os.environ)
@@ -343,8 +372,8 @@ class Host:
     def _put(self, event: membership.Event) -> None:
         """Put one event to the machine and do as it says; a bug in either ends the run loudly."""
         try:
-            actions = self._machine.handle(event, now_ns=time.monotonic_ns())
-            self._machine.check_invariants()
+            actions = self._tap.handle(event, now_ns=time.monotonic_ns())
+            self._tap.check_invariants()
             for action in actions:
                 self._perform(action)
         except Exception as error:  # noqa: BLE001 - given to whoever awaits `run`
@@ -357,9 +386,9 @@ class Host:
                 self._fork(rank, incarnation)
             case membership.InstallView(view=view):
                 self._links.send(view.ranks, ViewInstalled(view=view))
-                self._tell(ViewChanged(view=view, at_ns=time.monotonic_ns()))
             case membership.EnterView(epoch=epoch, to=to):
                 self._links.send(to, EnterView(epoch=epoch))
+                self._tell(ViewChanged(view=self._machine.view, at_ns=time.monotonic_ns()))
             case membership.AnnounceDown(rank=rank, incarnation=incarnation, reason=reason, to=to):
                 down = MemberDown(rank=rank, incarnation=incarnation, reason=reason, confirmed=False)
                 self._links.send(to, down)
@@ -372,12 +401,18 @@ class Host:
                     self._timer.cancel()
                 delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
                 loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(delay_s, self._put, membership.TimerFired())
+                self._timer = loop.call_later(delay_s, self._timer_fired, at_ns)
             case membership.RunEnded():
+                self._tap.close(action.reason)
                 if not self._done.done():
                     self._done.set_result(action)
             case _:
                 assert_never(action)
+
+    def _timer_fired(self, due_ns: int) -> None:
+        assert self._capture is not None
+        self._capture.recorder.timer("membership", due_ns, stream=self._tap.stream)
+        self._put(membership.TimerFired())
 
     def _fork(self, rank: int, incarnation: int) -> None:
         assert self._template is not None and self._output is not None

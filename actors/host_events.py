@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from zbmd.actors.view import Outcome, RankState, View
@@ -78,7 +79,10 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. `failures`: every unexpected end, in order; exit_code: 0 only after success."""
+    """How a run ended. `failures`: every unexpected end, in order; exit_code: 0 only after success.
+
+    last_records: where what the host and the ranks that failed saw last was written down, if it was.
+    """
 
     outcome: Outcome
     reason: str
@@ -86,3 +90,4 @@ class RunResult:
     restarts: int
     failures: tuple[RankDown, ...]
     reports_dropped: int
+    last_records: Path | None = None

@@ -26,9 +26,11 @@ from zbmd.actors.host_contracts import (
 )
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import child_id
+from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.cookie import load_or_create_cookie
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.hello import Identity
+from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import Link
 from zbmd.transport.liveness import DeathNotice, DeathWatch, LifeThread
 from zbmd.transport.segment import NODE_SLOT, Segment
@@ -40,6 +42,13 @@ OUTBOX_MESSAGES_MAX = 8192  # every death of 62 ranks told to every other, twice
 ACTORS_ASK_S = 0.25
 
 _RANK_NAME = re.compile(r"rank(\d{1,3})")
+
+
+def host_identity(job: int) -> Identity:
+    """What the host says of itself at hello."""
+    return Identity(
+        name=NODE_NAME, pid=os.getpid(), uid=os.getuid(), incarnation=1, job=job, contracts=fingerprints()
+    )
 
 
 class HostDesk(Protocol):
@@ -73,6 +82,8 @@ class HostDesk(Protocol):
 class HostActor(Actor):
     """`node/host`: hands everything on to the desk."""
 
+    captured = False
+
     def __init__(self, desk: HostDesk) -> None:
         self._desk = desk
 
@@ -100,26 +111,27 @@ class HostActor(Actor):
 class HostLinks:
     """The listener, the actor system "node" and the death watch of one host."""
 
-    def __init__(self, *, address: str, job: int, desk: HostDesk) -> None:
+    def __init__(
+        self, *, address: str, identity: Identity, clock: HybridClock, recorder: Recorder, desk: HostDesk
+    ) -> None:
         self._desk = desk
+        self._recorder = recorder
         self._loop = asyncio.get_running_loop()
         self._segment = Segment.create(slot=NODE_SLOT, incarnation=1, arena_bytes=0, inbox_bytes=0)
         self._life = LifeThread(self._segment)
         self._watch = DeathWatch(self._segment, self._loop)
         self._outbox: asyncio.Queue[tuple[int, Contract]] = asyncio.Queue(OUTBOX_MESSAGES_MAX)
         self._sender: asyncio.Task[None] | None = None
-        identity = Identity(
-            name=NODE_NAME,
-            pid=os.getpid(),
-            uid=os.getuid(),
-            incarnation=1,
-            job=job,
-            contracts=fingerprints(),
+        self._endpoint = Endpoint(
+            identity=identity,
+            cookie=load_or_create_cookie(),
+            segment=self._segment,
+            clock=clock,
+            recorder=recorder,
         )
-        self._endpoint = Endpoint(identity=identity, cookie=load_or_create_cookie(), segment=self._segment)
         self._address = address
         self._listener: Listener | None = None
-        self.system = ActorSystem(NODE_NAME, incarnation=1)
+        self.system = ActorSystem(NODE_NAME, incarnation=identity.incarnation, recorder=recorder)
 
     async def open(self) -> None:
         """Start to listen."""
@@ -188,6 +200,7 @@ class HostLinks:
         if found is not None and link.peer_segment is not None:
 
             def noticed(slot: int, notice: DeathNotice) -> None:
+                self._recorder.death(name, incarnation, clean=notice.clean, reason="its life thread ended")
                 self._desk.noticed(slot, incarnation, notice)
 
             self._watch.watch(link.peer_segment, noticed)

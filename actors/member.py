@@ -23,6 +23,8 @@ import msgspec
 import structlog
 
 from zbmd.actors.actor import Actor, on
+from zbmd.actors.actor_capture import CapturedSystem
+from zbmd.actors.capture import CaptureSettings, ProcessCapture
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.host_contracts import (
     ACTORS_NAMED_MAX,
@@ -48,6 +50,7 @@ from zbmd.transport import faults
 from zbmd.transport.cookie import load_or_create_cookie
 from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.hello import Identity
+from zbmd.transport.hlc import HybridClock
 from zbmd.transport.liveness import DeathNotice, DeathWatch, LifeThread
 from zbmd.transport.segment import PeerSegment, Segment
 from zbmd.transport.shm import Endpoint, dial
@@ -74,6 +77,8 @@ class Peer:
 
 class MemberActor(Actor):
     """`rankN/member`: hears from the host."""
+
+    captured = False
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -103,7 +108,17 @@ class MemberActor(Actor):
 class Node:
     """This process as a member of its job. Made by `join`; used from its event loop's thread."""
 
-    def __init__(self, environment: RankEnvironment, segment: Segment, cookie: bytes, *, alone: bool) -> None:
+    def __init__(
+        self,
+        environment: RankEnvironment,
+        identity: Identity,
+        segment: Segment,
+        cookie: bytes,
+        capture: ProcessCapture,
+        clock: HybridClock,
+        *,
+        alone: bool,
+    ) -> None:
         self.rank = environment.rank
         self.local_rank = environment.rank
         self.world_size = environment.world_size
@@ -111,20 +126,18 @@ class Node:
         self.job = environment.job
         self.segment = segment
         self.epoch = 0
-        self.system = ActorSystem(child_id(self.rank), incarnation=self.incarnation)
+        self.capture = capture
+        self.recorder = capture.recorder
+        # An actor's life is a stream of the log; to keep them all in the ring would cost too much.
+        system_class = ActorSystem if capture.whole is None else CapturedSystem
+        self.system = system_class(identity.name, incarnation=self.incarnation, recorder=self.recorder)
         self.alone = alone
         self._environment = environment
         self._life = LifeThread(segment)
         self._watch = DeathWatch(segment, asyncio.get_running_loop())
-        identity = Identity(
-            name=self.system.name,
-            pid=os.getpid(),
-            uid=os.getuid(),
-            incarnation=self.incarnation,
-            job=environment.job,
-            contracts=fingerprints(),
+        self._endpoint = Endpoint(
+            identity=identity, cookie=cookie, segment=segment, clock=clock, recorder=self.recorder
         )
-        self._endpoint = Endpoint(identity=identity, cookie=cookie, segment=segment)
         self._links = MemberLinks(self.rank, self.system, self._endpoint)
         self._view = View(epoch=0, members=())
         self._peers: dict[int, Peer] = {}
@@ -280,9 +293,14 @@ class Node:
                 peer.segment.close()
         self._peers = entered
         self.epoch = view.epoch
+        members = ", ".join(f"{child_id(m.rank)}#{m.incarnation}" for m in view.members)
+        self.recorder.note(f"entered the view of epoch {view.epoch}: {members}")
 
     def _noticed(self, incarnation: int) -> Callable[[int, DeathNotice], None]:
         def call(slot: int, notice: DeathNotice) -> None:
+            self.recorder.death(
+                child_id(slot), incarnation, clean=notice.clean, reason="its life thread ended"
+            )
             for callback in list(self._callbacks):
                 callback(slot, incarnation, notice)
 
@@ -320,15 +338,34 @@ async def join(
     if not 0 <= environment.rank < environment.world_size:
         raise UserError(f"RANK={environment.rank} is not below WORLD_SIZE={environment.world_size}.")
     cookie = load_or_create_cookie() if found is not None else b"\0" * 32
-    segment = Segment.create(
-        slot=environment.rank,
-        incarnation=environment.incarnation,
-        arena_bytes=environment.arena_bytes if arena is None else arena,
-        inbox_bytes=inbox_bytes,
-    )
-    node = Node(environment, segment, cookie, alone=found is None)
+    identity, clock = _identity(environment), HybridClock()
+    capture = ProcessCapture(identity, clock, CaptureSettings.read(os.environ, job=environment.job))
     try:
-        await node.open()
-        yield node
+        segment = Segment.create(
+            slot=environment.rank,
+            incarnation=environment.incarnation,
+            arena_bytes=environment.arena_bytes if arena is None else arena,
+            inbox_bytes=inbox_bytes,
+        )
+        node = Node(environment, identity, segment, cookie, capture, clock, alone=found is None)
+        try:
+            await node.open()
+            yield node
+        finally:
+            await node.leave()
+    except BaseException as error:
+        capture.failed(error)
+        raise
     finally:
-        await node.leave()
+        capture.close("left")
+
+
+def _identity(environment: RankEnvironment) -> Identity:
+    return Identity(
+        name=child_id(environment.rank),
+        pid=os.getpid(),
+        uid=os.getuid(),
+        incarnation=environment.incarnation,
+        job=environment.job,
+        contracts=fingerprints(),
+    )

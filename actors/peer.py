@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
 from zbmd.actors import wire
@@ -79,7 +80,9 @@ class Peer:
         self._watches: dict[int, tuple[Ref, Callable[[Down], None]]] = {}
         self._next_watch = 0
         self._watched: dict[int, tuple[ActorCell, int]] = {}
-        self._spawns: set[asyncio.Task[None]] = set()
+        self._spawns: dict[int, asyncio.Task[None]] = {}
+        self._spawned: dict[int, ActorCell] = {}
+        """What the peer spawned here and still lives, by call; as many as there can be actors."""
         self._outbox: deque[tuple[bytes, int, asyncio.Future[None] | None]] = deque()
         self._flush: asyncio.Task[None] | None = None
 
@@ -214,6 +217,15 @@ class Peer:
         """Expect no answer (any more): a late one is dropped."""
         self._calls.pop(call, None)
 
+    def unspawn(self, call: int, future: asyncio.Future[Any]) -> None:
+        """Give up a spawn: what came or will come of it ends, so that nobody is left who knows no parent."""
+        if self._calls.pop(call, None) is not None:
+            self.post(wire.Unspawn(call))
+        if not future.done():
+            future.cancel()
+        elif not future.cancelled() and future.exception() is None:
+            self._system.exit(future.result(), Reason(ReasonKind.KILLED, "its spawner has given up"))
+
     def watch(self, ref: Ref, callback: Callable[[Down], None]) -> Callable[[], None]:
         """Monitor an actor of the peer; returns what undoes it. Raises `TooManyPending`."""
         if len(self._watches) >= WATCHES_MAX:
@@ -255,8 +267,9 @@ class Peer:
         for cell, number in self._watched.values():
             cell.unwatch(number)
         self._watched.clear()
-        for task in self._spawns:
+        for task in self._spawns.values():
             task.cancel()
+        self._spawned.clear()
         watches, self._watches = self._watches, {}
         ended = Reason(ReasonKind.LOST, str(lost))
         for ref, callback in watches.values():
@@ -298,6 +311,8 @@ class Peer:
                 self._on_life(envelope)
             case wire.Spawn():
                 self._on_spawn(envelope)
+            case wire.Unspawn():
+                self._on_unspawn(envelope)
             case _:
                 assert_never(envelope)
 
@@ -398,6 +413,8 @@ class Peer:
                 assert_never(m)
 
     def _on_spawn(self, m: wire.Spawn) -> None:
+        if m.call in self._spawns or m.call in self._spawned:
+            raise RemoteProtocolError(f"{self.name} used the call number {m.call} of a spawn twice")
         cls = find_remote_class(m.class_id)
         if cls is None:
             known = f"{self._system.name} has no actor class {m.class_id} with remote=True"
@@ -406,14 +423,23 @@ class Peer:
             self.fail_call(m.call, TooManyPending(f"{SPAWNS_PENDING_MAX} spawns are under way"))
         else:
             task = self._system.loop.create_task(self._spawn(cls, m))
-            self._spawns.add(task)
-            task.add_done_callback(self._spawns.discard)
+            self._spawns[m.call] = task
+            task.add_done_callback(lambda _: self._spawns.pop(m.call, None))
+
+    def _on_unspawn(self, m: wire.Unspawn) -> None:
+        spawned, task = self._spawned.get(m.call), self._spawns.get(m.call)
+        if spawned is not None:
+            spawned.kill(Reason(ReasonKind.KILLED, "its spawner has given up"))
+        elif task is not None:
+            task.cancel()
 
     async def _spawn(self, cls: type[Any], m: wire.Spawn) -> None:
         parent = None if m.parent is None else self.ref(m.parent.actor, m.parent.incarnation)
         try:
             async with asyncio.timeout(min(m.timeout_ns, TIMEOUT_NS_MAX) / 1e9):
                 cell = self._system.create_child(cls, m.arguments, name=m.name or None, parent=parent)
+                self._spawned[m.call] = cell
+                cell.watch(partial(self._spawned_ended, m.call))
                 ref = await self._system.until_started(cell)
         except (Exception, asyncio.CancelledError) as error:
             text = f"{m.class_id}: {type(error).__name__}: {error}"
@@ -422,6 +448,9 @@ class Peer:
                 raise
             return
         await self._answer_later(wire.encode_reply(m.call, ref))
+
+    def _spawned_ended(self, call: int, _: Down) -> None:
+        self._spawned.pop(call, None)
 
     def _find(self, actor: str, incarnation: int) -> ActorCell | None:
         return self._system.find(actor, incarnation)

@@ -7,11 +7,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, assert_never
 
 import structlog
 
 from zbmd.actors.actor import Actor, Down, Reason, ReasonKind, on
+from zbmd.actors.capture_kinds import SUPERVISION
 from zbmd.actors.cell import CellState
 from zbmd.actors.contracts import Contract
 from zbmd.actors.ref import Ref
@@ -37,6 +39,7 @@ from zbmd.actors.supervision import (
     SupervisionMachine,
     TimerFired,
 )
+from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import ZbmdError
 
 SHUTDOWN_S = 5.0
@@ -107,6 +110,7 @@ class Supervisor(Actor):
     with `ChildSpec(name=…, actor=Supervisor, args=(children, strategy, intensity, period_s))`.
     """
 
+    captured = False  # its machine is
     trap_exit = True
 
     def __init__(
@@ -117,12 +121,18 @@ class Supervisor(Actor):
         period_s: float = 5.0,
     ) -> None:
         self._specs = {spec.name: spec for spec in children}
+        policies = [ChildPolicy(child=c.name, restart=c.restart, shutdown_ns=c.shutdown_ns) for c in children]
+        period_ns = int(period_s * 1e9)
         self._machine = SupervisionMachine(
-            [ChildPolicy(child=c.name, restart=c.restart, shutdown_ns=c.shutdown_ns) for c in children],
-            strategy=strategy,
-            intensity=intensity,
-            period_ns=int(period_s * 1e9),
+            policies, strategy=strategy, intensity=intensity, period_ns=period_ns
         )
+        self._config: dict[str, Any] = {
+            "children": policies,
+            "strategy": strategy,
+            "intensity": intensity,
+            "period_ns": period_ns,
+        }
+        self._tap = Tap(None, SUPERVISION, "", self._machine, self._config)
         self._running: dict[str, _Running] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._events: deque[Event] = deque()  # a few per child
@@ -134,6 +144,9 @@ class Supervisor(Actor):
 
     async def started(self) -> None:
         """Start all children; raises `ChildrenFailed` if one cannot be started."""
+        name = f"supervisor {self.ref.actor}#{self.ref.incarnation}"
+        self._tap = Tap(self.system.recorder, SUPERVISION, name, self._machine, self._config)
+        self._running_cell().watch(self._abandon_starts)
         self._handle(StartRequested())
         if self._not_up_yet:
             await self._up
@@ -165,8 +178,8 @@ class Supervisor(Actor):
     def _handle_one(self, event: Event) -> None:
         if isinstance(event, ChildExited | ChildStartFailed):
             del self._running[event.child]
-        actions = self._machine.handle(event, now_ns=time.monotonic_ns())
-        self._machine.check_invariants()
+        actions = self._tap.handle(event, now_ns=time.monotonic_ns())
+        self._tap.check_invariants()
         for action in actions:
             self._perform(action)
 
@@ -180,6 +193,7 @@ class Supervisor(Actor):
                 running = self._running[action.child] = _Running()
                 start = self._start(self._specs[action.child], running)
                 running.start = self.system.loop.create_task(start, name=f"start {action.child}")
+                running.start.add_done_callback(partial(self._start_over, action.child))
                 self.system.linger(running.start)
             case StopChild():
                 self._end(action.child, Reason(ReasonKind.SHUTDOWN, action.reason))
@@ -193,9 +207,11 @@ class Supervisor(Actor):
                 self._timers.pop(action.child).cancel()
             case LeaveDown():
                 _log.info("left down", child=action.child, reason=action.reason)
+                self._first_start_over(action.child)  # a sibling's end may have stopped it before it was up
             case Escalate():
                 self._give_up(action.reason)
             case Stopped():
+                self._tap.close(action.reason)
                 self._down.set_result(action.reason)
             case _:
                 assert_never(action)
@@ -203,17 +219,32 @@ class Supervisor(Actor):
     async def _start(self, spec: ChildSpec, running: _Running) -> None:
         try:
             ref = await self._spawn(spec, running)
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 (a failed start, whatever it raised)
+        except Exception as error:  # noqa: BLE001 (a failed start, whatever it raised)
             self._handle(ChildStartFailed(child=spec.name, reason=f"{type(error).__name__}: {error}"))
             return
         running.ref = ref
         running.start = None
-        self._not_up_yet.discard(spec.name)
         self._handle(ChildStarted(child=spec.name))
-        if not self._not_up_yet and not self._up.done():
-            self._up.set_result(None)
+        self._first_start_over(spec.name)
         if running.down is not None:
             self._on_down(spec.name, running, running.down)
+
+    def _first_start_over(self, child: str) -> None:
+        """The child has been up, or will never be."""
+        self._not_up_yet.discard(child)
+        if not self._not_up_yet and not self._up.done():
+            self._up.set_result(None)
+
+    def _start_over(self, child: str, start: asyncio.Task[None]) -> None:
+        """Tell the end of a start that was cancelled; the task may not have come to its first line."""
+        if start.cancelled():
+            self._handle(ChildStartFailed(child=child, reason="its start was cancelled"))
+
+    def _abandon_starts(self, _: Down) -> None:
+        """Our end, a kill as well: nothing starts any more, in no process."""
+        for running in self._running.values():
+            if running.start is not None:
+                running.start.cancel()
 
     async def _spawn(self, spec: ChildSpec, running: _Running) -> Ref:
         def on_down(down: Down) -> None:
@@ -244,6 +275,7 @@ class Supervisor(Actor):
             running.start.cancel()
 
     def _give_up(self, reason: str) -> None:
+        self._tap.close(reason)
         self._down.set_result(reason)
         if not self._up.done():
             self._up.set_exception(ChildrenFailed(reason))

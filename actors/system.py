@@ -33,6 +33,7 @@ from zbmd.actors.monitor import Monitor
 from zbmd.actors.peer import TIMEOUT_NS_MAX, Peer
 from zbmd.actors.ref import Ref
 from zbmd.actors.supervision import Strategy
+from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.link import Link
 
@@ -64,13 +65,17 @@ class ActorInfo:
 class ActorSystem:
     """The actors of one process incarnation, and links to the systems of other processes.
 
-    name: this process's name ("rank0"); incarnation: u64, greater in every replacement. To be made and used
-    in one running event loop. Call `stop()` at the end.
+    name: this process's name ("rank0"); incarnation: u64, greater in every replacement; recorder: takes down
+    what its supervisors decide (frames are its links' to record). To be made and used in one running event
+    loop. Call `stop()` at the end.
     """
 
-    def __init__(self, name: str, incarnation: int = 1) -> None:
+    _monitor_class = Monitor
+
+    def __init__(self, name: str, incarnation: int = 1, *, recorder: Recorder | None = None) -> None:
         self.name = name
         self.incarnation = incarnation
+        self.recorder = recorder
         self.loop = asyncio.get_running_loop()
         self.codec = wire.Codec(self._bind)
         self.undelivered = 0
@@ -145,7 +150,7 @@ class ActorSystem:
             await peer.send_before(wire.encode(request), 0, future)
             reply: Ref = await future
         except BaseException as error:
-            _forget_outcome(future)
+            peer.unspawn(call, future)
             if isinstance(error, Expired):
                 raise DeadlineExceeded(f"{process} did not spawn {class_id} in time") from None
             raise
@@ -323,7 +328,7 @@ class ActorSystem:
 
     def monitor(self, ref: Ref, *, to: Ref | None = None) -> Monitor:
         """Learn, once, of the end of `ref`: by `Monitor.down()`, and as a `Down` signal to the actor `to`."""
-        monitor = Monitor(ref, self.loop)
+        monitor = self._monitor_class(ref, self.loop)
 
         def deliver(down: Down) -> None:
             monitor.deliver(down)

@@ -297,6 +297,16 @@ class MembershipMachine:
         return self._view
 
     @property
+    def ranks(self) -> range:
+        """All ranks, whatever their state."""
+        return range(len(self._ranks))
+
+    @property
+    def unlinked(self) -> frozenset[int]:
+        """The members of the view that have yet to link up."""
+        return frozenset(self._unlinked)
+
+    @property
     def restarts_total(self) -> int:
         """How many replacements were started."""
         return self._restarts_total

@@ -163,6 +163,12 @@ class Spawn(msgspec.Struct, array_like=True, frozen=True, tag=12):
     arguments: Annotated[list[Plain], msgspec.Meta(max_length=SPAWN_ARGUMENTS_MAX)]
 
 
+class Unspawn(msgspec.Struct, array_like=True, frozen=True, tag=13):
+    """Whoever asked for the spawn `call` has given up: end what has come of it, and what is under way."""
+
+    call: Natural
+
+
 Envelope: TypeAlias = (
     Tell
     | Ask
@@ -177,6 +183,7 @@ Envelope: TypeAlias = (
     | Exit
     | Stop
     | Spawn
+    | Unspawn
 )
 
 

@@ -114,7 +114,7 @@ class StepCommit:
         self.prepared: tuple[int, bytes] | None = None
         self.last_version = last_version
         self.known_version = known_version
-        self._handle = handle
+        self.slots_handle = handle
         self._first_version = version
         self._fresh = True
         self._work: Fetch | Recall | RunStep | None = None
@@ -124,6 +124,29 @@ class StepCommit:
         self._story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
 
     # ---- the machine contract
+
+    @property
+    def work(self) -> Fetch | Recall | RunStep | None:
+        """The step, pull or recall in flight."""
+        return self._work
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The members whose report, vote or finish this state waits for, if it is one that waits for them."""
+        match self.state:
+            case CommitState.REPORTING:
+                heard = set(self._senders(self._reports))
+            case CommitState.VOTING:
+                assert self.prepared is not None
+                version = self.prepared[0]
+                heard = {
+                    s for (s, v), vote in self._votes.items() if (v, vote.epoch) == (version, self.epoch)
+                }
+            case CommitState.FINISHING:
+                heard = set(self._senders(self._finishes))
+            case _:
+                return ()
+        return tuple(member.rank for member in self.members if member.rank not in heard)
 
     def handle(self, event: CommitEvent, *, now_ns: int) -> list[CommitAction]:
         """Take one event, return the actions to perform in order; see `zbmd.transport.machine.Machine`."""
@@ -195,7 +218,7 @@ class StepCommit:
             version=self.version,
             digest=self.digest,
             slot=self.slot,
-            handle=self._handle,
+            handle=self.slots_handle,
             known=self.known_version,
             fresh=self._fresh,
         )

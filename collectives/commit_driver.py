@@ -17,11 +17,13 @@ from zbmd.actors.actor import Actor, on
 from zbmd.actors.errors import ActorError
 from zbmd.actors.member import Node
 from zbmd.collectives import commit_messages as cm
+from zbmd.collectives.capture_kinds import STEP_COMMIT, commit_config
 from zbmd.collectives.commit import StepCommit
 from zbmd.collectives.commit_wire import Finish, Report, Vote, from_wire, to_wire
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group import Group, group_of
 from zbmd.transport import faults
+from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LinkClosed, PeerLost, ZbmdError
 from zbmd.transport.liveness import DeathNotice
 
@@ -123,7 +125,11 @@ class Workload(Protocol):
 
 
 class _Receiver(Actor):
-    """Hands the peers' messages to the driver."""
+    """Hands the peers' messages to the driver, whose machine is recorded itself."""
+
+    captured = False
+
+    captured = False
 
     def __init__(self, take: Callable[[cm.CommitEvent], None]) -> None:
         self._take = take
@@ -150,6 +156,7 @@ class CommitDriver:
     def __init__(self, node: Node, machine: StepCommit, workload: Workload) -> None:
         self._node = node
         self._machine = machine
+        self._tap = Tap(node.recorder, STEP_COMMIT, ACTOR_NAME, machine, commit_config(machine))
         self._workload = workload
         self._events: asyncio.Queue[cm.CommitEvent] = asyncio.Queue(QUEUED_EVENTS_MAX)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="zbmd-compute")
@@ -169,9 +176,9 @@ class CommitDriver:
                 if isinstance(event, cm.EpochInstalled):
                     ranks = tuple(member.rank for member in event.members)
                     await self._workload.epoch_installed(event.epoch, ranks)
-                for action in self._machine.handle(event, now_ns=time.monotonic_ns()):
+                for action in self._tap.handle(event, now_ns=time.monotonic_ns()):
                     await self._perform(action)
-                self._machine.check_invariants()
+                self._tap.check_invariants()
         finally:
             forget()
             views.cancel()
@@ -238,6 +245,7 @@ class CommitDriver:
             case cm.SendReport() | cm.SendVote() | cm.SendFinish():
                 await self._send(action)
             case cm.RunStep():
+                self._tap.mark(action.version)
                 await self._workload.before_step(action)
                 self._start(action)
             case cm.Fetch() | cm.Recall():
@@ -256,6 +264,7 @@ class CommitDriver:
             case cm.Preserve(version=version):
                 await self._workload.preserve(version)
             case cm.Finished():
+                self._tap.close("finished")
                 self._finished = True
             case cm.Failed(kind=kind, reason=reason):
                 raise StepFailed(kind, reason)

@@ -7,6 +7,9 @@ restarts the dead (or shrinks the group) and has views entered once all members 
 
 Checked after every event: a committed version has the one content it may have, a slot that somebody reads
 does not change, versions only grow. Once the kills stop, every rank must finish.
+
+What a step computes is the scenario's choice (`Contents`): here a hash chain, in
+`zbmd.training.training_scenario` the training itself.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, assert_never
+from typing import Protocol, TypeAlias, assert_never
 
 from zbmd.actors import view as membership
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives.commit import StepCommit
+from zbmd.collectives.killing_scenario import DISTURBANCES, KillableSimulation, draw_kills
 from zbmd.transport import sim
 from zbmd.transport.errors import LocalProtocolError
 
@@ -29,6 +33,15 @@ WORK_NS_MAX = 3_000_000
 DRAIN_NS_MAX = 500_000
 SLOW_NS = 30_000_000
 """The slowest that anything is, but for its jitter."""
+NOTHING = b"nothing"
+"""What is read where nothing has been preserved."""
+ROUND_NS_MAX = 20 * SLOW_NS
+"""What a step, or a recovery, takes at most: a dozen messages one after the other, and their work."""
+SHRINK_SHARE = 0.4
+CORRUPTING_SHARE = 0.1
+"""The share of runs with bad memory."""
+CORRUPTED_SHARE = 0.5
+"""The share of pulls that it strikes in them."""
 RESTARTS_MAX = 1000
 """No scenario kills so often: the limit on restarts is not what is looked at here."""
 
@@ -62,6 +75,52 @@ class CommitOptions:
     steps: int = 12
     kills: int = 3
     shrink: bool = False
+    corrupting: bool = False
+    """A pull now and then brings other bits than it read, as bad memory does: it must be noticed."""
+
+
+class Slots(Protocol):
+    """The two slots of one incarnation of a rank: peers can read them, also after its death."""
+
+    def digest(self, slot: int) -> bytes:
+        """Of what the slot holds now."""
+        ...
+
+    def tear(self, slot: int) -> None:
+        """Write something into it that is no version, as work under way does."""
+        ...
+
+    def enter(self, work: cm.RunStep) -> None:
+        """Begin a step: do what needs no other rank. Its target is torn from here on."""
+        ...
+
+    def step(self, work: cm.RunStep) -> bool:
+        """End the step, which all members have entered. False if a lost member cuts it short."""
+        ...
+
+    def copy(self, source: Slots, source_slot: int, slot: int) -> None:
+        """Pull what a slot of a member holds into one of ours."""
+        ...
+
+    def recall(self, version: int, slot: int) -> None:
+        """Read the preserved `version` back."""
+        ...
+
+
+class Contents(Protocol):
+    """What versions hold, and what a step makes of them."""
+
+    def digest_of(self, version: int) -> bytes:
+        """Of the one content that `version` may have."""
+        ...
+
+    def open(self, member: cm.MemberId) -> Slots:
+        """The slots of a new incarnation: 0 holds version 0."""
+        ...
+
+
+ContentsOf: TypeAlias = "Callable[[sim.Simulation[Message]], Contents]"
+"""Makes the contents of a job in a simulation."""
 
 
 def oracle(version: int) -> bytes:
@@ -76,17 +135,67 @@ def _advance(content: bytes, version: int) -> bytes:
     return hashlib.blake2b(content + version.to_bytes(4, "little"), digest_size=16).digest()
 
 
+class HashSlots(Slots):
+    """Slots of a hash chain; a content is its own digest."""
+
+    def __init__(self) -> None:
+        self.held = [oracle(0), b"unwritten"]
+
+    def digest(self, slot: int) -> bytes:
+        """See `Slots`."""
+        return self.held[slot]
+
+    def tear(self, slot: int) -> None:
+        """See `Slots`."""
+        self.held[slot] = b"torn"
+
+    def enter(self, work: cm.RunStep) -> None:
+        """See `Slots`."""
+        self.tear(work.slot)
+
+    def step(self, work: cm.RunStep) -> bool:
+        """See `Slots`."""
+        self.held[work.slot] = _advance(self.held[1 - work.slot], work.version)
+        return True
+
+    def copy(self, source: Slots, source_slot: int, slot: int) -> None:
+        """See `Slots`."""
+        self.held[slot] = source.digest(source_slot)
+
+    def recall(self, version: int, slot: int) -> None:
+        """See `Slots`."""
+        self.held[slot] = oracle(version)
+
+
+class HashChain(Contents):
+    """The simplest job whose versions can be told apart."""
+
+    def __init__(self, simulation: sim.Simulation[Message]) -> None:
+        """It needs nothing of the simulation."""
+
+    def digest_of(self, version: int) -> bytes:
+        """See `Contents`."""
+        return oracle(version)
+
+    def open(self, member: cm.MemberId) -> Slots:
+        """See `Contents`."""
+        return HashSlots()
+
+
 @dataclass(slots=True)
 class World:
     """What outlives a process: its memory, the commit log, and who has entered which step."""
 
     options: CommitOptions
-    slots: dict[cm.MemberId, list[bytes]] = field(default_factory=dict[cm.MemberId, list[bytes]])
+    contents: Contents
+    slots: dict[cm.MemberId, Slots] = field(default_factory=dict[cm.MemberId, Slots])
     entered: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
     committed_max: int = 0
     finished: set[int] = field(default_factory=set[int])
     preserved: bool = False
     state_lost: bool = False
+    corrupted: bool = False
+    corruption_noticed: bool = False
     machines: dict[cm.MemberId, StepCommit] = field(default_factory=dict[cm.MemberId, StepCommit])
 
 
@@ -96,11 +205,11 @@ class RankProcess:
     def __init__(self, world: World, rank: int, incarnation: int, rng: random.Random) -> None:
         self.world, self.rng = world, rng
         self.member = cm.MemberId(rank=rank, incarnation=incarnation)
-        self.slots = world.slots[self.member] = [oracle(0), b"unwritten"]
+        self.slots = world.slots[self.member] = world.contents.open(self.member)
         self.machine = world.machines[self.member] = StepCommit(
             rank=rank,
             version=0,
-            digest=oracle(0),
+            digest=world.contents.digest_of(0),
             handle=f"{rank}#{incarnation}".encode(),
             last_version=world.options.steps,
             known_version=world.committed_max,
@@ -181,14 +290,14 @@ class RankProcess:
                 return self._begin(action, now_ns)
             case cm.AbortWork():
                 self.aborted = True
-                self.slots[1 - self.machine.slot] = b"torn"
+                self.slots.tear(1 - self.machine.slot)
                 return [sim.SetTimer(name="work", at_ns=now_ns + self.rng.randint(0, DRAIN_NS_MAX))]
             case cm.Commit(version=version, slot=slot) | cm.Adopted(version=version, slot=slot):
-                assert self.slots[slot] == oracle(version), f"{self.member} holds a wrong {version}"
+                assert self._holds(slot, version), f"{self.member} holds a wrong {version}"
                 world.committed_max = max(world.committed_max, version)
                 return [sim.Note(value=(type(action).__name__, version))]
             case cm.Preserve(version=version):
-                assert self.slots[self.machine.slot] == oracle(version)
+                assert self._holds(self.machine.slot, version), f"{self.member} preserves a wrong {version}"
                 world.preserved = True
                 return []
             case cm.Finished():
@@ -201,50 +310,63 @@ class RankProcess:
                 assert_never(action)
 
     def _check_failure(self, kind: cm.FailureKind, reason: str) -> None:
-        assert kind is cm.FailureKind.STATE_LOST, reason
+        if kind is cm.FailureKind.DIVERGED:
+            assert self.world.corrupted, reason
+            self.world.corruption_noticed = True
+            return
         best = max(self.world.machines[m].version for m in self.machine.members)
         assert best < self.world.committed_max - 1, f"{reason}; but a member holds version {best}"
         self.world.state_lost = True
 
+    def _holds(self, slot: int, version: int) -> bool:
+        return self.slots.digest(slot) == self.world.contents.digest_of(version)
+
     def _begin(self, work: Work, now_ns: int) -> list[sim.Effect[Message]]:
         self.work, self.aborted, self.seen = work, False, self._read(work)
-        if not isinstance(work, cm.Recall) or self.world.preserved:
-            self.slots[work.slot] = b"torn"
         if isinstance(work, cm.RunStep):
+            self.slots.enter(work)
             self.world.entered.setdefault((work.epoch, work.version), set()).add(self.member.rank)
+        elif self.seen != NOTHING:
+            self.slots.tear(work.slot)
         return [sim.SetTimer(name="work", at_ns=now_ns + self.rng.randint(1, WORK_NS_MAX))]
 
     def _read(self, work: Work) -> bytes:
-        if isinstance(work, cm.RunStep):
-            return self.slots[1 - work.slot]
-        if isinstance(work, cm.Recall):
-            return oracle(work.version) if self.world.preserved else b"nothing"
+        """The digest of what the work reads."""
+        match work:
+            case cm.RunStep():
+                return self.slots.digest(1 - work.slot)
+            case cm.Recall():
+                return self.world.contents.digest_of(work.version) if self.world.preserved else NOTHING
+            case cm.Fetch():
+                return self._source(work).digest(work.source_slot)
+            case _:
+                assert_never(work)
+
+    def _source(self, work: cm.Fetch) -> Slots:
         rank, _, incarnation = work.handle.decode().partition("#")
-        source = cm.MemberId(rank=int(rank), incarnation=int(incarnation))
-        return self.world.slots[source][work.source_slot]
+        return self.world.slots[cm.MemberId(rank=int(rank), incarnation=int(incarnation))]
 
     def _work_on(self, now_ns: int) -> list[sim.Effect[Message]]:
         work = self.work
         assert work is not None and self.seen is not None
-        if self.aborted:
-            self.work = None
-            # Some of what is aborted had in truth completed: the machine must cope with either.
-            completed = not isinstance(work, cm.RunStep) and self.rng.random() < 0.3
-            if not completed or self.seen == b"nothing":
-                return self._feed(_cut_short(work), now_ns)
-            self.slots[work.slot] = self.seen
-            return self._feed(_ended(work, self.seen), now_ns)
         if isinstance(work, cm.RunStep):
-            if self.world.entered[work.epoch, work.version] != set(work.members):
+            entered = self.world.entered[work.epoch, work.version] == set(work.members)
+            if not self.aborted and not entered:
                 return [sim.SetTimer(name="work", at_ns=now_ns + self.rng.randint(1, WORK_NS_MAX))]
-            self.slots[work.slot] = _advance(self.seen, work.version)
-        elif self.seen == b"nothing":
-            self.work = None
-            return self._feed(_cut_short(work), now_ns)
+            done = not self.aborted and self.slots.step(work)
         else:
-            self.slots[work.slot] = self.seen
+            # Some of what is aborted had in truth completed: the machine must cope with either.
+            done = self.seen != NOTHING and (not self.aborted or self.rng.random() < 0.3)
+            if done and isinstance(work, cm.Fetch):
+                self.slots.copy(self._source(work), work.source_slot, work.slot)
+                if self.world.options.corrupting and self.rng.random() < CORRUPTED_SHARE:
+                    self.slots.tear(work.slot)
+                    self.world.corrupted = True
+            elif done:
+                self.slots.recall(work.version, work.slot)
         self.work = None
-        return self._feed(_ended(work, self.slots[work.slot]), now_ns)
+        ended = _ended(work, self.slots.digest(work.slot)) if done else _cut_short(work)
+        return self._feed(ended, now_ns)
 
 
 def _ended(work: Work, digest: bytes) -> cm.CommitEvent:
@@ -342,12 +464,13 @@ def draw_conditions(rng: random.Random) -> sim.Conditions:
     )
 
 
-def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Message], World]:
+def build(
+    seed: int | str, options: CommitOptions, contents: ContentsOf = HashChain
+) -> tuple[KillableSimulation[Message], World]:
     """The simulation of one job, without its kills."""
-    simulation = sim.Simulation[Message](
-        seed, conditions=draw_conditions(random.Random(f"{seed}/conditions"))
-    )
-    world = World(options)
+    conditions = draw_conditions(random.Random(f"{seed}/conditions"))
+    simulation = KillableSimulation[Message](seed, conditions=conditions)
+    world = World(options, contents(simulation))
     simulation.add(NODE, lambda incarnation: NodeProcess(world))
     for rank in range(options.world_size):
 
@@ -359,41 +482,83 @@ def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Messa
     return simulation, world
 
 
-def schedule_kills(seed: int | str, options: CommitOptions, simulation: sim.Simulation[Message]) -> None:
-    """Draw the kills: at random moments, or between two effects of the same run without kills."""
-    if not options.kills:
-        return
-    calm, _ = build(seed, options)
-    calm.run()
-    points = [point for point in calm.kill_points() if point.process != NODE]
-    rng = simulation.rng("kills")
-    for _ in range(options.kills):
-        if rng.random() < 0.5:
-            # The end of a run is where its rules meet: a third of these kills falls into the last tenth.
-            first = len(points) * 9 // 10 if rng.random() < 0.33 else 0
-            simulation.crash_during(points[rng.randrange(first, len(points))])
-        else:
-            victim = f"rank{rng.randrange(options.world_size)}"
-            simulation.crash_at(victim, rng.randrange(sim.SIM_START_NS, calm.now_ns + 1))
+def names_of(world_size: int) -> tuple[str, ...]:
+    """The processes of the ranks."""
+    return tuple(f"rank{rank}" for rank in range(world_size))
+
+
+def is_over(simulation: sim.Simulation[Message], world: World) -> bool:
+    """Whether the run has ended as it may: nobody is left who has not finished, or the state was truly lost.
+
+    So it is, too, once a corrupted pull was noticed: the rank says so and ends, and a user has to look.
+    With a group that shrinks, a rank that was lost stays away; who is not lost finishes.
+    """
+    if world.state_lost or world.corruption_noticed:
+        return True
+    lost = {rank for rank in range(world.options.world_size) if not simulation.lives(f"rank{rank}")}
+    if not world.options.shrink:
+        return len(world.finished) == world.options.world_size == len(lost)
+    return bool(world.finished) and len(lost) == world.options.world_size
 
 
 def run(seed: int | str, options: CommitOptions) -> World:
-    """Run one seed to its end: every rank left has finished, or the state was truly lost.
+    """Run one seed to its end, under the kills that it draws.
 
-    Raises `zbmd.transport.sim.SimulationFailure` with the story of the run otherwise.
+    Raises `zbmd.transport.sim.SimulationFailure` with the story of the run if safety or liveness is broken.
     """
     simulation, world = build(seed, options)
-    schedule_kills(seed, options, simulation)
+    victims, rng = names_of(options.world_size), random.Random(f"{seed}/kills")
+    for fault in draw_kills(rng, victims, options.kills, lambda: build(seed, options)[0]):
+        simulation.apply(fault)
     simulation.run(until=lambda: world.state_lost)
-    if not world.state_lost:
-        stuck = [
-            name for name in (f"rank{rank}" for rank in range(options.world_size)) if simulation.lives(name)
-        ]
-        simulation.add_checker("liveness", lambda: _nobody_is_stuck(stuck))
-        simulation.command(NODE, "look")
-        simulation.run()
+    simulation.add_checker("liveness", lambda: _assert_over(simulation, world))
+    simulation.command(NODE, "look")
+    simulation.run(until=lambda: False)
     return world
 
 
-def _nobody_is_stuck(stuck: list[str]) -> None:
-    assert not stuck, f"nothing is under way, but {stuck} have not finished"
+def _assert_over(simulation: sim.Simulation[Message], world: World) -> None:
+    left = [name for name in names_of(world.options.world_size) if simulation.lives(name)]
+    assert is_over(simulation, world), f"nothing is under way, {left} have not finished"
+
+
+@dataclass(frozen=True)
+class CommitScenario:
+    """The step-commit and membership machines, with a hash chain for a job. `length` counts steps."""
+
+    name: str = "commit"
+    description: str = "step commit and membership machines: kills between any two effects, replace or shrink"
+    kinds: tuple[type[sim.Fault], ...] = (sim.Crash, *DISTURBANCES)
+
+    def contents(self, seed: int | str, options: CommitOptions) -> ContentsOf:
+        """What the job computes; a subclass's choice."""
+        return HashChain
+
+    def options_of(self, seed: int | str, options: sim.Options) -> CommitOptions:
+        """The job that a run of the frame stands for; whether it shrinks is the seed's choice."""
+        rng = random.Random(f"{seed}/options")
+        return CommitOptions(
+            world_size=min(options.ranks, membership.RANKS_MAX),
+            steps=options.length,
+            shrink=rng.random() < SHRINK_SHARE,
+            corrupting=rng.random() < CORRUPTING_SHARE,
+        )
+
+    def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
+        """See `zbmd.transport.sim.Scenario`."""
+        job = self.options_of(seed, options)
+        simulation, world = build(seed, job, self.contents(seed, job))
+        return sim.Stage(
+            world=simulation,
+            victims=names_of(job.world_size),
+            converged=lambda core: is_over(simulation, world),
+            span_ns=(job.steps + options.faults + 1) * ROUND_NS_MAX,
+            liveness_ns=(job.steps + options.faults + 1) * ROUND_NS_MAX,
+            restarts_itself=True,
+        )
+
+    def draw_plan(self, seed: int | str, options: sim.Options) -> sim.FaultPlan:
+        """Kills between two effects, from runs of the same seed; see `draw_kills`."""
+        job = self.options_of(seed, options)
+        victims, rng = names_of(job.world_size), random.Random(f"{seed}/kills")
+        return draw_kills(rng, victims, options.faults, lambda: build(seed, job)[0])

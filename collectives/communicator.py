@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -90,6 +90,10 @@ class _Shape:
     last: Plan
 
 
+OnFlight: TypeAlias = Callable[[FlightRecord, Sequence[Array]], None]
+"""Takes an operation as it begins, without results, and again as it ends, with them."""
+
+
 class _Turnstile:
     """Lets threads through one at a time, in the order in which they came."""
 
@@ -146,6 +150,7 @@ class Communicator:
         self.size = len(members)
         self.place = members.index(rank)
         self.flight: deque[FlightRecord] = deque(maxlen=FLIGHT_RECORDS_MAX)
+        self.on_flight: OnFlight | None = None
         self._segment = segment
         group = {member: peers[member] for member in members if member != rank}
         self._executor = Executor(
@@ -362,6 +367,8 @@ class Communicator:
                 start_ns=now_ns(),
             )
             self.flight.append(record)
+            if self.on_flight is not None:
+                self.on_flight(record, ())
             try:
                 self._run_pieces(shape, sides, count, dtype, reduction, deadline_ns)
             except BaseException as error:
@@ -376,6 +383,8 @@ class Communicator:
                 record.state = FlightState.COMPLETE
             finally:
                 record.end_ns = now_ns()
+                if self.on_flight is not None:
+                    self.on_flight(record, [side.store for side in sides if side.store is not None])
 
     def _run_pieces(
         self, shape: _Shape, sides: list[_Side], count: int, dtype: int, reduction: int, deadline_ns: int

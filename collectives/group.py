@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from zbmd.actors.member import Node
 from zbmd.actors.view import View
 from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.operation_capture import record_operations
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import LocalProtocolError, UserError
 
@@ -166,4 +167,5 @@ def group_of(node: Node, view: View, *, channel: int = 0) -> Group:
         epoch=view.epoch,
         channel=channel,
     )
+    record_operations(node, communicator)
     return Group(communicator, view)

@@ -10,7 +10,7 @@ program that still needs it then ends with a wrong result that the caller can se
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
@@ -110,17 +110,38 @@ class Simulation:
     def run(self) -> list[Result]:
         """Run until every rank has ended. Raises `SimulationError` on a deadlock."""
         for _ in range(STEPS_MAX):
-            if all(rank.result is not None for rank in self._ranks):
-                return [rank.result for rank in self._ranks if rank.result is not None]
-            ready = [i for i, rank in enumerate(self._ranks) if rank.result is None and self._can_step(i)]
-            choice = self._random.randrange(len(ready) + len(self._notices)) if ready or self._notices else -1
-            if choice < 0:
+            results = self.results()
+            if results is not None:
+                return results
+            if not self.step():
                 raise SimulationError(f"deadlock; the last steps: {self.history[-8:]}")
-            if choice < len(ready):
-                self._step(ready[choice])
-            else:
-                self._notice(self._notices.pop(choice - len(ready)))
         raise SimulationError(f"no end after {STEPS_MAX} steps; the last: {self.history[-8:]}")
+
+    def step(self, held: Container[int] = ()) -> bool:
+        """Let one rank that is not `held` do a step, or learn of a death; False if nobody can."""
+        ready = [
+            i
+            for i, rank in enumerate(self._ranks)
+            if rank.result is None and i not in held and self._can_step(i)
+        ]
+        if not ready and not self._notices:
+            return False
+        choice = self._random.randrange(len(ready) + len(self._notices))
+        if choice < len(ready):
+            self._step(ready[choice])
+        else:
+            self._notice(self._notices.pop(choice - len(ready)))
+        return True
+
+    def kill(self, rank: int) -> None:
+        """The rank dies now, unless it has ended."""
+        if self._ranks[rank].result is None:
+            self._end(rank, Outcome.KILLED)
+
+    def results(self) -> list[Result] | None:
+        """How every rank ended; None while one has not."""
+        results = [rank.result for rank in self._ranks if rank.result is not None]
+        return results if len(results) == len(self._ranks) else None
 
     def _make(self, program: Program, buffers: Mapping[int, Array]) -> _Rank:
         chunk = -(-self._count // (program.chunks // program.blocks))

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Generator
@@ -253,6 +254,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for variable in POOL_VARIABLES:
         os.environ.setdefault(variable, "1")
     os.environ[MARKER_VARIABLE] = secrets.token_hex(8)
+    # Processes that tests have crash write their last records there.
+    state = tempfile.TemporaryDirectory(prefix="zbmd-test-state-")
+    os.environ["XDG_STATE_HOME"] = state.name
+    config.add_cleanup(state.cleanup)
     # libuv opens a pipe with a process's first loop and keeps it.
     uvloop.new_event_loop().close()
     config.stash[WATCH] = watch = Watch(seed)

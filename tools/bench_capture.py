@@ -2,9 +2,10 @@
 
     python -m zbmd.tools.bench_capture [--seconds S] [--events N] [--json]
 
-A message's cost is measured on a real link between two processes: round trips with nothing recorded, with the
-ring and with a log, in turns, each with both of its messages recorded by the asking side. `none again` is
-`none` against itself: the noise. `cpu ns` is the time that all threads of the process spend on a record when
+A message's cost is measured on a real link between two processes: round trips with nothing recorded, with
+the ring and with a log, in turns, each with both of its messages recorded by the asking side; once of bare
+frames, and once of asks between actors, where the links record by themselves. `none again` is `none` against
+itself: the noise. `cpu ns` is the time that all threads of the process spend on a record when
 nothing else is done, writing included. Replay runs the step-commit machine over a simulated job's log.
 """
 
@@ -29,9 +30,13 @@ from unittest.mock import patch
 
 import uvloop
 
+from zbmd.actors.contracts import fingerprints
+from zbmd.actors.ref import Ref
+from zbmd.actors.system import ActorSystem
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives import commit_scenario
 from zbmd.collectives.commit import StepCommit
+from zbmd.tools.bench_actors import Echo, Ping
 from zbmd.transport import capture
 from zbmd.transport.capture.files import LogFiles
 from zbmd.transport.capture.records import Kind, RawRecord
@@ -172,6 +177,74 @@ async def _round_trips(seconds: float) -> dict[str, float]:
     return {kind: statistics.median(found) for kind, found in medians.items()}
 
 
+# ---- asks
+
+
+async def _serve_asks(addresses: list[str]) -> None:
+    """Answer the asks of one system for each address, until the last has gone."""
+    system = ActorSystem("child")
+    await system.spawn(Echo, name="echo")
+    loop = asyncio.get_running_loop()
+    ends: list[asyncio.Future[object]] = []
+    for address in addresses:
+        ended: asyncio.Future[object] = loop.create_future()
+        system.attach(await dial(address, _actors_endpoint("child", None)), on_closed=ended.set_result)
+        ends.append(ended)
+    await asyncio.wait(ends)
+    await system.stop()
+
+
+def _actors_endpoint(name: str, recorder: capture.Recorder | None) -> Endpoint:
+    clock = HybridClock() if recorder is None else recorder.clocks.hybrid
+    identity = Identity(name=name, pid=os.getpid(), uid=os.getuid(), incarnation=1, contracts=fingerprints())
+    return Endpoint(identity=identity, cookie=COOKIE, clock=clock, recorder=recorder)
+
+
+async def _ask(ref: Ref) -> float:
+    """The median of `BATCH` asks, ns."""
+    message = Ping(1)
+    times_ns: list[int] = []
+    for _ in range(BATCH):
+        before_ns = time.perf_counter_ns()
+        await ref.ask(message, timeout=TIMEOUT_S)
+        times_ns.append(time.perf_counter_ns() - before_ns)
+    return statistics.median(times_ns)
+
+
+async def _asks(seconds: float) -> dict[str, float]:
+    """The median ask, ns, of systems that differ in what their links record; they take turns."""
+    kinds = ("none", "none again", "ring", "log")
+    medians: dict[str, list[float]] = {kind: [] for kind in kinds}
+    loop = asyncio.get_running_loop()
+    with _recorder("ring") as ring, _recorder("log") as log:
+        recorders = {"none": None, "none again": None, "ring": ring, "log": log}
+        systems = {kind: ActorSystem(f"bench{number}") for number, kind in enumerate(kinds)}
+        addresses = {kind: f"zbmd-bench-{os.getpid()}-{secrets.token_hex(4)}" for kind in kinds}
+        links: dict[str, asyncio.Future[ShmLink]] = {kind: loop.create_future() for kind in kinds}
+        listeners = [
+            listen(
+                addresses[kind], links[kind].set_result, _actors_endpoint(systems[kind].name, recorders[kind])
+            )
+            for kind in kinds
+        ]
+        command = [sys.executable, "-m", "zbmd.tools.bench_capture", "--serve-asks", *addresses.values()]
+        child = await asyncio.create_subprocess_exec(*command)
+        try:
+            for kind in kinds:
+                systems[kind].attach(await asyncio.wait_for(links[kind], TIMEOUT_S))
+            end_s = time.perf_counter() + seconds * len(kinds)
+            while time.perf_counter() < end_s:
+                for kind in kinds:
+                    medians[kind].append(await _ask(systems[kind].ref("child/echo")))
+        finally:
+            for listener in listeners:
+                listener.close()
+            for system in systems.values():
+                await system.stop()
+            await child.wait()
+    return {kind: statistics.median(found) for kind, found in medians.items()}
+
+
 def _append_costs(kind: str) -> tuple[float, float]:
     """ns of the recording thread, and of all threads, for one record, when nothing else is done."""
     count, rounds = 20_000, 10
@@ -309,16 +382,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--replayed", type=int, default=20_000, help="events to replay (default 20000)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
+    parser.add_argument("--serve-asks", nargs="+", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve is not None:
         uvloop.run(_serve(options.serve))
         return 0
+    if options.serve_asks is not None:
+        uvloop.run(_serve_asks(options.serve_asks))
+        return 0
     messages = bench_messages(options.seconds)
+    asks = uvloop.run(_asks(options.seconds))
     replay = bench_replay(options.replayed)
     lookups = bench_lookups(options.events)
     if options.json:
         rows = {
             "messages": [asdict(row) for row in messages],
+            "asks_p50_ns": asks,
             "replay": replay,
             "lookups": [asdict(row) for row in lookups],
         }
@@ -330,6 +409,9 @@ def main(arguments: list[str] | None = None) -> int:
             f"{row.recorder:12} {row.round_trip_p50_ns:14,.0f} {row.added_ns:14,.0f} "
             f"{row.thread_ns:10,.0f} {row.cpu_ns:8,.0f}"
         )
+    for kind, median_ns in asks.items():
+        added_ns = (median_ns - asks["none"]) / 2  # a question and its answer
+        print(f"ask, {kind:11} {median_ns:10,.0f} {added_ns:14,.0f}")
     print(f"replay       {replay['events']:14,.0f} events, {replay['events_per_s']:,.0f} a second")
     for lookup in lookups:
         print(

@@ -1,4 +1,4 @@
-"""The `zbmd` command: look at what runs left behind."""
+"""The `zbmd` command: look at what runs left behind, and run the system in a simulated world."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from zbmd.tools import sim_cli
 from zbmd.tools.plot import FORMATS, PICTURE_NAME, plot_run
+from zbmd.tools.replay_cli import add_replay
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.corpus import CORPUS_FILE, Corpus
 from zbmd.training.generate import generate
@@ -24,6 +26,8 @@ EXAMPLES = """examples:
   zbmd generate zbmd-runs/demo --prompt 'def main(' --length 400
   zbmd ledger zbmd-runs/demo
   zbmd plot zbmd-runs/demo -o demo.svg
+  zbmd replay run.zlog --until hang
+  zbmd sim hunt --minutes 2
 """
 
 
@@ -120,11 +124,16 @@ def parser() -> argparse.ArgumentParser:
         help=f"{' or '.join(FORMATS)} file to write ({PICTURE_NAME} in the directory of the run)",
     )
     plot.set_defaults(run_command=_plot)
+    add_replay(commands)
+    sim_cli.add_parser(commands)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit code 1: the ledger does not balance, 2: bad input."""
+    """Run one command. Exit code 2: bad input; 1: the ledger does not balance, or a replay differs.
+
+    See `sim_cli` for others.
+    """
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run_command(arguments))

@@ -23,6 +23,7 @@ from typing import Any
 
 import uvloop
 
+from zbmd.actors.capture import CAPTURE_VARIABLE
 from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.tools.cli import audit_run
@@ -50,6 +51,7 @@ class DemoOptions:
     verify: bool
     out: Path
     data: str | None
+    capture: str | None = None
 
     def job_arguments(self, out: Path) -> tuple[str, ...]:
         """The job's command line."""
@@ -68,8 +70,13 @@ def plan_kill(options: DemoOptions) -> KillPlan:
     )
 
 
-async def run_job(options: DemoOptions, out: Path, plans: tuple[KillPlan, ...]) -> Watch:
-    """Run the training job once under a host, with the planned kills. Raises `UserError` if it fails."""
+async def run_job(
+    options: DemoOptions, out: Path, plans: tuple[KillPlan, ...], *, capture: str | None = None
+) -> Watch:
+    """Run the training job once under a host, with the planned kills; record it in directory `capture`.
+
+    Raises `UserError` if it fails.
+    """
     training, model = TrainingConfig(steps=options.steps), GPTConfig()
     tokens = training.global_batch * model.context
     config = HostConfig(
@@ -77,6 +84,7 @@ async def run_job(options: DemoOptions, out: Path, plans: tuple[KillPlan, ...]) 
         is_module=True,
         arguments=options.job_arguments(out),
         world_size=options.world_size,
+        environment={} if capture is None else {CAPTURE_VARIABLE: capture},
         preload=(f"{JOB}.job",),
     )
     async with Console(ranks_to_stderr=True) as console:
@@ -170,7 +178,7 @@ def run_demo(options: DemoOptions, overhead_rounds: int) -> dict[str, Any]:
         f"{options.world_size} ranks, {options.steps} steps; kill seed {options.kill_seed}: rank {plan.rank} "
         f"dies in step {plan.step + 1}; everything is kept in {options.out}"
     )
-    watch = uvloop.run(run_job(options, options.out, (plan,)))
+    watch = uvloop.run(run_job(options, options.out, (plan,), capture=options.capture))
     found = report(options, watch)
     _say("what the stack costs: one rank's steps beside a plain loop, in turn")
     found |= measure_overhead(options, overhead_rounds)
@@ -193,6 +201,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="compare with undisturbed and plain runs")
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK_STEPS} steps: a smoke test")
     parser.add_argument("--data", help="file, directory or glob to train on (default: Python's own library)")
+    parser.add_argument(
+        "--capture",
+        metavar="DIR",
+        default=os.environ.pop(CAPTURE_VARIABLE, None),  # the runs it is compared with are not recorded
+        help=f"record the run with the kill in DIR, for zbmd replay (default: {CAPTURE_VARIABLE})",
+    )
     parser.add_argument("--out", type=Path, help="directory of the run (default: a new one in zbmd-runs)")
     arguments = parser.parse_args(argv)
     fresh = random.SystemRandom().randrange(10**6)
@@ -203,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         verify=arguments.verify,
         out=arguments.out or Path("zbmd-runs") / time.strftime("demo-%Y%m%d-%H%M%S"),
         data=arguments.data,
+        capture=arguments.capture,
     )
     log_to_stderr()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

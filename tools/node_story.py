@@ -81,7 +81,11 @@ class Story:
         text = f"the run failed: {_sentence(result.reason)} The first failure was rank {first.rank}'s: "
         text += f"{_sentence(_cause(first, words))} {_advice(first, words)}"
         more = len(result.failures) - 1
-        return f"{text} {more} more came with it or after it." if more else text
+        if more:
+            text += f" {more} more came with it or after it."
+        if result.last_records is not None:
+            text += f" See what went before: zbmd replay --show {result.last_records}."
+        return text
 
     async def _down(self, down: RankDown) -> None:
         words = self._console.take_last_words(down.rank, down.incarnation)

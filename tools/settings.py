@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zbmd.actors.capture import parse_bulk
 from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, parse_arena
 from zbmd.actors.view import RANKS_MAX, OnLoss
+from zbmd.transport.capture import Detail
 from zbmd.transport.errors import UserError
 
 RESTARTS_MAX = 10_000
@@ -134,6 +136,20 @@ SETTINGS = (
         metavar="DIR",
         help="write one file of JSON lines a rank there",
     ),
+    Setting(
+        name="capture",
+        parse=Path,
+        default=None,
+        metavar="DIR",
+        help="record every input of every process there, for zbmd replay",
+    ),
+    Setting(
+        name="capture_bulk",
+        parse=parse_bulk,
+        default=Detail.DIGEST,
+        metavar="HOW",
+        help="with --capture: keep the digest (default) of what collectives compute, or the whole",
+    ),
 )
 
 
@@ -222,8 +238,8 @@ def _toml_line(name: str, chosen: Chosen) -> str:
     match chosen.value:
         case None:
             return f"# {name} is not set"
-        case OnLoss() as policy:
-            value = f'"{policy.value}"'
+        case OnLoss() | Detail() as choice:
+            value = f'"{choice.value}"'
         case float() as seconds:
             value = f'"{seconds:g}s"'
         case int() as number:

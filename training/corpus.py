@@ -98,7 +98,7 @@ def prepare_corpus(
     with locked_directory(directory):
         known = _read_header(path)
         if known is None or known.inputs_digest != wanted:
-            write_atomically(path, lambda file: _write_corpus(file, sources, wanted, origin, bytes_max))
+            write_atomically(path, lambda file: write_corpus(file, sources, wanted, origin, bytes_max))
     return path
 
 
@@ -279,7 +279,8 @@ def _inputs_digest(sources: list[Source], bytes_max: int) -> str:
     return hashlib.sha256(msgspec.msgpack.encode((CORPUS_FORMAT, bytes_max, rows))).hexdigest()
 
 
-def _write_corpus(file: BinaryIO, sources: list[Source], inputs: str, origin: str, bytes_max: int) -> None:
+def write_corpus(file: BinaryIO, sources: list[Source], inputs: str, origin: str, bytes_max: int) -> None:
+    """Write the file of a corpus, cut at `bytes_max` bytes. Raises `UserError` for an unreadable source."""
     digest = hashlib.sha256()
     room, left_out = bytes_max, 0
     file.write(bytes(_HEADER_BYTES))

@@ -30,6 +30,8 @@ from zbmd.transport.attach import (
     accept_offer,
     close_all,
 )
+from zbmd.transport.capture.recorder import Recorder
+from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LocalProtocolError,
@@ -42,6 +44,7 @@ from zbmd.transport.hello import (
     NONCE_BYTES,
     Accept,
     BytesReceived,
+    HelloAction,
     HelloEvent,
     HelloMachine,
     Identity,
@@ -54,6 +57,7 @@ from zbmd.transport.hello import (
     Side,
     TimerFired,
 )
+from zbmd.transport.hello_kind import HELLO, hello_config
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.memory import create_memfd
@@ -84,6 +88,8 @@ class Endpoint:
     """Handed to every peer at hello, if there is one; its life thread must have started by then."""
     clock: HybridClock = field(default_factory=HybridClock)
     limits: LinkLimits = field(default_factory=LinkLimits)
+    recorder: Recorder | None = None
+    """Takes down every hello, and every frame of every link; its hybrid clock is `clock`."""
 
 
 OnLink = Callable[[ShmLink], None]
@@ -278,6 +284,7 @@ def _make_link(
         peer_segment=peer_segment,
         clock=endpoint.clock,
         limits=endpoint.limits,
+        recorder=endpoint.recorder,
         loop=asyncio.get_running_loop(),
     )
 
@@ -328,18 +335,39 @@ def _make_link_memory(ring_bytes: int) -> _LinkMemory:
 async def _hello(sock: socket.socket, endpoint: Endpoint, side: Side, deadline_ns: int) -> PeerInfo:
     """Run the hello on a connected socket; the peer's pid is the kernel's word. Raises its `HelloError`."""
     peer_pid, peer_uid = _peer_credentials(sock)
+    nonce = secrets.token_bytes(NONCE_BYTES)
     machine = HelloMachine(
         side=side,
         identity=endpoint.identity,
         cookie=endpoint.cookie,
-        nonce=secrets.token_bytes(NONCE_BYTES),
+        nonce=nonce,
         deadline_ns=deadline_ns,
     )
-    event: HelloEvent = Opened(peer_uid=peer_uid)
+    config = hello_config(
+        side=side,
+        identity=endpoint.identity,
+        cookie=endpoint.cookie,
+        nonce=nonce,
+        deadline_ns=deadline_ns,
+    )
+    tap = Tap(endpoint.recorder, HELLO, f"hello/{side.value}/pid{peer_pid}", machine, config)
+    try:
+        return await _drive_hello(sock, tap, Opened(peer_uid=peer_uid), deadline_ns, peer_pid)
+    finally:
+        tap.close(machine.state.value)
+
+
+async def _drive_hello(
+    sock: socket.socket,
+    tap: Tap[HelloEvent, HelloAction],
+    event: HelloEvent,
+    deadline_ns: int,
+    peer_pid: int,
+) -> PeerInfo:
     timer_ns = deadline_ns
     # Bounded by the machine: each message moves it on, and the deadline ends it.
     while True:
-        for action in machine.handle(event, now_ns=now_ns()):
+        for action in tap.handle(event, now_ns=now_ns()):
             match action:
                 case SendBytes(data=data):
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -18,6 +18,7 @@ from typing import Final
 import structlog
 
 from zbmd.transport._native import RING_HEADER_BYTES, Mapping, RingReader, RingWriter
+from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import (
     LinkClosed,
     LinkFull,
@@ -69,6 +70,7 @@ class ShmLink:
         peer_segment: PeerSegment | None,
         clock: HybridClock,
         limits: LinkLimits,
+        recorder: Recorder | None = None,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._peer = peer
@@ -76,6 +78,8 @@ class ShmLink:
         self._identity = identity
         self._clock = clock
         self._limits = limits
+        self._recorder = recorder
+        self._stream = 0 if recorder is None else recorder.link(peer.name, peer.incarnation)
         self._loop = loop
         self._sock = parts.sock
         self._mapping = parts.mapping
@@ -161,6 +165,7 @@ class ShmLink:
                 f"{len(queue)} frames ({self._queue_bytes} bytes) already wait for {self._peer.name}; "
                 "await writable() and send again"
             )
+        hlc = self._clock.tick(time.time_ns())
         header = pack_header(
             FrameHeader(
                 flags=flags,
@@ -168,10 +173,12 @@ class ShmLink:
                 job=self._identity.job,
                 incarnation=self._identity.incarnation,
                 epoch=epoch,
-                hlc=self._clock.tick(time.time_ns()),
+                hlc=hlc,
                 trace_id=trace_id,
             )
         )
+        if self._recorder is not None:
+            self._recorder.frame_out(self._stream, header, payload, hlc)
         queue.append((header, payload))
         self._queue_bytes += frame_bytes
         if len(queue) == 1:
@@ -317,7 +324,9 @@ class ShmLink:
         assert self._on_frame is not None
         peer = self._peer
         header, payload = unpack_frame(frame, job=peer.job, incarnation=peer.incarnation)
-        self._clock.merge(header.hlc, time.time_ns())
+        hlc = self._clock.merge(header.hlc, time.time_ns())
+        if self._recorder is not None:
+            self._recorder.frame_in(self._stream, frame, hlc)
         self._on_frame(header, payload)
 
     def _fail(self, error: ZbmdError) -> None:
@@ -332,6 +341,8 @@ class ShmLink:
             return
         self._closed = True
         self._end_error = error
+        if self._recorder is not None:
+            self._recorder.end_stream(self._stream, str(error or "closed"))
         self._loop.remove_reader(self._wake_fd)
         self._loop.remove_reader(self._sock.fileno())
         self._sock.close()

@@ -1,0 +1,307 @@
+"""A life that is recorded or replayed: its strands, and the turns they take.
+
+A strand is one line of execution of an actor: strand 0 handles signals and messages, every task that the
+actor starts is one more, numbered in the order in which they are started. A strand's turn is what runs, in
+one go, from its resumption until it waits again. Turns of one actor never overlap, so a life is a sequence of
+turns, and each has one cause: an event of `actor_events`. Calls through the actor's own interface (`Ref.ask`,
+`ActorSystem.spawn` …) end a turn and begin one with their outcome, even if they need not wait.
+
+`RecordedLife` (`actor_capture`) writes the sequence down as it happens; `ReplayedLife` (`actor_stage`) makes
+it happen as it is written down: a strand that could go on is held until its turn has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine
+from types import CodeType, FrameType
+from typing import Any, ParamSpec, TypeVar, cast
+
+from zbmd.actors.actor import Reason, Signal
+from zbmd.actors.actor_events import (
+    ActorAction,
+    ActorEvent,
+    Answered,
+    Crashed,
+    Ended,
+    Replied,
+    Said,
+    StopAsked,
+    encode_body,
+    encode_text,
+    said,
+)
+from zbmd.actors.cell import ActorCell
+from zbmd.actors.contracts import Contract, contract_tag
+from zbmd.actors.mailbox import Delivery
+from zbmd.actors.wire import reason_data
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SERVING = 0
+"""The strand that handles signals and messages."""
+
+_SERVE_CODE = ActorCell._run.__code__
+
+
+class Strand(Coroutine[Any, Any, Any]):
+    """A coroutine of an actor with its life in between: it is told of every turn, and may hold it back."""
+
+    __slots__ = ("_coroutine", "_held", "_kept", "_life", "_send", "begins", "busy", "number", "settles")
+
+    def __init__(
+        self,
+        life: ActorLife,
+        number: int,
+        awaitable: Awaitable[Any],
+        begins: type[ActorEvent] | None = None,
+        settles: bool = True,
+    ) -> None:
+        self.number = number
+        self.begins = begins
+        """What lets it begin, if that is not `Resumed`."""
+        self.settles = settles
+        """Whether its last turn ends with it."""
+        self.busy = False
+        """It is inside of a call whose outcome has an event of its own."""
+        self._life = life
+        try:
+            self._send: Callable[[Any], Any] = awaitable.send  # type: ignore[attr-defined]
+        except AttributeError:
+            awaitable = _awaiting(awaitable)
+            self._send = awaitable.send
+        self._coroutine = cast("Coroutine[Any, Any, Any]", awaitable)
+        self._held: asyncio.Future[None] | None = None
+
+    def send(self, value: object) -> Any:
+        """Go on."""
+        return self._advance(value, None)
+
+    def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Any:
+        """Go on with an error, `CancelledError` as a rule."""
+        error = next((e for e in (value, kind) if isinstance(e, BaseException)), None)
+        return self._advance(None, kind() if error is None else error)
+
+    def close(self) -> None:
+        """Throw it away."""
+        self._coroutine.close()
+
+    def __await__(self) -> Strand:
+        return self
+
+    def __iter__(self) -> Strand:
+        return self
+
+    def __next__(self) -> Any:
+        return self._advance(None, None)
+
+    def _advance(self, value: object, error: BaseException | None) -> Any:
+        if self._held is not None:
+            if error is None:
+                value, error = self._kept
+            self._held = None
+        held = self._life.resumes(self)
+        if held is not None:
+            # As `Future.__await__` hands itself to the task. A cancellation in between replaces what is kept.
+            self._kept: tuple[object, BaseException | None] = (value, error)
+            self._held = held
+            held._asyncio_future_blocking = True
+            return held
+        try:
+            awaited = self._send(value) if error is None else self._coroutine.throw(error)
+        except StopIteration:
+            self._life.leaves(self, settles=self.settles)
+            raise
+        except BaseException:
+            self._life.leaves(self, settles=self.number != SERVING)
+            raise
+        self._life.leaves(self, settles=True)
+        return awaited
+
+    # What those who look into suspended tasks ask of a coroutine.
+
+    @property
+    def cr_frame(self) -> FrameType | None:
+        """Of the actor's coroutine."""
+        frame: FrameType | None = getattr(self._coroutine, "cr_frame", None)
+        return frame
+
+    @property
+    def cr_await(self) -> Any:
+        """Of the actor's coroutine."""
+        return getattr(self._coroutine, "cr_await", None)
+
+    @property
+    def cr_code(self) -> CodeType | None:
+        """Of the actor's coroutine."""
+        code: CodeType | None = getattr(self._coroutine, "cr_code", None)
+        return code
+
+    @property
+    def cr_running(self) -> bool:
+        """Of the actor's coroutine."""
+        return bool(getattr(self._coroutine, "cr_running", False))
+
+
+class ActorLife(ABC):
+    """What is common to a life that is recorded and one that is replayed.
+
+    seed: of `Actor.random`; now_ns: when the turn began, monotonic; replays: all has happened before, so that
+    what was handled is handled whatever the clock says, and failures are not logged again.
+    """
+
+    replays = False
+
+    def __init__(self, seed: int, now_ns: int, wall_ns: int) -> None:
+        self.seed = seed
+        self.now_ns = now_ns
+        self.current: Strand | None = None
+        self.closed = False
+        self._actions: list[Said[ActorAction]] = []
+        self._strands = SERVING
+        self._calls = 0
+        self._wall_minus_monotonic_ns = wall_ns - now_ns
+
+    # For the cell.
+
+    @abstractmethod
+    def started(self, awaitable: Awaitable[None]) -> Awaitable[None]:
+        """`started()` is to run."""
+
+    @abstractmethod
+    def received(self, delivery: Delivery, awaitable: Awaitable[T]) -> Awaitable[T]:
+        """A message is to be handled; its turn goes on until `replied`."""
+
+    @abstractmethod
+    def signalled(self, signal: Signal, awaitable: Awaitable[None]) -> Awaitable[None]:
+        """A signal is to be handled."""
+
+    @abstractmethod
+    def stopping(self, reason: Reason, awaitable: Awaitable[None]) -> Awaitable[None]:
+        """`stopping()` is to run; its turn goes on until `ended`."""
+
+    @abstractmethod
+    def killed(self, reason: Reason) -> None:
+        """The life is about to end from outside."""
+
+    def replied(self, delivery: Delivery, reply: Any) -> None:
+        """The handler has returned."""
+        if delivery.reply_to is not None:
+            self.act(Replied, message=self.text(reply))
+        self.settle()
+
+    def failed(self, reason: Reason) -> None:
+        """The handler, or `started()`, has raised."""
+        self.act(Crashed, reason=reason_data(reason))
+        self.current = None  # but its turn may have one more outcome: that it has ended
+
+    def ended(self, reason: Reason) -> None:
+        """The life is over."""
+        self.act(Ended, reason=reason_data(reason))
+        self.settle()
+        self.closed = True
+
+    # For the actor's interface.
+
+    def wall_ns(self) -> int:
+        """The wall clock at the turn's beginning, ns since 1970."""
+        return self.now_ns + self._wall_minus_monotonic_ns
+
+    def asks_to_stop(self, text: str) -> None:
+        """`Actor.stop`."""
+        if self.turn("stop()") is not None:
+            self.act(StopAsked, text=text)
+
+    def turn(self, what: str) -> Strand | None:
+        """The strand whose turn it is, None if `what` is done for it by a call that is recorded itself."""
+        strand = self.current
+        if strand is None or strand.busy or self.closed:
+            if strand is None:
+                self.lose_track(f"{what} was called outside of its tasks, by a callback of the event loop")
+            return None
+        return strand
+
+    def next_call(self) -> int:
+        """The number of a call."""
+        self._calls += 1
+        return self._calls
+
+    @abstractmethod
+    async def call(
+        self,
+        strand: Strand,
+        number: int,
+        perform: Callable[[], Awaitable[Any]],
+        done: Callable[[int, Any], Said[ActorEvent]],
+    ) -> Any:
+        """The actor awaits `perform()`, of whose result `done` makes an event."""
+
+    @abstractmethod
+    def do(self, strand: Strand, perform: Callable[[], T], stand_in: Callable[[], T]) -> T:
+        """The actor does something that has no outcome; `stand_in`: what it gets if nothing is done."""
+
+    @abstractmethod
+    def lose_track(self, why: str) -> None:
+        """From here on the life depends on more than is recorded."""
+
+    def text(self, message: Any) -> str:
+        """A message as it is compared; empty if it cannot be."""
+        try:
+            return encode_text(message)
+        except Exception as error:  # noqa: BLE001 (a message's own types may raise anything)
+            self.lose_track(f"a {type(message).__name__} cannot be encoded: {error}")
+            return ""
+
+    def body(self, message: Any) -> bytes:
+        """A message as it is recorded; empty if it cannot be."""
+        try:
+            return encode_body(message)
+        except Exception as error:  # noqa: BLE001 (as above)
+            self.lose_track(f"a {type(message).__name__} cannot be encoded: {error}")
+            return b""
+
+    def answered(self, number: int, reply: Contract | None) -> Said[ActorEvent]:
+        """The event of an answer."""
+        if reply is None:
+            return said(Answered, call=number, contract="", body=b"")
+        return said(Answered, call=number, contract=contract_tag(reply), body=self.body(reply))
+
+    def act(self, kind: Callable[P, ActorAction], *args: P.args, **fields: P.kwargs) -> None:
+        """Part of the running turn's outcome; see `said`."""
+        if not self.closed:
+            self._actions.append((kind, fields))
+
+    def adopt(self, coroutine: Any) -> Any:
+        """What a new task in the actor's context is to run: a strand, if it is the actor who starts it."""
+        current = self.current
+        if (
+            current is None
+            or current.busy
+            or self.closed
+            or isinstance(coroutine, Strand)
+            or getattr(coroutine, "cr_code", None) is _SERVE_CODE
+        ):
+            return coroutine
+        self._strands += 1
+        return Strand(self, self._strands, coroutine)
+
+    # For strands.
+
+    @abstractmethod
+    def resumes(self, strand: Strand) -> asyncio.Future[None] | None:
+        """A strand could go on: now, if None is returned, else once the future is done."""
+
+    def leaves(self, strand: Strand, *, settles: bool) -> None:
+        """A strand waits, or has ended."""
+        if settles:
+            self.settle()
+
+    @abstractmethod
+    def settle(self) -> None:
+        """The turn is over."""
+
+
+async def _awaiting(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

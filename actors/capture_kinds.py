@@ -1,0 +1,43 @@
+"""The machines of this layer as kinds that can be recorded and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from zbmd.actors import supervision, view
+from zbmd.actors.supervision import ChildPolicy, Strategy, SupervisionMachine
+from zbmd.actors.view import MembershipMachine, OnLoss
+from zbmd.transport.capture.registry import MachineKind, register
+
+
+def _build_membership(config: Mapping[str, Any]) -> MembershipMachine:
+    return MembershipMachine(
+        config["world_size"],
+        on_loss=OnLoss(config["on_loss"]),
+        restarts_max=config["restarts_max"],
+        period_ns=config["period_ns"],
+    )
+
+
+MEMBERSHIP: MachineKind[view.Event, view.Action] = register(
+    "membership", 1, _build_membership, events=view.Event, actions=view.Action
+)
+"""Its configuration: the arguments of `MembershipMachine`."""
+
+
+def _build_supervision(config: Mapping[str, Any]) -> SupervisionMachine:
+    return SupervisionMachine(
+        msgspec.convert(config["children"], list[ChildPolicy]),
+        strategy=Strategy(config["strategy"]),
+        intensity=config["intensity"],
+        period_ns=config["period_ns"],
+    )
+
+
+SUPERVISION: MachineKind[supervision.Event, supervision.Action] = register(
+    "supervision", 1, _build_supervision, events=supervision.Event, actions=supervision.Action
+)
+"""Its configuration: the arguments of `SupervisionMachine`."""

@@ -1,0 +1,207 @@
+"""A job that hangs for real is captured, ended, and `zbmd replay --until hang` says who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host_output import OutputLine
+from zbmd.actors.view import Outcome
+from zbmd.tools import cli
+from zbmd.tools.kill_sweep import SHAPE, write_text
+from zbmd.transport.capture import CaptureError, Record, open_log
+from zbmd.transport.capture.records import EventTaken, FrameOut, Mark
+
+TIMEOUT_S = 60.0
+LOOK_S = 0.02
+STEPS = 200
+SETTLED_NS = 300_000_000
+"""What has not moved for so long, of several flushes of the log, hangs."""
+
+LOSES_A_VOTE = """
+import runpy
+from zbmd.collectives import commit_messages as cm
+from zbmd.collectives.commit_driver import CommitDriver
+
+send = CommitDriver._send
+
+async def lossy(self, action):
+    if isinstance(action, cm.SendVote) and (self._node.rank, action.to, action.version) == (2, 0, 3):
+        return
+    await send(self, action)
+
+CommitDriver._send = lossy
+runpy.run_module("zbmd.training", run_name="__main__", alter_sys=True)
+"""
+
+NEVER_ANSWERS = """
+import asyncio, contextlib
+from zbmd.actors.errors import DeadActor
+from zbmd.actors.actor import Actor, on
+from zbmd.actors.contracts import Contract
+from zbmd.actors.member import join
+
+class Question(Contract, id="test.question"):
+    number: int
+
+class Mute(Actor):
+    @on(Question)
+    async def question(self, message: Question) -> None:
+        await asyncio.Event().wait()
+
+async def main():
+    async with join() as node:
+        if node.rank == 0:
+            await node.system.spawn(Mute, name="mute")
+            await asyncio.Event().wait()
+        while True:
+            with contextlib.suppress(DeadActor):  # not spawned yet
+                await node.system.ref("rank0/mute").ask(Question(7), timeout=3000)
+
+asyncio.run(main())
+"""
+
+
+class Output:
+    """Keeps what the ranks print, to tell it if the test fails."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def write_line(self, line: OutputLine) -> None:
+        self.lines.append(f"[rank{line.rank}]: {line.text.decode(errors='replace')}")
+
+
+def records(capture: Path, process: str) -> list[Record]:
+    """What has been written of a process so far."""
+    try:
+        return [e.record for log in open_log(capture).processes for e in log.entries() if log.name == process]
+    except CaptureError:
+        return []  # it has not begun
+
+
+async def run_until(config: HostConfig, hangs: Callable[[], bool], hosts: list[Host]) -> None:
+    """Run a job until `hangs` says that it does, and end it as a user would. hosts: gets its host."""
+    output = Output()
+    host = Host(config, output=output)
+    hosts.append(host)
+    running = asyncio.ensure_future(host.run())
+    end_s = time.monotonic() + TIMEOUT_S
+    while not hangs():
+        assert time.monotonic() < end_s and not running.done(), "\n".join(output.lines)
+        await asyncio.wait([running], timeout=LOOK_S)
+    host.stop("it hangs", kill=True)
+    assert (await running).outcome is Outcome.STOPPED
+
+
+def training(tmp_path: Path, target: str, *, is_module: bool) -> HostConfig:
+    data = write_text(tmp_path / "text")
+    out = tmp_path / "out"
+    return HostConfig(
+        target=target,
+        is_module=is_module,
+        arguments=(*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(out)),
+        world_size=3,
+        environment={"ZBMD_CAPTURE": str(tmp_path / "run.zlog")},
+        preload=("zbmd.training.job",),
+    )
+
+
+def until_hang(capture: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    assert cli.main(["replay", str(capture), "--until", "hang"]) == 0
+    text = capsys.readouterr().out
+    assert cli.main(["replay", str(capture), "--until", "hang", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["hang"], text
+
+
+def begun(capture: Path, process: str) -> int:
+    """The last step that a process began."""
+    return max((r.step for r in records(capture, process) if isinstance(r, Mark)), default=0)
+
+
+def test_a_stopped_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capture, hosts, stopped = tmp_path / "run.zlog", list[Host](), list[int]()
+
+    def hangs() -> bool:
+        """Stop the rank once it is under way; then the others come to where they need it."""
+        if stopped:
+            return all(waits_for_peers(capture, process) for process in ("rank0#1", "rank2#1"))
+        if begun(capture, "rank1#1") >= 2:
+            stopped.append(begun(capture, "rank1#1"))
+            hosts[0].send_signal(1, signal.SIGSTOP)
+        return False
+
+    config = training(tmp_path, "zbmd.training", is_module=True)
+    uvloop.run(run_until(config, hangs, hosts))
+    hang, text = until_hang(capture, capsys)
+    whom = {w["process"]: w["whom"] for w in hang["waits"] if w["process"] != "rank1"}
+    assert whom.keys() == {"rank0", "rank2"}, text
+    assert "rank1" in whom["rank0"] or "rank1" in whom["rank2"], text
+    assert hang["steps"]["rank0"] >= stopped[0]
+    assert text.splitlines()[-1].startswith("look first at rank1: "), text
+
+
+def waits_for_peers(capture: Path, process: str) -> bool:
+    """Whether a process has come to an end of what it can do alone, some time ago."""
+    events = [r for r in records(capture, process) if isinstance(r, EventTaken)]
+    if not events or time.monotonic_ns() - max(r.at_ns for r in events) < SETTLED_NS:
+        return False
+    operations = [r.tag for r in events if r.tag.startswith("Operation")]
+    work = [r.tag for r in events if r.tag in ("StepEnded", "VoteReceived", "EpochInstalled")]
+    return operations[-1:] == ["OperationBegan"] or "StepEnded" in work[-3:]
+
+
+def test_a_vote_that_was_never_sent_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capture, script = tmp_path / "run.zlog", tmp_path / "lossy.py"
+    script.write_text(LOSES_A_VOTE)
+
+    def hangs() -> bool:
+        return (
+            begun(capture, "rank1#1") == begun(capture, "rank2#1") == 4
+            and waits_for_peers(capture, "rank1#1")
+            and waits_for_peers(capture, "rank2#1")
+        )
+
+    config = training(tmp_path, str(script), is_module=False)
+    uvloop.run(run_until(config, hangs, []))
+    hang, text = until_hang(capture, capsys)
+    (vote,) = [wait for wait in hang["waits"] if wait["process"] == "rank0"]
+    assert (vote["what"], vote["whom"]) == ("the vote for step 3", ["rank2"])
+    assert "rank2's machine said SendVote at" in vote["hint"]
+    assert "its driver never sent it" in vote["hint"]
+    for process in ("rank1", "rank2"):
+        (operation,) = [wait for wait in hang["waits"] if wait["process"] == process]
+        assert operation["whom"] == ["rank0"] and "all_reduce_shards" in operation["what"]
+    assert hang["steps"] == {"rank0": 3, "rank1": 4, "rank2": 4}
+    assert text.splitlines()[-1].startswith("look first at rank2: rank0 waits for the vote for step 3"), text
+
+
+def test_an_actor_that_never_answers_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capture, script = tmp_path / "run.zlog", tmp_path / "mute.py"
+    script.write_text(NEVER_ANSWERS)
+
+    def hangs() -> bool:
+        """The last that rank 1 wrote is its question, some time ago: it has not been refused."""
+        written = records(capture, "rank1#1")
+        last = written[-1] if written else None
+        asked = isinstance(last, FrameOut) and b"test.question" in last.payload
+        return last is not None and asked and time.monotonic_ns() - last.at_ns > SETTLED_NS
+
+    config = HostConfig(
+        target=str(script), world_size=2, environment={"ZBMD_CAPTURE": str(capture), "ZBMD_ARENA": "1MiB"}
+    )
+    uvloop.run(run_until(config, hangs, []))
+    hang, text = until_hang(capture, capsys)
+    (wait,) = [wait for wait in hang["waits"] if wait["process"] == "rank1"]
+    assert (wait["what"], wait["whom"]) == ("the answer to test.question/1(7)", ["rank0"])
+    assert "it came to rank0/mute at" in wait["hint"]
+    assert text.splitlines()[-1].startswith("look first at rank0: rank1 waits for the answer")

@@ -1,0 +1,219 @@
+"""Bugs planted in production code: `zbmd sim hunt` finds and shrinks them, and its last line shows them again.
+
+A mutation replaces pieces of functions' sources: if a piece is no longer there, the test says so.
+"""
+
+from __future__ import annotations
+import __future__
+
+import importlib
+import inspect
+import re
+import shlex
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from zbmd.tools.cli import main
+from zbmd.transport.sim import Outcome, parse_plan
+
+HUNT_SECONDS = 60
+JOBS = 2
+
+
+@dataclass(frozen=True)
+class Edit:
+    """In `function` ("module:Class.method"), `old`, which is there once, becomes `new`."""
+
+    function: str
+    old: str
+    new: str
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        """Compile the changed function in its module, and put it in the place of the right one."""
+        module_name, _, path = self.function.partition(":")
+        owner: Any = importlib.import_module(module_name)
+        *outer, name = path.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        source = textwrap.dedent(inspect.getsource(inspect.getattr_static(owner, name)))
+        assert source.count(self.old) == 1, f"{self.function} has changed: adapt this mutation"
+        flags = __future__.annotations.compiler_flag
+        code = compile(source.replace(self.old, self.new), f"<planted in {path}>", "exec", flags)
+        scope: dict[str, Any] = {}
+        exec(code, vars(sys.modules[module_name]), scope)
+        patch.setattr(owner, name, scope[name])
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A planted bug, the scenario that must find it, and how that may show."""
+
+    what: str
+    scenario: str
+    edits: tuple[Edit, ...]
+    outcomes: tuple[Outcome, ...]
+    size: str = ""
+
+
+COMMIT = "zbmd.collectives.commit:StepCommit"
+SUPERVISION = "zbmd.actors.supervision:SupervisionMachine"
+PEER = "zbmd.actors.peer:Peer"
+BROKEN = (Outcome.SAFETY, Outcome.CRASH)
+ANY = (Outcome.SAFETY, Outcome.CRASH, Outcome.LIVENESS)
+
+MUTATIONS = [
+    Mutation(
+        "no view is installed when a rank leaves in good order",
+        "commit",
+        (
+            Edit(
+                "zbmd.actors.view:MembershipMachine._on_end",
+                "self._view_wanted = True",
+                "self._view_wanted = self._view_wanted or not normal or bool(self._unlinked)",
+            ),
+        ),
+        (Outcome.LIVENESS,),
+        "--ranks 3 --length 1 --faults 1",  # a rank must leave just as the view after it is under way
+    ),
+    Mutation(
+        "what was said in an earlier epoch counts in this one",
+        "commit",
+        (
+            Edit(f"{COMMIT}._senders", "if message.epoch == self.epoch", "if message.epoch <= self.epoch"),
+            Edit(f"{COMMIT}._of_epoch_on", "message.epoch > self.epoch or", "True or"),
+        ),
+        ANY,
+    ),
+    Mutation(
+        "a step is committed with one vote missing",
+        "commit",
+        (
+            Edit(
+                f"{COMMIT}._count_votes",
+                "if len(votes) < len(self.members):",
+                "if len(votes) < max(1, len(self.members) - 1):",
+            ),
+        ),
+        BROKEN,
+    ),
+    Mutation(
+        "recovery takes the lowest version that a member holds",
+        "commit",
+        (
+            Edit(
+                f"{COMMIT}._agree_on_version",
+                "target = max(h.version for h in held.values())",
+                "target = min(h.version for h in held.values())",
+            ),
+        ),
+        BROKEN,
+    ),
+    Mutation(
+        "the digest of what was pulled is not looked at",
+        "training",
+        (Edit(f"{COMMIT}._fetch_ended", "if event.digest != work.digest:", "if False:"),),
+        BROKEN,
+    ),
+    Mutation(
+        "rest_for_one forgets the later siblings",
+        "supervision",
+        (
+            Edit(
+                f"{SUPERVISION}._restart",
+                "group = self._order[c.index :]",
+                "group = self._order[c.index : c.index + 1]",
+            ),
+        ),
+        BROKEN,
+    ),
+    Mutation(
+        "restart intensity is off by one",
+        "supervision",
+        (
+            Edit(
+                f"{SUPERVISION}._restart",
+                "if len(self._restarts_ns) > self._intensity:",
+                "if len(self._restarts_ns) >= self._intensity:",
+            ),
+        ),
+        BROKEN,
+    ),
+    Mutation(
+        "an actor spawned in another process outlives the spawn that was given up",
+        "supervision",
+        (Edit(f"{PEER}.unspawn", "self.post(wire.Unspawn(call))", "pass"),),
+        (Outcome.LIVENESS,),
+        "--ranks 1",
+    ),
+    Mutation(
+        "a monitor is told again when the link ends",
+        "supervision",
+        (Edit(f"{PEER}._on_ended", "self._watches.pop(m.watch, None)", "self._watches.get(m.watch)"),),
+        BROKEN,
+        "--ranks 1",
+    ),
+    Mutation(
+        "a message for a dead life of an actor is delivered to the next",
+        "links",
+        (
+            Edit(
+                "zbmd.actors.system:ActorSystem.find",
+                "if cell is None or (incarnation and incarnation != cell.ref.incarnation):",
+                "if cell is None:",
+            ),
+        ),
+        BROKEN,
+    ),
+    Mutation(
+        "a program lacks one of its waits",
+        "collectives",
+        (
+            Edit(
+                "zbmd.collectives.algorithms.direct:exchange_slices",
+                "Wait(peer, 1)",
+                "Wait(peer, 0)",
+            ),
+        ),
+        BROKEN,
+    ),
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
+def test_a_planted_bug_is_found_shrunk_and_seen_again(
+    mutation: Mutation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for edit in mutation.edits:
+        edit.plant(monkeypatch)
+    hunt = f"sim hunt --scenario {mutation.scenario} --seconds {HUNT_SECONDS} --jobs {JOBS} {mutation.size}"
+    code = main(hunt.split())
+    told = capsys.readouterr().out
+    assert code in {outcome.exit_code for outcome in mutation.outcomes}, told
+    found, shrunk = commands_of(told)
+    assert all(small <= large for small, large in zip(size_of(shrunk), size_of(found), strict=True))
+    assert main(shrunk[1:]) == code
+    assert f"again: {shlex.join(shrunk)}" in capsys.readouterr().out.splitlines(), "it tells of itself"
+
+
+def commands_of(told: str) -> tuple[list[str], list[str]]:
+    """The command line of the run that was found, and of the shrunk one."""
+    found = re.search(r"^found: (.*)$", told, re.MULTILINE)
+    shrunk = re.search(r"^again: (.*)$", told, re.MULTILINE)
+    assert found is not None and shrunk is not None, told
+    return shlex.split(found[1]), shlex.split(shrunk[1])
+
+
+def size_of(command: list[str]) -> tuple[int, int, int]:
+    """Faults, ranks and length of a run."""
+    values = dict(zip(command[4::2], command[5::2], strict=True))
+    plan = () if values["--faults"] == "0" else parse_plan(values["--faults"])
+    return len(plan), int(values["--ranks"]), int(values["--length"])
+
+
+def test_without_a_bug_nothing_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same hunt over the code as it is: what finds the bugs is no checker that fails on anything."""
+    assert main(f"sim hunt --seconds 8 --jobs {JOBS}".split()) == 0, capsys.readouterr().out

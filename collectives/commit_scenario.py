@@ -513,7 +513,7 @@ def run(seed: int | str, options: CommitOptions) -> World:
     simulation.run(until=lambda: world.state_lost)
     simulation.add_checker("liveness", lambda: _assert_over(simulation, world))
     simulation.command(NODE, "look")
-    simulation.run(until=lambda: False)
+    simulation.run()
     return world
 
 

@@ -32,13 +32,15 @@ DISTURBANCES: tuple[type[sim.Fault], ...] = (sim.Pause, sim.Clog, sim.Cut, sim.P
 class KillableSimulation(sim.Simulation[MessageT]):
     """A simulation of machines in which a `Crash` can strike between two effects.
 
-    `deliveries` tells of every stimulus taken: when, by whom, and how many effects it had.
+    `deliveries` tells of every stimulus taken: when, by whom, and how many effects it had. What a process
+    takes at one moment is told as one after the other.
     """
 
     def __init__(self, seed: int | str, *, conditions: sim.Conditions = sim.CALM) -> None:
         super().__init__(seed, conditions=conditions)
         self.deliveries: list[tuple[int, str, int]] = []
         self._crashes_ns: dict[str, set[int]] = {}
+        self._done_ns: dict[str, int] = {}
 
     def add(self, name: str, factory: Callable[[int], sim.Process[MessageT]], *, start: bool = True) -> None:
         """As `Simulation.add`."""
@@ -61,9 +63,12 @@ class KillableSimulation(sim.Simulation[MessageT]):
 
     def took(self, name: str, incarnation: int, delivery: int, effects: int) -> None:
         """A process has taken a stimulus; kill it between the effects if a crash falls there."""
-        self.deliveries.append((self.now_ns, name, effects))
+        # What it takes at the same moment comes after the effects of what it took before.
+        begin_ns = max(self.now_ns, self._done_ns.get(name, 0))
+        self._done_ns[name] = begin_ns + effects + 1
+        self.deliveries.append((begin_ns, name, effects))
         for at_ns in self._crashes_ns.get(name, ()):
-            done = at_ns - self.now_ns - 1
+            done = at_ns - begin_ns - 1
             if 0 <= done <= effects:
                 self.crash_during(sim.KillPoint(name, incarnation, delivery, done))
                 return

@@ -157,11 +157,11 @@ def _hunt(arguments: argparse.Namespace) -> int:
         faults=arguments.faults,
     )
     quarry.options(0)  # raises for a size that cannot be
-    print(
-        f"hunting from seed {first}: {', '.join(names)}; {seconds:g} s, {arguments.jobs} processes",
-        flush=True,
-    )
     try:
+        print(
+            f"hunting from seed {first}: {', '.join(names)}; {seconds:g} s, {arguments.jobs} processes",
+            flush=True,
+        )
         with (
             quietly(),
             _progress(seconds) as tell,

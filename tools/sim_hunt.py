@@ -117,16 +117,22 @@ class Hunt:
         self._runs = 0
 
     def __enter__(self) -> Self:
-        for number in range(self._jobs):
-            self._fork(number)
+        # An interrupt that comes inside of fork is raised in a hook of some library, and lost there.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        try:
+            for number in range(self._jobs):
+                self._fork(number)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        except BaseException:
+            self._end()
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for worker in list(self._workers):
-            self._reap(worker, kill=True)
-        self._selector.close()
+        self._end()
 
     def wait(self, end_s: float, tell: Callable[[int], None]) -> Caught:
         """Hunt until monotonic time `end_s`, all runs are done, or one fails; `tell` the runs so far.
@@ -184,6 +190,11 @@ class Hunt:
         worker = _Worker(pid, ours)
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, worker)
+
+    def _end(self) -> None:
+        for worker in list(self._workers):
+            self._reap(worker, kill=True)
+        self._selector.close()
 
     def _reap(self, worker: _Worker, *, kill: bool) -> int:
         """Wait for a worker's end and return its exit code. With `kill` it ends at once: it holds nothing."""

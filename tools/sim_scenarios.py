@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,7 +76,10 @@ def quietly() -> Generator[None]:
     before, configured = structlog.get_config(), structlog.is_configured()
     structlog.configure(processors=[_drop])
     try:
-        yield
+        with warnings.catch_warnings():
+            # A world that is thrown away has tasks that never ran.
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            yield
     finally:
         if configured:
             structlog.configure(**before)

@@ -245,7 +245,7 @@ def test_a_damaged_log_is_replayed_up_to_the_damage(
 ) -> None:
     source = job / "rank0#1" / "000000.zlog"
     data = bytearray(source.read_bytes())
-    data[len(data) * 2 // 3] ^= 0x20
+    data[-4] ^= 0x20  # in the last block: how many come before it depends on how long the job took
     damaged = tmp_path / "rank0#1"
     damaged.mkdir()
     (damaged / source.name).write_bytes(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -119,7 +120,11 @@ def test_an_interrupted_hunt_leaves_no_process(number: signal.Signals) -> None:
     """Of the processes that carry this hunt's mark none is left, whichever way it ended."""
     mark = f"ZBMD_TEST_HUNT={os.getpid()}-{number.name}"
     key, _, value = mark.partition("=")
-    command = [sys.executable, "-m", "zbmd.tools.cli", "sim", "hunt", "--scenario", "commit", "--jobs", "2"]
+    # What runs in the background of a shell has SIGINT ignored, and passes that on.
+    listen = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    hunt_on = "from zbmd.tools.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", f"{listen}; {hunt_on}"]
+    command += ["sim", "hunt", "--scenario", "commit", "--jobs", "2"]
     with subprocess.Popen(
         command,
         env={**os.environ, key: value},
@@ -131,10 +136,14 @@ def test_an_interrupted_hunt_leaves_no_process(number: signal.Signals) -> None:
         assert hunt.stdout is not None
         assert hunt.stdout.readline().startswith("hunting from seed ")
         watched = wait_for_workers(hunt.pid, 2)
-        hunt.send_signal(number)
-        code = hunt.wait(PATIENCE_S)
-        for pidfd in watched:  # readable when the process has ended
-            assert signal_of_end(pidfd)
+        try:
+            hunt.send_signal(number)
+            code = hunt.wait(PATIENCE_S)
+            assert all(map(has_ended, watched))
+        finally:
+            hunt.kill()
+            for pidfd in watched:
+                os.close(pidfd)
     assert code == (130 if number is signal.SIGINT else -number)
     assert not carriers(mark.encode())
 
@@ -147,15 +156,10 @@ def wait_for_workers(pid: int, count: int) -> list[int]:
     return [os.pidfd_open(int(child)) for child in found]
 
 
-def signal_of_end(pidfd: int) -> bool:
-    import select
-
-    try:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        return bool(poll.poll(PATIENCE_S * 1000))
-    finally:
-        os.close(pidfd)
+def has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(PATIENCE_S * 1000))
 
 
 def carriers(mark: bytes) -> list[str]:
@@ -173,7 +177,17 @@ def carriers(mark: bytes) -> list[str]:
 def test_on_a_terminal_there_is_a_bar() -> None:
     """Run on a real pseudo-terminal; what it shows goes to standard error."""
     master, slave = os.openpty()
-    command = [sys.executable, "-m", "zbmd.tools.cli", "sim", "hunt", "--scenario", "commit", "--seconds", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "zbmd.tools.cli",
+        "sim",
+        "hunt",
+        "--scenario",
+        "commit",
+        "--seconds",
+        "3",
+    ]
     try:
         hunt = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=slave, env={**os.environ, "TERM": "xterm"}

@@ -1,4 +1,4 @@
-"""Bugs planted in production code: `zbmd sim hunt` finds and shrinks them, and its last line shows them again.
+"""Bugs planted in production code: `zbmd sim hunt` finds and shrinks them, and its command shows them again.
 
 A mutation replaces pieces of functions' sources: if a piece is no longer there, the test says so.
 """

@@ -1,0 +1,80 @@
+"""The training scenario: real bits, real all-reduces, and an oracle that is the plain job."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbmd.collectives.commit_scenario import CommitOptions, build
+from zbmd.collectives.simulate import Outcome as End
+from zbmd.training.plain import PlainTrainer
+from zbmd.training.training_scenario import Training, TrainingScenario, TrainingSlots, plain_job
+from zbmd.transport.sim import Options, Outcome, Simulation, SimulationFailure, run_scenario
+
+SCENARIO = TrainingScenario()
+
+
+@given(
+    seed=st.integers(0, 2**32), ranks=st.integers(1, 4), length=st.integers(1, 3), faults=st.integers(0, 4)
+)
+@settings(max_examples=20)
+def test_every_version_has_the_bits_of_the_plain_job(seed: int, ranks: int, length: int, faults: int) -> None:
+    options = Options(ranks=ranks, length=length, faults=faults)
+    report = run_scenario(SCENARIO, seed, options, SCENARIO.draw_plan(seed, options), tell=None)
+    assert report.outcome is Outcome.OK, report
+
+
+def test_the_oracle_is_the_plain_trainer() -> None:
+    job = plain_job(3, 5)
+    assert len(set(job.digests)) == 4
+    trainer = PlainTrainer(job.recipe)
+    for _ in range(3):
+        trainer.run_step()
+    flat = np.concatenate([trainer.state.weights, trainer.state.mean, trainer.state.square])
+    assert flat.tobytes() == job.last.tobytes()
+    assert plain_job(4, 5).digests[:1] == job.digests[:1]
+
+
+def test_a_calm_run_computes_every_shard_on_its_rank() -> None:
+    job = plain_job(2, 5)
+    simulation, world = build(1, CommitOptions(world_size=3, steps=2), lambda sim: Training(job, sim))
+    simulation.run()
+    assert world.finished == {0, 1, 2}
+    for slots in world.slots.values():
+        assert isinstance(slots, TrainingSlots)
+        assert job.digests[2] in (slots.digest(0), slots.digest(1))
+
+
+def test_a_death_in_the_all_reduce_cuts_steps_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: set[End] = set()
+    reduce = Training._reduce
+
+    def watched(*arguments: object) -> object:
+        results = reduce(*arguments)  # type: ignore[arg-type]
+        ends.update(result.outcome for result in results.values())
+        return results
+
+    monkeypatch.setattr(Training, "_reduce", watched)
+    for seed in range(120):
+        options = Options(ranks=3, length=2, faults=2)
+        run_scenario(SCENARIO, seed, options, SCENARIO.draw_plan(seed, options), tell=None)
+    assert {End.COMPLETE, End.LOST, End.KILLED} <= ends
+
+
+def test_a_wrong_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose update errs in one bit is caught by its vote, or by the oracle if it is alone."""
+    step = TrainingSlots.step
+
+    def erring(slots: TrainingSlots, work: object) -> bool:
+        done = step(slots, work)  # type: ignore[arg-type]
+        slots.store.slots[work.slot].flat.view(np.uint32)[7] ^= 1  # type: ignore[attr-defined]
+        return done
+
+    monkeypatch.setattr(TrainingSlots, "step", erring)
+    job = plain_job(1, 2)
+    simulation, _ = build(1, CommitOptions(world_size=1, steps=1), lambda sim: Training(job, sim))
+    assert isinstance(simulation, Simulation)
+    with pytest.raises(SimulationFailure, match="holds a wrong 1"):
+        simulation.run()

@@ -1,8 +1,9 @@
 """Replay: the same machine answers the same, a changed one is found out, and what cannot be known is said.
 
-The golden log was written once by this module's `record_golden` and must be readable for ever:
+The golden logs were written once by this module's `record_…` functions, and must be readable for ever:
 
-    python tests/transport/test_capture_replay.py > tests/transport/golden_hello_1.txt
+    python tests/transport/test_capture_replay.py hello > tests/transport/golden_hello_1.txt
+    python tests/transport/test_capture_replay.py machines > tests/transport/golden_machines_1.txt
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.hlc import HybridClock
 
 GOLDEN = Path(__file__).parent / "golden_hello_1.txt"
+GOLDEN_MACHINES = Path(__file__).parent / "golden_machines_1.txt"
 COOKIE = bytes(range(32))
 SECRETS = {"cookie": COOKIE}
 
@@ -40,18 +42,24 @@ class Built:
     """Which class a kind is built of, from now on."""
 
     commit: ClassVar[Callable[..., Any]] = StepCommit
+    membership: ClassVar[Callable[..., Any]] = MembershipMachine
+    supervision: ClassVar[Callable[..., Any]] = SupervisionMachine
     hello: ClassVar[Callable[..., Any]] = hello.HelloMachine
 
 
 def _build_membership(config: Mapping[str, Any]) -> MembershipMachine:
-    return MembershipMachine(config["world_size"], on_loss=view.OnLoss(config["on_loss"]))
+    machine: MembershipMachine = Built.membership(
+        config["world_size"], on_loss=view.OnLoss(config["on_loss"])
+    )
+    return machine
 
 
 def _build_supervision(config: Mapping[str, Any]) -> SupervisionMachine:
-    return SupervisionMachine(
+    machine: SupervisionMachine = Built.supervision(
         msgspec.convert(config["children"], list[ChildPolicy]),
         strategy=supervision.Strategy(config["strategy"]),
     )
+    return machine
 
 
 def _build_commit(config: Mapping[str, Any]) -> StepCommit:
@@ -377,16 +385,31 @@ def test_a_divergence_names_the_first_action_that_differs(
     assert "RunStep" in divergence.difference
 
 
-# ---- the golden log
+# ---- the golden logs
 
 
-def record_golden(directory: Path) -> None:
-    """Hellos that are accepted and refused, under clocks that stand still."""
+def golden_recorder(directory: Path) -> capture.LogRecorder:
+    """A log whose clocks stand still."""
     clocks = capture.Clocks(
         monotonic_ns=lambda: 5_000, wall_ns=lambda: 1_700_000_000_000_000_000, hybrid=HybridClock()
     )
     origin = capture.Origin(process="rank0", incarnation=1, job=7, hosts=("golden",), release="0.1.0")
-    log = capture.LogRecorder(directory, origin, clocks)
+    return capture.LogRecorder(directory, origin, clocks)
+
+
+def record_machines(directory: Path) -> None:
+    """A host that loses ranks, a supervisor that gives up, and the ranks of a job with kills."""
+    log = golden_recorder(directory)
+    run_membership(log, 1)
+    run_supervision(log, 1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run_commit(log, 1, monkeypatch)
+    log.close("done")
+
+
+def record_hello(directory: Path) -> None:
+    """Hellos that are accepted and refused."""
+    log = golden_recorder(directory)
     log.note("the golden log of format 1")
     run_hello(log)
     log.mark(0, 1)
@@ -424,7 +447,41 @@ def test_text_that_is_no_capture_is_refused_and_writes_nothing(tmp_path: Path, t
     assert list(tmp_path.rglob("*")) == []
 
 
+class _NoViewAfterLoss(MembershipMachine):
+    def handle(self, event: view.Event, *, now_ns: int) -> list[view.Action]:
+        actions = super().handle(event, now_ns=now_ns)
+        return [a for a in actions if not isinstance(a, view.EnterView) or a.epoch == 1]
+
+
+class _Forgetful(SupervisionMachine):
+    def handle(self, event: supervision.Event, *, now_ns: int) -> list[supervision.Action]:
+        actions = super().handle(event, now_ns=now_ns)
+        return actions if isinstance(event, supervision.StartRequested) else actions[:1]
+
+
+def test_the_golden_machines_replay_identical_and_mutants_diverge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden = tmp_path / "golden"
+    capture.text_to_capture(GOLDEN_MACHINES.read_text(), golden)
+    found = verdicts(golden)
+    assert len(found) >= 6
+    assert all(isinstance(verdict, capture.Identical) and not verdict.code_changed for verdict in found), (
+        found
+    )
+    for name, mutated in (
+        ("membership", _NoViewAfterLoss),
+        ("supervision", _Forgetful),
+        ("commit", mutant(_wrong_slot)),
+        ("commit", mutant(_only_first_vote)),
+        ("commit", mutant(MUTATIONS["in reverse"])),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Built, name, staticmethod(mutated))
+            assert any(isinstance(verdict, capture.Divergence) for verdict in verdicts(golden)), name
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
-        record_golden(Path(directory))
+        {"hello": record_hello, "machines": record_machines}[sys.argv[1]](Path(directory))
         sys.stdout.write(capture.capture_to_text(Path(directory)))

@@ -469,13 +469,14 @@ def test_the_golden_machines_replay_identical_and_mutants_diverge(
     assert all(isinstance(verdict, capture.Identical) and not verdict.code_changed for verdict in found), (
         found
     )
-    for name, mutated in (
+    mutants: list[tuple[str, Callable[..., Any]]] = [
         ("membership", _NoViewAfterLoss),
         ("supervision", _Forgetful),
         ("commit", mutant(_wrong_slot)),
         ("commit", mutant(_only_first_vote)),
         ("commit", mutant(MUTATIONS["in reverse"])),
-    ):
+    ]
+    for name, mutated in mutants:
         with monkeypatch.context() as patch:
             patch.setattr(Built, name, staticmethod(mutated))
             assert any(isinstance(verdict, capture.Divergence) for verdict in verdicts(golden)), name

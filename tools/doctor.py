@@ -17,8 +17,9 @@ from zbmd.actors.member_links import LINK_UP_S_MAX
 from zbmd.actors.view import RANKS_MAX, MembershipMachine
 from zbmd.tools.settings import cores
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
-from zbmd.transport.errors import ZbmdError
+from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.memory import available_memory, create_memfd, in_words
+from zbmd.transport.rdma_devices import rdma_devices
 
 FILES_A_RANK = 8  # descriptors of the host for each rank: pipes, pidfd, link
 PROBE_BYTES = 1 << 20
@@ -87,6 +88,15 @@ def _files() -> Finding:
     )
 
 
+def _rdma() -> Finding:
+    """Not needed: a host without it is well."""
+    try:
+        devices = rdma_devices()
+    except UserError as error:
+        return Finding(name="RDMA", ok=True, detail=f"not used: {error}")
+    return Finding(name="RDMA", ok=True, detail=", ".join(devices) or "no device")
+
+
 def _limits() -> Finding:
     machine = MembershipMachine(1)
     grace_ms, kill_ms = machine.grace_ns / 1e6, machine.kill_ns / 1e6
@@ -105,6 +115,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _shared_memory,
     _cookie,
     _files,
+    _rdma,
     _limits,
 )
 

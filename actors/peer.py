@@ -219,12 +219,15 @@ class Peer:
 
     def unspawn(self, call: int, future: asyncio.Future[Any]) -> None:
         """Give up a spawn: what came or will come of it ends, so that nobody is left who knows no parent."""
-        if self._calls.pop(call, None) is not None:
-            self.post(wire.Unspawn(call))
+        self._calls.pop(call, None)
         if not future.done():
             future.cancel()
-        elif not future.cancelled() and future.exception() is None:
+        if not future.cancelled() and future.exception() is None:
             self._system.exit(future.result(), Reason(ReasonKind.KILLED, "its spawner has given up"))
+        elif self.lost is None:
+            # Also when the call is closed: the answer may have come when nobody took it any more. A spawn
+            # that has failed there is not known there, and nothing follows.
+            self.post(wire.Unspawn(call))
 
     def watch(self, ref: Ref, callback: Callable[[Down], None]) -> Callable[[], None]:
         """Monitor an actor of the peer; returns what undoes it. Raises `TooManyPending`."""

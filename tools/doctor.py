@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import rich.console
+import rich.markup
 import rich.table
 
 from zbmd.actors.host_template import READY_S_MAX
@@ -126,6 +127,6 @@ def main() -> int:
     findings = [check() for check in CHECKS]
     for finding in findings:
         text = finding.detail if finding.ok else f"{finding.detail}: {finding.advice}"
-        table.add_row(finding.name, "ok" if finding.ok else "NOT OK", text)
+        table.add_row(finding.name, "ok" if finding.ok else "NOT OK", rich.markup.escape(text))
     rich.console.Console().print(table)
     return 0 if all(finding.ok for finding in findings) else 1

@@ -136,3 +136,13 @@ def test_the_judge_sees_what_is_wrong(strategy: Strategy, told: list[Event | Act
 def test_the_judge_knows_what_is_temporary() -> None:
     told = [*UP, failed("c"), StartChild(child="c", incarnation=2, reason="")]
     assert "temporary and is started again" in judge(ONE, told, temporary="c")[0]
+
+
+@pytest.mark.parametrize(
+    ("seed", "ranks", "length"),
+    [(244677297579254, 1, 3)],  # an answer to a spawn that came when its spawner was being killed
+)
+def test_seeds_that_failed_once(seed: int, ranks: int, length: int) -> None:
+    options = Options(ranks=ranks, length=length, faults=0)
+    report = run_scenario(SupervisionScenario(), seed, options, (), tell=None)
+    assert report.outcome is Outcome.OK, report

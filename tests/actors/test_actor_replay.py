@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pprint
 import time
 from asyncio import sleep as real_sleep  # nobody waits for it: actors' timers are what is tried
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
+from actor_recordings import assert_identical, events_of, record, recorded, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,11 +26,7 @@ from zbmd.actors.ref import Ref
 from zbmd.actors.supervisor import ChildSpec
 from zbmd.actors.system import ActorSystem
 from zbmd.transport import capture
-from zbmd.transport.capture.records import EventTaken, StreamDeclared
 from zbmd.transport.errors import DeadlineExceeded, PeerLost
-from zbmd.transport.hlc import HybridClock
-
-Scenario = Callable[[CapturedSystem], Awaitable[None]]
 
 
 class Add(Contract, id="replay.add"):
@@ -212,65 +208,6 @@ class Watcher(Actor):
         if message.amount < 0:
             self.stop("told to")
         return Report(list(self.lines))
-
-
-# ---- recording and replaying
-
-
-@contextlib.asynccontextmanager
-async def recorded(directory: Path, name: str = "rank0") -> AsyncGenerator[CapturedSystem]:
-    origin = capture.Origin(process=name, incarnation=1)
-    recorder = capture.LogRecorder(directory, origin, capture.Clocks(hybrid=HybridClock()))
-    factory = asyncio.get_running_loop().get_task_factory()
-    system = CapturedSystem(name, recorder=recorder)
-    try:
-        yield system
-    finally:
-        await system.stop(timeout=1)
-        recorder.close()
-        assert recorder.failure is None
-        assert asyncio.get_running_loop().get_task_factory() is factory
-
-
-def record(directory: Path, scenario: Scenario, run: Callable[..., Any] = uvloop.run) -> None:
-    async def main() -> None:
-        async with recorded(directory) as system:
-            await scenario(system)
-
-    run(main())
-
-
-def replayed(directory: Path) -> dict[str, capture.Verdict]:
-    """The verdicts by stream; of a stream that went on under its name, the last."""
-    verdicts = {verdict.stream: verdict for verdict in capture.replay_log(directory)}
-    assert verdicts
-    return verdicts
-
-
-def assert_identical(directory: Path) -> dict[str, capture.Verdict]:
-    verdicts = replayed(directory)
-    for verdict in verdicts.values():
-        assert isinstance(verdict, capture.Identical), pprint.pformat(verdict, width=110)
-    return verdicts
-
-
-def events_of(directory: Path, stream: str) -> list[str]:
-    number = -1
-    found: list[str] = []
-    for entry in (entry for log in capture.open_log(directory).processes for entry in log.entries()):
-        match entry.record:
-            case StreamDeclared(name=name, stream=declared) if name == stream:
-                number = declared
-            case EventTaken(tag=tag, stream=taken) if taken == number:
-                found.append(tag)
-            case _:
-                pass
-    return found
-
-
-async def until(so: Callable[[], bool]) -> None:
-    while not so():  # noqa: ASYNC110 (what it waits for has no event)
-        await asyncio.sleep(0)
 
 
 async def until_told(watcher: Ref, beginning: str) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
+from hash_seeds import printed_under_hash_seeds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -164,19 +162,7 @@ def test_one_seed_one_history() -> None:
 
 
 def test_a_history_does_not_depend_on_the_hash_seed() -> None:
-    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import test_sim as t"
-    code += "; print(t.gossip_digest(7))"
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout
-        for hash_seed in ("1", "2")
-    }
+    digests = printed_under_hash_seeds(__file__, "gossip_digest(7)")
     assert digests == {gossip_digest(7) + "\n"}
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 
 import pytest
+from hash_seeds import printed_under_hash_seeds
 
 from zbmd.actors.actor import Actor, Down, on
 from zbmd.actors.contracts import Contract, fingerprints
@@ -211,17 +209,5 @@ def test_one_seed_one_history_whatever_the_hash_seed() -> None:
     digests = [digest(seed) for seed in range(5)]
     assert digests == [digest(seed) for seed in range(5)]
     assert len(set(digests)) == 5
-    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import test_sim_actors as t"
-    code += "; print(t.digest(2))"
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout.splitlines()[-1]
-        for hash_seed in ("1", "2")
-    }
-    assert printed == {digests[2]}
+    printed = printed_under_hash_seeds(__file__, "digest(2)")
+    assert {text.splitlines()[-1] for text in printed} == {digests[2]}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import subprocess
-import sys
 import time
 
 import pytest
+from hash_seeds import printed_under_hash_seeds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,20 +92,8 @@ def test_one_seed_one_history_whatever_the_hash_seed() -> None:
     digests = [chatter_digest(seed) for seed in range(6)]
     assert digests == [chatter_digest(seed) for seed in range(6)]
     assert len(set(digests)) == 6
-    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import test_sim_world as t"
-    code += "; print(t.chatter_digest(3))"
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout.strip()
-        for hash_seed in ("1", "2")
-    }
-    assert printed == {digests[3]}
+    printed = printed_under_hash_seeds(__file__, "chatter_digest(3)")
+    assert {text.strip() for text in printed} == {digests[3]}
 
 
 def test_processes_interleave_by_the_seed_and_each_keeps_its_own_order() -> None:

@@ -129,8 +129,6 @@ class _Receiver(Actor):
 
     captured = False
 
-    captured = False
-
     def __init__(self, take: Callable[[cm.CommitEvent], None]) -> None:
         self._take = take
 
@@ -297,6 +295,8 @@ class CommitDriver:
         digest: bytes | None = None
         part = b""
         try:
+            if group.epoch != epoch:  # the next view came between this work's order and its start
+                raise WorkCancelled(f"epoch {epoch} is over")
             match work:
                 case cm.Fetch():
                     digest = self._workload.fetch(work, cancellation)

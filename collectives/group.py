@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from zbmd.actors.member import Node
 from zbmd.actors.view import View
 from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.operation_capture import record_operations
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import LocalProtocolError, UserError
@@ -40,7 +41,7 @@ class Group:
 
     Every operation takes a `timeout` in seconds, from the call to the result; default `TIMEOUT_S_DEFAULT`.
     Each raises `PeerLost` when a member ends meanwhile, `DeadlineExceeded` when the timeout has passed, and
-    `OperationAborted` when a member has given up; after any of them the group is not usable any more.
+    `OperationAborted` when a member has given up or the group is closed; after any of them the group is not usable any more.
     """
 
     def __init__(self, communicator: Communicator, view: View) -> None:
@@ -63,7 +64,8 @@ class Group:
     def submit(self, operation: Callable[[Communicator], ResultT]) -> Future[ResultT]:
         """Queue `operation` for the data-plane thread; callable from any thread.
 
-        Raises `LocalProtocolError` when too many operations are in flight or the group is closed.
+        Raises `LocalProtocolError` when too many operations are in flight, and `OperationAborted` when the
+        group is closed: who computes on one thread cannot know that another has closed it for a new view.
         """
         if not self._slots.acquire(blocking=False):
             raise LocalProtocolError(
@@ -73,7 +75,7 @@ class Group:
             future = self._data_plane.submit(operation, self.communicator)
         except RuntimeError:
             self._slots.release()
-            raise LocalProtocolError(f"{self!r} is closed: get a group of the new view") from None
+            raise OperationAborted(f"{self!r} is closed: get a group of the new view") from None
         future.add_done_callback(lambda _: self._slots.release())
         return future
 

@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,8 @@ RECOVERY_POINTS = ("commit.view", "commit.report", "fetch.begin", "fetch.middle"
 COLLECTIVE_CASES_MAX = 400
 """Instruction boundaries tried on one rank; its sweep ends at the first one behind its last."""
 
+TOLD_LINES = 30
+"""Lines of the ranks' output that are kept of a run."""
 
 RESTARTS_MAX = 8
 RECOVERY_BOUNDARIES = 30
@@ -49,11 +51,17 @@ RECOVERY_BOUNDARIES = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one run."""
+    """What became of one run. `failures`: a line for each rank that ended unexpectedly; `told`: the end of
+    what the ranks wrote."""
 
     digest: str
-    deaths: int
-    log_tail: tuple[str, ...]
+    failures: tuple[str, ...]
+    told: str
+
+    @property
+    def deaths(self) -> int:
+        """How many ranks ended unexpectedly."""
+        return len(self.failures)
 
 
 @dataclass(slots=True)
@@ -61,13 +69,11 @@ class _Run:
     """Observer and output of a run."""
 
     digest: str = ""
-    deaths: int = 0
-    lines: list[str] | None = None
+    lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=TOLD_LINES))
 
     async def write_line(self, line: OutputLine) -> None:
         """Keep a rank's line, in case the run fails."""
-        if self.lines is not None:
-            self.lines.append(f"[rank{line.rank}]: {line.text.decode(errors='replace')}")
+        self.lines.append(f"[rank{line.rank}]: {line.text.decode(errors='replace')}")
 
     async def __call__(self, event: HostEvent) -> None:
         """Keep the result."""
@@ -82,7 +88,7 @@ async def run_small_job(
 
     Raises `UserError` if the run fails or the ledger does not balance.
     """
-    run = _Run(lines=[])
+    run = _Run()
     config = HostConfig(
         target="zbmd.training",
         is_module=True,
@@ -95,9 +101,8 @@ async def run_small_job(
     )
     host = Host(config, output=run, observer=run)
     ended = await host.run()
-    lines = tuple((run.lines or [])[-30:])
+    told = "\n".join(run.lines)
     if ended.exit_code != 0 or not run.digest:
-        told = "\n".join(lines)
         raise UserError(f"with {fault!r} the job did not finish: {ended.reason}\n{told}")
     audited = audit_run(out)
     if (audited.steps, audited.steps_lost, audited.samples_skipped, audited.samples_repeated) != (
@@ -107,7 +112,10 @@ async def run_small_job(
         0,
     ):
         raise UserError(f"with {fault!r} the ledger does not balance: {audited}")
-    return Outcome(digest=run.digest, deaths=len(ended.failures), log_tail=lines)
+    failures = tuple(
+        f"rank {down.rank}, incarnation {down.incarnation}: {down.reason}" for down in ended.failures
+    )
+    return Outcome(digest=run.digest, failures=failures, told=told)
 
 
 def write_text(path: Path) -> Path:

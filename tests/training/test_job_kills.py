@@ -34,7 +34,7 @@ async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
     assert calm.deaths == 0
     for number, fault in enumerate(CASES):
         found = await run_small_job(tmp_path / str(number), data, fault=fault)
-        assert found.deaths == len(faults.parse(fault)), fault
+        assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
         assert found.digest == calm.digest, fault
 
 
@@ -51,5 +51,5 @@ async def test_a_run_that_shrinks_ends_with_the_same_bits(tmp_path: Path) -> Non
     calm = await run_small_job(tmp_path / "calm", data)
     fault = "rank1:step.reduce:3"
     shrunk = await run_small_job(tmp_path / "shrunk", data, fault=fault, on_loss=OnLoss.SHRINK)
-    assert shrunk.deaths == 1
+    assert shrunk.deaths == 1, (shrunk.failures, shrunk.told)
     assert shrunk.digest == calm.digest

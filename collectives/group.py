@@ -41,7 +41,8 @@ class Group:
 
     Every operation takes a `timeout` in seconds, from the call to the result; default `TIMEOUT_S_DEFAULT`.
     Each raises `PeerLost` when a member ends meanwhile, `DeadlineExceeded` when the timeout has passed, and
-    `OperationAborted` when a member has given up or the group is closed; after any of them the group is not usable any more.
+    `OperationAborted` when a member has given up or the group is closed; after any of them the group is not
+    usable any more.
     """
 
     def __init__(self, communicator: Communicator, view: View) -> None:

@@ -1,0 +1,29 @@
+"""Where the commands begin. While they are imported, Ctrl-C ends the process without a word."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+
+
+def node() -> int:
+    """`zbmd-node`."""
+    return _run("zbmd.tools.node_cli")
+
+
+def zbmd() -> int:
+    """`zbmd`."""
+    return _run("zbmd.tools.cli")
+
+
+def _run(module: str) -> int:
+    # The imports take a few tenths of a second, in which a KeyboardInterrupt would surface as a traceback
+    # out of the middle of some library.
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so where it is to be ignored
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    main = importlib.import_module(module).main
+    if ours:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    code: int = main()
+    return code

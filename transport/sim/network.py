@@ -136,8 +136,9 @@ class Network:
     def _join(
         self, a: SimProcess, a_options: LinkOptions, b: SimProcess, b_options: LinkOptions
     ) -> tuple[SimLink, SimLink]:
-        near = SimLink(self, a, a.identity(a_options), b, a_options)
-        far = SimLink(self, b, b.identity(b_options), a, b_options)
+        a_identity, b_identity = a.identity(a_options), b.identity(b_options)
+        near = SimLink(self, a, a_identity, b, b_identity, a_options.limits)
+        far = SimLink(self, b, b_identity, a, a_identity, b_options.limits)
         near.join(far)
         far.join(near)
         for link in (near, far):
@@ -174,7 +175,7 @@ class Network:
         self._listeners.pop(process, None)
         lost = PeerLost(process.name, "its end of the link closed without a goodbye")
         for link in self._links.pop(process, {}):
-            far = link._other
+            far = link.far
             under_way = link.frames_sent - far.frames_arrived
             far.peer_dies(far.frames_arrived + self._deaths.randint(0, under_way))
             self._notice(process, far, partial(far.peer_ended, lost))

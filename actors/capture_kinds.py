@@ -12,6 +12,8 @@ from zbmd.actors.supervision import ChildPolicy, Strategy, SupervisionMachine
 from zbmd.actors.view import MembershipMachine, OnLoss
 from zbmd.transport.capture.registry import MachineKind, register
 
+_FIRST_GRACE_NS, _FIRST_KILL_NS = 1_000_000_000, 500_000_000  # of logs that do not name them
+
 
 def _build_membership(config: Mapping[str, Any]) -> MembershipMachine:
     return MembershipMachine(
@@ -19,6 +21,8 @@ def _build_membership(config: Mapping[str, Any]) -> MembershipMachine:
         on_loss=OnLoss(config["on_loss"]),
         restarts_max=config["restarts_max"],
         period_ns=config["period_ns"],
+        grace_ns=config.get("grace_ns", _FIRST_GRACE_NS),
+        kill_ns=config.get("kill_ns", _FIRST_KILL_NS),
     )
 
 

@@ -51,6 +51,7 @@ from zbmd.actors.host_template import TemplateClient, TemplateLost
 from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, RankEnvironment
 from zbmd.actors.template import Exited, Forked, ForkFailed, ForkRequest
 from zbmd.actors.view import USAGE_EXIT_CODE, MembershipMachine, OnLoss, Outcome, Phase, RankState
+from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, derive
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.hello import Identity
@@ -71,7 +72,7 @@ class HostConfig:
 
     preload: modules that the template imports before it forks; environment: variables for the ranks beside
     those of this process, of which the host reads those that `zbmd.actors.capture` names; restart_window_s:
-    the window that `max_restarts` counts in.
+    the window that `max_restarts` counts in; recovery_budget_ns: what all deadlines are derived from.
     """
 
     target: str
@@ -82,6 +83,7 @@ class HostConfig:
     max_restarts: int = 3
     restart_window_s: float = 60.0
     arena_bytes: int = ARENA_BYTES_DEFAULT
+    recovery_budget_ns: int = RECOVERY_BUDGET_NS_DEFAULT
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     preload: Sequence[str] = PRELOAD
 
@@ -101,11 +103,14 @@ class Host:
         self.address = f"zbmd-{os.getuid()}-{self.job:016x}"
         self._output = output
         self._observer = observer
+        self._deadlines = derive(config.recovery_budget_ns)
         self._machine_config: dict[str, Any] = {
             "world_size": config.world_size,
             "on_loss": config.on_loss,
             "restarts_max": config.max_restarts,
             "period_ns": round(config.restart_window_s * 1e9),
+            "grace_ns": self._deadlines.stop_grace_ns,
+            "kill_ns": self._deadlines.stop_kill_ns,
         }
         self._machine = MembershipMachine(**self._machine_config)
         self._tap = Tap(None, MEMBERSHIP, "", self._machine, self._machine_config)
@@ -178,7 +183,12 @@ class Host:
         self._tap = Tap(recorder, MEMBERSHIP, "membership", self._machine, self._machine_config)
         try:
             self._links = HostLinks(
-                address=self.address, identity=identity, clock=clock, recorder=recorder, desk=self
+                address=self.address,
+                identity=identity,
+                clock=clock,
+                deadlines=self._deadlines,
+                recorder=recorder,
+                desk=self,
             )
             await self._links.open()
             self._template = TemplateClient(on_reply=self._on_template, on_lost=self._on_template_lost)
@@ -425,6 +435,7 @@ class Host:
             job=self.job,
             node_address=self.address,
             arena_bytes=self.config.arena_bytes,
+            recovery_budget_ns=self.config.recovery_budget_ns,
         )
         request = ForkRequest(
             rank=rank,

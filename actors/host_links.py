@@ -26,6 +26,7 @@ from zbmd.actors.host_contracts import (
 )
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import child_id
+from zbmd.transport.budget import Deadlines
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.cookie import load_or_create_cookie
 from zbmd.transport.errors import ZbmdError
@@ -112,7 +113,14 @@ class HostLinks:
     """The listener, the actor system "node" and the death watch of one host."""
 
     def __init__(
-        self, *, address: str, identity: Identity, clock: HybridClock, recorder: Recorder, desk: HostDesk
+        self,
+        *,
+        address: str,
+        identity: Identity,
+        clock: HybridClock,
+        deadlines: Deadlines,
+        recorder: Recorder,
+        desk: HostDesk,
     ) -> None:
         self._desk = desk
         self._recorder = recorder
@@ -127,6 +135,7 @@ class HostLinks:
             cookie=load_or_create_cookie(),
             segment=self._segment,
             clock=clock,
+            deadlines=deadlines,
             recorder=recorder,
         )
         self._address = address

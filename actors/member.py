@@ -43,10 +43,11 @@ from zbmd.actors.host_contracts import (
 )
 from zbmd.actors.member_links import MemberLinks
 from zbmd.actors.rank_log import RankLogFile, rank_logger
-from zbmd.actors.runtime_env import RankEnvironment, arena_bytes
+from zbmd.actors.runtime_env import RankEnvironment, arena_bytes, recovery_budget_ns
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import Member, View, child_id
 from zbmd.transport import faults
+from zbmd.transport.budget import derive
 from zbmd.transport.cookie import load_or_create_cookie
 from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.hello import Identity
@@ -59,7 +60,6 @@ log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
 
 INBOX_BYTES_DEFAULT = 16 << 20
 REPORTS_WAITING_MAX = 256
-FLUSH_S_MAX = 0.5
 LOSS_CALLBACKS_MAX = 64
 
 OnPeerLost = Callable[[int, int, DeathNotice], None]
@@ -126,6 +126,7 @@ class Node:
         self.job = environment.job
         self.segment = segment
         self.epoch = 0
+        self.deadlines = derive(environment.recovery_budget_ns)
         self.capture = capture
         self.recorder = capture.recorder
         # An actor's life is a stream of the log; to keep them all in the ring would cost too much.
@@ -136,7 +137,12 @@ class Node:
         self._life = LifeThread(segment)
         self._watch = DeathWatch(segment, asyncio.get_running_loop())
         self._endpoint = Endpoint(
-            identity=identity, cookie=cookie, segment=segment, clock=clock, recorder=self.recorder
+            identity=identity,
+            cookie=cookie,
+            segment=segment,
+            clock=clock,
+            deadlines=self.deadlines,
+            recorder=self.recorder,
         )
         self._links = MemberLinks(self.rank, self.system, self._endpoint)
         self._view = View(epoch=0, members=())
@@ -225,7 +231,7 @@ class Node:
         if self._reporter is not None:
             self._leaving = True
             self._reports_changed.set()
-            await asyncio.wait([self._reporter], timeout=FLUSH_S_MAX)
+            await asyncio.wait([self._reporter], timeout=self.deadlines.flush_ns / 1e9)
             self._reporter.cancel()
             await asyncio.wait([self._reporter])
             self._reporter = None
@@ -333,7 +339,13 @@ async def join(
     """
     found = RankEnvironment.read(os.environ)
     environment = found or RankEnvironment(
-        rank=0, world_size=1, incarnation=1, job=0, node_address="", arena_bytes=arena_bytes(os.environ)
+        rank=0,
+        world_size=1,
+        incarnation=1,
+        job=0,
+        node_address="",
+        arena_bytes=arena_bytes(os.environ),
+        recovery_budget_ns=recovery_budget_ns(os.environ),
     )
     if not 0 <= environment.rank < environment.world_size:
         raise UserError(f"RANK={environment.rank} is not below WORLD_SIZE={environment.world_size}.")

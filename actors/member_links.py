@@ -10,15 +10,13 @@ import structlog
 
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import RANKS_MAX, Member, View, child_id
+from zbmd.transport.durations import format_duration
 from zbmd.transport.errors import DeadlineExceeded, ZbmdError
 from zbmd.transport.link import Link
 from zbmd.transport.segment import PeerSegment
 from zbmd.transport.shm import Endpoint, Listener, dial, listen
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
-
-LINK_UP_S_MAX = 10.0
-"""From a view's installation until all its links stand and all that went is confirmed."""
 
 _RANK_NAME = re.compile(r"rank(\d{1,3})")
 
@@ -85,21 +83,23 @@ class MemberLinks:
     async def ready(self, *, after: int) -> tuple[View, dict[int, PeerSegment]]:
         """Wait until all links of a view newer than `after` stand; the view and the members' segments.
 
-        Raises `DeadlineExceeded` `LINK_UP_S_MAX` after the view's installation.
+        Raises `DeadlineExceeded` the `view_ns` of the endpoint's deadlines after the view's installation.
         """
+        limit_ns = self._endpoint.deadlines.view_ns
         while True:
             self._changed.clear()
             view, missing = self.view, self._missing()
             if view.epoch > after and not missing:
                 return view, self._segments()
             try:
-                limit_s = self._installed_s + LINK_UP_S_MAX if view.epoch > after else None
+                limit_s = self._installed_s + limit_ns / 1e9 if view.epoch > after else None
                 async with asyncio.timeout_at(limit_s):
                     await self._changed.wait()
             except TimeoutError:
                 raise DeadlineExceeded(
-                    f"{child_id(self._rank)}: view {view.epoch} was not complete within {LINK_UP_S_MAX:g} s: "
-                    f"{'; '.join(missing)}. A process may be stopped or starved: look at zbmd-node status."
+                    f"{child_id(self._rank)}: view {view.epoch} was not complete within "
+                    f"{format_duration(limit_ns)}: {'; '.join(missing)}. A process may be stopped or "
+                    "starved: look at zbmd-node status."
                 ) from None
 
     async def entered(self, epoch: int) -> bool:

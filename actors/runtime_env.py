@@ -9,6 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zbmd.transport.budget import (
+    RECOVERY_BUDGET_NS_DEFAULT,
+    RECOVERY_BUDGET_VARIABLE,
+    parse_recovery_budget,
+)
 from zbmd.transport.errors import UserError
 
 ARENA_BYTES_DEFAULT = 64 << 20
@@ -52,7 +57,10 @@ def parse_arena(text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """A rank's place in its job. `node_address`: the name its host listens on; `job`: u64."""
+    """A rank's place in its job. `node_address`: the name its host listens on; `job`: u64.
+
+    recovery_budget_ns: what its deadlines are derived from.
+    """
 
     rank: int
     world_size: int
@@ -60,6 +68,7 @@ class RankEnvironment:
     job: int
     node_address: str
     arena_bytes: int = ARENA_BYTES_DEFAULT
+    recovery_budget_ns: int = RECOVERY_BUDGET_NS_DEFAULT
 
     def variables(self) -> dict[str, str]:
         """The environment variables that say this, and what launchers usually say beside it."""
@@ -74,6 +83,7 @@ class RankEnvironment:
             "ZBMD_JOB": str(self.job),
             "ZBMD_NODE": self.node_address,
             "ZBMD_ARENA": str(self.arena_bytes),
+            RECOVERY_BUDGET_VARIABLE: f"{self.recovery_budget_ns}ns",
         }
 
     @classmethod
@@ -89,6 +99,7 @@ class RankEnvironment:
             job=_number(environment, "ZBMD_JOB"),
             node_address=node_address,
             arena_bytes=arena_bytes(environment),
+            recovery_budget_ns=recovery_budget_ns(environment),
         )
 
 
@@ -96,6 +107,17 @@ def arena_bytes(environment: Mapping[str, str]) -> int:
     """The arena's size from ZBMD_ARENA, or the default. Raises `UserError`."""
     text = environment.get("ZBMD_ARENA")
     return ARENA_BYTES_DEFAULT if text is None else parse_arena(text)
+
+
+def recovery_budget_ns(environment: Mapping[str, str]) -> int:
+    """The recovery budget from ZBMD_RECOVERY_BUDGET, or the default. Raises `UserError`."""
+    text = environment.get(RECOVERY_BUDGET_VARIABLE)
+    if text is None:
+        return RECOVERY_BUDGET_NS_DEFAULT
+    try:
+        return parse_recovery_budget(text)
+    except UserError as error:
+        raise UserError(f"{RECOVERY_BUDGET_VARIABLE}: {error}") from None
 
 
 def host_memory_bytes(environment: Mapping[str, str]) -> int | None:

@@ -14,11 +14,13 @@ from typing import assert_never
 
 from zbmd.actors import supervision
 from zbmd.actors.supervision import ChildPolicy, Restart, Strategy, SupervisionMachine
+from zbmd.transport.budget import derive
 from zbmd.transport.errors import LocalProtocolError
 
 RANKS_MAX = 62  # slots 0..61 of a segment; 63 is the node's
 EPOCH_MAX = 2**32 - 1
 STORY_EVENTS_MAX = 16
+_DEADLINES = derive()
 USAGE_EXIT_CODE = 2  # as argparse: what was asked for cannot be done, and asking again will not help
 
 
@@ -262,8 +264,8 @@ class MembershipMachine:
         on_loss: OnLoss = OnLoss.REPLACE,
         restarts_max: int = 3,
         period_ns: int = 60_000_000_000,
-        grace_ns: int = 1_000_000_000,
-        kill_ns: int = 500_000_000,
+        grace_ns: int = _DEADLINES.stop_grace_ns,
+        kill_ns: int = _DEADLINES.stop_kill_ns,
     ) -> None:
         if not 1 <= world_size <= RANKS_MAX:
             raise LocalProtocolError(f"{world_size} ranks: one host takes 1 to {RANKS_MAX}")

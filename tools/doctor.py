@@ -13,11 +13,12 @@ import rich.console
 import rich.markup
 import rich.table
 
-from zbmd.actors.host_template import READY_S_MAX
-from zbmd.actors.member_links import LINK_UP_S_MAX
-from zbmd.actors.view import RANKS_MAX, MembershipMachine
+from zbmd.actors.runtime_env import recovery_budget_ns
+from zbmd.actors.view import RANKS_MAX
 from zbmd.tools.settings import cores
+from zbmd.transport.budget import derive
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
+from zbmd.transport.durations import format_duration
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.memory import available_memory, create_memfd, in_words
 from zbmd.transport.rdma_devices import rdma_devices
@@ -99,13 +100,13 @@ def _rdma() -> Finding:
 
 
 def _limits() -> Finding:
-    machine = MembershipMachine(1)
-    grace_ms, kill_ms = machine.grace_ns / 1e6, machine.kill_ns / 1e6
-    detail = (
-        f"stop: {grace_ms:.0f} ms after SIGTERM comes SIGKILL, {kill_ms:.0f} ms later the end; "
-        f"a view's links stand within {LINK_UP_S_MAX:g} s; the template is up within {READY_S_MAX:g} s"
-    )
-    return Finding(name="deadlines", ok=grace_ms + kill_ms < 2000, detail=detail, advice="this is a bug")
+    try:
+        deadlines = derive(recovery_budget_ns(os.environ))
+    except UserError as error:
+        return Finding(name="deadlines", ok=False, detail=str(error), advice="correct that variable")
+    shown = ", ".join(f"{each.name} {format_duration(each.value_ns)}" for each in deadlines.explain())
+    detail = f"recovery_budget {format_duration(deadlines.recovery_budget_ns)}; derived from it: {shown}"
+    return Finding(name="deadlines", ok=True, detail=detail)
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

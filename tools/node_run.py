@@ -112,6 +112,7 @@ def host_config(job: Job, settings: Settings) -> HostConfig:
         max_restarts=settings["max_restarts"],
         restart_window_s=settings["restart_window"],
         arena_bytes=settings["arena"],
+        recovery_budget_ns=round(settings["recovery_budget"] * 1e9),
         environment=environment,
         preload=(*PRELOAD, *MORE_PRELOADS, *_own_modules(job)),
     )

@@ -13,25 +13,17 @@ from typing import Any
 from zbmd.actors.capture import parse_bulk
 from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, parse_arena
 from zbmd.actors.view import RANKS_MAX, OnLoss
+from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, parse_recovery_budget
 from zbmd.transport.capture import Detail
+from zbmd.transport.durations import parse_duration
 from zbmd.transport.errors import UserError
 
 RESTARTS_MAX = 10_000
-DURATION_S_MAX = 7 * 24 * 3600.0
-
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|µs|ms|s|min|h)")
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
-def parse_duration(text: str) -> float:
-    """Seconds in a duration such as `500ms` or `1min`. Raises `UserError`."""
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
-        raise UserError(f"{text!r} is not a duration. Write a number and a unit, such as 500ms, 2s or 1min.")
-    seconds = float(found[1]) * _SECONDS[found[2]]
-    if not 0 < seconds <= DURATION_S_MAX:
-        raise UserError(f"a duration of {text} is out of range. Give more than 0 and at most 7 days.")
-    return seconds
+def parse_budget(text: str) -> float:
+    """Seconds of a recovery budget. Raises `UserError`."""
+    return parse_recovery_budget(text) / 1e9
 
 
 def parse_ranks(text: str) -> int:
@@ -114,6 +106,13 @@ SETTINGS = (
         default=60.0,
         metavar="TIME",
         help="the window that --max-restarts counts in; default: 60s",
+    ),
+    Setting(
+        name="recovery_budget",
+        parse=parse_budget,
+        default=RECOVERY_BUDGET_NS_DEFAULT / 1e9,
+        metavar="TIME",
+        help="from a death to the repeated step; all deadlines follow from it; default: 1s",
     ),
     Setting(
         name="arena",

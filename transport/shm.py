@@ -30,6 +30,7 @@ from zbmd.transport.attach import (
     accept_offer,
     close_all,
 )
+from zbmd.transport.budget import Deadlines, derive
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import (
@@ -72,7 +73,6 @@ BACKLOG = 128
 ACCEPTS_PER_WAKE = 16
 HALF_OPEN_MAX = 64
 """Connections that have not finished their hello; past it a new one is closed at once."""
-HELLO_TIMEOUT_NS = 5_000_000_000
 DIAL_RETRY_S = 0.002
 """Pause while a listener's backlog is full; the dial's deadline bounds the retries."""
 HELLO_MESSAGE_BYTES_MAX = MAX_BODY_BYTES + 64
@@ -88,6 +88,7 @@ class Endpoint:
     """Handed to every peer at hello, if there is one; its life thread must have started by then."""
     clock: HybridClock = field(default_factory=HybridClock)
     limits: LinkLimits = field(default_factory=LinkLimits)
+    deadlines: Deadlines = field(default_factory=derive)
     recorder: Recorder | None = None
     """Takes down every hello, and every frame of every link; its hybrid clock is `clock`."""
 
@@ -174,25 +175,28 @@ def listen(
     on_link: OnLink,
     endpoint: Endpoint,
     *,
-    timeout_ns: int = HELLO_TIMEOUT_NS,
+    timeout_ns: int | None = None,
     half_open_max: int = HALF_OPEN_MAX,
 ) -> Listener:
     """Listen at the abstract unix address `name` (1..107 bytes) on the running loop.
 
-    `on_link` is called with each link that stands. Raises `LocalProtocolError` if the address is taken or
+    `on_link` is called with each link that stands; a hello takes `timeout_ns` at most, by default the
+    `hello_ns` of the endpoint's deadlines. Raises `LocalProtocolError` if the address is taken or
     too long.
     """
+    timeout_ns = endpoint.deadlines.hello_ns if timeout_ns is None else timeout_ns
     return Listener(name, on_link, endpoint, timeout_ns, half_open_max)
 
 
-async def dial(name: str, endpoint: Endpoint, *, timeout_ns: int = HELLO_TIMEOUT_NS) -> ShmLink:
+async def dial(name: str, endpoint: Endpoint, *, timeout_ns: int | None = None) -> ShmLink:
     """Connect to the listener at `name`, say hello, and return the link.
 
     Raises `PeerLost` if nobody listens there or the peer ends meanwhile, `DeadlineExceeded` after
-    `timeout_ns`, a `HelloError` or other `RemoteProtocolError` if either side refuses the other, and
-    `OutOfMemory` if there is no room for the link's rings.
+    `timeout_ns` (default: the `dial_ns` of the endpoint's deadlines), a `HelloError` or other
+    `RemoteProtocolError` if either side refuses the other, and `OutOfMemory` if there is no room for the
+    link's rings.
     """
-    deadline_ns = now_ns() + timeout_ns
+    deadline_ns = now_ns() + (endpoint.deadlines.dial_ns if timeout_ns is None else timeout_ns)
     sock = _unix_socket()
     with contextlib.ExitStack() as undo:
         undo.callback(sock.close)

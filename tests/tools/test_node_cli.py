@@ -530,6 +530,14 @@ async def test_show_config_merges_by_precedence(start: Start, tmp_path: Path) ->
     assert "max_restarts = 9  # ZBMD_MAX_RESTARTS" in run.lines
     assert f'on_loss = "shrink"  # {config}' in run.lines
     assert 'restart_window = "60s"  # default' in run.lines
+    assert 'recovery_budget = "1s"  # default' in run.lines
+
+
+async def test_the_recovery_budget_reaches_the_ranks(start: Start, script: Callable[[str], str]) -> None:
+    path = script('print("deadlines", node.deadlines.recovery_budget_ns, node.deadlines.suspicion_ns)')
+    code, run = await run_to_end(start, "run", "-n", "2", "--recovery-budget", "2500ms", path)
+    assert code == 0, run.all_output
+    assert sum("deadlines 2500000000 1000000000" in line for line in run.lines) == 2
 
 
 BAD_INPUT = [
@@ -551,6 +559,8 @@ BAD_INPUT = [
     (["--on-loss", "panic", "plain.py"], "--on-loss: 'panic' is no policy"),
     (["--data", "none/*.txt", "plain.py"], "--data none/*.txt matches no file"),
     (["--restart-window", "soon", "plain.py"], "'soon' is not a duration. Write a number and a unit"),
+    (["--recovery-budget", "soon", "plain.py"], "--recovery-budget: 'soon' is not a duration"),
+    (["--recovery-budget", "1ms", "plain.py"], "budget of 1ms is out of range. Give 100ms to 10min"),
     (["--no-such-option", "plain.py"], "See zbmd-node"),
 ]
 

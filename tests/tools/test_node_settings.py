@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from zbmd.actors.runtime_env import RankEnvironment, parse_size
 from zbmd.tools.progress import Progress, Recovery, format_progress, format_recovery
-from zbmd.tools.settings import SETTINGS, merge, parse_duration
+from zbmd.tools.settings import SETTINGS, merge
+from zbmd.transport.durations import parse_duration
 from zbmd.transport.errors import UserError
 
 

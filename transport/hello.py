@@ -13,6 +13,7 @@ Either side may send REFUSAL instead (the dialer until it has proved), and close
 (magic, version, type, length: the same in all versions, so that another version is told by name) and a body
 of at most `MAX_BODY_BYTES`. The proofs cover the whole conversation, so nothing in it can be changed,
 replayed or reflected; the dialer proves first, so a stranger learns nothing that depends on the cookie.
+Once it is accepted, `HelloMachine.session_secret` is the root of the keys of the session (see `session`).
 Source of the scheme: mutual challenge-response, ISO/IEC 9798-4, with the roles bound into the code.
 """
 
@@ -34,6 +35,7 @@ HELLO_MAGIC = b"zbmd"
 HELLO_VERSION = 1
 NONCE_BYTES = 32
 PROOF_BYTES = 32
+SECRET_BYTES = 32
 COOKIE_BYTES_MIN = 32
 MAX_CONTRACTS = 1024
 MAX_BODY_BYTES = 128 * 1024
@@ -294,6 +296,7 @@ class HelloMachine:
         self._buffer = bytearray()
         self._transcript = hashlib.sha256()
         self._story: deque[str] = deque(maxlen=STORY_EVENTS)
+        self._same_host = False
 
     def handle(self, event: HelloEvent, *, now_ns: int) -> list[HelloAction]:
         """Take one event at monotonic `now_ns`, ns. What the peer does wrong ends in a `Reject`."""
@@ -318,6 +321,19 @@ class HelloMachine:
         except _Failed as failed:
             return self._reject(failed)
 
+    def session_secret(self) -> bytes:
+        """`SECRET_BYTES` bytes that only the two sides of this hello can know, once it is accepted.
+
+        HKDF-Extract of RFC 5869 with SHA-256: the salt is the hash of the whole conversation, with both fresh
+        nonces, and the input the cookie. It is handed out by call alone, so that no log of actions holds it.
+        Raises `LocalProtocolError` before the hello is accepted.
+        """
+        if self.state is not State.ACCEPTED:
+            raise LocalProtocolError(
+                "a session's secret before its hello was accepted", story=tuple(self._story)
+            )
+        return hmac.digest(self._transcript.digest(), self._cookie, "sha256")
+
     def check_invariants(self) -> None:
         """The buffer is bounded and only whole accepted hellos have a peer; see `Machine`."""
         assert len(self._buffer) < _HEADER.size + MAX_BODY_BYTES, len(self._buffer)
@@ -331,6 +347,7 @@ class HelloMachine:
         if self.state is not State.NEW:
             raise LocalProtocolError("a hello is opened once", story=tuple(self._story))
         self._story.append(f"opened (peer uid {peer_uid})")
+        self._same_host = peer_uid is not None
         if peer_uid is not None and peer_uid != self._identity.uid:
             raise _Failed(WrongUser, f"it belongs to uid {peer_uid}, we to uid {self._identity.uid}")
         timer = SetTimer(at_ns=self._deadline_ns)
@@ -426,7 +443,7 @@ class HelloMachine:
             raise _Failed(Garbage, f"its identity cannot be read: {error}") from None
         self._story.append(f"{peer.name} pid {peer.pid} incarnation {peer.incarnation} proved")
         ours = self._identity
-        if peer.uid != ours.uid:
+        if self._same_host and peer.uid != ours.uid:  # on another host the same user may have another number
             raise _Failed(WrongUser, f"{peer.name} belongs to uid {peer.uid}, we to uid {ours.uid}")
         if ours.job and peer.job and ours.job != peer.job:
             raise _Failed(WrongJob, f"{peer.name} belongs to job {peer.job:#x}, we to job {ours.job:#x}")

@@ -87,14 +87,16 @@ class Pair:
         *,
         cut: Callable[[bytes], Iterable[bytes]] = lambda data: [data],
         tamper: Callable[[int, bytes], bytes] = lambda index, data: data,
+        listener_sees_uid: int | None = None,
     ) -> None:
         self.machines = (left, right)
         self.cut, self.tamper = cut, tamper
+        self.uids = (None, listener_sees_uid)
         self.ends: list[list[Accept | Reject]] = [[], []]
         self.sent: list[tuple[int, bytes]] = []
 
     def run(self) -> Pair:
-        queue: list[tuple[int, HelloEvent]] = [(i, Opened(peer_uid=None)) for i in (1, 0)]
+        queue: list[tuple[int, HelloEvent]] = [(i, Opened(peer_uid=self.uids[i])) for i in (1, 0)]
         while queue:
             side, event = queue.pop(0)
             for action in feed(self.machines[side], event):
@@ -189,7 +191,7 @@ STRANGERS: list[tuple[HelloMachine, type[HelloError]]] = [
 
 @pytest.mark.parametrize(("stranger", "error"), STRANGERS, ids=lambda value: getattr(value, "__name__", ""))
 def test_each_stranger_is_refused_and_told_why(stranger: HelloMachine, error: type[HelloError]) -> None:
-    theirs, ours = Pair(stranger, listener()).run().errors()
+    theirs, ours = Pair(stranger, listener(), listener_sees_uid=RANK1.uid).run().errors()
     assert type(ours) is type(theirs) is error
     assert (ours.by_peer, theirs.by_peer) == (False, True)
     assert "PROOF" in str(ours), "the error tells what came before"
@@ -217,6 +219,11 @@ def test_the_kernels_word_on_the_uid_counts() -> None:
         assert type(one_reject(feed(machine, Opened(peer_uid=0)))) is WrongUser
     machine = listener()
     assert feed(machine, Opened(peer_uid=1000)) == [SetTimer(at_ns=DEADLINE_NS)]
+
+
+def test_on_another_host_the_same_user_may_have_another_number() -> None:
+    elsewhere = msgspec.structs.replace(RANK0, uid=501)
+    assert Pair(dialer(elsewhere), listener()).run().ends[1] == [Accept(peer=elsewhere, surplus=b"")]
 
 
 def message(code: int, body: bytes, *, version: int = HELLO_VERSION, nbytes: int | None = None) -> bytes:

@@ -29,7 +29,7 @@ from zbmd.training.store import Store
 from zbmd.training.xp import Array
 from zbmd.transport import faults
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.region import RegionHandle, Regions
+from zbmd.transport.region import RegionHandle, Regions, RemoteRegion
 
 FETCH_ELEMENTS = 1 << 18
 """A pull looks for its cancellation after every MiB."""
@@ -115,7 +115,7 @@ class TrainingWorkload:
 
     def handle(self) -> bytes:
         """Where peers read the slots."""
-        regions = Regions(self.node.segment, {})
+        regions = Regions(self.node.segment)
         handles = [regions.register(slot.flat) for slot in self.store.slots]
         return msgspec.msgpack.encode(handles)
 
@@ -204,25 +204,29 @@ class TrainingWorkload:
     def fetch(self, work: cm.Fetch, cancellation: Cancellation) -> bytes:
         """Pull a version from a peer's slot into `work.slot`; see `Workload`."""
         faults.hit(FETCH_BEGIN)
-        regions = Regions(self.node.segment, {rank: peer.segment for rank, peer in self.node.peers.items()})
-        try:
-            handles = msgspec.msgpack.decode(work.handle, type=list[RegionHandle])
-            source = np.frombuffer(regions.get(handles[work.source_slot]), np.float32)
-        except (msgspec.MsgspecError, IndexError, ValueError) as error:
-            raise RemoteProtocolError(f"rank {work.source} sent a handle of no use: {error}") from error
         target = self.store.slots[work.slot].flat
-        if source.shape != target.shape:
-            raise RemoteProtocolError(
-                f"rank {work.source} holds {source.size} elements of state, this rank {target.size}"
-            )
+        region = self._source(work, target.nbytes)
         for start in range(0, len(target), FETCH_ELEMENTS):
             cancellation.check()
-            target[start : start + FETCH_ELEMENTS] = source[start : start + FETCH_ELEMENTS]
+            region.get(target[start : start + FETCH_ELEMENTS], start * target.itemsize).wait()
             if start <= len(target) // 2 < start + FETCH_ELEMENTS:
                 faults.hit(FETCH_MIDDLE)
         digest = self.store.digest(work.slot)
         faults.hit(FETCH_END)
         return digest
+
+    def _source(self, work: cm.Fetch, nbytes: int) -> RemoteRegion:
+        """The peer's slot that `work` names, which must have `nbytes`."""
+        try:
+            handle = msgspec.msgpack.decode(work.handle, type=list[RegionHandle])[work.source_slot]
+            region = self.node.peers[work.source].segment.open_region(handle, self.node.segment)
+        except (msgspec.MsgspecError, IndexError, KeyError) as error:
+            raise RemoteProtocolError(f"rank {work.source} sent a handle of no use: {error}") from error
+        if handle.nbytes != nbytes:
+            raise RemoteProtocolError(
+                f"rank {work.source} holds {handle.nbytes} bytes of state, this rank {nbytes}"
+            )
+        return region
 
     def recall(self, work: cm.Recall, cancellation: Cancellation) -> bytes | None:
         """Read the last checkpoint into `work.slot` if it holds the last version; see `Workload`."""

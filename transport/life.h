@@ -175,6 +175,14 @@ static inline int zbmd_life_held(zbmd_base peer, uint32_t our_slot) {
     return atomic_load(zbmd_life_word(peer, our_slot)) != 0 || zbmd_load32(peer, ZBMD_OFF_GOODBYE) != 0;
 }
 
+/* Whether the owner of `peer` is known to have ended: how its life thread left our word. False if it never
+ * started one. */
+static inline int zbmd_life_ended(zbmd_base peer, uint32_t our_slot) {
+    uint32_t word = atomic_load_explicit(zbmd_life_word(peer, our_slot), memory_order_acquire);
+    if (word & FUTEX_OWNER_DIED) return 1;
+    return (word & FUTEX_TID_MASK) == 0 && zbmd_load32(peer, ZBMD_OFF_GOODBYE) != 0;
+}
+
 static inline int zbmd_watch_start(struct zbmd_watch *watch) {
     atomic_store(&watch->state, ZBMD_WATCHING);
     return zbmd_start_thread(&watch->thread, zbmd_watch_run, watch);

@@ -12,6 +12,7 @@ from typing import Protocol
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
 from zbmd.transport.frames import HEADER_BYTES, MAX_FRAME_BYTES, FrameHeader
 from zbmd.transport.hello import PeerInfo
+from zbmd.transport.region import RegionHandle, RemoteRegion
 from zbmd.transport.segment import PeerSegment
 
 RING_BYTES_MIN = 1 << 12
@@ -91,6 +92,14 @@ class Link(Protocol):
     @property
     def closed(self) -> bool:
         """Whether `send` would raise `LinkClosed`."""
+        ...
+
+    def open_region(self, handle: RegionHandle) -> RemoteRegion:
+        """The peer's registered memory behind `handle`, checked once here; any thread may use it.
+
+        Raises `RemoteProtocolError` on a handle that is forged, stale or out of bounds, and
+        `LocalProtocolError` if this process or the peer brought no memory to the link.
+        """
         ...
 
     def send(self, payload: bytes, *, epoch: int = 0, trace_id: int = 0, flags: int = 0) -> None:

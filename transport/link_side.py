@@ -33,7 +33,8 @@ from zbmd.transport.frames import HEADER_BYTES, FrameHeader, pack_header, unpack
 from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits, OnClosed, OnFrame
-from zbmd.transport.segment import PeerSegment
+from zbmd.transport.region import RegionHandle, RemoteRegion
+from zbmd.transport.segment import PeerSegment, Segment
 
 log: Final = structlog.stdlib.get_logger("zbmd.transport.link")
 
@@ -46,6 +47,7 @@ class LinkSide(ABC):
         *,
         identity: Identity,
         peer: PeerInfo,
+        own_segment: Segment | None = None,
         peer_segment: PeerSegment | None = None,
         clock: HybridClock,
         wall_ns: Callable[[], int] = time.time_ns,
@@ -55,6 +57,7 @@ class LinkSide(ABC):
     ) -> None:
         self._identity = identity
         self._peer = peer
+        self._own_segment = own_segment
         self._peer_segment = peer_segment
         self._clock = clock
         self._wall_ns = wall_ns
@@ -120,6 +123,12 @@ class LinkSide(ABC):
     def peer_segment(self) -> PeerSegment | None:
         """The peer's shared segment, if it handed one over."""
         return self._peer_segment
+
+    def open_region(self, handle: RegionHandle) -> RemoteRegion:
+        """See `zbmd.transport.link.Link.open_region`; this one is for memory that is shared."""
+        if self._own_segment is None or self._peer_segment is None:
+            raise LocalProtocolError(f"no memory came with the link to {self._peer.name}: nothing to open")
+        return self._peer_segment.open_region(handle, self._own_segment)
 
     @property
     def closed(self) -> bool:

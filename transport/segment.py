@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 
 from zbmd.transport import _native
-from zbmd.transport._native import Mapping
+from zbmd.transport._native import Mapping, ShmRegion
 from zbmd.transport.arena import Arena
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.memory import create_memfd, sealed_size
+from zbmd.transport.region import RegionHandle
 
 NODE_SLOT = _native.MAX_SLOTS - 1
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
@@ -186,6 +187,29 @@ class PeerSegment:
         """Publish `value` in the peer's cell of (our slot, channel), after all that we stored before it."""
         mapping = self.mapping
         _native.notify(mapping.address, our_slot, channel, value)
+
+    def open_region(self, handle: RegionHandle, own: Segment) -> ShmRegion:
+        """The peer's region behind `handle`; its notifications are told as from `own`.
+
+        It keeps this segment mapped. Raises `RemoteProtocolError` on a handle that is forged, stale or out
+        of bounds: its numbers are a peer's.
+        """
+        if handle.slot != self.slot:
+            raise RemoteProtocolError(f"a region handle from slot {self.slot} names slot {handle.slot}")
+        if handle.incarnation != self.incarnation:
+            raise RemoteProtocolError(
+                f"a region handle of slot {handle.slot}, incarnation {handle.incarnation}, is stale: "
+                f"incarnation {self.incarnation} is there now"
+            )
+        begin, end = (
+            (self.inbox_offset, self.arena_offset) if handle.writable else (self.arena_offset, self.nbytes)
+        )
+        if handle.nbytes < 0 or handle.offset < begin or handle.offset + handle.nbytes > end:
+            raise RemoteProtocolError(
+                f"a region handle of slot {self.slot} names bytes {handle.offset}+{handle.nbytes}, outside its "
+                f"{'inbox' if handle.writable else 'arena'} ({begin}..{end})"
+            )
+        return ShmRegion(own.mapping, own.slot, self.mapping, handle)
 
     def arena_view(self, offset: int, nbytes: int) -> memoryview:
         """A read-only view of [offset, offset + nbytes), counted from the segment's base.

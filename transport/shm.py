@@ -285,6 +285,7 @@ def _make_link(
         parts,
         identity=endpoint.identity,
         peer=peer,
+        own_segment=endpoint.segment,
         peer_segment=peer_segment,
         clock=endpoint.clock,
         limits=endpoint.limits,

@@ -19,7 +19,7 @@ from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.link_side import LinkSide
-from zbmd.transport.segment import PeerSegment
+from zbmd.transport.segment import PeerSegment, Segment
 
 GOODBYE = b"\x01"
 _PREFIX_BYTES = 4
@@ -53,6 +53,7 @@ class ShmLink(LinkSide):
         *,
         identity: Identity,
         peer: PeerInfo,
+        own_segment: Segment | None,
         peer_segment: PeerSegment | None,
         clock: HybridClock,
         limits: LinkLimits,
@@ -62,6 +63,7 @@ class ShmLink(LinkSide):
         super().__init__(
             identity=identity,
             peer=peer,
+            own_segment=own_segment,
             peer_segment=peer_segment,
             clock=clock,
             limits=limits,

@@ -1,4 +1,4 @@
-"""Regions: put and get across processes, and handles that must not work."""
+"""Regions in shared memory: put and get across processes, and handles that must not work."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from zbmd.transport import _native
-from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-from zbmd.transport.region import RegionHandle, Regions
+from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError
+from zbmd.transport.liveness import LifeThread
+from zbmd.transport.region import RegionHandle, Regions, RemoteRegion
 from zbmd.transport.segment import PeerSegment, Segment
 
 Fork = Callable[[Callable[[], None]], int]
+Pair = tuple[Segment, Segment]
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Segment, Segment]]:
+def pair() -> Iterator[Pair]:
     made = tuple(
         Segment.create(slot=slot, incarnation=10 + slot, arena_bytes=1 << 16, inbox_bytes=1 << 16)
         for slot in range(2)
@@ -30,86 +33,172 @@ def pair() -> Iterator[tuple[Segment, Segment]]:
         segment.close()
 
 
-def regions_of(own: Segment, peer: Segment) -> Regions:
-    return Regions(own, {peer.slot: PeerSegment.attach(peer.fd, slot=peer.slot)})
+def opened(ours: Segment, theirs: Segment, handle: RegionHandle) -> RemoteRegion:
+    return PeerSegment.attach(theirs.fd, slot=theirs.slot).open_region(handle, ours)
 
 
-def wait(own: Segment, slot: int, value: int) -> int:
-    return own.wait(slot, 0, value)
+def inbox(owner: Segment, nbytes: int) -> tuple[NDArray[np.uint8], RegionHandle]:
+    array = owner.inbox.empty(nbytes, np.uint8)
+    array[:] = 0
+    return array, Regions(owner).register(array)
 
 
-def test_put_and_get_across_processes(pair: tuple[Segment, Segment], fork: Fork) -> None:
+def test_put_and_get_across_processes(pair: Pair, fork: Fork) -> None:
     ours, theirs = pair
-    inbox = ours.inbox.empty((4, 100), np.float32)
-    handle = msgspec.msgpack.encode(regions_of(ours, theirs).register(inbox))
+    target = ours.inbox.empty((4, 100), np.float32)
+    numbers = ours.arena.from_array(np.arange(10, dtype=np.int64))
+    handles = msgspec.msgpack.encode([Regions(ours).register(target), Regions(ours).register(numbers)])
 
     def child() -> None:
-        regions = regions_of(theirs, ours)
-        target = msgspec.msgpack.decode(handle, type=RegionHandle)
+        for_put, for_get = msgspec.msgpack.decode(handles, type=list[RegionHandle])
+        region = opened(theirs, ours, for_put)
         for row in range(4):
             source = np.arange(100, dtype=np.float32) + row
-            regions.put(source, target, offset=row * source.nbytes, channel=0, value=row + 1)
-        assert wait(theirs, 0, 1) == _native.WAIT_OK
-        shared = regions.get(RegionHandle(slot=0, incarnation=10, offset=offset, nbytes=80, writable=False))
-        assert np.frombuffer(shared, np.int64).tolist() == list(range(10))
+            assert region.put(source, row * source.nbytes, channel=0, value=row + 1).done
+        assert theirs.wait(0, 0, 1) == _native.WAIT_OK
+        into = np.zeros(8, np.int64)
+        opened(theirs, ours, for_get).get(into, 16).wait()
+        assert into.tolist() == list(range(2, 10))
 
-    numbers = ours.arena.from_array(np.arange(10, dtype=np.int64))
-    offset = regions_of(ours, theirs).register(numbers).offset
     pid = fork(child)
     for row in range(4):
-        assert wait(ours, 1, row + 1) == _native.WAIT_OK
-        assert inbox[row].tolist() == [float(i + row) for i in range(100)]
+        assert ours.wait(1, 0, row + 1) == _native.WAIT_OK
+        assert target[row].tolist() == [float(i + row) for i in range(100)]
     PeerSegment.attach(theirs.fd, slot=1).notify(0, 0, 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_part_of_a_region_is_read_without_a_copy(pair: tuple[Segment, Segment]) -> None:
+def test_a_part_of_a_region_is_viewed_without_a_copy(pair: Pair) -> None:
     ours, theirs = pair
     array = theirs.arena.from_array(np.arange(100, dtype=np.uint8))
-    handle = regions_of(theirs, ours).register(array[10:90])
-    view = regions_of(ours, theirs).get(handle, 5, 3)
-    assert view.readonly and bytes(view) == b"\x0f\x10\x11"
+    region = opened(ours, theirs, Regions(theirs).register(array[10:90]))
+    view = region.view(5, 3)
+    assert view is not None and view.readonly and bytes(view) == b"\x0f\x10\x11"
     array[15] = 99
     assert view[0] == 99
-    assert regions_of(ours, theirs).get(handle).nbytes == 80
+    whole = region.view()
+    assert whole is not None and whole.nbytes == 80
 
 
-def test_what_is_not_in_shared_memory_cannot_be_registered(pair: tuple[Segment, Segment]) -> None:
-    regions = regions_of(*pair)
+def test_what_is_not_in_shared_memory_cannot_be_registered(pair: Pair) -> None:
+    regions = Regions(pair[0])
     with pytest.raises(LocalProtocolError, match=r"arena\.empty"):
         regions.register(np.zeros(4))
     with pytest.raises(LocalProtocolError, match=r"arena\.empty"):
         regions.register(pair[0].arena.empty((4, 4))[:, 1])
 
 
-def test_empty_and_strided_puts(pair: tuple[Segment, Segment]) -> None:
+def test_the_owner_resolves_only_what_it_has_registered(pair: Pair) -> None:
     ours, theirs = pair
-    target = theirs.inbox.empty(8, np.uint8)
-    handle = regions_of(theirs, ours).register(target)
-    regions_of(ours, theirs).put(np.empty(0), handle, channel=0, value=1)
-    assert wait(theirs, 0, 1) == _native.WAIT_OK
-    with pytest.raises(LocalProtocolError, match="C-contiguous"):
-        regions_of(ours, theirs).put(np.zeros((2, 4), np.uint8).T[:2], handle, channel=0, value=2)
-
-
-def test_a_handle_of_another_incarnation_is_stale(pair: tuple[Segment, Segment]) -> None:
-    ours, theirs = pair
-    handle = regions_of(theirs, ours).register(theirs.arena.empty(8))
-    stale = msgspec.structs.replace(handle, incarnation=handle.incarnation - 1)
-    with pytest.raises(RemoteProtocolError, match="stale"):
-        regions_of(ours, theirs).get(stale)
-    with pytest.raises(RemoteProtocolError, match="no peer"):
-        regions_of(ours, theirs).get(msgspec.structs.replace(handle, slot=7))
-
-
-def test_an_arena_cannot_be_put_into(pair: tuple[Segment, Segment]) -> None:
-    ours, theirs = pair
-    handle = regions_of(theirs, ours).register(theirs.arena.empty(8))
+    regions = Regions(ours)
+    target = ours.inbox.empty((2, 4), np.float32)
+    handle = regions.register(target)
+    regions.resolve(handle, 16, 16, write=True)[:] = np.ones(4, np.float32).tobytes()
+    assert target[1].tolist() == [1.0] * 4
+    assert regions.resolve(handle, 0, 32, write=False).readonly
+    read_only = regions.register(ours.arena.empty(8))
     with pytest.raises(RemoteProtocolError, match="read-only"):
-        regions_of(ours, theirs).put(np.zeros(1), handle, channel=0, value=1)
-    forged = msgspec.structs.replace(handle, writable=True)
-    with pytest.raises(RemoteProtocolError, match="outside the inbox"):
-        regions_of(ours, theirs).put(np.zeros(1), forged, channel=0, value=1)
+        regions.resolve(read_only, 0, 1, write=True)
+    for offset, nbytes in ((-1, 1), (0, 33), (33, 0), (0, -1)):
+        with pytest.raises(RemoteProtocolError, match="outside a region"):
+            regions.resolve(handle, offset, nbytes, write=True)
+    forged = msgspec.structs.replace(handle, nbytes=handle.nbytes + 1)
+    regions.release(handle)
+    for other in (forged, handle):
+        with pytest.raises(RemoteProtocolError, match="no region"):
+            regions.resolve(other, 0, 1, write=True)
+    with pytest.raises(RemoteProtocolError, match="came to slot 1"):
+        Regions(theirs).resolve(handle, 0, 1, write=True)
+
+
+def test_empty_and_strided_puts(pair: Pair) -> None:
+    ours, theirs = pair
+    region = opened(ours, theirs, inbox(theirs, 8)[1])
+    region.put(np.empty(0), channel=0, value=1)
+    region.put(b"", 8, channel=0, value=1)
+    assert theirs.wait(0, 0, 1) == _native.WAIT_OK
+    with pytest.raises(LocalProtocolError, match="C-contiguous"):
+        region.put(np.zeros((2, 4), np.uint8).T[:2], channel=0, value=2)
+    with pytest.raises(LocalProtocolError, match="writable"):
+        region.get(b"12345678")
+
+
+def test_a_put_of_bytes_that_overlap_its_target(pair: Pair) -> None:
+    ours, theirs = pair
+    target, handle = inbox(theirs, 1 << 16)
+    region = opened(ours, theirs, handle)
+    numbers = np.random.default_rng(1).integers(0, 256, len(target), np.uint8)
+    for shift in (-40_001, -3, 3, 40_001):
+        target[:] = numbers
+        view = region.view(max(0, -shift), len(target) - abs(shift))
+        assert view is not None
+        region.put(view, max(0, shift), channel=0, value=1)
+        moved = slice(max(0, shift), len(target) + min(0, shift))
+        assert np.array_equal(target[moved], numbers[max(0, -shift) : len(target) - max(0, shift)])
+
+
+def test_a_handle_of_another_incarnation_is_stale(pair: Pair) -> None:
+    ours, theirs = pair
+    handle = inbox(theirs, 8)[1]
+    with pytest.raises(RemoteProtocolError, match="stale"):
+        opened(ours, theirs, msgspec.structs.replace(handle, incarnation=handle.incarnation - 1))
+    with pytest.raises(RemoteProtocolError, match="names slot 7"):
+        opened(ours, theirs, msgspec.structs.replace(handle, slot=7))
+
+
+def test_an_arena_cannot_be_put_into(pair: Pair) -> None:
+    ours, theirs = pair
+    handle = Regions(theirs).register(theirs.arena.empty(8))
+    with pytest.raises(RemoteProtocolError, match="read-only"):
+        opened(ours, theirs, handle).put(np.zeros(1), channel=0, value=1)
+    with pytest.raises(RemoteProtocolError, match="outside its inbox"):
+        opened(ours, theirs, msgspec.structs.replace(handle, writable=True))
+
+
+def test_calls_of_no_use_are_refused_and_change_nothing(pair: Pair) -> None:
+    ours, theirs = pair
+    target, handle = inbox(theirs, 8)
+    region = opened(ours, theirs, handle)
+    for offset in (-1, 1, 9, 1 << 64, -(1 << 64)):
+        with pytest.raises(RemoteProtocolError, match="outside a region"):
+            region.put(np.ones(8, np.uint8), offset, channel=0, value=1)
+        with pytest.raises(RemoteProtocolError, match="outside a region"):
+            region.view(offset, 8)
+    for channel, value in ((_native.CHANNELS, 1), (-1, 1), (0, -1), (0, 1 << 64)):
+        with pytest.raises(LocalProtocolError):
+            region.put(np.ones(8, np.uint8), channel=channel, value=value)
+        with pytest.raises(LocalProtocolError):
+            region.notify(channel, value)
+    region.close()
+    for call in (lambda: region.put(b"1", channel=0, value=1), lambda: region.notify(0, 1), region.view):
+        with pytest.raises(LocalProtocolError, match="closed"):
+            call()
+    assert not target.any() and _native.load_cell(theirs.base, ours.slot, 0) == 0
+
+
+@pytest.mark.parametrize("how", ["killed", "leaves", "replaced"])
+def test_a_put_to_one_who_has_ended_raises(pair: Pair, fork: Fork, how: str) -> None:
+    ours, theirs = pair
+
+    def child() -> None:
+        life = LifeThread(theirs)
+        if how == "leaves":
+            life.goodbye()
+        os._exit(0)
+
+    region = opened(ours, theirs, inbox(theirs, 8)[1])
+    region.put(b"12345678", channel=0, value=1)
+    os.waitpid(fork(child), 0)
+    if how == "replaced":
+        ours.clear_lost(theirs.slot)
+    with pytest.raises(PeerLost):
+        region.put(b"12345678", channel=0, value=2)
+    with pytest.raises(PeerLost):
+        region.notify(0, 2)
+    with pytest.raises(PeerLost):
+        region.get(bytearray(8))
+    view = region.view()
+    assert view is not None and bytes(view) == b"12345678"
 
 
 extremes = st.one_of(st.integers(-(1 << 63), (1 << 64) - 1), st.integers(-70_000, 300_000))
@@ -130,7 +219,7 @@ def test_no_forged_handle_reaches_outside_the_region(
     peer = PeerSegment.attach(theirs.fd, slot=1)
     handle = RegionHandle(slot=slot, incarnation=1, offset=offset, nbytes=nbytes, writable=writable)
     try:
-        view = Regions(theirs, {1: peer}).get(handle, at, count)
+        view = peer.open_region(handle, theirs).view(at, count)
     except RemoteProtocolError:
         pass
     else:

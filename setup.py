@@ -1,4 +1,4 @@
-"""Build the two compiled modules; everything else is in pyproject.toml."""
+"""Build the three compiled modules; everything else is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def extension(layer: str, name: str) -> Extension:
 
 setup(
     ext_modules=cythonize(
-        [extension("transport", "_native"), extension("collectives", "_stepper")],
+        [
+            extension("transport", "_native"),
+            extension("transport", "_region"),
+            extension("collectives", "_stepper"),
+        ],
         language_level=3,
     )
 )

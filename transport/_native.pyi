@@ -3,9 +3,6 @@ from typing import Any, Final
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-from zbmd.transport.region import RegionHandle
-from zbmd.transport.transfer import Transfer
-
 MAX_SLOTS: Final[int]
 CHANNELS: Final[int]
 LINE_BYTES: Final[int]
@@ -81,19 +78,6 @@ def set_lost(own_base: int, slot: int) -> None: ...
 def clear_lost(own_base: int, slot: int) -> None: ...
 def abort_channel(own_base: int, channel: int, epoch: int) -> None:
     """End our waits on `channel` for any value of `epoch` or before it."""
-
-class ShmRegion:
-    """A peer's region in shared memory: see `zbmd.transport.region.RemoteRegion`."""
-
-    def __init__(self, own: Mapping, our_slot: int, peer: Mapping, handle: RegionHandle) -> None:
-        """Raises RemoteProtocolError if the handle does not fit the peer's mapping."""
-    @property
-    def handle(self) -> RegionHandle: ...
-    def put(self, src: Buffer | NDArray[Any], offset: int = 0, *, channel: int, value: int) -> Transfer: ...
-    def get(self, into: Buffer | NDArray[Any], offset: int = 0) -> Transfer: ...
-    def notify(self, channel: int, value: int) -> None: ...
-    def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview: ...
-    def close(self) -> None: ...
 
 class RingWriter:
     """The producer's end of a ring at `offset` of `mapping`, `capacity` bytes (a power of two)."""

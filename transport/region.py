@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from zbmd.transport.arena import Arena
@@ -165,7 +166,7 @@ class Regions:
         require_range(handle, offset, nbytes)
         if write and not handle.writable:
             raise read_only(handle)
-        view = memoryview(array.reshape(-1).view("u1"))[offset : offset + nbytes]
+        view = array.reshape(-1).view(np.uint8).data[offset : offset + nbytes]
         return view if write else view.toreadonly()
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 
 from zbmd.transport import _native
-from zbmd.transport._native import Mapping, ShmRegion
+from zbmd.transport._native import Mapping
+from zbmd.transport._region import ShmRegion
 from zbmd.transport.arena import Arena
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.memory import create_memfd, sealed_size
@@ -206,7 +207,7 @@ class PeerSegment:
         )
         if handle.nbytes < 0 or handle.offset < begin or handle.offset + handle.nbytes > end:
             raise RemoteProtocolError(
-                f"a region handle of slot {self.slot} names bytes {handle.offset}+{handle.nbytes}, outside its "
+                f"a region handle of slot {self.slot} has bytes {handle.offset}+{handle.nbytes}, outside its "
                 f"{'inbox' if handle.writable else 'arena'} ({begin}..{end})"
             )
         return ShmRegion(own.mapping, own.slot, self.mapping, handle)

@@ -15,7 +15,7 @@ import pytest
 from zbmd.tools import tidy
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILT = {"transport/_native", "collectives/_stepper"}
+BUILT = {"transport/_native", "transport/_region", "collectives/_stepper"}
 SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h"}
 
 # Runs in the empty environment: imports every module that needs no extra, and calls compiled code.

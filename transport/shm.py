@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final, assert_never
+from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import structlog
@@ -30,9 +29,7 @@ from zbmd.transport.attach import (
     accept_offer,
     close_all,
 )
-from zbmd.transport.budget import Deadlines, derive
-from zbmd.transport.capture.recorder import Recorder
-from zbmd.transport.capture.tap import Tap
+from zbmd.transport.endpoint import Endpoint as Endpoint
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LocalProtocolError,
@@ -40,27 +37,8 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
     ZbmdError,
 )
-from zbmd.transport.hello import (
-    MAX_BODY_BYTES,
-    NONCE_BYTES,
-    Accept,
-    BytesReceived,
-    HelloAction,
-    HelloEvent,
-    HelloMachine,
-    Identity,
-    Opened,
-    PeerClosed,
-    PeerInfo,
-    Reject,
-    SendBytes,
-    SetTimer,
-    Side,
-    TimerFired,
-)
-from zbmd.transport.hello_kind import HELLO, hello_config
-from zbmd.transport.hlc import HybridClock
-from zbmd.transport.link import LinkLimits
+from zbmd.transport.hello import MAX_BODY_BYTES, PeerInfo, Side
+from zbmd.transport.hello_driver import readable, say_hello
 from zbmd.transport.memory import create_memfd
 from zbmd.transport.segment import PeerSegment, Segment
 from zbmd.transport.shm_link import LinkParts, ShmLink, link_memory_bytes
@@ -76,21 +54,6 @@ HALF_OPEN_MAX = 64
 DIAL_RETRY_S = 0.002
 """Pause while a listener's backlog is full; the dial's deadline bounds the retries."""
 HELLO_MESSAGE_BYTES_MAX = MAX_BODY_BYTES + 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """This process as its links show it: shared by all of them."""
-
-    identity: Identity
-    cookie: bytes
-    segment: Segment | None = None
-    """Handed to every peer at hello, if there is one; its life thread must have started by then."""
-    clock: HybridClock = field(default_factory=HybridClock)
-    limits: LinkLimits = field(default_factory=LinkLimits)
-    deadlines: Deadlines = field(default_factory=derive)
-    recorder: Recorder | None = None
-    """Takes down every hello, and every frame of every link; its hybrid clock is `clock`."""
 
 
 OnLink = Callable[[ShmLink], None]
@@ -337,75 +300,41 @@ def _make_link_memory(ring_bytes: int) -> _LinkMemory:
 # --- the hello's driver ---------------------------------------------------------------------------------
 
 
+class _SeqpacketWire:
+    """See `Wire`. A connection has one message of a hello under way at a time, so each fits at once."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    async def send(self, data: bytes, deadline_ns: int) -> None:
+        """Send one message."""
+        del deadline_ns
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            _send(self._sock, data, [])
+
+    async def receive(self, deadline_ns: int) -> bytes | None:
+        """The next message."""
+        if not await readable(self._sock, deadline_ns):
+            return None
+        with contextlib.suppress(ConnectionResetError):
+            return self._sock.recv(HELLO_MESSAGE_BYTES_MAX)
+        # A reset is reported once, before the last words of the peer: why it refused us, perhaps.
+        return self._sock.recv(HELLO_MESSAGE_BYTES_MAX)
+
+
 async def _hello(sock: socket.socket, endpoint: Endpoint, side: Side, deadline_ns: int) -> PeerInfo:
     """Run the hello on a connected socket; the peer's pid is the kernel's word. Raises its `HelloError`."""
-    peer_pid, peer_uid = _peer_credentials(sock)
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    machine = HelloMachine(
-        side=side,
-        identity=endpoint.identity,
-        cookie=endpoint.cookie,
-        nonce=nonce,
-        deadline_ns=deadline_ns,
-    )
-    config = hello_config(
-        side=side,
-        identity=endpoint.identity,
-        cookie=endpoint.cookie,
-        nonce=nonce,
-        deadline_ns=deadline_ns,
-    )
-    tap = Tap(endpoint.recorder, HELLO, f"hello/{side.value}/pid{peer_pid}", machine, config)
-    try:
-        return await _drive_hello(sock, tap, Opened(peer_uid=peer_uid), deadline_ns, peer_pid)
-    finally:
-        tap.close(machine.state.value)
-
-
-async def _drive_hello(
-    sock: socket.socket,
-    tap: Tap[HelloEvent, HelloAction],
-    event: HelloEvent,
-    deadline_ns: int,
-    peer_pid: int,
-) -> PeerInfo:
-    timer_ns = deadline_ns
-    # Bounded by the machine: each message moves it on, and the deadline ends it.
-    while True:
-        for action in tap.handle(event, now_ns=now_ns()):
-            match action:
-                case SendBytes(data=data):
-                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                        _send(sock, data, [])
-                case SetTimer(at_ns=at_ns):
-                    timer_ns = at_ns
-                case Accept(peer=peer, surplus=surplus):
-                    if surplus:
-                        raise RemoteProtocolError(f"{peer.name} sent {len(surplus)} bytes after its hello")
-                    return msgspec.structs.replace(peer, pid=peer_pid)
-                case Reject(error=error):
-                    raise error
-                case _:
-                    assert_never(action)
-        event = await _next_event(sock, timer_ns)
-
-
-async def _next_event(sock: socket.socket, timer_ns: int) -> HelloEvent:
-    if not await _readable(sock, timer_ns):
-        return TimerFired()
-    with contextlib.suppress(ConnectionResetError):
-        return _received(sock.recv(HELLO_MESSAGE_BYTES_MAX))
-    # A reset is reported once, before the last words of the peer: why it refused us, perhaps.
-    return _received(sock.recv(HELLO_MESSAGE_BYTES_MAX))
-
-
-def _received(data: bytes) -> HelloEvent:
-    return BytesReceived(data=data) if data else PeerClosed()
+    pid, uid = _peer_credentials(sock)
+    wire = _SeqpacketWire(sock)
+    greeting = await say_hello(wire, endpoint, side, deadline_ns, peer_uid=uid, label=f"pid{pid}")
+    if greeting.surplus:
+        raise RemoteProtocolError(f"{greeting.peer.name} sent {len(greeting.surplus)} bytes after its hello")
+    return msgspec.structs.replace(greeting.peer, pid=pid)
 
 
 async def _receive(sock: socket.socket, deadline_ns: int, peer: str) -> tuple[bytes, list[int]]:
     """One message with its descriptors, which become the caller's. Raises `DeadlineExceeded`, `PeerLost`."""
-    if not await _readable(sock, deadline_ns):
+    if not await readable(sock, deadline_ns):
         raise DeadlineExceeded(f"{peer} did not hand over its part of the link in time: it may be stuck")
     try:
         data, fds, flags, _ = socket.recv_fds(
@@ -427,24 +356,6 @@ def _send(sock: socket.socket, data: bytes, fds: list[int]) -> None:
         socket.send_fds(sock, [data], fds, socket.MSG_NOSIGNAL)
     else:
         sock.send(data, socket.MSG_NOSIGNAL)
-
-
-async def _readable(sock: socket.socket, deadline_ns: int) -> bool:
-    """Wait for something to read; False if the monotonic deadline comes first."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[bool] = loop.create_future()
-
-    def settle(value: bool) -> None:
-        if not ready.done():
-            ready.set_result(value)
-
-    timer = loop.call_later(max(0, deadline_ns - now_ns()) / 1e9, settle, False)
-    loop.add_reader(sock.fileno(), settle, True)
-    try:
-        return await ready
-    finally:
-        timer.cancel()
-        loop.remove_reader(sock.fileno())
 
 
 # --- sockets --------------------------------------------------------------------------------------------

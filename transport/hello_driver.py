@@ -87,8 +87,7 @@ async def _drive(
                     raise error
                 case _:
                     assert_never(action)
-        data = await wire.receive(timer_ns)
-        event = _event(data)
+        event = _event(await wire.receive(timer_ns))
 
 
 def _event(data: bytes | None) -> HelloEvent:

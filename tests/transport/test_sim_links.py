@@ -15,10 +15,9 @@ from zbmd.transport.errors import (
     LinkFull,
     LocalProtocolError,
     PeerLost,
-    RemoteProtocolError,
     ZbmdError,
 )
-from zbmd.transport.frames import HEADER_BYTES, FrameHeader
+from zbmd.transport.frames import FrameHeader
 from zbmd.transport.hlc import physical_ns
 from zbmd.transport.link import Link, LinkLimits
 from zbmd.transport.sim import (
@@ -146,50 +145,6 @@ def test_no_weather_loses_or_reorders_frames(seed: int, size: int) -> None:
     assert ears[0].ended == [None]
 
 
-def test_frames_wait_until_somebody_reads() -> None:
-    seen: list[object] = []
-
-    async def late(process: SimProcess, link: SimLink) -> None:
-        await asyncio.sleep(1)
-        ear = Ear(link)
-        await asyncio.sleep(0.1)
-        seen.append(ear.numbers)
-
-    Pair(late, sender(10, close=False)).run()
-    assert seen == [list(range(10))]
-
-
-def test_a_full_queue_refuses_and_lets_in_again_once_half_empty() -> None:
-    reading: list[bool] = []
-
-    async def late(process: SimProcess, link: SimLink) -> None:
-        await asyncio.sleep(1)
-        reading.append(True)
-        ear = Ear(link)
-        await ear.over.wait()
-        assert ear.numbers == list(range(sent[0] + 1))
-
-    async def flood(process: SimProcess, link: SimLink) -> None:
-        payload = bytes(1000)
-        number = 0
-        with pytest.raises(LinkFull, match="await writable"):
-            while True:
-                link.send(number.to_bytes(4) + payload)
-                number += 1
-        sent.append(number)
-        assert number > 10
-        assert not reading
-        await link.writable()
-        assert reading
-        link.send(number.to_bytes(4) + payload)
-        await link.flush()
-        link.close()
-
-    sent: list[int] = []
-    Pair(late, flood, limits=SMALL).run()
-    assert sent
-
-
 @pytest.mark.parametrize(
     "fault",
     [
@@ -296,66 +251,6 @@ def test_an_end_without_close_is_a_loss() -> None:
 
     Pair(hear, vanish).run()
     assert isinstance(ears[0].ended[0], PeerLost)
-
-
-def test_close_is_told_to_both_sides_once() -> None:
-    ended: list[list[ZbmdError | None]] = []
-
-    async def close(process: SimProcess, link: SimLink) -> None:
-        ear = Ear(link)
-        ended.append(ear.ended)
-        link.send(b"last")
-        link.close()
-        link.close()
-        assert link.closed
-        with pytest.raises(LinkClosed):
-            link.send(b"x")
-        with pytest.raises(LinkClosed):
-            await link.flush()
-        await asyncio.sleep(1)
-
-    async def hear(process: SimProcess, link: SimLink) -> None:
-        ear = Ear(link)
-        ended.append(ear.ended)
-        await asyncio.sleep(1)
-        assert [payload for _, payload in ear.frames] == [b"last"]
-
-    Pair(hear, close).run()
-    assert ended == [[None], [None]]
-
-
-def test_a_reader_that_finds_fault_ends_the_link() -> None:
-    ended: list[ZbmdError | None] = []
-
-    async def strict(process: SimProcess, link: SimLink) -> None:
-        def refuse(header: FrameHeader, payload: memoryview) -> None:
-            raise RemoteProtocolError("nonsense")
-
-        ear = Ear(link)
-        link.on_frame = refuse
-        await ear.over.wait()
-        ended.extend(ear.ended)
-
-    async def send(process: SimProcess, link: SimLink) -> None:
-        ear = Ear(link)
-        link.send(b"x")
-        await ear.over.wait()
-        ended.extend(ear.ended)
-
-    Pair(strict, send).run()
-    assert [type(error) for error in ended] == [RemoteProtocolError, PeerLost]
-
-
-def test_a_frame_over_the_bound_is_refused() -> None:
-    async def idle(process: SimProcess, link: SimLink) -> None:
-        await asyncio.sleep(1)
-
-    async def send(process: SimProcess, link: SimLink) -> None:
-        with pytest.raises(LocalProtocolError, match="as a region"):
-            link.send(bytes(1000 - HEADER_BYTES + 1))
-        link.send(bytes(1000 - HEADER_BYTES))
-
-    Pair(idle, send, limits=LinkLimits(frame_bytes_max=1000)).run()
 
 
 def test_dialing_says_why_it_fails() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from zbmd.transport.errors import PeerLost, ZbmdError
+from zbmd.transport.errors import PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.link_side import LinkSide
@@ -118,6 +118,11 @@ class SimLink(LinkSide):
         if not self._inbox:
             return None
         frame = self._inbox.popleft()
+        if len(frame) > self._limits.frame_bytes_max:
+            raise RemoteProtocolError(
+                f"a frame of {len(frame)} bytes from {self._peer.name}, over the bound of "
+                f"{self._limits.frame_bytes_max}"
+            )
         self._network.credit(self, partial(self.far.credit, len(frame)))
         return frame
 

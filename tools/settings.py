@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, parse_recovery_bud
 from zbmd.transport.capture import Detail
 from zbmd.transport.durations import parse_duration
 from zbmd.transport.errors import UserError
+from zbmd.transport.topology.cpus import usable_cpus
 
 RESTARTS_MAX = 10_000
 
@@ -53,8 +53,8 @@ def parse_on_loss(text: str) -> OnLoss:
 
 
 def cores() -> int:
-    """The cores that this process may use, at most as many as one host has slots."""
-    return min(len(os.sched_getaffinity(0)), RANKS_MAX)
+    """The cores that affinity and cgroups leave to this process, at most as many as one host has slots."""
+    return min(usable_cpus(), RANKS_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

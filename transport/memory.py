@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zbmd.transport.cgroups import groups
 from zbmd.transport.errors import LocalProtocolError, OutOfMemory, RemoteProtocolError
 
 HEADROOM_BYTES = 32 << 20
@@ -23,6 +24,9 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 spells "no limit" as a number near 2**63."""
+
+_V2_NAMES = ("memory.max", "memory.current", "inactive_file")
+_V1_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,34 +55,13 @@ def _mem_available(root: Path) -> int:
 
 
 def _cgroup_limits(root: Path) -> Iterator[Available]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            names = ("memory.max", "memory.current", "inactive_file")
-            mounts = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            mounts = ["sys/fs/cgroup/memory"]
-        else:
-            continue
-        for mount in mounts:
-            yield from _limits_up_from(root / mount, path, names)
-
-
-def _limits_up_from(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[Available]:
-    """The limits of the group at `path` and of all above it; in a container only the mount may exist."""
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        group = mount.joinpath(*parts[:depth])
-        limit, used = _read_number(group / names[0]), _read_number(group / names[1])
+    for group in groups("memory", root):
+        limit_name, used_name, reclaimable_name = _V2_NAMES if group.v2 else _V1_NAMES
+        limit, used = _read_number(group.path / limit_name), _read_number(group.path / used_name)
         if limit is None or used is None or limit >= _UNLIMITED_BYTES:
             continue
-        reclaimable = _read_stat(group / "memory.stat", names[2])
-        yield Available(nbytes=max(0, limit - used + reclaimable), limited_by=f"the cgroup {group}")
+        reclaimable = _read_stat(group.path / "memory.stat", reclaimable_name)
+        yield Available(nbytes=max(0, limit - used + reclaimable), limited_by=f"the cgroup {group.path}")
 
 
 def _read_number(path: Path) -> int | None:

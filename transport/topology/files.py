@@ -1,0 +1,92 @@
+"""Small readers of the kernel's text files. What is missing or unreadable is None, never an error.
+
+A file of sysfs may refuse to be read (`speed` of an interface that is down gives EINVAL), and one that is
+read on another machine may hold anything: so each reader takes what it can use and leaves the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+TEXT_BYTES_MAX: Final = 1 << 20
+"""No file that is read here is nearly as large."""
+CPUS_MAX: Final = 1 << 16
+ENTRIES_MAX: Final = 4096
+"""Of a folder: more devices than any machine has."""
+
+
+def read_text(path: Path) -> str | None:
+    """The file's text without surrounding white space; None if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(TEXT_BYTES_MAX).decode(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def read_int(path: Path, base: int = 10) -> int | None:
+    """The number in the file; None if there is none. With base 0 also `0x1f`."""
+    return parse_int(read_text(path) or "", base)
+
+
+def parse_int(text: str, base: int = 10) -> int | None:
+    """The number that `text` spells, or None."""
+    try:
+        return int(text, base)
+    except ValueError:
+        return None
+
+
+def read_fields(path: Path, separator: str | None = None) -> dict[str, str]:
+    """Lines of `key value`, split at the first `separator` (default: white space); others are left out."""
+    fields: dict[str, str] = {}
+    for line in (read_text(path) or "").splitlines():
+        key, *value = line.strip().split(separator, 1)
+        if value:
+            fields[key.strip()] = value[0].strip()
+    return fields
+
+
+def entries(folder: Path) -> list[Path]:
+    """What is in a folder, in natural order (`eth2` before `eth10`); nothing if it cannot be read."""
+    try:
+        found = [path for path, _ in zip(folder.iterdir(), range(ENTRIES_MAX), strict=False)]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: natural(path.name))
+
+
+def natural(name: str) -> list[str | int]:
+    """A key that sorts the numbers in a name by their value."""
+    parts = re.split(r"(\d+)", name)  # text and digits in turn, so keys compare part by part
+    return [int(part) if number % 2 else part for number, part in enumerate(parts)]
+
+
+def read_cpu_list(path: Path) -> tuple[int, ...]:
+    """The numbers in a list such as `0-3,8`; empty if there is no such file."""
+    return parse_cpu_list(read_text(path) or "")
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """The numbers in `0-3,8`, ascending, each below `CPUS_MAX`; parts that are no range are left out."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first_text, dash, last_text = part.strip().partition("-")
+        first = parse_int(first_text)
+        last = parse_int(last_text) if dash else first
+        if first is not None and last is not None and 0 <= first <= last < CPUS_MAX:
+            numbers.update(range(first, last + 1))
+    return tuple(sorted(numbers))
+
+
+def format_cpu_list(numbers: tuple[int, ...]) -> str:
+    """`0-3,8` for (0, 1, 2, 3, 8); `none` for ()."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs) or "none"

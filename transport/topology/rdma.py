@@ -1,0 +1,117 @@
+"""The RDMA devices and their ports, from sysfs: what can be known without a library."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from zbmd.transport.topology.files import entries, parse_int, read_text
+from zbmd.transport.topology.pci import Place, place_of
+
+GIDS_MAX: Final = 32
+"""Of a port; a RoCE port has one for each address, VLAN and version."""
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
+_EMPTY_GIDS = frozenset(
+    {"0000:0000:0000:0000:0000:0000:0000:0000", "fe80:0000:0000:0000:0000:0000:0000:0000"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gid:
+    """An address of a port. kind: `IB/RoCE v1` or `RoCE v2`; interface: the one it belongs to, for RoCE."""
+
+    index: int
+    gid: str
+    kind: str | None
+    interface: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaPort:
+    """One port. state: such as ACTIVE or DOWN; link_layer: InfiniBand or Ethernet; rate: in Gbit/s."""
+
+    number: int
+    state: str
+    link_layer: str
+    rate_gbps: float | None
+    gids: tuple[Gid, ...]
+
+    @property
+    def active(self) -> bool:
+        """Whether it carries traffic."""
+        return self.state == "ACTIVE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaDevice:
+    """One device, such as `mlx5_0`. place: None for one in software; interfaces: its network interfaces."""
+
+    name: str
+    place: Place | None
+    firmware: str | None
+    interfaces: tuple[str, ...]
+    ports: tuple[RdmaPort, ...]
+
+    @property
+    def active(self) -> bool:
+        """Whether any of its ports carries traffic."""
+        return any(port.active for port in self.ports)
+
+
+def read_rdma_devices(root: Path = Path("/")) -> tuple[RdmaDevice, ...]:
+    """The devices in `root`'s sysfs."""
+    return tuple(_device(path) for path in entries(root / "sys/class/infiniband"))
+
+
+def _device(path: Path) -> RdmaDevice:
+    ports = tuple(
+        _port(folder, number)
+        for folder in entries(path / "ports")
+        if (number := parse_int(folder.name)) is not None
+    )
+    # A device in software has no hardware of its own: `parent` names the interface it was made on.
+    parent = read_text(path / "parent")
+    named = [folder.name for folder in entries(path / "device/net")] or ([parent] if parent else [])
+    named += [gid.interface for port in ports for gid in port.gids if gid.interface is not None]
+    return RdmaDevice(
+        name=path.name,
+        place=place_of(path / "device") if (path / "device").exists() else None,
+        firmware=read_text(path / "fw_ver") or None,
+        interfaces=tuple(dict.fromkeys(named)),
+        ports=ports,
+    )
+
+
+def _port(folder: Path, number: int) -> RdmaPort:
+    state = (read_text(folder / "state") or "").rpartition(":")[2].strip()  # "4: ACTIVE"
+    rate = _RATE.match(read_text(folder / "rate") or "")
+    return RdmaPort(
+        number=number,
+        state=state or "unknown",
+        link_layer=read_text(folder / "link_layer") or "unknown",
+        rate_gbps=float(rate[1]) if rate is not None else None,
+        gids=_gids(folder),
+    )
+
+
+def _gids(folder: Path) -> tuple[Gid, ...]:
+    found: list[Gid] = []
+    for path in entries(folder / "gids"):
+        gid, index = read_text(path), parse_int(path.name)
+        if gid is None or index is None or gid in _EMPTY_GIDS:
+            continue
+        attributes = folder / "gid_attrs"
+        found.append(
+            Gid(
+                index=index,
+                gid=gid,
+                kind=read_text(attributes / "types" / path.name),
+                interface=read_text(attributes / "ndevs" / path.name),
+            )
+        )
+        if len(found) == GIDS_MAX:
+            break
+    return tuple(found)

@@ -12,6 +12,15 @@ from typing import Any
 from zbmd.transport.errors import UserError
 
 
+def verbs_missing() -> str | None:
+    """Why pyverbs cannot be used here, in a few words; None if it can."""
+    try:
+        import_module("pyverbs.device")
+    except ImportError as error:
+        return str(error)
+    return None
+
+
 def rdma_devices() -> tuple[str, ...]:
     """The names of the RDMA devices, such as `mlx5_0` or `rxe0`; empty if there is none.
 

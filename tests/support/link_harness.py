@@ -448,27 +448,53 @@ class SimHarness(LinkHarness):
 
     def _run_with_peer(self, seed: int, scenario: PeerScenario, other: Other, ours: LinkLimits) -> None:
         done: list[bool] = []
-
-        async def us(process: SimProcess) -> None:
-            peer = _SimPeer(process, other, ours)
-            await scenario(peer)
-            done.append(True)
-
-        async def them(process: SimProcess) -> None:
-            if other.listens:
-                first: asyncio.Future[LinkSide] = process.world.loop.create_future()
-                process.listen(first.set_result, job=JOB, limits=other.limits)
-                link = await first
-            else:
-                link = await process.dial("us", job=JOB, limits=other.limits)
-            await other.serve(link, _SimLife(process))
-
         with World(seed) as world:
+            them = _SimThem(world, other)
+
+            async def us(process: SimProcess) -> None:
+                await scenario(_SimPeer(process, them, ours))
+                done.append(True)
+
             world.add("us", us)
-            world.add("them", them)
+            world.add("them", them.main)
             if other.dies_at_message is not None:
-                world.crash_at("them", world.now_ns + HELLO_STEP_NS * (1 + other.dies_at_message))
+                them.crash(world.now_ns + HELLO_STEP_NS * (1 + other.dies_at_message))
             world.run(until=lambda: bool(done))
+
+
+class _SimThem:
+    """The peer's process, whichever incarnation of it."""
+
+    def __init__(self, world: World, other: Other) -> None:
+        self.world = world
+        self.other = other
+        self.ended = asyncio.Event()
+
+    def crash(self, at_ns: int) -> None:
+        """SIGKILL this incarnation then."""
+        incarnation = self.world.incarnation("them")
+
+        def strike() -> None:
+            if self.world.incarnation("them") != incarnation:
+                return
+            self.world.crash("them")
+            self.ended.set()
+
+        self.world.call_at(at_ns, strike)
+
+    def revive(self) -> None:
+        self.ended.clear()
+        self.world.start("them", delay_ns=0)
+
+    async def main(self, process: SimProcess) -> None:
+        if self.other.listens:
+            first: asyncio.Future[LinkSide] = process.world.loop.create_future()
+            process.listen(first.set_result, job=JOB, limits=self.other.limits)
+            link = await first
+        else:
+            link = await process.dial("us", job=JOB, limits=self.other.limits)
+        await self.other.serve(link, _SimLife(process, self))
+        self.ended.set()
 
 
 class _SimNet(Net):
@@ -485,41 +511,38 @@ class _SimNet(Net):
 
 
 class _SimLife(Life):
-    def __init__(self, process: SimProcess) -> None:
+    def __init__(self, process: SimProcess, them: _SimThem) -> None:
         self.incarnation = process.incarnation
-        self._process = process
+        self._them = them
 
     async def die(self) -> None:
-        world = self._process.world
-        world.call_at(world.now_ns, lambda: world.crash(self._process.name))
+        self._them.crash(self._them.world.now_ns)
         await asyncio.Event().wait()
 
 
 class _SimPeer(Peer):
-    def __init__(self, process: SimProcess, other: Other, limits: LinkLimits) -> None:
+    def __init__(self, process: SimProcess, them: _SimThem, limits: LinkLimits) -> None:
         self._process = process
-        self._world = process.world
-        self._other = other
+        self._them = them
         self._limits = limits
         self._accepted: asyncio.Queue[LinkSide] = asyncio.Queue()
-        if not other.listens:
+        if not them.other.listens:
             process.listen(self._accepted.put_nowait, job=JOB, limits=limits)
 
     async def link(self) -> LinkSide:
-        if self._other.listens:
+        if self._them.other.listens:
             return await self._process.dial("them", job=JOB, limits=self._limits)
         return await self._accepted.get()
 
     async def kill(self) -> None:
-        self._world.call_at(self._world.now_ns, lambda: self._world.crash("them"))
+        self._them.crash(self._them.world.now_ns)
         await self.ended()
 
     async def ended(self) -> None:
-        while self._world.lives("them"):  # noqa: ASYNC110  the world has no event for it, and time is virtual
-            await asyncio.sleep(0.001)
+        await self._them.ended.wait()
 
     def revive(self) -> None:
-        self._world.start("them", delay_ns=0)
+        self._them.revive()
 
 
 HARNESSES: tuple[LinkHarness, ...] = (ShmHarness("asyncio"), ShmHarness("uvloop"), SimHarness())

@@ -1,8 +1,9 @@
 """The MAC of a record between hosts: AES-256-GMAC, with a 16-byte tag.
 
-GMAC is AES-GCM without a plaintext (NIST SP 800-38D). The nonce is `MAC_NONCE_PREFIX` and the record's
-sequence number, u64 big-endian: a key belongs to one direction of one connection, so no nonce is used twice.
-The tag covers every byte of the record before it.
+GMAC is AES-GCM without a plaintext (NIST SP 800-38D). The nonce is the record's kind (u32) and its sequence
+number (u64), both big-endian: a key belongs to one direction of one connection and a number to one record of
+it, so no nonce is used twice. The tag covers the body; GMAC itself covers its length. So kind, number, length
+and content are all bound.
 
 Measured from Python on one core of a VM (AMD EPYC with VAES, OpenSSL 3), one tag, in us:
 
@@ -14,7 +15,9 @@ Measured from Python on one core of a VM (AMD EPYC with VAES, OpenSSL 3), one ta
 
 from __future__ import annotations
 
-from typing import Final
+import struct
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -23,12 +26,11 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from zbmd.transport.session import KEY_BYTES
 
 TAG_BYTES: Final = 16
-MAC_NONCE_PREFIX: Final = b"zbmd"
-SEQUENCE_MAX: Final = (1 << 64) - 1
+_NONCE: Final = struct.Struct(">IQ")
 _JOIN_BYTES_MAX: Final = 1 << 16
 """Up to here joining the parts costs less than setting up a cipher that takes them one by one."""
 
-Buffer = bytes | bytearray | memoryview
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class RecordMac:
@@ -41,9 +43,9 @@ class RecordMac:
         self._aead = AESGCM(key)
         self._algorithm = algorithms.AES(key)
 
-    def tag(self, sequence: int, parts: tuple[Buffer, ...]) -> bytes:
-        """The tag of the record `sequence` (u64), which is its `parts` one after the other."""
-        nonce = _nonce(sequence)
+    def tag(self, kind: int, sequence: int, parts: Sequence[Buffer]) -> bytes:
+        """The tag of record `sequence` (u64) of `kind` (u32), whose body is `parts`, one after the other."""
+        nonce = _NONCE.pack(kind, sequence)
         if sum(len(part) for part in parts) <= _JOIN_BYTES_MAX:
             return self._aead.encrypt(nonce, b"", b"".join(parts))
         encryptor = Cipher(self._algorithm, modes.GCM(nonce)).encryptor()
@@ -52,14 +54,10 @@ class RecordMac:
         encryptor.finalize()
         return encryptor.tag
 
-    def holds(self, sequence: int, record: Buffer, tag: Buffer) -> bool:
-        """Whether `tag` is that of the record `sequence`; compared in constant time."""
+    def holds(self, kind: int, sequence: int, body: Buffer, tag: Buffer) -> bool:
+        """Whether `tag` is that of the record; compared in constant time."""
         try:
-            self._aead.decrypt(_nonce(sequence), tag, record)
+            self._aead.decrypt(_NONCE.pack(kind, sequence), tag, body)
         except InvalidTag:
             return False
         return True
-
-
-def _nonce(sequence: int) -> bytes:
-    return MAC_NONCE_PREFIX + sequence.to_bytes(8, "big")

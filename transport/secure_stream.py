@@ -231,7 +231,7 @@ class SecureStream:
         return len(self._partial)
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes of the stream belong: at least one byte. Release it before `buffer_updated`."""
+        """Where the next bytes of the stream belong, at least one. Release it before `buffer_updated`."""
         if self._header:
             return memoryview(self._partial)[self._partial_filled :]
         scratch, head = _scratch(), self._head

@@ -1,4 +1,4 @@
-"""Records between hosts: whole frames out of any cut of the bytes, and a name for whatever was done to them."""
+"""Records between hosts: whole frames out of any cut of the bytes, a name for whatever was done to them."""
 
 from __future__ import annotations
 

@@ -112,7 +112,9 @@ class Acceptor:
         self._pause = self._loop.call_later(duration_ns / 1e9, self._resume)
 
     def _on_connection(self, listening: socket.socket) -> None:
-        for _ in range(ACCEPTS_PER_WAKE):
+        for knocks in range(ACCEPTS_PER_WAKE):
+            if knocks and self._half_open.full:
+                return  # only the first is known to have somebody behind it for whom to make room
             at_ns = now_ns()
             match self._half_open.decide(at_ns):
                 case Wait(until_ns=until_ns):

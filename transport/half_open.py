@@ -49,9 +49,14 @@ class HalfOpen(Generic[KeyT]):
     def __contains__(self, key: KeyT) -> bool:
         return key in self._source_of
 
+    @property
+    def full(self) -> bool:
+        """Whether the next one needs the place of another."""
+        return len(self) >= self._places
+
     def decide(self, now_ns: int) -> Decision[KeyT]:
         """Whether one more can be taken in, and who goes for it; who goes has left by then."""
-        if len(self) < self._places:
+        if not self.full:
             return Admit()
         # Of equally crowded sources the one whose first connection is the oldest.
         source, keys = min(
@@ -65,7 +70,7 @@ class HalfOpen(Generic[KeyT]):
 
     def enter(self, key: KeyT, source: str, now_ns: int) -> None:
         """A connection was taken in; after `decide` said so."""
-        assert key not in self._source_of and len(self) < self._places
+        assert key not in self._source_of and not self.full
         self._source_of[key] = source
         self._sources.setdefault(source, {})[key] = now_ns
 

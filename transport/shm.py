@@ -20,6 +20,7 @@ import msgspec
 import structlog
 
 from zbmd.transport._native import Mapping, now_ns
+from zbmd.transport.acceptor import Acceptor
 from zbmd.transport.attach import (
     MESSAGE_BYTES_MAX,
     OFFER_FDS_MAX,
@@ -48,9 +49,8 @@ log: Final = structlog.stdlib.get_logger("zbmd.transport.shm")
 ADDRESS_BYTES_MAX = 107
 """Of an abstract unix address, without its leading zero byte."""
 BACKLOG = 128
-ACCEPTS_PER_WAKE = 16
 HALF_OPEN_MAX = 64
-"""Connections that have not finished their hello; past it a new one is closed at once."""
+"""Connections that have not finished their hello; past it one is closed for each new one (`half_open`)."""
 DIAL_RETRY_S = 0.002
 """Pause while a listener's backlog is full; the dial's deadline bounds the retries."""
 HELLO_MESSAGE_BYTES_MAX = MAX_BODY_BYTES + 64
@@ -69,53 +69,30 @@ class Listener:
         self._on_link = on_link
         self._endpoint = endpoint
         self._timeout_ns = timeout_ns
-        self._half_open_max = half_open_max
-        self._loop = asyncio.get_running_loop()
-        self._half_open: set[asyncio.Task[None]] = set()
-        self._sock = _unix_socket()
+        sock = _unix_socket()
         try:
-            self._sock.bind(_address(name))
-            self._sock.listen(BACKLOG)
+            sock.bind(_address(name))
+            sock.listen(BACKLOG)
         except OSError as error:
-            self._sock.close()
+            sock.close()
             raise LocalProtocolError(f"cannot listen at {name!r}: {error.strerror}") from error
-        self._loop.add_reader(self._sock.fileno(), self._on_connection)
+        self._acceptor = Acceptor(name, [sock], self._welcome, source_of=_source, places=half_open_max)
 
     @property
     def half_open(self) -> int:
         """How many connections are in the middle of their hello."""
-        return len(self._half_open)
+        return self._acceptor.half_open
 
     def close(self) -> None:
         """Stop listening and end the connections under way; links already made live on. Idempotent."""
-        if self._sock.fileno() >= 0:
-            self._loop.remove_reader(self._sock.fileno())
-            self._sock.close()
-        for task in self._half_open:
-            task.cancel()
+        self._acceptor.close()
 
     async def wait_closed(self) -> None:
         """Wait until the connections under way have ended, after `close`."""
-        if self._half_open:
-            await asyncio.wait(self._half_open)
+        await self._acceptor.wait_closed()
 
-    def _on_connection(self) -> None:
-        for _ in range(ACCEPTS_PER_WAKE):
-            try:
-                sock, _ = self._sock.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            sock.setblocking(False)
-            if len(self._half_open) >= self._half_open_max:
-                pid, uid = _peer_credentials(sock)
-                sock.close()
-                self._log_refusal(pid, uid, "Busy", f"{len(self._half_open)} hellos are under way, the bound")
-                continue
-            task = self._loop.create_task(self._welcome(sock))
-            self._half_open.add(task)
-            task.add_done_callback(self._half_open.discard)
-
-    async def _welcome(self, sock: socket.socket) -> None:
+    async def _welcome(self, sock: socket.socket, source: str) -> None:
+        del source
         pid, uid = _peer_credentials(sock)
         try:
             with contextlib.ExitStack() as undo:
@@ -123,14 +100,9 @@ class Listener:
                 link = await _listener_side(sock, self._endpoint, now_ns() + self._timeout_ns)
                 undo.pop_all()
         except (ZbmdError, OSError) as error:
-            self._log_refusal(pid, uid, type(error).__name__, str(error))
+            self._acceptor.refused(type(error).__name__, str(error), peer_pid=pid, peer_uid=uid)
             return
         self._on_link(link)
-
-    def _log_refusal(self, pid: int, uid: int, kind: str, reason: str) -> None:
-        log.warning(
-            "connection refused", listener=self.name, peer_pid=pid, peer_uid=uid, kind=kind, reason=reason
-        )
 
 
 def listen(
@@ -385,6 +357,11 @@ async def _connect(sock: socket.socket, name: str, deadline_ns: int) -> None:
             await asyncio.sleep(DIAL_RETRY_S)
         except ConnectionRefusedError:
             raise PeerLost(name, "nobody listens at its address") from None
+
+
+def _source(sock: socket.socket) -> str:
+    """Strangers count by process."""
+    return f"pid {_peer_credentials(sock)[0]}"
 
 
 def _peer_credentials(sock: socket.socket) -> tuple[int, int]:

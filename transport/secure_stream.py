@@ -129,7 +129,7 @@ class Opener:
     def body_bytes(self, header: Buffer) -> int:
         """How long the body is that follows these 8 bytes. Raises `OversizedRecord`."""
         word, _ = _HEADER.unpack_from(header)
-        nbytes = word & _LENGTH_MASK
+        nbytes: int = word & _LENGTH_MASK
         if nbytes > self._body_bytes_max:
             raise OversizedRecord(
                 f"record {self.sequence} announces {nbytes} bytes; {self._body_bytes_max} is the bound"

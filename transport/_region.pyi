@@ -7,10 +7,49 @@ from zbmd.transport._native import Mapping
 from zbmd.transport.region import RegionHandle
 from zbmd.transport.transfer import Transfer
 
+class Cells:
+    """The notify cells of our own segment: the base of `zbmd.transport.segment.Segment`."""
+
+    def _open_cells(self, mapping: Mapping) -> None: ...
+    def _close_cells(self) -> None: ...
+    def wait(
+        self,
+        slot: int,
+        channel: int,
+        value: int,
+        *,
+        group_mask: int = 0,
+        deadline_ns: int = 0,
+        spins: int | None = None,
+    ) -> int:
+        """Wait, without the GIL, until our cell of (slot, channel) holds at least `value` of its epoch.
+
+        Looks `spins` times, by default as often as has been of use lately, before the thread parks. Returns
+        WAIT_OK, or WAIT_LOST when a slot of `group_mask` is lost, WAIT_ABORTED when the channel is aborted up
+        to `value` or the cell is of a later epoch, WAIT_DEADLINE when CLOCK_MONOTONIC has passed
+        `deadline_ns` (0: none). Raises LocalProtocolError once the segment is closed.
+        """
+
+class Deferred:
+    """How much of what was asked of one peer's regions has been put off."""
+
+    deferred: int
+    def defer(self, change: int) -> None: ...
+    def submit(
+        self, region: ShmRegion, kind: int, buffer: Pinned | None, offset: int, channel: int, value: int
+    ) -> Transfer: ...
+
+class Pinned(Buffer):
+    """The bytes of somebody's buffer, which can neither move nor go while this lives."""
+
+    def __init__(self, owner: Buffer | NDArray[Any], writable: bool) -> None: ...
+
 class ShmRegion:
     """A peer's region in shared memory: see `zbmd.transport.region.RemoteRegion`."""
 
-    def __init__(self, own: Mapping, our_slot: int, peer: Mapping, handle: RegionHandle) -> None:
+    def __init__(
+        self, own: Mapping, our_slot: int, peer: Mapping, handle: RegionHandle, queue: Deferred
+    ) -> None:
         """Raises RemoteProtocolError if the handle does not fit the peer's mapping."""
     @property
     def handle(self) -> RegionHandle: ...
@@ -18,4 +57,9 @@ class ShmRegion:
     def get(self, into: Buffer | NDArray[Any], offset: int = 0) -> Transfer: ...
     def notify(self, channel: int, value: int) -> None: ...
     def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview: ...
+    def perform(self, kind: int, buffer: Pinned | None, offset: int, channel: int, value: int) -> None:
+        """Do what was submitted to the queue: for the queue alone."""
     def close(self) -> None: ...
+
+def copy(into: Buffer | NDArray[Any], src: Buffer | NDArray[Any]) -> None:
+    """Copy as `put` and `get` do, without the GIL, between C-contiguous buffers of one size."""

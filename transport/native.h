@@ -25,6 +25,7 @@
 #define ZBMD_MAX_SLOTS 64   /* ranks of one host, one bit each in the lost mask */
 #define ZBMD_CHANNELS 16    /* groups a process can be in at once */
 #define ZBMD_LINE 64
+#define ZBMD_LOOKS_A_PAUSE 1
 #define ZBMD_PARK_NS 50000000ULL /* a parked wait looks again at least this often */
 
 /* Offsets into the segment's first page. */
@@ -127,6 +128,18 @@ static inline void zbmd_notify(zbmd_base peer, uint32_t our_slot, uint32_t chann
     zbmd_ring(peer);
 }
 
+/* As zbmd_notify, for a cell that several of our threads set: a lower value never replaces a higher one.
+ * `*hint` is what the cell may hold, for the price of one cache miss instead of two; it is updated. */
+static inline void zbmd_notify_max(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint64_t value,
+                                   _Atomic uint64_t *hint) {
+    _Atomic uint64_t *cell = zbmd_u64(peer, zbmd_cell_offset(our_slot, channel));
+    uint64_t seen = atomic_load_explicit(hint, memory_order_relaxed);
+    if (seen > value) seen = atomic_load(cell);
+    while (seen < value && !atomic_compare_exchange_weak(cell, &seen, value)) {}
+    atomic_store_explicit(hint, seen < value ? value : seen, memory_order_relaxed);
+    zbmd_ring(peer);
+}
+
 /* Publish in the peer's cell for (our slot, channel) that nothing more of `epoch` will come from us: every
  * wait of the peer for us ends, and finds by the operation's descriptors that we are not in it. The cell only
  * grows, also while another thread of ours notifies for a later epoch. */
@@ -148,6 +161,19 @@ static inline int zbmd_arrived(uint64_t cell, uint64_t value) {
     return (cell >> 32) == (value >> 32) ? ZBMD_WAIT_OK : ZBMD_WAIT_ABORTED;
 }
 
+/* Look at our cell for (slot, channel) up to `looks` times, with a pause behind each, which leaves the line to
+ * its writer; -1 if nothing ends the wait, else as zbmd_arrived. `*used` is how many looks were in vain. */
+static inline int zbmd_spin(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value, uint32_t looks,
+                            uint32_t *used) {
+    uint64_t cell = zbmd_cell_offset(slot, channel);
+    int result = -1;
+    for (*used = 0; *used < looks; ++*used) {
+        if ((result = zbmd_arrived(zbmd_load64(own, cell), value)) >= 0) break;
+        zbmd_pause();
+    }
+    return result;
+}
+
 /* Wait until our cell for (slot, channel) holds at least `value` of the same epoch.
  * Ends early: LOST when a slot of `group_mask` is in our lost mask, ABORTED when our abort word for the
  * channel has reached `value` or the cell is of a later epoch, DEADLINE when monotonic time has passed
@@ -155,11 +181,9 @@ static inline int zbmd_arrived(uint64_t cell, uint64_t value) {
 static inline int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
                             uint64_t group_mask, uint64_t deadline_ns, uint32_t spins) {
     uint64_t cell = zbmd_cell_offset(slot, channel);
-    int result = -1;
-    for (uint32_t i = 0; i < spins; i++) {
-        if ((result = zbmd_arrived(zbmd_load64(own, cell), value)) >= 0) return result;
-        zbmd_pause();
-    }
+    uint32_t used;
+    int result = zbmd_spin(own, slot, channel, value, spins, &used);
+    if (result >= 0) return result;
     atomic_fetch_add_explicit(zbmd_u32(own, ZBMD_OFF_PARKED), 1, memory_order_seq_cst);
     while (result < 0) {
         uint32_t seen = atomic_load_explicit(zbmd_u32(own, ZBMD_OFF_DOORBELL), memory_order_seq_cst);

@@ -10,8 +10,9 @@ import os
 
 from zbmd.transport import _native
 from zbmd.transport._native import Mapping
-from zbmd.transport._region import ShmRegion
+from zbmd.transport._region import Cells, ShmRegion
 from zbmd.transport.arena import Arena
+from zbmd.transport.copy_queue import CopyQueue
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.memory import create_memfd, sealed_size
 from zbmd.transport.region import RegionHandle
@@ -24,12 +25,13 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-class Segment:
+class Segment(Cells):
     """This process's own segment, mapped read-write."""
 
     def __init__(self, fd: int, mapping: Mapping, *, slot: int, incarnation: int, arena_offset: int) -> None:
         self._fd = fd
         self._mapping: Mapping | None = mapping
+        self._open_cells(mapping)
         self.slot = slot
         self.incarnation = incarnation
         self.inbox = Arena(mapping, _native.OFF_END, arena_offset - _native.OFF_END)
@@ -90,22 +92,6 @@ class Segment:
         """Bytes in the whole segment."""
         return self.mapping.nbytes
 
-    def wait(
-        self,
-        slot: int,
-        channel: int,
-        value: int,
-        *,
-        group_mask: int = 0,
-        deadline_ns: int = 0,
-        spins: int = 0,
-    ) -> int:
-        """Wait for a peer's notification, without the GIL; see `_native.wait` for what may end it."""
-        mapping = self.mapping
-        return _native.wait(
-            mapping.address, slot, channel, value, group_mask=group_mask, deadline_ns=deadline_ns, spins=spins
-        )
-
     def lost_mask(self) -> int:
         """Bit s is set once the process in slot s is known to have ended."""
         return self.mapping.load64(_native.OFF_LOST)
@@ -117,6 +103,7 @@ class Segment:
     def close(self) -> None:
         """Close the memfd and let go of the mapping, which ends with the last array in it. Idempotent."""
         self._mapping = None
+        self._close_cells()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -130,6 +117,7 @@ class PeerSegment:
 
     def __init__(self, mapping: Mapping, *, slot: int, incarnation: int, pid: int, arena_offset: int) -> None:
         self._mapping: Mapping | None = mapping
+        self._copies = CopyQueue()
         self.slot = slot
         self.incarnation = incarnation
         self.pid = pid
@@ -210,7 +198,7 @@ class PeerSegment:
                 f"a region handle of slot {self.slot} has bytes {handle.offset}+{handle.nbytes}, outside its "
                 f"{'inbox' if handle.writable else 'arena'} ({begin}..{end})"
             )
-        return ShmRegion(own.mapping, own.slot, self.mapping, handle)
+        return ShmRegion(own.mapping, own.slot, self.mapping, handle, self._copies)
 
     def arena_view(self, offset: int, nbytes: int) -> memoryview:
         """A read-only view of [offset, offset + nbytes), counted from the segment's base.

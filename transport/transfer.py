@@ -21,13 +21,14 @@ class Transfer:
     buffers that it touches and calls `finish`, from any thread.
     """
 
-    __slots__ = ("_buffers", "_error", "_finished", "_lock", "_waiters")
+    __slots__ = ("_blocked", "_buffers", "_done", "_error", "_lock", "_waiters")
 
     def __init__(self, *buffers: object) -> None:
         self._buffers = buffers
         self._error: ZbmdError | None = None
-        self._finished = threading.Event()
+        self._done = False
         self._lock = threading.Lock()
+        self._blocked: threading.Event | None = None
         self._waiters: dict[asyncio.Future[None], Context] = {}
 
     @classmethod
@@ -40,16 +41,18 @@ class Transfer:
     @property
     def done(self) -> bool:
         """Whether the buffer may be reused: also true after a failure."""
-        return self._finished.is_set()
+        return self._done
 
     def finish(self, error: ZbmdError | None = None) -> None:
         """Nothing touches the buffers any more. Idempotent: the first call tells the outcome."""
         with self._lock:
-            if self._finished.is_set():
+            if self._done:
                 return
             self._error = error
             self._buffers = ()
-            self._finished.set()
+            self._done = True
+            if self._blocked is not None:
+                self._blocked.set()
             waiters, self._waiters = self._waiters, {}
         for waiter, context in waiters.items():
             # A loop that was closed meanwhile has nobody left who waits.
@@ -61,13 +64,14 @@ class Transfer:
 
         Raises `DeadlineExceeded`, and what ended the transfer: `PeerLost`, `RemoteProtocolError`.
         """
-        if not self._finished.is_set():
+        if not self._done:
             limit_s = max(0, deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
-            if not self._finished.wait(limit_s):
+            if not self._end_of_it().wait(limit_s):
                 raise DeadlineExceeded(
                     "a transfer was not done by its deadline; it holds its buffers until it is"
                 )
-        self._raise_error()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
 
     def __await__(self) -> Generator[asyncio.Future[None], None, None]:
         """Wait on the running loop; raises as `wait`. Cancelling the wait leaves the transfer as it is."""
@@ -78,19 +82,24 @@ class Transfer:
             finally:
                 with self._lock:
                     self._waiters.pop(waiter, None)
-        self._raise_error()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
 
     def _new_waiter(self) -> asyncio.Future[None] | None:
         with self._lock:
-            if self._finished.is_set():
+            if self._done:
                 return None
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters[waiter] = copy_context()
             return waiter
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error.with_traceback(None)
+    def _end_of_it(self) -> threading.Event:
+        with self._lock:
+            if self._blocked is None:
+                self._blocked = threading.Event()
+                if self._done:
+                    self._blocked.set()
+            return self._blocked
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 
@@ -17,6 +18,7 @@ from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolEr
 from zbmd.transport.liveness import LifeThread
 from zbmd.transport.region import RegionHandle, Regions, RemoteRegion
 from zbmd.transport.segment import PeerSegment, Segment
+from zbmd.transport.transfer import Transfer
 
 Fork = Callable[[Callable[[], None]], int]
 Pair = tuple[Segment, Segment]
@@ -228,3 +230,41 @@ def test_no_forged_handle_reaches_outside_the_region(
         assert low <= begin and begin + view.nbytes <= high and view.readonly
     finally:
         theirs.close()
+
+
+async def test_what_a_loop_puts_off_keeps_its_order_and_its_buffers(pair: Pair) -> None:
+    ours = pair[0]
+    theirs = Segment.create(slot=2, incarnation=1, arena_bytes=0, inbox_bytes=24 << 20)
+    try:
+        target, handle = inbox(theirs, 24 << 20)
+        region = opened(ours, theirs, handle)
+        transfers = [
+            region.put(bytearray([round_]) * (20 << 20), channel=0, value=round_) for round_ in (1, 2, 3)
+        ]
+        transfers.append(region.put(b"small", 3, channel=0, value=4))
+        region.notify(0, 5)
+        for given_up in (asyncio.ensure_future(_awaited(transfer)) for transfer in transfers[:2]):
+            await asyncio.sleep(0)
+            given_up.cancel()
+        region.close()
+        assert await asyncio.to_thread(theirs.wait, ours.slot, 0, 5) == _native.WAIT_OK
+        assert bytes(target[:9]) == b"\3\3\3small\3" and int(target[9 : 20 << 20].min()) == 3
+        await asyncio.gather(*(_awaited(transfer) for transfer in transfers))
+    finally:
+        theirs.close()
+
+
+async def test_a_large_get_on_a_loop_fills_the_buffer_before_it_is_done(pair: Pair) -> None:
+    ours = pair[0]
+    theirs = Segment.create(slot=2, incarnation=1, arena_bytes=8 << 20, inbox_bytes=0)
+    try:
+        array = theirs.arena.from_array(np.arange(1 << 20))
+        into = np.zeros(1 << 20, np.int64)
+        await opened(ours, theirs, Regions(theirs).register(array)).get(into)
+        assert np.array_equal(into, array)
+    finally:
+        theirs.close()
+
+
+async def _awaited(transfer: Transfer) -> None:
+    await transfer

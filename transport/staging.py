@@ -139,7 +139,7 @@ class StagedPipe:
         return self._theirs
 
     def _require_length(self, slot: int, nbytes: int) -> None:
-        (found,) = _LENGTH.unpack_from(self._inbox, slot * _STRIDE)
+        (found,) = _LENGTH.unpack_from(self._inbox.data, slot * _STRIDE)
         if found != nbytes:
             raise RemoteProtocolError(
                 f"slot {self._peer} sent a message of {found} bytes where {nbytes} were expected"

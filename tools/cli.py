@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from zbmd.tools import sim_cli
+from zbmd.tools import bench_cli, sim_cli
 from zbmd.tools.plot import FORMATS, PICTURE_NAME, plot_run
 from zbmd.tools.replay_cli import add_replay
 from zbmd.training.config import GPTConfig, TrainingConfig
@@ -28,6 +28,7 @@ EXAMPLES = """examples:
   zbmd plot zbmd-runs/demo -o demo.svg
   zbmd replay run.zlog --until hang
   zbmd sim hunt --minutes 2
+  zbmd bench p2p --vs openmpi
 """
 
 
@@ -126,13 +127,14 @@ def parser() -> argparse.ArgumentParser:
     plot.set_defaults(run_command=_plot)
     add_replay(commands)
     sim_cli.add_parser(commands)
+    bench_cli.add_parser(commands)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit code 2: bad input; 1: the ledger does not balance, or a replay differs.
 
-    See `sim_cli` for others.
+    See `sim_cli` and `bench_cli` for others.
     """
     arguments = parser().parse_args(argv)
     try:

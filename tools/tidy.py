@@ -40,7 +40,9 @@ IMPURE_IMPORTS = frozenset(
 )
 # Import name -> the paths that may import it. An empty tuple bans it everywhere.
 CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
-    "torch": ("collectives/torch_backend*", "tests/*"),
+    "torch": ("collectives/torch_backend*", "tools/peers/gloo_pair.py", "tests/*"),
+    "mpi4py": ("tools/peers/mpi4py_pair.py",),
+    "xoscar": ("tools/peers/xoscar_pair.py",),
     "cupy": ("training/xp.py", "tests/*"),
     "pyverbs": ("transport/rdma*",),
     "pickle": (),

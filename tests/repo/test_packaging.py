@@ -16,7 +16,7 @@ from zbmd.tools import tidy
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = {"transport/_native", "transport/_region", "collectives/_stepper"}
-SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h"}
+SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}
 
 # Runs in the empty environment: imports every module that needs no extra, and calls compiled code.
 PROBE = """
@@ -24,7 +24,7 @@ import importlib, pkgutil, sys
 import zbmd
 
 assert "site-packages" in zbmd.__file__, zbmd.__file__
-behind_an_extra = {"zbmd.collectives.torch_backend"}
+behind_an_extra = {"zbmd.collectives.torch_backend", "zbmd.tools.peers.xoscar_pair"}
 for found in pkgutil.walk_packages(zbmd.__path__, "zbmd."):
     if found.name not in behind_an_extra:
         importlib.import_module(found.name)
@@ -92,7 +92,9 @@ def test_the_sdist_holds_every_source_as_a_regular_file(sdist: Path) -> None:
     assert not [name for name, member in members.items() if member.issym() or member.islnk()]
     assert {f"src/zbmd/{path}" for path in layer_sources()} <= members.keys()
     assert {"LICENSE", "README.md", "CHANGELOG.md", "setup.py", "src/zbmd/py.typed"} <= members.keys()
-    assert not [name for name in members if name.endswith((".so", ".c"))]
+    assert not [name for name in members if name.endswith(".so")]
+    compiled_here = {name for name in members if name.endswith(".c")}
+    assert compiled_here == {f"src/zbmd/{path}" for path in layer_sources() if path.endswith(".c")}
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:

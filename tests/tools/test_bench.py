@@ -1,0 +1,230 @@
+"""`zbmd bench` for real, with few iterations: valid results, told errors, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from zbmd.tools import bench_cli, cli
+from zbmd.tools.bench_peers import PEERS, PeerMissing, Site, find_peer
+from zbmd.tools.bench_result import FORMAT, BenchResult, Row, table
+from zbmd.tools.bench_stats import OURS
+from zbmd.tools.bench_workers import CONTROL, ContenderFailed, Workers
+
+TIMEOUT_S = 120
+CHUNKED = 300 << 10
+"""More than one chunk of a foreign buffer, and the last one not full."""
+
+
+def bench(*arguments: str) -> BenchResult:
+    """Run the command to its end, and read its JSON by the documented schema."""
+    done = subprocess.run(
+        [sys.executable, "-m", "zbmd.tools.cli", "bench", *arguments, "--json"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stderr == b"", "off a terminal there is no bar"
+    result = msgspec.json.decode(done.stdout, type=BenchResult)
+    assert result.format == FORMAT
+    assert result.command.endswith(f"bench {' '.join([*arguments, '--json'])}")
+    for row in result.rows:
+        assert 0 < row.time_us_p50 <= row.time_us_p99
+        assert row.samples > 0
+    return result
+
+
+def told(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
+    return [(row.case, row.who, row.size_bytes) for row in rows]
+
+
+def test_p2p_times_every_case_at_every_size_it_can_have() -> None:
+    arguments = ("--sizes", f"1,{CHUNKED}", "--rounds", "2", "--iterations", "3", "--vs", "memcpy")
+    result = bench("p2p", *arguments)
+    native = [
+        (case, who, size)
+        for case in ("p2p-arena", "p2p-foreign", "echo")
+        for size in (1, CHUNKED)
+        for who in (OURS, "memcpy")
+    ]
+    assert told(result.rows) == [*native, ("frame", OURS, 1), ("frame-training", OURS, 1)]
+    assert {row.samples for row in result.rows if row.who == OURS} == {2 * 2 * 3}
+    assert [peer.name for peer in result.peers] == ["memcpy"]
+    assert all(row.time_ratio is not None for row in result.rows)
+    text = table(result)
+    assert "busbw" in text
+    assert text.count("noise") == 1 + 3 * 2 + 2
+
+
+def test_put_times_windows_and_draws_them(tmp_path: Path) -> None:
+    picture = tmp_path / "put.png"
+    result = bench("put", "--sizes", "8,1M", "--rounds", "1", "--iterations", "2", "--plot", str(picture))
+    assert told(result.rows) == [
+        (case, OURS, size) for case in ("put-arena", "put-foreign") for size in (8, 1 << 20)
+    ]
+    for row in result.rows:
+        assert row.busbw_gbytes_per_s == row.algbw_gbytes_per_s
+        assert row.algbw_gbytes_per_s == pytest.approx(row.size_bytes / row.time_us_p50 / 1e3)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_detect_kills_victims_and_has_the_floor_beside_it() -> None:
+    result = bench("detect", "--sizes", "0,1M", "--trials", "1")
+    who = (OURS, "zbmd-wait", "zbmd-loop", "zbmd-eof", "floor-futex", "floor-pidfd", "floor-eof")
+    assert told(result.rows) == [
+        (f"detect-{load}", name, size)
+        for load in ("training", "idle")
+        for size in (0, 1 << 20)
+        for name in who
+    ]
+
+
+@pytest.mark.optional
+def test_the_peers_that_are_there_are_timed_in_the_same_run(tmp_path: Path) -> None:
+    there = [name for name in PEERS if name not in ("memcpy", "iperf3") and _is_there(name, tmp_path)]
+    if not there:
+        pytest.skip("no peer is installed")
+    arguments = ["--cases", "echo", "--cases", "frame", "--sizes", "8", "--rounds", "1", "--iterations", "2"]
+    for name in there:
+        arguments += ["--vs", name]
+    result = bench("p2p", *arguments)
+    echoed = [("echo", name, 8) for name in (OURS, *there) if name != "xoscar"]
+    framed = [("frame", name, 8) for name in (OURS, *there) if name in (OURS, "xoscar")]
+    assert told(result.rows) == [*echoed, *framed]
+    assert [peer.name for peer in result.peers] == there
+    assert all(peer.version and CONTROL in peer.command for peer in result.peers)
+
+
+def _is_there(name: str, scratch: Path) -> bool:
+    try:
+        find_peer(name, Site(transport="shm", scratch=scratch))
+    except PeerMissing:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("openmpi", "apt-get install openmpi-bin"),
+        ("openmpi-c", "apt-get install openmpi-bin"),
+        ("mpich", "apt-get install mpich"),
+        ("mpich-c", "apt-get install mpich"),
+        ("iperf3", "apt-get install iperf3"),
+        ("gloo", "pip install 'zbmd[torch]'"),
+        ("xoscar", "pip install 'zbmd[bench]'"),
+    ],
+)
+def test_a_missing_peer_is_told_with_the_command_that_installs_it(
+    name: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PeerMissing, match="not installed") as raised:
+        find_peer(name, Site(transport="shm", scratch=tmp_path))
+    assert advice in str(raised.value)
+
+
+def test_a_missing_peer_has_an_exit_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["bench", "p2p", "--sizes", "8", "--vs", "openmpi"]) == bench_cli.EXIT_MISSING
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "apt-get install openmpi-bin" in captured.err
+    assert cli.main(["bench", "detect", "--trials", "1"]) == bench_cli.EXIT_MISSING
+    assert "apt-get install gcc" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["p2p", "--sizes", "8:"], "is not a size"),
+        (["p2p", "--rounds", "0"], "--rounds 0 is out of range"),
+        (["p2p", "--iterations", "-1"], "--iterations -1 is out of range"),
+        (["p2p", "--cases", "frame", "--sizes", "1M"], "frames have at most 64K"),
+        (["p2p", "--vs", "iperf3"], "compare it with --transport tcp"),
+        (["put", "--vs", "xoscar"], "it can be compared in p2p frame"),
+        (["detect", "--trials", "0"], "--trials 0 is out of range"),
+        (["detect", "--plot", "x.pdf"], "end it in .png or .svg"),
+    ],
+)
+def test_bad_input_is_told_before_anything_runs(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("raise SystemExit('no such luck')", "ended before it was ready.*no such luck"),
+        ("peer.connect(sys.argv[1], 7)", "said b'7"),
+        (
+            "peer.serve(sys.argv[1], 0, lambda *asked: 1 / 0)",
+            "ended while it measured.*ZeroDivisionError",
+        ),
+        ("s = peer.connect(sys.argv[1], 0); s.recv(9); s.sendall(b'ns\\n')", "answered b'ns"),
+    ],
+)
+def test_a_program_that_fails_is_told_with_its_last_words(script: str, said: str) -> None:
+    code = f"import sys\nfrom zbmd.tools.peers import control as peer\n{script}"
+    with (
+        pytest.raises(ContenderFailed, match=f"(?s){said}"),
+        Workers("peer", [[sys.executable, "-c", code, CONTROL]], ranks=1) as workers,
+    ):
+        workers.ask("p2p", 8, 1)
+
+
+def test_a_program_that_does_not_start_is_told(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    with (
+        pytest.raises(ContenderFailed, match=r"cannot start .*No such file"),
+        Workers("peer", [[missing]], ranks=1),
+    ):
+        pass
+
+
+def test_a_killed_benchmark_leaves_no_process() -> None:
+    """The benchmark is killed while its ranks measure; each of them ends."""
+    command = [sys.executable, "-m", "zbmd.tools.cli", "bench", "p2p", "--cases", "p2p-arena"]
+    command += ["--sizes", "8", "--rounds", "1000"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        ranks: set[int] = set()
+        while len(ranks) < 2:
+            assert process.poll() is None
+            ranks = {pid for pid in _children(process.pid) if b"bench_rank" in _command_line(pid)}
+        descriptors = [os.pidfd_open(pid) for pid in ranks]
+        process.send_signal(signal.SIGKILL)
+    try:
+        waiting = set(descriptors)
+        while waiting:
+            ended = select.select(list(waiting), [], [], TIMEOUT_S)[0]
+            assert ended, "a rank has outlived its benchmark"
+            waiting -= set(ended)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""

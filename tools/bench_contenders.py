@@ -1,0 +1,120 @@
+"""Everyone who takes part in a run, ready to be measured in turn: our two ranks, and the peers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+from typing import Final, Protocol
+
+import msgspec
+
+from zbmd.tools.bench_peers import Peer
+from zbmd.tools.bench_stats import OURS
+from zbmd.tools.bench_workers import CONTROL, ContenderFailed, Workers
+
+IPERF3_S: Final = 1.0
+"""How long one turn of iperf3 lasts."""
+IPERF3_TIMEOUT_S: Final = 30.0
+IPERF3_READY: Final = b"Server listening"
+READY_LINES_MAX: Final = 20
+
+
+class Contender(Protocol):
+    """One who is measured."""
+
+    def measure(self, case: str, nbytes: int, iterations: int) -> list[float]:
+        """Nanoseconds an operation. Raises `ContenderFailed`."""
+        ...
+
+
+class OurRanks:
+    """Two processes of ours, joined over `transport`."""
+
+    def __init__(self, stack: contextlib.ExitStack, *, transport: str, nbytes_max: int) -> None:
+        address = f"zbmd-bench-{os.getpid()}-{secrets.token_hex(8)}"
+        common = [sys.executable, "-m", "zbmd.tools.bench_rank", "--control", CONTROL, "--address", address]
+        common += ["--transport", transport, "--bytes-max", str(nbytes_max)]
+        commands = [[*common, "--rank", rank] for rank in ("0", "1")]
+        environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        self._workers = stack.enter_context(Workers(OURS, commands, ranks=2, environment=environment))
+
+    def measure(self, case: str, nbytes: int, iterations: int) -> list[float]:
+        """See `Contender`; `case` is one of `bench_rank.Rank`."""
+        return self._workers.ask(case, nbytes, iterations)[0]
+
+
+class PeerRanks:
+    """A peer's processes. What is p2p for us is p2p for it, wherever our buffers lie."""
+
+    def __init__(self, stack: contextlib.ExitStack, peer: Peer) -> None:
+        self._workers = stack.enter_context(
+            Workers(peer.name, peer.commands, ranks=peer.ranks, environment=peer.environment)
+        )
+
+    def measure(self, case: str, nbytes: int, iterations: int) -> list[float]:
+        """See `Contender`."""
+        return self._workers.ask(case.partition("-")[0], nbytes, iterations)[0]
+
+
+class Iperf3:
+    """A server for the whole run, and one client a turn: a stream of bytes over loopback, for `IPERF3_S`."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = str(probe.getsockname()[1])
+        server = ["iperf3", "-s", "-B", "127.0.0.1", "-p", self._port, "--forceflush"]
+        self._server = stack.enter_context(
+            subprocess.Popen(
+                server, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
+        stack.callback(self._server.kill)
+        assert self._server.stdout is not None
+        lines = [self._server.stdout.readline() for _ in range(2)]
+        if not any(IPERF3_READY in line for line in lines):
+            raise ContenderFailed(f"iperf3 -s said {lines!r}")
+
+    @staticmethod
+    def client(port: str = "PORT") -> list[str]:
+        """The command of one turn."""
+        return ["iperf3", "-c", "127.0.0.1", "-p", port, "-l", "1M", "-t", f"{IPERF3_S:g}", "-J"]
+
+    def measure(self, case: str, nbytes: int, iterations: int) -> list[float]:
+        """The mean time that `nbytes` took to be received, as one sample."""
+        try:
+            done = subprocess.run(
+                self.client(self._port),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=IPERF3_TIMEOUT_S,
+                check=True,
+            )
+            report = msgspec.json.decode(done.stdout, type=_Iperf3Report)
+        except (subprocess.SubprocessError, msgspec.DecodeError) as error:
+            raise ContenderFailed(f"{shlex.join(self.client(self._port))} failed: {error}") from error
+        received = report.end.sum_received
+        return [1e9 * nbytes * received.seconds / received.bytes]
+
+
+class _Sum(msgspec.Struct):
+    seconds: float
+    bytes: int
+
+
+class _End(msgspec.Struct):
+    sum_received: _Sum
+
+
+class _Iperf3Report(msgspec.Struct):
+    end: _End
+
+
+def start(peer: Peer, stack: contextlib.ExitStack) -> Contender:
+    """Start a peer, to be ended with `stack`. Raises `ContenderFailed`."""
+    return Iperf3(stack) if peer.name == "iperf3" else PeerRanks(stack, peer)

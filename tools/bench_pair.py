@@ -1,0 +1,194 @@
+"""What our two ranks are timed at, through the public API: puts and waits, and frames over the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.tools.bench_workers import ContenderFailed
+from zbmd.tools.peers.patterns import timed, warmups, window_of, windows
+from zbmd.transport._native import WAIT_OK, now_ns
+from zbmd.transport.frames import FrameHeader
+from zbmd.transport.link import Link
+from zbmd.transport.region import RemoteRegion
+from zbmd.transport.segment import Segment
+
+CHANNEL: Final = 0
+SPINS: Final = 100_000
+"""Spin for longer than a quick round trip takes, then park: both ranks have a core, and MPI's spin too."""
+MEASURE_S_MAX: Final = 240
+CHUNK_BYTES: Final = 256 << 10
+"""Foreign buffers pass the inbox in chunks of this size, so that both ranks copy at once."""
+FRAME_STOP: Final = 1
+"""The flag of the frame that ends a measurement."""
+
+Bytes = NDArray[np.uint8]
+
+
+class Pair:
+    """One rank's segment, its own arrays in it, and the other rank's inbox."""
+
+    def __init__(self, segment: Segment, theirs: RemoteRegion, *, inbox: Bytes, arena: Bytes) -> None:
+        self.rank = segment.slot
+        self._wait = segment.wait
+        self._theirs = theirs
+        self._inbox = inbox
+        self._arena = arena
+        self._sent = count(1)
+        self._awaited = count(1)
+        self._measured = 0
+
+    def p2p_arena(self, nbytes: int, iterations: int) -> list[float]:
+        """A ping and its answer, each one put from the own arena into the other's inbox."""
+        src, expected = self._fill(self._arena[:nbytes])
+        send, receive = self._sender(src), self._receiver()
+        samples = self._ping(send, receive, iterations)
+        self._check(self._inbox[:nbytes], expected)
+        return samples
+
+    def echo(self, nbytes: int, iterations: int) -> list[float]:
+        """As `p2p_arena`, but each rank sends back the bytes that it was sent, from where they arrived."""
+        _, expected = self._fill(self._arena[:nbytes])
+        if self.rank == 0:
+            self._inbox[:nbytes] = self._arena[:nbytes]
+        samples = self._ping(self._sender(self._inbox[:nbytes]), self._receiver(), iterations)
+        self._check(self._inbox[:nbytes], expected)
+        return samples
+
+    def p2p_foreign(self, nbytes: int, iterations: int) -> list[float]:
+        """A ping and its answer, from an ordinary array of the one to an ordinary array of the other."""
+        src, expected = self._fill(np.empty(nbytes, np.uint8))
+        into = np.zeros(nbytes, np.uint8)
+        parts = [slice(begin, begin + CHUNK_BYTES) for begin in range(0, nbytes, CHUNK_BYTES)]
+        outgoing = [(src[part], part.start) for part in parts]
+        incoming = [(into[part], self._inbox[:nbytes][part]) for part in parts]
+        put, sent, receive = self._theirs.put, self._sent, self._receiver()
+
+        def send() -> None:
+            for chunk, offset in outgoing:
+                put(chunk, offset, channel=CHANNEL, value=next(sent)).wait()
+
+        def receive_all() -> None:
+            for target, arrived in incoming:
+                receive()
+                np.copyto(target, arrived)
+
+        samples = self._ping(send, receive_all, iterations)
+        self._check(into, expected)
+        return samples
+
+    def put_arena(self, nbytes: int, iterations: int) -> list[float]:
+        """Windows of puts from rank 0's arena."""
+        return self._put(self._arena[:nbytes], iterations)
+
+    def put_foreign(self, nbytes: int, iterations: int) -> list[float]:
+        """Windows of puts from an ordinary array of rank 0."""
+        return self._put(np.empty(nbytes, np.uint8), iterations)
+
+    def _put(self, array: Bytes, iterations: int) -> list[float]:
+        src, expected = self._fill(array)
+        window, nbytes = window_of(src.nbytes), src.nbytes
+        put, sent, awaited, receive = self._theirs.put, self._sent, self._awaited, self._receiver()
+
+        def send_window() -> None:
+            for transfer in [put(src, 0, channel=CHANNEL, value=next(sent)) for _ in range(window)]:
+                transfer.wait()
+            receive()
+
+        def take_window() -> None:
+            for _ in range(window - 1):
+                next(awaited)
+            receive()
+            self._theirs.notify(CHANNEL, next(sent))
+
+        operation = take_window if self.rank else send_window
+        samples = timed(windows(iterations, nbytes), operation, window)
+        if self.rank:
+            self._check(self._inbox[:nbytes], expected)
+        return samples
+
+    def _ping(self, send: Callable[[], object], receive: Callable[[], None], iterations: int) -> list[float]:
+        def first() -> None:
+            send()
+            receive()
+
+        def second() -> None:
+            receive()
+            send()
+
+        return timed(iterations, second if self.rank else first, 2)
+
+    def _sender(self, src: Bytes) -> Callable[[], object]:
+        put, sent = self._theirs.put, self._sent
+        return lambda: put(src, 0, channel=CHANNEL, value=next(sent)).wait()
+
+    def _receiver(self) -> Callable[[], None]:
+        """Waits for the other rank's next notification. Raises `ContenderFailed` if it does not come."""
+        wait, awaited, other = self._wait, self._awaited, 1 - self.rank
+        deadline_ns = now_ns() + MEASURE_S_MAX * 1_000_000_000
+
+        def receive() -> None:
+            ended = wait(
+                other, CHANNEL, next(awaited), group_mask=1 << other, deadline_ns=deadline_ns, spins=SPINS
+            )
+            if ended != WAIT_OK:
+                raise ContenderFailed(f"rank {self.rank} waited for rank {other} in vain ({ended})")
+
+        return receive
+
+    def _fill(self, array: Bytes) -> tuple[Bytes, int]:
+        """Fill with this measurement's byte, which is the same on both ranks."""
+        self._measured += 1
+        value = 1 + self._measured % 255
+        array.fill(value)
+        return array, value
+
+    def _check(self, arrived: Bytes, expected: int) -> None:
+        wrong = int(np.count_nonzero(arrived != expected))
+        if wrong:
+            raise ContenderFailed(f"{wrong} of {arrived.nbytes} bytes arrived wrong at rank {self.rank}")
+
+
+async def frame_round_trips(link: Link, nbytes: int, iterations: int) -> list[float]:
+    """Nanoseconds from `send` until the echo is awaited, then tell the other side that it is over."""
+    loop = asyncio.get_running_loop()
+    payload, clock = bytes(nbytes), time.perf_counter_ns
+    echo: asyncio.Future[None] = loop.create_future()
+
+    def on_frame(header: FrameHeader, payload: memoryview) -> None:
+        echo.set_result(None)
+
+    link.on_frame = on_frame
+    samples: list[float] = []
+    for number in range(warmups(iterations) + iterations):
+        began = clock()
+        link.send(payload)
+        await echo
+        took = clock() - began
+        echo = loop.create_future()
+        if number >= warmups(iterations):
+            samples.append(took)
+    link.on_frame = None
+    link.send(b"", flags=FRAME_STOP)
+    return samples
+
+
+async def echo_frames(link: Link) -> None:
+    """Send every frame back until one says that it is over."""
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_frame(header: FrameHeader, payload: memoryview) -> None:
+        if header.flags & FRAME_STOP:
+            over.set_result(None)
+        else:
+            link.send(bytes(payload))
+
+    link.on_frame = on_frame
+    await over
+    link.on_frame = None

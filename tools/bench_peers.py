@@ -1,0 +1,225 @@
+"""Which peers there are, how each is started in its best documented configuration, and what it needs.
+
+- `openmpi`, `mpich`: numpy arrays through mpi4py, which is what a Python program gets from MPI. One wheel of
+  mpi4py serves both: it finds the library at run time (MPI4PY_MPIABI).
+- `openmpi-c`, `mpich-c`: the same ping-pong compiled from peers/mpi_pair.c, without any Python.
+- Open MPI: `--bind-to core`, and the shared-memory or TCP transport alone (its FAQ on shared memory); MPICH
+  (ch4:ucx): `-bind-to core`, and for TCP UCX_TLS.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from zbmd.tools.bench_workers import CONTROL
+from zbmd.transport import _native
+from zbmd.transport.errors import UserError
+
+PEERS: Final = ("openmpi", "openmpi-c", "mpich", "mpich-c", "gloo", "xoscar", "iperf3", "memcpy")
+NOTICE_FLOOR: Final = "notice_floor"
+PROBE_S: Final = 30.0
+_PYTHON: Final = (sys.executable, "-m")
+_PROGRAMS: Final = Path(__file__).resolve().parent / "peers"
+_ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class PeerMissing(UserError):
+    """A peer is not installed; the message holds the command that installs it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A peer that is there, and how it is started."""
+
+    name: str
+    version: str
+    commands: tuple[tuple[str, ...], ...]
+    """One a process to start; `CONTROL` stands for the control address. Empty: it is run anew each time."""
+    ranks: int
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def shown(self) -> str:
+        """The commands as a shell would take them, with the environment that they are given."""
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
+        return " & ".join(f"{variables} {shlex.join(command)}".strip() for command in self.commands)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What finding a peer needs to know."""
+
+    transport: str
+    scratch: Path
+    """A directory of this run alone."""
+
+
+def find_peer(name: str, site: Site) -> Peer:
+    """The peer, ready to start; a C peer is compiled now. Raises `PeerMissing` with the command to run."""
+    return _FINDERS[name](name, site)
+
+
+def _need_command(names: Sequence[str], what: str, install: str) -> str:
+    for name in names:
+        if found := shutil.which(name):
+            return found
+    raise PeerMissing(
+        f"{what} is not installed: none of {', '.join(names)} is in PATH. Install it: {install}"
+    )
+
+
+def _need_module(module: str, what: str, install: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise PeerMissing(f"{what} is not installed in {sys.prefix}. Install it: {install}")
+
+
+def _first_line(command: Sequence[str], containing: str = "") -> str:
+    """The first line of a command's output that holds a text; empty if there is none."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=PROBE_S,
+        check=False,
+    )
+    lines = done.stdout.decode(errors="replace").splitlines()
+    return next((line.strip() for line in lines if containing in line), "")
+
+
+def _openmpi(name: str, site: Site) -> Peer:
+    install = "apt-get install openmpi-bin libopenmpi-dev"
+    mpirun = _need_command(("mpirun.openmpi", "mpirun"), "Open MPI", install)
+    version = _first_line([mpirun, "--version"])
+    if "Open" not in version:
+        raise PeerMissing(f"{mpirun} is not Open MPI's ({version}). Install it: {install}")
+    btl = "self,tcp" if site.transport == "tcp" else "self,vader"
+    start = [mpirun, "-n", "2", "--bind-to", "core", "--mca", "pml", "ob1", "--mca", "btl", btl]
+    if os.geteuid() == 0:
+        start.append("--allow-run-as-root")
+    environment = {**_ONE_THREAD, "MPI4PY_MPIABI": "openmpi"}
+    return _mpi(name, start, version, environment, ("mpicc.openmpi", "mpicc"), install, site)
+
+
+def _mpich(name: str, site: Site) -> Peer:
+    install = "apt-get install mpich libmpich-dev"
+    mpirun = _need_command(("mpirun.mpich", "mpiexec.hydra"), "MPICH", install)
+    version = "MPICH " + _first_line([mpirun, "--version"], "Version:").removeprefix("Version:").strip()
+    environment = {**_ONE_THREAD, "MPI4PY_MPIABI": "mpich"}
+    if site.transport == "tcp":
+        environment["UCX_TLS"] = "tcp,self"
+    if not name.endswith("-c"):
+        environment["LD_LIBRARY_PATH"] = _mpich_abi_library(site.scratch)
+    start = [mpirun, "-n", "2", "-bind-to", "core"]
+    return _mpi(name, start, version, environment, ("mpicc.mpich", "mpicc"), install, site)
+
+
+def _mpich_abi_library(scratch: Path) -> str:
+    """A directory with libmpi.so.12, as MPICH's ABI calls the library that is libmpich.so.12 in Debian."""
+    directory = scratch / "mpich-abi"
+    directory.mkdir(exist_ok=True)
+    link = directory / "libmpi.so.12"
+    listed = _first_line(["/sbin/ldconfig", "-p"], "libmpich.so.12 ").rpartition("=> ")[2]
+    if listed and not link.is_symlink():
+        link.symlink_to(listed)
+    return os.pathsep.join(filter(None, (str(directory), os.environ.get("LD_LIBRARY_PATH", ""))))
+
+
+def _mpi(
+    name: str,
+    start: list[str],
+    version: str,
+    environment: dict[str, str],
+    compilers: Sequence[str],
+    install: str,
+    site: Site,
+) -> Peer:
+    if name.endswith("-c"):
+        compiled = _compile("mpi_pair.c", name, compilers, (), install, site.scratch)
+        program: tuple[str, ...] = (str(compiled), CONTROL)
+        del environment["MPI4PY_MPIABI"]
+    else:
+        _need_module("mpi4py", "mpi4py", "pip install 'zbmd[bench]'")
+        program = (*_PYTHON, "zbmd.tools.peers.mpi4py_pair", "--control", CONTROL)
+    return Peer(name=name, version=version, commands=((*start, *program),), ranks=2, environment=environment)
+
+
+def _compile(
+    source: str, name: str, compilers: Sequence[str], options: Sequence[str], install: str, scratch: Path
+) -> Path:
+    """Compile a program of ours into `scratch`. Raises `PeerMissing` if no compiler is there or it fails."""
+    program = scratch / name
+    compiler = _need_command(compilers, f"the C compiler that {name} needs", install)
+    done = subprocess.run(
+        [compiler, "-O2", *options, "-o", str(program), str(_PROGRAMS / source)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    if done.returncode != 0:
+        words = done.stdout.decode(errors="replace").strip()
+        raise PeerMissing(f"{compiler} cannot compile {source}: {words}\nInstall it: {install} gcc libc6-dev")
+    return program
+
+
+def compile_floor(scratch: Path) -> Path:
+    """The program that measures the floor of a death notice. Raises `PeerMissing`."""
+    headers = Path(_native.__file__).resolve().parent
+    options = ("-I", str(headers), "-pthread")
+    return _compile(
+        f"{NOTICE_FLOOR}.c", NOTICE_FLOOR, ("cc", "gcc"), options, "apt-get install gcc libc6-dev", scratch
+    )
+
+
+def _gloo(name: str, site: Site) -> Peer:
+    _need_module("torch", "PyTorch, which has gloo,", "pip install 'zbmd[torch]'")
+    store = str(site.scratch / "gloo-store")  # made by gloo
+    commands = tuple(
+        (*_PYTHON, "zbmd.tools.peers.gloo_pair", "--control", CONTROL, "--rank", rank, "--store", store)
+        for rank in ("0", "1")
+    )
+    environment = {**_ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo"}
+    return Peer(name=name, version=_version("torch"), commands=commands, ranks=2, environment=environment)
+
+
+def _xoscar(name: str, site: Site) -> Peer:
+    _need_module("xoscar", "xoscar", "pip install 'zbmd[bench]'")
+    command = (*_PYTHON, "zbmd.tools.peers.xoscar_pair", "--control", CONTROL)
+    return Peer(name=name, version=_version("xoscar"), commands=(command,), ranks=1, environment=_ONE_THREAD)
+
+
+def _iperf3(name: str, site: Site) -> Peer:
+    program = _need_command(("iperf3",), "iperf3", "apt-get install iperf3")
+    return Peer(name=name, version=_first_line([program, "--version"]), commands=(), ranks=0)
+
+
+def _memcpy(name: str, site: Site) -> Peer:
+    command = (*_PYTHON, "zbmd.tools.peers.memcpy", "--control", CONTROL)
+    return Peer(name=name, version=_version("numpy"), commands=(command,), ranks=1, environment=_ONE_THREAD)
+
+
+def _version(package: str) -> str:
+    return f"{package} {importlib.metadata.version(package)}"
+
+
+_FINDERS: Final[dict[str, Callable[[str, Site], Peer]]] = {
+    "openmpi": _openmpi,
+    "openmpi-c": _openmpi,
+    "mpich": _mpich,
+    "mpich-c": _mpich,
+    "gloo": _gloo,
+    "xoscar": _xoscar,
+    "iperf3": _iperf3,
+    "memcpy": _memcpy,
+}

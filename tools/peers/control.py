@@ -1,0 +1,57 @@
+"""What a benchmarked process and the benchmark say to each other, over one unix socket a rank.
+
+The process connects to an abstract address that it was given and says its rank in one line. From then on
+each line that it reads is `WHAT NBYTES ITERATIONS`, and it answers with one line of JSON: `Reply`. The end
+of the connection is the end of the process, so a killed benchmark leaves nothing running. While a process
+waits for its next line it sleeps in the kernel: it never polls while another one is measured.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+COMMAND_BYTES_MAX: Final = 256
+REPLY_BYTES_MAX: Final = 64 << 20
+
+Measure = Callable[[str, int, int], list[float]]
+"""Takes what to measure, bytes and iterations; returns nanoseconds, one number an operation."""
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """Nanoseconds, one number for each operation; empty from a rank that only took part."""
+
+    ns: list[float] = []
+
+
+def connect(control: str, rank: int) -> socket.socket:
+    """Connect to the benchmark at the abstract address `control` as `rank`. Raises OSError if it is gone."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(f"\0{control}")
+        sock.sendall(f"{rank}\n".encode())
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def parse_command(line: bytes) -> tuple[str, int, int]:
+    """What to measure, bytes, iterations. Raises ValueError on anything else."""
+    what, nbytes, iterations = line.decode().split()
+    return what, int(nbytes), int(iterations)
+
+
+def encode_reply(ns: list[float]) -> bytes:
+    """One line."""
+    return msgspec.json.encode(Reply(ns=ns)) + b"\n"
+
+
+def serve(control: str, rank: int, measure: Measure) -> None:
+    """Measure what is asked for until the benchmark hangs up."""
+    with connect(control, rank) as sock, sock.makefile("rb") as lines:
+        while line := lines.readline(COMMAND_BYTES_MAX):
+            sock.sendall(encode_reply(measure(*parse_command(line))))

@@ -1,12 +1,12 @@
 """Time capture: what a recorded message costs its process, how fast a log replays, how fast a step is found.
 
-    python -m zbmd.tools.bench_capture [--seconds S] [--events N] [--json]
+    python -m zbmd.tools.bench_capture [--seconds S] [--events N] [--only PART] [--json]
 
 A message's cost is measured on a real link between two processes: round trips with nothing recorded, with
-the ring and with a log, in turns, each with both of its messages recorded by the asking side; once of bare
-frames, and once of asks between actors, where the links record by themselves. `none again` is `none` against
-itself: the noise. `cpu ns` is the time that all threads of the process spend on a record when
-nothing else is done, writing included. Replay runs the step-commit machine over a simulated job's log.
+the ring and with a log, in turns, each with both of its messages recorded by the asking side. `none again` is
+`none` against itself: the noise. `cpu ns` is the time that all threads of the process spend on a record when
+nothing else is done, writing included. What an ask between actors costs more stands in `bench_capture_asks`.
+Replay runs the step-commit machine over a simulated job's log.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,18 @@ from unittest.mock import patch
 
 import uvloop
 
-from zbmd.actors.contracts import fingerprints
-from zbmd.actors.ref import Ref
-from zbmd.actors.system import ActorSystem
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives import commit_scenario
 from zbmd.collectives.commit import StepCommit
-from zbmd.tools.bench_actors import Echo, Ping
+from zbmd.tools.bench_capture_asks import (
+    COOKIE,
+    ORIGIN,
+    TIMEOUT_S,
+    bench_asks,
+    new_recorder,
+    print_costs,
+    serve_asks,
+)
 from zbmd.transport import capture
 from zbmd.transport.capture.files import LogFiles
 from zbmd.transport.capture.records import Kind, RawRecord
@@ -47,12 +51,9 @@ from zbmd.transport.link import Link
 from zbmd.transport.shm import Endpoint, dial, listen
 from zbmd.transport.shm_link import ShmLink
 
-TIMEOUT_S = 30.0
 BATCH = 500
 PAYLOAD = bytes(64)
 FRAME = pack_header(FrameHeader(payload_bytes=len(PAYLOAD), job=1, incarnation=1)) + PAYLOAD
-COOKIE = bytes(32)
-ORIGIN = capture.Origin(process="bench", incarnation=1)
 STEP_EVENTS = 1000
 LOOKUPS = 50
 
@@ -85,22 +86,6 @@ def _endpoint(name: str) -> Endpoint:
 
 def _clocks() -> capture.Clocks:
     return capture.Clocks(hybrid=HybridClock())
-
-
-@contextmanager
-def _recorder(kind: str) -> Generator[capture.Recorder | None]:
-    """A recorder of this kind, and the end of it."""
-    with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as directory:
-        recorder: capture.Recorder | None = None
-        if kind == "ring":
-            recorder = capture.RingRecorder(ORIGIN, _clocks())
-        elif kind == "log":
-            recorder = capture.LogRecorder(Path(directory), ORIGIN, _clocks())
-        try:
-            yield recorder
-        finally:
-            if recorder is not None:
-                recorder.close()
 
 
 class Asker:
@@ -163,7 +148,7 @@ async def _round_trips(seconds: float) -> dict[str, float]:
     try:
         link = await asyncio.wait_for(came, TIMEOUT_S)
         asker = Asker(link)
-        with _recorder("ring") as ring, _recorder("log") as log:
+        with new_recorder("ring") as ring, new_recorder("log") as log:
             recorders = {"none": None, "none again": None, "ring": ring, "log": log}
             streams = {kind: 0 if one is None else one.link("echo", 1) for kind, one in recorders.items()}
             end_s = time.perf_counter() + seconds * len(kinds)
@@ -177,78 +162,10 @@ async def _round_trips(seconds: float) -> dict[str, float]:
     return {kind: statistics.median(found) for kind, found in medians.items()}
 
 
-# ---- asks
-
-
-async def _serve_asks(addresses: list[str]) -> None:
-    """Answer the asks of one system for each address, until the last has gone."""
-    system = ActorSystem("child")
-    await system.spawn(Echo, name="echo")
-    loop = asyncio.get_running_loop()
-    ends: list[asyncio.Future[object]] = []
-    for address in addresses:
-        ended: asyncio.Future[object] = loop.create_future()
-        system.attach(await dial(address, _actors_endpoint("child", None)), on_closed=ended.set_result)
-        ends.append(ended)
-    await asyncio.wait(ends)
-    await system.stop()
-
-
-def _actors_endpoint(name: str, recorder: capture.Recorder | None) -> Endpoint:
-    clock = HybridClock() if recorder is None else recorder.clocks.hybrid
-    identity = Identity(name=name, pid=os.getpid(), uid=os.getuid(), incarnation=1, contracts=fingerprints())
-    return Endpoint(identity=identity, cookie=COOKIE, clock=clock, recorder=recorder)
-
-
-async def _ask(ref: Ref) -> float:
-    """The median of `BATCH` asks, ns."""
-    message = Ping(1)
-    times_ns: list[int] = []
-    for _ in range(BATCH):
-        before_ns = time.perf_counter_ns()
-        await ref.ask(message, timeout=TIMEOUT_S)
-        times_ns.append(time.perf_counter_ns() - before_ns)
-    return statistics.median(times_ns)
-
-
-async def _asks(seconds: float) -> dict[str, float]:
-    """The median ask, ns, of systems that differ in what their links record; they take turns."""
-    kinds = ("none", "none again", "ring", "log")
-    medians: dict[str, list[float]] = {kind: [] for kind in kinds}
-    loop = asyncio.get_running_loop()
-    with _recorder("ring") as ring, _recorder("log") as log:
-        recorders = {"none": None, "none again": None, "ring": ring, "log": log}
-        systems = {kind: ActorSystem(f"bench{number}") for number, kind in enumerate(kinds)}
-        addresses = {kind: f"zbmd-bench-{os.getpid()}-{secrets.token_hex(4)}" for kind in kinds}
-        links: dict[str, asyncio.Future[ShmLink]] = {kind: loop.create_future() for kind in kinds}
-        listeners = [
-            listen(
-                addresses[kind], links[kind].set_result, _actors_endpoint(systems[kind].name, recorders[kind])
-            )
-            for kind in kinds
-        ]
-        command = [sys.executable, "-m", "zbmd.tools.bench_capture", "--serve-asks", *addresses.values()]
-        child = await asyncio.create_subprocess_exec(*command)
-        try:
-            for kind in kinds:
-                systems[kind].attach(await asyncio.wait_for(links[kind], TIMEOUT_S))
-            end_s = time.perf_counter() + seconds * len(kinds)
-            while time.perf_counter() < end_s:
-                for kind in kinds:
-                    medians[kind].append(await _ask(systems[kind].ref("child/echo")))
-        finally:
-            for listener in listeners:
-                listener.close()
-            for system in systems.values():
-                await system.stop()
-            await child.wait()
-    return {kind: statistics.median(found) for kind, found in medians.items()}
-
-
 def _append_costs(kind: str) -> tuple[float, float]:
     """ns of the recording thread, and of all threads, for one record, when nothing else is done."""
     count, rounds = 20_000, 10
-    with _recorder(kind) as recorder:
+    with new_recorder(kind) as recorder:
         if recorder is None:
             return 0.0, 0.0
         stream = recorder.link("echo", 1)
@@ -372,6 +289,50 @@ def bench_lookups(events: int) -> list[Lookup]:
     return found
 
 
+PARTS = ("messages", "asks", "replay", "lookups")
+
+
+def _print_messages(rows: list[Message]) -> None:
+    print(f"{'recorder':12} {'round trip ns':>14} {'added/message':>14} {'thread ns':>10} {'cpu ns':>8}")
+    for row in rows:
+        print(
+            f"{row.recorder:12} {row.round_trip_p50_ns:14,.0f} {row.added_ns:14,.0f} "
+            f"{row.thread_ns:10,.0f} {row.cpu_ns:8,.0f}"
+        )
+
+
+def _print_lookups(rows: list[Lookup]) -> None:
+    for row in rows:
+        print(
+            f"find a step  {row.events:14,} events, index {row.index}: "
+            f"p50 {row.p50_ms:.1f} ms, max {row.max_ms:.1f} ms"
+        )
+
+
+def _run_part(part: str, options: argparse.Namespace) -> object:
+    """Run a part and print it, unless JSON is wanted; its rows, to be made JSON."""
+    quiet = options.json
+    if part == "messages":
+        messages = bench_messages(options.seconds)
+        if not quiet:
+            _print_messages(messages)
+        return [asdict(row) for row in messages]
+    if part == "asks":
+        costs = bench_asks(options.seconds)
+        if not quiet:
+            print_costs(costs)
+        return [asdict(row) for row in costs]
+    if part == "replay":
+        replay = bench_replay(options.replayed)
+        if not quiet:
+            print(f"replay       {replay['events']:14,.0f} events, {replay['events_per_s']:,.0f} a second")
+        return replay
+    lookups = bench_lookups(options.events)
+    if not quiet:
+        _print_lookups(lookups)
+    return [asdict(row) for row in lookups]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark and print tables, or JSON."""
     parser = argparse.ArgumentParser(prog="bench_capture", description="Time capture and replay.")
@@ -380,6 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--events", type=int, default=1_000_000, help="in the log to search (default 1000000)"
     )
     parser.add_argument("--replayed", type=int, default=20_000, help="events to replay (default 20000)")
+    parser.add_argument("--only", choices=PARTS, help="run this part alone")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--serve-asks", nargs="+", metavar="ADDRESS", help=argparse.SUPPRESS)
@@ -388,36 +350,11 @@ def main(arguments: list[str] | None = None) -> int:
         uvloop.run(_serve(options.serve))
         return 0
     if options.serve_asks is not None:
-        uvloop.run(_serve_asks(options.serve_asks))
+        uvloop.run(serve_asks(options.serve_asks))
         return 0
-    messages = bench_messages(options.seconds)
-    asks = uvloop.run(_asks(options.seconds))
-    replay = bench_replay(options.replayed)
-    lookups = bench_lookups(options.events)
+    rows = {part: _run_part(part, options) for part in ([options.only] if options.only else PARTS)}
     if options.json:
-        rows = {
-            "messages": [asdict(row) for row in messages],
-            "asks_p50_ns": asks,
-            "replay": replay,
-            "lookups": [asdict(row) for row in lookups],
-        }
         print(json.dumps(rows))
-        return 0
-    print(f"{'recorder':12} {'round trip ns':>14} {'added/message':>14} {'thread ns':>10} {'cpu ns':>8}")
-    for row in messages:
-        print(
-            f"{row.recorder:12} {row.round_trip_p50_ns:14,.0f} {row.added_ns:14,.0f} "
-            f"{row.thread_ns:10,.0f} {row.cpu_ns:8,.0f}"
-        )
-    for kind, median_ns in asks.items():
-        added_ns = (median_ns - asks["none"]) / 2  # a question and its answer
-        print(f"ask, {kind:11} {median_ns:10,.0f} {added_ns:14,.0f}")
-    print(f"replay       {replay['events']:14,.0f} events, {replay['events_per_s']:,.0f} a second")
-    for lookup in lookups:
-        print(
-            f"find a step  {lookup.events:14,} events, index {lookup.index}: "
-            f"p50 {lookup.p50_ms:.1f} ms, max {lookup.max_ms:.1f} ms"
-        )
     return 0
 
 

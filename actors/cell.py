@@ -84,7 +84,8 @@ class ActorCell:
         self.life: ActorLife | None = None
         """Who records or replays this life, if anyone does."""
         self.random: Random | None = None
-        self.links: set[Ref] = set() if parent is None else {parent}
+        self.links: dict[Ref, None] = {} if parent is None else {parent: None}
+        """In the order in which they were made, which is that of exit signals."""
         self.handled = 0
         self.ready: asyncio.Future[None] = system.loop.create_future()
         self.ended: asyncio.Future[Reason] = system.loop.create_future()
@@ -122,7 +123,7 @@ class ActorCell:
         """A linked actor ended."""
         if source not in self.links:
             return
-        self.links.discard(source)
+        del self.links[source]
         if source == self.parent:
             self.kill(Reason(ReasonKind.KILLED, f"its supervisor {source.address} ended: {reason}"))
         elif self.actor.trap_exit:
@@ -284,7 +285,7 @@ class ActorCell:
         watchers, self._watchers = self._watchers, {}
         for callback in watchers.values():
             callback(down)
-        links, self.links = self.links, set()
+        links, self.links = self.links, {}
         for other in links:
             self.system.send_exit(self.ref, other, reason)
 

@@ -398,7 +398,7 @@ class Peer:
             reason = wire.ReasonData(ReasonKind.NO_ACTOR, "there is no such actor, or it has too many links")
             self.post(wire.Exit(m.to, m.incarnation, m.source, m.source_incarnation, reason))
         else:
-            cell.links.add(self.ref(m.source, m.source_incarnation))
+            cell.links[self.ref(m.source, m.source_incarnation)] = None
 
     def _on_life(self, m: wire.UnlinkActors | wire.Exit | wire.Stop) -> None:
         cell = self._find(m.to, m.incarnation)
@@ -406,7 +406,7 @@ class Peer:
             return
         match m:
             case wire.UnlinkActors():
-                cell.links.discard(self.ref(m.source, m.source_incarnation))
+                cell.links.pop(self.ref(m.source, m.source_incarnation), None)
             case wire.Exit():
                 source = self.ref(m.source, m.source_incarnation)
                 cell.exit_signal(source, Reason(m.reason.kind, m.reason.text))

@@ -119,7 +119,7 @@ class ActorSystem:
             if parent_cell is None:
                 cell.kill(Reason(ReasonKind.KILLED, "its supervisor has ended"))
             else:
-                parent_cell.links.add(cell.ref)
+                parent_cell.links[cell.ref] = None
         return cell
 
     async def spawn_on(
@@ -159,7 +159,7 @@ class ActorSystem:
             peer.close_call(call)
         parent_cell = None if parent is None else self.find(parent.actor, parent.incarnation)
         if parent_cell is not None:
-            parent_cell.links.add(reply)
+            parent_cell.links[reply] = None
         elif parent is not None:
             self.exit(reply, Reason(ReasonKind.KILLED, "its supervisor has ended"))
         return reply
@@ -370,13 +370,13 @@ class ActorSystem:
             raise LocalProtocolError(f"{other!r} names no particular life to link with")
         if len(cell.links) >= LINKS_MAX:
             raise TooManyPending(f"{actor!r} has {LINKS_MAX} links")
-        cell.links.add(other)
+        cell.links[other] = None
         if other.process == self.name:
             target = self._find_ref(other)
             if target is None:
                 cell.exit_signal(other, Reason(ReasonKind.NO_ACTOR, "there is no such actor"))
             else:
-                target.links.add(cell.ref)
+                target.links[cell.ref] = None
         elif (peer := self._peer_or_none(other)) is None:
             cell.exit_signal(other, Reason(ReasonKind.LOST, f"no link to {other.process}"))
         else:
@@ -388,11 +388,11 @@ class ActorSystem:
         cell = self._find_ref(actor)
         if cell is None or other not in cell.links:
             return
-        cell.links.discard(other)
+        del cell.links[other]
         if other.process == self.name:
             target = self._find_ref(other)
             if target is not None:
-                target.links.discard(cell.ref)
+                target.links.pop(cell.ref, None)
         elif (peer := self._peer_or_none(other)) is not None:
             ours = cell.ref
             peer.post(wire.UnlinkActors(ours.actor, ours.incarnation, other.actor, other.incarnation))

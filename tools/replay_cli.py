@@ -318,6 +318,9 @@ def _print(found: Replay, scope: _Scope, hang: Hang | None, *, show: bool, out: 
         print(problem, file=out)
     for divergence in found.divergences:
         print(*_divergence_lines(divergence), sep="\n", file=out)
+    for incomplete in found.incomplete:
+        if incomplete.story:
+            print(*_incomplete_lines(incomplete), sep="\n", file=out)
     print(_summary(found), file=out)
     if hang is not None:
         print(*hang.lines(), sep="\n", file=out)
@@ -370,6 +373,14 @@ def _divergence_lines(divergence: Divergence) -> Iterator[str]:
     yield f"  difference  {divergence.difference}"
     yield "  the story before it"
     for line in divergence.story:
+        yield f"    {line}"
+
+
+def _incomplete_lines(incomplete: Incomplete) -> Iterator[str]:
+    yield ""
+    yield f"{incomplete.process} {incomplete.stream} cannot be replayed any further: {incomplete.reason}"
+    yield "  the story before it"
+    for line in incomplete.story:
         yield f"    {line}"
 
 

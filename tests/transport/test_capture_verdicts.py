@@ -132,6 +132,30 @@ def test_an_error_that_no_longer_comes_is_a_divergence(
     assert "-1 is negative" in verdict.expected and verdict.actual == "nothing"
 
 
+def test_what_was_recorded_and_fits_no_more_ends_the_replay_with_its_story(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = recorder(tmp_path)
+    tap = adder(log)
+    for amount in (1, 2):
+        tap.handle(Add(amount=amount), now_ns=amount)
+    log.close()
+
+    def handle(self: Adder, event: Add, *, now_ns: int) -> list[Total]:
+        if now_ns == 2:
+            raise capture.CaptureMismatch("its arguments are others now")
+        return [Total(value=event.amount)]
+
+    monkeypatch.setattr(Adder, "handle", handle)
+    (verdict,) = verdicts(tmp_path)
+    assert isinstance(verdict, capture.Incomplete) and verdict.events == 1
+    assert "its arguments are others now" in verdict.reason
+    assert [("amount=1" in line, "amount=2" in line) for line in verdict.story if "Add(" in line] == [
+        (True, False),
+        (False, True),
+    ]
+
+
 def test_a_loss_ends_the_replay_and_not_in_a_guess(tmp_path: Path) -> None:
     log = recorder(tmp_path)
     tap = adder(log)

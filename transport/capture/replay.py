@@ -71,12 +71,17 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incomplete:
-    """Identical as far as the log goes, which is not to the stream's end. reason: why it cannot go on."""
+    """Identical as far as the log goes, which is not to the stream's end.
+
+    reason: why it cannot go on; story: the stream's records before that, oldest first, if an event of it is
+    why.
+    """
 
     process: str
     stream: str
     events: int
     reason: str
+    story: tuple[str, ...] = ()
     code_changed: bool = False
 
 
@@ -208,13 +213,18 @@ class StreamReplay:
         try:
             event = self._kind.events.decode(record.tag, record.fields)
         except CaptureMismatch as error:
-            raise _Stop(self._incomplete(f"record {number}: {error}{self._changed()}")) from None
+            raise _Stop(self._unplayable(number, error)) from None
         self._asked = (number, record)
         self._owed = True
         self._answer, self._error = b"", None
         self.events += 1
         try:
             self._answer = self._kind.actions.encode_all(self._machine.handle(event, now_ns=record.at_ns))
+        except CaptureMismatch as error:
+            # It is not the machine that speaks: what was recorded does not fit the code any more.
+            self.events -= 1
+            self._story.append((number, record))
+            raise _Stop(self._unplayable(number, error)) from None
         except Exception as error:  # noqa: BLE001 (whatever it is: it must have been recorded too)
             self._error = error
             return
@@ -277,16 +287,23 @@ class StreamReplay:
             expected=expected,
             actual=actual,
             difference=difference + self._changed(),
-            story=tuple(f"{number} {describe(record)}" for number, record in self._story),
+            story=self._told(),
             code_changed=self._code_changed,
         )
 
-    def _incomplete(self, reason: str) -> Incomplete:
+    def _told(self) -> tuple[str, ...]:
+        return tuple(f"{number} {describe(record)}" for number, record in self._story)
+
+    def _unplayable(self, number: int, error: CaptureMismatch) -> Incomplete:
+        return self._incomplete(f"record {number}: {error}{self._changed()}", self._told())
+
+    def _incomplete(self, reason: str, story: tuple[str, ...] = ()) -> Incomplete:
         return Incomplete(
             process=self.process,
             stream=self.stream,
             events=self.events,
             reason=reason,
+            story=story,
             code_changed=self._code_changed,
         )
 

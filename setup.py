@@ -1,4 +1,4 @@
-"""Build the three compiled modules; everything else is in pyproject.toml."""
+"""Build the compiled modules; everything else is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-LAYERS = [f"src/zbmd/{layer}" for layer in ("transport", "collectives")]
+LAYERS = [f"src/zbmd/{layer}" for layer in ("transport", "actors", "collectives")]
 HEADERS = [str(header) for layer in LAYERS for header in sorted(Path(layer).glob("*.h"))]
 
 
@@ -27,6 +27,8 @@ setup(
         [
             extension("transport", "_native"),
             extension("transport", "_region"),
+            extension("transport", "_recording"),
+            extension("actors", "_turns"),
             extension("collectives", "_stepper"),
         ],
         language_level=3,

@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from zbmd.actors import actor_events as ev
+from zbmd.actors._turns import SERVING, Strand, Turns
 from zbmd.actors.actor import (
     SEED_BYTES,
     Actor,
@@ -37,11 +38,11 @@ from zbmd.actors.actor import (
     remote_class_id,
 )
 from zbmd.actors.actor_arguments import NotPlain, pack_arguments
-from zbmd.actors.actor_life import SERVING, ActorLife, Strand
+from zbmd.actors.actor_life import ActorLife
 from zbmd.actors.cell import ActorCell
 from zbmd.actors.context import current_cell
 from zbmd.actors.contracts import Contract, contract_tag, fingerprint
-from zbmd.actors.mailbox import Delivery, MailboxSpec
+from zbmd.actors.mailbox import MailboxSpec
 from zbmd.actors.ref import Ref
 from zbmd.actors.system import STOP_S
 from zbmd.actors.traced_system import TracedSystem
@@ -57,8 +58,6 @@ ErrorT = TypeVar("ErrorT", bound=Exception)
 
 WALL_AHEAD_NS_MAX = 1_000_000
 """A wall clock that is further from where it should be has been set."""
-WALL_CHECK_NS = 1_000_000
-"""How often, at most, a life looks whether it has."""
 REASON_CHARS_MAX = 4096
 
 
@@ -73,7 +72,7 @@ ACTOR: MachineKind[ev.ActorEvent, ev.ActorAction] = register(
 )
 
 
-class RecordedLife(ActorLife):
+class RecordedLife(Turns, ActorLife):
     """Writes a life down as it happens."""
 
     def __init__(self, recorder: Recorder, config: dict[str, Any], name: str) -> None:
@@ -84,28 +83,13 @@ class RecordedLife(ActorLife):
         self._config = {**config, "seed": seed, "now_ns": now_ns, "wall_ns": wall_ns}
         self._name = name
         self._stream = recorder.declare_machine(ACTOR, name, self._config)
-        self._open = False
-        self._wall_checked_ns = now_ns
+        self._follow(recorder, recorder.keeps_digests)
 
     # For the cell.
 
     def started(self, awaitable: Awaitable[None]) -> Awaitable[None]:
         """`started()` is to run."""
         return self._begin(ev.said(ev.Started), awaitable)
-
-    def received(self, delivery: Delivery, awaitable: Awaitable[T]) -> Awaitable[T]:
-        """A message is to be handled; its turn goes on until `replied`."""
-        sender = delivery.sender if delivery.peer is None else f"{delivery.peer.name}/{delivery.sender}"
-        event = ev.said(
-            ev.Received,
-            contract=contract_tag(delivery.message),
-            body=self.body(delivery.message),
-            sender=sender,
-            owed=delivery.reply_to is not None,
-            deadline_ns=delivery.deadline_ns,
-            trace_id=delivery.trace_id,
-        )
-        return self._begin(event, awaitable, settles=False)
 
     def signalled(self, signal: Signal, awaitable: Awaitable[None]) -> Awaitable[None]:
         """A signal is to be handled."""
@@ -159,18 +143,20 @@ class RecordedLife(ActorLife):
         strand.busy = True
         try:
             result = await perform()
-        except asyncio.CancelledError:
+        except BaseException as error:
             strand.busy = False
-            self._go_on(strand, ev.said(ev.Resumed, strand=strand.number))
+            self.call_failed(strand, number, error)
             raise
-        except Exception as error:
-            strand.busy = False
-            self._go_on(strand, ev.said(ev.Failed, call=number, error=_recordable(error)))
-            raise
-        finally:
-            strand.busy = False
+        strand.busy = False
         self._go_on(strand, done(number, result))
         return result
+
+    def call_failed(self, strand: Strand, number: int, error: BaseException) -> None:
+        """A call raised."""
+        if isinstance(error, asyncio.CancelledError):
+            self._go_on(strand, ev.said(ev.Resumed, strand=strand.number))
+        elif isinstance(error, Exception):
+            self._go_on(strand, ev.said(ev.Failed, call=number, error=_recordable(error)))
 
     def do(self, strand: Strand, perform: Callable[[], T], stand_in: Callable[[], T]) -> T:
         """The actor does something that has no outcome."""
@@ -194,37 +180,10 @@ class RecordedLife(ActorLife):
 
     # Turns.
 
-    def resumes(self, strand: Strand) -> None:
-        """A strand goes on."""
-        if self.current is strand or self.closed:
-            return
-        if strand.busy:
-            self.current = strand
-        else:
-            self._go_on(strand, ev.said(ev.Resumed, strand=strand.number))
-
-    def settle(self) -> None:
-        """The turn is over."""
-        self.current = None
-        if self._open:
-            self._open = False
-            actions, self._actions = self._actions, []
-            self._recorder.acted(self._stream, _said, actions, self.now_ns)
-        elif self._actions:
-            self._actions.clear()
-
     def _go_on(self, strand: Strand, event: ev.Said[ev.ActorEvent]) -> None:
         if not self.closed:
             self._record(event)
             self.current = strand
-
-    def _record(self, event: ev.Said[ev.ActorEvent]) -> None:
-        self.settle()
-        self.now_ns = self._recorder.now_ns()
-        if self.now_ns - self._wall_checked_ns > WALL_CHECK_NS:
-            self._follow_wall_clock()
-        self._recorder.event(self._stream, _said, event, self.now_ns)
-        self._open = True
 
     def _follow_wall_clock(self) -> None:
         self._wall_checked_ns = self.now_ns

@@ -12,12 +12,11 @@ it happen as it is written down: a strand that could go on is held until its tur
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
-from types import CodeType, FrameType
-from typing import Any, ParamSpec, TypeVar, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, ParamSpec, TypeVar
 
+from zbmd.actors._turns import SERVING, Strand
 from zbmd.actors.actor import Reason, Signal
 from zbmd.actors.actor_events import (
     ActorAction,
@@ -40,109 +39,7 @@ from zbmd.actors.wire import reason_data
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SERVING = 0
-"""The strand that handles signals and messages."""
-
 _SERVE_CODE = ActorCell._run.__code__
-
-
-class Strand(Coroutine[Any, Any, Any]):
-    """A coroutine of an actor with its life in between: it is told of every turn, and may hold it back."""
-
-    __slots__ = ("_coroutine", "_held", "_kept", "_life", "_send", "begins", "busy", "number", "settles")
-
-    def __init__(
-        self,
-        life: ActorLife,
-        number: int,
-        awaitable: Awaitable[Any],
-        begins: type[ActorEvent] | None = None,
-        settles: bool = True,
-    ) -> None:
-        self.number = number
-        self.begins = begins
-        """What lets it begin, if that is not `Resumed`."""
-        self.settles = settles
-        """Whether its last turn ends with it."""
-        self.busy = False
-        """It is inside of a call whose outcome has an event of its own."""
-        self._life = life
-        try:
-            self._send: Callable[[Any], Any] = awaitable.send  # type: ignore[attr-defined]
-        except AttributeError:
-            awaitable = _awaiting(awaitable)
-            self._send = awaitable.send
-        self._coroutine = cast("Coroutine[Any, Any, Any]", awaitable)
-        self._held: asyncio.Future[None] | None = None
-
-    def send(self, value: object) -> Any:
-        """Go on."""
-        return self._advance(value, None)
-
-    def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Any:
-        """Go on with an error, `CancelledError` as a rule."""
-        error = next((e for e in (value, kind) if isinstance(e, BaseException)), None)
-        return self._advance(None, kind() if error is None else error)
-
-    def close(self) -> None:
-        """Throw it away."""
-        self._coroutine.close()
-
-    def __await__(self) -> Strand:
-        return self
-
-    def __iter__(self) -> Strand:
-        return self
-
-    def __next__(self) -> Any:
-        return self._advance(None, None)
-
-    def _advance(self, value: object, error: BaseException | None) -> Any:
-        if self._held is not None:
-            if error is None:
-                value, error = self._kept
-            self._held = None
-        held = self._life.resumes(self)
-        if held is not None:
-            # As `Future.__await__` hands itself to the task. A cancellation in between replaces what is kept.
-            self._kept: tuple[object, BaseException | None] = (value, error)
-            self._held = held
-            held._asyncio_future_blocking = True
-            return held
-        try:
-            awaited = self._send(value) if error is None else self._coroutine.throw(error)
-        except StopIteration:
-            self._life.leaves(self, settles=self.settles)
-            raise
-        except BaseException:
-            self._life.leaves(self, settles=self.number != SERVING)
-            raise
-        self._life.leaves(self, settles=True)
-        return awaited
-
-    # What those who look into suspended tasks ask of a coroutine.
-
-    @property
-    def cr_frame(self) -> FrameType | None:
-        """Of the actor's coroutine."""
-        frame: FrameType | None = getattr(self._coroutine, "cr_frame", None)
-        return frame
-
-    @property
-    def cr_await(self) -> Any:
-        """Of the actor's coroutine."""
-        return getattr(self._coroutine, "cr_await", None)
-
-    @property
-    def cr_code(self) -> CodeType | None:
-        """Of the actor's coroutine."""
-        code: CodeType | None = getattr(self._coroutine, "cr_code", None)
-        return code
-
-    @property
-    def cr_running(self) -> bool:
-        """Of the actor's coroutine."""
-        return bool(getattr(self._coroutine, "cr_running", False))
 
 
 class ActorLife(ABC):
@@ -159,7 +56,6 @@ class ActorLife(ABC):
         self.now_ns = now_ns
         self.current: Strand | None = None
         self.closed = False
-        self._actions: list[Said[ActorAction]] = []
         self._strands = SERVING
         self._calls = 0
         self._wall_minus_monotonic_ns = wall_ns - now_ns
@@ -268,10 +164,9 @@ class ActorLife(ABC):
             return said(Answered, call=number, contract="", body=b"")
         return said(Answered, call=number, contract=contract_tag(reply), body=self.body(reply))
 
+    @abstractmethod
     def act(self, kind: Callable[P, ActorAction], *args: P.args, **fields: P.kwargs) -> None:
         """Part of the running turn's outcome; see `said`."""
-        if not self.closed:
-            self._actions.append((kind, fields))
 
     def adopt(self, coroutine: Any) -> Any:
         """What a new task in the actor's context is to run: a strand, if it is the actor who starts it."""
@@ -287,21 +182,8 @@ class ActorLife(ABC):
         self._strands += 1
         return Strand(self, self._strands, coroutine)
 
-    # For strands.
-
-    @abstractmethod
-    def resumes(self, strand: Strand) -> asyncio.Future[None] | None:
-        """A strand could go on: now, if None is returned, else once the future is done."""
-
-    def leaves(self, strand: Strand, *, settles: bool) -> None:
-        """A strand waits, or has ended."""
-        if settles:
-            self.settle()
+    # For strands (see also `ReplayedLife.resumes`).
 
     @abstractmethod
     def settle(self) -> None:
         """The turn is over."""
-
-
-async def _awaiting(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable

@@ -14,13 +14,14 @@ import sys
 import weakref
 from collections.abc import Awaitable, Callable
 from contextvars import Context, copy_context
-from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack, assert_never
+from typing import Any, NoReturn, ParamSpec, TypeVar, TypeVarTuple, Unpack, assert_never
 
 import structlog
 
 from zbmd.actors import actor_events as ev
+from zbmd.actors._turns import SERVING, Strand
 from zbmd.actors.actor import Actor, Down, Exited, Reason, Signal, Undelivered
-from zbmd.actors.actor_life import SERVING, ActorLife, Strand
+from zbmd.actors.actor_life import ActorLife
 from zbmd.actors.cell import ActorCell
 from zbmd.actors.context import current_cell
 from zbmd.actors.contracts import Contract
@@ -32,6 +33,7 @@ from zbmd.actors.wire import ReasonData, RefData
 from zbmd.transport.sim.loop import SimLoop
 from zbmd.transport.sim.stacks import waiting
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -132,6 +134,7 @@ class ReplayedLife(ActorLife):
         self._permit: tuple[int, type[ev.ActorEvent] | None] | None = None
         self._held: dict[int, tuple[Strand, asyncio.Future[None]]] = {}
         self._outcomes: dict[int, tuple[Strand, asyncio.Future[Any]]] = {}
+        self._actions: list[ev.Said[ev.ActorAction]] = []
 
     # For the stage.
 
@@ -218,7 +221,7 @@ class ReplayedLife(ActorLife):
     # Turns.
 
     def resumes(self, strand: Strand) -> asyncio.Future[None] | None:
-        """Hold the strand unless it is its turn."""
+        """A strand could go on: now, if None is returned; else it is held until the future is done."""
         if self.closed:
             return None
         if self._permit == (strand.number, strand.begins):
@@ -230,6 +233,11 @@ class ReplayedLife(ActorLife):
         held = self._loop.create_future()
         self._held[strand.number] = (strand, held)
         return held
+
+    def act(self, kind: Callable[P, ev.ActorAction], *args: P.args, **fields: P.kwargs) -> None:
+        """Part of what `take_actions` returns."""
+        if not self.closed:
+            self._actions.append((kind, fields))
 
     def settle(self) -> None:
         """The turn is over."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from zbmd.actors import actor_events as ev
+from zbmd.actors._turns import Call, Strand, Turns
 from zbmd.actors.actor import Actor, Down, Reason, remote_class_id
-from zbmd.actors.actor_life import ActorLife, Strand
+from zbmd.actors.actor_life import ActorLife
 from zbmd.actors.cell import ActorCell
 from zbmd.actors.context import current_cell
 from zbmd.actors.contracts import Contract
@@ -62,8 +63,11 @@ class TracedSystem(ActorSystem):
     def _tell(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, ref: Ref, message: Contract
     ) -> Coroutine[Any, Any, None]:
-        if current_life() is None:
-            return super()._tell(ref, message)
+        cell = current_cell.get()
+        if cell is None or cell.life is None:
+            return ActorSystem._tell(self, ref, message)
+        if isinstance(cell.life, Turns):
+            return Call(cell.life, ActorSystem._tell(self, ref, message), ref, message, False)
         return self._tell_traced(ref, message)
 
     async def _tell_traced(self, ref: Ref, message: Contract) -> None:
@@ -79,8 +83,12 @@ class TracedSystem(ActorSystem):
     def _ask(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, ref: Ref, message: Contract, wanted: type[Any] | None, timeout: float | None
     ) -> Coroutine[Any, Any, Any]:
-        if current_life() is None:
-            return super()._ask(ref, message, wanted, timeout)
+        cell = current_cell.get()
+        if cell is None or cell.life is None:
+            return ActorSystem._ask(self, ref, message, wanted, timeout)
+        if isinstance(cell.life, Turns):
+            asking = ActorSystem._ask(self, ref, message, wanted, timeout)
+            return Call(cell.life, asking, ref, message, True, wanted, timeout)
         return self._ask_traced(ref, message, wanted, timeout)
 
     async def _ask_traced(

@@ -15,7 +15,13 @@ import pytest
 from zbmd.tools import tidy
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILT = {"transport/_native", "transport/_region", "collectives/_stepper"}
+BUILT = {
+    "transport/_native",
+    "transport/_recording",
+    "transport/_region",
+    "actors/_turns",
+    "collectives/_stepper",
+}
 SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}
 
 # Runs in the empty environment: imports every module that needs no extra, and calls compiled code.

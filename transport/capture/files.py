@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
+from time import sleep as real_sleep
 
 from zbmd.transport.capture.codec import encode_batch
 from zbmd.transport.capture.errors import CaptureError, CaptureExists, CaptureMismatch
@@ -31,13 +32,15 @@ from zbmd.transport.capture.format import (
     segment_path,
 )
 from zbmd.transport.capture.index import MarkRange, SegmentIndex, mark_ranges
-from zbmd.transport.capture.records import PROCESS_STREAM, Kind, RawRecord
+from zbmd.transport.capture.records import PROCESS_STREAM, Kind, RawRecord, Taken
 from zbmd.transport.errors import LocalProtocolError
 
 STREAM, MARK, END, LOST = int(Kind.STREAM), int(Kind.MARK), int(Kind.END), int(Kind.LOST)
 _kind = itemgetter(0)
 _at_ns = itemgetter(2)
 SEGMENT_BYTES_MIN = 1 << 12
+UNFOLDED_AT_ONCE = 16
+"""Encoding what was taken folded holds the GIL, for some 5 us each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +115,29 @@ class LogFiles:
         self._segment: _Segment | None = None
         self._open(0)
 
-    def write(self, records: Sequence[RawRecord]) -> None:
+    def write(self, taken: Sequence[Taken]) -> None:
         """Append records, in order; `anchor` is read when a segment begins."""
+        records = self.unfolded(taken)
         for start in range(0, len(records), BLOCK_RECORDS_MAX):
             self._rotate_if_due()
             self._write_block(records[start : start + BLOCK_RECORDS_MAX])
+
+    def unfolded(self, taken: Sequence[Taken]) -> list[RawRecord]:
+        """The records; of what cannot be encoded, one that says so."""
+        records: list[RawRecord] = []
+        folded = 0
+        for one in taken:
+            if isinstance(one, tuple):
+                records.append(one)
+                continue
+            folded += 1
+            if not folded % UNFOLDED_AT_ONCE:
+                real_sleep(0)  # the recording thread is not to wait for the GIL
+            try:
+                records += one.unfold()
+            except CaptureMismatch as error:
+                records.append(self._lost(str(error)))
+        return records
 
     def close(self) -> None:
         """Complete the last segment. Nothing can be written any more."""
@@ -205,7 +226,7 @@ class LogFiles:
         except (CaptureMismatch, struct.error) as error:
             why = str(error)
         if len(records) == 1:
-            self._write_block([self._lost(records[0], why)])
+            self._write_block([self._lost(f"a record of kind {records[0][0]}: {why}")])
             return
         half = len(records) // 2
         self._write_block(records[:half])
@@ -242,15 +263,8 @@ class LogFiles:
         if STREAM in kinds or END in kinds:
             self._follow_streams(records)
 
-    def _lost(self, record: RawRecord, why: str) -> RawRecord:
-        return (
-            LOST,
-            PROCESS_STREAM,
-            self._last_ns,
-            self._last_hlc,
-            1,
-            f"a record of kind {record[0]}: {why}",
-        )
+    def _lost(self, why: str) -> RawRecord:
+        return (LOST, PROCESS_STREAM, self._last_ns, self._last_hlc, 1, why)
 
     def _follow_streams(self, records: Sequence[RawRecord]) -> None:
         for record in records:

@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 import xxhash
 
+from zbmd.transport._recording import RECORD_WEIGHT_BYTES as RECORD_WEIGHT_BYTES
+from zbmd.transport._recording import Taking
 from zbmd.transport.capture.codec import UnionCodec, encode
 from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.capture.format import Anchor, Origin
@@ -30,14 +32,11 @@ from zbmd.transport.hello import Identity
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.machine import Machine
 
-RECORD_WEIGHT_BYTES = 256
-"""What a record counts for in a buffer, besides its payload: its tuple and numbers."""
 STREAMS_OPEN_MAX = 65_536
 BULK_WHOLE_BYTES_MAX = 1 << 20
 """A larger bulk payload is recorded by its digest, also where whole ones are asked for."""
 TEXT_CHARS_MAX = 4096
 
-_FRAME_IN, _FRAME_OUT = int(Kind.FRAME_IN), int(Kind.FRAME_OUT)
 _EVENT, _ACTIONS, _RAISED, _MARK = int(Kind.EVENT), int(Kind.ACTIONS), int(Kind.RAISED), int(Kind.MARK)
 _STREAM, _END, _LOST, _NOTE = int(Kind.STREAM), int(Kind.END), int(Kind.LOST), int(Kind.NOTE)
 _NIL = msgspec.Raw(b"\xc0")
@@ -80,7 +79,7 @@ def origin_of(identity: Identity, *, hosts: Sequence[str] = ()) -> Origin:
     )
 
 
-class Recorder(ABC):
+class Recorder(Taking, ABC):
     """Takes the inputs of one process incarnation. See `LogRecorder` and `RingRecorder`.
 
     bulk: whether `bulk` keeps payloads or their digests; actions: the same of what machines answer.
@@ -94,46 +93,19 @@ class Recorder(ABC):
         bulk: Detail = Detail.DIGEST,
         actions: Detail = Detail.WHOLE,
     ) -> None:
+        super().__init__(clocks.monotonic_ns, _discard)
         self.origin = origin
         self.clocks = clocks
-        self.now_ns = clocks.monotonic_ns
         self._bulk = bulk
         self._actions = actions
         self._streams: dict[int, RawRecord] = {}
         self._last_stream = PROCESS_STREAM
-        self._append: Callable[[RawRecord], object] = _discard
-        self._taken_bytes = 0
-        """All that was ever taken, by weight; past `_alarm_bytes` the slow path is asked for room."""
-        self._alarm_bytes = 0
         _recorders.add(self)
 
-    # ---- the hot path
-
-    def frame_in(self, stream: int, frame: bytes, hlc: int) -> None:
-        """A whole frame came over a link. hlc: this process's stamp of its receipt."""
-        weight = len(frame) + RECORD_WEIGHT_BYTES
-        self._taken_bytes = taken = self._taken_bytes + weight
-        if taken > self._alarm_bytes and not self._make_room(weight):
-            return
-        self._append((_FRAME_IN, stream, self.now_ns(), hlc, frame))
-
-    def frame_out(
-        self, stream: int, header: bytes, payload: bytes | bytearray | memoryview, hlc: int
-    ) -> None:
-        """A frame was given to a link. hlc: the stamp in its header."""
-        if payload.__class__ is not bytes:
-            payload = bytes(payload)
-        weight = len(payload) + RECORD_WEIGHT_BYTES
-        self._taken_bytes = taken = self._taken_bytes + weight
-        if taken > self._alarm_bytes and not self._make_room(weight):
-            return
-        self._append((_FRAME_OUT, stream, self.now_ns(), hlc, header, payload))
-
-    def _take(self, record: RawRecord, payload_bytes: int = 0) -> None:
-        weight = payload_bytes + RECORD_WEIGHT_BYTES
-        self._taken_bytes = taken = self._taken_bytes + weight
-        if taken <= self._alarm_bytes or self._make_room(weight):
-            self._append(record)
+    @property
+    def keeps_digests(self) -> bool:
+        """Whether what machines answer is recorded by its digest."""
+        return self._actions is Detail.DIGEST
 
     @abstractmethod
     def _make_room(self, weight: int) -> bool:

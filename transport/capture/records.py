@@ -8,7 +8,7 @@ logical clock, never smaller than in the record before. Later releases may add f
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, Protocol, TypeAlias
 
 import msgspec
 
@@ -196,6 +196,18 @@ Record: TypeAlias = (
 
 RawRecord: TypeAlias = tuple[Any, ...]
 """A record on its way into a log: the array's items, kind first, not encoded yet."""
+
+
+class Folded(Protocol):
+    """What a recorder takes in place of several records, to be put into that form when it is written."""
+
+    def unfold(self) -> list[RawRecord]:
+        """The records. Raises `CaptureMismatch` if they cannot be encoded."""
+        ...
+
+
+Taken: TypeAlias = RawRecord | Folded
+"""What is on its way into a log."""
 
 _decoder = msgspec.msgpack.Decoder(list[Record])
 

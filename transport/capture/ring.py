@@ -22,7 +22,7 @@ from zbmd.transport.capture.errors import CaptureError
 from zbmd.transport.capture.files import DiskLimits, LogFiles, declared_again
 from zbmd.transport.capture.format import Origin
 from zbmd.transport.capture.recorder import RECORD_WEIGHT_BYTES, TEXT_CHARS_MAX, Clocks, Detail, Recorder
-from zbmd.transport.capture.records import PROCESS_STREAM, Kind, RawRecord
+from zbmd.transport.capture.records import PROCESS_STREAM, Kind, RawRecord, Taken
 from zbmd.transport.errors import LocalProtocolError
 
 RING_BYTES = 8 << 20
@@ -52,7 +52,7 @@ class RingRecorder(Recorder):
         if self._part_bytes < RECORD_WEIGHT_BYTES:
             raise LocalProtocolError(f"a ring of {ring_bytes} bytes holds next to no record")
         self._forgotten = 0
-        self._parts: deque[list[RawRecord]] = deque()
+        self._parts: deque[list[Taken]] = deque()
         self._begun_bytes: deque[int] = deque()
         """For each part, what was taken before it, by weight."""
         self._parts_begun = 0
@@ -62,7 +62,7 @@ class RingRecorder(Recorder):
 
     @property
     def forgotten(self) -> int:
-        """How many records have left the ring."""
+        """How many records have left the ring; an actor's turn counts as one."""
         return self._forgotten
 
     def dump(self, directory: Path, reason: str) -> Path:
@@ -71,15 +71,16 @@ class RingRecorder(Recorder):
         The ring stays as it is. Raises `CaptureExists` if it was dumped there before, `CaptureError` or
         `OSError` if it cannot be written.
         """
-        records = [record for part in list(self._parts) for record in list(part)]
+        taken = [one for part in list(self._parts) for one in list(part)]
         at_ns, hlc = self.now_ns(), self._stamp()
+        files = LogFiles(
+            directory, self.origin, DiskLimits(), self.clocks.anchor, records_before=self._forgotten
+        )
+        records = files.unfolded(taken)
         begun = {record[1] for record in records if record[0] == Kind.STREAM}
         first_ns, first_hlc = records[0][2:4] if records else (at_ns, hlc)
         known = [*self._streams.values(), *(stream for _, stream in self._ended)]
         older = sorted((stream for stream in known if stream[1] not in begun), key=lambda stream: stream[1])
-        files = LogFiles(
-            directory, self.origin, DiskLimits(), self.clocks.anchor, records_before=self._forgotten
-        )
         try:
             files.write([declared_again(stream, first_ns, first_hlc) for stream in older])
             files.write(records)
@@ -105,7 +106,7 @@ class RingRecorder(Recorder):
         while self._begun_bytes and self._begun_bytes[0] < oldest_bytes:
             self._forgotten += len(self._parts.popleft())
             self._begun_bytes.popleft()
-        part: list[RawRecord] = []
+        part: list[Taken] = []
         self._parts.append(part)
         self._begun_bytes.append(self._taken_bytes - weight)
         self._parts_begun += 1

@@ -48,11 +48,14 @@ class RecordMac:
         nonce = _NONCE.pack(kind, sequence)
         if sum(len(part) for part in parts) <= _JOIN_BYTES_MAX:
             return self._aead.encrypt(nonce, b"", b"".join(parts))
-        encryptor = Cipher(self._algorithm, modes.GCM(nonce)).encryptor()
+        running = self.running(kind, sequence)
         for part in parts:
-            encryptor.authenticate_additional_data(part)
-        encryptor.finalize()
-        return encryptor.tag
+            running.update(part)
+        return running.tag()
+
+    def running(self, kind: int, sequence: int) -> RunningTag:
+        """The tag of a record whose body comes in parts, one by one; to check a tag, compare it with this."""
+        return RunningTag(self._algorithm, _NONCE.pack(kind, sequence))
 
     def holds(self, kind: int, sequence: int, body: Buffer, tag: Buffer) -> bool:
         """Whether `tag` is that of the record; compared in constant time."""
@@ -61,3 +64,21 @@ class RecordMac:
         except InvalidTag:
             return False
         return True
+
+
+class RunningTag:
+    """A tag of what `update` is given, in that order. Compare it with `hmac.compare_digest`."""
+
+    __slots__ = ("_encryptor",)
+
+    def __init__(self, algorithm: algorithms.AES, nonce: bytes) -> None:
+        self._encryptor = Cipher(algorithm, modes.GCM(nonce)).encryptor()
+
+    def update(self, part: Buffer) -> None:
+        """Go on with `part`."""
+        self._encryptor.authenticate_additional_data(part)
+
+    def tag(self) -> bytes:
+        """The tag of all parts. Called once, after the last."""
+        self._encryptor.finalize()
+        return self._encryptor.tag

@@ -1,0 +1,102 @@
+"""Sans-I/O: which parts of a peer's transfers have come, and which of its puts may be published.
+
+Puts and notifications carry consecutive numbers, and are published in that order, each once it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zbmd.transport.bulk_records import PUTS_AHEAD_MAX, Data, Malformed, Notify, Put
+
+
+class Stripes:
+    """Which stripes of one transfer have come. record: the first that comes; the others must fit it."""
+
+    __slots__ = ("_claimed", "first", "left")
+
+    def __init__(self, record: Put | Data) -> None:
+        self.first = record
+        self.left = max(1, -(-record.total // record.stripe_bytes))
+        """Stripes that are not in place."""
+        self._claimed = 0
+        """Bit i: stripe i has come or is coming."""
+
+    def claim(self, stripe: Put | Data) -> None:
+        """One more is coming. Raises `Malformed` if it has come already or does not fit the first."""
+        if _common(stripe) != _common(self.first):
+            raise Malformed(f"the stripes of transfer {stripe.transfer} do not fit each other")
+        bit = 1 << stripe.offset // stripe.stripe_bytes
+        if self._claimed & bit:
+            raise Malformed(f"the stripe at {stripe.offset} of transfer {stripe.transfer} came twice")
+        self._claimed |= bit
+
+
+class Arrivals:
+    """The peer's puts and notifications, from their arrival to their publication."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Stripes | Notify] = {}
+        self._published = 0
+        self._told = 0
+        """Of `_published`, what the peer has been told."""
+
+    def notify(self, record: Notify) -> None:
+        """A notification has come. Raises `Malformed` if its number is out of range or came before."""
+        self._check_number(record.transfer)
+        if record.transfer in self._waiting:
+            raise Malformed(f"put {record.transfer} came twice")
+        self._waiting[record.transfer] = record
+
+    def stripe(self, put: Put) -> None:
+        """A stripe is coming. Raises `Malformed` as `notify` and `Stripes.claim` do."""
+        self._check_number(put.transfer)
+        stripes = self._waiting.get(put.transfer)
+        if isinstance(stripes, Notify):
+            raise Malformed(f"put {put.transfer} came twice")
+        if stripes is None:
+            stripes = self._waiting[put.transfer] = Stripes(put)
+        stripes.claim(put)
+
+    def stripe_done(self, put: Put) -> None:
+        """That stripe is in place and authentic."""
+        stripes = self._waiting[put.transfer]
+        assert isinstance(stripes, Stripes)
+        stripes.left -= 1
+
+    def publish(self) -> Iterator[tuple[int, int]]:
+        """What may be published now and has not been, as (channel, value), in order."""
+        while (entry := self._waiting.get(self._published)) is not None:
+            if isinstance(entry, Stripes):
+                if entry.left:
+                    return
+                assert isinstance(entry.first, Put)
+            record = entry.first if isinstance(entry, Stripes) else entry
+            assert not isinstance(record, Data)
+            del self._waiting[self._published]
+            self._published += 1
+            yield record.channel, record.value
+
+    def ack_due(self) -> int | None:
+        """How many puts are published, if it is time that the peer is told."""
+        if self._published - self._told < PUTS_AHEAD_MAX // 2:
+            return None
+        self._told = self._published
+        return self._told
+
+    def check_invariants(self) -> None:
+        """What waits is bounded, unpublished, and cannot be published."""
+        assert self._published - self._told < PUTS_AHEAD_MAX
+        assert all(0 <= number - self._published < PUTS_AHEAD_MAX for number in self._waiting)
+        first = self._waiting.get(self._published)
+        assert first is None or (isinstance(first, Stripes) and first.left), "something waits for nothing"
+
+    def _check_number(self, number: int) -> None:
+        if not 0 <= number - self._published < PUTS_AHEAD_MAX:
+            raise Malformed(f"put {number} came, and {self._published} are published")
+
+
+def _common(stripe: Put | Data) -> tuple[object, ...]:
+    if isinstance(stripe, Data):
+        return stripe.total, stripe.stripe_bytes
+    return stripe.handle, stripe.at, stripe.total, stripe.stripe_bytes, stripe.channel, stripe.value

@@ -1,0 +1,523 @@
+"""The bulk protocol with one peer over its lanes: order, stripes, bounds, refusals, the end.
+
+Puts and notifications are numbered in the order in which they were asked for. A put is cut into stripes, and
+every lane that has room takes the next one, so that several connections share a large put. The receiver
+counts the stripes of each put and publishes notifications in the order of the numbers, a put's when all its
+stripes are in place and authentic: so a notification is never seen before the bytes of any put before it. How
+far the numbers may run ahead of what is published is bounded by acknowledgements.
+
+A put that the receiver refuses (a region that is stale, released, too small) ends the connection with an
+error on both sides, as a remote access error does in RDMA: what was asked for behind it must not be
+published. A get that is refused fails alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, assert_never
+
+from zbmd.transport.bulk_arrivals import Arrivals, Stripes
+from zbmd.transport.bulk_events import (
+    BulkAction,
+    BulkEvent,
+    CloseAsked,
+    CloseLane,
+    End,
+    Finish,
+    GetAsked,
+    GetRefused,
+    GetResolved,
+    LaneEnded,
+    LaneFailed,
+    LaneOpened,
+    NotifyAsked,
+    Of,
+    PayloadCame,
+    Publish,
+    PutAsked,
+    PutRefused,
+    ReceiveGet,
+    ReceivePut,
+    ReceiveText,
+    RecordCame,
+    RecordsSent,
+    SendRecord,
+    Serve,
+    SetTimer,
+    ShutLane,
+    Source,
+    TimerFired,
+    Unserve,
+)
+from zbmd.transport.bulk_records import (
+    GETS_MAX,
+    PUTS_AHEAD_MAX,
+    STRIPE_BYTES_MAX,
+    TEXT_BYTES_MAX,
+    Ack,
+    BulkError,
+    Data,
+    Error,
+    Get,
+    Goodbye,
+    Malformed,
+    Notify,
+    Put,
+    Record,
+    Refusal,
+)
+from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
+
+STORY_EVENTS: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulkLimits:
+    """The bounds of the bulk connection with one peer."""
+
+    transfers_max: int = 1 << 14
+    """Our transfers that are not done; past it a new one raises `LinkFull`."""
+    lane_bytes_max: int = 1 << 20
+    """With that much given to a lane and not sent, it gets no further record."""
+    stripe_bytes: int = 1 << 22
+    """The longest stripe, if there are several lanes; if there is one, it is `STRIPE_BYTES_MAX`."""
+    stripe_bytes_min: int = 1 << 18
+    """Not cut smaller than that to give every lane a part."""
+    close_ns: int = 1_000_000_000
+    """How long an orderly end may take."""
+
+    def __post_init__(self) -> None:
+        if min(self.transfers_max, self.lane_bytes_max, self.close_ns) < 1:
+            raise LocalProtocolError("the bounds of a bulk connection must be positive")
+        if not 0 < self.stripe_bytes_min <= self.stripe_bytes <= STRIPE_BYTES_MAX:
+            raise LocalProtocolError(
+                f"stripes of {self.stripe_bytes_min}..{self.stripe_bytes} bytes; {STRIPE_BYTES_MAX} at most"
+            )
+
+
+class State(Enum):
+    """How far the connection is."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A put of ours, or the answer to a peer's get, while it is cut and sent."""
+
+    of: Of
+    number: int
+    """The transfer, or the get."""
+    total: int
+    order: int = 0
+    """Of a put: its number on the wire."""
+    ask: PutAsked | NotifyAsked | None = None
+    stripe_bytes: int = 0
+    cut_bytes: int = 0
+    unsent: int = 0
+    """Records given to lanes and not sent."""
+    cut_whole: bool = False
+
+
+@dataclass(slots=True)
+class _OwnGet:
+    ask: GetAsked
+    stripes: Stripes | None = None
+    asked: bool = False
+
+
+@dataclass(slots=True)
+class _Lane:
+    handed: deque[tuple[Record, _Outgoing | None]] = field(default_factory=deque)
+    """Given to the lane and not sent."""
+    handed_bytes: int = 0
+    receiving: Record | None = None
+    """The record whose payload is due."""
+    goodbye_said: bool = False
+    goodbye_sent: bool = False
+    goodbye_heard: bool = False
+
+
+class BulkMachine:
+    """One side of the bulk connection with one peer. peer: how it is called in errors.
+
+    Ends with exactly one `End`; whatever is asked for after it is finished with the error of the end. Raises
+    `LocalProtocolError` on events out of turn. What the peer does wrong ends the connection, and only that.
+    """
+
+    def __init__(self, *, peer: int | str, limits: BulkLimits | None = None) -> None:
+        self.peer = peer
+        self.state = State.OPEN
+        self._limits = limits or BulkLimits()
+        self._lanes: dict[int, _Lane] = {}
+        self._transfers: set[int] = set()
+        """Ours, not finished."""
+        self._urgent: deque[tuple[Record, bytes, _Outgoing | None]] = deque()
+        self._puts: deque[_Outgoing] = deque()
+        self._next_put = 0
+        self._acked = 0
+        """Puts of ours that the peer has published."""
+        self._gets: dict[int, _OwnGet] = {}
+        self._gets_waiting: deque[GetAsked] = deque()
+        self._gets_asked = 0
+        self._serving: dict[int, _Outgoing] = {}
+        """The peer's gets: numbers to answers."""
+        self._answers: deque[_Outgoing] = deque()
+        self._answer_is_next = False
+        self._arrivals = Arrivals()
+        self._end_error: ZbmdError = LinkClosed(f"the bulk connection with {peer} is closed")
+        self._actions: list[BulkAction] = []
+        self._story: deque[str] = deque(maxlen=STORY_EVENTS)
+
+    def handle(self, event: BulkEvent, *, now_ns: int) -> list[BulkAction]:
+        """Take one event; `now_ns` is monotonic. See `Machine`."""
+        self._actions = []
+        try:
+            self._dispatch(event, now_ns)
+            if self.state is not State.ENDED:
+                self._feed()
+                self._close_if_done()
+        except BulkError as error:
+            named = type(error)(f"{self.peer}: {error}", story=tuple(self._story))
+            self._fail(named, tell=True)
+        return self._actions
+
+    def check_invariants(self) -> None:
+        """See `Machine`."""
+        limits = self._limits
+        if self.state is State.ENDED:
+            assert not self._transfers and not self._serving, "something outlives the end"
+            return
+        assert self._acked <= self._next_put, (self._acked, self._next_put)
+        assert self._gets_asked <= GETS_MAX and len(self._serving) <= GETS_MAX
+        self._arrivals.check_invariants()
+        for lane in self._lanes.values():
+            assert lane.handed_bytes == sum(record.nbytes for record, _ in lane.handed)
+            assert lane.handed_bytes < limits.lane_bytes_max + STRIPE_BYTES_MAX
+            assert not (lane.goodbye_sent and lane.handed)
+
+    # -- events --------------------------------------------------------------------------------------
+
+    def _dispatch(self, event: BulkEvent, now_ns: int) -> None:
+        match event:
+            case PutAsked() | NotifyAsked() | GetAsked():
+                self._asked(event)
+            case _ if self.state is State.ENDED:
+                return
+            case LaneOpened(lane=lane):
+                if lane in self._lanes:
+                    raise LocalProtocolError(f"lane {lane} to {self.peer} is open already")
+                self._lanes[lane] = _Lane()
+            case RecordsSent(lane=lane, records=records):
+                self._sent(self._lanes[lane], lane, records)
+            case RecordCame(lane=lane, record=record):
+                self._story.append(f"{type(record).__name__} on lane {lane}")
+                self._came(lane, self._lanes[lane], record, now_ns)
+            case PayloadCame(lane=lane, text=text):
+                self._payload_came(self._lanes[lane], text)
+            case PutRefused(reason=reason):
+                raise BulkError(f"a put is refused: {reason}")
+            case GetResolved(get=get):
+                self._answers.append(self._serving[get])
+            case GetRefused(get=get, reason=reason):
+                told = _text(reason)
+                refusal = Refusal(transfer=get, nbytes=len(told))
+                self._urgent.append((refusal, told, self._serving[get]))
+            case LaneEnded(lane=lane, between_records=between_records):
+                self._lane_ended(self._lanes.get(lane), between_records)
+            case LaneFailed(error=error):
+                self._fail(error, tell=isinstance(error, BulkError))
+            case CloseAsked():
+                self._start_closing(now_ns)
+            case TimerFired():
+                if self.state is State.CLOSING:
+                    error = LinkClosed(f"{self.peer} did not answer our goodbye in time")
+                    self._fail(error, tell=False)
+            case _:
+                assert_never(event)
+
+    def _asked(self, ask: PutAsked | NotifyAsked | GetAsked) -> None:
+        if ask.transfer in self._transfers:
+            raise LocalProtocolError(f"transfer {ask.transfer} is under way already")
+        if self.state is not State.OPEN:
+            self._actions.append(Finish(transfer=ask.transfer, error=self._end_error))
+            return
+        self._transfers.add(ask.transfer)
+        if isinstance(ask, GetAsked):
+            self._gets[ask.transfer] = _OwnGet(ask)
+            self._gets_waiting.append(ask)
+            return
+        total = ask.total if isinstance(ask, PutAsked) else 0
+        put = _Outgoing(Of.TRANSFER, ask.transfer, total, order=self._next_put, ask=ask)
+        self._next_put += 1
+        self._puts.append(put)
+
+    def _sent(self, lane: _Lane, number: int, records: int) -> None:
+        if records > len(lane.handed):
+            raise LocalProtocolError(f"{records} records sent, of {len(lane.handed)} given to a lane")
+        for _ in range(records):
+            record, outgoing = lane.handed.popleft()
+            lane.handed_bytes -= record.nbytes
+            if isinstance(record, Goodbye):
+                lane.goodbye_sent = True
+                self._actions.append(ShutLane(lane=number))
+            if outgoing is not None:
+                outgoing.unsent -= 1
+                if outgoing.cut_whole and outgoing.unsent == 0:
+                    self._all_sent(outgoing)
+
+    def _all_sent(self, outgoing: _Outgoing) -> None:
+        if outgoing.of is Of.TRANSFER:
+            self._finish(outgoing.number)
+        else:
+            del self._serving[outgoing.number]
+            self._actions.append(Unserve(get=outgoing.number))
+
+    def _finish(self, transfer: int, error: ZbmdError | None = None) -> None:
+        self._transfers.remove(transfer)
+        self._actions.append(Finish(transfer=transfer, error=error))
+
+    # -- what comes ----------------------------------------------------------------------------------
+
+    def _came(self, number: int, lane: _Lane, record: Record, now_ns: int) -> None:
+        if lane.receiving is not None:
+            raise LocalProtocolError(f"a record on lane {number} before the payload of the last")
+        match record:
+            case Put():
+                self._arrivals.stripe(record)
+                lane.receiving = record
+                offset = record.at + record.offset
+                self._actions.append(
+                    ReceivePut(lane=number, handle=record.handle, offset=offset, nbytes=record.nbytes)
+                )
+            case Notify():
+                self._arrivals.notify(record)
+                self._publish()
+            case Get():
+                self._get_came(record)
+            case Data():
+                self._data_came(number, lane, record)
+            case Refusal() | Error():
+                if isinstance(record, Refusal):
+                    self._own_get(record.transfer)
+                lane.receiving = record
+                self._actions.append(ReceiveText(lane=number))
+            case Ack(puts=puts):
+                if not self._acked <= puts <= self._next_put - len(self._puts):
+                    raise Malformed(f"{puts} puts are acknowledged, of {self._next_put}")
+                self._acked = puts
+            case Goodbye():
+                lane.goodbye_heard = True
+                self._start_closing(now_ns)
+            case _:
+                assert_never(record)
+
+    def _get_came(self, get: Get) -> None:
+        if get.transfer in self._serving or len(self._serving) >= GETS_MAX:
+            raise Malformed(f"get {get.transfer} came twice, or is one too many at once")
+        answer = _Outgoing(Of.SERVED, get.transfer, get.total)
+        self._serving[get.transfer] = answer
+        self._actions.append(Serve(get=get.transfer, handle=get.handle, at=get.at, total=get.total))
+
+    def _own_get(self, transfer: int) -> _OwnGet:
+        get = self._gets.get(transfer)
+        if get is None or not get.asked:
+            raise Malformed(f"an answer came to get {transfer}, which we have not asked")
+        return get
+
+    def _data_came(self, number: int, lane: _Lane, data: Data) -> None:
+        get = self._own_get(data.transfer)
+        if get.stripes is None:
+            get.stripes = Stripes(data)
+        if data.total != get.ask.total:
+            raise Malformed(f"the answer to get {data.transfer} is not what was asked for")
+        get.stripes.claim(data)
+        lane.receiving = data
+        self._actions.append(
+            ReceiveGet(lane=number, transfer=data.transfer, offset=data.offset, nbytes=data.nbytes)
+        )
+
+    def _payload_came(self, lane: _Lane, text: str) -> None:
+        record, lane.receiving = lane.receiving, None
+        match record:
+            case Put():
+                self._arrivals.stripe_done(record)
+                self._publish()
+            case Data():
+                get = self._own_get(record.transfer)
+                assert get.stripes is not None
+                get.stripes.left -= 1
+                if get.stripes.left == 0:
+                    self._get_done(record.transfer)
+            case Refusal():
+                error = RemoteProtocolError(f"{self.peer} refuses a get: {text}")
+                self._get_done(record.transfer, error)
+            case Error():
+                self._fail(BulkError(f"{self.peer} ends the connection: {text}"), tell=False)
+            case _:
+                raise LocalProtocolError("a payload came that was not due", story=tuple(self._story))
+
+    def _get_done(self, transfer: int, error: ZbmdError | None = None) -> None:
+        # On several lanes a refusal may come while a stripe is received: the peer must not do both.
+        if error is not None and self._own_get(transfer).stripes is not None:
+            raise Malformed(f"get {transfer} is served and refused")
+        del self._gets[transfer]
+        self._gets_asked -= 1
+        self._finish(transfer, error)
+
+    def _publish(self) -> None:
+        for channel, value in self._arrivals.publish():
+            self._actions.append(Publish(channel=channel, value=value))
+        if (puts := self._arrivals.ack_due()) is not None:
+            self._urgent.append((Ack(puts=puts), b"", None))
+
+    # -- what goes -----------------------------------------------------------------------------------
+
+    def _feed(self) -> None:
+        """Give records to lanes, one at a time to each, until no lane has room or there are none."""
+        given = True
+        while given:
+            given = False
+            for number, lane in self._lanes.items():
+                has_room = lane.handed_bytes < self._limits.lane_bytes_max and not lane.goodbye_said
+                if has_room and len(lane.handed) < PUTS_AHEAD_MAX:
+                    given |= self._give_next(number, lane)
+
+    def _give_next(self, number: int, lane: _Lane) -> bool:
+        if self._urgent:
+            record, text, outgoing = self._urgent.popleft()
+            if outgoing is not None:
+                outgoing.cut_whole = True
+            self._give(number, lane, record, outgoing, text=text)
+            return True
+        if self._gets_waiting and self._gets_asked < GETS_MAX:
+            ask = self._gets_waiting.popleft()
+            self._gets[ask.transfer].asked = True
+            self._gets_asked += 1
+            get = Get(transfer=ask.transfer, handle=ask.handle, at=ask.at, total=ask.total)
+            self._give(number, lane, get, None)
+            return True
+        may_put = bool(self._puts) and self._puts[0].order - self._acked < PUTS_AHEAD_MAX
+        if self._answers and (self._answer_is_next or not may_put):
+            self._answer_is_next = False
+            self._give_stripe(number, lane, self._answers)
+        elif may_put:
+            self._answer_is_next = True
+            self._give_stripe(number, lane, self._puts)
+        else:
+            return False
+        return True
+
+    def _give_stripe(self, number: int, lane: _Lane, queue: deque[_Outgoing]) -> None:
+        outgoing = queue[0]
+        if not outgoing.stripe_bytes:
+            outgoing.stripe_bytes = self._stripe_bytes(outgoing.total)
+        offset = outgoing.cut_bytes
+        nbytes = min(outgoing.stripe_bytes, outgoing.total - offset)
+        record = _stripe_record(outgoing, offset, nbytes)
+        outgoing.cut_bytes += nbytes
+        if outgoing.cut_bytes == outgoing.total:
+            outgoing.cut_whole = True
+            queue.popleft()
+        source = Source(of=outgoing.of, number=outgoing.number, offset=offset, nbytes=nbytes)
+        self._give(number, lane, record, outgoing, source=source if nbytes else None)
+
+    def _stripe_bytes(self, total: int) -> int:
+        lanes, limits = len(self._lanes), self._limits
+        if lanes == 1:
+            return STRIPE_BYTES_MAX
+        share = -(-total // (lanes * limits.stripe_bytes_min)) * limits.stripe_bytes_min
+        return max(limits.stripe_bytes_min, min(share, limits.stripe_bytes))
+
+    def _give(
+        self,
+        number: int,
+        lane: _Lane,
+        record: Record,
+        outgoing: _Outgoing | None,
+        *,
+        source: Source | None = None,
+        text: bytes = b"",
+    ) -> None:
+        lane.handed.append((record, outgoing))
+        lane.handed_bytes += record.nbytes
+        if outgoing is not None:
+            outgoing.unsent += 1
+        self._actions.append(SendRecord(lane=number, record=record, source=source, text=text))
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def _start_closing(self, now_ns: int) -> None:
+        if self.state is State.OPEN:
+            self.state = State.CLOSING
+            self._actions.append(SetTimer(at_ns=now_ns + self._limits.close_ns))
+
+    def _lane_ended(self, lane: _Lane | None, between_records: bool) -> None:
+        if lane is not None and not lane.goodbye_heard:
+            where = "" if between_records else " in the middle of a record"
+            self._fail(PeerLost(self.peer, f"its bulk connection ended{where}"), tell=False)
+
+    def _close_if_done(self) -> None:
+        if self.state is not State.CLOSING:
+            return
+        if all(lane.goodbye_heard for lane in self._lanes.values()):
+            for transfer in list(self._gets):
+                self._finish(transfer, self._end_error)
+            self._gets.clear()
+            self._gets_waiting.clear()
+        if not (self._urgent or self._puts or self._serving or self._gets):
+            for number, lane in self._lanes.items():
+                if not lane.goodbye_said:
+                    lane.goodbye_said = True
+                    self._give(number, lane, Goodbye(), None)
+        for number, lane in list(self._lanes.items()):
+            if lane.goodbye_sent and lane.goodbye_heard:
+                del self._lanes[number]
+                self._actions.append(CloseLane(lane=number))
+        if not self._lanes:
+            self._fail(None, tell=False)
+
+    def _fail(self, error: ZbmdError | None, *, tell: bool) -> None:
+        """The end, orderly without an error. tell: say why on a lane that is free for it, if there is one."""
+        if error is not None:
+            self._end_error = error
+        if tell:
+            text = _text(str(error))
+            for number, lane in self._lanes.items():
+                if not lane.handed and not lane.goodbye_said:
+                    self._give(number, lane, Error(nbytes=len(text)), None, text=text)
+                    break
+        for transfer in sorted(self._transfers):
+            self._actions.append(Finish(transfer=transfer, error=self._end_error))
+        self._actions += [Unserve(get=get) for get in self._serving]
+        self._transfers.clear()
+        self._serving.clear()
+        self.state = State.ENDED
+        self._actions.append(End(error=error))
+
+
+def _stripe_record(outgoing: _Outgoing, offset: int, nbytes: int) -> Record:
+    ask = outgoing.ask
+    match ask:
+        case NotifyAsked():
+            return Notify(transfer=outgoing.order, channel=ask.channel, value=ask.value)
+        case PutAsked():
+            return Put(
+                transfer=outgoing.order, handle=ask.handle, at=ask.at, total=ask.total, offset=offset,
+                stripe_bytes=outgoing.stripe_bytes, nbytes=nbytes, channel=ask.channel, value=ask.value,
+            )  # fmt: skip
+        case None:
+            return Data(
+                transfer=outgoing.number, total=outgoing.total, stripe_bytes=outgoing.stripe_bytes,
+                offset=offset, nbytes=nbytes,
+            )  # fmt: skip
+        case _:
+            assert_never(ask)
+
+
+def _text(reason: str) -> bytes:
+    return (reason or "no reason").encode(errors="replace")[:TEXT_BYTES_MAX]

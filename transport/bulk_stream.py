@@ -1,0 +1,240 @@
+"""Sans-I/O: one lane of the bulk stream as bytes, in either direction, with sequence numbers and tags.
+
+The reader says where the next bytes belong, so that a payload is received straight into its destination; the
+writer gives out views of the source, so that it is sent from where it lies. Nothing in a header is looked at
+before its tag is found right. A payload is already in its destination when its tag is checked: if that
+fails, `Forged` is raised, the payload is never reported, and so its notification is never given; what has
+come to lie in the destination is then of no account, as after a put that a dying peer left half done.
+
+A tag's nonce is twice the record's sequence number, plus one for a payload. A payload's tag is computed by
+chunk, right before a chunk is sent and right after it came, while the cache holds it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections import deque
+from typing import Final
+
+from zbmd.transport.bulk_records import (
+    HEADER_BYTES,
+    TEXT_BYTES_MAX,
+    Error,
+    Forged,
+    Goodbye,
+    Malformed,
+    Record,
+    Refusal,
+    decode,
+    encode,
+)
+from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.record_mac import TAG_BYTES, RecordMac, RunningTag
+
+CHUNK_BYTES: Final = 1 << 18
+"""What is tagged and moved at a time if there is a MAC: it stays in a core's own cache meanwhile."""
+BARE_CHUNK_BYTES: Final = 1 << 22
+"""The same without a MAC: fewer calls."""
+
+
+class Arrived:
+    """The payload of the record before is in its destination, whole and with the right tag."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        """The reason in a REFUSAL or ERROR; else empty."""
+
+
+class LaneReader:
+    """The receiving side of a lane. mac: checks the tags; None if the lane is protected otherwise."""
+
+    def __init__(self, mac: RecordMac | None) -> None:
+        self._mac = mac
+        self._chunk_bytes = BARE_CHUNK_BYTES if mac is None else CHUNK_BYTES
+        self._sequence = 0
+        self._small = memoryview(bytearray(HEADER_BYTES + TAG_BYTES if mac else HEADER_BYTES))
+        self._tag_view = memoryview(bytearray(TAG_BYTES))
+        self._text = memoryview(bytearray(TEXT_BYTES_MAX))
+        self._view = self._small
+        """What is being filled: a header, a payload, or a payload's tag."""
+        self._at = 0
+        self._record: Record | None = None
+        """Set from its header's arrival until its payload is whole."""
+        self._running: RunningTag | None = None
+        self._ended = False
+
+    @property
+    def wanted_bytes(self) -> int:
+        """How many bytes are missing until the next thing is whole. 0 while a destination is awaited."""
+        return len(self._view) - self._at
+
+    @property
+    def in_payload(self) -> bool:
+        """Whether the next bytes are a payload's: they must have a destination."""
+        return self._record is not None and self._view is not self._tag_view
+
+    def want(self) -> memoryview:
+        """Where the next bytes of the lane are to be put: never empty. Report how many came to `filled`."""
+        if self._ended:
+            raise Malformed("a lane goes on after its goodbye")
+        if self._at == len(self._view):
+            raise LocalProtocolError("a payload is due and has been given no destination")
+        return self._view[self._at : self._at + self._chunk_bytes]
+
+    def filled(self, nbytes: int) -> Record | Arrived | None:
+        """`nbytes` (at least 1) of what `want` gave have come. The record or payload that is whole by them.
+
+        A record with `nbytes` of payload needs `receive_into` or `receive_text` next. Raises `Forged`,
+        `OutOfSequence` and `Malformed`, after which the lane is of no use.
+        """
+        view, begin = self._view, self._at
+        self._at += nbytes
+        if self.in_payload and self._running is not None:
+            self._running.update(view[begin : self._at])
+        if self._at < len(view):
+            return None
+        if self._record is None:
+            return self._header_whole()
+        if self._running is None:
+            return self._payload_whole()
+        if view is self._tag_view:
+            if not hmac.compare_digest(self._running.tag(), view):
+                raise Forged(f"the payload of record {self._sequence - 1} of a lane does not match its tag")
+            self._running = None
+            return self._payload_whole()
+        self._view, self._at = self._tag_view, 0
+        return None
+
+    def receive_into(self, view: memoryview) -> None:
+        """Give the payload that is due its destination, a writable view of its length in bytes."""
+        if self._record is None or self._record.nbytes != len(view) or view.itemsize != 1:
+            raise LocalProtocolError(f"{len(view)} bytes are no destination for {self._record}")
+        self._view, self._at = view, 0
+        self._running = None if self._mac is None else self._mac.running(2 * self._sequence - 1)
+
+    def receive_text(self) -> None:
+        """Take the payload that is due as the text of a REFUSAL or ERROR."""
+        if not isinstance(self._record, Refusal | Error):
+            raise LocalProtocolError(f"the payload of {self._record} is no text")
+        self.receive_into(self._text[: self._record.nbytes])
+
+    @property
+    def between_records(self) -> bool:
+        """Whether a stream that ends here has not cut a record short."""
+        return self._record is None and self._at == 0
+
+    def _header_whole(self) -> Record:
+        header = bytes(self._small[:HEADER_BYTES])
+        if self._mac is not None and not self._mac.holds(
+            2 * self._sequence, header, bytes(self._small[HEADER_BYTES:])
+        ):
+            raise Forged(f"the header of record {self._sequence} of a lane does not match its tag")
+        record = decode(header, self._sequence)
+        self._sequence += 1
+        self._at = 0
+        if record.nbytes:
+            self._record = record
+            self._view = self._small[:0]
+        self._ended = isinstance(record, Goodbye)
+        return record
+
+    def _payload_whole(self) -> Arrived:
+        text = ""
+        if isinstance(self._record, Refusal | Error):
+            text = bytes(self._text[: self._record.nbytes]).decode(errors="replace")
+            text = "".join(c if c.isprintable() else "?" for c in text)
+        self._record = None
+        self._view, self._at = self._small, 0
+        return Arrived(text)
+
+
+class LaneWriter:
+    """The sending side of a lane. mac: makes the tags; None if the lane is protected otherwise."""
+
+    def __init__(self, mac: RecordMac | None) -> None:
+        self._mac = mac
+        self._chunk_bytes = BARE_CHUNK_BYTES if mac is None else CHUNK_BYTES
+        self._sequence = 0
+        self._records: deque[tuple[Record, memoryview | None]] = deque()
+        self._payload: memoryview | None = None
+        """What is still to be cut of the payload of the record whose header went into `_ready` last."""
+        self._running: RunningTag | None = None
+        self._ready: deque[memoryview] = deque()
+        self._ready_bytes = 0
+        self._given_bytes = 0
+        """All bytes that were ever put into `_ready`."""
+        self._sent_bytes = 0
+        self._ends: deque[int] = deque()
+        """The values of `_given_bytes` at which records end."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was added has been sent."""
+        return not self._records and self._payload is None and not self._ready
+
+    def add(self, record: Record, payload: memoryview | None = None) -> None:
+        """Send `record` next, with its payload of `record.nbytes` bytes, which must stay as it is."""
+        if (0 if payload is None else payload.nbytes) != record.nbytes:
+            raise LocalProtocolError(f"a payload that is not that of {record}")
+        self._records.append((record, payload))
+
+    def pending(self, parts_max: int) -> list[memoryview]:
+        """The next bytes, in at most `parts_max` views, for one gathering send; empty if there are none."""
+        while self._ready_bytes < self._chunk_bytes and len(self._ready) < parts_max:
+            if self._payload is not None:
+                self._cut(self._payload)
+            elif self._records:
+                self._begin(*self._records.popleft())
+            else:
+                break
+        return [self._ready[i] for i in range(min(parts_max, len(self._ready)))]
+
+    def sent(self, nbytes: int) -> int:
+        """The first `nbytes` of `pending` have left. How many records are sent whole by them."""
+        self._sent_bytes += nbytes
+        self._ready_bytes -= nbytes
+        while nbytes:
+            first = self._ready[0]
+            if len(first) > nbytes:
+                self._ready[0] = first[nbytes:]
+                break
+            nbytes -= len(first)
+            self._ready.popleft()
+        records = 0
+        while self._ends and self._ends[0] <= self._sent_bytes:
+            self._ends.popleft()
+            records += 1
+        return records
+
+    def _begin(self, record: Record, payload: memoryview | None) -> None:
+        header = encode(record, self._sequence)
+        if self._mac is not None:
+            header += self._mac.tag(2 * self._sequence, (header,))
+            if payload is not None:
+                self._running = self._mac.running(2 * self._sequence + 1)
+        self._sequence += 1
+        self._payload = payload
+        self._give(memoryview(header))
+        if payload is None:
+            self._ends.append(self._given_bytes)
+
+    def _cut(self, payload: memoryview) -> None:
+        chunk, rest = payload[: self._chunk_bytes], payload[self._chunk_bytes :]
+        self._give(chunk)
+        if self._running is not None:
+            self._running.update(chunk)
+        if rest:
+            self._payload = rest
+            return
+        self._payload = None
+        if self._running is not None:
+            self._give(memoryview(self._running.tag()))
+            self._running = None
+        self._ends.append(self._given_bytes)
+
+    def _give(self, view: memoryview) -> None:
+        self._ready.append(view)
+        self._ready_bytes += len(view)
+        self._given_bytes += len(view)

@@ -173,6 +173,11 @@ class BulkMachine:
         self._actions: list[BulkAction] = []
         self._story: deque[str] = deque(maxlen=STORY_EVENTS)
 
+    @property
+    def end_error(self) -> ZbmdError:
+        """What a transfer that is asked for after the end is finished with."""
+        return self._end_error
+
     def handle(self, event: BulkEvent, *, now_ns: int) -> list[BulkAction]:
         """Take one event; `now_ns` is monotonic. See `Machine`."""
         self._actions = []

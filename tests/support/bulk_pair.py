@@ -1,0 +1,256 @@
+"""Two bulk machines joined by lanes that are byte buffers: cut anywhere, in any order, without a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from zbmd.transport.bulk_events import (
+    BulkAction,
+    BulkEvent,
+    CloseLane,
+    End,
+    Finish,
+    GetAsked,
+    GetRefused,
+    GetResolved,
+    LaneEnded,
+    LaneFailed,
+    LaneOpened,
+    NotifyAsked,
+    Of,
+    PayloadCame,
+    Publish,
+    PutAsked,
+    PutRefused,
+    ReceiveGet,
+    ReceivePut,
+    ReceiveText,
+    RecordCame,
+    RecordsSent,
+    SendRecord,
+    Serve,
+    SetTimer,
+    ShutLane,
+    Unserve,
+)
+from zbmd.transport.bulk_machine import BulkLimits, BulkMachine
+from zbmd.transport.bulk_records import BulkError
+from zbmd.transport.bulk_stream import Arrived, LaneReader, LaneWriter
+from zbmd.transport.errors import ZbmdError
+from zbmd.transport.record_mac import RecordMac
+from zbmd.transport.region import RegionHandle
+
+REGION_BYTES = 1 << 16
+Tamper = Callable[[bytes], bytes]
+
+
+@dataclass
+class Wire:
+    """One direction of one lane."""
+
+    data: bytearray = field(default_factory=bytearray)
+    shut: bool = False
+
+
+@dataclass
+class Port:
+    """One end of one lane."""
+
+    reader: LaneReader
+    writer: LaneWriter
+    into: Wire
+    out: Wire
+    closed: bool = False
+    told_end: bool = False
+
+
+class BulkEnd:
+    """A machine, its memory and its lanes. Performs actions as the data plane does, on byte buffers."""
+
+    def __init__(self, slot: int, *, limits: BulkLimits | None = None) -> None:
+        self.slot = slot
+        self.machine = BulkMachine(peer=f"rank{1 - slot}", limits=limits)
+        self.inbox = bytearray(REGION_BYTES)
+        self.arena = bytearray(REGION_BYTES)
+        self.ports: dict[int, Port] = {}
+        self.buffers: dict[int, bytearray] = {}
+        self.served: dict[int, memoryview] = {}
+        self.finished: dict[int, ZbmdError | None] = {}
+        self.published: list[tuple[int, int]] = []
+        self.on_publish: Callable[[int, int], None] | None = None
+        self.end: End | None = None
+        self.transfers = 0
+
+    @property
+    def inbox_handle(self) -> RegionHandle:
+        return RegionHandle(slot=self.slot, incarnation=1, offset=0, nbytes=REGION_BYTES, writable=True)
+
+    @property
+    def arena_handle(self) -> RegionHandle:
+        return RegionHandle(
+            slot=self.slot, incarnation=1, offset=REGION_BYTES, nbytes=REGION_BYTES, writable=False
+        )
+
+    def handle(self, event: BulkEvent) -> None:
+        actions = self.machine.handle(event, now_ns=0)
+        self.machine.check_invariants()
+        for action in actions:
+            self._perform(action)
+
+    # -- what a user asks for ------------------------------------------------------------------------
+
+    def put(self, handle: RegionHandle, data: bytes, at: int, *, channel: int, value: int) -> int:
+        transfer = self._transfer(bytearray(data))
+        self.handle(
+            PutAsked(
+                transfer=transfer, handle=handle, at=at, total=len(data), channel=channel, value=value
+            )
+        )
+        return transfer
+
+    def notify(self, channel: int, value: int) -> int:
+        transfer = self._transfer(bytearray())
+        self.handle(NotifyAsked(transfer=transfer, channel=channel, value=value))
+        return transfer
+
+    def get(self, handle: RegionHandle, nbytes: int, at: int) -> int:
+        transfer = self._transfer(bytearray(nbytes))
+        self.handle(GetAsked(transfer=transfer, handle=handle, at=at, total=nbytes))
+        return transfer
+
+    def _transfer(self, buffer: bytearray) -> int:
+        self.transfers += 1
+        self.buffers[self.transfers] = buffer
+        return self.transfers
+
+    # -- moving bytes --------------------------------------------------------------------------------
+
+    def send(self, lane: int, nbytes_max: int) -> int:
+        """Let up to `nbytes_max` bytes leave on a lane; how many have."""
+        port = self.ports[lane]
+        parts = port.writer.pending(4)
+        data = b"".join(parts)[:nbytes_max]
+        if not data or port.closed:
+            return 0
+        port.out.data += data
+        if records := port.writer.sent(len(data)):
+            self.handle(RecordsSent(lane=lane, records=records))
+        return len(data)
+
+    def receive(self, lane: int, nbytes_max: int) -> int:
+        """Take up to `nbytes_max` bytes that have come on a lane; how many were taken."""
+        port = self.ports[lane]
+        taken = 0
+        while port.into.data and taken < nbytes_max and not port.closed:
+            try:
+                want = port.reader.want()
+                n = min(len(want), len(port.into.data), nbytes_max - taken)
+                want[:n] = port.into.data[:n]
+                del port.into.data[:n]
+                taken += n
+                came = port.reader.filled(n)
+            except BulkError as error:
+                self.handle(LaneFailed(lane=lane, error=error))
+                break
+            if isinstance(came, Arrived):
+                self.handle(PayloadCame(lane=lane, text=came.text))
+            elif came is not None:
+                self.handle(RecordCame(lane=lane, record=came))
+        if port.into.shut and not port.into.data and not port.told_end and not port.closed:
+            port.told_end = True
+            self.handle(LaneEnded(lane=lane, between_records=port.reader.between_records))
+        return taken
+
+    # -- actions -------------------------------------------------------------------------------------
+
+    def _perform(self, action: BulkAction) -> None:
+        match action:
+            case SendRecord(lane=lane, record=record, source=source, text=text):
+                payload = memoryview(text) if text else None
+                if source is not None:
+                    ours = source.of is Of.TRANSFER
+                    whole = memoryview(self.buffers[source.number]) if ours else self.served[source.number]
+                    payload = whole[source.offset : source.offset + source.nbytes]
+                self.ports[lane].writer.add(record, payload)
+            case ReceivePut(lane=lane, handle=handle, offset=offset, nbytes=nbytes):
+                if handle != self.inbox_handle:
+                    self.handle(PutRefused(lane=lane, reason="no such region"))
+                else:
+                    self._receive(lane, memoryview(self.inbox)[offset : offset + nbytes])
+            case ReceiveGet(lane=lane, transfer=transfer, offset=offset, nbytes=nbytes):
+                self._receive(lane, memoryview(self.buffers[transfer])[offset : offset + nbytes])
+            case ReceiveText(lane=lane):
+                self.ports[lane].reader.receive_text()
+            case Serve(get=get, handle=handle, at=at, total=total):
+                if handle != self.arena_handle:
+                    self.handle(GetRefused(get=get, reason="no such region"))
+                else:
+                    self.served[get] = memoryview(self.arena)[at : at + total]
+                    self.handle(GetResolved(get=get))
+            case Unserve(get=get):
+                self.served.pop(get, None)
+            case Publish(channel=channel, value=value):
+                self.published.append((channel, value))
+                if self.on_publish is not None:
+                    self.on_publish(channel, value)
+            case Finish(transfer=transfer, error=error):
+                assert transfer not in self.finished
+                self.finished[transfer] = error
+            case ShutLane(lane=lane):
+                self.ports[lane].out.shut = True
+            case CloseLane(lane=lane):
+                self._close(self.ports[lane])
+            case SetTimer():
+                pass
+            case End():
+                assert self.end is None
+                self.end = action
+                for lane, port in self.ports.items():
+                    while not port.closed and self.send(lane, 1 << 30):
+                        pass
+                    self._close(port)
+            case _:
+                assert_never(action)
+
+    def _receive(self, lane: int, view: memoryview) -> None:
+        if len(view):
+            self.ports[lane].reader.receive_into(view)
+        else:
+            self.handle(PayloadCame(lane=lane))
+
+    def _close(self, port: Port) -> None:
+        port.closed = True
+        port.out.shut = True
+
+
+class BulkPair:
+    """Two ends and the lanes between them. key: None for lanes without a MAC."""
+
+    def __init__(self, lanes: int, *, key: bytes | None, limits: BulkLimits | None = None) -> None:
+        self.key = key
+        self.a = BulkEnd(0, limits=limits)
+        self.b = BulkEnd(1, limits=limits)
+        for lane in range(lanes):
+            self.open_lane(lane)
+
+    def open_lane(self, lane: int) -> None:
+        there, back = Wire(), Wire()
+        for end, into, out, names in ((self.a, back, there, b"ba"), (self.b, there, back, b"ab")):
+            macs = [self._mac(lane, name) for name in names]
+            end.ports[lane] = Port(LaneReader(macs[0]), LaneWriter(macs[1]), into, out)
+            end.handle(LaneOpened(lane=lane))
+
+    def _mac(self, lane: int, name: int) -> RecordMac | None:
+        return None if self.key is None else RecordMac(bytes([lane, name]) + self.key[2:])
+
+    def run(self) -> None:
+        """Until nothing moves."""
+        moved = True
+        while moved:
+            moved = False
+            for end in (self.a, self.b):
+                for lane in list(end.ports):
+                    moved |= bool(end.send(lane, 1 << 30))
+                    moved |= bool(end.receive(lane, 1 << 30))

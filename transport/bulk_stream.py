@@ -77,8 +77,6 @@ class LaneReader:
 
     def want(self) -> memoryview:
         """Where the next bytes of the lane are to be put: never empty. Report how many came to `filled`."""
-        if self._ended:
-            raise Malformed("a lane goes on after its goodbye")
         if self._at == len(self._view):
             raise LocalProtocolError("a payload is due and has been given no destination")
         return self._view[self._at : self._at + self._chunk_bytes]
@@ -89,6 +87,8 @@ class LaneReader:
         A record with `nbytes` of payload needs `receive_into` or `receive_text` next. Raises `Forged`,
         `OutOfSequence` and `Malformed`, after which the lane is of no use.
         """
+        if self._ended:
+            raise Malformed("a lane goes on after its goodbye")
         view, begin = self._view, self._at
         self._at += nbytes
         if self.in_payload and self._running is not None:

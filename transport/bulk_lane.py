@@ -1,0 +1,118 @@
+"""One lane of the bulk stream on its socket: receives into destinations, sends from sources, never blocks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from enum import Enum
+from typing import Final
+
+from zbmd.transport.bulk_records import Forged, Record
+from zbmd.transport.bulk_stream import Arrived, LaneReader, LaneWriter
+from zbmd.transport.errors import PeerLost
+from zbmd.transport.lane import Lane
+from zbmd.transport.record_mac import RecordMac
+from zbmd.transport.session import Keys
+
+GATHER_PARTS_MAX: Final = 16
+"""Views in one gathering send."""
+TLS_SEND_BYTES: Final = 1 << 18
+"""What is given to TLS at a time: it must take all of it before we may go on."""
+WAKE_BYTES: Final = 1 << 18
+"""While a payload is under way, the thread is woken for no less than that (SO_RCVLOWAT)."""
+SCRATCH_BYTES: Final = 1 << 16
+
+
+class Wait(Enum):
+    """Why nothing came."""
+
+    BLOCKED = "no bytes are there yet"
+    MORE = "the bytes that came complete nothing"
+    ENDED = "the peer's side has ended"
+
+
+class LaneSocket:
+    """The socket of a lane, its reader and its writer. peer: how it is called in errors. Owns the socket."""
+
+    def __init__(self, lane: Lane, peer: int | str) -> None:
+        self.sock = lane.sock
+        self.peer = peer
+        keys: Keys | None = lane.session.keys
+        self.reader = LaneReader(None if keys is None else RecordMac(keys.receive))
+        self.writer = LaneWriter(None if keys is None else RecordMac(keys.send))
+        self._surplus = memoryview(lane.surplus)
+        self._tls = isinstance(self.sock, ssl.SSLSocket)
+        self._wake_bytes = 1
+        self.sock.setblocking(False)
+
+    def receive(self) -> Record | Arrived | Wait:
+        """Take what one call gives. Raises `BulkError` if it is wrong, `PeerLost` if the socket fails."""
+        into = self.reader.want()
+        if self._surplus:
+            nbytes = min(len(into), len(self._surplus))
+            into[:nbytes] = self._surplus[:nbytes]
+            self._surplus = self._surplus[nbytes:]
+        else:
+            try:
+                nbytes = self.sock.recv_into(into)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                self._set_wake_bytes()
+                return Wait.BLOCKED
+            except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+                return Wait.ENDED
+            except OSError as error:
+                raise self._failed(error) from error
+            if nbytes == 0:
+                return Wait.ENDED
+        came = self.reader.filled(nbytes)
+        return Wait.MORE if came is None else came
+
+    def send(self) -> int | None:
+        """Send what the socket takes; how many records have left whole, None if it takes nothing now.
+
+        Raises `PeerLost` if the socket fails.
+        """
+        parts = self.writer.pending(1 if self._tls else GATHER_PARTS_MAX)
+        try:
+            nbytes = self.sock.send(parts[0][:TLS_SEND_BYTES]) if self._tls else self.sock.sendmsg(parts)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return None
+        except OSError as error:
+            raise self._failed(error) from error
+        return self.writer.sent(nbytes)
+
+    def discard(self, scratch: bytearray) -> bool:
+        """Throw away what comes, at most the size of `scratch`; False once the peer's side has ended."""
+        try:
+            return self.sock.recv_into(scratch) > 0
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return True
+        except OSError:
+            return False
+
+    def shut(self) -> None:
+        """Nothing more will be sent."""
+        try:
+            # Not SSLSocket's own: that would give up TLS and go on in the clear.
+            socket.socket.shutdown(self.sock, socket.SHUT_WR)
+        except OSError:
+            # The peer is gone already; its end is read next.
+            return
+
+    def close(self) -> None:
+        """Give the socket back. Idempotent."""
+        self.sock.close()
+
+    def _set_wake_bytes(self) -> None:
+        """Ask the kernel to wake us for a good part of a payload, not for every segment of it."""
+        wanted = min(WAKE_BYTES, self.reader.wanted_bytes) if self.reader.in_payload else 1
+        if wanted != self._wake_bytes and not self._tls:
+            self._wake_bytes = wanted
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+
+    def _failed(self, error: OSError) -> Forged | PeerLost:
+        if isinstance(error, ssl.SSLError):
+            return Forged(f"a TLS record of a lane is wrong: {error.reason}")
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        return PeerLost(self.peer, f"its bulk connection failed: {reason}")

@@ -1,0 +1,385 @@
+"""The data plane's end of a peer: performs the bulk machine's actions on sockets, regions and cells.
+
+Any thread asks; the data-plane thread alone drives the machine and touches sockets and memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, assert_never
+
+import structlog
+
+from zbmd.transport import _native
+from zbmd.transport.bulk_events import (
+    BulkAction,
+    BulkEvent,
+    CloseAsked,
+    CloseLane,
+    End,
+    Finish,
+    GetAsked,
+    GetRefused,
+    GetResolved,
+    LaneEnded,
+    LaneFailed,
+    LaneOpened,
+    NotifyAsked,
+    Of,
+    PayloadCame,
+    Publish,
+    PutAsked,
+    PutRefused,
+    ReceiveGet,
+    ReceivePut,
+    ReceiveText,
+    RecordCame,
+    RecordsSent,
+    SendRecord,
+    Serve,
+    SetTimer,
+    ShutLane,
+    TimerFired,
+    Unserve,
+)
+from zbmd.transport.bulk_lane import SCRATCH_BYTES, LaneSocket, Wait
+from zbmd.transport.bulk_machine import BulkLimits, BulkMachine, State
+from zbmd.transport.bulk_records import BulkError, Error
+from zbmd.transport.bulk_region import BulkRegion, check_handle
+from zbmd.transport.bulk_stream import Arrived
+from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError, ZbmdError
+from zbmd.transport.lane import Lane
+from zbmd.transport.region import RegionHandle, Regions
+from zbmd.transport.segment import Segment
+from zbmd.transport.transfer import Transfer
+
+if TYPE_CHECKING:
+    from zbmd.transport.bulk_plane import DataPlane
+
+TURN_CALLS_MAX: Final = 16
+"""Receives or sends on one lane before others have their turn."""
+LINGER_NS: Final = 1_000_000_000
+"""How long we go on reading after telling a peer of its fault: to close earlier would take it back."""
+
+OnEnded = Callable[[ZbmdError | None], None]
+log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulkPeerInfo:
+    """Whom a bulk connection goes to."""
+
+    name: int | str
+    """For errors."""
+    slot: int
+    """Where the peer's cells and its bit in the lost mask are in our segment."""
+    incarnation: int
+
+
+class BulkPeer:
+    """One-sided transfers to and from one incarnation of a peer. Made by `DataPlane.connect`.
+
+    It has as many lanes as are given to it, at any time, and waits for the first. When it has ended it never
+    touches a region, cell or buffer again; `ended` tells when. Its methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        info: BulkPeerInfo,
+        *,
+        segment: Segment,
+        regions: Regions,
+        limits: BulkLimits,
+        on_ended: OnEnded | None,
+    ) -> None:
+        self.info = info
+        self.ended = Transfer()
+        """Done when the connection has ended and nothing is touched any more; raises why, if not orderly."""
+        self._plane = plane
+        self._own = segment.mapping
+        self._regions = regions
+        self._limits = limits
+        self._on_ended = on_ended
+        self._lock = threading.Lock()
+        self._next_transfer = 0
+        self._under_way = 0
+        self._error: ZbmdError | None = None
+        """What new transfers raise."""
+        # What follows belongs to the data-plane thread.
+        self._machine = BulkMachine(peer=info.name, limits=limits)
+        self._events: deque[BulkEvent] = deque()
+        """What the machine is to be told; the first is being handled."""
+        self._lanes: dict[int, LaneSocket] = {}
+        self._buffers: dict[int, tuple[Transfer, memoryview]] = {}
+        self._served: dict[int, memoryview] = {}
+        self._unsent: dict[int, LaneSocket] = {}
+        """Lanes that have something to send."""
+        self._lingering = False
+        self._told = False
+
+    # -- any thread ----------------------------------------------------------------------------------
+
+    def open_region(self, handle: RegionHandle) -> BulkRegion:
+        """The peer's region behind `handle`. Raises `RemoteProtocolError` if it is forged or stale."""
+        check_handle(handle, slot=self.info.slot, incarnation=self.info.incarnation)
+        return BulkRegion(self, handle)
+
+    def add_lane(self, lane: Lane) -> None:
+        """Use one more connection; it is ours now. Closed at once if we have ended."""
+        self._plane.call(lambda: self._open_lane(lane))
+
+    def close(self) -> None:
+        """Finish what is under way, say goodbye and end, within `BulkLimits.close_ns`. Idempotent."""
+        self._refuse_new(LinkClosed(f"the bulk connection with {self.info.name} is closed"))
+        self._plane.call(lambda: self._handle(CloseAsked()))
+
+    def abort(self, error: ZbmdError) -> None:
+        """End at once, with `error` for all that is under way: the peer is known to be gone. Idempotent."""
+        self._refuse_new(error)
+        self._plane.call(lambda: self.cut(error))
+
+    def put(
+        self, handle: RegionHandle, src: memoryview, at: int, *, channel: int, value: int, owner: object
+    ) -> Transfer:
+        """Put `src`, flat bytes of `owner`, which is kept alive. What can be checked has been."""
+        return self._ask(
+            lambda n: PutAsked(
+                transfer=n, handle=handle, at=at, total=len(src), channel=channel, value=value
+            ),
+            src,
+            owner,
+        )
+
+    def get(self, handle: RegionHandle, into: memoryview, at: int, *, owner: object) -> Transfer:
+        """Get into `into`, flat bytes of `owner`, which is kept alive. What can be checked has been."""
+        return self._ask(lambda n: GetAsked(transfer=n, handle=handle, at=at, total=len(into)), into, owner)
+
+    def notify(self, channel: int, value: int) -> None:
+        """Set the peer's cell of (our slot, channel) behind all puts before."""
+        self._ask(lambda n: NotifyAsked(transfer=n, channel=channel, value=value), memoryview(b""), None)
+
+    def _ask(
+        self, event: Callable[[int], PutAsked | GetAsked | NotifyAsked], view: memoryview, owner: object
+    ) -> Transfer:
+        transfer = Transfer(owner, view)
+        with self._lock:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            if self._under_way >= self._limits.transfers_max:
+                raise LinkFull(
+                    f"{self._under_way} transfers with {self.info.name} are under way: wait for some"
+                )
+            self._under_way += 1
+            self._next_transfer += 1
+            asked, number = event(self._next_transfer), self._next_transfer
+            # Under the lock, so that numbers and order are one.
+            self._plane.call(lambda: self._start(number, asked, transfer, view))
+        return transfer
+
+    def _refuse_new(self, error: ZbmdError) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+    # -- the data-plane thread -----------------------------------------------------------------------
+
+    def _start(self, number: int, event: BulkEvent, transfer: Transfer, view: memoryview) -> None:
+        self._buffers[number] = transfer, view
+        self._handle(event)
+
+    def _open_lane(self, lane: Lane) -> None:
+        number = lane.session.lane
+        if self._machine.state is State.ENDED or number in self._lanes:
+            lane.sock.close()
+            return
+        io = self._lanes[number] = LaneSocket(lane, self.info.name)
+        self._plane.watch(io.sock, self, number)
+        self._handle(LaneOpened(lane=number))
+        if lane.surplus:
+            self.readable(number)
+
+    def readable(self, number: int) -> None:
+        """Bytes may have come on a lane."""
+        io = self._lanes.get(number)
+        if io is None:
+            return
+        if self._lingering:
+            self._discard(io)
+            return
+        for _ in range(TURN_CALLS_MAX):
+            try:
+                came = io.receive()
+            except (BulkError, PeerLost) as error:
+                self._handle(LaneFailed(lane=number, error=error))
+                return
+            match came:
+                case Wait.MORE:
+                    continue
+                case Wait.BLOCKED:
+                    return
+                case Wait.ENDED:
+                    self._plane.unwatch_reads(io.sock)
+                    self._handle(LaneEnded(lane=number, between_records=io.reader.between_records))
+                    return
+                case Arrived():
+                    self._handle(PayloadCame(lane=number, text=came.text))
+                case _:
+                    self._handle(RecordCame(lane=number, record=came))
+            if self._lanes.get(number) is not io or self._lingering:
+                return
+        self._plane.again(self, number)
+
+    def flush(self) -> None:
+        """Send on every lane that has something to send, as far as sockets take it."""
+        while self._unsent:
+            number, io = self._unsent.popitem()
+            self.writable(number, io)
+
+    def writable(self, number: int, io: LaneSocket | None = None) -> None:
+        """A lane's socket may take bytes."""
+        io = io or self._lanes.get(number)
+        if io is None:
+            return
+        for _ in range(TURN_CALLS_MAX):
+            if io.writer.idle:
+                self._plane.want_write(io.sock, wanted=False)
+                return
+            try:
+                records = io.send()
+            except (BulkError, PeerLost) as error:
+                self._handle(LaneFailed(lane=number, error=error))
+                return
+            if records is None:
+                break
+            if records:
+                self._handle(RecordsSent(lane=number, records=records))
+            if self._lanes.get(number) is not io:
+                return
+        self._plane.want_write(io.sock, wanted=True)
+
+    def cut(self, error: ZbmdError) -> None:
+        """End now, without a word to the peer. For the data plane's own end."""
+        self._handle(LaneFailed(lane=-1, error=error))
+        self._close_lanes()
+
+    def timer_fired(self) -> None:
+        """The time asked for has come."""
+        if self._lingering:
+            self._close_lanes()
+        else:
+            self._handle(TimerFired())
+
+    def _handle(self, event: BulkEvent) -> None:
+        self._events.append(event)
+        if len(self._events) > 1:
+            return  # by an action of the event before, all of whose actions come first
+        while self._events:
+            for action in self._machine.handle(self._events[0], now_ns=_native.now_ns()):
+                self._perform(action)
+            self._events.popleft()
+        if self._unsent:
+            self._plane.flush_soon(self)
+
+    def _perform(self, action: BulkAction) -> None:
+        match action:
+            case SendRecord():
+                self._send(action)
+            case ReceivePut(lane=lane, handle=handle, offset=offset, nbytes=nbytes):
+                try:
+                    view = self._regions.resolve(handle, offset, nbytes, write=True)
+                except RemoteProtocolError as error:
+                    self._handle(PutRefused(lane=lane, reason=str(error)))
+                else:
+                    self._receive_into(lane, view)
+            case ReceiveGet(lane=lane, transfer=transfer, offset=offset, nbytes=nbytes):
+                _, view = self._buffers[transfer]
+                self._receive_into(lane, view[offset : offset + nbytes])
+            case ReceiveText(lane=lane):
+                self._lanes[lane].reader.receive_text()
+            case Serve():
+                self._serve(action)
+            case Unserve(get=get):
+                self._served.pop(get, None)
+            case Publish(channel=channel, value=value):
+                _native.notify(self._own.address, self.info.slot, channel, value)
+            case Finish(transfer=number, error=error):
+                self._finish(number, error)
+            case ShutLane(lane=lane):
+                self._lanes[lane].shut()
+            case CloseLane(lane=lane):
+                self._close_lane(lane)
+            case SetTimer(at_ns=at_ns):
+                self._plane.set_timer(self, at_ns)
+            case End(error=error):
+                self._end(error)
+            case _:
+                assert_never(action)
+
+    def _send(self, action: SendRecord) -> None:
+        io = self._lanes[action.lane]
+        payload = memoryview(action.text) if action.text else None
+        if (source := action.source) is not None:
+            ours = source.of is Of.TRANSFER
+            whole = self._buffers[source.number][1] if ours else self._served[source.number]
+            payload = whole[source.offset : source.offset + source.nbytes]
+        self._told |= isinstance(action.record, Error)
+        io.writer.add(action.record, payload)
+        self._unsent[action.lane] = io
+
+    def _receive_into(self, lane: int, view: memoryview) -> None:
+        if len(view):
+            self._lanes[lane].reader.receive_into(view)
+        else:
+            self._handle(PayloadCame(lane=lane))
+
+    def _serve(self, action: Serve) -> None:
+        try:
+            view = self._regions.resolve(action.handle, action.at, action.total, write=False)
+        except RemoteProtocolError as error:
+            self._handle(GetRefused(get=action.get, reason=str(error)))
+        else:
+            self._served[action.get] = view
+            self._handle(GetResolved(get=action.get))
+
+    def _finish(self, number: int, error: ZbmdError | None) -> None:
+        transfer, _ = self._buffers.pop(number)
+        with self._lock:
+            self._under_way -= 1
+        transfer.finish(error)
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def _end(self, error: ZbmdError | None) -> None:
+        self._served.clear()
+        self._refuse_new(self._machine.end_error)
+        if isinstance(error, PeerLost | RemoteProtocolError):
+            log.warning("bulk connection ended", peer=self.info.name, reason=str(error))
+            _native.set_lost(self._own.address, self.info.slot)
+        if self._told and self._lanes:
+            self._lingering = True
+            self._plane.set_timer(self, _native.now_ns() + LINGER_NS)
+        else:
+            self._close_lanes()
+        self.ended.finish(error)
+        if self._on_ended is not None:
+            self._on_ended(error)
+
+    def _discard(self, io: LaneSocket) -> None:
+        if not io.discard(bytearray(SCRATCH_BYTES)):
+            self._close_lanes()
+
+    def _close_lanes(self) -> None:
+        for number in list(self._lanes):
+            self._close_lane(number)
+        self._lingering = False
+        self._plane.forget(self)
+
+    def _close_lane(self, number: int) -> None:
+        io = self._lanes.pop(number)
+        self._unsent.pop(number, None)
+        self._plane.unwatch(io.sock)
+        io.close()

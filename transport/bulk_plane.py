@@ -1,0 +1,204 @@
+"""The data-plane thread: one a process, moves the bulk bytes of all its peers on other hosts.
+
+It is Python, but while bytes move it is inside the kernel without the GIL: every call moves up to 4 MiB (256
+KiB under a MAC, whose tag is made of each chunk while the cache holds it).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from zbmd.transport import _native
+from zbmd.transport.bulk_machine import BulkLimits
+from zbmd.transport.bulk_peer import BulkPeer, BulkPeerInfo, OnEnded
+from zbmd.transport.errors import LinkClosed, LocalProtocolError
+from zbmd.transport.region import Regions
+from zbmd.transport.segment import Segment
+
+EVENTS_PER_WAKE: Final = 64
+"""Sockets that are served before the thread looks at what was asked for."""
+IDLE_MS: Final = 60_000
+"""The thread looks around at least this often."""
+_READ: Final = select.EPOLLIN | select.EPOLLRDHUP
+log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
+
+
+class DataPlane:
+    """The thread and what it watches. Start it after forking; `close` it before the end."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        """What other threads ask for; as much as their peers' bounds on transfers let them."""
+        self._peers: dict[BulkPeer, None] = {}
+        self._watched: dict[int, tuple[BulkPeer, int, int]] = {}
+        """File descriptor to peer, lane, and the events it is registered for."""
+        self._again: dict[tuple[BulkPeer, int], None] = {}
+        """Lanes that may have more to read than their turn allowed."""
+        self._to_flush: dict[BulkPeer, None] = {}
+        self._timers: dict[BulkPeer, int] = {}
+        self._epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._asleep = False
+        self._closing = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="zbmd-data", daemon=True)
+        self._thread.start()
+
+    def connect(
+        self,
+        info: BulkPeerInfo,
+        *,
+        segment: Segment,
+        regions: Regions,
+        limits: BulkLimits | None = None,
+        on_ended: OnEnded | None = None,
+    ) -> BulkPeer:
+        """A bulk connection with one peer; give it lanes.
+
+        segment: ours, whose cells and lost mask tell of the peer; regions: what peers may use of it;
+        on_ended: called from this thread, once, when it has ended. Raises `LocalProtocolError` once closed.
+        """
+        if not 0 <= info.slot < _native.MAX_SLOTS:
+            raise LocalProtocolError(f"slot {info.slot} is not below {_native.MAX_SLOTS}")
+        peer = BulkPeer(
+            self, info, segment=segment, regions=regions, limits=limits or BulkLimits(), on_ended=on_ended
+        )
+        self.call(lambda: self._peers.update({peer: None}))
+        return peer
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have the thread call `function`, in the order of these calls. `LocalProtocolError` if closed."""
+        with self._lock:
+            if self._closing:
+                raise LocalProtocolError("the data plane is closed")
+            self._calls.append(function)
+        # Whoever is about to sleep says so first and looks at `_calls` after.
+        if self._asleep:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """End the thread and every connection at once; close peers first for an orderly end. Idempotent."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+
+    # -- for peers, on the thread --------------------------------------------------------------------
+
+    def watch(self, sock: socket.socket, peer: BulkPeer, lane: int) -> None:
+        """Tell `peer` when the lane's socket can be read."""
+        self._watched[sock.fileno()] = peer, lane, _READ
+        self._epoll.register(sock.fileno(), _READ)
+
+    def want_write(self, sock: socket.socket, *, wanted: bool) -> None:
+        """Tell the peer, too, when the socket can be written, or not any more."""
+        fd = sock.fileno()
+        peer, lane, events = self._watched[fd]
+        self._set_events(fd, peer, lane, events | select.EPOLLOUT if wanted else events & ~select.EPOLLOUT)
+
+    def unwatch_reads(self, sock: socket.socket) -> None:
+        """The peer's side of this socket has ended: there is nothing to read."""
+        fd = sock.fileno()
+        peer, lane, events = self._watched[fd]
+        self._set_events(fd, peer, lane, events & ~_READ)
+
+    def unwatch(self, sock: socket.socket) -> None:
+        """Forget a socket that is about to be closed."""
+        if self._watched.pop(sock.fileno(), None) is not None:
+            self._epoll.unregister(sock.fileno())
+
+    def again(self, peer: BulkPeer, lane: int) -> None:
+        """Read this lane again after the others have had their turn."""
+        self._again[peer, lane] = None
+
+    def flush_soon(self, peer: BulkPeer) -> None:
+        """Have `peer` send what it has, before the thread sleeps."""
+        self._to_flush[peer] = None
+
+    def set_timer(self, peer: BulkPeer, at_ns: int) -> None:
+        """Fire the peer's one timer at this monotonic time."""
+        self._timers[peer] = at_ns
+
+    def forget(self, peer: BulkPeer) -> None:
+        """This peer has ended and has no lane left."""
+        self._peers.pop(peer, None)
+        self._timers.pop(peer, None)
+        self._to_flush.pop(peer, None)
+        for key in [key for key in self._again if key[0] is peer]:
+            del self._again[key]
+
+    def _set_events(self, fd: int, peer: BulkPeer, lane: int, events: int) -> None:
+        if events != self._watched[fd][2]:
+            self._watched[fd] = peer, lane, events
+            self._epoll.modify(fd, events)
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        finally:
+            # Also after a bug of ours: nobody may wait for ever for a thread that has ended.
+            with self._lock:
+                self._closing = True
+            while self._calls:
+                self._calls.popleft()()
+            error = LinkClosed("the data plane of this process is closed")
+            for peer in list(self._peers):
+                peer.cut(error)
+            self._epoll.close()
+            os.close(self._wake_fd)
+
+    def _turn(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+        while self._to_flush:
+            self._to_flush.popitem()[0].flush()
+        again, self._again = self._again, {}
+        for peer, lane in again:
+            peer.readable(lane)
+        self._fire_timers()
+        for fd, events in self._poll():
+            watched = self._watched.get(fd)
+            if watched is None:
+                continue
+            peer, lane, _ = watched
+            if events & ~select.EPOLLOUT:
+                peer.readable(lane)
+            if events & select.EPOLLOUT:
+                peer.writable(lane)
+
+    def _poll(self) -> list[tuple[int, int]]:
+        self._asleep = True
+        busy = self._calls or self._to_flush or self._again or self._closing
+        try:
+            found = self._epoll.poll(0 if busy else self._sleep_s(), EVENTS_PER_WAKE)
+        finally:
+            self._asleep = False
+        if any(fd == self._wake_fd for fd, _ in found):
+            os.eventfd_read(self._wake_fd)
+        return found
+
+    def _sleep_s(self) -> float:
+        if not self._timers:
+            return IDLE_MS / 1e3
+        return max(0.0, min(IDLE_MS / 1e3, (min(self._timers.values()) - _native.now_ns()) / 1e9))
+
+    def _fire_timers(self) -> None:
+        if self._timers:
+            now_ns = _native.now_ns()
+            for peer in [peer for peer, at_ns in self._timers.items() if at_ns <= now_ns]:
+                del self._timers[peer]
+                peer.timer_fired()

@@ -1,6 +1,8 @@
 """Sans-I/O: which parts of a peer's transfers have come, and which of its puts may be published.
 
-Puts and notifications carry consecutive numbers, and are published in that order, each once it is whole.
+Puts and notifications carry consecutive numbers, and are published in that order, each once it is whole. On
+several lanes a put can overtake an earlier one; it is received at once where it cannot make a difference, and
+held back while an earlier one that is not whole, or not even known, may write the same bytes.
 """
 
 from __future__ import annotations
@@ -37,9 +39,18 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._waiting: dict[int, Stripes | Notify] = {}
+        self._partial: dict[int, Stripes] = {}
+        """Those of them of which stripes are missing."""
+        self._known = 0
+        """Of all puts before this number, something has come."""
         self._published = 0
         self._told = 0
         """Of `_published`, what the peer has been told."""
+
+    @property
+    def published(self) -> int:
+        """How many puts are published."""
+        return self._published
 
     def notify(self, record: Notify) -> None:
         """A notification has come. Raises `Malformed` if its number is out of range or came before."""
@@ -47,6 +58,7 @@ class Arrivals:
         if record.transfer in self._waiting:
             raise Malformed(f"put {record.transfer} came twice")
         self._waiting[record.transfer] = record
+        self._note_known()
 
     def stripe(self, put: Put) -> None:
         """A stripe is coming. Raises `Malformed` as `notify` and `Stripes.claim` do."""
@@ -55,14 +67,30 @@ class Arrivals:
         if isinstance(stripes, Notify):
             raise Malformed(f"put {put.transfer} came twice")
         if stripes is None:
-            stripes = self._waiting[put.transfer] = Stripes(put)
+            stripes = self._waiting[put.transfer] = self._partial[put.transfer] = Stripes(put)
+            self._note_known()
         stripes.claim(put)
+
+    def may_land(self, put: Put) -> bool:
+        """Whether the bytes of a stripe that came may be written now: every overlapping put before it has."""
+        if not put.nbytes:
+            return True
+        if put.transfer > self._known:
+            return False
+        begin, end = _extent(put)
+        for number, stripes in self._partial.items():
+            first, last = _extent(stripes.first)
+            if number < put.transfer and begin < last and first < end:
+                return False
+        return True
 
     def stripe_done(self, put: Put) -> None:
         """That stripe is in place and authentic."""
         stripes = self._waiting[put.transfer]
         assert isinstance(stripes, Stripes)
         stripes.left -= 1
+        if stripes.left == 0:
+            del self._partial[put.transfer]
 
     def publish(self) -> Iterator[tuple[int, int]]:
         """What may be published now and has not been, as (channel, value), in order."""
@@ -87,13 +115,28 @@ class Arrivals:
     def check_invariants(self) -> None:
         """What waits is bounded, unpublished, and cannot be published."""
         assert self._published - self._told < PUTS_AHEAD_MAX
+        assert self._published <= self._known and self._known not in self._waiting
+        assert self._partial == {
+            n: s for n, s in self._waiting.items() if isinstance(s, Stripes) and s.left
+        }, "what is partial is wrong"
         assert all(0 <= number - self._published < PUTS_AHEAD_MAX for number in self._waiting)
         first = self._waiting.get(self._published)
         assert first is None or (isinstance(first, Stripes) and first.left), "something waits for nothing"
 
+    def _note_known(self) -> None:
+        while self._known in self._waiting:
+            self._known += 1
+
     def _check_number(self, number: int) -> None:
         if not 0 <= number - self._published < PUTS_AHEAD_MAX:
             raise Malformed(f"put {number} came, and {self._published} are published")
+
+
+def _extent(stripe: Put | Data) -> tuple[int, int]:
+    """Where a put writes in the owner's segment."""
+    assert isinstance(stripe, Put)
+    begin = stripe.handle.offset + stripe.at
+    return begin, begin + stripe.total
 
 
 def _common(stripe: Put | Data) -> tuple[object, ...]:

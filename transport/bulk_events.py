@@ -175,7 +175,8 @@ class SendRecord:
 class ReceivePut:
     """Check that peers may write these bytes of our region, and receive the payload there.
 
-    Answer `PutRefused`, or `PayloadCame` when it is there: at once if `nbytes` is 0.
+    It may come later than the record: until then nothing is to be read from the lane. Answer `PutRefused`,
+    or `PayloadCame` when it is there: at once if `nbytes` is 0.
     """
 
     lane: int

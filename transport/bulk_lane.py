@@ -44,6 +44,8 @@ class LaneSocket:
         self._surplus = memoryview(lane.surplus)
         self._tls = isinstance(self.sock, ssl.SSLSocket)
         self._wake_bytes = 1
+        self.paused = False
+        """Nothing is to be read for now."""
         self.sock.setblocking(False)
 
     def receive(self) -> Record | Arrived | Wait:

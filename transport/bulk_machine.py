@@ -6,6 +6,8 @@ counts the stripes of each put and publishes notifications in the order of the n
 stripes are in place and authentic: so a notification is never seen before the bytes of any put before it. How
 far the numbers may run ahead of what is published is bounded by acknowledgements.
 
+Puts take effect in their order, also where they overlap, and a get sees what was put before it.
+
 A put that the receiver refuses (a region that is stale, released, too small) ends the connection with an
 error on both sides, as a remote access error does in RDMA: what was asked for behind it must not be
 published. A get that is refused fails alone.
@@ -126,6 +128,8 @@ class _Outgoing:
 @dataclass(slots=True)
 class _OwnGet:
     ask: GetAsked
+    after: int
+    """Our puts that were asked for before."""
     stripes: Stripes | None = None
     asked: bool = False
 
@@ -137,6 +141,8 @@ class _Lane:
     handed_bytes: int = 0
     receiving: Record | None = None
     """The record whose payload is due."""
+    held_back: bool = False
+    """That payload has to wait for earlier puts."""
     goodbye_said: bool = False
     goodbye_sent: bool = False
     goodbye_heard: bool = False
@@ -166,6 +172,8 @@ class BulkMachine:
         self._gets_asked = 0
         self._serving: dict[int, _Outgoing] = {}
         """The peer's gets: numbers to answers."""
+        self._early_gets: dict[int, Get] = {}
+        """Those of them that have to wait for puts."""
         self._answers: deque[_Outgoing] = deque()
         self._answer_is_next = False
         self._arrivals = Arrivals()
@@ -253,7 +261,7 @@ class BulkMachine:
             return
         self._transfers.add(ask.transfer)
         if isinstance(ask, GetAsked):
-            self._gets[ask.transfer] = _OwnGet(ask)
+            self._gets[ask.transfer] = _OwnGet(ask, after=self._next_put)
             self._gets_waiting.append(ask)
             return
         total = ask.total if isinstance(ask, PutAsked) else 0
@@ -294,13 +302,11 @@ class BulkMachine:
         match record:
             case Put():
                 self._arrivals.stripe(record)
-                lane.receiving = record
-                offset = record.at + record.offset
-                self._actions.append(
-                    ReceivePut(lane=number, handle=record.handle, offset=offset, nbytes=record.nbytes)
-                )
+                lane.receiving, lane.held_back = record, True
+                self._land()
             case Notify():
                 self._arrivals.notify(record)
+                self._land()
                 self._publish()
             case Get():
                 self._get_came(record)
@@ -326,6 +332,12 @@ class BulkMachine:
             raise Malformed(f"get {get.transfer} came twice, or is one too many at once")
         answer = _Outgoing(Of.SERVED, get.transfer, get.total)
         self._serving[get.transfer] = answer
+        if get.after <= self._arrivals.published:
+            self._serve(get)
+        else:
+            self._early_gets[get.transfer] = get
+
+    def _serve(self, get: Get) -> None:
         self._actions.append(Serve(get=get.transfer, handle=get.handle, at=get.at, total=get.total))
 
     def _own_get(self, transfer: int) -> _OwnGet:
@@ -351,6 +363,7 @@ class BulkMachine:
         match record:
             case Put():
                 self._arrivals.stripe_done(record)
+                self._land()
                 self._publish()
             case Data():
                 get = self._own_get(record.transfer)
@@ -374,9 +387,23 @@ class BulkMachine:
         self._gets_asked -= 1
         self._finish(transfer, error)
 
+    def _land(self) -> None:
+        """Have the payloads received that nothing holds back any more."""
+        for number, lane in self._lanes.items():
+            put = lane.receiving
+            if lane.held_back and isinstance(put, Put) and self._arrivals.may_land(put):
+                lane.held_back = False
+                self._actions.append(
+                    ReceivePut(lane=number, handle=put.handle, offset=put.at + put.offset, nbytes=put.nbytes)
+                )
+
     def _publish(self) -> None:
         for channel, value in self._arrivals.publish():
             self._actions.append(Publish(channel=channel, value=value))
+        for number, get in list(self._early_gets.items()):
+            if get.after <= self._arrivals.published:
+                del self._early_gets[number]
+                self._serve(get)
         if (puts := self._arrivals.ack_due()) is not None:
             self._urgent.append((Ack(puts=puts), b"", None))
 
@@ -401,9 +428,10 @@ class BulkMachine:
             return True
         if self._gets_waiting and self._gets_asked < GETS_MAX:
             ask = self._gets_waiting.popleft()
-            self._gets[ask.transfer].asked = True
+            own = self._gets[ask.transfer]
+            own.asked = True
             self._gets_asked += 1
-            get = Get(transfer=ask.transfer, handle=ask.handle, at=ask.at, total=ask.total)
+            get = Get(transfer=ask.transfer, handle=ask.handle, at=ask.at, total=ask.total, after=own.after)
             self._give(number, lane, get, None)
             return True
         may_put = bool(self._puts) and self._puts[0].order - self._acked < PUTS_AHEAD_MAX

@@ -130,7 +130,8 @@ class BulkPeer:
 
     def add_lane(self, lane: Lane) -> None:
         """Use one more connection; it is ours now. Closed at once if we have ended."""
-        self._plane.call(lambda: self._open_lane(lane))
+        if not self._plane.call(lambda: self._open_lane(lane)):
+            lane.sock.close()
 
     def close(self) -> None:
         """Finish what is under way, say goodbye and end, within `BulkLimits.close_ns`. Idempotent."""
@@ -177,7 +178,8 @@ class BulkPeer:
             self._next_transfer += 1
             asked, number = event(self._next_transfer), self._next_transfer
             # Under the lock, so that numbers and order are one.
-            self._plane.call(lambda: self._start(number, asked, transfer, view))
+            if not self._plane.call(lambda: self._start(number, asked, transfer, view)):
+                raise LinkClosed("the data plane of this process is closed")
         return transfer
 
     def _refuse_new(self, error: ZbmdError) -> None:
@@ -205,7 +207,7 @@ class BulkPeer:
     def readable(self, number: int) -> None:
         """Bytes may have come on a lane."""
         io = self._lanes.get(number)
-        if io is None:
+        if io is None or io.paused:
             return
         if self._lingering:
             self._discard(io)
@@ -222,7 +224,7 @@ class BulkPeer:
                 case Wait.BLOCKED:
                     return
                 case Wait.ENDED:
-                    self._plane.unwatch_reads(io.sock)
+                    self._plane.want_read(io.sock, wanted=False)
                     self._handle(LaneEnded(lane=number, between_records=io.reader.between_records))
                     return
                 case Arrived():
@@ -230,6 +232,11 @@ class BulkPeer:
                 case _:
                     self._handle(RecordCame(lane=number, record=came))
             if self._lanes.get(number) is not io or self._lingering:
+                return
+            if not io.reader.wanted_bytes:
+                # What comes next has no place yet. Unread, it slows the peer down.
+                io.paused = True
+                self._plane.want_read(io.sock, wanted=False)
                 return
         self._plane.again(self, number)
 
@@ -331,10 +338,15 @@ class BulkPeer:
         self._unsent[action.lane] = io
 
     def _receive_into(self, lane: int, view: memoryview) -> None:
-        if len(view):
-            self._lanes[lane].reader.receive_into(view)
-        else:
+        if not len(view):
             self._handle(PayloadCame(lane=lane))
+            return
+        io = self._lanes[lane]
+        io.reader.receive_into(view)
+        if io.paused:
+            io.paused = False
+            self._plane.want_read(io.sock, wanted=True)
+            self._plane.again(self, lane)
 
     def _serve(self, action: Serve) -> None:
         try:
@@ -361,6 +373,9 @@ class BulkPeer:
             _native.set_lost(self._own.address, self.info.slot)
         if self._told and self._lanes:
             self._lingering = True
+            for io in self._lanes.values():
+                io.paused = False
+                self._plane.want_read(io.sock, wanted=True)
             self._plane.set_timer(self, _native.now_ns() + LINGER_NS)
         else:
             self._close_lanes()

@@ -72,18 +72,20 @@ class DataPlane:
         peer = BulkPeer(
             self, info, segment=segment, regions=regions, limits=limits or BulkLimits(), on_ended=on_ended
         )
-        self.call(lambda: self._peers.update({peer: None}))
+        if not self.call(lambda: self._peers.update({peer: None})):
+            raise LocalProtocolError("the data plane is closed")
         return peer
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Have the thread call `function`, in the order of these calls. `LocalProtocolError` if closed."""
+    def call(self, function: Callable[[], None]) -> bool:
+        """Have the thread call `function`, in the order of these calls; False if the plane is closed."""
         with self._lock:
             if self._closing:
-                raise LocalProtocolError("the data plane is closed")
+                return False
             self._calls.append(function)
         # Whoever is about to sleep says so first and looks at `_calls` after.
         if self._asleep:
             os.eventfd_write(self._wake_fd, 1)
+        return True
 
     def close(self) -> None:
         """End the thread and every connection at once; close peers first for an orderly end. Idempotent."""
@@ -107,11 +109,11 @@ class DataPlane:
         peer, lane, events = self._watched[fd]
         self._set_events(fd, peer, lane, events | select.EPOLLOUT if wanted else events & ~select.EPOLLOUT)
 
-    def unwatch_reads(self, sock: socket.socket) -> None:
-        """The peer's side of this socket has ended: there is nothing to read."""
+    def want_read(self, sock: socket.socket, *, wanted: bool) -> None:
+        """Tell the peer when the socket can be read, or not any more."""
         fd = sock.fileno()
         peer, lane, events = self._watched[fd]
-        self._set_events(fd, peer, lane, events & ~_READ)
+        self._set_events(fd, peer, lane, events | _READ if wanted else events & ~_READ)
 
     def unwatch(self, sock: socket.socket) -> None:
         """Forget a socket that is about to be closed."""

@@ -6,7 +6,7 @@ followed by a tag of its own. Fields that a kind does not use are zero, so one r
 
     PUT       a stripe of a put: payload to `at + offset` of a region of the receiver
     NOTIFY    a put without bytes
-    GET       asks for `total` bytes at `at` of a region of the receiver
+    GET       asks for `total` bytes at `at` of a region of the receiver, behind the first `value` puts
     DATA      a stripe of the answer to a GET
     REFUSAL   the answer to a GET that cannot be served; the payload says why
     ACK       the first `value` puts have arrived and are published
@@ -106,6 +106,8 @@ class Get:
     handle: RegionHandle
     at: int
     total: int
+    after: int
+    """How many puts of the asker come before it: their bytes are to be seen by it."""
     nbytes: int = 0
 
 
@@ -172,7 +174,7 @@ def encode(record: Record, sequence: int) -> bytes:
         case Get():
             return _pack(
                 _Kind.GET, sequence, record.handle,
-                transfer=record.transfer, total=record.total, at=record.at,
+                transfer=record.transfer, total=record.total, value=record.after, at=record.at,
             )  # fmt: skip
         case Data():
             return _pack(
@@ -242,7 +244,7 @@ def decode(header: bytes | bytearray, sequence: int) -> Record:
         case _Kind.NOTIFY:
             record = Notify(transfer=transfer, channel=channel, value=value)
         case _Kind.GET:
-            record = Get(transfer=transfer, handle=handle, at=at, total=total)
+            record = Get(transfer=transfer, handle=handle, at=at, total=total, after=value)
             _check_range(at, total, region_nbytes)
         case _Kind.DATA:
             record = Data(

@@ -104,9 +104,7 @@ class BulkEnd:
     def put(self, handle: RegionHandle, data: bytes, at: int, *, channel: int, value: int) -> int:
         transfer = self._transfer(bytearray(data))
         self.handle(
-            PutAsked(
-                transfer=transfer, handle=handle, at=at, total=len(data), channel=channel, value=value
-            )
+            PutAsked(transfer=transfer, handle=handle, at=at, total=len(data), channel=channel, value=value)
         )
         return transfer
 
@@ -143,7 +141,7 @@ class BulkEnd:
         """Take up to `nbytes_max` bytes that have come on a lane; how many were taken."""
         port = self.ports[lane]
         taken = 0
-        while port.into.data and taken < nbytes_max and not port.closed:
+        while port.into.data and taken < nbytes_max and not port.closed and port.reader.wanted_bytes:
             try:
                 want = port.reader.want()
                 n = min(len(want), len(port.into.data), nbytes_max - taken)

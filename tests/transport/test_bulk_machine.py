@@ -93,6 +93,29 @@ def test_bytes_are_in_place_whenever_a_notification_is_published(
         assert end.end is not None and end.end.error is None and all(p.closed for p in end.ports.values())
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    lanes=st.integers(1, 4),
+    puts=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 3000)), max_size=12),
+    seed=st.integers(0, 1 << 32),
+)
+def test_puts_that_overlap_take_effect_in_their_order_and_a_get_sees_them(
+    lanes: int, puts: list[tuple[int, int]], seed: int
+) -> None:
+    rng = random.Random(seed)
+    pair = BulkPair(lanes, key=None, limits=SMALL)
+    a, b = pair.a, pair.b
+    b.arena = b.inbox
+    expected = bytearray(REGION_BYTES)
+    for value, (at, nbytes) in enumerate(puts, 1):
+        a.put(b.inbox_handle, bytes([value]) * nbytes, at, channel=0, value=value)
+        expected[at : at + nbytes] = bytes([value]) * nbytes
+    last = a.get(b.arena_handle, 5000, 0)
+    settle(pair, rng)
+    assert b.inbox == expected
+    assert a.buffers[last] == expected[:5000] and len(b.published) == len(puts)
+
+
 def test_a_later_put_waits_for_an_earlier_one_on_another_lane() -> None:
     pair = BulkPair(2, key=KEY, limits=SMALL)
     pair.a.put(pair.b.inbox_handle, bytes(range(250)) * 5, 0, channel=0, value=1)
@@ -222,7 +245,9 @@ def test_closing_without_lanes_is_at_once() -> None:
 REGION = RegionHandle(slot=1, incarnation=1, offset=0, nbytes=REGION_BYTES, writable=True)
 
 
-def stripe(number: int = 0, *, offset: int = 0, total: int = 16, stripe_bytes: int = 8, value: int = 1) -> Put:
+def stripe(
+    number: int = 0, *, offset: int = 0, total: int = 16, stripe_bytes: int = 8, value: int = 1
+) -> Put:
     nbytes = min(stripe_bytes, total - offset)
     return Put(
         transfer=number, handle=REGION, at=0, total=total, stripe_bytes=stripe_bytes, offset=offset,
@@ -252,8 +277,8 @@ def note(number: int) -> Notify:
         [Ack(puts=1)],
         [data(1)],
         [Refusal(transfer=1, nbytes=5)],
-        [Get(transfer=i, handle=REGION, at=0, total=1) for i in range(GETS_MAX + 1)],
-        [Get(transfer=3, handle=REGION, at=0, total=1)] * 2,
+        [Get(transfer=i, handle=REGION, at=0, total=1, after=0) for i in range(GETS_MAX + 1)],
+        [Get(transfer=3, handle=REGION, at=0, total=1, after=0)] * 2,
     ],
 )
 def test_a_peer_that_breaks_the_order_is_told_apart(records: list[Record]) -> None:

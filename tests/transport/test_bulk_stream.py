@@ -1,0 +1,275 @@
+"""A lane as bytes: any cut gives the same records, any change of a byte a typed error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbmd.transport._native import CHANNELS
+from zbmd.transport.bulk_records import (
+    HEADER_BYTES,
+    STRIPE_BYTES_MAX,
+    STRIPES_MAX,
+    TEXT_BYTES_MAX,
+    Ack,
+    BulkError,
+    Data,
+    Error,
+    Forged,
+    Get,
+    Goodbye,
+    Malformed,
+    Notify,
+    OutOfSequence,
+    Put,
+    Record,
+    Refusal,
+    decode,
+    encode,
+)
+from zbmd.transport.bulk_stream import CHUNK_BYTES, Arrived, LaneReader, LaneWriter
+from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.record_mac import TAG_BYTES, RecordMac
+from zbmd.transport.region import RegionHandle
+
+KEY = bytes(range(32))
+U64 = st.integers(0, (1 << 64) - 1)
+HANDLE = RegionHandle(slot=3, incarnation=7, offset=1 << 20, nbytes=1 << 30, writable=True)
+
+
+@st.composite
+def stripes(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """total, stripe_bytes, offset, nbytes."""
+    stripe_bytes = draw(st.integers(1, 700))
+    total = draw(st.integers(0, 3 * stripe_bytes))
+    offset = draw(st.integers(0, max(0, -(-total // stripe_bytes) - 1))) * stripe_bytes
+    return total, stripe_bytes, offset, min(stripe_bytes, total - offset)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> Record:
+    transfer, value = draw(U64), draw(U64)
+    channel = draw(st.integers(0, CHANNELS - 1))
+    text_bytes = draw(st.integers(1, TEXT_BYTES_MAX))
+    total, stripe_bytes, offset, nbytes = draw(stripes())
+    put = Put(
+        transfer=transfer, handle=HANDLE, at=draw(st.integers(0, 1000)), total=total, offset=offset,
+        stripe_bytes=stripe_bytes, nbytes=nbytes, channel=channel, value=value,
+    )  # fmt: skip
+    data = Data(transfer=transfer, total=total, stripe_bytes=stripe_bytes, offset=offset, nbytes=nbytes)
+    return draw(
+        st.sampled_from(
+            [
+                put,
+                data,
+                Notify(transfer=transfer, channel=channel, value=value),
+                Get(transfer=transfer, handle=HANDLE, at=5, total=total, after=value),
+                Refusal(transfer=transfer, nbytes=text_bytes),
+                Ack(puts=value),
+                Error(nbytes=text_bytes),
+            ]
+        )
+    )
+
+
+def mac(keyed: bool) -> RecordMac | None:
+    return RecordMac(KEY) if keyed else None
+
+
+def payload_of(record: Record, number: int) -> bytes:
+    return bytes(97 + (number + i) % 26 for i in range(record.nbytes))
+
+
+def write(sent: list[Record], *, keyed: bool) -> list[bytes]:
+    """The bytes of each record."""
+    writer = LaneWriter(mac(keyed))
+    out: list[bytes] = []
+    for number, record in enumerate(sent):
+        payload = payload_of(record, number)
+        writer.add(record, memoryview(payload) if payload else None)
+        parts = bytearray()
+        while not writer.idle:
+            piece = b"".join(writer.pending(3))
+            parts += piece
+            assert writer.sent(len(piece)) == int(writer.idle)
+        out.append(bytes(parts))
+    return out
+
+
+def read(stream: bytes, cuts: Iterator[int], *, keyed: bool) -> Iterator[tuple[Record, bytes]]:
+    """Each record with its payload, once that is whole and authentic."""
+    reader = LaneReader(mac(keyed))
+    came: tuple[Record, bytearray] | None = None
+    at = 0
+    while at < len(stream):
+        want = reader.want()
+        n = min(len(want), next(cuts), len(stream) - at)
+        want[:n] = stream[at : at + n]
+        at += n
+        match reader.filled(n):
+            case None:
+                continue
+            case Arrived(text=text):
+                assert came is not None
+                yield came[0], text.encode() or bytes(came[1])
+                came = None
+            case record:
+                assert came is None
+                if not record.nbytes:
+                    yield record, b""
+                    continue
+                came = record, bytearray(record.nbytes)
+                if isinstance(record, Refusal | Error):
+                    reader.receive_text()
+                else:
+                    reader.receive_into(memoryview(came[1]))
+    assert reader.between_records == (came is None and at == len(stream))
+
+
+def cycle(cuts: list[int]) -> Iterator[int]:
+    while True:
+        yield from cuts
+
+
+cut_lists = st.lists(st.integers(1, 900), min_size=1, max_size=8)
+
+
+@settings(deadline=None)
+@given(sent=st.lists(records(), max_size=6), cuts=cut_lists, keyed=st.booleans())
+def test_any_cut_gives_the_same_records(sent: list[Record], cuts: list[int], keyed: bool) -> None:
+    stream = b"".join(write([*sent, Goodbye()], keyed=keyed))
+    expected = [(record, payload_of(record, i)) for i, record in enumerate([*sent, Goodbye()])]
+    assert list(read(stream, cycle(cuts), keyed=keyed)) == expected
+
+
+@settings(deadline=None)
+@given(sent=st.lists(records(), min_size=1, max_size=4), data=st.data(), bits=st.integers(1, 255))
+def test_any_change_of_a_byte_is_found_before_its_record_counts(
+    sent: list[Record], data: st.DataObject, bits: int
+) -> None:
+    written = write(sent, keyed=True)
+    stream = bytearray(b"".join(written))
+    at = data.draw(st.integers(0, len(stream) - 1))
+    stream[at] ^= bits
+    whole = 0
+    while sum(map(len, written[: whole + 1])) <= at:
+        whole += 1
+    got: list[tuple[Record, bytes]] = []
+    with pytest.raises(Forged):
+        for record in read(bytes(stream), cycle([64]), keyed=True):
+            got.append(record)
+    assert got == [(record, payload_of(record, i)) for i, record in enumerate(sent[:whole])]
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize("order", [[1], [0, 0], [0, 2], [1, 0], [0, 1, 0], [0, 1, 2, 1]])
+def test_repeated_reordered_and_left_out_records(order: list[int], keyed: bool) -> None:
+    data = Data(transfer=1, total=5, stripe_bytes=5, offset=0, nbytes=5)
+    written = write([Ack(puts=1), data, Notify(transfer=1, channel=1, value=1)], keyed=keyed)
+    stream = b"".join(written[i] for i in order)
+    with pytest.raises(Forged if keyed else OutOfSequence):
+        list(read(stream, cycle([100]), keyed=keyed))
+
+
+def test_a_payload_of_several_chunks_is_tagged_as_one() -> None:
+    total = 2 * CHUNK_BYTES + 17
+    record = Data(transfer=1, total=total, stripe_bytes=total, offset=0, nbytes=total)
+    payload = bytes(total)
+    writer = LaneWriter(RecordMac(KEY))
+    writer.add(record, memoryview(payload))
+    stream = bytearray()
+    while not writer.idle:
+        parts = writer.pending(2)
+        stream += b"".join(parts)
+        writer.sent(sum(map(len, parts)))
+    tag = RecordMac(KEY).tag(1, (payload,))
+    assert stream == encode(record, 0) + RecordMac(KEY).tag(0, (encode(record, 0),)) + payload + tag
+    assert [got for got, _ in read(bytes(stream), cycle([99999]), keyed=True)] == [record]
+    stream[-TAG_BYTES - 1] ^= 1
+    with pytest.raises(Forged, match="payload"):
+        list(read(bytes(stream), cycle([99999]), keyed=True))
+
+
+@given(header=st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), kind=st.integers(0, 9))
+def test_garbage_is_a_typed_error_or_the_one_encoding_of_a_record(header: bytes, kind: int) -> None:
+    header = bytes([kind]) + header[1:8] + bytes(8) + header[16:]
+    try:
+        record = decode(header, 0)
+    except BulkError:
+        return
+    assert encode(record, 0) == header
+
+
+def changed(field: int, width: int, value: int, record: Record) -> bytes:
+    header = bytearray(encode(record, 0))
+    header[field : field + width] = value.to_bytes(width, "little")
+    return bytes(header)
+
+
+PUT = Put(
+    transfer=1, handle=HANDLE, at=0, total=100, stripe_bytes=40, offset=40, nbytes=40, channel=2, value=3
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("header", "match"),
+    [
+        (changed(0, 1, 0, PUT), "unknown kind"),
+        (changed(0, 1, 9, PUT), "unknown kind"),
+        (changed(1, 1, 2, PUT), "does not have"),
+        (changed(2, 2, CHANNELS, PUT), "channel"),
+        (changed(4, 4, 0, PUT), "stripes of 0"),
+        (changed(4, 4, STRIPE_BYTES_MAX + 1, PUT), "in stripes of"),
+        (changed(24, 8, 41, PUT), "no stripe"),
+        (changed(32, 8, 40 * STRIPES_MAX + 1, PUT), "of a transfer|outside|in stripes of"),
+        (changed(40, 8, 41, PUT), "no stripe"),
+        (changed(40, 8, 120, PUT), "no stripe"),
+        (changed(56, 8, (1 << 30) - 99, PUT), "outside a region"),
+        (changed(56, 8, (1 << 64) - 1, PUT), "outside a region"),
+        (changed(92, 4, 1, PUT), "does not have"),
+        (changed(48, 8, 1, Goodbye()), "does not have"),
+        (changed(24, 8, 0, Error(nbytes=1)), "reason of 0"),
+        (changed(24, 8, TEXT_BYTES_MAX + 1, Refusal(transfer=1, nbytes=1)), "reason of"),
+        (changed(24, 8, 1, Ack(puts=1)), "does not have"),
+    ],
+)
+def test_headers_that_no_peer_sends(header: bytes, match: str) -> None:
+    with pytest.raises(Malformed, match=match):
+        decode(header, 0)
+
+
+def test_a_lane_that_goes_on_after_its_goodbye() -> None:
+    stream = b"".join(write([Goodbye(), Ack(puts=1)], keyed=False))
+    with pytest.raises(Malformed, match="after its goodbye"):
+        list(read(stream, cycle([100]), keyed=False))
+
+
+def test_a_text_is_made_fit_to_print() -> None:
+    reader = LaneReader(None)
+    text = b"bad\x1b[31m\xff"
+    for piece in (encode(Error(nbytes=len(text)), 0), text):
+        want = reader.want()
+        want[: len(piece)] = piece
+        came = reader.filled(len(piece))
+        if isinstance(came, Error):
+            reader.receive_text()
+    assert isinstance(came, Arrived) and came.text == "bad?[31m\ufffd"
+
+
+def test_misuse_is_told_as_ours() -> None:
+    reader, writer = LaneReader(None), LaneWriter(None)
+    with pytest.raises(LocalProtocolError, match="no destination"):
+        reader.receive_into(memoryview(bytearray(3)))
+    reader.want()[:] = encode(PUT, 0)
+    reader.filled(HEADER_BYTES)
+    with pytest.raises(LocalProtocolError, match="has been given no destination"):
+        reader.want()
+    with pytest.raises(LocalProtocolError, match="no destination for"):
+        reader.receive_into(memoryview(bytearray(39)))
+    with pytest.raises(LocalProtocolError, match="is no text"):
+        reader.receive_text()
+    with pytest.raises(LocalProtocolError, match="not that of"):
+        writer.add(PUT, memoryview(b"short"))

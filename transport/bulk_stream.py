@@ -6,8 +6,8 @@ before its tag is found right. A payload is already in its destination when its 
 fails, `Forged` is raised, the payload is never reported, and so its notification is never given; what has
 come to lie in the destination is then of no account, as after a put that a dying peer left half done.
 
-A tag's nonce is twice the record's sequence number, plus one for a payload. A payload's tag is computed by
-chunk, right before a chunk is sent and right after it came, while the cache holds it.
+A payload's tag is computed by chunk, right before a chunk is sent and right after it came, while the cache
+holds it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ CHUNK_BYTES: Final = 1 << 18
 """What is tagged and moved at a time if there is a MAC: it stays in a core's own cache meanwhile."""
 BARE_CHUNK_BYTES: Final = 1 << 22
 """The same without a MAC: fewer calls."""
+# The kinds of the two tags of one sequence number (`record_mac`); a lane's keys are its own.
+_HEADER: Final = 1
+_PAYLOAD: Final = 2
 
 
 class Arrived:
@@ -112,7 +115,7 @@ class LaneReader:
         if self._record is None or self._record.nbytes != len(view) or view.itemsize != 1:
             raise LocalProtocolError(f"{len(view)} bytes are no destination for {self._record}")
         self._view, self._at = view, 0
-        self._running = None if self._mac is None else self._mac.running(2 * self._sequence - 1)
+        self._running = None if self._mac is None else self._mac.running(_PAYLOAD, self._sequence - 1)
 
     def receive_text(self) -> None:
         """Take the payload that is due as the text of a REFUSAL or ERROR."""
@@ -128,7 +131,7 @@ class LaneReader:
     def _header_whole(self) -> Record:
         header = bytes(self._small[:HEADER_BYTES])
         if self._mac is not None and not self._mac.holds(
-            2 * self._sequence, header, bytes(self._small[HEADER_BYTES:])
+            _HEADER, self._sequence, header, bytes(self._small[HEADER_BYTES:])
         ):
             raise Forged(f"the header of record {self._sequence} of a lane does not match its tag")
         record = decode(header, self._sequence)
@@ -211,9 +214,9 @@ class LaneWriter:
     def _begin(self, record: Record, payload: memoryview | None) -> None:
         header = encode(record, self._sequence)
         if self._mac is not None:
-            header += self._mac.tag(2 * self._sequence, (header,))
+            header += self._mac.tag(_HEADER, self._sequence, (header,))
             if payload is not None:
-                self._running = self._mac.running(2 * self._sequence + 1)
+                self._running = self._mac.running(_PAYLOAD, self._sequence)
         self._sequence += 1
         self._payload = payload
         self._give(memoryview(header))

@@ -185,8 +185,8 @@ def test_a_payload_of_several_chunks_is_tagged_as_one() -> None:
         parts = writer.pending(2)
         stream += b"".join(parts)
         writer.sent(sum(map(len, parts)))
-    tag = RecordMac(KEY).tag(1, (payload,))
-    assert stream == encode(record, 0) + RecordMac(KEY).tag(0, (encode(record, 0),)) + payload + tag
+    tag = RecordMac(KEY).tag(2, 0, (payload,))
+    assert stream == encode(record, 0) + RecordMac(KEY).tag(1, 0, (encode(record, 0),)) + payload + tag
     assert [got for got, _ in read(bytes(stream), cycle([99999]), keyed=True)] == [record]
     stream[-TAG_BYTES - 1] ^= 1
     with pytest.raises(Forged, match="payload"):

@@ -366,6 +366,10 @@ cdef class RingReader:
     def partial(self):
         return self.frame is not None or zbmd_ring_used(&self.end) != 0
 
+    def ready(self):
+        """Whether bytes have come, or the writer's position is impossible."""
+        return zbmd_ring_used(&self.end) != 0
+
     def park(self):
         """Ask to be woken at the next write; false if there is something to read already."""
         return zbmd_ring_park_reader(&self.end)

@@ -17,6 +17,7 @@ from zbmd.transport.segment import PeerSegment
 
 RING_BYTES_MIN = 1 << 12
 RING_BYTES_MAX = 1 << 24
+SPIN_NS_MAX = 1_000_000
 
 OnFrame = Callable[[FrameHeader, memoryview], None]
 """Takes a frame's header and payload; the payload is a copy of its own, valid for as long as it is held."""
@@ -40,6 +41,9 @@ class LinkLimits:
     """How many frames may wait."""
     frames_per_wake: int = 256
     """How many frames are delivered before the loop gets its turn."""
+    spin_ns: int = 30_000
+    """How long a reader that has run dry right after a frame looks again, once a turn of the loop, before it
+    parks; 0: not at all. Only where memory is shared."""
 
     def __post_init__(self) -> None:
         ring = self.ring_bytes
@@ -53,6 +57,8 @@ class LinkLimits:
             )
         if min(self.queue_bytes_max, self.queue_frames_max, self.frames_per_wake) < 1:
             raise LocalProtocolError("queue_bytes_max, queue_frames_max and frames_per_wake must be positive")
+        if not 0 <= self.spin_ns <= SPIN_NS_MAX:
+            raise LocalProtocolError(f"spin_ns={self.spin_ns} is not in 0..{SPIN_NS_MAX}")
 
 
 class Link(Protocol):

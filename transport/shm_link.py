@@ -12,7 +12,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from zbmd.transport._native import RING_HEADER_BYTES, Mapping, RingReader, RingWriter
+from zbmd.transport._native import RING_HEADER_BYTES, Mapping, RingReader, RingWriter, now_ns
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import PeerLost, RemoteProtocolError
 from zbmd.transport.hello import Identity, PeerInfo
@@ -20,6 +20,7 @@ from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.link_side import LinkSide
 from zbmd.transport.segment import PeerSegment, Segment
+from zbmd.transport.spin import SpinPolicy
 
 GOODBYE = b"\x01"
 _PREFIX_BYTES = 4
@@ -83,6 +84,10 @@ class ShmLink(LinkSide):
         self._head_done = 0
         """How much of the queue's first frame is in the ring, its length included."""
         self._said_goodbye = False
+        self._policy = SpinPolicy(limits.spin_ns)
+        self._spinning = False
+        self._dry = True
+        """Whether no frame has come since the reader last parked or began to spin."""
         loop.add_reader(self._wake_fd, self._on_wake)
         loop.add_reader(self._sock.fileno(), self._on_socket)
 
@@ -97,10 +102,33 @@ class ShmLink(LinkSide):
         return True
 
     def _next_frame(self) -> bytes | None:
-        return self._reader.read()
+        frame = self._reader.read()
+        if frame is not None:
+            self._dry = False
+        return frame
 
     def _park(self) -> bool:
-        return self._reader.park()
+        """Park, or look again on the loop's next turns: what waits there, such as our answer, goes first."""
+        if not self._spinning and not self._dry:
+            self._dry = True
+            if self._policy.begins(now_ns()):
+                self._spinning = True
+                self._loop.call_soon(self._spin)
+        return self._spinning or self._reader.park()
+
+    def _spin(self) -> None:
+        if self._closed:
+            return
+        if self._reader.ready():
+            self._spinning = False
+            self._policy.paid()
+            self._drain()
+        elif self._policy.goes_on(now_ns()):
+            self._loop.call_soon(self._spin)
+        else:
+            self._spinning = False
+            if not self._reader.park():
+                self._drain()
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -17,10 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Protocol
+from unittest.mock import patch
 
 import uvloop
 
-from zbmd.transport import shm
+from zbmd.transport import shm, shm_link
 from zbmd.transport.errors import LinkFull, ZbmdError
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.hello import Identity
@@ -28,6 +29,7 @@ from zbmd.transport.link import Link, LinkLimits
 from zbmd.transport.link_side import LinkSide
 from zbmd.transport.shm import Endpoint
 from zbmd.transport.sim import SimProcess, World
+from zbmd.transport.spin import SpinChoice, SpinPolicy
 
 SMALL = LinkLimits(ring_bytes=1 << 12, queue_bytes_max=1 << 14, queue_frames_max=64, frames_per_wake=4)
 COOKIE = b"a cookie of the tests, 32 bytes "
@@ -202,9 +204,16 @@ class RealHarness(LinkHarness):
 
     def __init__(self, loop: str) -> None:
         self.name = f"{self.transport}-{loop}"
-        self.run_loop: Run = asyncio.run if loop == "asyncio" else uvloop.run
+        self._run_loop: Run = asyncio.run if loop == "asyncio" else uvloop.run
 
     transport: str
+
+    def run_loop(self, main: Coroutine[None, None, None]) -> None:
+        """Run `main` in this process, on a loop of its own."""
+        self._run_loop(self._main(main))
+
+    async def _main(self, main: Coroutine[None, None, None]) -> None:
+        await main
 
     @abstractmethod
     async def listen(self, on_link: OnLink, who: Who) -> tuple[Listening, str]:
@@ -381,10 +390,25 @@ class _RealPeer(Peer):
         self._theirs = self._life.begin(self._address)
 
 
+class _AlwaysSpins(SpinPolicy):
+    def _choose(self, now_ns: int) -> SpinChoice:
+        return SpinChoice.SPIN
+
+
 class ShmHarness(RealHarness):
-    """Shared memory between processes of this host."""
+    """Shared memory between processes of this host. spins: whatever the machine is like."""
 
     transport = "shm"
+
+    def __init__(self, loop: str, *, spins: bool = False) -> None:
+        super().__init__(loop)
+        self._spins = spins
+        self.name += "-spinning" if spins else ""
+
+    async def _main(self, main: Coroutine[None, None, None]) -> None:
+        policy = _AlwaysSpins if self._spins else SpinPolicy
+        with patch.object(shm_link, "SpinPolicy", policy):
+            await main
 
     async def listen(self, on_link: OnLink, who: Who) -> tuple[Listening, str]:
         address = f"zbmd-test-{os.getpid()}-{os.urandom(4).hex()}"
@@ -545,7 +569,12 @@ class _SimPeer(Peer):
         self._them.revive()
 
 
-HARNESSES: tuple[LinkHarness, ...] = (ShmHarness("asyncio"), ShmHarness("uvloop"), SimHarness())
+HARNESSES: tuple[LinkHarness, ...] = (
+    ShmHarness("asyncio"),
+    ShmHarness("uvloop"),
+    ShmHarness("uvloop", spins=True),
+    SimHarness(),
+)
 
 
 async def fill(link: Link, payload: bytes = bytes(500)) -> int:

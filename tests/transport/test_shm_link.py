@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import pytest
@@ -11,6 +12,7 @@ from structlog.testing import capture_logs
 from zbmd.transport.errors import (
     LinkClosed,
     LocalProtocolError,
+    PeerLost,
     RemoteProtocolError,
 )
 from zbmd.transport.frames import HEADER_BYTES, FrameHeader, pack_header
@@ -20,6 +22,7 @@ from zbmd.transport.link import LinkLimits
 from zbmd.transport.segment import Segment
 from zbmd.transport.shm import Endpoint, link_pair
 from zbmd.transport.shm_link import ShmLink
+from zbmd.transport.spin import SpinChoice, SpinPolicy
 
 LIMITS = LinkLimits(ring_bytes=1 << 12, queue_bytes_max=1 << 14, queue_frames_max=16, frames_per_wake=4)
 
@@ -120,3 +123,65 @@ async def test_a_pair_shows_each_other_their_segments() -> None:
 def test_limits_that_make_no_sense_are_refused(change: dict[str, int]) -> None:
     with pytest.raises(LocalProtocolError):
         LinkLimits(**change)
+
+
+def always_spins(self: SpinPolicy, now_ns: int) -> SpinChoice:
+    return SpinChoice.SPIN
+
+
+def never_ends(self: SpinPolicy, now_ns: int) -> bool:
+    return True
+
+
+async def test_a_reader_that_spins_is_not_parked_and_parks_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SpinPolicy, "_choose", always_spins)
+    monkeypatch.setattr(SpinPolicy, "goes_on", never_ends)
+    a, b = pair()
+    theirs = Ear(b)
+    a.send(b"one")
+    await theirs.frames(1)
+    for count in range(2, 20):
+        await asyncio.sleep(0)
+        a.send(b"another")
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(b._wake_fd)  # no need to wake it
+        await theirs.frames(count)
+    monkeypatch.setattr(SpinPolicy, "goes_on", lambda *_: False)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    a.send(b"last")
+    assert os.eventfd_read(b._wake_fd) == 1, "it had parked, and is woken"
+    os.eventfd_write(b._wake_fd, 1)
+    await theirs.frames(20)
+    await end_both(a, b, theirs)
+
+
+@pytest.mark.parametrize("act", ["pause", "close", "lose"])
+async def test_whatever_happens_while_a_reader_spins(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SpinPolicy, "_choose", always_spins)
+    monkeypatch.setattr(SpinPolicy, "goes_on", never_ends)
+    a, b = pair()
+    ours, theirs = Ear(a), Ear(b)
+    a.send(b"one")
+    await theirs.frames(1)
+    await asyncio.sleep(0)
+    assert b._spinning
+    if act == "pause":
+        b.on_frame = None
+        a.send(b"waits")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not b._spinning and theirs.payloads == [b"one"]
+        again = Ear(b)
+        assert await again.frames(1) == [b"waits"]
+        await end_both(a, b, again)
+    elif act == "close":
+        b.close()
+        assert await theirs.end() is None and await ours.end() is None
+    else:
+        a.send(b"last")
+        a._fail(RemoteProtocolError("the test breaks it off"))
+        assert isinstance(await theirs.end(), PeerLost)
+        assert theirs.payloads == [b"one", b"last"]

@@ -56,7 +56,7 @@ def unpack_arguments(
 
     decoder = msgspec.msgpack.Decoder(ext_hook=unpack)
     match decoder.decode(packed):
-        case [list(args), dict(kwargs)]:
+        case [list(args), dict(kwargs)] if all(isinstance(name, str) for name in kwargs):
             return args, kwargs
         case _:
             raise ValueError("these are no arguments")

@@ -234,7 +234,7 @@ class Host:
             payload: dict[str, Any] = msgspec.msgpack.decode(message.payload, type=dict[str, Any])
             if len(message.payload) > REPORT_BYTES_MAX:
                 raise msgspec.ValidationError(f"{len(message.payload)} bytes")
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
             log.warning("report refused", rank=message.rank, reason=str(error))
             return
         if self._events.qsize() >= EVENTS_WAITING_MAX:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from zbmd.actors import template
 from zbmd.actors.template import Exited, Forked, ForkFailed, ForkRequest, Ready, Reply
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.attach import close_all
+from zbmd.transport.errors import RemoteProtocolError, UserError, ZbmdError
 
 READY_S_MAX = 60.0
 CLOSE_S_MAX = 0.5
@@ -145,7 +146,15 @@ class TemplateClient:
             if not packet:
                 self._lost()
                 return
-            self._dispatch(template.reply_decoder.decode(packet), fds)
+            try:
+                reply = template.decode_reply(packet)
+                if len(fds) != isinstance(reply, Forked) or self._ready.done() is isinstance(reply, Ready):
+                    raise RemoteProtocolError(f"{type(reply).__name__} out of turn, {len(fds)} descriptors")
+            except RemoteProtocolError as error:
+                close_all(fds)
+                self._lost(f"is no longer to be trusted ({error})")
+                return
+            self._dispatch(reply, fds)
 
     def _dispatch(self, reply: Reply, fds: list[int]) -> None:
         match reply:
@@ -156,7 +165,7 @@ class TemplateClient:
             case ForkFailed() | Exited():
                 self._on_reply(reply, None)
 
-    def _lost(self) -> None:
+    def _lost(self, why: str = "") -> None:
         assert self._socket is not None and self._process is not None
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
@@ -171,7 +180,7 @@ class TemplateClient:
             if code >= 0
             else f"was killed by signal {-code}"
         )
-        error = TemplateLost(f"the template process {how}")
+        error = TemplateLost(f"the template process {why or how}")
         if self._ready.done():
             self._on_lost(error)
         else:

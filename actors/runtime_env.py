@@ -23,6 +23,9 @@ HOST_MEMORY_VARIABLE = "ZBMD_HOST_MEMORY"
 """Bytes that the host had available before any rank was started: once one has taken its part, the others
 cannot tell any more whether all of them fit."""
 
+DIGITS_MAX = 20
+"""Of a number in the environment: a u64 has no more."""
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -35,7 +38,7 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
@@ -128,7 +131,7 @@ def host_memory_bytes(environment: Mapping[str, str]) -> int | None:
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > DIGITS_MAX:
         raise UserError(
             f"ZBMD_NODE is set but {name} is {text!r}, not a number. Start the script with zbmd-node run, "
             "or unset ZBMD_NODE to run it alone."

@@ -30,7 +30,7 @@ from zbmd.actors.last_words import is_users_to_mend, say_last_words
 from zbmd.actors.prctl import end_with_parent, set_process_name
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
-from zbmd.transport.errors import ZbmdError
+from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 
 REQUEST_BYTES_MAX = 128 * 1024  # one packet; argv and the environment's changes must fit
 FDS_PER_REQUEST = 2
@@ -83,9 +83,25 @@ class Exited(msgspec.Struct, frozen=True, array_like=True, tag="exited"):
 
 Reply = Ready | Forked | ForkFailed | Exited
 
-request_decoder = msgspec.msgpack.Decoder(ForkRequest)
-reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_request_decoder = msgspec.msgpack.Decoder(ForkRequest)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 encode = msgspec.msgpack.Encoder().encode
+
+
+def decode_request(packet: bytes) -> ForkRequest:
+    """The host's request. Raises `RemoteProtocolError`."""
+    try:
+        return _request_decoder.decode(packet)
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"the host sent the template no request: {error}") from error
+
+
+def decode_reply(packet: bytes) -> Reply:
+    """The template's reply. Raises `RemoteProtocolError`: a module that it imported may have written it."""
+    try:
+        return _reply_decoder.decode(packet)
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"the template sent its host no reply: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +139,7 @@ class Template:
                     return request
 
     def _fork(self, packet: bytes, fds: list[int]) -> ForkRequest | None:
-        request = request_decoder.decode(packet)
+        request = decode_request(packet)
         if len(fds) != FDS_PER_REQUEST:
             raise OSError(f"a fork request came with {len(fds)} descriptors, not {FDS_PER_REQUEST}")
         try:

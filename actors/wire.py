@@ -29,7 +29,11 @@ Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 ProcessName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 ActorName = Annotated[str, msgspec.Meta(pattern=rf"^[A-Za-z0-9_.:<>-]{{1,{ACTOR_NAME_CHARS_MAX}}}$")]
 Sender = Annotated[str, msgspec.Meta(max_length=ACTOR_NAME_CHARS_MAX)]
+# Of a message: not held against the pattern, which would cost more than to find that nobody has the name; but
+# bounded, since it goes back to its sender with a rejection, which must fit into a frame.
+Addressee = Annotated[str, msgspec.Meta(max_length=ACTOR_NAME_CHARS_MAX)]
 Plain: TypeAlias = bool | int | float | str | None
+NIL = b"\xc0"
 
 
 class RefData(msgspec.Struct, array_like=True, frozen=True):
@@ -51,7 +55,7 @@ class ReasonData(msgspec.Struct, array_like=True, frozen=True):
 class Tell(msgspec.Struct, array_like=True, frozen=True, tag=0):
     """A message; `sender` is the telling actor's name or empty."""
 
-    to: str
+    to: Addressee
     incarnation: int
     sender: Sender
     body: msgspec.Raw
@@ -61,7 +65,7 @@ class Ask(msgspec.Struct, array_like=True, frozen=True, tag=1):
     """A message that wants an answer within `timeout_ns`; `call` names it on this link."""
 
     call: Natural
-    to: str
+    to: Addressee
     incarnation: int
     timeout_ns: Natural
     sender: Sender
@@ -86,7 +90,7 @@ class Fail(msgspec.Struct, array_like=True, frozen=True, tag=3):
 class Bounce(msgspec.Struct, array_like=True, frozen=True, tag=4):
     """A told message was rejected."""
 
-    to: str
+    to: Addressee
     incarnation: int
     sender: Sender
     contract: Text
@@ -260,7 +264,7 @@ class Codec:
 
     def decode_reply(self, body: msgspec.Raw) -> Contract | None:
         """The contract in an answer. Raises as `ContractDecoder.decode` does."""
-        if memoryview(body).nbytes == 1:  # nil; no contract is that short
+        if memoryview(body).nbytes == 1 and bytes(body) == NIL:  # no contract is that short
             return None
         return self.decode_contract(body)
 

@@ -157,6 +157,7 @@ class StepCommit:
             case EpochInstalled():
                 return self._install(event)
             case ReportReceived():
+                self._check_held(event)
                 self._keep(self._reports, 0, event)
                 return self._agree_on_version()
             case VoteReceived():
@@ -240,6 +241,14 @@ class StepCommit:
         return []
 
     # ---- reports: agree on the version
+
+    def _check_held(self, event: ReportReceived) -> None:
+        held = event.held
+        if not (0 <= held.version <= self.last_version and held.known <= self.last_version) or held.slot not in (0, 1):
+            raise self._breach(
+                f"rank {event.sender} says that it holds version {held.version} in slot {held.slot} and knows "
+                f"of {held.known}; the run ends with version {self.last_version} and has slots 0 and 1"
+            )
 
     def _agree_on_version(self) -> list[CommitAction]:
         held = {sender: report.held for sender, report in self._senders(self._reports).items()}

@@ -171,13 +171,17 @@ def buffer_name(buffer: int) -> str:
 
 
 _HEADER = re.compile(
-    r"program (?P<algorithm>[a-z_]+) n=(?P<n>\d+) rank=(?P<rank>\d+) blocks=(?P<blocks>\d+) "
-    r"chunks=(?P<chunks>\d+) scratch=(?P<scratch_slots>\d+) inbox=(?P<inbox_slots>\d+)"
+    r"program (?P<algorithm>[a-z_]+) n=(?P<n>\d{1,9}) rank=(?P<rank>\d{1,9}) blocks=(?P<blocks>\d{1,9}) "
+    r"chunks=(?P<chunks>\d{1,9}) scratch=(?P<scratch_slots>\d{1,9}) inbox=(?P<inbox_slots>\d{1,9})"
 )
-_OPERAND = re.compile(r"(?P<name>out|scratch|inbox|pub|in(?P<k>\d+)?)\[(?P<index>\d+)\]@(?P<rank>\d+)")
-_DATA = re.compile(r"(?P<word>put|reduce|copy) #(?P<chunk>\d+) (?P<dst>\S+) = (?P<a>\S+)(?: \+ (?P<b>\S+))?")
-_WAIT = re.compile(r"wait (?P<peer>\d+) x(?P<count>\d+)")
-_NOTIFY = re.compile(r"notify (?P<peer>\d+)")
+_OPERAND = re.compile(
+    r"(?P<name>out|scratch|inbox|pub|in(?P<k>\d{1,9})?)\[(?P<index>\d{1,9})\]@(?P<rank>\d{1,9})"
+)
+_DATA = re.compile(
+    r"(?P<word>put|reduce|copy) #(?P<chunk>\d{1,9}) (?P<dst>\S+) = (?P<a>\S+)(?: \+ (?P<b>\S+))?"
+)
+_WAIT = re.compile(r"wait (?P<peer>\d{1,9}) x(?P<count>\d{1,9})")
+_NOTIFY = re.compile(r"notify (?P<peer>\d{1,9})")
 
 
 def format_program(program: Program) -> str:

@@ -85,7 +85,7 @@ def load_result(directory: Path) -> RunResult:
         if len(data) > RESULT_BYTES_MAX:
             raise msgspec.ValidationError(f"it is larger than {RESULT_BYTES_MAX} bytes")
         return msgspec.json.decode(data, type=RunResult)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
         raise UserError(
             f"{path} is not the result of a run ({error}): restore it, or remove it to do without."
         ) from None

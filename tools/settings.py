@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from zbmd.transport.errors import UserError
 from zbmd.transport.topology.cpus import usable_cpus
 
 RESTARTS_MAX = 10_000
+DIGITS_MAX = 18
+CONFIG_BYTES_MAX = 1 << 20
+"""Of a settings file; a larger one is something else."""
 
 
 def parse_budget(text: str) -> float:
@@ -28,7 +32,7 @@ def parse_budget(text: str) -> float:
 
 def parse_ranks(text: str) -> int:
     """How many processes to start. Raises `UserError`."""
-    if not text.isdecimal() or not 1 <= int(text) <= RANKS_MAX:
+    if not _is_number(text) or not 1 <= int(text) <= RANKS_MAX:
         raise UserError(
             f"{text!r} is not a number of processes to start. Give 1 to {RANKS_MAX}, "
             f"or leave it out to start one a core ({cores()} here)."
@@ -38,9 +42,13 @@ def parse_ranks(text: str) -> int:
 
 def parse_restarts(text: str) -> int:
     """How many restarts to allow. Raises `UserError`."""
-    if not text.isdecimal() or int(text) > RESTARTS_MAX:
+    if not _is_number(text) or int(text) > RESTARTS_MAX:
         raise UserError(f"{text!r} is not a number of restarts. Give 0 to {RESTARTS_MAX}.")
     return int(text)
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= DIGITS_MAX
 
 
 def parse_on_loss(text: str) -> OnLoss:
@@ -197,16 +205,20 @@ def merge(
 def read_config(path: Path) -> dict[str, str]:
     """The settings in a TOML file, as text. Raises `UserError` with the file, and the line if it has one."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(CONFIG_BYTES_MAX + 1)
+        text = data.decode()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(
             f"{path}: the settings file cannot be read: {why}. Give a readable TOML file to --config, "
             "or leave it out."
         ) from error
+    if len(data) > CONFIG_BYTES_MAX:
+        raise UserError(f"{path}: more than {CONFIG_BYTES_MAX} bytes: that is no settings file of a run.")
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers, and nesting, beyond Python's own bounds
         raise UserError(f"{path}: not valid TOML: {error}. Correct that place and try again.") from error
     known = {setting.name for setting in SETTINGS}
     values: dict[str, str] = {}
@@ -216,7 +228,9 @@ def read_config(path: Path) -> dict[str, str]:
         if name not in known:
             raise UserError(f"{where}: unknown setting {key!r}. Known are: {', '.join(sorted(known))}.")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise UserError(f"{where}: {key} must be a text or a number, not {value!r}.")
+            raise UserError(f"{where}: {key} must be a text or a number, not {reprlib.repr(value)}.")
+        if isinstance(value, int) and abs(value) >= 10**DIGITS_MAX:
+            raise UserError(f"{where}: {key} is a number of more than {DIGITS_MAX} digits.")
         values[name] = str(value)
     return values
 

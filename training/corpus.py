@@ -326,7 +326,7 @@ def _read_header(path: Path) -> CorpusHeader | None:
         with path.open("rb") as file:
             header = msgspec.json.decode(file.read(_HEADER_BYTES), type=CorpusHeader)
             complete = os.fstat(file.fileno()).st_size == _HEADER_BYTES + header.nbytes
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, ValueError, RecursionError):  # text that is no UTF-8 is no MsgspecError
         return None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}. Choose another directory.") from error

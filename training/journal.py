@@ -26,6 +26,7 @@ from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord, LogHeader, V
 from zbmd.training.store import Slot
 from zbmd.training.weights import save_weights
 from zbmd.training.xp import Array, to_host
+from zbmd.transport.errors import RemoteProtocolError
 
 WEIGHTS_NAME = "weights.safetensors"
 
@@ -144,8 +145,16 @@ class Journal:
         self._saving = asyncio.create_task(asyncio.to_thread(save_checkpoint, path, checkpoint))
 
 
+def read_parts(parts: tuple[bytes, ...]) -> list[VotePart]:
+    """The members' shares of the ledger, in rank order. Raises `RemoteProtocolError`."""
+    try:
+        return [msgspec.msgpack.decode(part, type=VotePart) for part in parts]
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"a member voted with a share of the ledger that is none: {error}") from error
+
+
 def _record_of(commit: cm.Commit, members: tuple[int, ...], seed: int) -> tuple[CommitRecord, float]:
-    parts = [msgspec.msgpack.decode(part, type=VotePart) for part in commit.parts]
+    parts = read_parts(commit.parts)
     windows = sum(part.held_out[1] for part in parts)
     record = CommitRecord(
         version=commit.version,

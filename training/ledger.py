@@ -7,6 +7,7 @@ record and goes on. A version that is in the log already is not written again (i
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections import Counter
@@ -71,11 +72,19 @@ class LedgerBroken(ZbmdError):
     """The commit log contradicts what is being committed."""
 
 
+class _Damaged(Exception):
+    """No object of a log begins where one should, and it is not that the last one is cut short."""
+
+    def __init__(self, offset: int, why: object) -> None:
+        super().__init__(f"it is damaged at byte {offset}: {why}")
+
+
 _pack: Callable[[Any], bytes] = msgpack.Packer(use_bin_type=True).pack
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
-    """The whole objects of a log with the offset behind each; stops at a torn or damaged end."""
+    """The whole objects of a log with the offset behind each; stops at a torn end. Raises `_Damaged`."""
+    end = 0
     with path.open("rb") as file:
         unpacker = msgpack.Unpacker(
             file,
@@ -89,24 +98,32 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
         while True:
             try:
                 value = unpacker.unpack()
-            except (msgpack.OutOfData, msgpack.UnpackException, ValueError):
+            except msgpack.OutOfData:
                 return
-            yield unpacker.tell(), value
+            except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as error:
+                raise _Damaged(end, f"{type(error).__name__} {error}") from None
+            end = unpacker.tell()
+            yield end, value
 
 
 def read_log(path: Path) -> tuple[LogHeader, list[CommitRecord]]:
-    """The header and all whole records of a commit log.
+    """The header and all whole records of a commit log, up to where it is damaged.
 
     Raises `UserError` if the file is missing or is not a commit log of this format.
     """
+    records: list[CommitRecord] = []
     try:
         objects = _objects(path)
         _, first = next(objects)
         header = msgspec.convert(first, LogHeader)
-        records = [msgspec.convert(value, CommitRecord) for _, value in objects]
+        with contextlib.suppress(_Damaged):  # whoever goes on with the log is told
+            for _, value in objects:
+                records.append(msgspec.convert(value, CommitRecord))
     except FileNotFoundError:
         raise UserError(f"There is no commit log at {path}: name the directory of a run.") from None
-    except (StopIteration, msgspec.ValidationError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}. Name the directory of a run.") from error
+    except (StopIteration, msgspec.ValidationError, _Damaged) as error:
         raise UserError(f"{path} is not a commit log ({error}): name the directory of a run.") from None
     if header.format != LOG_FORMAT:
         raise UserError(f"{path} has format {header.format}; this version reads format {LOG_FORMAT}.")
@@ -176,21 +193,25 @@ class CommitLog:
         return file
 
     def _read_known(self) -> int:
-        """Take in the digests of what is in the log; return the offset behind its last whole record."""
+        """Take in the digests of what is in the log; return the offset behind its last whole record.
+
+        Only a record that was cut short is left out. Damage is not: what is behind it may be the run's.
+        """
         self._digests.clear()
         end = 0
-        for index, (offset, value) in enumerate(_objects(self.path)):
-            try:
+        try:
+            for index, (offset, value) in enumerate(_objects(self.path)):
                 if index == 0:
                     self._check(msgspec.convert(value, LogHeader))
                 else:
                     record = msgspec.convert(value, CommitRecord)
                     self._digests[record.version] = record.digest
-            except msgspec.ValidationError as error:
-                raise UserError(
-                    f"{self.path} is not a commit log ({error}): give this run a directory of its own."
-                ) from None
-            end = offset
+                end = offset
+        except (msgspec.ValidationError, _Damaged) as error:
+            raise UserError(
+                f"{self.path} is not a commit log, or a damaged one ({error}): restore it, or give this run "
+                "a directory of its own."
+            ) from None
         return end
 
     def _check(self, header: LogHeader) -> None:

@@ -30,6 +30,7 @@ from zbmd.training.xp import Array
 from zbmd.transport import faults
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.region import RegionHandle, Regions, RemoteRegion
+from zbmd.transport.segment import PeerSegment, Segment
 
 FETCH_ELEMENTS = 1 << 18
 """A pull looks for its cancellation after every MiB."""
@@ -217,16 +218,11 @@ class TrainingWorkload:
 
     def _source(self, work: cm.Fetch, nbytes: int) -> RemoteRegion:
         """The peer's slot that `work` names, which must have `nbytes`."""
-        try:
-            handle = msgspec.msgpack.decode(work.handle, type=list[RegionHandle])[work.source_slot]
-            region = self.node.peers[work.source].segment.open_region(handle, self.node.segment)
-        except (msgspec.MsgspecError, IndexError, KeyError) as error:
-            raise RemoteProtocolError(f"rank {work.source} sent a handle of no use: {error}") from error
-        if handle.nbytes != nbytes:
-            raise RemoteProtocolError(
-                f"rank {work.source} holds {handle.nbytes} bytes of state, this rank {nbytes}"
-            )
-        return region
+        peer = self.node.peers.get(work.source)
+        if peer is None:
+            raise RemoteProtocolError(f"rank {work.source} is to be read, and is no peer")
+        own = self.node.segment
+        return open_state(work.handle, work.source_slot, peer.segment, own, rank=work.source, nbytes=nbytes)
 
     def recall(self, work: cm.Recall, cancellation: Cancellation) -> bytes | None:
         """Read the last checkpoint into `work.slot` if it holds the last version; see `Workload`."""
@@ -263,3 +259,21 @@ class TrainingWorkload:
     async def preserve(self, version: int) -> None:
         """Write the last checkpoint and wait until it is durable."""
         await self.journal.preserve(version, self.store.current)
+
+
+def open_state(
+    handle: bytes, slot: int, peer: PeerSegment, own: Segment, *, rank: int, nbytes: int
+) -> RemoteRegion:
+    """The state in a slot of `rank`, which must have `nbytes`; `handle`: what it said of its slots.
+
+    Raises `RemoteProtocolError` if that is not what it should be.
+    """
+    try:
+        described = msgspec.msgpack.decode(handle, type=list[RegionHandle])[slot]
+    except (IndexError, ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
+        raise RemoteProtocolError(f"rank {rank} sent a handle of no use: {error}") from error
+    if described.nbytes != nbytes:
+        raise RemoteProtocolError(
+            f"rank {rank} holds {described.nbytes} bytes of state, this rank {nbytes}"
+        )
+    return peer.open_region(described, own)

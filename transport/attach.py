@@ -17,7 +17,7 @@ import msgspec
 from zbmd.transport._native import MAX_SLOTS, Mapping
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.link import RING_BYTES_MAX, RING_BYTES_MIN
-from zbmd.transport.memory import sealed_size
+from zbmd.transport.memory import map_from_peer, sealed_size
 from zbmd.transport.segment import PeerSegment
 from zbmd.transport.shm_link import link_memory_bytes
 
@@ -59,14 +59,15 @@ def decode(data: bytes, kind: type[MessageT]) -> MessageT:
         raise RemoteProtocolError(f"attach: a message over {MESSAGE_BYTES_MAX} bytes")
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
         raise RemoteProtocolError(f"attach: {data[:32]!r} is not a valid {kind.__name__}: {error}") from None
 
 
 def accept_offer(data: bytes, fds: list[int], *, incarnation: int) -> Attached:
     """Check an offer and map what it brought; closes the descriptors that are not returned.
 
-    Raises `RemoteProtocolError` if any of it is not what it should be; all `fds` are closed then.
+    Raises `RemoteProtocolError` if any of it is not what it should be, and `OutOfMemory` if it cannot be
+    mapped for its size; all `fds` are closed then.
     """
     kept: tuple[int, ...] = ()
     try:
@@ -82,7 +83,7 @@ def accept_offer(data: bytes, fds: list[int], *, incarnation: int) -> Attached:
         for fd in fds[1:3]:
             _check_eventfd(fd)
         segment = None if offer.slot is None else _attach_segment(fds[3], offer.slot, incarnation)
-        mapping = Mapping(fds[0], nbytes, nbytes)
+        mapping = map_from_peer(fds[0], nbytes, nbytes)
         kept = (fds[1], fds[2])
         return Attached(
             ring_bytes=ring, mapping=mapping, dialer_wake_fd=fds[1], listener_wake_fd=fds[2], segment=segment

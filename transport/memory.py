@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zbmd.transport._native import Mapping
 from zbmd.transport.cgroups import groups
 from zbmd.transport.errors import LocalProtocolError, OutOfMemory, RemoteProtocolError
 
@@ -135,3 +136,21 @@ def sealed_size(fd: int) -> int:
     if not seals & fcntl.F_SEAL_SHRINK:
         raise RemoteProtocolError("shared memory from a peer can still shrink: its size is not sealed")
     return os.fstat(fd).st_size
+
+
+def map_from_peer(fd: int, nbytes: int, writable_bytes: int) -> Mapping:
+    """Map memory that came from a peer, the first `writable_bytes` for writing.
+
+    Raises `OutOfMemory` if there is no room for it in our address space, and `RemoteProtocolError` if the
+    kernel refuses otherwise: it is sealed against writing, say, or the descriptor is open for reading alone.
+    """
+    try:
+        return Mapping(fd, nbytes, writable_bytes)
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise OutOfMemory(
+                f"{in_words(nbytes)} of a peer's shared memory cannot be mapped: raise this process's limit of "
+                "address space (ulimit -v), or give the peer a smaller --arena.",
+                asked_bytes=nbytes,
+            ) from error
+        raise RemoteProtocolError(f"shared memory from a peer cannot be mapped: {error.strerror}") from error

@@ -14,7 +14,7 @@ from zbmd.transport._region import Cells, ShmRegion
 from zbmd.transport.arena import Arena
 from zbmd.transport.copy_queue import CopyQueue
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-from zbmd.transport.memory import create_memfd, sealed_size
+from zbmd.transport.memory import create_memfd, map_from_peer, sealed_size
 from zbmd.transport.region import RegionHandle
 
 NODE_SLOT = _native.MAX_SLOTS - 1
@@ -128,13 +128,14 @@ class PeerSegment:
     def attach(cls, fd: int, *, slot: int) -> PeerSegment:
         """Map the segment behind `fd`, which the peer in `slot` sent; `fd` stays the caller's.
 
-        Everything in it is untrusted: raises `RemoteProtocolError` on a memfd that can still shrink, a
-        wrong magic number, sizes that do not fit the file, another slot, or incarnation 0.
+        Everything in it is untrusted: raises `RemoteProtocolError` on a memfd that can still shrink or
+        cannot be mapped, a wrong magic number, sizes that do not fit the file, another slot, or incarnation
+        0, and `OutOfMemory` if there is no room to map it.
         """
         total = sealed_size(fd)
         if total < _native.OFF_END:
             raise RemoteProtocolError(f"the segment of slot {slot} has {total} bytes, too few for its header")
-        header = Mapping(fd, _native.OFF_END, _native.OFF_END)
+        header = map_from_peer(fd, _native.OFF_END, _native.OFF_END)
         arena_offset = header.load64(_native.OFF_ARENA)
         incarnation = header.load64(_native.OFF_INCARNATION)
         sizes_fit = (
@@ -152,7 +153,7 @@ class PeerSegment:
                 f"incarnation {incarnation}"
             )
         pid = header.load64(_native.OFF_PID)
-        mapping = Mapping(fd, total, arena_offset)
+        mapping = map_from_peer(fd, total, arena_offset)
         return cls(mapping, slot=slot, incarnation=incarnation, pid=pid, arena_offset=arena_offset)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Iterator
 from itertools import groupby
@@ -34,8 +33,11 @@ def text_to_capture(text: str, directory: Path) -> None:
                 f"the text names a file {path!r}, which no capture has: was it changed by hand?"
             )
         file = directory / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+        except OSError as error:  # a name too long, say, or one that is a file and a directory
+            raise NotACapture(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _files(text: str) -> Iterator[tuple[str, bytes]]:
@@ -48,6 +50,6 @@ def _files(text: str) -> Iterator[tuple[str, bytes]]:
             continue
         try:
             data = base64.b64decode("".join(lines), validate=True)
-        except binascii.Error as error:
+        except ValueError as error:  # binascii.Error, or text that is not ASCII
             raise NotACapture(f"the text of {path or 'a file without a name'} is damaged: {error}") from None
         yield path, data

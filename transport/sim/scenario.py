@@ -24,6 +24,8 @@ LENGTH_MAX = 1_000_000
 EVENTS_MAX = 2_000_000
 """The events that either phase may take."""
 STORY_LINES = 40
+DIGITS_MAX = 9
+"""Of the number of faults to draw."""
 
 
 class SimulatedWorld(Protocol):
@@ -206,7 +208,8 @@ class Report:
 
 def parse_faults(text: str) -> int | FaultPlan:
     """The value of `--faults`: how many to draw, or a plan. Raises `UserError`."""
-    return int(text) if text.strip().isdecimal() else parse_plan(text)
+    digits = text.strip()
+    return int(digits) if digits.isdecimal() and len(digits) <= DIGITS_MAX else parse_plan(text)
 
 
 def plan_of(scenario: Scenario, stage: Stage, seed: int | str, options: Options) -> FaultPlan:

@@ -1,0 +1,237 @@
+"""Targets of the collectives and of training: what ranks of one group say and store for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Generator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from zbmd.actors import wire
+from zbmd.actors.contracts import Contract
+from zbmd.actors.ref import Ref
+from zbmd.collectives import commit_messages as cm
+from zbmd.collectives import commit_wire
+from zbmd.collectives._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
+from zbmd.collectives.algorithms import Operation, Request
+from zbmd.collectives.commit import StepCommit
+from zbmd.collectives.errors import CollectiveError
+from zbmd.collectives.executor import Call, Executor
+from zbmd.collectives.plan import Plan, plan_of
+from zbmd.collectives.program import IN, OUT
+from zbmd.tools.fuzzing.actors import DECODED
+from zbmd.tools.fuzzing.script import Script, blocks, read_blocks
+from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.training.journal import read_parts
+from zbmd.training.ledger import VotePart
+from zbmd.training.workload import open_state
+from zbmd.transport import _native
+from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError
+from zbmd.transport.region import RegionHandle
+from zbmd.transport.segment import PAGE_BYTES, PeerSegment, Segment
+
+MESSAGES_MAX = 64
+RANKS = (0, 1, 2)
+LAST_VERSION = 3
+ELEMENTS = 64
+STATE_BYTES = 256
+EPOCH = 1
+
+
+# ---- the commit of steps
+
+
+def _no_reference(data: wire.RefData) -> Ref:
+    raise RemoteProtocolError(f"no message of a commit refers to {data.actor}")
+
+
+@functools.cache
+def _codec() -> wire.Codec:
+    return wire.Codec(_no_reference)
+
+
+def _commit_seeds() -> tuple[bytes, ...]:
+    digest, part = bytes(16), b"part"
+    messages: list[Contract] = []
+    for sender in RANKS[1:]:
+        messages.append(
+            commit_wire.Report(
+                sender=sender, epoch=EPOCH, version=0, digest=digest, slot=0, handle=b"h", known=0, fresh=True
+            )
+        )
+        messages.append(commit_wire.Vote(sender=sender, epoch=EPOCH, version=1, digest=b"1" * 16, part=part))
+        messages.append(commit_wire.Finish(sender=sender, epoch=EPOCH))
+    encoded = [msgspec.msgpack.encode(message) for message in messages]
+    ahead = msgspec.structs.replace(messages[0], version=2, digest=b"2" * 16, slot=1)  # type: ignore[type-var]
+    order = (0, 3, 1, 4, 2, 5)
+    return (
+        blocks(encoded),
+        blocks(encoded[i] for i in order),
+        blocks([msgspec.msgpack.encode(ahead), encoded[3], encoded[1]]),
+    )
+
+
+def _commit(data: bytes) -> None:
+    """A rank in a group of three of which the others send anything; our own work always ends well."""
+    machine = StepCommit(rank=0, version=0, digest=bytes(16), handle=b"own", last_version=LAST_VERSION)
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS)
+    _perform(machine, cm.EpochInstalled(epoch=EPOCH, members=members))
+    for body in read_blocks(data, MESSAGES_MAX):
+        message = _codec().decode_contract(body)
+        if isinstance(message, commit_wire.Report | commit_wire.Vote | commit_wire.Finish):
+            _perform(machine, commit_wire.from_wire(message))
+
+
+def _perform(machine: StepCommit, event: cm.CommitEvent) -> None:
+    waiting = [event]
+    # Bounded: each version is worked on once or twice in an epoch.
+    while waiting:
+        actions = machine.handle(waiting.pop(), now_ns=0)
+        machine.check_invariants()
+        for action in actions:
+            match action:
+                case cm.Fetch(epoch=epoch, version=version, digest=digest):
+                    waiting.append(cm.FetchEnded(epoch=epoch, version=version, digest=digest))
+                case cm.Recall(epoch=epoch, version=version):
+                    waiting.append(cm.RecallEnded(epoch=epoch, version=version, digest=None))
+                case cm.RunStep(epoch=epoch, version=version):
+                    digest = str(version).encode() * 16
+                    waiting.append(cm.StepEnded(epoch=epoch, version=version, digest=digest, part=b"own"))
+                case cm.Commit(version=version) | cm.Adopted(version=version):
+                    if not 0 < version <= LAST_VERSION:
+                        raise Broken(f"version {version} was committed")
+                case _:
+                    pass
+
+
+def _parts() -> tuple[bytes, ...]:
+    part = VotePart(shards={0: (1, 2)}, losses={0: 1.5}, grad_norm=0.5, held_out=(3.0, 2))
+    return (msgspec.msgpack.encode(part),)
+
+
+def _part(data: bytes) -> None:
+    read_parts((data,))
+
+
+# ---- memory that ranks share
+
+
+@contextlib.contextmanager
+def _two_segments() -> Generator[tuple[Segment, Segment, PeerSegment]]:
+    made = [
+        Segment.create(slot=slot, incarnation=4, arena_bytes=PAGE_BYTES, inbox_bytes=PAGE_BYTES)
+        for slot in range(2)
+    ]
+    try:
+        yield made[0], made[1], PeerSegment.attach(made[1].fd, slot=1)
+    finally:
+        for segment in made:
+            segment.close()
+
+
+def _state_handles() -> tuple[bytes, ...]:
+    arena = RegionHandle(
+        slot=1, incarnation=4, offset=_native.OFF_END + PAGE_BYTES, nbytes=STATE_BYTES, writable=False
+    )
+    inbox = msgspec.structs.replace(arena, offset=_native.OFF_END, writable=True)
+    return tuple(bytes([slot]) + msgspec.msgpack.encode([arena, inbox]) for slot in range(2))
+
+
+def _state_handle(data: bytes) -> None:
+    """Which slot, and where a rank says that its slots are; then all of it is read."""
+    with _two_segments() as (own, _, peer):
+        slot = data[0] % 2 if data else 0
+        region = open_state(data[1:], slot, peer, own, rank=1, nbytes=STATE_BYTES)
+        into = np.empty(STATE_BYTES, np.uint8)
+        region.get(into).wait()
+        region.close()
+        peer.close()
+
+
+def _plan(rank: int) -> Plan:
+    return plan_of(Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=2, chunks=2), rank)
+
+
+def _all_reduce(own: Segment, peer: PeerSegment, deadline_ns: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    executor = Executor(
+        segment=own, peers={1 - own.slot: peer}, members=(0, 1), rank=own.slot, epoch=EPOCH, channel=0
+    )
+    source, target = own.arena.from_array(np.ones(ELEMENTS, np.float32)), own.arena.empty(ELEMENTS, np.float32)
+    call = Call(dtype=0, reduction=0, count=ELEMENTS, total=ELEMENTS, piece=0, in_stride=ELEMENTS, out_stride=ELEMENTS)
+    addresses = {IN: _native.address_of(source), OUT: _native.address_of(target)}
+    try:
+        executor.run(_plan(own.slot), call, addresses, deadline_ns=deadline_ns)
+    finally:
+        executor.release()
+    return target
+
+
+@functools.cache
+def _descriptor() -> bytes:
+    """The descriptor that a good rank 1 publishes for the operation of `_all_reduce`."""
+    with _two_segments() as (one, two, _):
+        with contextlib.suppress(DeadlineExceeded):
+            _all_reduce(two, PeerSegment.attach(one.fd, slot=0), 1)
+        at = _native.OFF_DESCRIPTORS + _descriptor_offset()
+        published = bytearray(two.mapping.view(at, DESCRIPTOR_HEADER_BYTES))
+    published[8:16] = bytes(8)  # nobody answered, so the run has been given up since
+    return bytes(published)
+
+
+def _descriptor_offset() -> int:
+    """Of the first run of channel 0: runs take turns with two descriptors."""
+    return DESCRIPTOR_HEADER_BYTES + PUB_BYTES_MAX
+
+
+def _descriptors() -> tuple[bytes, ...]:
+    good = _descriptor()
+    numbers = (EPOCH << 32 | 0xFFFF).to_bytes(8, "little")
+    return (numbers + good, (EPOCH << 32 | 1).to_bytes(8, "little") + good)
+
+
+def _operation(data: bytes) -> None:
+    """An all-reduce with a rank whose descriptor and notification are the script's."""
+    script = Script(data)
+    cell, descriptor = script.number(8), script.take(DESCRIPTOR_HEADER_BYTES)
+    with _two_segments() as (own, theirs, peer):
+        at = _native.OFF_DESCRIPTORS + _descriptor_offset()
+        theirs.mapping.view(at, len(descriptor), writable=True)[:] = descriptor
+        PeerSegment.attach(own.fd, slot=0).notify(1, 0, cell)
+        result = _all_reduce(own, peer, 1)
+        if result.shape != (ELEMENTS,):
+            raise Broken(f"a result of {result.shape}")
+
+
+TARGETS = (
+    Target(
+        name="commit.conversation",
+        what="reports, votes and finishes of a group's other ranks",
+        allowed=DECODED,
+        seeds=_commit_seeds,
+        run=_commit,
+    ),
+    Target(
+        name="commit.part",
+        what="a rank's share of the ledger",
+        allowed=(RemoteProtocolError,),
+        seeds=_parts,
+        run=_part,
+    ),
+    Target(
+        name="commit.handle",
+        what="where a rank says that its state can be read",
+        allowed=(RemoteProtocolError,),
+        seeds=_state_handles,
+        run=_state_handle,
+    ),
+    Target(
+        name="collective.descriptor",
+        what="a rank's descriptor of an operation, in shared memory",
+        allowed=(CollectiveError, RemoteProtocolError, DeadlineExceeded),
+        seeds=_descriptors,
+        run=_operation,
+    ),
+)

@@ -1,0 +1,324 @@
+"""Targets of files and texts that people hand us: settings, cookies, checkpoints, logs of runs, options."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from msgspec.msgpack import encode
+
+from zbmd.actors.capture import parse_bulk
+from zbmd.actors.runtime_env import RankEnvironment, host_memory_bytes, parse_arena, parse_size
+from zbmd.collectives.errors import ProgramError
+from zbmd.collectives.program import Copy, Notify, Operand, Program, Put, Reduce, Wait, format_program, parse_program
+from zbmd.tools import settings
+from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.run_result import RESULT_NAME, load_result, save_result
+from zbmd.training.checkpoint import Checkpoint, checkpoint_version, load_checkpoint, save_checkpoint
+from zbmd.training.config import GPTConfig
+from zbmd.training.corpus import CORPUS_FILE, Corpus, prepare_corpus
+from zbmd.training.gpt import parameter_shapes
+from zbmd.training.layout import ParameterLayout
+from zbmd.training.ledger import CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
+from zbmd.training.weights import load_weights, save_weights
+from zbmd.transport import faults
+from zbmd.transport.cookie import CookieError, load_or_create_cookie
+from zbmd.transport.errors import UserError
+from zbmd.transport.sim import parse_faults
+from zbmd.transport.sim.faults import format_plan
+
+MODEL = GPTConfig(context=4, width=8, heads=2, layers=1)
+PLAN = '{"model":{"width":8},"seed":1}'
+ELEMENTS = 12
+HEADER = LogHeader(format=1, run_id="run", base_version=0, plan=PLAN, seed=1)
+
+
+@contextmanager
+def _file(data: bytes, name: str = "file") -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        path = Path(made) / name
+        path.write_bytes(data)
+        path.chmod(0o600)
+        yield path
+
+
+def _written(name: str, write: Callable[[Path], object]) -> bytes:
+    """What `write` makes of the file `name` in a directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        write(Path(made))
+        return (Path(made) / name).read_bytes()
+
+
+def _on_file(read: Callable[[Path], object], name: str = "file") -> Callable[[bytes], None]:
+    def run(data: bytes) -> None:
+        with _file(data, name) as path:
+            read(path)
+
+    return run
+
+
+# ---- settings and secrets
+
+
+def _settings_seeds() -> tuple[bytes, ...]:
+    good = settings.merge({}, {}, None).lines()
+    return (
+        "\n".join(good).encode(),
+        b'nproc-per-node = 4\non-loss = "shrink"\narena = "64MiB"\nrestart_window = "500ms"\n',
+        b"max_restarts = 3\ncapture = 'run.zlog'\ndata = \"\"\"a\nb\"\"\"\n",
+    )
+
+
+def _merge(path: Path) -> None:
+    settings.merge({}, {}, path).lines()
+
+
+def _cookie(data: bytes) -> None:
+    with _file(data) as path:
+        cookie = load_or_create_cookie(path)
+        if not 32 <= len(cookie) <= 1024:
+            raise Broken(f"a cookie of {len(cookie)} bytes")
+
+
+# ---- what runs leave behind
+
+
+def _record(version: int) -> CommitRecord:
+    return CommitRecord(
+        version=version,
+        epoch=1,
+        members=(0, 1),
+        shards={0: (1, 2), 1: (3,)},
+        losses={0: 1.5, 1: 2.5},
+        rng_key=(1, version - 1),
+        digest="00" * 16,
+        at_ns=5,
+    )
+
+
+def _append(path: Path, first: int = 1) -> None:
+    log = CommitLog(path, HEADER)
+    try:
+        for version in range(first, first + 3):
+            log.append(_record(version))
+    finally:
+        log.close()
+
+
+def _ledger(path: Path) -> None:
+    """Read it; then go on with it as a run would, which may not cost a record that could be read."""
+    try:
+        _, known = read_log(path)
+    except UserError:
+        known = []
+    try:
+        _append(path, len(known) + 1)
+    except (UserError, LedgerBroken):
+        if not known:
+            raise
+    # By their bytes: a loss may be NaN, which is not even itself.
+    if encode(read_log(path)[1][: len(known)]) != encode(known):
+        raise Broken("records are gone")
+
+
+@functools.cache
+def _checkpoint_seeds() -> tuple[bytes, ...]:
+    flat = np.arange(ELEMENTS, dtype=np.float32)
+    return (
+        _written("c", lambda d: save_checkpoint(d / "c", Checkpoint(version=3, plan=PLAN, flat=flat))),
+        _written("c", lambda d: save_checkpoint(d / "c", Checkpoint(version=3, plan="{}", flat=flat[:6]))),
+    )
+
+
+def _checkpoint(path: Path) -> None:
+    checkpoint_version(path)
+    found = load_checkpoint(path, plan=PLAN, elements=ELEMENTS)
+    if found.flat.shape != (ELEMENTS,) or found.plan != PLAN:
+        raise Broken(f"{found}")
+
+
+@functools.cache
+def _weights_seeds() -> tuple[bytes, ...]:
+    layout = ParameterLayout.of(parameter_shapes(MODEL))
+    flat = np.arange(layout.size, dtype=np.float32)
+    return (_written("w", lambda d: save_weights(d / "w", flat, MODEL, step=3)),)
+
+
+def _weights(path: Path) -> None:
+    flat, config, _ = load_weights(path)
+    if flat.size != ParameterLayout.of(parameter_shapes(config)).size:
+        raise Broken(f"{flat.size} weights for {config}")
+
+
+@functools.cache
+def _corpus_seeds() -> tuple[bytes, ...]:
+    def prepare(directory: Path) -> None:
+        (directory / "text").write_bytes(b"some text to train on, long enough. " * 8)
+        prepare_corpus(str(directory / "text"), directory, context=4)
+
+    return (_written(CORPUS_FILE, prepare),)
+
+
+def _corpus(path: Path) -> None:
+    corpus = Corpus(path, context=4)
+    if len(corpus.data) != corpus.header.nbytes:
+        raise Broken(f"{len(corpus.data)} bytes of data")
+
+
+def _result_seeds() -> tuple[bytes, ...]:
+    found = {"parameters": 10, "heldout_loss_last": 1.5, "verified": True, "other": [1, {"a": None}]}
+    death = b'{"deaths": [{"rank": 1, "incarnation": 1, "step": 3, "epoch": 1, "recovery_ms": 12.5}]}'
+    return (_written(RESULT_NAME, lambda d: save_result(d, found, [])), death)
+
+
+# ---- texts
+
+
+def _text(parse: Callable[[str], object]) -> Callable[[bytes], None]:
+    def run(data: bytes) -> None:
+        parse(data.decode(errors="replace"))
+
+    return run
+
+
+def _options(text: str) -> None:
+    """Each way to write a number, a size, a time or a choice; one refusal must not hide the next."""
+    parsers: tuple[Callable[[str], object], ...] = (
+        settings.parse_ranks,
+        settings.parse_restarts,
+        settings.parse_duration,
+        settings.parse_on_loss,
+        parse_bulk,
+        parse_size,
+        parse_arena,
+        lambda value: host_memory_bytes({"ZBMD_HOST_MEMORY": value}),
+        lambda value: RankEnvironment.read({**_ENVIRONMENT, "WORLD_SIZE": value}),
+        lambda value: RankEnvironment.read({**_ENVIRONMENT, "ZBMD_JOB": value}),
+    )
+    for parse in parsers:
+        try:
+            parse(text)
+        except UserError:
+            continue
+
+
+_ENVIRONMENT = RankEnvironment(rank=0, world_size=1, incarnation=1, job=7, node_address="n").variables()
+
+
+def _faults(text: str) -> None:
+    found = parse_faults(text)
+    if not isinstance(found, int) and parse_faults(format_plan(found)) != found:
+        raise Broken(f"{found} is written {format_plan(found)}")
+
+
+def _kill_points(text: str) -> None:
+    found = faults.parse(text)
+    if faults.parse(",".join(map(str, found))) != found:
+        raise Broken(f"{found}")
+
+
+def _program(text: str) -> None:
+    found = parse_program(text)
+    if parse_program(format_program(found)) != found:
+        raise Broken(f"{found}")
+
+
+def _program_seeds() -> tuple[bytes, ...]:
+    a, b = Operand(0, 0, 1), Operand(1, 4, 2)
+    program = Program(
+        algorithm="ring",
+        n=2,
+        rank=0,
+        blocks=1,
+        chunks=2,
+        scratch_slots=1,
+        inbox_slots=1,
+        instructions=(Put(1, b, a), Notify(1), Wait(1, 2), Reduce(0, a, a, b), Copy(1, a, b)),
+    )
+    return (format_program(program).encode(),)
+
+
+TARGETS = (
+    Target(
+        name="settings.toml",
+        what="a settings file",
+        allowed=(UserError,),
+        seeds=_settings_seeds,
+        run=_on_file(_merge),
+    ),
+    Target(
+        name="options",
+        what="sizes, times, counts and choices, on the command line and in the environment",
+        allowed=(),
+        seeds=lambda: (b"64MiB", b"1.5 GiB", b"500ms", b"1min", b"3", b"replace", b"digest", b"4096"),
+        run=_text(_options),
+    ),
+    Target(
+        name="cookie",
+        what="a cookie file",
+        allowed=(CookieError,),
+        seeds=lambda: (b"a" * 64 + b"\n", b"!" * 32, b"~" * 1024 + b"\n"),
+        run=_cookie,
+    ),
+    Target(
+        name="ledger",
+        what="a commit log, read and gone on with",
+        allowed=(UserError, LedgerBroken),
+        seeds=lambda: (_written("log", lambda d: _append(d / "log")),),
+        run=_on_file(_ledger),
+    ),
+    Target(
+        name="checkpoint",
+        what="a checkpoint",
+        allowed=(UserError,),
+        seeds=_checkpoint_seeds,
+        run=_on_file(_checkpoint),
+    ),
+    Target(
+        name="weights",
+        what="a file of weights",
+        allowed=(UserError,),
+        seeds=_weights_seeds,
+        run=_on_file(_weights),
+    ),
+    Target(
+        name="corpus",
+        what="a prepared corpus",
+        allowed=(UserError,),
+        seeds=_corpus_seeds,
+        run=_on_file(_corpus, CORPUS_FILE),
+    ),
+    Target(
+        name="result",
+        what="the result of a run",
+        allowed=(UserError,),
+        seeds=_result_seeds,
+        run=_on_file(lambda path: load_result(path.parent), RESULT_NAME),
+    ),
+    Target(
+        name="sim.faults",
+        what="a plan of simulated faults",
+        allowed=(UserError,),
+        seeds=lambda: (b"crash:process=rank1,at=5ms,for=2ms", b"8", b"crash:process=rank1,at=1ns,for=1ms;crash:process=rank2,at=2s,for=1us"),
+        run=_text(_faults),
+    ),
+    Target(
+        name="faults",
+        what="ZBMD_FAULT",
+        allowed=(UserError,),
+        seeds=lambda: (b"rank2:vote.sent,rank1#2:recovery.pull:3",),
+        run=_text(_kill_points),
+    ),
+    Target(
+        name="program",
+        what="a collective's program as text",
+        allowed=(ProgramError,),
+        seeds=_program_seeds,
+        run=_text(_program),
+    ),
+)
+

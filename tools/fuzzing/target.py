@@ -1,0 +1,70 @@
+"""What a fuzz target is, and how one input is held against it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from types import FrameType
+
+INPUT_BYTES_MAX = 64 << 10
+"""Most bytes of a generated input."""
+INPUT_S_MAX = 10.0
+"""An input that takes longer is a finding: decoders are linear, and their inputs bounded."""
+
+
+class Hang(BaseException):
+    """An input took longer than `INPUT_S_MAX`. No `Exception`: nothing that is fuzzed may catch it."""
+
+
+class Broken(AssertionError):
+    """A target's own check failed: the decoder raised nothing, but left something that must not be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One way in for bytes from outside.
+
+    name: as on the command line; what: in a few words; allowed: the errors that its documentation names, all
+    else is a finding; seeds: makes valid inputs, by the encoders that production uses; run: takes any bytes,
+    and raises one of `allowed`, or nothing, and `Broken` if what came of it breaks a bound or a promise.
+    bytes_per_byte: how much memory a byte of input may take on the way.
+    """
+
+    name: str
+    what: str
+    allowed: tuple[type[Exception], ...]
+    seeds: Callable[[], tuple[bytes, ...]]
+    run: Callable[[bytes], None]
+    bytes_per_byte: int = 256
+
+
+def refuses(target: Target, data: bytes) -> Exception | None:
+    """Run one input: the allowed error that it was refused with, or None if it was taken.
+
+    Anything else that the target raises is raised from here: it is a finding.
+    """
+    try:
+        target.run(data)
+    except target.allowed as error:
+        str(error)  # what is told to people must be tellable
+        return error
+    return None
+
+
+@contextlib.contextmanager
+def bounded_in_time(seconds: float = INPUT_S_MAX) -> Generator[None]:
+    """Raise `Hang` in the main thread if the body takes longer. It can end no loop inside of C."""
+
+    def expired(_: int, frame: FrameType | None) -> None:
+        where = "" if frame is None else f" in {frame.f_code.co_filename}:{frame.f_lineno}"
+        raise Hang(f"no end within {seconds:g} s{where}")
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -48,14 +48,14 @@ def unpack_arguments(
             case 1:
                 return bind(msgspec.msgpack.decode(data, type=RefData))
             case 2:
-                return tuple(decoder.decode(data))
+                return tuple(items.decode(data))
             case 3:
                 return decode_contract(bytes(data))
             case _:
                 raise ValueError(f"no argument is an extension {code}")
 
-    decoder = msgspec.msgpack.Decoder(ext_hook=unpack)
-    match decoder.decode(packed):
+    items = msgspec.msgpack.Decoder(list[Any], ext_hook=unpack)
+    match msgspec.msgpack.Decoder(ext_hook=unpack).decode(packed):
         case [list(args), dict(kwargs)] if all(isinstance(name, str) for name in kwargs):
             return args, kwargs
         case _:

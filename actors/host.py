@@ -16,14 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, assert_never
 
-import msgspec
 import structlog
 
 from zbmd.actors import view as membership
 from zbmd.actors.capture import CaptureSettings, ProcessCapture
 from zbmd.actors.capture_kinds import MEMBERSHIP
 from zbmd.actors.host_contracts import (
-    REPORT_BYTES_MAX,
     EnterView,
     Join,
     Linked,
@@ -32,6 +30,7 @@ from zbmd.actors.host_contracts import (
     RankStatus,
     Report,
     ViewInstalled,
+    read_report,
 )
 from zbmd.actors.host_events import (
     EXIT_FAILED,
@@ -54,6 +53,7 @@ from zbmd.actors.view import USAGE_EXIT_CODE, MembershipMachine, OnLoss, Outcome
 from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, derive
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
+from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.hello import Identity
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.liveness import DeathNotice
@@ -231,10 +231,8 @@ class Host:
         if self._observer is None:
             return
         try:
-            payload: dict[str, Any] = msgspec.msgpack.decode(message.payload, type=dict[str, Any])
-            if len(message.payload) > REPORT_BYTES_MAX:
-                raise msgspec.ValidationError(f"{len(message.payload)} bytes")
-        except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
+            payload = read_report(message.payload)
+        except RemoteProtocolError as error:
             log.warning("report refused", rank=message.rank, reason=str(error))
             return
         if self._events.qsize() >= EVENTS_WAITING_MAX:

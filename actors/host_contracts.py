@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
 from zbmd.actors.contracts import Contract
 from zbmd.actors.view import View
+from zbmd.transport.errors import RemoteProtocolError
 
 HOST_ACTOR = "host"
 MEMBER_ACTOR = "member"
@@ -54,6 +59,16 @@ class Report(Contract, id="zbmd.host.report"):
     rank: int
     incarnation: int
     payload: bytes
+
+
+def read_report(payload: bytes) -> dict[str, Any]:
+    """What a rank reports, plain data. Raises `RemoteProtocolError`."""
+    if len(payload) > REPORT_BYTES_MAX:
+        raise RemoteProtocolError(f"a report of {len(payload)} bytes; {REPORT_BYTES_MAX} is the bound")
+    try:
+        return msgspec.msgpack.decode(payload, type=dict[str, Any])
+    except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
+        raise RemoteProtocolError(f"not a report: {error}") from error
 
 
 class ActorsRequest(Contract, id="zbmd.host.actors_request"):

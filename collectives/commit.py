@@ -243,11 +243,11 @@ class StepCommit:
     # ---- reports: agree on the version
 
     def _check_held(self, event: ReportReceived) -> None:
-        held = event.held
-        if not (0 <= held.version <= self.last_version and held.known <= self.last_version) or held.slot not in (0, 1):
+        held, last = event.held, self.last_version
+        if not 0 <= held.version <= last or held.known > last or held.slot not in (0, 1):
             raise self._breach(
-                f"rank {event.sender} says that it holds version {held.version} in slot {held.slot} and knows "
-                f"of {held.known}; the run ends with version {self.last_version} and has slots 0 and 1"
+                f"rank {event.sender} says that it holds version {held.version} in slot {held.slot} and "
+                f"knows of {held.known}; the run ends with version {last} and has slots 0 and 1"
             )
 
     def _agree_on_version(self) -> list[CommitAction]:

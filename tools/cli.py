@@ -38,7 +38,7 @@ def audit_run(directory: Path) -> Audit:
     Raises `UserError` if the directory holds no commit log or not the corpus that the log names.
     """
     header, records = read_log(directory / LOG_NAME)
-    plan = msgspec.json.decode(header.plan, type=_Plan)
+    plan = read_plan(header.plan)
     corpus = Corpus(directory / CORPUS_FILE, context=plan.model.context)
     if corpus.header.digest != plan.corpus:
         raise UserError(
@@ -54,11 +54,21 @@ def audit_run(directory: Path) -> Audit:
     )
 
 
-class _Plan(msgspec.Struct, kw_only=True):
+class Plan(msgspec.Struct, kw_only=True):
+    """What a commit log says of its run (`LogHeader.plan`)."""
+
     model: GPTConfig
     training: TrainingConfig
     corpus: str
     reduction: str
+
+
+def read_plan(text: str) -> Plan:
+    """The plan in a commit log. Raises `UserError`."""
+    try:
+        return msgspec.json.decode(text, type=Plan)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the plan in the commit log cannot be read ({error}): restore the log.") from None
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -149,8 +149,8 @@ def map_from_peer(fd: int, nbytes: int, writable_bytes: int) -> Mapping:
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise OutOfMemory(
-                f"{in_words(nbytes)} of a peer's shared memory cannot be mapped: raise this process's limit of "
-                "address space (ulimit -v), or give the peer a smaller --arena.",
+                f"{in_words(nbytes)} of a peer's shared memory cannot be mapped: raise this process's limit "
+                "of address space (ulimit -v), or give the peer a smaller --arena.",
                 asked_bytes=nbytes,
             ) from error
         raise RemoteProtocolError(f"shared memory from a peer cannot be mapped: {error.strerror}") from error

@@ -44,7 +44,7 @@ class Ping(Contract, id="zbmd.fuzz.ping"):
     text: str = ""
     data: bytes = b""
     items: tuple[float, ...] = ()
-    table: dict[str, int] = {}
+    table: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     to: Ref | None = None
 
 
@@ -176,6 +176,11 @@ def _packet(data: bytes) -> None:
     decode(data[1:])
 
 
+def _report(data: bytes) -> None:
+    if not all(isinstance(key, str) for key in host_contracts.read_report(data)):
+        raise Broken("a report has keys that are no text")
+
+
 def _output(data: bytes) -> None:
     assembler, put_in, came_out = LineAssembler(), 0, 0
     for piece in read_blocks(data, PIECES_MAX):
@@ -271,7 +276,9 @@ async def _say_all(theirs: ShmLink, script: Script) -> None:
             case 0 | 1 | 5:
                 payload = script.block()
             case 2:
-                payload = wire.encode(wire.Tell("t" * min(script.number(3), MAX_PAYLOAD_BYTES - 64), 0, "", _RAW))
+                payload = wire.encode(
+                    wire.Tell("t" * min(script.number(3), MAX_PAYLOAD_BYTES - 64), 0, "", _RAW)
+                )
             case 3:
                 continue
             case _:
@@ -307,8 +314,20 @@ DECODED = (RemoteProtocolError, InvalidMessage, UnknownContract)
 """What a message from a peer may be refused with: the last two are answered, and the link stays."""
 
 TARGETS = (
-    Target(name="wire.envelope", what="an envelope and what is in it", allowed=DECODED, seeds=_envelopes, run=_envelope),
-    Target(name="contracts.message", what="a message of any contract", allowed=DECODED, seeds=_messages, run=_message),
+    Target(
+        name="wire.envelope",
+        what="an envelope and what is in it",
+        allowed=DECODED,
+        seeds=_envelopes,
+        run=_envelope,
+    ),
+    Target(
+        name="contracts.message",
+        what="a message of any contract",
+        allowed=DECODED,
+        seeds=_messages,
+        run=_message,
+    ),
     Target(
         name="arguments",
         what="the recorded arguments of an actor's constructor",
@@ -323,6 +342,13 @@ TARGETS = (
         seeds=_conversations,
         run=_conversation,
         bytes_per_byte=4096,
+    ),
+    Target(
+        name="host.report",
+        what="what a rank reports to its host",
+        allowed=(RemoteProtocolError,),
+        seeds=lambda: (msgspec.msgpack.encode({"kind": "step", "loss": 1.5, "members": [0, 1], "at_ns": 5}),),
+        run=_report,
     ),
     Target(
         name="template.packet",

@@ -34,7 +34,7 @@ from zbmd.transport.hello_kind import hello_config
 from zbmd.transport.hlc import HybridClock
 
 ENTRIES_MAX = 10_000
-COMMANDS = (
+COMMANDS: tuple[list[str], ...] = (
     [],
     ["--show"],
     ["--until", "hang"],
@@ -49,12 +49,10 @@ COMMANDS = (
 
 @functools.cache
 def _recorded() -> dict[str, bytes]:
-    """The files of a small capture, by their names: every kind of machine, frames, marks, a loss, an actor."""
+    """The files of a small capture by their names: several machines, frames, marks, a death, an actor."""
     with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
         asyncio.run(_record(Path(made)))
-        return {
-            file.relative_to(made).as_posix(): file.read_bytes() for file in Path(made).rglob("*.z*")
-        }
+        return {file.relative_to(made).as_posix(): file.read_bytes() for file in Path(made).rglob("*.z*")}
 
 
 async def _record(directory: Path) -> None:
@@ -138,7 +136,9 @@ def _streams() -> tuple[bytes, ...]:
         found: list[bytes] = []
         for info in segment.blocks():
             prefix, check = fmt.unpack_prefix(
-                data[info.offset : info.offset + fmt.BLOCK_PREFIX_BYTES], path=segment.path, offset=info.offset
+                data[info.offset : info.offset + fmt.BLOCK_PREFIX_BYTES],
+                path=segment.path,
+                offset=info.offset,
             )
             compressed = data[info.offset + fmt.BLOCK_PREFIX_BYTES : prefix.end]
             raw = fmt.decompress(compressed, prefix, check, fmt.new_decompressor(), path=segment.path)
@@ -292,9 +292,7 @@ TARGETS = (
         seeds=_bodies,
         run=_body,
     ),
-    Target(
-        name="capture.text", what="a capture as text", allowed=(CaptureError,), seeds=_texts, run=_text
-    ),
+    Target(name="capture.text", what="a capture as text", allowed=(CaptureError,), seeds=_texts, run=_text),
     Target(
         name="replay.machines",
         what="machines played again from hostile records",

@@ -65,7 +65,7 @@ def _commit_seeds() -> tuple[bytes, ...]:
         messages.append(commit_wire.Vote(sender=sender, epoch=EPOCH, version=1, digest=b"1" * 16, part=part))
         messages.append(commit_wire.Finish(sender=sender, epoch=EPOCH))
     encoded = [msgspec.msgpack.encode(message) for message in messages]
-    ahead = msgspec.structs.replace(messages[0], version=2, digest=b"2" * 16, slot=1)  # type: ignore[type-var]
+    ahead = msgspec.structs.replace(messages[0], version=2, digest=b"2" * 16, slot=1)
     order = (0, 3, 1, 4, 2, 5)
     return (
         blocks(encoded),
@@ -159,8 +159,13 @@ def _all_reduce(own: Segment, peer: PeerSegment, deadline_ns: int) -> np.ndarray
     executor = Executor(
         segment=own, peers={1 - own.slot: peer}, members=(0, 1), rank=own.slot, epoch=EPOCH, channel=0
     )
-    source, target = own.arena.from_array(np.ones(ELEMENTS, np.float32)), own.arena.empty(ELEMENTS, np.float32)
-    call = Call(dtype=0, reduction=0, count=ELEMENTS, total=ELEMENTS, piece=0, in_stride=ELEMENTS, out_stride=ELEMENTS)
+    source, target = (
+        own.arena.from_array(np.ones(ELEMENTS, np.float32)),
+        own.arena.empty(ELEMENTS, np.float32),
+    )
+    call = Call(
+        dtype=0, reduction=0, count=ELEMENTS, total=ELEMENTS, piece=0, in_stride=ELEMENTS, out_stride=ELEMENTS
+    )
     addresses = {IN: _native.address_of(source), OUT: _native.address_of(target)}
     try:
         executor.run(_plan(own.slot), call, addresses, deadline_ns=deadline_ns)

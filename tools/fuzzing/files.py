@@ -14,8 +14,18 @@ from msgspec.msgpack import encode
 from zbmd.actors.capture import parse_bulk
 from zbmd.actors.runtime_env import RankEnvironment, host_memory_bytes, parse_arena, parse_size
 from zbmd.collectives.errors import ProgramError
-from zbmd.collectives.program import Copy, Notify, Operand, Program, Put, Reduce, Wait, format_program, parse_program
-from zbmd.tools import settings
+from zbmd.collectives.program import (
+    Copy,
+    Notify,
+    Operand,
+    Program,
+    Put,
+    Reduce,
+    Wait,
+    format_program,
+    parse_program,
+)
+from zbmd.tools import cli, settings
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.tools.run_result import RESULT_NAME, load_result, save_result
 from zbmd.training.checkpoint import Checkpoint, checkpoint_version, load_checkpoint, save_checkpoint
@@ -27,6 +37,7 @@ from zbmd.training.ledger import CommitLog, CommitRecord, LedgerBroken, LogHeade
 from zbmd.training.weights import load_weights, save_weights
 from zbmd.transport import faults
 from zbmd.transport.cookie import CookieError, load_or_create_cookie
+from zbmd.transport.durations import parse_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.sim import parse_faults
 from zbmd.transport.sim.faults import format_plan
@@ -69,7 +80,7 @@ def _settings_seeds() -> tuple[bytes, ...]:
     return (
         "\n".join(good).encode(),
         b'nproc-per-node = 4\non-loss = "shrink"\narena = "64MiB"\nrestart_window = "500ms"\n',
-        b"max_restarts = 3\ncapture = 'run.zlog'\ndata = \"\"\"a\nb\"\"\"\n",
+        b'max_restarts = 3\ncapture = \'run.zlog\'\ndata = """a\nb"""\n',
     )
 
 
@@ -175,6 +186,12 @@ def _result_seeds() -> tuple[bytes, ...]:
     return (_written(RESULT_NAME, lambda d: save_result(d, found, [])), death)
 
 
+_PLAN = (
+    '{"corpus":"00","model":{"width":8,"heads":2,"layers":1,"context":4,"activation":"gelu"},"reduction":"r",'
+    '"training":{"steps":3,"shards":2,"learning_rate":0.001,"seed":1,"optimizer":{}}}'
+)
+
+
 # ---- texts
 
 
@@ -190,7 +207,7 @@ def _options(text: str) -> None:
     parsers: tuple[Callable[[str], object], ...] = (
         settings.parse_ranks,
         settings.parse_restarts,
-        settings.parse_duration,
+        parse_duration,
         settings.parse_on_loss,
         parse_bulk,
         parse_size,
@@ -272,6 +289,13 @@ TARGETS = (
         run=_on_file(_ledger),
     ),
     Target(
+        name="ledger.plan",
+        what="the plan in a commit log",
+        allowed=(UserError,),
+        seeds=lambda: (_PLAN.encode(),),
+        run=_text(cli.read_plan),
+    ),
+    Target(
         name="checkpoint",
         what="a checkpoint",
         allowed=(UserError,),
@@ -303,7 +327,11 @@ TARGETS = (
         name="sim.faults",
         what="a plan of simulated faults",
         allowed=(UserError,),
-        seeds=lambda: (b"crash:process=rank1,at=5ms,for=2ms", b"8", b"crash:process=rank1,at=1ns,for=1ms;crash:process=rank2,at=2s,for=1us"),
+        seeds=lambda: (
+            b"crash:process=rank1,at=5ms,for=2ms",
+            b"8",
+            b"crash:process=rank1,at=1ns,for=1ms;crash:process=rank2,at=2s,for=1us",
+        ),
         run=_text(_faults),
     ),
     Target(
@@ -321,4 +349,3 @@ TARGETS = (
         run=_text(_program),
     ),
 )
-

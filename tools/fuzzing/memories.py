@@ -98,7 +98,9 @@ def _good_frame(mapping: Mapping, body: bytes) -> None:
 def _ring_seeds() -> tuple[bytes, ...]:
     good = b"\x07\x05hello\x03"
     half = (
-        b"\x01\x06\x00\x0a\x00\x00\x00ab" + RING_HEADER_BYTES.to_bytes(2, "little") + b"\x02\x06\x03\x02\x04\x03"
+        b"\x01\x06\x00\x0a\x00\x00\x00ab"
+        + RING_HEADER_BYTES.to_bytes(2, "little")
+        + b"\x02\x06\x03\x02\x04\x03"
     )
     written = b"\x06\x06\x05\x00" + ((RING_HEADER_BYTES + RING_BYTES + 64) // 8).to_bytes(2, "little")
     return (
@@ -131,7 +133,7 @@ def _segment(data: bytes) -> None:
     seals, how = script.number(1), script.number(1)
     with _forged(header, nbytes, SEALS ^ (seals & 31), read_only=how & 1 == 1) as fd:
         peer = PeerSegment.attach(fd, slot=2)
-    if peer.slot != 2 or not 0 < peer.incarnation or not _native.OFF_END <= peer.arena_offset <= peer.nbytes:
+    if peer.slot != 2 or not peer.incarnation > 0 or not _native.OFF_END <= peer.arena_offset <= peer.nbytes:
         raise Broken(f"a segment of slot {peer.slot}, arena at {peer.arena_offset} of {peer.nbytes}")
     peer.notify(1, 0, 5)
     peer.close()
@@ -146,7 +148,8 @@ def _forged(header: bytes, nbytes: int, seals: int, *, read_only: bool) -> Gener
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         if read_only:
             other = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-            fd, _ = other, os.close(fd)
+            os.close(fd)
+            fd = other
         yield fd
     finally:
         os.close(fd)

@@ -21,22 +21,28 @@ GARBAGE_EVERY = 8
 
 INTERESTING: Final = tuple(
     value & (1 << 64) - 1
-    for value in (0, 1, 2, 127, 128, 255, 256, 4095, 4096, 65535, 65536, -1, -2, 1 << 20, (1 << 20) - 48)
-    + ((1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 40, (1 << 63) - 1, 1 << 63, 64, 63, 48, 47)
+    for value in (
+        *(0, 1, 2, 47, 48, 63, 64, 127, 128, 255, 256, 4095, 4096, 65535, 65536, -1, -2),
+        *((1 << 20) - 48, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 40),
+        *((1 << 63) - 1, 1 << 63),
+    )
 )
 MSGPACK_HEADS: Final = (
-    *(bytes([head]) + length.to_bytes(width, "big") for head, width in ((0xDC, 2), (0xDE, 2), (0xDA, 2))
-      for length in (0, 1, 0xFFFF)),
-    *(bytes([head]) + length.to_bytes(4, "big") for head in (0xDD, 0xDF, 0xDB, 0xC6, 0xC9)
-      for length in (0, 1, 0x7FFFFFFF, 0xFFFFFFFF)),
-    b"\xc0", b"\xc1", b"\xc2", b"\xc3", b"\xca\x7f\xc0\x00\x00", b"\xcb\x7f\xf0" + bytes(6),
-    b"\xcf" + b"\xff" * 8, b"\xd3\x80" + bytes(7), b"\xa2\xff\xfe", b"\xc7\x0c\xff" + b"\xff" * 12, b"\x90", b"\x80",
-    b"\xd6\xff" + bytes(4), b"\x81\x90\x80", b"\xd4\x05a",
-)  # fmt: skip
+    *(bytes([head]) + n.to_bytes(2, "big") for head in (0xDC, 0xDE, 0xDA) for n in (0, 1, 0xFFFF)),
+    *(
+        bytes([head]) + n.to_bytes(4, "big")
+        for head in (0xDD, 0xDF, 0xDB, 0xC6, 0xC9)
+        for n in (0, 1, 0x7FFFFFFF, 0xFFFFFFFF)
+    ),
+    *(b"\xc0", b"\xc1", b"\xc2", b"\xc3", b"\x90", b"\x80", b"\xa2\xff\xfe", b"\x81\x90\x80", b"\xd4\x05a"),
+    *(b"\xca\x7f\xc0\x00\x00", b"\xcb\x7f\xf0" + bytes(6), b"\xcf" + b"\xff" * 8, b"\xd3\x80" + bytes(7)),
+    *(b"\xc7\x0c\xff" + b"\xff" * 12, b"\xd6\xff" + bytes(4)),
+)
 TEXTS: Final = (
-    b"\0", b"\n", b"\r\n", b'"', b"{}", b"[]", b"null", b"NaN", b"Infinity", b"-1", b"1e999", b"9" * 5000, b"0x" + b"f" * 5000,
-    "\u0661".encode(), "\ud7ff\u2028".encode(), b"\xff\xfe", b"../", b"%s%n", b"=", b",", b":", b" ",
-)  # fmt: skip
+    *(b"\0", b"\n", b"\r\n", b'"', b"{}", b"[]", b"null", b"NaN", b"Infinity", b"-1", b"1e999", b"9" * 5000),
+    *(b"0x" + b"f" * 5000, "\u0661".encode(), "\ud7ff\u2028".encode(), b"\xff\xfe", b"../", b"%s%n", b"="),
+    *(b",", b":", b" "),
+)
 OPENERS: Final = (b"[", b'{"a":', b"\x91", b"\x81\xa1a", b"\x81", b"(", b"[[", b"a = [", b"{a=")
 
 
@@ -164,7 +170,7 @@ def _changed(rng: random.Random, tree: Any, depth: int) -> Any:
             case 0:
                 return tree[:at] + tree[at + 1 :]
             case 1:
-                return tree[:at] + [rng.choice(VALUES)] + tree[at:]
+                return [*tree[:at], rng.choice(VALUES), *tree[at:]]
             case _:
                 return [*tree[:at], _changed(rng, tree[at], depth + 1), *tree[at + 1 :]]
     if isinstance(tree, int) and not isinstance(tree, bool) and rng.randrange(2):
@@ -176,11 +182,11 @@ def _changed(rng: random.Random, tree: Any, depth: int) -> Any:
 
 TREE_DEPTH_MAX = 8
 VALUES: Final[tuple[Any, ...]] = (
-    0, 1, -1, 2, 62, 63, 64, 65, 255, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1,
-    -(1 << 63), "", "a", "rank1", "node/host", "x" * 129, "x" * 5000, "\0", "\ud7ff", "../../x", "\u0661",
-    b"", b"\0" * 32, b"x" * 5000, None, True, False, 0.0, -0.0, 1.5, 1e308, float("inf"), float("nan"),
-    [], [[]], [0] * 100, {}, {"a": {}}, {1: 2}, [None, {"": [b""]}],
-)  # fmt: skip
+    *(0, 1, -1, 2, 62, 63, 64, 65, 255, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 53, (1 << 63) - 1, 1 << 63),
+    *((1 << 64) - 1, -(1 << 63), "", "a", "rank1", "node/host", "x" * 129, "x" * 5000, "\0", "\ud7ff"),
+    *("../../x", "\u0661", b"", bytes(32), b"x" * 5000, None, True, False, 0.0, -0.0, 1.5, 1e308),
+    *(float("inf"), float("nan"), [], [[]], [0] * 100, {}, {"a": {}}, {1: 2}, [None, {"": [b""]}]),
+)
 TEXTS_AND_NUMBERS = 27
 """How many of them may be the key of a map."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import tracemalloc
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from types import FrameType
@@ -12,6 +14,8 @@ INPUT_BYTES_MAX = 64 << 10
 """Most bytes of a generated input."""
 INPUT_S_MAX = 10.0
 """An input that takes longer is a finding: decoders are linear, and their inputs bounded."""
+FIXED_BYTES_MAX = 32 << 20
+"""What an input may take beside `Target.bytes_per_byte`: systems, rings, decoders made for the first time."""
 
 
 class Hang(BaseException):
@@ -54,6 +58,20 @@ def refuses(target: Target, data: bytes) -> Exception | None:
 
 
 @contextlib.contextmanager
+def bounded_in_memory(target: Target, input_bytes: int) -> Generator[None]:
+    """Raise `Broken` if the body takes more of Python's memory than an input of that size may."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    bound_bytes = FIXED_BYTES_MAX + target.bytes_per_byte * input_bytes
+    if peak_bytes > bound_bytes:
+        raise Broken(f"{input_bytes} bytes of input took {peak_bytes} of memory; {bound_bytes} are the bound")
+
+
+@contextlib.contextmanager
 def bounded_in_time(seconds: float = INPUT_S_MAX) -> Generator[None]:
     """Raise `Hang` in the main thread if the body takes longer. It can end no loop inside of C."""
 
@@ -68,3 +86,8 @@ def bounded_in_time(seconds: float = INPUT_S_MAX) -> Generator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def open_descriptors() -> int:
+    """How many descriptors this process has: no input may leave one behind."""
+    return len(os.listdir("/proc/self/fd"))

@@ -10,13 +10,15 @@ import msgspec
 
 from zbmd.tools.fuzzing.script import Script, blocks, read_blocks
 from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.transport import session_setup
 from zbmd.transport.attach import Answer, Offer, decode
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.frames import FrameHeader, pack_header, unpack_frame, unpack_header
+from zbmd.transport.frames import HEADER_BYTES, FrameHeader, pack_header, unpack_frame, unpack_header
 from zbmd.transport.hello import (
     HELLO_MAGIC,
     HELLO_VERSION,
     NONCE_BYTES,
+    SECRET_BYTES,
     Accept,
     BytesReceived,
     HelloAction,
@@ -30,6 +32,7 @@ from zbmd.transport.hello import (
     TimerFired,
 )
 from zbmd.transport.hlc import HybridClock
+from zbmd.transport.session import Secrets, Session
 
 JOB = 7
 INCARNATION = 3
@@ -77,14 +80,13 @@ def identity(name: str = "rank1", **fields: object) -> Identity:
 
 def machine(side: Side, nonce: int = 1) -> HelloMachine:
     """Our side of a hello that has just been opened."""
-    made = HelloMachine(
+    return HelloMachine(
         side=side,
         identity=identity("rank0"),
         cookie=COOKIE,
         nonce=bytes([nonce]) * NONCE_BYTES,
         deadline_ns=1_000,
     )
-    return made
 
 
 def _conversation() -> tuple[list[bytes], list[bytes]]:
@@ -176,8 +178,10 @@ def _message(kind: int, body: bytes) -> bytes:
 
 
 def _attach(data: bytes) -> None:
-    kind = Offer if data[:1] == b"\0" else Answer
-    decode(data[1:], kind)
+    if data[:1] == b"\0":
+        decode(data[1:], Offer)
+    else:
+        decode(data[1:], Answer)
 
 
 def _attach_seeds() -> tuple[bytes, ...]:
@@ -187,7 +191,56 @@ def _attach_seeds() -> tuple[bytes, ...]:
     return (*(b"\0" + encode(offer) for offer in offers), *(b"\1" + encode(answer) for answer in answers))
 
 
+# ---- the setup of a connection between hosts
+
+
+def _secrets(side: Side) -> Secrets:
+    return Secrets(bytes(range(SECRET_BYTES)), side)
+
+
+_WANTED = session_setup.Wanted()
+
+
+def _session_seeds() -> tuple[bytes, ...]:
+    secrets, peer = _secrets(Side.DIALER), identity()
+    control = session_setup.control_session(secrets, _WANTED.protection, 1 << 20, peer)
+    offers = (
+        session_setup.make_offer(secrets, _WANTED),
+        session_setup.make_offer(secrets, _WANTED, control=control, lane=3),
+    )
+    answers = [
+        session_setup.accept_offer(
+            offer, _secrets(Side.LISTENER), _WANTED, peer, lambda *_: control, has_room=has_room
+        )[0]
+        for offer in offers
+        for has_room in (True, False)
+    ]
+    return (*(b"\0" + offer for offer in offers), *(b"\1" + answer for answer in answers))
+
+
+def _session(data: bytes) -> None:
+    """The first byte picks which side hears the rest."""
+    listener, peer = _secrets(Side.LISTENER), identity()
+    control = session_setup.control_session(listener, _WANTED.protection, 1 << 20, peer)
+    found: Session | session_setup.SetupError
+    if data[:1] == b"\1":
+        found = session_setup.accept_answer(data[1:], _secrets(Side.DIALER), _WANTED, peer)
+    else:
+        _, found = session_setup.accept_offer(data[1:], listener, _WANTED, peer, lambda *_: control)
+    if isinstance(found, session_setup.SetupError):
+        raise found
+    if not HEADER_BYTES <= found.frame_bytes_max <= _WANTED.frame_bytes_max:
+        raise Broken(f"frames of {found.frame_bytes_max} bytes were agreed on")
+
+
 TARGETS = (
+    Target(
+        name="session.setup",
+        what="an offer, an answer or a refusal between hosts, under keys that are right",
+        allowed=(RemoteProtocolError,),
+        seeds=_session_seeds,
+        run=_session,
+    ),
     Target(
         name="frames.header",
         what="a frame's header, and the clock stamp in it",

@@ -1,0 +1,88 @@
+"""All targets, and of every module that decodes: which targets reach it, or why none need to.
+
+`tests/repo/test_decoders.py` finds the decoders in the sources, so that none is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from zbmd.tools.fuzzing import actors, captures, collectives, files, links, memories, wires
+from zbmd.tools.fuzzing.target import Target
+from zbmd.transport.errors import UserError
+
+TARGETS: Final[Mapping[str, Target]] = {
+    target.name: target
+    for module in (wires, memories, links, actors, collectives, captures, files)
+    for target in module.TARGETS
+}
+
+DECODERS: Final[Mapping[str, tuple[str, ...] | str]] = {
+    "transport/attach.py": ("attach.message", "link.handover"),
+    "transport/frames.py": ("frames.header", "frames.frame"),
+    "transport/hello.py": ("hello.stream", "hello.identity"),
+    "transport/session_setup.py": ("session.setup",),
+    "transport/shm.py": ("link.handover",),
+    "transport/shm_link.py": ("link.standing",),
+    "transport/_native.pyx": ("ring", "segment", "region.handle"),
+    "transport/region.py": ("region.handle",),
+    "transport/segment.py": ("segment",),
+    "transport/cookie.py": ("cookie",),
+    "transport/durations.py": ("options",),
+    "transport/faults.py": ("faults",),
+    "transport/hello_kind.py": ("replay.machines",),
+    "transport/sim/faults.py": ("sim.faults",),
+    "transport/sim/scenario.py": ("sim.faults",),
+    "transport/capture/codec.py": ("replay.machines",),
+    "transport/capture/format.py": ("capture.file", "capture.records"),
+    "transport/capture/index.py": ("capture.body",),
+    "transport/capture/reader.py": ("capture.file", "capture.body"),
+    "transport/capture/records.py": ("capture.records",),
+    "transport/capture/replay.py": ("replay.machines",),
+    "transport/capture/story.py": ("capture.records", "replay.machines"),
+    "transport/capture/text.py": ("capture.text",),
+    "actors/actor_arguments.py": ("arguments",),
+    "actors/actor_replay.py": ("replay.machines",),
+    "actors/capture_kinds.py": ("replay.machines",),
+    "actors/contracts.py": ("contracts.message", "wire.envelope"),
+    "actors/host_contracts.py": ("host.report",),
+    "actors/host_output.py": ("host.output",),
+    "actors/host_template.py": ("template.packet",),
+    "actors/runtime_env.py": ("options",),
+    "actors/template.py": ("template.packet",),
+    "actors/wire.py": ("wire.envelope", "peer.conversation"),
+    "collectives/commit_wire.py": ("commit.conversation",),
+    "collectives/executor.py": ("collective.descriptor",),
+    "collectives/_stepper.pyx": ("collective.descriptor",),
+    "collectives/program.py": ("program",),
+    "training/checkpoint.py": ("checkpoint",),
+    "training/corpus.py": ("corpus",),
+    "training/journal.py": ("commit.part",),
+    "training/ledger.py": ("ledger",),
+    "training/weights.py": ("weights",),
+    "training/workload.py": ("commit.handle",),
+    "tools/cli.py": ("ledger.plan",),
+    "tools/replay_players.py": ("replay.command",),
+    "tools/replay_story.py": ("replay.command",),
+    "tools/replay_trace.py": ("replay.command",),
+    "tools/run_result.py": ("result",),
+    "tools/settings.py": ("settings.toml", "options"),
+    "actors/actor.py": "makes a number of random bytes of its own",
+    "actors/actor_capture.py": "makes a number of random bytes of its own",
+    "actors/system.py": "makes a number of a digest of its own name",
+    "training/generate.py": "takes the bytes of the text that it makes itself",
+    "tools/demo.py": "reads the last line of a command that it has just run itself",
+    "tools/sim_hunt.py": "reads the lines of workers that are forks of itself",
+}
+"""Module to the targets that reach what it decodes, or to the reason why it needs none."""
+
+
+def find(name: str) -> tuple[Target, ...]:
+    """The target of that name, or all whose names begin with it. Raises `UserError` if there is none."""
+    if name in TARGETS:
+        return (TARGETS[name],)
+    found = tuple(target for target in TARGETS.values() if target.name.startswith(f"{name}."))
+    if not found:
+        raise UserError(f"there is no fuzz target {name!r}. There are: {', '.join(TARGETS)}.")
+    return found

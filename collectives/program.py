@@ -171,17 +171,17 @@ def buffer_name(buffer: int) -> str:
 
 
 _HEADER = re.compile(
-    r"program (?P<algorithm>[a-z_]+) n=(?P<n>\d{1,9}) rank=(?P<rank>\d{1,9}) blocks=(?P<blocks>\d{1,9}) "
-    r"chunks=(?P<chunks>\d{1,9}) scratch=(?P<scratch_slots>\d{1,9}) inbox=(?P<inbox_slots>\d{1,9})"
+    r"program (?P<algorithm>[a-z_]+) n=(?P<n>\d{1,18}) rank=(?P<rank>\d{1,18}) blocks=(?P<blocks>\d{1,18}) "
+    r"chunks=(?P<chunks>\d{1,18}) scratch=(?P<scratch_slots>\d{1,18}) inbox=(?P<inbox_slots>\d{1,18})"
 )
 _OPERAND = re.compile(
-    r"(?P<name>out|scratch|inbox|pub|in(?P<k>\d{1,9})?)\[(?P<index>\d{1,9})\]@(?P<rank>\d{1,9})"
+    r"(?P<name>out|scratch|inbox|pub|in(?P<k>\d{1,18})?)\[(?P<index>\d{1,18})\]@(?P<rank>\d{1,18})"
 )
 _DATA = re.compile(
-    r"(?P<word>put|reduce|copy) #(?P<chunk>\d{1,9}) (?P<dst>\S+) = (?P<a>\S+)(?: \+ (?P<b>\S+))?"
+    r"(?P<word>put|reduce|copy) #(?P<chunk>\d{1,18}) (?P<dst>\S+) = (?P<a>\S+)(?: \+ (?P<b>\S+))?"
 )
-_WAIT = re.compile(r"wait (?P<peer>\d{1,9}) x(?P<count>\d{1,9})")
-_NOTIFY = re.compile(r"notify (?P<peer>\d{1,9})")
+_WAIT = re.compile(r"wait (?P<peer>\d{1,18}) x(?P<count>\d{1,18})")
+_NOTIFY = re.compile(r"notify (?P<peer>\d{1,18})")
 
 
 def format_program(program: Program) -> str:

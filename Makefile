@@ -19,15 +19,16 @@ RUNTIME := $(VENV)/.stamp-runtime
 NATIVE := $(VENV)/.stamp-native
 DEV := $(VENV)/.stamp-dev
 
-# Options of the targets: VERIFY=1 and KILL_SEED=n for demo, PYTEST_ARGS for test.
+# Options of the targets: VERIFY=1 and KILL_SEED=n for demo, PYTEST_ARGS for test, FUZZ_ARGS for fuzz.
 DEMO_FLAGS := $(if $(filter-out 0 no false,$(VERIFY)),--verify) $(if $(KILL_SEED),--kill-seed $(KILL_SEED))
 CHECKED := transport actors collectives training tools tests examples src setup.py
 
-.PHONY: help preflight setup demo test lint format clean
+.PHONY: help preflight setup demo test fuzz lint format clean
 
 help:
 	@echo 'make demo    train, kill a worker, go on; VERIFY=1 compares digests, KILL_SEED=n picks the kill'
 	@echo 'make test    run the test suite; PYTEST_ARGS="-k name" narrows it'
+	@echo 'make fuzz    any bytes at every decoder, for a minute; FUZZ_ARGS="wire --seconds 600" changes that'
 	@echo 'make lint    formatting, lints, types, layers, house rules'
 	@echo 'make format  reformat the sources'
 	@echo 'make setup   only make .venv with everything in it; PYTHON=… names the interpreter'
@@ -43,6 +44,12 @@ demo: $(RUNTIME) $(NATIVE)
 
 test: $(DEV) $(NATIVE)
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+# Led by coverage where there is a wheel of atheris for this interpreter; without one the mutations go alone.
+fuzz: $(DEV) $(NATIVE)
+	@$(PY) -c 'import atheris' 2>/dev/null || $(PIP) --only-binary=:all: 'atheris>=2.3' >&2 || \
+		echo 'fuzz: there is no wheel of atheris for this interpreter' >&2
+	@$(PY) -m zbmd.tools.fuzz $(FUZZ_ARGS)
 
 lint: $(DEV) $(NATIVE)
 	$(PY) -m ruff check $(CHECKED)

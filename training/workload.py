@@ -273,7 +273,5 @@ def open_state(
     except (IndexError, ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
         raise RemoteProtocolError(f"rank {rank} sent a handle of no use: {error}") from error
     if described.nbytes != nbytes:
-        raise RemoteProtocolError(
-            f"rank {rank} holds {described.nbytes} bytes of state, this rank {nbytes}"
-        )
+        raise RemoteProtocolError(f"rank {rank} holds {described.nbytes} bytes of state, this rank {nbytes}")
     return peer.open_region(described, own)

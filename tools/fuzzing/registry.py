@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from zbmd.tools.fuzzing import actors, captures, collectives, files, links, memories, wires
+from zbmd.tools.fuzzing import actors, captures, collectives, files, links, memories, streams, wires
 from zbmd.tools.fuzzing.target import Target
 from zbmd.transport.errors import UserError
 
 TARGETS: Final[Mapping[str, Target]] = {
     target.name: target
-    for module in (wires, memories, links, actors, collectives, captures, files)
+    for module in (wires, streams, memories, links, actors, collectives, captures, files)
     for target in module.TARGETS
 }
 
@@ -27,6 +27,9 @@ DECODERS: Final[Mapping[str, tuple[str, ...] | str]] = {
     "transport/shm_link.py": ("link.standing",),
     "transport/_native.pyx": ("ring", "segment", "region.handle"),
     "transport/region.py": ("region.handle",),
+    "transport/secure_stream.py": ("stream.plain", "stream.keyed"),
+    "transport/topology/netlink.py": ("netlink",),
+    "transport/staging.py": "reads one number, and compares it with the one that is expected",
     "transport/segment.py": ("segment",),
     "transport/cookie.py": ("cookie",),
     "transport/durations.py": ("options",),

@@ -18,7 +18,7 @@ TARGETS: Final[Mapping[str, Target]] = {
     for target in module.TARGETS
 }
 
-DECODERS: Final[Mapping[str, tuple[str, ...] | str]] = {
+DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "transport/attach.py": ("attach.message", "link.handover"),
     "transport/frames.py": ("frames.header", "frames.frame"),
     "transport/hello.py": ("hello.stream", "hello.identity"),
@@ -29,7 +29,6 @@ DECODERS: Final[Mapping[str, tuple[str, ...] | str]] = {
     "transport/region.py": ("region.handle",),
     "transport/secure_stream.py": ("stream.plain", "stream.keyed"),
     "transport/topology/netlink.py": ("netlink",),
-    "transport/staging.py": "reads one number, and compares it with the one that is expected",
     "transport/segment.py": ("segment",),
     "transport/cookie.py": ("cookie",),
     "transport/durations.py": ("options",),
@@ -71,14 +70,22 @@ DECODERS: Final[Mapping[str, tuple[str, ...] | str]] = {
     "tools/replay_trace.py": ("replay.command",),
     "tools/run_result.py": ("result",),
     "tools/settings.py": ("settings.toml", "options"),
+}
+"""Module to the targets that reach what it decodes."""
+
+EXEMPT: Final[Mapping[str, str]] = {
     "actors/actor.py": "makes a number of random bytes of its own",
     "actors/actor_capture.py": "makes a number of random bytes of its own",
     "actors/system.py": "makes a number of a digest of its own name",
     "training/generate.py": "takes the bytes of the text that it makes itself",
+    "transport/staging.py": "reads one number, and compares it with the one that is expected",
+    "tools/bench*.py": "reads what processes that it has started itself tell of their times",
+    "tools/peers/*.py": "are other systems' programs, run beside ours for comparison",
     "tools/demo.py": "reads the last line of a command that it has just run itself",
     "tools/sim_hunt.py": "reads the lines of workers that are forks of itself",
+    "tools/fuzzing/*.py": "makes what is decoded",
 }
-"""Module to the targets that reach what it decodes, or to the reason why it needs none."""
+"""Modules, as patterns, that decode and need no target, and why."""
 
 
 def find(name: str) -> tuple[Target, ...]:

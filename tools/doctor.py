@@ -1,133 +1,276 @@
-"""`zbmd-node doctor`: can this machine run jobs, and which limits hold."""
+"""`zbmd-node doctor`: can this machine run jobs, over which links, and by which deadlines."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
-import resource
+import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import textwrap
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Final, TextIO
 
 import rich.console
-import rich.markup
-import rich.table
+import rich.text
 
-from zbmd.actors.runtime_env import recovery_budget_ns
-from zbmd.actors.view import RANKS_MAX
-from zbmd.tools.settings import cores
-from zbmd.transport.budget import derive
-from zbmd.transport.cookie import cookie_path, load_or_create_cookie
+import zbmd
+from zbmd.actors.host_links import ACTORS_ASK_S
+from zbmd.actors.host_template import READY_S_MAX
+from zbmd.actors.system import STOP_S
+from zbmd.collectives.group import TIMEOUT_S_DEFAULT
+from zbmd.tools.doctor_checks import accelerator_findings, limit_findings, machine_findings
+from zbmd.tools.doctor_extras import extra_findings, find_extras
+from zbmd.tools.doctor_network import (
+    link_findings,
+    local_link,
+    network_findings,
+    probe_finding,
+    rdma_findings,
+    read_interface_filter,
+)
+from zbmd.tools.doctor_peers import PEERS_MAX, Peer, examine, parse_peer
+from zbmd.tools.doctor_report import (
+    SCHEMA,
+    DeadlineReport,
+    Finding,
+    FixedDeadline,
+    PairLink,
+    Report,
+    Section,
+    State,
+    as_json,
+)
+from zbmd.tools.settings import merge
+from zbmd.transport.budget import Deadlines, derive
 from zbmd.transport.durations import format_duration
-from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.memory import available_memory, create_memfd, in_words
-from zbmd.transport.rdma_devices import rdma_devices
+from zbmd.transport.errors import UserError
+from zbmd.transport.host_facts import read_host_facts
+from zbmd.transport.link_choice import Capabilities
+from zbmd.transport.topology import affinities, read_topology
 
-FILES_A_RANK = 8  # descriptors of the host for each rank: pipes, pidfd, link
-PROBE_BYTES = 1 << 20
+EXAMPLES = """\
+examples:
+  zbmd-node doctor                          this machine, its links and deadlines
+  zbmd-node doctor --peer node2             is node2 there, and over which interface
+  zbmd-node doctor --peer node2:29400 --peer '[2001:db8::7]:29400'
+  zbmd-node doctor --recovery-budget 5s     the deadlines of another budget
+  zbmd-node doctor --json | jq '.findings[] | select(.state == "not ok")'
 
+The exit code is 0 if all is well, 1 if a line says NOT OK, 2 if the command line is wrong.
+"""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One check. `advice` says what to do when it is not `ok`."""
-
-    name: str
-    ok: bool
-    detail: str
-    advice: str = ""
-
-
-def _python() -> Finding:
-    ok = sys.version_info >= (3, 11)
-    return Finding(
-        name="Python", ok=ok, detail=platform.python_version(), advice="install Python 3.11 or later"
-    )
-
-
-def _kernel() -> Finding:
-    ok = sys.platform == "linux" and hasattr(os, "pidfd_open")
-    return Finding(name="kernel", ok=ok, detail=platform.release(), advice="run on Linux 5.3 or later")
-
-
-def _cores() -> Finding:
-    return Finding(name="cores", ok=True, detail=f"{cores()} (the default for -n)")
-
-
-def _memory() -> Finding:
-    available = available_memory()
-    return Finding(
-        name="memory",
-        ok=available.nbytes > PROBE_BYTES,
-        detail=f"{in_words(available.nbytes)} available, limited by {available.limited_by}",
-        advice="free memory or raise the limit",
-    )
-
-
-def _shared_memory() -> Finding:
-    try:
-        os.close(create_memfd("zbmd-doctor", PROBE_BYTES))
-    except (ZbmdError, OSError) as error:
-        return Finding(name="shared memory", ok=False, detail=str(error), advice="allow memfd_create")
-    return Finding(name="shared memory", ok=True, detail="memfd works; nothing is named in /dev/shm")
-
-
-def _cookie() -> Finding:
-    try:
-        load_or_create_cookie()
-    except ZbmdError as error:
-        return Finding(name="cookie", ok=False, detail=str(error), advice="see above")
-    return Finding(name="cookie", ok=True, detail=str(cookie_path()))
-
-
-def _files() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 64 + FILES_A_RANK * RANKS_MAX
-    return Finding(
-        name="open files",
-        ok=soft >= needed,
-        detail=f"{soft} allowed; {RANKS_MAX} ranks need {needed}",
-        advice=f"ulimit -n {needed}",
-    )
-
-
-def _rdma() -> Finding:
-    """Not needed: a host without it is well."""
-    try:
-        devices = rdma_devices()
-    except UserError as error:
-        return Finding(name="RDMA", ok=True, detail=f"not used: {error}")
-    return Finding(name="RDMA", ok=True, detail=", ".join(devices) or "no device")
-
-
-def _limits() -> Finding:
-    try:
-        deadlines = derive(recovery_budget_ns(os.environ))
-    except UserError as error:
-        return Finding(name="deadlines", ok=False, detail=str(error), advice="correct that variable")
-    shown = ", ".join(f"{each.name} {format_duration(each.value_ns)}" for each in deadlines.explain())
-    detail = f"recovery_budget {format_duration(deadlines.recovery_budget_ns)}; derived from it: {shown}"
-    return Finding(name="deadlines", ok=True, detail=detail)
-
-
-CHECKS: tuple[Callable[[], Finding], ...] = (
-    _python,
-    _kernel,
-    _cores,
-    _memory,
-    _shared_memory,
-    _cookie,
-    _files,
-    _rdma,
-    _limits,
+FIXED: Final = (
+    FixedDeadline(
+        name="template",
+        value_ns=round(READY_S_MAX * 1e9),
+        reason="the first start of a job: it bounds imports, and there is no rank yet that could recover",
+    ),
+    FixedDeadline(
+        name="group operation",
+        value_ns=round(TIMEOUT_S_DEFAULT * 1e9),
+        reason="for a member that lives and does not come: more than it may compute between two calls",
+    ),
+    FixedDeadline(
+        name="actor stop",
+        value_ns=round(STOP_S * 1e9),
+        reason="an actor's own clean-up; how long the end of a run may take is stop_grace and stop_kill",
+    ),
+    FixedDeadline(
+        name="status question",
+        value_ns=round(ACTORS_ASK_S * 1e9),
+        reason="zbmd-node status asks a rank; no recovery waits for the answer",
+    ),
 )
 
+WIDTH_MIN: Final = 30
+WIDTH_MAX: Final = 120
+_MARKS: Final = {State.OK: "ok", State.NOT_OK: "NOT OK", State.NOTE: "-"}
+_STYLES: Final = {State.OK: "green", State.NOT_OK: "bold red", State.NOTE: ""}
+_TITLES: Final = {Section.RDMA: "RDMA", Section.EXTRAS: "OPTIONAL PARTS"}
 
-def main() -> int:
-    """Print what each check found; 0 if all is well."""
-    table = rich.table.Table("check", "", "found", show_lines=False)
-    findings = [check() for check in CHECKS]
-    for finding in findings:
-        text = finding.detail if finding.ok else f"{finding.detail}: {finding.advice}"
-        table.add_row(finding.name, "ok" if finding.ok else "NOT OK", rich.markup.escape(text))
-    rich.console.Console().print(table)
-    return 0 if all(finding.ok for finding in findings) else 1
+
+def main(arguments: Namespace, environment: Mapping[str, str] = os.environ) -> int:
+    """Print the report; 0 if all is well. Raises `UserError` on options that make no sense."""
+    texts: list[str] = arguments.peer or []
+    if len(texts) > PEERS_MAX:
+        raise UserError(f"{len(texts)} peers are too many. Give at most {PEERS_MAX} at a time.")
+    peers = [parse_peer(text) for text in texts]
+    deadlines, source, settings = _settings(arguments, environment)
+    report = asyncio.run(examine_host(peers, deadlines, source, settings, environment))
+    if arguments.json:
+        print(as_json(report))
+    else:
+        show(report, sys.stdout)
+    return 0 if report.ok else 1
+
+
+def _settings(arguments: Namespace, environment: Mapping[str, str]) -> tuple[Deadlines, str, Finding]:
+    """The deadlines, where their budget was set, and whether all settings make sense."""
+    on_line = {"recovery_budget": arguments.recovery_budget}
+    try:
+        merged = merge(on_line, environment, arguments.config)
+    except UserError as error:
+        if arguments.recovery_budget is not None or arguments.config is not None:
+            raise  # what was typed is corrected at once
+        finding = Finding(
+            section=Section.MACHINE,
+            name="settings",
+            state=State.NOT_OK,
+            detail=str(error),
+            advice="correct or unset it",
+        )
+        return derive(), "default", finding
+    chosen = merged.chosen["recovery_budget"]
+    others = [
+        f"{name} from {each.source}" for name, each in merged.chosen.items() if each.source != "default"
+    ]
+    detail = ", ".join(others) or "all defaults"
+    finding = Finding(section=Section.MACHINE, name="settings", state=State.OK, detail=detail)
+    return derive(round(chosen.value * 1e9)), chosen.source, finding
+
+
+async def examine_host(
+    peers: list[Peer], deadlines: Deadlines, source: str, settings: Finding, environment: Mapping[str, str]
+) -> Report:
+    """Look at everything. Takes as long as the peers take to answer, each by the deadline of a dial."""
+    topology = read_topology()
+    facts = read_host_facts()
+    near = affinities(topology)
+    wanted, wrong = read_interface_filter(environment)
+    can = Capabilities(interfaces=wanted)
+    links: list[PairLink] = [local_link(facts, can)]
+    probed = [await probe_finding(deadlines)]
+    timeout_s = deadlines.dial_ns / 1e9
+    for link, findings in await asyncio.gather(*(examine(peer, facts, can, timeout_s) for peer in peers)):
+        links.append(link)
+        probed += findings
+    extras = find_extras(topology)
+    report = deadline_report(deadlines, source)
+    found = (
+        *machine_findings(topology),
+        settings,
+        *accelerator_findings(topology, near),
+        *network_findings(topology, wanted),
+        *([wrong] if wrong is not None else []),
+        *rdma_findings(topology, facts.verbs_missing),
+        *link_findings(tuple(links)),
+        *probed,
+        *deadline_findings(report),
+        *limit_findings(topology),
+        *extra_findings(extras, topology),
+    )
+    return Report(
+        schema=SCHEMA,
+        version=zbmd.__version__,
+        host=facts.name,
+        ok=all(finding.state is not State.NOT_OK for finding in found),
+        findings=found,
+        usable_cpus=topology.cpus.usable,
+        topology=topology,
+        affinities=near,
+        links=tuple(links),
+        deadlines=report,
+        extras=extras,
+    )
+
+
+def deadline_report(deadlines: Deadlines, source: str) -> DeadlineReport:
+    """Every deadline of a budget."""
+    return DeadlineReport(
+        recovery_budget_ns=deadlines.recovery_budget_ns,
+        source=source,
+        same_host_path_ns=deadlines.same_host_path_ns,
+        across_hosts_path_ns=deadlines.across_hosts_path_ns,
+        derived=deadlines.explain(),
+        fixed=FIXED,
+    )
+
+
+def deadline_findings(report: DeadlineReport) -> Iterator[Finding]:
+    """The budget and what it holds, then each deadline with its rule and reason."""
+
+    def line(name: str, detail: str, state: State = State.NOTE) -> Finding:
+        return Finding(section=Section.DEADLINES, name=name, state=state, detail=detail)
+
+    budget, one, across = map(
+        format_duration, (report.recovery_budget_ns, report.same_host_path_ns, report.across_hosts_path_ns)
+    )
+    fits = max(report.same_host_path_ns, report.across_hosts_path_ns) <= report.recovery_budget_ns
+    yield line(
+        "recovery_budget",
+        f"{budget} ({report.source}); a recovery takes {one} of it on one host, {across} across hosts",
+        State.OK if fits else State.NOT_OK,
+    )
+    for each in report.derived:
+        yield line(
+            each.name, f"{format_duration(each.value_ns)} = {each.rule} ({each.kind.value}): {each.reason}"
+        )
+    for fixed in report.fixed:
+        yield line(fixed.name, f"{format_duration(fixed.value_ns)}, fixed: {fixed.reason}")
+
+
+# --- text -----------------------------------------------------------------------------------------------
+
+
+def show(report: Report, file: TextIO) -> None:
+    """Print the report in lines of the terminal's width, or one line a finding where there is none."""
+    console = rich.console.Console(file=file, highlight=False, soft_wrap=True)
+    width = min(shutil.get_terminal_size().columns, WIDTH_MAX) if console.is_terminal else None
+
+    def say(text: str, style: str = "") -> None:
+        wrapped = text if width is None else _fill(text, width, "", "")
+        console.print(rich.text.Text(wrapped, style=style))
+
+    def show_finding(finding: Finding, name_width: int) -> None:
+        text = rich.text.Text(lines_of(finding, name_width, width))
+        whole = finding.state is State.NOT_OK
+        text.stylize(_STYLES[finding.state], 0, len(text) if whole else len(_MARKS[finding.state]))
+        console.print(text)
+
+    say(f"zbmd {report.version} on {report.host}, {platform.system()} {platform.machine()}")
+    for section in Section:
+        found = [finding for finding in report.findings if finding.section is section]
+        say(f"\n{_TITLES.get(section, section.value.upper())}", "bold")
+        for finding in found:
+            show_finding(finding, max(len(each.name) for each in found))
+    wrong = [finding for finding in report.findings if finding.state is State.NOT_OK]
+    say("")
+    if not wrong:
+        say("All is well: this machine can run jobs.", "bold green")
+        return
+    say(f"NOT OK: {len(wrong)} of {len(report.findings)} lines. Jobs may not run as they should:", "bold red")
+    for finding in wrong:
+        show_finding(finding, len(finding.name))
+
+
+def lines_of(finding: Finding, name_width: int, width: int | None) -> str:
+    """A finding in lines of `width` characters; None for one line of any length."""
+    text = finding.detail
+    if finding.advice:
+        word = "To do" if finding.state is State.NOT_OK else "Advice"
+        text = f"{text.rstrip('.')}. {word}: {finding.advice}"
+    mark = f"{_MARKS[finding.state]:7} "
+    head = f"{mark}{finding.name:{name_width}}  "
+    if width is None:
+        return f"{head}{text}".replace("\n", " ")
+    if len(head) <= width // 2:
+        return _fill(text, width, head, " " * len(head))
+    indent = " " * len(mark)
+    return f"{_fill(finding.name, width, mark, indent)}\n{_fill(text, width, indent, indent)}"
+
+
+def _fill(text: str, width: int, first: str, rest: str) -> str:
+    """Wrapped between words only, so that a command or path can be copied."""
+    return "\n".join(
+        textwrap.wrap(
+            text,
+            max(width, WIDTH_MIN),
+            initial_indent=first,
+            subsequent_indent=rest,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+    )

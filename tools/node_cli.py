@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import rich.console
 import uvloop
@@ -30,6 +30,7 @@ examples:
   zbmd-node run --capture run.zlog train.py   record every input, for zbmd replay run.zlog
   zbmd-node run --config job.toml --show-config train.py
   zbmd-node status                          nodes, ranks, actors, restarts
+  zbmd-node doctor                          this machine: its parts, links and deadlines
 """
 
 
@@ -73,8 +74,30 @@ def parser() -> argparse.ArgumentParser:
         "status", help="show the nodes of this user that run here", allow_abbrev=False
     )
     shown.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    commands.add_parser("doctor", help="check this machine and show derived limits", allow_abbrev=False)
+    _add_doctor(commands)
     return top
+
+
+def _add_doctor(commands: Any) -> None:
+    examined = commands.add_parser(
+        "doctor",
+        help="check this machine; show its parts, links and deadlines",
+        description="Check this machine: what it has, which link each pair of processes gets and why, "
+        "every deadline and where it comes from, and what is missing.",
+        epilog=doctor.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    examined.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    examined.add_argument(
+        "--peer", action="append", metavar="HOST[:PORT]", help="another host to reach; may be repeated"
+    )
+    for name in ("--recovery-budget", "--recovery_budget"):
+        hidden = (
+            argparse.SUPPRESS if "_" in name else "derive the deadlines from it; default: the setting, or 1s"
+        )
+        examined.add_argument(name, dest="recovery_budget", metavar="TIME", help=hidden)
+    examined.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -110,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_command(arguments)
         if arguments.command == "status":
             return status_command(arguments)
-        return doctor.main()
+        return doctor.main(arguments)
     except UserError as error:
         print(f"zbmd-node: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE

@@ -232,11 +232,11 @@ def laptop(root: Path) -> Machine:
 
 
 def server(root: Path) -> Machine:
-    """2 sockets of 56 cores with SMT, 8 H100s and 8 InfiniBand ports, each pair behind a switch; Ethernet."""
+    """2 sockets of 16 cores with SMT, 8 H100s and 8 InfiniBand ports, each pair behind a switch; Ethernet."""
     machine = Machine(root)
-    machine.cpus(sockets=2, cores=56, threads=2)
-    machine.numa_node(0, "0-55,112-167", 1_000_000, [10, 21])
-    machine.numa_node(1, "56-111,168-223", 1_000_000, [21, 10])
+    machine.cpus(sockets=2, cores=16, threads=2)
+    machine.numa_node(0, "0-15,32-47", 1_000_000, [10, 21])
+    machine.numa_node(1, "16-31,48-63", 1_000_000, [21, 10])
     machine.pages(shared="never", reserved_2mib=1024)
     machine.loopback()
     for number in range(8):
@@ -278,10 +278,10 @@ def server(root: Path) -> Machine:
 
 
 def container(root: Path) -> Machine:
-    """A container on a 64-cpu host: 8 cpus allowed, a quota of 2.5, one of two GPUs, a virtual interface."""
+    """A container on a 16-cpu host: 8 cpus allowed, a quota of 2.5, one of two GPUs, a virtual interface."""
     machine = Machine(root)
-    machine.cpus(sockets=1, cores=32, threads=2, allowed="4-7,36-39")
-    machine.numa_node(0, "0-63", 256_000, [10])
+    machine.cpus(sockets=1, cores=8, threads=2, allowed="4-7,12-15")
+    machine.numa_node(0, "0-15", 256_000, [10])
     machine.pages(shared="never")
     machine.write("proc/self/cgroup", "0::/kubepods.slice/pod1.scope")
     machine.write("sys/fs/cgroup/kubepods.slice/pod1.scope/cpu.max", "250000 100000")

@@ -510,12 +510,6 @@ async def test_status_shows_nodes_ranks_and_actors(
         assert any(str(pids[1]) in line and "joined" in line for line in table.lines)
 
 
-async def test_doctor_checks_the_machine(start: Start) -> None:
-    code, run = await run_to_end(start, "doctor", COLUMNS="200")
-    assert code in (0, 1)
-    assert any("deadlines" in line and "ok" in line for line in run.lines)
-
-
 # Settings and bad input.
 
 

@@ -53,9 +53,9 @@ def test_a_laptop(tmp_path: Path) -> None:
 def test_a_server_with_eight_gpus(tmp_path: Path) -> None:
     machine = machines.server(tmp_path)
     found = read_topology(tmp_path, addresses=machine.addresses)
-    assert (found.cpus.sockets, found.cpus.cores, found.cpus.usable) == (2, 112, 224)
+    assert (found.cpus.sockets, found.cpus.cores, found.cpus.usable) == (2, 32, 64)
     assert [node.distances for node in found.numa_nodes] == [(10, 21), (21, 10)]
-    assert found.numa_nodes[1].cpus == (*range(56, 112), *range(168, 224))
+    assert found.numa_nodes[1].cpus == (*range(16, 32), *range(48, 64))
     assert [gpu.place.numa_node for gpu in found.gpus] == [0] * 4 + [1] * 4
     assert {gpu.model for gpu in found.gpus} == {"NVIDIA H100 80GB HBM3"}
     assert all(gpu.usable and gpu.driver == "nvidia" for gpu in found.gpus)
@@ -86,7 +86,7 @@ def test_the_affinity_of_gpus_and_network_devices(tmp_path: Path) -> None:
 def test_a_container(tmp_path: Path) -> None:
     machine = machines.container(tmp_path)
     found = read_topology(tmp_path, addresses=machine.addresses)
-    assert found.cpus.allowed == (4, 5, 6, 7, 36, 37, 38, 39)
+    assert found.cpus.allowed == (4, 5, 6, 7, 12, 13, 14, 15)
     assert found.cpus.quota == 2.5
     assert found.cpus.usable == usable_cpus(tmp_path) == 3
     assert [gpu.usable for gpu in found.gpus] == [False, True]

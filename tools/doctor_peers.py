@@ -1,0 +1,236 @@
+"""`zbmd-node doctor --peer HOST[:PORT]`: is the host there, over which interface, and if not, what fails.
+
+The name is resolved, and every address of it is tried from every interface that links may use, all at once. A
+host that refuses the connection is there: only nobody listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from zbmd.tools.doctor_report import Finding, PairLink, Section, State
+from zbmd.transport.errors import UserError
+from zbmd.transport.host_facts import HostFacts
+from zbmd.transport.link_choice import (
+    Capabilities,
+    LinkChoice,
+    Transport,
+    choose_link,
+    interface_words,
+    rank_interfaces,
+)
+from zbmd.transport.topology import Interface, InterfaceKind
+
+PORT_DEFAULT: Final = 29400
+"""Of `--rdzv-endpoint`, as torchrun has it."""
+ADDRESSES_MAX: Final = 8
+INTERFACES_MAX: Final = 8
+PEERS_MAX: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A host as the user names it. given_port: whether the port was named, so that somebody must listen."""
+
+    text: str
+    host: str
+    port: int
+    given_port: bool
+
+
+def parse_peer(text: str) -> Peer:
+    """`host`, `host:port`, `192.0.2.1:29400`, `[2001:db8::1]:29400` or `2001:db8::1`. Raises `UserError`."""
+    host, port_text = text.strip(), ""
+    if host.startswith("["):
+        host, bracket, rest = host[1:].partition("]")
+        port_text = rest.removeprefix(":")
+        broken = not bracket or (rest != "" and not rest.startswith(":")) or rest == ":"
+    elif host.count(":") == 1:
+        host, _, port_text = host.partition(":")
+        broken = not port_text
+    else:
+        broken = False
+    port = int(port_text) if port_text.isdecimal() else 0
+    if broken or not host or (port_text and not 0 < port < 2**16):
+        raise UserError(
+            f"--peer {text!r} is no host and port. Give HOST, HOST:PORT or [IPV6]:PORT, with a port of "
+            "1 to 65535."
+        )
+    return Peer(text=text, host=host, port=port or PORT_DEFAULT, given_port=bool(port_text))
+
+
+class Answer(Enum):
+    """What came back from one address."""
+
+    CONNECTED = "connected"
+    REFUSED = "refused"
+    SILENT = "no answer"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One try to connect from an interface to an address. words: what happened, for a person."""
+
+    interface: Interface
+    address: str
+    answer: Answer
+    words: str
+
+    @property
+    def reached(self) -> bool:
+        """Whether the host itself answered."""
+        return self.answer in (Answer.CONNECTED, Answer.REFUSED)
+
+
+async def examine(
+    peer: Peer, facts: HostFacts, can: Capabilities, timeout_s: float
+) -> tuple[PairLink, list[Finding]]:
+    """The link to a peer, and what was found on the way: `timeout_s` to resolve, as long to connect."""
+    between = (facts.name, peer.text)
+    try:
+        addresses = await _resolve(peer, timeout_s)
+    except UserError as error:
+        return PairLink(between=between, choice=None, error=str(error)), []
+    if _is_own(addresses, facts):
+        return PairLink(between=between, choice=choose_link(facts, facts, can)), []
+    ranked = rank_interfaces(facts.interfaces, can.interfaces, facts.numa_node)
+    outward = [each for each in ranked if each.kind is not InterfaceKind.LOOPBACK][:INTERFACES_MAX]
+    attempts = await reach(addresses, peer.port, outward, timeout_s)
+    return _verdict(peer, between, addresses, outward, attempts)
+
+
+async def reach(
+    addresses: Sequence[str], port: int, interfaces: Sequence[Interface], timeout_s: float
+) -> list[Attempt]:
+    """Try to connect to each address from each interface that has one of the same family, all at once."""
+    tries = [
+        _attempt(each, source, address, port, timeout_s)
+        for address in addresses
+        for each in interfaces
+        if (source := _source(each, address)) is not None
+    ]
+    return list(await asyncio.gather(*tries))
+
+
+def _verdict(
+    peer: Peer,
+    between: tuple[str, str],
+    addresses: Sequence[str],
+    outward: Sequence[Interface],
+    attempts: Sequence[Attempt],
+) -> tuple[PairLink, list[Finding]]:
+    findings = [
+        Finding(
+            section=Section.LINKS,
+            name=f"{each.interface.name} to {each.address}",
+            state=State.OK if each.reached else State.NOTE,
+            detail=each.words,
+        )
+        for each in attempts
+    ]
+    if not attempts:
+        up = ", ".join(each.name for each in outward) or "none"
+        error = (
+            f"no interface leads to {', '.join(addresses)}: none that may be used is up and has an address "
+            f"of that family. Up are: {up}"
+        )
+        return PairLink(between=between, choice=None, error=error), findings
+    best = next((each for each in attempts if each.answer is Answer.CONNECTED), None)
+    there = best or next((each for each in attempts if each.reached), None)
+    if there is None:
+        words = "; ".join(dict.fromkeys(each.words for each in attempts))
+        error = f"{peer.text} cannot be reached from any interface: {words}"
+        return PairLink(between=between, choice=None, error=error), findings
+    if best is None and peer.given_port:
+        error = f"{there.address} answers, but {there.words}"
+        return PairLink(between=between, choice=None, error=error), findings
+    choice = LinkChoice(
+        transport=Transport.TCP,
+        reason=f"another host; {interface_words(there.interface)} reaches {there.address}, {there.words}",
+        device=there.interface.name,
+        better=("RDMA is used if both hosts have it; run the doctor there too",),
+    )
+    return PairLink(between=between, choice=choice), findings
+
+
+async def _resolve(peer: Peer, timeout_s: float) -> list[str]:
+    """The addresses of a name, in the order of preference. Raises `UserError`."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(timeout_s):
+            found = await loop.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
+    except TimeoutError:
+        raise UserError(
+            f"the name {peer.host!r} was not resolved in {timeout_s:g} s: the name server does not answer. "
+            "Give an IP address, or look at /etc/resolv.conf."
+        ) from None
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no host name"
+        raise UserError(
+            f"the name {peer.host!r} cannot be resolved: {why}. Check the spelling, or give an IP address."
+        ) from None
+    return list(dict.fromkeys(str(each[4][0]) for each in found))[:ADDRESSES_MAX]
+
+
+def _is_own(addresses: Sequence[str], facts: HostFacts) -> bool:
+    own = {address for each in facts.interfaces for address in each.addresses}
+    return any(each in own or ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses)
+
+
+def _source(interface: Interface, address: str) -> str | None:
+    """The interface's address of the same family as `address`; None if it has none."""
+    target = ipaddress.ip_address(address.partition("%")[0])
+    for each in map(ipaddress.ip_address, interface.addresses):
+        if each.version == target.version and each.is_link_local == target.is_link_local:
+            return str(each)
+    return None
+
+
+async def _attempt(interface: Interface, source: str, address: str, port: int, timeout_s: float) -> Attempt:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    started_ns = time.monotonic_ns()
+    with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+        try:
+            # Without the right to do so the source address alone decides, and the routes after it.
+            with contextlib.suppress(PermissionError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.name.encode() + b"\0")
+            sock.bind((source, 0))
+            async with asyncio.timeout(timeout_s):
+                await asyncio.get_running_loop().sock_connect(sock, (address, port))
+        except TimeoutError:
+            answer = Answer.SILENT
+            words = f"no answer in {timeout_s:g} s: a firewall drops it, or there is no such host"
+        except ConnectionRefusedError:
+            answer, words = (
+                Answer.REFUSED,
+                f"nobody listens at port {port}: start the node there, or name its port",
+            )
+        except OSError as error:
+            answer, words = Answer.FAILED, _why(error)
+        else:
+            took_ms = (time.monotonic_ns() - started_ns) / 1e6
+            answer, words = Answer.CONNECTED, f"port {port} accepts, in {took_ms:.1f} ms"
+    return Attempt(interface=interface, address=address, answer=answer, words=words)
+
+
+def _why(error: OSError) -> str:
+    match error.errno:
+        case errno.ENETUNREACH:
+            return "no route leads there: look at ip route"
+        case errno.EHOSTUNREACH:
+            return "its network is there, but the host is not: it may be down"
+        case errno.EADDRNOTAVAIL:
+            return "the interface has lost its address"
+        case number:
+            return os.strerror(number) if number else str(error)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from zbmd.tools.fuzzing import actors, captures, collectives, files, links, memories, streams, wires
+from zbmd.tools.fuzzing import actors, bulks, captures, collectives, files, links, memories, streams, wires
 from zbmd.tools.fuzzing.target import Target
 from zbmd.transport.errors import UserError
 
 TARGETS: Final[Mapping[str, Target]] = {
     target.name: target
-    for module in (wires, streams, memories, links, actors, collectives, captures, files)
+    for module in (wires, streams, bulks, memories, links, actors, collectives, captures, files)
     for target in module.TARGETS
 }
 
@@ -30,6 +30,10 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "transport/secure_stream.py": ("stream.plain", "stream.keyed"),
     "transport/topology/netlink.py": ("netlink",),
     "transport/segment.py": ("segment",),
+    "transport/bulk_arrivals.py": ("bulk.peer",),
+    "transport/bulk_machine.py": ("bulk.peer",),
+    "transport/bulk_records.py": ("bulk.record",),
+    "transport/bulk_stream.py": ("bulk.peer",),
     "transport/cookie.py": ("cookie",),
     "transport/durations.py": ("options",),
     "transport/faults.py": ("faults",),
@@ -74,6 +78,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
 """Module to the targets that reach what it decodes."""
 
 EXEMPT: Final[Mapping[str, str]] = {
+    "transport/bulk_lane.py": "receives into where the reader of bulk_stream.py says, and decodes nothing",
     "actors/actor.py": "makes a number of random bytes of its own",
     "actors/actor_capture.py": "makes a number of random bytes of its own",
     "actors/system.py": "makes a number of a digest of its own name",

@@ -53,6 +53,7 @@ from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.hello import Identity
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.liveness import DeathNotice, DeathWatch, LifeThread
+from zbmd.transport.process_arena import arena_joined, arena_left
 from zbmd.transport.segment import PeerSegment, Segment
 from zbmd.transport.shm import Endpoint, dial
 
@@ -144,7 +145,7 @@ class Node:
             deadlines=self.deadlines,
             recorder=self.recorder,
         )
-        self._links = MemberLinks(self.rank, self.system, self._endpoint)
+        self._links = MemberLinks(self.rank, self.system, self._endpoint, self._confirmed)
         self._view = View(epoch=0, members=())
         self._peers: dict[int, Peer] = {}
         self._callbacks: list[OnPeerLost] = []
@@ -240,6 +241,7 @@ class Node:
         self._watch.close()
         self._life.goodbye()
         self._peers.clear()
+        arena_left(self.segment.arena)
         self.segment.close()
         if self._log_file is not None:
             self._log_file.close()
@@ -250,6 +252,7 @@ class Node:
     async def open(self) -> None:
         """Listen, reach the host, and enter the first view."""
         faults.arm(self.system.name, self.incarnation)
+        arena_joined(self.segment.arena)
         if self.alone:
             member = Member(rank=0, incarnation=self.incarnation, address="")
             self._view = View(epoch=1, members=(member,))
@@ -301,6 +304,12 @@ class Node:
         self.epoch = view.epoch
         members = ", ".join(f"{child_id(m.rank)}#{m.incarnation}" for m in view.members)
         self.recorder.note(f"entered the view of epoch {view.epoch}: {members}")
+
+    def _confirmed(self, rank: int, incarnation: int) -> None:
+        """An incarnation is proven gone: what it could write may be reused."""
+        peer = self._peers.get(rank)
+        if peer is not None and peer.incarnation == incarnation:
+            self.segment.end_proven(rank)
 
     def _noticed(self, incarnation: int) -> Callable[[int, DeathNotice], None]:
         def call(slot: int, notice: DeathNotice) -> None:

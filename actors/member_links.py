@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -18,16 +19,20 @@ from zbmd.transport.shm import Endpoint, Listener, dial, listen
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
 
+OnConfirmed = Callable[[int, int], None]
+"""Takes the rank and incarnation of one that is proven gone, perhaps more than once."""
+
 _RANK_NAME = re.compile(r"rank(\d{1,3})")
 
 
 class MemberLinks:
     """One link to each other member; higher ranks dial lower ones. Links live across views."""
 
-    def __init__(self, rank: int, system: ActorSystem, endpoint: Endpoint) -> None:
+    def __init__(self, rank: int, system: ActorSystem, endpoint: Endpoint, on_confirmed: OnConfirmed) -> None:
         self._rank = rank
         self._system = system
         self._endpoint = endpoint
+        self._on_confirmed = on_confirmed
         self._loop = asyncio.get_running_loop()
         self._listener: Listener | None = None
         self._links: dict[tuple[int, int], Link] = {}  # in use, by rank and incarnation
@@ -71,6 +76,7 @@ class MemberLinks:
 
     def confirmed(self, rank: int, incarnation: int) -> None:
         """The kernel reported the end of this incarnation."""
+        self._on_confirmed(rank, incarnation)
         self._confirmed[rank] = max(incarnation, self._confirmed.get(rank, 0))
         self._unconfirmed = {(r, i) for r, i in self._unconfirmed if i > self._confirmed.get(r, 0)}
         self._changed.set()

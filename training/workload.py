@@ -29,7 +29,7 @@ from zbmd.training.store import Store
 from zbmd.training.xp import Array
 from zbmd.transport import faults
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.region import RegionHandle, Regions, RemoteRegion
+from zbmd.transport.region import RegionHandle, RemoteRegion
 from zbmd.transport.segment import PeerSegment, Segment
 
 FETCH_ELEMENTS = 1 << 18
@@ -116,7 +116,7 @@ class TrainingWorkload:
 
     def handle(self) -> bytes:
         """Where peers read the slots."""
-        regions = Regions(self.node.segment)
+        regions = self.node.segment.regions
         handles = [regions.register(slot.flat) for slot in self.store.slots]
         return msgspec.msgpack.encode(handles)
 

@@ -11,18 +11,32 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from zbmd.transport._native import Mapping, address_of
+from zbmd.transport._native import address_of
 from zbmd.transport.errors import ArenaFull, LocalProtocolError
 from zbmd.transport.memory import in_words
 
 ALIGNMENT = 64
 BLOCKS_MAX = 1 << 16
 """Arrays alive at once in one arena."""
+
+
+class Memory(Protocol):
+    """A range of memory that arrays can lie in: a `Mapping`, or what stands for one in the simulator."""
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        ...
+
+    def view(self, offset: int, nbytes: int, *, writable: bool = False) -> memoryview:
+        """A view that keeps it alive."""
+        ...
 
 
 class Allocator:
@@ -106,10 +120,17 @@ class Allocator:
 
 
 class Arena:
-    """Arrays in one range of a process's own segment. Safe to use from any thread."""
+    """Arrays in one range of a process's own segment. Safe to use from any thread.
 
-    def __init__(self, mapping: Mapping, offset: int, nbytes: int) -> None:
+    `unsettled` tells of peers that may still store here though they are known to have ended: while there are
+    any, memory that is returned waits.
+    """
+
+    def __init__(
+        self, mapping: Memory, offset: int, nbytes: int, *, unsettled: Callable[[], bool] | None = None
+    ) -> None:
         self._mapping = mapping
+        self._unsettled = unsettled
         self._allocator = Allocator(offset, nbytes)
         self._begin = mapping.address + offset
         self._end = self._begin + nbytes
@@ -129,7 +150,7 @@ class Arena:
         nbytes = math.prod(dimensions) * kind.itemsize
         with self._lock:
             self._collect()
-            offset = self._allocator.allocate(nbytes)
+            offset = self._allocate(nbytes)
         view = self._mapping.view(offset, nbytes, writable=True)
         array = np.ndarray(dimensions, kind, buffer=view)
         # numpy keeps every view's base at this array, so it lives as long as any of them.
@@ -169,6 +190,28 @@ class Arena:
         with self._lock:
             self._allocator.check_invariants()
 
+    @property
+    def waiting_blocks(self) -> int:
+        """Arrays that are gone and whose memory waits until the end of a peer is certain."""
+        with self._lock:
+            self._collect()
+            return len(self._returned)
+
+    def _allocate(self, nbytes: int) -> int:
+        try:
+            return self._allocator.allocate(nbytes)
+        except ArenaFull as full:
+            if not self._returned:
+                raise
+            raise ArenaFull(
+                f"{full} The memory of {len(self._returned):,} arrays more is kept until a peer that has died is "
+                "proven gone: try again then.",
+                asked_bytes=full.asked_bytes,
+                available_bytes=full.available_bytes,
+            ) from None
+
     def _collect(self) -> None:
+        if self._returned and self._unsettled is not None and self._unsettled():
+            return
         for _ in range(len(self._returned)):
             self._allocator.free(self._returned.popleft())

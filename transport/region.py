@@ -8,6 +8,7 @@ it knows that memory, the owner (`Regions.resolve`) where bytes reach it over a 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
@@ -81,70 +82,92 @@ class RemoteRegion(Protocol):
         ...
 
 
-class OwnMemory(Protocol):
-    """What a process can register memory of: its segment, or what stands for one in the simulator."""
+class _Region:
+    """A registered array, and the slots of those that may still write it."""
 
-    @property
-    def slot(self) -> int:
-        """Of the owner."""
-        ...
+    __slots__ = ("array", "writers")
 
-    @property
-    def incarnation(self) -> int:
-        """Of the owner."""
-        ...
-
-    @property
-    def inbox(self) -> Arena:
-        """What peers may write."""
-        ...
-
-    @property
-    def arena(self) -> Arena:
-        """What peers may read."""
-        ...
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array = array
+        self.writers: set[int] = set()
 
 
 class Regions:
-    """The registered memory of this process. Safe to use from any thread."""
+    """The registered memory of this process: `segment.regions`. Safe to use from any thread."""
 
-    def __init__(self, own: OwnMemory) -> None:
-        self._own = own
+    def __init__(self, *, slot: int, incarnation: int, inbox: Arena, arena: Arena) -> None:
+        self._slot = slot
+        self._incarnation = incarnation
+        self._inbox = inbox
+        self._arena = arena
         self._lock = threading.Lock()
-        self._arrays: dict[RegionHandle, NDArray[Any]] = {}
+        self._regions: dict[RegionHandle, _Region] = {}
+        self._closing: dict[RegionHandle, _Region] = {}
 
-    def register(self, array: NDArray[Any]) -> RegionHandle:
+    def register(self, array: NDArray[Any], *, writers: Iterable[int] = ()) -> RegionHandle:
         """Describe an array of our own arena (peers may read it) or inbox (peers may write it).
 
-        The array lives until `release`. Registering it again gives the same handle. Raises
-        `LocalProtocolError` if it is not C-contiguous, lies elsewhere, or `REGIONS_MAX` are registered.
+        The array lives until `release`; and if `writers` names the slots that get the handle, then until
+        each of these has closed its region or is proven gone. Registering it again gives the same handle and
+        adds writers. Raises `LocalProtocolError` if it is not C-contiguous, lies elsewhere, or `REGIONS_MAX`
+        are registered.
         """
-        own = self._own
-        offset, writable = own.inbox.offset_of(array), True
+        offset, writable = self._inbox.offset_of(array), True
         if offset is None:
-            offset, writable = own.arena.offset_of(array), False
+            offset, writable = self._arena.offset_of(array), False
         if offset is None:
             raise LocalProtocolError(
                 f"an array of shape {array.shape} cannot be registered: it is not a C-contiguous array of "
                 "this process's arena or inbox; make it with arena.empty or arena.from_array"
             )
         handle = RegionHandle(
-            slot=own.slot,
-            incarnation=own.incarnation,
+            slot=self._slot,
+            incarnation=self._incarnation,
             offset=offset,
             nbytes=array.nbytes,
             writable=writable,
         )
         with self._lock:
-            if len(self._arrays) >= REGIONS_MAX and handle not in self._arrays:
-                raise LocalProtocolError(f"{REGIONS_MAX} regions are registered already: release some")
-            self._arrays[handle] = array
+            region = self._regions.get(handle) or self._closing.pop(handle, None)
+            if region is None:
+                if len(self._regions) + len(self._closing) >= REGIONS_MAX:
+                    raise LocalProtocolError(f"{REGIONS_MAX} regions are registered already: release some")
+                region = _Region(array)
+            self._regions[handle] = region
+            if writable:
+                region.writers.update(writers)
         return handle
 
     def release(self, handle: RegionHandle) -> None:
-        """Let go of the array behind one of our handles. Idempotent."""
+        """Let go of the array behind one of our handles, once none of its writers is left. Idempotent."""
         with self._lock:
-            self._arrays.pop(handle, None)
+            region = self._regions.pop(handle, None)
+            if region is not None and region.writers:
+                self._closing[handle] = region
+
+    def writer_closed(self, handle: RegionHandle, slot: int) -> None:
+        """A peer has told that it closed its region behind `handle`. Idempotent."""
+        with self._lock:
+            self._without(handle, slot)
+
+    def writer_gone(self, slot: int) -> None:
+        """The process in `slot` is proven gone. Idempotent."""
+        with self._lock:
+            for handle in [*self._regions, *self._closing]:
+                self._without(handle, slot)
+
+    @property
+    def closing(self) -> int:
+        """Regions that are released, and live until their writers have closed them or are proven gone."""
+        with self._lock:
+            return len(self._closing)
+
+    def _without(self, handle: RegionHandle, slot: int) -> None:
+        region = self._regions.get(handle) or self._closing.get(handle)
+        if region is not None:
+            region.writers.discard(slot)
+            if not region.writers:
+                self._closing.pop(handle, None)
 
     def resolve(self, handle: RegionHandle, offset: int, nbytes: int, *, write: bool) -> memoryview:
         """The bytes that a peer means, for links that store or read on its behalf; writable if `write`.
@@ -152,21 +175,21 @@ class Regions:
         The view keeps them alive. Raises `RemoteProtocolError` on a handle that is forged, stale, released,
         read-only if `write`, or too small for `offset` and `nbytes`.
         """
-        if (handle.slot, handle.incarnation) != (self._own.slot, self._own.incarnation):
+        if (handle.slot, handle.incarnation) != (self._slot, self._incarnation):
             raise RemoteProtocolError(
                 f"a region handle for slot {handle.slot}, incarnation {handle.incarnation} came to slot "
-                f"{self._own.slot}, incarnation {self._own.incarnation}"
+                f"{self._slot}, incarnation {self._incarnation}"
             )
         with self._lock:
-            array = self._arrays.get(handle)
-        if array is None:
+            region = self._regions.get(handle)
+        if region is None:
             raise RemoteProtocolError(
                 f"a region handle names bytes {handle.offset}+{handle.nbytes}: no region"
             )
         require_range(handle, offset, nbytes)
         if write and not handle.writable:
             raise read_only(handle)
-        view = array.reshape(-1).view(np.uint8).data[offset : offset + nbytes]
+        view = region.array.reshape(-1).view(np.uint8).data[offset : offset + nbytes]
         return view if write else view.toreadonly()
 
 

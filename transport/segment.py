@@ -15,7 +15,7 @@ from zbmd.transport.arena import Arena
 from zbmd.transport.copy_queue import CopyQueue
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.memory import create_memfd, map_from_peer, sealed_size
-from zbmd.transport.region import RegionHandle
+from zbmd.transport.region import RegionHandle, Regions
 
 NODE_SLOT = _native.MAX_SLOTS - 1
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
@@ -23,6 +23,18 @@ PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class _Ends:
+    """Which of the lost are proven to touch our memory no more. Apart from the segment, so that arenas can ask
+    without keeping it alive."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self._mapping = mapping
+        self.proven = 0
+
+    def any_unsettled(self) -> bool:
+        return self._mapping.load64(_native.OFF_LOST) & ~self.proven != 0
 
 
 class Segment(Cells):
@@ -34,8 +46,11 @@ class Segment(Cells):
         self._open_cells(mapping)
         self.slot = slot
         self.incarnation = incarnation
-        self.inbox = Arena(mapping, _native.OFF_END, arena_offset - _native.OFF_END)
+        self._ends = _Ends(mapping)
+        inbox_bytes = arena_offset - _native.OFF_END
+        self.inbox = Arena(mapping, _native.OFF_END, inbox_bytes, unsettled=self._ends.any_unsettled)
         self.arena = Arena(mapping, arena_offset, mapping.nbytes - arena_offset)
+        self.regions = Regions(slot=slot, incarnation=incarnation, inbox=self.inbox, arena=self.arena)
 
     @classmethod
     def create(cls, *, slot: int, incarnation: int, arena_bytes: int, inbox_bytes: int) -> Segment:
@@ -97,8 +112,20 @@ class Segment(Cells):
         return self.mapping.load64(_native.OFF_LOST)
 
     def clear_lost(self, slot: int) -> None:
-        """Forget the death of the process in `slot`, because a replacement has taken its place."""
+        """Forget the death of the process in `slot`, which is proven, for a replacement takes its place."""
+        self.end_proven(slot)
         _native.clear_lost(self.base, slot)
+        self._ends.proven &= ~(1 << slot)
+
+    def end_proven(self, slot: int) -> None:
+        """The lost process in `slot` can store nothing more: the kernel reported its end, or closed its
+        socket; or nobody stores on its behalf any more, if it was on another host. A notice does not prove
+        that, for it comes before the process's other threads have stopped.
+
+        What the process could write may be reused from now on. Idempotent.
+        """
+        self.regions.writer_gone(slot)
+        self._ends.proven |= 1 << slot
 
     def close(self) -> None:
         """Close the memfd and let go of the mapping, which ends with the last array in it. Idempotent."""

@@ -23,7 +23,7 @@ from zbmd.transport.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from zbmd.transport.region import RegionHandle, Regions, RemoteRegion
+from zbmd.transport.region import RegionHandle, RemoteRegion
 from zbmd.transport.segment import Segment
 
 if TYPE_CHECKING:
@@ -57,12 +57,11 @@ class StagedPipe:
             raise LocalProtocolError(f"a staged pipe needs channels {channel} and {channel + 1}")
         self._own = own
         self._channel = channel
-        self._regions = Regions(own)
         self._inbox: NDArray[np.uint8] = own.inbox.empty(RING_BYTES, np.uint8)
         self._slots = [
             self._inbox[begin + _HEAD_BYTES : begin + _STRIDE] for begin in range(0, RING_BYTES, _STRIDE)
         ]
-        self.handle: RegionHandle = self._regions.register(self._inbox)
+        self.handle: RegionHandle = own.regions.register(self._inbox)
         self._theirs: RemoteRegion | None = None
         self._peer = -1
         self._sent = 0
@@ -129,7 +128,7 @@ class StagedPipe:
 
     def close(self) -> None:
         """Let go of the ring; the peer's memory is kept until its end is certain. Idempotent."""
-        self._regions.release(self.handle)
+        self._own.regions.release(self.handle)
         if self._theirs is not None:
             self._theirs.close()
 

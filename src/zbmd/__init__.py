@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zbmd.collectives.errors import OperationAborted
     from zbmd.collectives.group import Group, group
     from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
+    from zbmd.transport.process_arena import empty, from_array
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,8 @@ __all__ = [
     "UserError",
     "ZbmdError",
     "__version__",
+    "empty",
+    "from_array",
     "group",
     "join",
     "on",
@@ -72,6 +75,7 @@ _HOMES = {
     "zbmd.collectives.errors": ("OperationAborted",),
     "zbmd.collectives.group": ("Group", "group"),
     "zbmd.transport.errors": ("DeadlineExceeded", "PeerLost", "UserError", "ZbmdError"),
+    "zbmd.transport.process_arena": ("empty", "from_array"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from zbmd.transport import _native
-from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError
+from zbmd.transport.errors import ArenaFull, LocalProtocolError, PeerLost, RemoteProtocolError
 from zbmd.transport.liveness import LifeThread
-from zbmd.transport.region import RegionHandle, Regions, RemoteRegion
+from zbmd.transport.region import RegionHandle, RemoteRegion
 from zbmd.transport.segment import PeerSegment, Segment
 from zbmd.transport.transfer import Transfer
 
@@ -42,14 +42,14 @@ def opened(ours: Segment, theirs: Segment, handle: RegionHandle) -> RemoteRegion
 def inbox(owner: Segment, nbytes: int) -> tuple[NDArray[np.uint8], RegionHandle]:
     array = owner.inbox.empty(nbytes, np.uint8)
     array[:] = 0
-    return array, Regions(owner).register(array)
+    return array, owner.regions.register(array)
 
 
 def test_put_and_get_across_processes(pair: Pair, fork: Fork) -> None:
     ours, theirs = pair
     target = ours.inbox.empty((4, 100), np.float32)
     numbers = ours.arena.from_array(np.arange(10, dtype=np.int64))
-    handles = msgspec.msgpack.encode([Regions(ours).register(target), Regions(ours).register(numbers)])
+    handles = msgspec.msgpack.encode([ours.regions.register(target), ours.regions.register(numbers)])
 
     def child() -> None:
         for_put, for_get = msgspec.msgpack.decode(handles, type=list[RegionHandle])
@@ -73,7 +73,7 @@ def test_put_and_get_across_processes(pair: Pair, fork: Fork) -> None:
 def test_a_part_of_a_region_is_viewed_without_a_copy(pair: Pair) -> None:
     ours, theirs = pair
     array = theirs.arena.from_array(np.arange(100, dtype=np.uint8))
-    region = opened(ours, theirs, Regions(theirs).register(array[10:90]))
+    region = opened(ours, theirs, theirs.regions.register(array[10:90]))
     view = region.view(5, 3)
     assert view is not None and view.readonly and bytes(view) == b"\x0f\x10\x11"
     array[15] = 99
@@ -83,7 +83,7 @@ def test_a_part_of_a_region_is_viewed_without_a_copy(pair: Pair) -> None:
 
 
 def test_what_is_not_in_shared_memory_cannot_be_registered(pair: Pair) -> None:
-    regions = Regions(pair[0])
+    regions = pair[0].regions
     with pytest.raises(LocalProtocolError, match=r"arena\.empty"):
         regions.register(np.zeros(4))
     with pytest.raises(LocalProtocolError, match=r"arena\.empty"):
@@ -92,7 +92,7 @@ def test_what_is_not_in_shared_memory_cannot_be_registered(pair: Pair) -> None:
 
 def test_the_owner_resolves_only_what_it_has_registered(pair: Pair) -> None:
     ours, theirs = pair
-    regions = Regions(ours)
+    regions = ours.regions
     target = ours.inbox.empty((2, 4), np.float32)
     handle = regions.register(target)
     regions.resolve(handle, 16, 16, write=True)[:] = np.ones(4, np.float32).tobytes()
@@ -110,7 +110,7 @@ def test_the_owner_resolves_only_what_it_has_registered(pair: Pair) -> None:
         with pytest.raises(RemoteProtocolError, match="no region"):
             regions.resolve(other, 0, 1, write=True)
     with pytest.raises(RemoteProtocolError, match="came to slot 1"):
-        Regions(theirs).resolve(handle, 0, 1, write=True)
+        theirs.regions.resolve(handle, 0, 1, write=True)
 
 
 def test_empty_and_strided_puts(pair: Pair) -> None:
@@ -150,7 +150,7 @@ def test_a_handle_of_another_incarnation_is_stale(pair: Pair) -> None:
 
 def test_an_arena_cannot_be_put_into(pair: Pair) -> None:
     ours, theirs = pair
-    handle = Regions(theirs).register(theirs.arena.empty(8))
+    handle = theirs.regions.register(theirs.arena.empty(8))
     with pytest.raises(RemoteProtocolError, match="read-only"):
         opened(ours, theirs, handle).put(np.zeros(1), channel=0, value=1)
     with pytest.raises(RemoteProtocolError, match="outside its inbox"):
@@ -176,6 +176,49 @@ def test_calls_of_no_use_are_refused_and_change_nothing(pair: Pair) -> None:
         with pytest.raises(LocalProtocolError, match="closed"):
             call()
     assert not target.any() and _native.load_cell(theirs.base, ours.slot, 0) == 0
+
+
+def test_memory_of_one_who_died_waits_until_its_end_is_proven(pair: Pair) -> None:
+    ours = pair[0]
+    held = ours.inbox.empty(1 << 15, np.uint8)
+    _native.set_lost(ours.base, 1)
+    del held
+    assert ours.inbox.waiting_blocks == 1 and ours.inbox.used_bytes == 1 << 15
+    with pytest.raises(ArenaFull, match="proven gone"):
+        ours.inbox.empty(1 << 16, np.uint8)
+    _native.set_lost(ours.base, 2)
+    ours.end_proven(1)
+    assert ours.inbox.waiting_blocks == 1
+    ours.clear_lost(2)
+    assert ours.inbox.waiting_blocks == 0
+    whole = ours.inbox.empty(1 << 16, np.uint8)
+    _native.set_lost(ours.base, 2)
+    del whole
+    assert ours.inbox.waiting_blocks == 1, "of a replacement nothing is proven yet"
+    freed = ours.arena.empty(1 << 16, np.uint8)
+    del freed
+    assert ours.arena.used_bytes == 0, "peers only read the arena"
+
+
+def test_a_released_region_lives_until_each_writer_has_closed_it_or_is_gone(pair: Pair) -> None:
+    ours = pair[0]
+    regions = ours.regions
+    handle = regions.register(ours.inbox.empty(64, np.uint8), writers=(1, 2))
+    regions.release(handle)
+    regions.release(handle)
+    with pytest.raises(RemoteProtocolError, match="no region"):
+        regions.resolve(handle, 0, 1, write=True)
+    assert (regions.closing, ours.inbox.used_bytes) == (1, 64)
+    regions.writer_closed(handle, 2)
+    regions.writer_closed(handle, 2)
+    assert (regions.closing, ours.inbox.used_bytes) == (1, 64)
+    ours.end_proven(1)
+    assert (regions.closing, ours.inbox.used_bytes) == (0, 0)
+    closed_first = regions.register(ours.inbox.empty(64, np.uint8), writers=(1,))
+    regions.writer_closed(closed_first, 1)
+    assert regions.resolve(closed_first, 0, 64, write=True).nbytes == 64
+    regions.release(closed_first)
+    assert (regions.closing, ours.inbox.used_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("how", ["killed", "leaves", "replaced"])
@@ -260,7 +303,7 @@ async def test_a_large_get_on_a_loop_fills_the_buffer_before_it_is_done(pair: Pa
     try:
         array = theirs.arena.from_array(np.arange(1 << 20))
         into = np.zeros(1 << 20, np.int64)
-        await opened(ours, theirs, Regions(theirs).register(array)).get(into)
+        await opened(ours, theirs, theirs.regions.register(array)).get(into)
         assert np.array_equal(into, array)
     finally:
         theirs.close()

@@ -25,12 +25,18 @@ WAIT_LOST: Final[int]
 WAIT_ABORTED: Final[int]
 WAIT_DEADLINE: Final[int]
 RING_HEADER_BYTES: Final[int]
+MADV_HUGEPAGE: Final[int]
+MADV_POPULATE_WRITE: Final[int]
 
 class Mapping:
     """A shared mapping of a memfd, unmapped when the last view of it is gone."""
 
     def __init__(self, fd: int, nbytes: int, writable_bytes: int) -> None:
         """Map `nbytes` of `fd`; the first `writable_bytes` are writable. Raises OSError."""
+    def madvise(self, advice: int) -> None:
+        """madvise(2) for the whole mapping, without the GIL. Raises OSError."""
+    def prefer_node(self, node: int) -> None:
+        """Have pages that are not there yet taken from a NUMA node while it has any. Raises OSError."""
     @property
     def address(self) -> int: ...
     @property
@@ -46,6 +52,9 @@ class Mapping:
 
 def now_ns() -> int:
     """CLOCK_MONOTONIC in ns, the clock of every deadline and notice."""
+
+def current_node() -> int:
+    """The NUMA node that the calling thread runs on."""
 
 def address_of(buffer: Buffer | NDArray[Any]) -> int:
     """The address of a contiguous buffer's first byte. Raises BufferError if it is not contiguous."""

@@ -22,6 +22,7 @@ cdef extern from "sys/mman.h" nogil:
     void *mmap(void *address, size_t length, int protection, int flags, int fd, long offset)
     int munmap(void *address, size_t length)
     int mprotect(void *address, size_t length, int protection)
+    int madvise(void *address, size_t length, int advice)
     int PROT_READ, PROT_WRITE, MAP_SHARED
     void *MAP_FAILED
 
@@ -62,6 +63,13 @@ cdef extern from "native.h" nogil:
     void zbmd_abort_channel(zbmd_base own, uint32_t channel, uint32_t epoch)
     uint32_t zbmd_load32(zbmd_base base, uint64_t offset)
     void zbmd_store32(zbmd_base base, uint64_t offset, uint32_t value)
+
+cdef extern from "numa.h" nogil:
+    enum:
+        ZBMD_MADV_HUGEPAGE
+        ZBMD_MADV_POPULATE_WRITE
+    int zbmd_current_node()
+    int zbmd_prefer_node(void *start, size_t nbytes, uint32_t node)
 
 cdef extern from "ring.h" nogil:
     enum:
@@ -122,6 +130,8 @@ WAIT_LOST = ZBMD_WAIT_LOST
 WAIT_ABORTED = ZBMD_WAIT_ABORTED
 WAIT_DEADLINE = ZBMD_WAIT_DEADLINE
 RING_HEADER_BYTES = ZBMD_RING_OFF_DATA
+MADV_HUGEPAGE = ZBMD_MADV_HUGEPAGE
+MADV_POPULATE_WRITE = ZBMD_MADV_POPULATE_WRITE
 
 
 cdef class _View:
@@ -162,6 +172,17 @@ cdef class Mapping:
         if self.start != NULL:
             munmap(self.start, self.nbytes)
 
+    def madvise(self, int advice):
+        cdef int failed
+        with nogil:
+            failed = madvise(self.start, self.nbytes, advice)
+        if failed:
+            raise OSError(errno, os.strerror(errno))
+
+    def prefer_node(self, uint32_t node):
+        if zbmd_prefer_node(self.start, self.nbytes, node) != 0:
+            raise OSError(errno, os.strerror(errno))
+
     @property
     def address(self):
         return <size_t>self.start
@@ -179,19 +200,24 @@ cdef class Mapping:
         view.writable = writable
         return memoryview(view)
 
+    cdef zbmd_base word(self, size_t offset) except NULL:
+        if offset % 8 or offset > self.nbytes or 8 > self.nbytes - offset:
+            raise LocalProtocolError(f"word at {offset} is outside a mapping")
+        return self.start + offset
+
     cdef zbmd_base at(self, size_t offset, size_t nbytes) except NULL:
         if offset % 8 or offset > self.writable_bytes or nbytes > self.writable_bytes - offset:
             raise LocalProtocolError(f"word at {offset} is outside the writable part of a mapping")
         return self.start + offset
 
     def load64(self, size_t offset):
-        return zbmd_load64(self.at(offset, 8), 0)
+        return zbmd_load64(self.word(offset), 0)
 
     def store64(self, size_t offset, uint64_t value):
         zbmd_store64(self.at(offset, 8), 0, value)
 
     def load32(self, size_t offset):
-        return zbmd_load32(self.at(offset & ~<size_t>4, 8), offset & 4)
+        return zbmd_load32(self.word(offset & ~<size_t>4), offset & 4)
 
     def store32(self, size_t offset, uint32_t value):
         zbmd_store32(self.at(offset & ~<size_t>4, 8), offset & 4, value)
@@ -199,6 +225,10 @@ cdef class Mapping:
 
 def now_ns():
     return zbmd_now_ns()
+
+
+def current_node():
+    return zbmd_current_node()
 
 
 def address_of(object buffer):

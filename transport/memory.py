@@ -96,6 +96,17 @@ def create_memfd(name: str, nbytes: int) -> int:
     Raises `OutOfMemory` before anything is allocated if that much is not there, and `LocalProtocolError`
     on a size that is not positive.
     """
+    fd = open_memfd(name, nbytes)
+    try:
+        fill_memfd(name, fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_memfd(name: str, nbytes: int) -> int:
+    """The first half of `create_memfd`: nothing is allocated yet, but there is room. Raises as it does."""
     if nbytes <= 0:
         raise LocalProtocolError(f"shared memory {name!r} of {nbytes} bytes: the size must be positive")
     available = available_memory()
@@ -103,14 +114,22 @@ def create_memfd(name: str, nbytes: int) -> int:
         raise _out_of_memory(name, nbytes, available)
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        os.ftruncate(fd, nbytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def fill_memfd(name: str, fd: int, nbytes: int) -> None:
+    """The second half: allocate what is not there yet, and seal the size. Raises `OutOfMemory`."""
+    try:
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError as error:
-        os.close(fd)
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise _out_of_memory(name, nbytes, available_memory()) from error
         raise
-    return fd
 
 
 def _out_of_memory(name: str, nbytes: int, available: Available) -> OutOfMemory:

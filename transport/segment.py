@@ -14,15 +14,11 @@ from zbmd.transport._region import Cells, ShmRegion
 from zbmd.transport.arena import Arena
 from zbmd.transport.copy_queue import CopyQueue
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-from zbmd.transport.memory import create_memfd, map_from_peer, sealed_size
+from zbmd.transport.memory import map_from_peer, sealed_size
+from zbmd.transport.placement import PAGE_BYTES, Placed, place
 from zbmd.transport.region import RegionHandle, Regions
 
 NODE_SLOT = _native.MAX_SLOTS - 1
-PAGE_BYTES = os.sysconf("SC_PAGESIZE")
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class _Ends:
@@ -40,8 +36,11 @@ class _Ends:
 class Segment(Cells):
     """This process's own segment, mapped read-write."""
 
-    def __init__(self, fd: int, mapping: Mapping, *, slot: int, incarnation: int, arena_offset: int) -> None:
-        self._fd = fd
+    def __init__(self, placed: Placed, *, slot: int, incarnation: int) -> None:
+        mapping, arena_offset = placed.mapping, placed.arena_offset
+        self._fd = placed.fd
+        self.placement = placed.placement
+        """The pages and the NUMA node that it got."""
         self._mapping: Mapping | None = mapping
         self._open_cells(mapping)
         self.slot = slot
@@ -66,22 +65,18 @@ class Segment(Cells):
                 f"segment with incarnation {incarnation}, arena {arena_bytes}, inbox {inbox_bytes}: "
                 "the incarnation must be a positive u64 and the sizes not negative"
             )
-        arena_offset = _native.OFF_END + _pages(inbox_bytes)
-        total = arena_offset + _pages(arena_bytes)
-        fd = create_memfd(f"zbmd-segment-{slot}", total)
-        try:
-            mapping = Mapping(fd, total, total)
-        except OSError:
-            os.close(fd)
-            raise
-        mapping.store64(_native.OFF_TOTAL, total)
+        placed = place(
+            f"zbmd-segment-{slot}", head_bytes=_native.OFF_END + inbox_bytes, arena_bytes=arena_bytes
+        )
+        mapping = placed.mapping
+        mapping.store64(_native.OFF_TOTAL, mapping.nbytes)
         mapping.store64(_native.OFF_INBOX, _native.OFF_END)
-        mapping.store64(_native.OFF_ARENA, arena_offset)
+        mapping.store64(_native.OFF_ARENA, placed.arena_offset)
         mapping.store64(_native.OFF_PID, os.getpid())
         mapping.store64(_native.OFF_INCARNATION, incarnation)
         mapping.store32(_native.OFF_SLOT, slot)
         mapping.store64(_native.OFF_MAGIC, _native.MAGIC)
-        return cls(fd, mapping, slot=slot, incarnation=incarnation, arena_offset=arena_offset)
+        return cls(placed, slot=slot, incarnation=incarnation)
 
     @property
     def fd(self) -> int:
@@ -162,7 +157,7 @@ class PeerSegment:
         total = sealed_size(fd)
         if total < _native.OFF_END:
             raise RemoteProtocolError(f"the segment of slot {slot} has {total} bytes, too few for its header")
-        header = map_from_peer(fd, _native.OFF_END, _native.OFF_END)
+        header = map_from_peer(fd, total, 0)  # the whole, since huge pages cannot be mapped in part
         arena_offset = header.load64(_native.OFF_ARENA)
         incarnation = header.load64(_native.OFF_INCARNATION)
         sizes_fit = (

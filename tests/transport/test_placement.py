@@ -1,0 +1,95 @@
+"""Where a segment's pages come from: what is offered, what was got, and going without."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zbmd.transport import _native
+from zbmd.transport.placement import (
+    ARENA_BYTES_MIN,
+    HUGE_BYTES,
+    PAGE_BYTES,
+    Offer,
+    Pages,
+    Placed,
+    huge_bytes_of,
+    place,
+    probe,
+)
+
+POOL = "sys/kernel/mm/hugepages/hugepages-2048kB"
+SHMEM = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+
+def offer(*, hugetlb: int = 0, mode: str = "never", nodes: int = 1) -> Offer:
+    return Offer(hugetlb_free_bytes=hugetlb, shmem_mode=mode, numa_nodes=nodes)
+
+
+def used(placed: Placed, check: Callable[[np.ndarray], None] = lambda memory: None) -> None:
+    """Every byte is there, and none is left behind."""
+    try:
+        memory = np.frombuffer(placed.mapping.view(0, placed.mapping.nbytes, writable=True), np.uint8)
+        memory[:] = 7
+        assert os.fstat(placed.fd).st_size == placed.mapping.nbytes
+        check(memory)
+    finally:
+        os.close(placed.fd)
+
+
+def test_what_a_machine_offers_is_read(tmp_path: Path) -> None:
+    assert probe(tmp_path) == offer(mode="absent", nodes=0)
+    texts = {
+        f"{POOL}/free_hugepages": "5\n",
+        f"{POOL}/resv_hugepages": "2\n",
+        SHMEM: "always within_size [advise] never deny force\n",
+        "sys/devices/system/node/online": "0-2,5\n",
+    }
+    for path, text in texts.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert probe(tmp_path) == offer(hugetlb=3 * HUGE_BYTES, mode="advise", nodes=4)
+
+
+def test_what_this_machine_has_is_used() -> None:
+    placed = place("test", head_bytes=_native.OFF_END + 1, arena_bytes=ARENA_BYTES_MIN)
+    assert placed.arena_offset % PAGE_BYTES == 0 and placed.arena_offset > _native.OFF_END
+    assert placed.mapping.nbytes - placed.arena_offset >= ARENA_BYTES_MIN
+    placement = placed.placement
+    assert (placement.huge_bytes > 0) == (placement.pages is not Pages.BASE)
+    assert placement.notes or placement.pages is not Pages.BASE
+    used(placed)
+
+
+def test_an_offer_that_does_not_hold_is_told_and_gone_without() -> None:
+    free = probe().hugetlb_free_bytes
+    promised = offer(hugetlb=1 << 50, mode="advise", nodes=2)
+    placed = place("test", head_bytes=PAGE_BYTES, arena_bytes=free + ARENA_BYTES_MIN, offer=promised)
+    assert placed.placement.pages is not Pages.HUGETLB
+    assert any(note.startswith("hugetlb: refused") for note in placed.placement.notes)
+    assert placed.placement.numa_node == _native.current_node()
+    assert placed.placement.huge_bytes == huge_bytes_of(placed.mapping)
+    used(placed)
+
+
+def test_a_small_arena_takes_no_huge_pages() -> None:
+    placed = place("test", head_bytes=100, arena_bytes=100, offer=offer(hugetlb=1 << 40, mode="always"))
+    assert placed.placement == place_of_base_pages() and placed.arena_offset == PAGE_BYTES
+    used(placed)
+
+
+def place_of_base_pages() -> object:
+    placed = place("test", head_bytes=100, arena_bytes=0, offer=offer())
+    os.close(placed.fd)
+    return placed.placement
+
+
+def test_a_node_that_is_not_there_is_refused() -> None:
+    placed = place("test", head_bytes=100, arena_bytes=0, offer=offer())
+    with pytest.raises(OSError, match="Invalid argument"):
+        placed.mapping.prefer_node(1 << 20)
+    used(placed)

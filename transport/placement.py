@@ -1,0 +1,209 @@
+"""Where a segment's memory lies: huge pages, and the NUMA node of the process that owns it.
+
+Huge pages are taken where the machine offers them: from the hugetlb pool if it has enough for an arena, else
+as transparent ones if shared memory may have them. Nothing of this is needed for correctness, so what cannot
+be had is told (`Placement.notes`) and gone without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import fcntl
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from zbmd.transport._native import MADV_HUGEPAGE, MADV_POPULATE_WRITE, Mapping, current_node
+from zbmd.transport.memory import SEALS, fill_memfd, in_words, open_memfd
+
+PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
+HUGE_BYTES: Final = 2 << 20
+"""The size of huge page that is asked for: x86-64's and arm64's (with pages of 4 KiB) smallest."""
+ARENA_BYTES_MIN: Final = 8 << 20
+"""A smaller arena is not worth a huge page."""
+SHMEM_MODES_ON_ADVICE: Final = ("advise", "within_size", "always", "force")
+
+
+class Pages(enum.Enum):
+    """What a mapping is made of."""
+
+    BASE = "base"
+    TRANSPARENT = "transparent huge"
+    HUGETLB = "hugetlb"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What this machine offers."""
+
+    hugetlb_free_bytes: int
+    shmem_mode: str
+    """The kernel's `shmem_enabled`; "absent" without transparent huge pages."""
+    numa_nodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What a segment got."""
+
+    pages: Pages
+    huge_bytes: int
+    """Of the segment, in huge pages."""
+    numa_node: int | None
+    """The node that its pages are preferred on; None where there is one node only, or no say in it."""
+    notes: tuple[str, ...]
+    """Why it did not get more, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A segment's memory: all of it is there, and its size sealed."""
+
+    fd: int
+    mapping: Mapping
+    arena_offset: int
+    placement: Placement
+
+
+def probe(root: Path = Path("/")) -> Offer:
+    """Read what the machine offers; `root` is where `sys` is mounted."""
+    pool = root / f"sys/kernel/mm/hugepages/hugepages-{HUGE_BYTES >> 10}kB"
+    free = _number(pool / "free_hugepages") - _number(pool / "resv_hugepages")
+    mode = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    return Offer(
+        hugetlb_free_bytes=max(0, free) * HUGE_BYTES,
+        shmem_mode=mode[1] if mode else "absent",
+        numa_nodes=_count(_text(root / "sys/devices/system/node/online").strip()),
+    )
+
+
+def place(name: str, *, head_bytes: int, arena_bytes: int, offer: Offer | None = None) -> Placed:
+    """Allocate `head_bytes`, writable by peers, and an arena behind it; both are rounded up to pages.
+
+    Raises `OutOfMemory` as `create_memfd` does. The memfd is the caller's to close.
+    """
+    offer = probe() if offer is None else offer
+    notes: list[str] = []
+    if arena_bytes >= ARENA_BYTES_MIN:
+        needed = _up(head_bytes, HUGE_BYTES) + _up(arena_bytes, HUGE_BYTES)
+        if offer.hugetlb_free_bytes >= needed:
+            placed = _from_pool(name, _up(head_bytes, HUGE_BYTES), needed, offer, notes)
+            if placed is not None:
+                return placed
+        else:
+            notes.append(
+                f"hugetlb: {in_words(offer.hugetlb_free_bytes)} free, {in_words(needed)} needed "
+                f"(sysctl vm.nr_hugepages={needed // HUGE_BYTES} a rank)"
+            )
+    return _from_base_pages(name, _up(head_bytes, PAGE_BYTES), arena_bytes, offer, notes)
+
+
+def _from_pool(name: str, head_bytes: int, total: int, offer: Offer, notes: list[str]) -> Placed | None:
+    """None if the pool turns out to have too little: others take from it too."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    try:
+        os.ftruncate(fd, total)
+        mapping = Mapping(fd, total, total)
+        node = _prefer_own_node(mapping, offer, notes)
+        os.posix_fallocate(fd, 0, total)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError as error:
+        os.close(fd)
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        notes.append(f"hugetlb: refused ({error.strerror})")
+        return None
+    placement = Placement(pages=Pages.HUGETLB, huge_bytes=total, numa_node=node, notes=tuple(notes))
+    return Placed(fd=fd, mapping=mapping, arena_offset=head_bytes, placement=placement)
+
+
+def _from_base_pages(name: str, head_bytes: int, arena_bytes: int, offer: Offer, notes: list[str]) -> Placed:
+    total = head_bytes + _up(arena_bytes, PAGE_BYTES)
+    fd = open_memfd(name, total)
+    try:
+        mapping = Mapping(fd, total, total)
+        node = _prefer_own_node(mapping, offer, notes)
+        huge_bytes = _make_transparent(mapping, offer, notes) if arena_bytes >= ARENA_BYTES_MIN else 0
+        fill_memfd(name, fd, total)
+    except BaseException:
+        os.close(fd)
+        raise
+    pages = Pages.TRANSPARENT if huge_bytes else Pages.BASE
+    placement = Placement(pages=pages, huge_bytes=huge_bytes, numa_node=node, notes=tuple(notes))
+    return Placed(fd=fd, mapping=mapping, arena_offset=head_bytes, placement=placement)
+
+
+def _make_transparent(mapping: Mapping, offer: Offer, notes: list[str]) -> int:
+    """Bytes of the mapping that the kernel gave huge pages. They must be touched through it: fallocate knows
+    nothing of its advice."""
+    if offer.shmem_mode not in SHMEM_MODES_ON_ADVICE:
+        notes.append(
+            f"transparent huge pages: shmem_enabled is {offer.shmem_mode!r} "
+            "(echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled)"
+        )
+        return 0
+    try:
+        mapping.madvise(MADV_HUGEPAGE)
+        mapping.madvise(MADV_POPULATE_WRITE)
+    except OSError as error:
+        notes.append(f"transparent huge pages: refused ({error.strerror})")
+    huge_bytes = huge_bytes_of(mapping)
+    if huge_bytes < mapping.nbytes // HUGE_BYTES * HUGE_BYTES:
+        notes.append(f"transparent huge pages: {in_words(huge_bytes)} of {in_words(mapping.nbytes)}")
+    return huge_bytes
+
+
+def huge_bytes_of(mapping: Mapping) -> int:
+    """How much of a mapping is in huge pages now, by this process's page tables."""
+    found = 0
+    inside = False
+    begin, end = mapping.address, mapping.address + mapping.nbytes
+    for line in _text(Path("/proc/self/smaps")).splitlines():
+        header = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if header:
+            inside = begin <= int(header[1], 16) and int(header[2], 16) <= end
+        elif inside and line.startswith(
+            ("ShmemPmdMapped:", "FilePmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:")
+        ):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def _prefer_own_node(mapping: Mapping, offer: Offer, notes: list[str]) -> int | None:
+    if offer.numa_nodes < 2:
+        return None
+    node = current_node()
+    try:
+        mapping.prefer_node(node)
+    except OSError as error:
+        notes.append(f"NUMA: node {node} cannot be preferred ({error.strerror})")
+        return None
+    return node
+
+
+def _up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def _count(ranges: str) -> int:
+    """How many numbers are in `0-3,8`."""
+    count = 0
+    for part in filter(None, ranges.split(",")):
+        first, _, last = part.partition("-")
+        count += int(last or first) - int(first) + 1
+    return count
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+def _number(path: Path) -> int:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else 0

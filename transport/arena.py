@@ -204,8 +204,8 @@ class Arena:
             if not self._returned:
                 raise
             raise ArenaFull(
-                f"{full} The memory of {len(self._returned):,} arrays more is kept until a peer that has died is "
-                "proven gone: try again then.",
+                f"{full} The memory of {len(self._returned):,} arrays more is kept until a peer that died "
+                "is proven gone: try again then.",
                 asked_bytes=full.asked_bytes,
                 available_bytes=full.available_bytes,
             ) from None

@@ -22,8 +22,10 @@ NODE_SLOT = _native.MAX_SLOTS - 1
 
 
 class _Ends:
-    """Which of the lost are proven to touch our memory no more. Apart from the segment, so that arenas can ask
-    without keeping it alive."""
+    """Which of the lost are proven to touch our memory no more.
+
+    Apart from the segment, so that arenas can ask without keeping it alive.
+    """
 
     def __init__(self, mapping: Mapping) -> None:
         self._mapping = mapping

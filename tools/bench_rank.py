@@ -27,8 +27,9 @@ from zbmd.transport.frames import FrameHeader
 from zbmd.transport.hello import Identity
 from zbmd.transport.link import Link
 from zbmd.transport.liveness import LifeThread
-from zbmd.transport.region import RegionHandle, Regions
-from zbmd.transport.segment import PAGE_BYTES, Segment
+from zbmd.transport.placement import PAGE_BYTES
+from zbmd.transport.region import RegionHandle
+from zbmd.transport.segment import Segment
 from zbmd.transport.shm import dial, listen
 
 COOKIE: Final = bytes(32)
@@ -85,7 +86,7 @@ async def joined(rank: int, address: str, nbytes_max: int) -> AsyncGenerator[Ran
     identity = Identity(name=f"rank{rank}", pid=os.getpid(), uid=os.getuid(), incarnation=1)
     link = await _connect(rank, address, Endpoint(identity=identity, cookie=COOKIE, segment=segment))
     inbox, arena = segment.inbox.empty(nbytes_max, np.uint8), segment.arena.empty(nbytes_max, np.uint8)
-    regions = Regions(segment)
+    regions = segment.regions
     theirs = link.open_region(await _exchange(link, regions.register(inbox)))
     try:
         yield Rank(link, Pair(segment, theirs, inbox=inbox, arena=arena))

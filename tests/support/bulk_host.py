@@ -13,7 +13,6 @@ from zbmd.transport.bulk_peer import BulkPeer, BulkPeerInfo
 from zbmd.transport.bulk_plane import DataPlane
 from zbmd.transport.hello import Identity, Side
 from zbmd.transport.lane import Lane
-from zbmd.transport.region import Regions
 from zbmd.transport.segment import Segment
 from zbmd.transport.session import Keys, Protection, Purpose, Session
 
@@ -67,7 +66,7 @@ class BulkHost:
         self._stack = ExitStack()
         self.segment = Segment.create(slot=slot, incarnation=slot + 1, arena_bytes=nbytes, inbox_bytes=nbytes)
         self._stack.callback(self.segment.close)
-        self.regions = Regions(self.segment)
+        self.regions = self.segment.regions
         self.plane = DataPlane()
         self._stack.callback(self.plane.close)
 

@@ -30,8 +30,9 @@ from zbmd.training.ledger import VotePart
 from zbmd.training.workload import open_state
 from zbmd.transport import _native
 from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError
+from zbmd.transport.placement import PAGE_BYTES
 from zbmd.transport.region import RegionHandle
-from zbmd.transport.segment import PAGE_BYTES, PeerSegment, Segment
+from zbmd.transport.segment import PeerSegment, Segment
 
 MESSAGES_MAX = 64
 RANKS = (0, 1, 2)

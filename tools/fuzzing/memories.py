@@ -16,8 +16,9 @@ from zbmd.transport import _native
 from zbmd.transport._native import RING_HEADER_BYTES, Mapping, RingReader, RingWriter
 from zbmd.transport.errors import OutOfMemory, RemoteProtocolError
 from zbmd.transport.memory import SEALS
+from zbmd.transport.placement import PAGE_BYTES
 from zbmd.transport.region import RegionHandle
-from zbmd.transport.segment import PAGE_BYTES, PeerSegment, Segment
+from zbmd.transport.segment import PeerSegment, Segment
 
 RING_BYTES = 1 << 12
 FRAME_BYTES_MAX = 3 * RING_BYTES

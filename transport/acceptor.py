@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import structlog
 
+from zbmd.transport import descriptors
 from zbmd.transport._native import now_ns
 from zbmd.transport.half_open import Admit, HalfOpen, Wait
 
@@ -170,8 +171,6 @@ class Acceptor:
 
 
 def _advice(error: OSError) -> str:
-    if error.errno == errno.EMFILE:
-        return "this process has no file descriptors left: raise its limit (ulimit -n) or end links"
-    if error.errno == errno.ENFILE:
-        return "this machine has no file descriptors left: raise fs.file-max"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return descriptors.advice(error.errno)
     return "this machine has no memory left for sockets"

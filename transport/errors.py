@@ -48,6 +48,10 @@ class DeadlineExceeded(ZbmdError):
     """An operation did not finish in the time its caller gave."""
 
 
+class OutOfDescriptors(ZbmdError):
+    """This process or machine has no file descriptors left; what it holds lives on."""
+
+
 class OutOfMemory(ZbmdError):
     """A segment or arena does not fit into this machine's or cgroup's memory."""
 

@@ -32,7 +32,7 @@ class LinkLimits:
 
     frame_bytes_max: int = MAX_FRAME_BYTES
     """Header and payload of one frame."""
-    ring_bytes: int = 1 << 17
+    ring_bytes: int = 1 << 16
     """The shared ring of each direction, a power of two; a frame may be larger than it."""
     queue_bytes_max: int = 8 << 20
     """What may wait here for room in the ring, but for the last frame: with that much waiting, `send` raises

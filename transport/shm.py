@@ -30,6 +30,7 @@ from zbmd.transport.attach import (
     accept_offer,
     close_all,
 )
+from zbmd.transport.descriptors import check_left, exhaustion_is_typed
 from zbmd.transport.endpoint import Endpoint as Endpoint
 from zbmd.transport.errors import (
     DeadlineExceeded,
@@ -95,7 +96,7 @@ class Listener:
         del source
         pid, uid = _peer_credentials(sock)
         try:
-            with contextlib.ExitStack() as undo:
+            with exhaustion_is_typed(f"a link from pid {pid}"), contextlib.ExitStack() as undo:
                 undo.callback(sock.close)
                 link = await _listener_side(sock, self._endpoint, now_ns() + self._timeout_ns)
                 undo.pop_all()
@@ -128,12 +129,12 @@ async def dial(name: str, endpoint: Endpoint, *, timeout_ns: int | None = None) 
 
     Raises `PeerLost` if nobody listens there or the peer ends meanwhile, `DeadlineExceeded` after
     `timeout_ns` (default: the `dial_ns` of the endpoint's deadlines), a `HelloError` or other
-    `RemoteProtocolError` if either side refuses the other, and `OutOfMemory` if there is no room for the
-    link's rings.
+    `RemoteProtocolError` if either side refuses the other, and `OutOfMemory` or `OutOfDescriptors` if there
+    is no room for the link's rings, or for its socket and eventfds.
     """
     deadline_ns = now_ns() + (endpoint.deadlines.dial_ns if timeout_ns is None else timeout_ns)
-    sock = _unix_socket()
-    with contextlib.ExitStack() as undo:
+    with exhaustion_is_typed(f"a link to {name}"), contextlib.ExitStack() as undo:
+        sock = _unix_socket()
         undo.callback(sock.close)
         await _connect(sock, name, deadline_ns)
         link = await _dialer_side(sock, endpoint, deadline_ns)
@@ -305,7 +306,10 @@ async def _hello(sock: socket.socket, endpoint: Endpoint, side: Side, deadline_n
 
 
 async def _receive(sock: socket.socket, deadline_ns: int, peer: str) -> tuple[bytes, list[int]]:
-    """One message with its descriptors, which become the caller's. Raises `DeadlineExceeded`, `PeerLost`."""
+    """One message with its descriptors, which become the caller's.
+
+    Raises `DeadlineExceeded`, `PeerLost`, and `OutOfDescriptors` if there was no room for them here.
+    """
     if not await readable(sock, deadline_ns):
         raise DeadlineExceeded(f"{peer} did not hand over its part of the link in time: it may be stuck")
     try:
@@ -315,9 +319,12 @@ async def _receive(sock: socket.socket, deadline_ns: int, peer: str) -> tuple[by
     except ConnectionResetError:
         raise PeerLost(peer, "it ended before the link stood") from None
     if not data or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        close_all(fds)
-        if not data:
-            raise PeerLost(peer, "it ended before the link stood")
+        try:
+            if not data:
+                raise PeerLost(peer, "it ended before the link stood")
+            check_left(f"a link to {peer}")
+        finally:
+            close_all(fds)
         raise RemoteProtocolError(f"attach: a message from {peer} over its bounds")
     return data, fds
 

@@ -1,13 +1,13 @@
 """`zbmd-node doctor --peer HOST[:PORT]`: is the host there, over which interface, and if not, what fails.
 
-The name is resolved, and every address of it is tried from every interface that links may use, all at once. A
-host that refuses the connection is there: only nobody listens.
+The name is resolved and every address of it tried, as a TCP link would: from each interface that the user has
+named, else by the way that the kernel's routes choose. A host that refuses the connection is there: only
+nobody listens.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import ipaddress
 import os
@@ -22,11 +22,13 @@ from zbmd.tools.doctor_report import Finding, PairLink, Section, State
 from zbmd.transport.errors import UserError
 from zbmd.transport.host_facts import HostFacts
 from zbmd.transport.link_choice import (
+    INTERFACES_VARIABLE,
     Capabilities,
     LinkChoice,
     Transport,
     choose_link,
     interface_words,
+    passed_over,
     rank_interfaces,
 )
 from zbmd.transport.topology import Interface, InterfaceKind
@@ -79,11 +81,23 @@ class Answer(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One try to connect from an interface to an address. words: what happened, for a person."""
+class Way:
+    """How to get to an address. interface: None if unknown; source: our address, None for the kernel's choice."""
 
-    interface: Interface
     address: str
+    interface: Interface | None
+    source: str | None
+
+    def __str__(self) -> str:
+        """Such as `eth0 to 192.0.2.7`."""
+        return f"{'the default route' if self.interface is None else self.interface.name} to {self.address}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One try to connect. words: what happened, for a person."""
+
+    way: Way
     answer: Answer
     words: str
 
@@ -104,64 +118,78 @@ async def examine(
         return PairLink(between=between, choice=None, error=str(error)), []
     if _is_own(addresses, facts):
         return PairLink(between=between, choice=choose_link(facts, facts, can)), []
-    ranked = rank_interfaces(facts.interfaces, can.interfaces, facts.numa_node)
-    outward = [each for each in ranked if each.kind is not InterfaceKind.LOOPBACK][:INTERFACES_MAX]
-    attempts = await reach(addresses, peer.port, outward, timeout_s)
-    return _verdict(peer, between, addresses, outward, attempts)
-
-
-async def reach(
-    addresses: Sequence[str], port: int, interfaces: Sequence[Interface], timeout_s: float
-) -> list[Attempt]:
-    """Try to connect to each address from each interface that has one of the same family, all at once."""
-    tries = [
-        _attempt(each, source, address, port, timeout_s)
-        for address in addresses
-        for each in interfaces
-        if (source := _source(each, address)) is not None
-    ]
-    return list(await asyncio.gather(*tries))
-
-
-def _verdict(
-    peer: Peer,
-    between: tuple[str, str],
-    addresses: Sequence[str],
-    outward: Sequence[Interface],
-    attempts: Sequence[Attempt],
-) -> tuple[PairLink, list[Finding]]:
+    ways = find_ways(addresses, peer.port, facts, can)
+    if not ways:
+        none = (
+            f"no interface that {INTERFACES_VARIABLE}={can.interfaces} admits leads to "
+            f"{', '.join(addresses)}: none is up and has an address of that family"
+        )
+        return PairLink(between=between, choice=None, error=none), []
+    attempts = await asyncio.gather(*(attempt(way, peer.port, timeout_s) for way in ways))
     findings = [
         Finding(
             section=Section.LINKS,
-            name=f"{each.interface.name} to {each.address}",
+            name=str(each.way),
             state=State.OK if each.reached else State.NOTE,
             detail=each.words,
         )
         for each in attempts
     ]
-    if not attempts:
-        up = ", ".join(each.name for each in outward) or "none"
-        error = (
-            f"no interface leads to {', '.join(addresses)}: none that may be used is up and has an address "
-            f"of that family. Up are: {up}"
-        )
-        return PairLink(between=between, choice=None, error=error), findings
+    return _verdict(peer, facts, attempts), findings
+
+
+def _verdict(peer: Peer, facts: HostFacts, attempts: Sequence[Attempt]) -> PairLink:
+    between = (facts.name, peer.text)
     best = next((each for each in attempts if each.answer is Answer.CONNECTED), None)
     there = best or next((each for each in attempts if each.reached), None)
     if there is None:
         words = "; ".join(dict.fromkeys(each.words for each in attempts))
-        error = f"{peer.text} cannot be reached from any interface: {words}"
-        return PairLink(between=between, choice=None, error=error), findings
+        return PairLink(between=between, choice=None, error=f"{peer.text} cannot be reached: {words}")
     if best is None and peer.given_port:
-        error = f"{there.address} answers, but {there.words}"
-        return PairLink(between=between, choice=None, error=error), findings
-    choice = LinkChoice(
-        transport=Transport.TCP,
-        reason=f"another host; {interface_words(there.interface)} reaches {there.address}, {there.words}",
-        device=there.interface.name,
-        better=("RDMA is used if both hosts have it; run the doctor there too",),
+        return PairLink(between=between, choice=None, error=f"{there.way.address} answers, but {there.words}")
+    used = there.way.interface
+    words = "the default route" if used is None else interface_words(used)
+    return PairLink(
+        between=between,
+        choice=LinkChoice(
+            transport=Transport.TCP,
+            reason=f"another host; {words} leads to {there.way.address}, {there.words}",
+            device=None if used is None else used.name,
+            better=(
+                *(passed_over(facts, used) if used is not None else ()),
+                "RDMA is used if both hosts have it; run the doctor there too",
+            ),
+        ),
     )
-    return PairLink(between=between, choice=choice), findings
+
+
+def find_ways(addresses: Sequence[str], port: int, facts: HostFacts, can: Capabilities) -> list[Way]:
+    """The ways to these addresses, best first: over the interfaces that the user has named, or as routed."""
+    if not can.interfaces.names:
+        return [
+            Way(address=address, interface=_routed(address, port, facts), source=None)
+            for address in addresses
+        ]
+    ranked = rank_interfaces(facts.interfaces, can.interfaces, facts.numa_node)
+    outward = [each for each in ranked if each.kind is not InterfaceKind.LOOPBACK][:INTERFACES_MAX]
+    return [
+        Way(address=address, interface=each, source=source)
+        for address in addresses
+        for each in outward
+        if (source := _source(each, address)) is not None
+    ]
+
+
+def _routed(address: str, port: int, facts: HostFacts) -> Interface | None:
+    """The interface that the kernel would use; connecting a datagram socket asks it and sends nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((address, port))
+            source = str(sock.getsockname()[0]).partition("%")[0]
+    except OSError:
+        return None
+    return next((each for each in facts.interfaces if source in each.addresses), None)
 
 
 async def _resolve(peer: Peer, timeout_s: float) -> list[str]:
@@ -189,39 +217,37 @@ def _is_own(addresses: Sequence[str], facts: HostFacts) -> bool:
 
 
 def _source(interface: Interface, address: str) -> str | None:
-    """The interface's address of the same family as `address`; None if it has none."""
+    """The interface's address of the same family as `address`, with its zone; None if it has none."""
     target = ipaddress.ip_address(address.partition("%")[0])
     for each in map(ipaddress.ip_address, interface.addresses):
         if each.version == target.version and each.is_link_local == target.is_link_local:
-            return str(each)
+            zone = f"%{interface.name}" if each.version == 6 and each.is_link_local else ""
+            return f"{each}{zone}"
     return None
 
 
-async def _attempt(interface: Interface, source: str, address: str, port: int, timeout_s: float) -> Attempt:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+async def attempt(way: Way, port: int, timeout_s: float) -> Attempt:
+    """Try to connect, for `timeout_s` at most."""
+    family = socket.AF_INET6 if ":" in way.address else socket.AF_INET
     started_ns = time.monotonic_ns()
     with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
         try:
-            # Without the right to do so the source address alone decides, and the routes after it.
-            with contextlib.suppress(PermissionError):
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.name.encode() + b"\0")
-            sock.bind((source, 0))
+            if way.source is not None:
+                sock.bind((way.source, 0))
             async with asyncio.timeout(timeout_s):
-                await asyncio.get_running_loop().sock_connect(sock, (address, port))
+                await asyncio.get_running_loop().sock_connect(sock, (way.address, port))
         except TimeoutError:
             answer = Answer.SILENT
             words = f"no answer in {timeout_s:g} s: a firewall drops it, or there is no such host"
         except ConnectionRefusedError:
-            answer, words = (
-                Answer.REFUSED,
-                f"nobody listens at port {port}: start the node there, or name its port",
-            )
+            answer = Answer.REFUSED
+            words = f"nobody listens at port {port}: start the node there, or name its port"
         except OSError as error:
             answer, words = Answer.FAILED, _why(error)
         else:
             took_ms = (time.monotonic_ns() - started_ns) / 1e6
             answer, words = Answer.CONNECTED, f"port {port} accepts, in {took_ms:.1f} ms"
-    return Attempt(interface=interface, address=address, answer=answer, words=words)
+    return Attempt(way=way, answer=answer, words=words)
 
 
 def _why(error: OSError) -> str:

@@ -262,7 +262,7 @@ def _tcp(a: HostFacts, b: HostFacts, can: Capabilities, better: list[str]) -> Li
         reason=_tcp_reason(a, b, mine, ours, can),
         device=mine.name,
         peer_device=other.name,
-        better=(*better, *_passed_over(a, mine)),
+        better=(*better, *passed_over(a, mine)),
     )
 
 
@@ -321,7 +321,7 @@ def interface_words(interface: Interface) -> str:
     return f"{interface.name} ({speed}, {address})"
 
 
-def _passed_over(host: HostFacts, mine: Interface) -> list[str]:
+def passed_over(host: HostFacts, mine: Interface) -> list[str]:
     """Faster hardware that the user's word or the peer's addresses have kept out."""
     if mine.kind is InterfaceKind.LOOPBACK:
         return []

@@ -25,7 +25,7 @@ from zbmd.tools import doctor, node_cli
 from zbmd.tools.doctor_checks import accelerator_findings, limit_findings, machine_findings
 from zbmd.tools.doctor_extras import extra_findings, find_extras
 from zbmd.tools.doctor_network import link_findings, local_link, network_findings, rdma_findings
-from zbmd.tools.doctor_peers import Answer, examine, parse_peer, reach
+from zbmd.tools.doctor_peers import Answer, Way, attempt, examine, find_ways, parse_peer
 from zbmd.tools.doctor_report import Finding, Section, State
 from zbmd.transport.budget import derive
 from zbmd.transport.errors import UserError
@@ -335,22 +335,27 @@ def facts(*interfaces: Interface) -> HostFacts:
     return HostFacts(name="here", boot_id="1", namespaces=("n",), uid=1, interfaces=interfaces)
 
 
+def way(address: str = "127.0.0.2") -> Way:
+    (found,) = find_ways([address], 80, facts(lo("127.0.0.1")), Capabilities())
+    return found
+
+
 async def test_one_who_listens_is_connected_to() -> None:
     with socket.create_server(("127.0.0.2", 0)) as listener:
         port = listener.getsockname()[1]
-        (attempt,) = await reach(["127.0.0.2"], port, [lo("127.0.0.1")], TIMEOUT_S)
-        assert attempt.answer is Answer.CONNECTED
-        assert attempt.words.startswith(f"port {port} accepts, in ")
+        tried = await attempt(way(), port, TIMEOUT_S)
+    assert tried.answer is Answer.CONNECTED
+    assert tried.words.startswith(f"port {port} accepts, in ")
+    assert str(tried.way) == "lo to 127.0.0.2"
 
 
 async def test_where_nobody_listens_the_host_is_there_all_the_same() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.2", 0))  # and does not listen
-        port = held.getsockname()[1]
-        (attempt,) = await reach(["127.0.0.2"], port, [lo("127.0.0.1")], TIMEOUT_S)
-    assert attempt.answer is Answer.REFUSED
-    assert attempt.reached
-    assert "nobody listens" in attempt.words
+        tried = await attempt(way(), held.getsockname()[1], TIMEOUT_S)
+    assert tried.answer is Answer.REFUSED
+    assert tried.reached
+    assert "nobody listens" in tried.words
 
 
 async def test_one_who_does_not_answer_is_told_from_one_who_refuses() -> None:
@@ -361,36 +366,50 @@ async def test_one_who_does_not_answer_is_told_from_one_who_refuses() -> None:
             for filler in fillers:  # a full backlog drops what comes after
                 filler.setblocking(False)
                 filler.connect_ex(where)
-            (attempt,) = await reach(["127.0.0.2"], where[1], [lo("127.0.0.1")], 0.05)
+            tried = await attempt(way(), where[1], 0.05)
         finally:
             for filler in fillers:
                 filler.close()
-    assert attempt.answer is Answer.SILENT
-    assert "a firewall drops it" in attempt.words
+    assert tried.answer is Answer.SILENT
+    assert "a firewall drops it" in tried.words
 
 
-async def test_an_interface_without_an_address_of_the_family_is_not_tried() -> None:
-    assert await reach(["2001:db8::1"], 80, [lo("127.0.0.1")], TIMEOUT_S) == []
+async def test_an_address_that_cannot_be_had_fails_with_its_reason() -> None:
+    tried = await attempt(dataclasses.replace(way(), source="192.0.2.99"), 80, TIMEOUT_S)
+    assert (tried.answer, tried.words) == (Answer.FAILED, "the interface has lost its address")
+
+
+def test_named_interfaces_are_the_only_ways() -> None:
+    host = facts(lo("127.0.0.1", "fe80::1"), dataclasses.replace(lo("192.0.2.1"), name="eth0"))
+    can = Capabilities(interfaces=parse_interface_filter("eth"))
+    assert [(str(each), each.source) for each in find_ways(["192.0.2.7"], 80, host, can)] == [
+        ("eth0 to 192.0.2.7", "192.0.2.1")
+    ]
+    assert find_ways(["2001:db8::1"], 80, host, can) == []
+    (local,) = find_ways(["fe80::7%lo"], 80, host, Capabilities(interfaces=parse_interface_filter("lo")))
+    assert local.source == "fe80::1%lo"
 
 
 async def test_the_verdicts_on_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     # 127.0.0.2 stands for another host: what is loopback would be taken for this one.
     monkeypatch.setattr("zbmd.tools.doctor_peers._is_own", lambda *_: False)
     here, can = facts(lo("127.0.0.1")), Capabilities()
+    named = Capabilities(interfaces=parse_interface_filter("lo"))
     with socket.create_server(("127.0.0.2", 0)) as listener:
         port = listener.getsockname()[1]
-        link, findings = await examine(parse_peer(f"127.0.0.2:{port}"), here, can, TIMEOUT_S)
-    assert link.choice is not None
-    assert (link.choice.transport, link.choice.device) == (Transport.TCP, "lo")
-    assert "reaches 127.0.0.2" in link.choice.reason
-    assert [finding.state for finding in findings] == [State.OK]
+        for each in (can, named):
+            link, findings = await examine(parse_peer(f"127.0.0.2:{port}"), here, each, TIMEOUT_S)
+            assert link.choice is not None
+            assert (link.choice.transport, link.choice.device) == (Transport.TCP, "lo")
+            assert "leads to 127.0.0.2" in link.choice.reason
+            assert [finding.state for finding in findings] == [State.OK]
     link, _ = await examine(parse_peer(f"127.0.0.2:{port}"), here, can, TIMEOUT_S)
     assert link.choice is None
     assert link.error.startswith("127.0.0.2 answers, but nobody listens at port")
     (finding,) = link_findings((link,))
     assert finding.state is State.NOT_OK
-    nowhere, _ = await examine(parse_peer("127.0.0.2"), facts(), can, TIMEOUT_S)
-    assert nowhere.error.startswith("no interface leads to 127.0.0.2")
+    nowhere, _ = await examine(parse_peer("127.0.0.2"), facts(), named, TIMEOUT_S)
+    assert nowhere.error.startswith("no interface that ZBMD_SOCKET_IFNAME=lo admits leads to 127.0.0.2")
 
 
 async def test_without_a_port_it_is_enough_that_the_host_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ class Answer(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How to get to an address. interface: None if unknown; source: our address, None for the kernel's choice."""
+    """How to get to an address. interface: None if unknown; source: ours, None for the kernel's choice."""
 
     address: str
     interface: Interface | None
@@ -157,7 +157,11 @@ def _verdict(peer: Peer, facts: HostFacts, attempts: Sequence[Attempt]) -> PairL
             device=None if used is None else used.name,
             better=(
                 *(passed_over(facts, used) if used is not None else ()),
-                "RDMA is used if both hosts have it; run the doctor there too",
+                *(
+                    ("RDMA is used if the peer has it too: run the doctor there",)
+                    if facts.rdma_devices
+                    else ()
+                ),
             ),
         ),
     )

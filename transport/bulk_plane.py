@@ -82,18 +82,17 @@ class DataPlane:
             if self._closing:
                 return False
             self._calls.append(function)
-        # Whoever is about to sleep says so first and looks at `_calls` after.
-        if self._asleep:
-            os.eventfd_write(self._wake_fd, 1)
+            # Whoever is about to sleep says so first and looks at `_calls` after.
+            if self._asleep:
+                os.eventfd_write(self._wake_fd, 1)
         return True
 
     def close(self) -> None:
         """End the thread and every connection at once; close peers first for an orderly end. Idempotent."""
         with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-        os.eventfd_write(self._wake_fd, 1)
+            if not self._closing:
+                self._closing = True
+                os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
 
     # -- for peers, on the thread --------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import random
 import sys
 import weakref
 from collections.abc import Awaitable, Callable
@@ -30,6 +29,7 @@ from zbmd.actors.mailbox import Delivery
 from zbmd.actors.ref import Ref
 from zbmd.actors.traced_system import TracedSystem
 from zbmd.actors.wire import ReasonData, RefData
+from zbmd.transport.sim.clock import StillDice
 from zbmd.transport.sim.loop import SimLoop
 from zbmd.transport.sim.stacks import waiting
 
@@ -52,6 +52,7 @@ class StageLoop(SimLoop):
         self._suspect = suspect
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._timers_set = 0
+        self._still_dice = StillDice(self._dice)
 
     def call_at(
         self,
@@ -66,6 +67,25 @@ class StageLoop(SimLoop):
         self._timers_set += 1
         heapq.heappush(self._timers, (when, self._timers_set, timer))
         return timer
+
+    def turn(self, play: Callable[[], None]) -> bool:
+        """As `with entered()`, in a fraction of the time; whether `random`'s functions were used.
+
+        Raises as `entered`.
+        """
+        self._check_enterable()
+        self._disguise.put_on()
+        try:
+            self._still_dice.put_in()
+            hooks, collecting = self._begin_running()
+            try:
+                play()
+            finally:
+                self._end_running(hooks, collecting)
+                drawn = self._still_dice.take_out()
+        finally:
+            self._disguise.take_off()
+        return drawn
 
     def fire_next(self, latest_ns: int) -> bool:
         """Fire the first timer, if it is due by `latest_ns`."""
@@ -273,27 +293,29 @@ class Stage:
         self._life = ReplayedLife(self._loop, seed, now_ns, wall_ns)
         self._ref = ref
         self._make = make
-        self._drawn: int | None = None
         self._cell: ActorCell | None = None
         self._system: TracedSystem | None = None
 
     def play(self, event: ev.ActorEvent, now_ns: int) -> list[ev.ActorAction]:
         """Let the event happen at `now_ns`, monotonic; what the actor did in this turn."""
         life, loop = self._life, self._loop
-        with loop.entered():
-            loop.now_ns = max(loop.now_ns, now_ns)
-            life.now_ns = now_ns
-            cell = self._begun() if self._cell is None else self._cell
-            loop.run_ready()
-            self._deliver(cell, event)
-            loop.run_ready()
-            if isinstance(event, ev.Resumed):
-                while life.waits_for_its_turn and loop.fire_next(now_ns + TIMER_EARLY_NS_MAX):
-                    loop.run_ready()
-            self._look_at_dice()
-            if life.waits_for_its_turn:
-                life.act(ev.Stuck, at=_whereabouts(loop))
-            return life.take_actions()
+        loop.now_ns = max(loop.now_ns, now_ns)
+        life.now_ns = now_ns
+        if loop.turn(lambda: self._play(event, now_ns)):
+            self.suspect("the random module (use self.random)", "")
+        if life.waits_for_its_turn:
+            life.act(ev.Stuck, at=_whereabouts(loop))
+        return life.take_actions()
+
+    def _play(self, event: ev.ActorEvent, now_ns: int) -> None:
+        life, loop = self._life, self._loop
+        cell = self._begun() if self._cell is None else self._cell
+        loop.run_ready()
+        self._deliver(cell, event)
+        loop.run_ready()
+        if isinstance(event, ev.Resumed):
+            while life.waits_for_its_turn and loop.fire_next(now_ns + TIMER_EARLY_NS_MAX):
+                loop.run_ready()
 
     def close(self) -> None:
         """Throw away what is left of the actor."""
@@ -312,15 +334,7 @@ class Stage:
             self.suspects[text] = None
             _log.warning("what follows from this cannot be replayed", actor=self._name, uses=text)
 
-    def _look_at_dice(self) -> None:
-        # The generator's position in its state is enough, and all that is cheap.
-        drawn = random.getstate()[1][-1]
-        if self._drawn not in (None, drawn):
-            self.suspect("the random module (use self.random)", "")
-        self._drawn = drawn
-
     def _begun(self) -> ActorCell:
-        self._look_at_dice()
         system = self._system = TracedSystem(self._ref.process, self._ref.process_incarnation)
         cls, args, kwargs = self._make(system)
         system._last_actor = self._ref.incarnation - 1

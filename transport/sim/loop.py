@@ -30,7 +30,7 @@ from contextvars import Context, copy_context
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack, cast
 
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.sim.clock import LocalClock, in_place_of_real_time
+from zbmd.transport.sim.clock import Disguise, LocalClock, in_place_of_real_time
 from zbmd.transport.sim.errors import Deadlock, Livelock, NotSimulated
 from zbmd.transport.sim.model import SIM_START_NS
 from zbmd.transport.sim.process import LoopProcess, SimFuture, SimTask, process_of
@@ -73,7 +73,8 @@ class SimLoop(NoRealIO):
         self.main = LoopProcess("main", 1, rng=self.rng("main"), clock=LocalClock(), callback_ns=0)
         """Whatever runs in no process: the test, the scenario. It takes no virtual time."""
         self._order, self._jobs = self.rng("loop/order"), self.rng("loop/jobs")
-        self._dice, self._entropy = self.rng("loop/random"), self.rng("loop/urandom")
+        self._dice = self.rng("loop/random")
+        self._disguise = Disguise(self, self.rng("loop/urandom"))
         self._heap: list[tuple[int, float, int, LoopProcess | asyncio.TimerHandle | Callable[[], None]]] = []
         self._sequence = 0
         self._made = 0
@@ -260,26 +261,37 @@ class SimLoop(NoRealIO):
     @contextmanager
     def entered(self) -> Generator[None]:
         """Be the running loop of this thread, in virtual time. Raises `LocalProtocolError` if one runs."""
+        self._check_enterable()
+        with in_place_of_real_time(self._disguise, self._dice):
+            hooks, collecting = self._begin_running()
+            try:
+                yield
+            finally:
+                self._end_running(hooks, collecting)
+
+    def _check_enterable(self) -> None:
         self._check_usable()
         if events._get_running_loop() is not None:
             raise LocalProtocolError(
                 "a simulation cannot run inside a running event loop: call it from sync code"
             )
+
+    def _begin_running(self) -> tuple[Any, bool]:
+        """Be the thread's running loop; what `_end_running` is to be given."""
         hooks, collecting = sys.get_asyncgen_hooks(), gc.isenabled()
-        with in_place_of_real_time(self, self._dice, self._entropy):
-            gc.disable()
-            sys.set_asyncgen_hooks(firstiter=self._generator_began, finalizer=self._generator_lost)
-            self._thread = threading.get_ident()
-            events._set_running_loop(self)
-            self._instant_turns = 0
-            try:
-                yield
-            finally:
-                events._set_running_loop(None)
-                self._thread = None
-                sys.set_asyncgen_hooks(*hooks)
-                if collecting:
-                    gc.enable()
+        gc.disable()
+        sys.set_asyncgen_hooks(firstiter=self._generator_began, finalizer=self._generator_lost)
+        self._thread = threading.get_ident()
+        events._set_running_loop(self)
+        self._instant_turns = 0
+        return hooks, collecting
+
+    def _end_running(self, hooks: Any, collecting: bool) -> None:
+        events._set_running_loop(None)
+        self._thread = None
+        sys.set_asyncgen_hooks(*hooks)
+        if collecting:
+            gc.enable()
 
     def quiet(self) -> bool:
         """Whether nothing can run and no timer is set."""

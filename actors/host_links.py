@@ -81,7 +81,11 @@ class HostDesk(Protocol):
 
 
 class HostActor(Actor):
-    """`node/host`: hands everything on to the desk."""
+    """`node/host`: hands everything on to the desk.
+
+    Its life is no stream of a log: it decides nothing and holds the desk, which no log could give back. What
+    comes is recorded by the links, what follows by the machines that decide (membership, supervision).
+    """
 
     captured = False
 

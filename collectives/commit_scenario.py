@@ -24,7 +24,7 @@ from typing import Protocol, TypeAlias, assert_never
 from zbmd.actors import view as membership
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives.commit import StepCommit
-from zbmd.collectives.killing_scenario import DISTURBANCES, KillableSimulation, draw_kills
+from zbmd.collectives.killing_scenario import DISTURBANCES, draw_kills
 from zbmd.transport import sim
 from zbmd.transport.errors import LocalProtocolError
 
@@ -466,10 +466,10 @@ def draw_conditions(rng: random.Random) -> sim.Conditions:
 
 def build(
     seed: int | str, options: CommitOptions, contents: ContentsOf = HashChain
-) -> tuple[KillableSimulation[Message], World]:
+) -> tuple[sim.Simulation[Message], World]:
     """The simulation of one job, without its kills."""
     conditions = draw_conditions(random.Random(f"{seed}/conditions"))
-    simulation = KillableSimulation[Message](seed, conditions=conditions)
+    simulation = sim.Simulation[Message](seed, conditions=conditions)
     world = World(options, contents(simulation))
     simulation.add(NODE, lambda incarnation: NodeProcess(world))
     for rank in range(options.world_size):

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from zbmd.collectives.commit_scenario import CommitOptions, CommitScenario, build, names_of
 from zbmd.collectives.killing_scenario import draw_kills
 from zbmd.transport.sim import (
-    SIM_START_NS,
     Crash,
     Fault,
-    KillPoint,
     Kind,
     Options,
     Outcome,
@@ -26,26 +24,20 @@ from zbmd.transport.sim import (
 OPTIONS = CommitOptions(world_size=2, steps=1, kills=0)
 
 
-def crash_at(point: KillPoint, deliveries: list[tuple[int, str, int]]) -> Crash:
-    """The fault that stands for a kill point of the first incarnation."""
-    own = [(at_ns, effects) for at_ns, name, effects in deliveries if name == point.process]
-    at_ns, effects = own[point.delivery - 1]
-    assert 0 <= point.effects <= effects
-    return Crash(process=point.process, at_ns=at_ns - SIM_START_NS + 1 + point.effects, for_ns=0)
-
-
 def test_every_kill_point_is_a_fault() -> None:
     calm, _ = build(3, OPTIONS)
     calm.run()
-    points = [point for point in calm.kill_points() if point.process != "node"]
-    assert len(points) > 30
-    for point in points:
+    names = names_of(2)
+    points = [point for point in calm.kill_points() if point.process in names]
+    faults = calm.kill_faults(names)
+    assert len(points) == len(faults) > 30
+    for point, fault in zip(points, faults, strict=True):
         by_point, _ = build(3, OPTIONS)
         by_point.crash_during(point)
         by_point.run()
         by_plan, _ = build(3, OPTIONS)
-        (fault,) = parse_plan(format_plan((crash_at(point, calm.deliveries),)))
-        by_plan.apply(fault)
+        for read in parse_plan(format_plan((fault,))):
+            by_plan.apply(read)
         by_plan.run()
         assert without_faults(by_plan.history) == without_faults(by_point.history), point
 

@@ -13,13 +13,22 @@ from zbmd.transport.sim import (
     ALL_FAULTS,
     Clog,
     Crash,
+    CrashWithin,
     Cut,
     DiskFull,
+    Effect,
+    Fault,
     NetConditions,
+    Note,
     Partition,
     Pause,
+    Process,
+    SetTimer,
     Simulation,
+    Started,
+    Stimulus,
     UnsupportedFault,
+    World,
     draw_plan,
     format_plan,
     parse_fault,
@@ -117,3 +126,60 @@ def test_machines_refuse_what_cannot_strike_them() -> None:
         sim.apply(Crash(process="z", at_ns=0, for_ns=1))
     assert NetConditions in sim.supported
     assert DiskFull not in sim.supported
+
+
+class Noting(Process[int]):
+    """Has three effects when it starts, and another at its timer."""
+
+    def deliver(self, stimulus: Stimulus[int], *, now_ns: int) -> list[Effect[int]]:
+        if isinstance(stimulus, Started):
+            return [Note(value=1), SetTimer(name="t", at_ns=now_ns + MS), Note(value=2)]
+        return [Note(value=3)]
+
+    def check_invariants(self) -> None:
+        """It has none."""
+
+
+def noted(*plan: Fault) -> list[object]:
+    simulation = Simulation[int](1)
+    simulation.add("a", lambda _: Noting())
+    for fault in parse_plan(format_plan(plan)):
+        simulation.apply(fault)
+    simulation.run()
+    return [value for _, value in simulation.notes()]
+
+
+@pytest.mark.parametrize(
+    ("effects", "at_ns", "expected"),
+    [
+        (0, 0, []),
+        (1, 0, [1]),
+        (2, 0, [1]),
+        (3, 0, [1, 2]),
+        (4, 0, [1, 2, 3]),
+        (5, 0, [1, 2, 3]),
+        (0, 1, [1, 2]),
+        (1, 1, [1, 2, 3]),
+    ],
+)
+def test_a_crash_falls_between_two_effects(effects: int, at_ns: int, expected: list[object]) -> None:
+    assert noted(CrashWithin(process="a", effects=effects, at_ns=at_ns, for_ns=0)) == expected
+
+
+def test_after_a_crash_between_effects_it_is_restarted() -> None:
+    first = CrashWithin(process="a", effects=1, at_ns=0, for_ns=MS)
+    assert noted(first) == [1, 1, 2, 3]
+    # The second counts on where the first has struck.
+    assert noted(first, CrashWithin(process="a", effects=3, at_ns=0, for_ns=MS)) == [1, 1, 1, 2, 3]
+    assert noted(first, first) == [1, 1, 2, 3]
+
+
+def test_a_crash_between_effects_is_for_machines() -> None:
+    fault = CrashWithin(process="a", effects=1, at_ns=0, for_ns=0)
+    world = World(1)
+    world.add("a", lambda _: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(UnsupportedFault):
+        world.apply(fault)
+    world.close()
+    with pytest.raises(UserError, match="effects are 0 to"):
+        parse_fault("crash-within:process=a,effects=-1,at=0ns,for=0ns")

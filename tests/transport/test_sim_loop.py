@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -266,3 +268,34 @@ def test_sets_of_tasks_have_one_order() -> None:
         return order
 
     assert play(main) == play(main)
+
+
+def test_what_is_thrown_away_leaves_no_warning_behind() -> None:
+    began: list[str] = []
+
+    async def late() -> None:
+        began.append("late")
+
+    async def stuck(loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            await loop.create_future()
+        finally:
+            began.append("finally")
+            loop.create_task(late())
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        tasks.append(asyncio.create_task(stuck(loop)))
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(late()))  # it never begins
+
+    tasks: list[asyncio.Task[None]] = []
+    loop = SimLoop(1)
+    loop.run_until_complete(main())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.close()
+        tasks.clear()
+        gc.collect()
+    assert began == ["finally"]
+    assert not caught

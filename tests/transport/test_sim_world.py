@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from zbmd.transport.errors import LocalProtocolError, OutOfMemory
 from zbmd.transport.sim import (
-    ALL_FAULTS,
     SIM_START_NS,
+    WORLD_FAULTS,
     Clog,
     Conditions,
     Crash,
@@ -80,7 +80,7 @@ def chatter_digest(seed: int) -> str:
     with World(seed, conditions=Conditions(loss=0.1, duplicate=0.1, reorder=0.3)) as world:
         for name in "abc":
             world.add(name, chatter)
-        for fault in draw_plan(world.rng("plan"), "abc", 60 * MS, ALL_FAULTS, 12):
+        for fault in draw_plan(world.rng("plan"), "abc", 60 * MS, WORLD_FAULTS, 12):
             if not isinstance(fault, MemoryLimit):
                 world.apply(fault)
         world.add_checker("time", lambda: None, stride=7)
@@ -479,7 +479,7 @@ def test_healing_ends_every_fault_among_the_core(seed: int) -> None:
     with World(seed) as world:
         for name in names:
             world.add(name, pinging(names))
-        for fault in draw_plan(world.rng("plan"), names, 50 * MS, ALL_FAULTS, 10):
+        for fault in draw_plan(world.rng("plan"), names, 50 * MS, WORLD_FAULTS, 10):
             world.apply(fault)
         world.run(for_ns=40 * MS)
         core = frozenset(world.rng("core").sample(names, 2))

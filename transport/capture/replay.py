@@ -164,7 +164,12 @@ class StreamReplay:
         self, record: StreamDeclared, secrets: Mapping[str, Any]
     ) -> tuple[MachineKind[Any, Any], Machine[Any, Any]]:
         if record.continued:
-            raise _Stop(self._incomplete("its beginning is not in the log: it was deleted, or left the ring"))
+            raise _Stop(
+                self._incomplete(
+                    "its beginning is not in the log: it was deleted at the bound on the disk, or has left "
+                    "the ring; its records can be shown, but it is played from its beginning only"
+                )
+            )
         try:
             kind = find(record.machine, record.version)
         except CaptureMismatch as error:

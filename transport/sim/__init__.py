@@ -68,11 +68,14 @@ from zbmd.transport.sim.errors import (
 )
 from zbmd.transport.sim.faults import (
     ALL_FAULTS,
+    MACHINE_FAULTS,
     NETWORK_FAULTS,
     PROCESS_FAULTS,
     STORAGE_FAULTS,
+    WORLD_FAULTS,
     Clog,
     Crash,
+    CrashWithin,
     Cut,
     DiskFull,
     DiskReadErrors,
@@ -165,6 +168,8 @@ from zbmd.transport.sim.world import (
 
 __all__ = [
     "ALL_FAULTS",
+    "MACHINE_FAULTS",
+    "WORLD_FAULTS",
     "Allocation",
     "Arrived",
     "CALM",
@@ -174,6 +179,7 @@ __all__ = [
     "Commanded",
     "Conditions",
     "Crash",
+    "CrashWithin",
     "Cut",
     "Datagram",
     "Deadlock",

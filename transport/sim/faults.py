@@ -23,6 +23,8 @@ from zbmd.transport.sim.model import Conditions
 
 FAULTS_MAX = 1024
 """The faults of one plan."""
+EFFECTS_MAX = 1_000_000
+"""The effects after which a `CrashWithin` strikes."""
 FOR_NS_MAX = 30_000_000_000
 """The longest that a drawn fault lasts."""
 
@@ -36,6 +38,20 @@ class Crash:
     """SIGKILL; restarted after `for_ns`, unless that is 0: then it stays down until something starts it."""
 
     process: str
+    at_ns: int
+    for_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrashWithin:
+    """SIGKILL between two effects of a machine: after `effects` of those that come of what the process takes
+    from `at_ns` on; with 0 it dies of the first stimulus. Restarted `for_ns` later, unless that is 0.
+
+    All that a process does at one stimulus happens at one moment, so no `Crash` can fall in between.
+    """
+
+    process: str
+    effects: int
     at_ns: int
     for_ns: int
 
@@ -166,6 +182,7 @@ class MemoryLimit:
 
 Fault: TypeAlias = (
     Crash
+    | CrashWithin
     | Pause
     | Slow
     | Skew
@@ -184,7 +201,11 @@ FaultPlan: TypeAlias = tuple[Fault, ...]
 PROCESS_FAULTS: tuple[type[Fault], ...] = (Crash, Pause, Slow, Skew)
 NETWORK_FAULTS: tuple[type[Fault], ...] = (Partition, Cut, Clog, NetConditions)
 STORAGE_FAULTS: tuple[type[Fault], ...] = (DiskFull, DiskSlow, DiskReadErrors, TornWrites, MemoryLimit)
-ALL_FAULTS: tuple[type[Fault], ...] = (*PROCESS_FAULTS, *NETWORK_FAULTS, *STORAGE_FAULTS)
+WORLD_FAULTS: tuple[type[Fault], ...] = (*PROCESS_FAULTS, *NETWORK_FAULTS, *STORAGE_FAULTS)
+"""Those that strike a `World` of programs."""
+MACHINE_FAULTS: tuple[type[Fault], ...] = (CrashWithin,)
+"""Those that strike machines alone, in a `Simulation`."""
+ALL_FAULTS: tuple[type[Fault], ...] = (*WORLD_FAULTS, *MACHINE_FAULTS)
 
 
 def kind_of(fault: type[Fault]) -> str:
@@ -243,6 +264,8 @@ def parse_fault(text: str) -> Fault:
         raise UserError(f"{text!r} does not say {missing}")
     if min(_time(values, "at_ns"), _time(values, "for_ns")) < 0:
         raise UserError(f"{text!r}: at and for are not below 0")
+    if kind is CrashWithin and not 0 <= values["effects"] <= EFFECTS_MAX:
+        raise UserError(f"{text!r}: effects are 0 to {EFFECTS_MAX}")
     return kind(**values)
 
 
@@ -302,7 +325,7 @@ def draw_plan(
     rng: random.Random,
     names: Sequence[str],
     span_ns: int,
-    kinds: Sequence[type[Fault]] = ALL_FAULTS,
+    kinds: Sequence[type[Fault]] = WORLD_FAULTS,
     count: int = 8,
     *,
     restart: bool = True,
@@ -325,7 +348,7 @@ def _draw(rng: random.Random, kind: type[Fault], names: list[str], span_ns: int,
     at_ns = rng.randrange(span_ns)
     # Short ones as often as long ones: many bugs need a fault that ends while its effects are under way.
     for_ns = min(FOR_NS_MAX, 1 + int(span_ns * 10 ** rng.uniform(-3, -0.3)))
-    if kind is Crash and not restart:
+    if kind in (Crash, CrashWithin) and not restart:
         for_ns = 0
     made: Fault = kind(**_DRAWN[kind](rng, names), at_ns=at_ns, for_ns=for_ns)
     return made
@@ -360,6 +383,7 @@ def _weather(rng: random.Random, names: list[str]) -> dict[str, Any]:
 
 _DRAWN: dict[type[Fault], Callable[[random.Random, list[str]], dict[str, Any]]] = {
     Crash: _victim,
+    CrashWithin: lambda rng, names: {**_victim(rng, names), "effects": int(10 ** rng.uniform(0, 2)) - 1},
     Pause: _victim,
     Slow: lambda rng, names: {**_victim(rng, names), "factor": round(10 ** rng.uniform(0.3, 3), 1)},
     Skew: lambda rng, names: {
@@ -385,6 +409,9 @@ def weaker(fault: Fault) -> tuple[Fault, ...]:
     if fault.for_ns > 1:
         found += [dataclasses.replace(fault, for_ns=for_ns) for for_ns in (1, fault.for_ns // 2)]
     match fault:
+        case CrashWithin(process=process, effects=effects):
+            found.append(Crash(process=process, at_ns=fault.at_ns, for_ns=fault.for_ns))
+            found += [dataclasses.replace(fault, effects=n) for n in sorted({0, effects // 2}) if n < effects]
         case NetConditions():
             calm = Conditions()
             for field in ("loss", "duplicate", "reorder", "latency_ns", "jitter_ns", "bandwidth_bytes_per_s"):

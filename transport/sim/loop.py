@@ -409,6 +409,8 @@ class SimLoop(NoRealIO):
         **options: Any,
     ) -> asyncio.Task[T]:
         """A task of the process whose context it runs in; its default name counts that process's tasks."""
+        if self._closed:
+            coro.close()  # what is thrown away with the loop may start more, of which nobody is to hear
         self._check_usable()
         context = copy_context() if context is None else context
         process = process_of(context) or self.main

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import heapq
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Generic, TypeAlias, assert_never, cast
@@ -19,6 +19,7 @@ from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.sim.faults import (
     Clog,
     Crash,
+    CrashWithin,
     Cut,
     Fault,
     NetConditions,
@@ -30,6 +31,7 @@ from zbmd.transport.sim.faults import (
 )
 from zbmd.transport.sim.history import History
 from zbmd.transport.sim.hosts import Factory, Host
+from zbmd.transport.sim.kills import Kills
 from zbmd.transport.sim.model import (
     SIM_START_NS,
     Arrived,
@@ -62,6 +64,9 @@ CALM = Conditions()
 MAX_EVENTS_DEFAULT = 200_000
 """A run that takes more events than this has not ended by itself: reported as a failure."""
 
+BEFORE_ALL = -1.0
+"""The tie of what comes before everything else of its moment."""
+
 MAX_PENDING = 200_000
 """Messages, timers and notices under way at once; more means that a machine floods its peers."""
 
@@ -70,7 +75,6 @@ EVENTS_PER_COLLECTION = 1 << 16
 
 STORY_RECORDS = 40
 """How many of the last records a failure quotes."""
-
 
 _Entry: TypeAlias = tuple[
     int, float, int, Host[MessageT] | None, int, Stimulus[MessageT] | Callable[[], None], int
@@ -97,8 +101,7 @@ class Simulation(Generic[MessageT]):
         self._timer_version = 0
         self._plan_version = 0
         self._checkers: list[tuple[str, Callable[[], None], int]] = []
-        self._delivered: list[tuple[str, int, int, int]] = []
-        self._dooms: dict[tuple[str, int, int], int] = {}
+        self._kills = Kills()
         # One stream a purpose, so that a kill does not change the weather that came before it.
         self._order, self._network, self._deaths = (
             self.rng(f"sim/{use}") for use in ("order", "net", "death")
@@ -112,7 +115,7 @@ class Simulation(Generic[MessageT]):
     @property
     def supported(self) -> frozenset[type[Fault]]:
         """The faults that strike here. What a stopped lane holds arrives later: only `loss` loses."""
-        return frozenset((Crash, Pause, Partition, Cut, Clog, NetConditions))
+        return frozenset((Crash, CrashWithin, Pause, Partition, Cut, Clog, NetConditions))
 
     @property
     def conditions(self) -> Conditions:
@@ -186,7 +189,7 @@ class Simulation(Generic[MessageT]):
     def crash_during(self, point: KillPoint) -> None:
         """SIGKILL a process between two of its effects."""
         self._host(point.process)
-        self._dooms[(point.process, point.incarnation, point.delivery)] = point.effects
+        self._kills.aim(point)
 
     def kill_points(self) -> tuple[KillPoint, ...]:
         """Every point at which a process could have been killed in the history so far.
@@ -194,11 +197,11 @@ class Simulation(Generic[MessageT]):
         A run under the same seed with `crash_during(point)` is the same up to that point: so these, each
         in a run of its own, are all single kills of this history.
         """
-        return tuple(
-            KillPoint(name, incarnation, delivery, effects)
-            for name, incarnation, delivery, total in self._delivered
-            for effects in range(total + 1)
-        )
+        return self._kills.points()
+
+    def kill_faults(self, victims: Collection[str]) -> list[CrashWithin]:
+        """The kill points of these processes as faults of a plan, in the order of their time."""
+        return self._kills.faults(victims)
 
     def pause(self, name: str, for_ns: int) -> None:
         """Stop `name` for a while (SIGSTOP, a long computation): what comes for it waits."""
@@ -219,6 +222,8 @@ class Simulation(Generic[MessageT]):
                 self._plan(fault.at_ns, fault, lambda: self.crash(process))
                 if fault.for_ns:
                     self._plan(end_ns, fault, lambda: self._revive(process))
+            case CrashWithin():
+                self._plan(fault.at_ns, fault, partial(self._kills.arm, fault), tie=BEFORE_ALL)
             case Pause(process=process, for_ns=for_ns):
                 self._plan(fault.at_ns, fault, lambda: self.pause(process, for_ns))
             case Partition() | Cut() | Clog() | NetConditions():
@@ -233,6 +238,7 @@ class Simulation(Generic[MessageT]):
         With `revive`, what is dead of the core starts again. All others stay as they are: dead, cut off.
         """
         self._plan_version += 1
+        self._kills.disarm()
         for name in sorted(core):
             host = self._host(name)
             host.paused_until_ns = min(host.paused_until_ns, self.now_ns)
@@ -387,18 +393,20 @@ class Simulation(Generic[MessageT]):
             raise self._failure(what, kind) from error
 
     def _perform_all(self, host: Host[MessageT], effects: Sequence[Effect[MessageT]]) -> None:
-        name, incarnation, delivery = host.name, host.incarnation, host.deliveries
-        self._delivered.append((name, incarnation, delivery, len(effects)))
-        doom = self._dooms.pop((name, incarnation, delivery), None) if self._dooms else None
-        for effect in effects if doom is None else islice(effects, doom):
+        name, incarnation, delivery, kills = host.name, host.incarnation, host.deliveries, self._kills
+        kills.delivered.append((name, incarnation, delivery, len(effects), self.now_ns))
+        kill = kills.strikes(name, incarnation, delivery, len(effects)) if kills.armed else None
+        for effect in effects if kill is None else islice(effects, kill[0]):
             if type(effect) is Send:
                 self._send(host, effect)
             else:
                 self._perform(host, effect)
                 if host.process is None:
                     return
-        if doom is not None:
+        if kill is not None:
             self._end(host, clean=False)
+            if (fault := kill[1]) and fault.for_ns:
+                self._plan(self.now_ns - SIM_START_NS + fault.for_ns, fault, lambda: self._revive(name))
 
     def _perform(self, host: Host[MessageT], effect: Effect[MessageT]) -> None:
         match effect:
@@ -546,7 +554,7 @@ class Simulation(Generic[MessageT]):
 
     # -- small parts ---------------------------------------------------------------------------------
 
-    def _plan(self, at_ns: int, fault: Fault, act: Callable[[], None]) -> None:
+    def _plan(self, at_ns: int, fault: Fault, act: Callable[[], object], *, tie: float = 0.0) -> None:
         """Have a fault begin or end at `at_ns` after the start, unless the world is healed before."""
         version = self._plan_version
 
@@ -555,7 +563,7 @@ class Simulation(Generic[MessageT]):
                 self.history.raw.append((self.now_ns, "world", 0, Kind.FAULT, fault))
                 act()
 
-        self.call_at(SIM_START_NS + at_ns, strike)
+        self._push(SIM_START_NS + at_ns, tie, None, 0, strike)
 
     def _host(self, name: str) -> Host[MessageT]:
         try:
@@ -587,7 +595,5 @@ class Simulation(Generic[MessageT]):
         self.history.raw.append((self.now_ns, host.name, host.incarnation, kind, detail))
 
     def _failure(self, what: str, kind: FailureKind) -> SimulationFailure:
-        story = self.history[-STORY_RECORDS:]
-        return SimulationFailure(
-            what, kind=kind, seed=self.seed, at_ns=self.now_ns, events=self.events, story=story
-        )
+        seed, at_ns, story = self.seed, self.now_ns, self.history[-STORY_RECORDS:]
+        return SimulationFailure(what, kind=kind, seed=seed, at_ns=at_ns, events=self.events, story=story)

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.sim.faults import ALL_FAULTS, Fault, FaultPlan, draw_plan, format_plan, parse_plan
+from zbmd.transport.sim.history import History
 from zbmd.transport.sim.model import FailureKind, Record, RunEnd, SimulationFailure
 
 RANKS_MAX = 1024
@@ -46,6 +47,11 @@ class SimulatedWorld(Protocol):
     @property
     def events(self) -> int:
         """Events so far."""
+        ...
+
+    @property
+    def history(self) -> History:
+        """What has happened so far."""
         ...
 
     def add_checker(self, name: str, check: Callable[[], None], *, stride: int = 1) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, assert_never
 from zbmd.transport.sim.faults import (
     Clog,
     Crash,
+    CrashWithin,
     Cut,
     DiskFull,
     DiskReadErrors,
@@ -20,6 +21,7 @@ from zbmd.transport.sim.faults import (
     Skew,
     Slow,
     TornWrites,
+    UnsupportedFault,
     names_of,
 )
 from zbmd.transport.sim.memory import MEMORY_BYTES_DEFAULT
@@ -59,6 +61,8 @@ class Strikes:
             case Slow() | Skew() | DiskFull() | DiskSlow() | DiskReadErrors() | TornWrites() | MemoryLimit():
                 self._plan(fault.at_ns, fault, "begin", lambda: self._begin(fault))
                 self._plan(end_ns, fault, "end", lambda: self._end(fault))
+            case CrashWithin():
+                raise UnsupportedFault("a program's effects take time: let a Crash fall between two")
             case _:
                 assert_never(fault)
 

@@ -17,7 +17,7 @@ from zbmd.transport.link import LinkLimits
 from zbmd.transport.sim.clock import LocalClock
 from zbmd.transport.sim.disk import SimDisk
 from zbmd.transport.sim.errors import Deadlock, Livelock
-from zbmd.transport.sim.faults import ALL_FAULTS, Fault
+from zbmd.transport.sim.faults import WORLD_FAULTS, Fault
 from zbmd.transport.sim.history import History
 from zbmd.transport.sim.links import LinkOptions, SimLink
 from zbmd.transport.sim.loop import SimLoop
@@ -198,7 +198,7 @@ class World:
     @property
     def supported(self) -> frozenset[type[Fault]]:
         """The faults that strike here: all."""
-        return frozenset(ALL_FAULTS)
+        return frozenset(WORLD_FAULTS)
 
     @property
     def now_ns(self) -> int:

@@ -62,7 +62,7 @@ async def joined(
     remote = link.open_region(theirs.inbox)
     pipe.connect(link.open_region(theirs.pipe))
     try:
-        yield link, Pair(segment, remote, pipe, inbox=inbox, arena=arena)
+        yield link, Pair(segment, remote, inbox=inbox, arena=arena, pipe=pipe)
     finally:
         remote.close()
         pipe.close()

@@ -34,7 +34,13 @@ class Pair:
     """One rank's segment, its own arrays in it, the other rank's inbox, and a pipe for other arrays."""
 
     def __init__(
-        self, segment: Segment, theirs: RemoteRegion, pipe: StagedPipe, *, inbox: Bytes, arena: Bytes
+        self,
+        segment: Segment,
+        theirs: RemoteRegion,
+        *,
+        inbox: Bytes,
+        arena: Bytes,
+        pipe: StagedPipe | None = None,
     ) -> None:
         self.rank = segment.slot
         self._wait = segment.wait
@@ -67,6 +73,7 @@ class Pair:
         """A ping and its answer, from an ordinary array of the one to an ordinary array of the other."""
         src, expected = self._fill(np.empty(nbytes, np.uint8))
         into, pipe = np.zeros(nbytes, np.uint8), self._pipe
+        assert pipe is not None
         deadline_ns = now_ns() + MEASURE_S_MAX * 1_000_000_000
         samples = self._ping(
             lambda: pipe.send(src, deadline_ns=deadline_ns),

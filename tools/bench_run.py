@@ -148,7 +148,7 @@ def measure(plan: Plan, case: Case, nbytes: int, everyone: Mapping[str, Contende
 
 
 def _turn(contender: Contender, case: Case, nbytes: int, iterations: int) -> list[float]:
-    """All iterations, in parts, or the parts that fit into `TURN_S_MAX`: spinning on a busy machine is slow."""
+    """All iterations, in parts; the parts that fit into `TURN_S_MAX`: spinning on a busy machine is slow."""
     part = min(iterations, max(ITERATIONS_LEAST, iterations // TURN_PARTS))
     end_s = time.monotonic() + TURN_S_MAX
     samples = contender.measure(case.name, nbytes, part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import ssl
@@ -145,6 +146,8 @@ class TlsSocket(ByteSocket):
             return self.sock.send(_first_bytes(pieces, TLS_RECORD_BYTES))
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None
+        except ssl.SSLEOFError:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
         except ssl.SSLError as error:
             raise tls_error(error, peer=self.peer) from None
 

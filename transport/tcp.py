@@ -149,7 +149,7 @@ class Listener:
         if link is None or not link.has_place_for(ready.session.lane):
             ready.byte_socket.close()  # it has ended, or another has been faster
             return
-        link.add_lane(_lane(ready))
+        link.add_lane(_lane(ready, self._endpoint))
 
 
 async def listen(
@@ -222,7 +222,7 @@ async def open_lane(link: TcpLink, lane: int, endpoint: Endpoint, *, timeout_ns:
     deadline_ns = now_ns() + (endpoint.deadlines.dial_ns if timeout_ns is None else timeout_ns)
     where, host = link.remote_address, link.dialed.host
     ready = await _dial(where, host, endpoint, link.settings, deadline_ns, control=link.session, lane=lane)
-    return _lane(ready)
+    return _lane(ready, endpoint)
 
 
 async def _dial(
@@ -278,8 +278,8 @@ async def _dial_once(
         raise
 
 
-def _lane(ready: Ready) -> Lane:
-    ready.byte_socket.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 0)
+def _lane(ready: Ready, endpoint: Endpoint) -> Lane:
+    set_options(ready.byte_socket.sock, endpoint.deadlines, control=False)
     return Lane(session=ready.session, sock=ready.byte_socket.sock, surplus=ready.surplus)
 
 

@@ -25,6 +25,7 @@ from zbmd.transport.tcp_address import TcpAddress, numeric
 from zbmd.transport.tcp_linger import drop_sent, linger
 from zbmd.transport.tcp_settings import TcpSettings
 from zbmd.transport.tcp_setup import Ready
+from zbmd.transport.tcp_socket import read_progress
 
 BACKLOG_BYTES_MAX: Final = 1 << 16
 """Records that wait for the kernel, but for the last; more frames wait in the queue unsealed."""
@@ -72,6 +73,8 @@ class TcpLink(LinkSide):
         self._writing = False
         """Whether the loop tells when there is room."""
         self._sent_in_turn = False
+        self._silence: asyncio.TimerHandle | None = None
+        """Runs while the peer has something to acknowledge."""
         self._broken: OSError | None = None
         """Why nothing more can be written; what can still be read comes first."""
         self._reading_socket = False
@@ -163,6 +166,8 @@ class TcpLink(LinkSide):
             self._broke(error)
             return
         self._wait_for_room(bool(backlog))
+        if self._silence is None:
+            self._silence = self._loop.call_later(self._deadlines.tcp_user_timeout_ms / 1e3, self._on_silence)
         if self._waiters and not backlog and not self._queue:
             self._wake_waiters()
 
@@ -170,6 +175,16 @@ class TcpLink(LinkSide):
         self._write()
         if not self._closed and self._backlog_bytes < BACKLOG_BYTES_MAX:
             self._pump()
+
+    def _on_silence(self) -> None:
+        """Has the peer's host acknowledged anything? That nobody there reads is no sign of death."""
+        self._silence = None
+        silent_ms = self._deadlines.tcp_user_timeout_ms
+        progress = read_progress(self._socket.sock)
+        if progress.is_silent(silent_ms):
+            self._ended(PeerLost(self._peer.name, self._why(TimeoutError())))
+        elif progress.unacknowledged or self._backlog:
+            self._silence = self._loop.call_later(silent_ms / 2e3, self._on_silence)
 
     def _wait_for_room(self, wanted: bool) -> None:
         if wanted and not self._writing:
@@ -198,11 +213,11 @@ class TcpLink(LinkSide):
         return self._records.next_frame()
 
     def _park(self) -> bool:
-        if self._socket.pending:
-            self._read()
-            return self._records.ready_bytes == 0 and not self._records.failed and self._peer_end is None
         self._read_on()
-        return True
+        if not self._socket.pending:
+            return True
+        self._read()
+        return not self._records.ready_bytes and not self._records.failed and self._peer_end is None
 
     def _on_readable(self) -> None:
         if self._closed:
@@ -285,6 +300,8 @@ class TcpLink(LinkSide):
     def _tear_down(self) -> None:
         self._read_no_more()
         self._wait_for_room(False)
+        if self._silence is not None:
+            self._silence.cancel()
         for lane in self._lanes:
             lane.sock.close()
         self._lanes.clear()

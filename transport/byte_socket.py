@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final
 
+from zbmd.transport.hello import HungUp
 from zbmd.transport.hello_driver import readable, writable
 from zbmd.transport.record_mac import Buffer
 from zbmd.transport.tls import tls_error
@@ -117,7 +118,7 @@ class TlsSocket(ByteSocket):
         super().__init__(sock, peer=peer)
 
     async def handshake(self, deadline_ns: int) -> bool:
-        """Run the handshake; False if the deadline comes first. Raises `TlsError`, OSError."""
+        """Run the handshake; False if the deadline comes first. Raises `TlsError`, `HungUp`, OSError."""
         while True:
             try:
                 self.sock.do_handshake()
@@ -126,6 +127,11 @@ class TlsSocket(ByteSocket):
                 ready = await readable(self.sock, deadline_ns)
             except ssl.SSLWantWriteError:
                 ready = await writable(self.sock, deadline_ns)
+            except (ssl.SSLEOFError, ConnectionError):
+                raise HungUp(
+                    f"{self.peer} ended the connection in the TLS handshake: it has ended, or does not speak "
+                    "TLS (set the same ZBMD_PROTECTION on both sides)"
+                ) from None
             except ssl.SSLError as error:
                 raise tls_error(error, peer=self.peer) from None
             if not ready:

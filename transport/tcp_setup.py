@@ -27,7 +27,6 @@ from zbmd.transport.session_setup import (
     make_offer,
 )
 from zbmd.transport.tcp_settings import TcpSettings
-from zbmd.transport.tls import NotTls
 
 READ_BYTES: Final = 1 << 10
 
@@ -46,7 +45,7 @@ async def secure(
 ) -> tuple[ByteSocket, bytes]:
     """The socket, with TLS around it if that is asked for, and what names its channel.
 
-    host: what the dialer has dialed. Owns `sock`, and closes it if it raises: `TlsError`, `PeerLost`,
+    host: what the dialer has dialed. Owns `sock`, and closes it if it raises: `TlsError`, `HungUp`,
     `HelloTimeout`.
     """
     tls = settings.tls
@@ -66,12 +65,6 @@ async def secure(
         if not await TlsSocket(wrapped, peer=peer).handshake(deadline_ns):
             raise HelloTimeout(f"the TLS handshake with {peer} was not done by its deadline")
         return TlsSocket(wrapped, peer=peer), tls.binding(side, wrapped)
-    except ConnectionError as error:
-        wrapped.close()
-        raise NotTls(
-            f"{peer} ended the connection in the TLS handshake: it may not speak TLS (set the same "
-            "ZBMD_PROTECTION on both sides), or it has ended"
-        ) from error
     except BaseException:
         wrapped.close()
         raise

@@ -20,7 +20,6 @@ from typing import Protocol
 from unittest.mock import patch
 
 import uvloop
-
 from tcp_certificates import job_tls
 from tcp_machine import has_ipv6
 
@@ -442,7 +441,9 @@ class ShmHarness(RealHarness):
 class TcpHarness(RealHarness):
     """TCP over loopback; once for each way to protect it, and over IPv6."""
 
-    def __init__(self, loop: str, *, host: str = "127.0.0.1", protection: Protection = Protection.MAC) -> None:
+    def __init__(
+        self, loop: str, *, host: str = "127.0.0.1", protection: Protection = Protection.MAC
+    ) -> None:
         self.transport = f"tcp-{protection.value}" + ("6" if ":" in host else "")
         super().__init__(loop)
         self._host = host

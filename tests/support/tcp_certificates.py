@@ -23,7 +23,7 @@ DAY = dt.timedelta(days=1)
 
 
 def _now() -> dt.datetime:
-    return dt.datetime.now(dt.timezone.utc)
+    return dt.datetime.now(dt.UTC)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,9 @@ def make_authority(folder: Path, name: str = "job CA") -> Authority:
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     builder = _builder(name, key, subject, _now() - DAY, _now() + DAY)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    builder = builder.add_extension(
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+    )
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
     certificate = builder.add_extension(usage, critical=True).sign(key, hashes.SHA256())
     (folder / "ca.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

@@ -16,9 +16,10 @@ from typing import Final
 
 from zbmd.transport.byte_socket import PIECES_PER_WRITE_MAX, lost_reason
 from zbmd.transport.endpoint import Endpoint
-from zbmd.transport.errors import PeerLost, RemoteProtocolError, ZbmdError
+from zbmd.transport.errors import LinkFull, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.lane import Lane, OnLane
 from zbmd.transport.link_side import LinkSide
+from zbmd.transport.node_memory import Share
 from zbmd.transport.record_mac import Buffer
 from zbmd.transport.secure_stream import SecureStream
 from zbmd.transport.tcp_address import TcpAddress, numeric
@@ -77,6 +78,8 @@ class TcpLink(LinkSide):
         """Runs while the peer has something to acknowledge."""
         self._broken: OSError | None = None
         """Why nothing more can be written; what can still be read comes first."""
+        self._unsent = Share(endpoint.send_memory)
+        self._unread = Share(endpoint.receive_memory)
         self._reading_socket = False
         self._on_lane: OnLane | None = None
         self._lanes: deque[Lane] = deque()
@@ -125,6 +128,35 @@ class TcpLink(LinkSide):
 
     # -- sending -----------------------------------------------------------------------------------------
 
+    def send(self, payload: bytes, *, epoch: int = 0, trace_id: int = 0, flags: int = 0) -> None:
+        """Send one frame, or queue it. `LinkFull` also if all links together hold too much (`NodeMemory`)."""
+        memory = self._unsent.memory
+        if memory.full and not self._closed:
+            raise LinkFull(
+                f"the links of this process hold {memory.used_bytes} bytes to be sent, the bound: "
+                "await writable() and send again"
+            )
+        super().send(payload, epoch=epoch, trace_id=trace_id, flags=flags)
+        self._count_unsent()
+
+    def _has_room(self) -> bool:
+        memory = self._unsent.memory
+        if not memory.full:
+            return super()._has_room()
+        memory.wait(self, self._wake_waiters)
+        return False
+
+    def _count_unsent(self) -> None:
+        self._unsent.hold(0 if self._closed else self._queue_bytes + self._backlog_bytes)
+
+    def _count_unread(self) -> None:
+        records = self._records
+        self._unread.hold(0 if self._closed else records.ready_bytes + records.partial_bytes)
+
+    def _on_room_to_read(self) -> None:
+        self._read_on()
+        self._loop.call_soon(self._on_readable)
+
     async def flush(self) -> None:
         """Wait until all frames are the kernel's. Raises `LinkClosed` if the link ends first."""
         await self._until(lambda: not self._queue and not self._backlog)
@@ -166,6 +198,7 @@ class TcpLink(LinkSide):
             self._broke(error)
             return
         self._wait_for_room(bool(backlog))
+        self._count_unsent()
         if self._silence is None:
             self._silence = self._loop.call_later(self._deadlines.tcp_user_timeout_ms / 1e3, self._on_silence)
         if self._waiters and not backlog and not self._queue:
@@ -175,6 +208,7 @@ class TcpLink(LinkSide):
         self._write()
         if not self._closed and self._backlog_bytes < BACKLOG_BYTES_MAX:
             self._pump()
+            self._count_unsent()
 
     def _on_silence(self) -> None:
         """Has the peer's host acknowledged anything? That nobody there reads is no sign of death."""
@@ -210,7 +244,10 @@ class TcpLink(LinkSide):
     # -- receiving ---------------------------------------------------------------------------------------
 
     def _next_frame(self) -> bytes | bytearray | None:
-        return self._records.next_frame()
+        frame = self._records.next_frame()
+        if frame is not None:
+            self._count_unread()
+        return frame
 
     def _park(self) -> bool:
         self._read_on()
@@ -254,6 +291,7 @@ class TcpLink(LinkSide):
                 self._ended(PeerLost(self._peer.name, self._why(self._broken)))
                 return
             records.buffer_updated(taken)
+            self._count_unread()
             if taken < asked and not self._socket.pending:
                 return
         if self._socket.pending:
@@ -261,10 +299,12 @@ class TcpLink(LinkSide):
 
     def _room(self) -> int:
         """How much more may be read."""
-        limit = (
-            UNREAD_BYTES_MAX if self._on_frame is not None or self._broken is not None else UNHEARD_BYTES_MAX
-        )
-        return limit - self._records.ready_bytes
+        memory = self._unread.memory
+        if memory.full and not self._records.partial_bytes:
+            memory.wait(self, self._on_room_to_read)
+            return 0
+        heard = self._on_frame is not None or self._broken is not None
+        return (UNREAD_BYTES_MAX if heard else UNHEARD_BYTES_MAX) - self._records.ready_bytes
 
     def _why(self, error: OSError | None) -> str:
         if error is None:
@@ -302,6 +342,9 @@ class TcpLink(LinkSide):
         self._wait_for_room(False)
         if self._silence is not None:
             self._silence.cancel()
+        for share in (self._unsent, self._unread):
+            share.memory.forget(self)
+            share.hold(0)
         for lane in self._lanes:
             lane.sock.close()
         self._lanes.clear()

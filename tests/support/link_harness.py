@@ -2,7 +2,7 @@
 
 A scenario is a coroutine. With `LinkHarness.run` both ends of its links are on its own loop. With
 `run_with_peer` the other end is in another process, which may be killed: a forked one, or a simulated one.
-A transport of real processes adds a subclass of `RealHarness` and an instance of it to `HARNESSES`.
+A transport of real processes adds a subclass of `RealHarness`, and an instance of it to `link_harnesses`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,16 @@ from typing import Protocol
 from unittest.mock import patch
 
 import uvloop
-from tcp_certificates import job_tls
-from tcp_machine import has_ipv6
 
-from zbmd.transport import shm, shm_link, tcp
-from zbmd.transport.byte_socket import ByteSocket
+from zbmd.transport import shm, shm_link
 from zbmd.transport.errors import LinkFull, ZbmdError
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.hello import Identity
 from zbmd.transport.link import Link, LinkLimits
 from zbmd.transport.link_side import LinkSide
-from zbmd.transport.session import Protection
 from zbmd.transport.shm import Endpoint
 from zbmd.transport.sim import SimProcess, World
 from zbmd.transport.spin import SpinChoice, SpinPolicy
-from zbmd.transport.tcp_settings import TcpSettings
 
 SMALL = LinkLimits(ring_bytes=1 << 12, queue_bytes_max=1 << 14, queue_frames_max=64, frames_per_wake=4)
 COOKIE = b"a cookie of the tests, 32 bytes "
@@ -438,46 +433,6 @@ class ShmHarness(RealHarness):
         return Endpoint(identity=who.identity, cookie=COOKIE, limits=who.limits)
 
 
-class TcpHarness(RealHarness):
-    """TCP over loopback; once for each way to protect it, and over IPv6."""
-
-    def __init__(
-        self, loop: str, *, host: str = "127.0.0.1", protection: Protection = Protection.MAC
-    ) -> None:
-        self.transport = f"tcp-{protection.value}" + ("6" if ":" in host else "")
-        super().__init__(loop)
-        self._host = host
-        self._protection = protection
-
-    async def listen(self, on_link: OnLink, who: Who) -> tuple[Listening, str]:
-        at = tcp.TcpAddress(host=self._host, port=0)
-        listener = await tcp.listen(at, on_link, self._endpoint(who), settings=self._settings())
-        return listener, str(listener.address)
-
-    async def dial(self, address: str, who: Who) -> LinkSide:
-        return await tcp.dial(address, self._endpoint(who), settings=self._settings())
-
-    def die_at_message(self, number: int) -> None:
-        send, sent = ByteSocket.send, 0
-
-        async def counted(self: ByteSocket, data: bytes, deadline_ns: int) -> None:
-            nonlocal sent
-            if sent == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            sent += 1
-            await send(self, data, deadline_ns)
-
-        ByteSocket.send = counted  # type: ignore[method-assign]
-
-    def _settings(self) -> TcpSettings:
-        if self._protection is not Protection.TLS:
-            return TcpSettings(protection=self._protection)
-        return TcpSettings(protection=self._protection, tls=job_tls())
-
-    def _endpoint(self, who: Who) -> Endpoint:
-        return Endpoint(identity=who.identity, cookie=COOKIE, limits=who.limits)
-
-
 # --- the simulator --------------------------------------------------------------------------------------
 
 SIM_SEEDS = (1, 2, 3)
@@ -612,18 +567,6 @@ class _SimPeer(Peer):
 
     def revive(self) -> None:
         self._them.revive()
-
-
-HARNESSES: tuple[LinkHarness, ...] = (
-    ShmHarness("asyncio"),
-    ShmHarness("uvloop"),
-    ShmHarness("uvloop", spins=True),
-    TcpHarness("asyncio"),
-    TcpHarness("uvloop"),
-    TcpHarness("uvloop", protection=Protection.TLS),
-    *([TcpHarness("uvloop", host="::1", protection=Protection.NONE)] if has_ipv6() else []),
-    SimHarness(),
-)
 
 
 async def fill(link: Link, payload: bytes = bytes(500)) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import resource
+import time
 from collections.abc import AsyncGenerator, Generator
 
 import pytest
@@ -20,10 +21,11 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
     ZbmdError,
 )
+from zbmd.transport.frames import FrameHeader
 from zbmd.transport.hello import Identity
 from zbmd.transport.memory import SEALS
 from zbmd.transport.segment import PeerSegment, Segment
-from zbmd.transport.shm import Endpoint, Listener, dial, listen
+from zbmd.transport.shm import Endpoint, Listener, dial, link_pair, listen
 from zbmd.transport.shm_link import ShmLink
 
 SECONDS = 1_000_000_000
@@ -195,4 +197,32 @@ async def test_an_address_in_use_says_what_to_do(address: str) -> None:
             listen(address, lambda link: None, endpoint("other"))
         link = await dial(address, endpoint("rank1"), timeout_ns=now_ns())
         assert link.peer.name == "node", "the one that was there first goes on"
+        link.close()
+
+
+# ---- clocks
+
+
+@pytest.mark.parametrize("jump_s", [-30 * 365 * 24 * 3600, -3600, -1, 1, 3600])
+async def test_frames_and_their_order_outlive_a_jump_of_the_wall_clock(jump_s: int) -> None:
+    """Whichever way it goes: stamps only grow, frames come, and what waits by the other clock waits on."""
+    ours, theirs = link_pair(endpoint("a"), endpoint("b"))
+    stamps: list[int] = []
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def hear(header: FrameHeader, payload: memoryview) -> None:
+        stamps.append(header.hlc)
+        heard.put_nowait(bytes(payload))
+
+    theirs.on_frame = hear
+    waiting = asyncio.ensure_future(asyncio.wait_for(heard.get(), 60))
+    ours.send(b"before")
+    assert await waiting == b"before"
+    jumped_ns = time.time_ns() + jump_s * SECONDS
+    ours._wall_ns = lambda: jumped_ns
+    for number in range(3):
+        ours.send(bytes([number]))
+        assert await asyncio.wait_for(heard.get(), 60) == bytes([number])
+    assert stamps == sorted(set(stamps)), "a stamp has gone back"
+    for link in (ours, theirs):
         link.close()

@@ -79,7 +79,7 @@ async def listening(address: str) -> AsyncGenerator[tuple[Listener, asyncio.Queu
 
 
 async def test_a_listener_that_gets_no_descriptor_says_what_to_do(address: str) -> None:
-    with descriptors_left(0), pytest.raises(OutOfDescriptors, match=r"cannot listen .*ulimit -n"):
+    with descriptors_left(0), pytest.raises(OutOfDescriptors, match=r"listening at .*ulimit -n"):
         listen(address, lambda link: None, endpoint("node"))
     listen(address, lambda link: None, endpoint("node")).close()
 
@@ -88,7 +88,7 @@ async def test_a_dial_without_descriptors_fails_alone_and_can_be_repeated(addres
     async with listening(address) as (_, links):
         before = await dial(address, endpoint("rank1"))
         kept = await links.get()
-        with descriptors_left(0), pytest.raises(OutOfDescriptors, match=r"cannot dial .*ulimit -n"):
+        with descriptors_left(0), pytest.raises(OutOfDescriptors, match=r"a link to .*ulimit -n"):
             await dial(address, endpoint("rank2"))
         heard: asyncio.Queue[bytes] = asyncio.Queue()
         kept.on_frame = lambda header, payload: heard.put_nowait(bytes(payload))

@@ -14,6 +14,7 @@ from typing import NoReturn, Protocol, runtime_checkable
 import structlog
 from structlog.typing import EventDict
 
+from zbmd.actors.cluster.membership_scenario import MembershipScenario
 from zbmd.actors.links_scenario import LinksScenario
 from zbmd.actors.supervision_scenario import SupervisionScenario
 from zbmd.collectives.collectives_scenario import CollectivesScenario
@@ -58,6 +59,11 @@ ENTRIES: Mapping[str, Entry] = MappingProxyType(
         ),
         "supervision": Entry(make=SupervisionScenario, ranks=(1, 1, 1, 2, 2, 3), lengths=(1, 2, 4, 8, 16)),
         "links": Entry(make=LinksScenario, ranks=(2, 2, 2, 3, 3, 4), lengths=(2, 4, 8, 16)),
+        "membership": Entry(
+            make=MembershipScenario,
+            ranks=(1, 2, 2, 3, 3, 3, 3, 4, 5, 5, 7, 11),
+            lengths=(1, 1, 2, 3, 6),
+        ),
         "training": Entry(make=TrainingScenario, ranks=(1, 2, 2, 3, 3, 4), lengths=(1, 1, 1, 2, 2, 3, 6)),
         "collectives": Entry(
             make=CollectivesScenario, ranks=(1, 2, 2, 3, 3, 4, 5, 6), lengths=(1, 1, 2, 3, 8)

@@ -70,17 +70,13 @@ class Listener:
         self._on_link = on_link
         self._endpoint = endpoint
         self._timeout_ns = timeout_ns
-        with exhaustion_is_typed(f"listening at {name!r}"):
-            sock = _unix_socket()
+        sock = _unix_socket()
         try:
             sock.bind(_address(name))
             sock.listen(BACKLOG)
         except OSError as error:
             sock.close()
-            raise LocalProtocolError(
-                f"cannot listen at {name!r}: {error.strerror}. If another process listens there, end it, or "
-                "choose another address."
-            ) from error
+            raise LocalProtocolError(f"cannot listen at {name!r}: {error.strerror}") from error
         self._acceptor = Acceptor(name, [sock], self._welcome, source_of=_source, places=half_open_max)
 
     @property
@@ -122,7 +118,7 @@ def listen(
 
     `on_link` is called with each link that stands; a hello takes `timeout_ns` at most, by default the
     `hello_ns` of the endpoint's deadlines. Raises `LocalProtocolError` if the address is taken or
-    too long, and `OutOfDescriptors`.
+    too long.
     """
     timeout_ns = endpoint.deadlines.hello_ns if timeout_ns is None else timeout_ns
     return Listener(name, on_link, endpoint, timeout_ns, half_open_max)

@@ -62,10 +62,50 @@ class Mutation:
 COMMIT = "zbmd.collectives.commit:StepCommit"
 SUPERVISION = "zbmd.actors.supervision:SupervisionMachine"
 PEER = "zbmd.actors.peer:Peer"
+CLUSTER = "zbmd.actors.cluster.membership:ClusterMachine"
 BROKEN = (Outcome.SAFETY, Outcome.CRASH)
 ANY = (Outcome.SAFETY, Outcome.CRASH, Outcome.LIVENESS)
 
 MUTATIONS = [
+    Mutation(
+        "either half of a view may go on",
+        "membership",
+        (
+            Edit(
+                f"{CLUSTER}._agreed_by",
+                "if not verdict.holds:",
+                "if not verdict.holds and 2 * len(asked.present()) < len(self.view.nodes):",
+            ),
+        ),
+        BROKEN,
+    ),
+    Mutation(
+        "a view is acted on before all of its members know it",
+        "membership",
+        (Edit(f"{CLUSTER}._learned_by", "if result.missing:", "if False:"),),
+        BROKEN,
+    ),
+    Mutation(
+        "half of the observers are believed",
+        "membership",
+        (
+            Edit(
+                "zbmd.actors.cluster.reports:Reports._is_agreed_on",
+                "2 * says > len(sound)",
+                "2 * says >= len(sound)",
+            ),
+        ),
+        BROKEN,
+    ),
+    Mutation(
+        "a joiner is told of no view until it is one of those who must know it",
+        "membership",
+        (
+            Edit(f"{CLUSTER}._catch_up", "if epoch >= self.view.epoch:", "if True:"),
+            Edit(f"{CLUSTER}._knocked", "member.key == node.key:", "member.key == node.key and False:"),
+        ),
+        ANY,
+    ),
     Mutation(
         "no view is installed when a rank leaves in good order",
         "commit",

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from link_harness import (
+    HARNESSES,
     SMALL,
     Ear,
     Fork,
@@ -19,7 +20,6 @@ from link_harness import (
     Peer,
     fill,
 )
-from link_harnesses import HARNESSES
 
 from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError
 from zbmd.transport.frames import FrameHeader, pack_header

@@ -106,7 +106,6 @@ from zbmd.transport.sim.loop import (
     SimLoop,
 )
 from zbmd.transport.sim.machines import (
-    CALM,
     Simulation,
 )
 from zbmd.transport.sim.memory import (
@@ -114,6 +113,7 @@ from zbmd.transport.sim.memory import (
     SimMemory,
 )
 from zbmd.transport.sim.model import (
+    CALM,
     SIM_START_NS,
     Arrived,
     CancelTimer,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias
 
-from zbmd.transport.sim.model import MessageT, Process
+from zbmd.transport.sim.model import Arrived, MessageT, Process, Stimulus
 from zbmd.transport.sim.weather import Lane
 
 Factory: TypeAlias = Callable[[int], Process[MessageT]]
@@ -28,3 +28,13 @@ class Host(Generic[MessageT]):
     timers: dict[str, int] = field(default_factory=dict[str, int])
     told: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     routes: dict[str, tuple[Host[MessageT], Lane]] = field(default_factory=dict[str, Any])
+
+
+Entry: TypeAlias = tuple[
+    int, float, int, Host[MessageT] | None, int, Stimulus[MessageT] | Callable[[], None], int
+]
+"""What is under way: time; tie, drawn; number. Then the host, its incarnation, the stimulus and, of a timer,
+its version; or None, 0, and an act of the scenario or of the simulator itself."""
+
+Flying: TypeAlias = tuple[int, float, int, Arrived[MessageT]]
+"""A message under way: time, tie, number."""

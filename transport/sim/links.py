@@ -129,7 +129,7 @@ class SimLink(LinkSide):
     def _park(self) -> bool:
         return not self._inbox
 
-    def _deliver(self, frame: bytes | bytearray) -> None:
+    def _deliver(self, frame: bytes) -> None:
         self._network.delivered(self, frame)
         super()._deliver(frame)
 

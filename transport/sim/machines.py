@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Generic, TypeAlias, assert_never, cast
+from typing import Generic, assert_never, cast
 
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.sim.faults import (
@@ -30,10 +30,13 @@ from zbmd.transport.sim.faults import (
     names_of,
 )
 from zbmd.transport.sim.history import History
-from zbmd.transport.sim.hosts import Factory, Host
+from zbmd.transport.sim.hosts import Entry, Factory, Flying, Host
 from zbmd.transport.sim.kills import Kills
 from zbmd.transport.sim.model import (
+    CALM,
+    MAX_EVENTS_DEFAULT,
     SIM_START_NS,
+    STORY_RECORDS,
     Arrived,
     CancelTimer,
     Commanded,
@@ -58,12 +61,6 @@ from zbmd.transport.sim.model import (
 )
 from zbmd.transport.sim.weather import Lane, LaneFlooded, Weather
 
-CALM = Conditions()
-"""Reliable, ordered, prompt: what liveness is asked under."""
-
-MAX_EVENTS_DEFAULT = 200_000
-"""A run that takes more events than this has not ended by itself: reported as a failure."""
-
 BEFORE_ALL = -1.0
 """The tie of what comes before everything else of its moment."""
 
@@ -72,15 +69,6 @@ MAX_PENDING = 200_000
 
 EVENTS_PER_COLLECTION = 1 << 16
 """How often cycles among the objects made since the last time are looked for."""
-
-STORY_RECORDS = 40
-"""How many of the last records a failure quotes."""
-
-_Entry: TypeAlias = tuple[
-    int, float, int, Host[MessageT] | None, int, Stimulus[MessageT] | Callable[[], None], int
-]
-"""What is under way: time; tie, drawn; number. Then the host, its incarnation, the stimulus and, of a timer,
-its version; or None, 0, and an act of the scenario or of the simulator itself."""
 
 
 class Simulation(Generic[MessageT]):
@@ -95,7 +83,7 @@ class Simulation(Generic[MessageT]):
         self.events = 0
         self.history = History()
         self._hosts: dict[str, Host[MessageT]] = {}
-        self._queue: list[_Entry[MessageT]] = []
+        self._queue: list[Entry[MessageT]] = []
         self._dropped: set[int] = set()
         self._sequence = 0
         self._timer_version = 0
@@ -374,7 +362,8 @@ class Simulation(Generic[MessageT]):
             self._push(host.paused_until_ns, 0.0, host, incarnation, stimulus, version)
             return
         if isinstance(stimulus, PeerEnded) and self._weather.now.notice_is_fence:
-            self._drop_under_way(stimulus.peer, stimulus.incarnation, host, keep=0)
+            under_way = self._under_way(stimulus.peer, stimulus.incarnation).get(host, [])
+            self._drop_under_way(under_way, stimulus.peer, stimulus.incarnation, host, keep=0)
         self.history.raw.append((now_ns, host.name, incarnation, Kind.DELIVER, stimulus))
         host.deliveries += 1
         try:
@@ -387,7 +376,7 @@ class Simulation(Generic[MessageT]):
             kind = FailureKind.CRASH
             if isinstance(error, AssertionError):
                 kind = FailureKind.SAFETY
-            elif isinstance(error, LaneFlooded):
+            if isinstance(error, LaneFlooded):
                 kind = FailureKind.LIVENESS
             what = f"{host.name}#{host.incarnation} on {stimulus}: {type(error).__name__}: {error}"
             raise self._failure(what, kind) from error
@@ -479,26 +468,33 @@ class Simulation(Generic[MessageT]):
             else:
                 self._push(at_ns, self._order.random(), target, incarnation, arrived)
 
-    def _drop_under_way(self, sender: str, incarnation: int, to: Host[MessageT], *, keep: int | None) -> None:
-        """Drop all but the first `keep` messages under way from an incarnation of `sender` to `to`.
+    def _under_way(self, sender: str, incarnation: int) -> dict[Host[MessageT], list[Flying[MessageT]]]:
+        """What an incarnation has sent and has not arrived, by receiver: one pass for all ten thousand."""
+        found: dict[Host[MessageT], list[Flying[MessageT]]] = {}
+        for at_ns, tie, sequence, host, _, what, _ in self._queue:
+            if host is None or not isinstance(what, Arrived) or sequence in self._dropped:
+                continue
+            if (what.sender, what.incarnation) == (sender, incarnation):
+                found.setdefault(host, []).append((at_ns, tie, sequence, what))
+        return found
 
-        None: draw how many are kept. What a stopped lane holds is under way too.
-        """
-        entries = sorted(
-            (at_ns, tie, sequence, what)
-            for at_ns, tie, sequence, host, _, what, _ in self._queue
-            if host is to
-            and isinstance(what, Arrived)
-            and (what.sender, what.incarnation) == (sender, incarnation)
-            and sequence not in self._dropped
-        )
+    def _drop_under_way(
+        self,
+        under_way: list[Flying[MessageT]],
+        sender: str,
+        incarnation: int,
+        to: Host[MessageT],
+        *,
+        keep: int | None,
+    ) -> None:
+        """Drop all but the first `keep` (None: drawn) of these, and of those that a stopped lane holds."""
         lane = self._weather.lane(sender, to.name)
         if keep is None:
-            keep = self._deaths.randint(0, len(entries) + lane.held_from(incarnation))
-        for _, _, sequence, what in entries[keep:]:
+            keep = self._deaths.randint(0, len(under_way) + lane.held_from(incarnation))
+        for _, _, sequence, what in sorted(under_way)[keep:]:
             self._dropped.add(sequence)
             self._record(to, Kind.DROP, what)
-        lane.drop_held(incarnation, keep=max(0, keep - len(entries)))
+        lane.drop_held(incarnation, keep=max(0, keep - len(under_way)))
 
     # -- life and death ------------------------------------------------------------------------------
 
@@ -517,11 +513,12 @@ class Simulation(Generic[MessageT]):
         host.process = None
         host.ended_clean = clean
         self._record(host, Kind.EXIT if clean else Kind.CRASH, "")
+        under_way = {} if clean else self._under_way(host.name, host.incarnation)
         for peer in self._hosts.values():
             if peer is host:
                 continue
             if not clean:
-                self._drop_under_way(host.name, host.incarnation, peer, keep=None)
+                self._drop_under_way(under_way.get(peer, []), host.name, host.incarnation, peer, keep=None)
             if peer.process is not None:
                 self._tell(peer, host, clean)
 

@@ -19,6 +19,12 @@ ActionT = TypeVar("ActionT")
 SIM_START_NS = 1_000_000_000
 """Virtual time starts here, not at zero, so that a zero deadline that means "none" is never a real one."""
 
+MAX_EVENTS_DEFAULT = 200_000
+"""A run that takes more events than this has not ended by itself: reported as a failure."""
+
+STORY_RECORDS = 40
+"""How many of the last records a failure quotes."""
+
 
 # --- what a process is told -----------------------------------------------------------------------------
 
@@ -207,6 +213,10 @@ class Conditions:
             or not 0 <= self.start_min_ns <= self.start_max_ns
         ):
             raise UserError("give the notice and start times as 0 <= min_ns <= max_ns")
+
+
+CALM = Conditions()
+"""Reliable, ordered, prompt: what liveness is asked under."""
 
 
 class Kind(Enum):

@@ -162,7 +162,7 @@ class Network:
         else:
             self.loop.act_at(self.loop.now_ns + self.weather.now.latency_ns, deliver)
 
-    def delivered(self, link: SimLink, frame: bytes | bytearray) -> None:
+    def delivered(self, link: SimLink, frame: bytes) -> None:
         """A frame was taken from a link."""
         self._record(link.owner, Kind.DELIVER, _told(link.peer.name, frame))
 
@@ -197,5 +197,5 @@ class Network:
             self.loop.act_at(self.weather.reliable_ns(lane, self.loop.now_ns, nbytes), deliver)
 
 
-def _told(other: str, data: bytes | bytearray) -> str:
+def _told(other: str, data: bytes) -> str:
     return f"{other} {len(data)} B {zlib.crc32(data):08x}"

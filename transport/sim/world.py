@@ -21,9 +21,11 @@ from zbmd.transport.sim.faults import WORLD_FAULTS, Fault
 from zbmd.transport.sim.history import History
 from zbmd.transport.sim.links import LinkOptions, SimLink
 from zbmd.transport.sim.loop import SimLoop
-from zbmd.transport.sim.machines import CALM, MAX_EVENTS_DEFAULT, STORY_RECORDS
 from zbmd.transport.sim.memory import MEMORY_BYTES_DEFAULT, SimMemory
 from zbmd.transport.sim.model import (
+    CALM,
+    MAX_EVENTS_DEFAULT,
+    STORY_RECORDS,
     Conditions,
     FailureKind,
     Kind,

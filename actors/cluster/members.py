@@ -1,0 +1,153 @@
+"""Nodes, views, and the changes between them; the rule that says which part of a view may go on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from zbmd.transport.errors import LocalProtocolError
+
+MEMBERS_MAX = 1 << 17
+EPOCH_MAX = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NodeKey:
+    """One life of a node: the id that it keeps, and the incarnation, which grows from life to life."""
+
+    id: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"node{self.id}#{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Node:
+    """A member of the cluster. `address`: where its links are dialed."""
+
+    key: NodeKey
+    address: str = ""
+
+    @property
+    def id(self) -> int:
+        """What it keeps over its lives."""
+        return self.key.id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """From the view before to the view of `epoch`. `removed` and `added` are sorted."""
+
+    epoch: int
+    removed: tuple[NodeKey, ...] = ()
+    added: tuple[Node, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"-{key}" for key in self.removed] + [f"+{node.key}" for node in self.added]
+        return f"view {self.epoch} ({' '.join(parts) or 'the same members'})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterView:
+    """The members of an epoch, sorted by id, one life of each node at most."""
+
+    epoch: int
+    nodes: tuple[Node, ...]
+
+    def __post_init__(self) -> None:
+        ids = [node.id for node in self.nodes]
+        if ids != sorted(set(ids)) or len(ids) > MEMBERS_MAX or not 0 <= self.epoch <= EPOCH_MAX:
+            raise LocalProtocolError(f"view {self.epoch}: members must be sorted, and each node in it once")
+
+    def __str__(self) -> str:
+        shown = ", ".join(str(node.key) for node in self.nodes[:8])
+        more = f" and {len(self.nodes) - 8} more" if len(self.nodes) > 8 else ""
+        return f"view {self.epoch} of {len(self.nodes)}: {shown}{more}"
+
+    @cached_property
+    def by_id(self) -> dict[int, Node]:
+        """The members by id."""
+        return {node.id: node for node in self.nodes}
+
+    @cached_property
+    def ids(self) -> tuple[int, ...]:
+        """The members' ids, ascending."""
+        return tuple(node.id for node in self.nodes)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Names this view: equal for equal views alone."""
+        text = repr((self.epoch, [(n.key.id, n.key.incarnation, n.address) for n in self.nodes]))
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def holds(self, key: NodeKey) -> bool:
+        """Whether this life of the node is a member."""
+        node = self.by_id.get(key.id)
+        return node is not None and node.key == key
+
+    def after(self, change: Change) -> ClusterView:
+        """The next view. Raises `LocalProtocolError` if the change does not follow from this one."""
+        return _after(_Shared(self), change)
+
+
+class _Shared:
+    """A view as the key of a cache: hashed by its digest, which is worked out once."""
+
+    __slots__ = ("view",)
+
+    def __init__(self, view: ClusterView) -> None:
+        self.view = view
+
+    def __hash__(self) -> int:
+        return hash(self.view.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shared) and self.view.digest == other.view.digest
+
+
+@lru_cache(maxsize=64)
+def _after(shared: _Shared, change: Change) -> ClusterView:
+    view = shared.view
+    nodes = dict(view.by_id)
+    if change.epoch != view.epoch + 1:
+        raise LocalProtocolError(f"{change} does not follow {view}")
+    for key in change.removed:
+        if not view.holds(key):
+            raise LocalProtocolError(f"{change} removes {key}, who is not in {view}")
+        del nodes[key.id]
+    for node in change.added:
+        if node.id in nodes:
+            raise LocalProtocolError(f"{change} adds {node.key} beside {nodes[node.id].key}")
+        nodes[node.id] = node
+    return ClusterView(epoch=change.epoch, nodes=tuple(nodes[node_id] for node_id in sorted(nodes)))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A decision and why."""
+
+    holds: bool
+    reason: str
+
+
+def quorum(view: ClusterView, present: Collection[int], proven: Collection[int] = ()) -> Verdict:
+    """Whether the members with ids `present` may decide for `view`.
+
+    A majority may; exactly half may with the lowest id of the view among them. So any two such parts share a
+    member, who knows what the other decided. All members but those who are proven dead may too: together
+    they know whatever anybody who lives knows, and no other part of the view is left.
+    """
+    size, here = len(view.nodes), sum(1 for node_id in view.ids if node_id in present)
+    if 2 * here > size:
+        return Verdict(True, f"{here} of {size} are a majority of view {view.epoch}")
+    if 2 * here == size and view.ids[0] in present:
+        return Verdict(
+            True, f"{here} of {size} are half of view {view.epoch}, with its lowest, {view.ids[0]}"
+        )
+    if here and all(node_id in present or node_id in proven for node_id in view.ids):
+        return Verdict(True, f"all others of view {view.epoch} are proven dead")
+    needed = size // 2 + (1 if size % 2 or (size and view.ids[0] not in present) else 0)
+    return Verdict(False, f"{here} of the {size} members of view {view.epoch} are here, {needed} are needed")

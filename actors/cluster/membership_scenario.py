@@ -1,0 +1,305 @@
+"""A simulated cluster of nodes that run the view-change machine and the detector.
+
+A part of the nodes is **protected**: a majority, connected among itself and alive throughout. The others are
+killed, paused, cut off, deaf or mute. Checked after every event:
+
+- no two nodes know different views of one epoch;
+- a node acts on newer and newer views, each of which holds it;
+- when the first one acts on a view, every member of it knows it (or did when it died);
+- a protected node never stops.
+
+Once the faults have ended, all must act on the one view that holds them all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from zbmd.actors.cluster.detector import Detector
+from zbmd.actors.cluster.members import ClusterView, Node, NodeKey
+from zbmd.actors.cluster.membership import LEFT, ClusterMachine, State
+from zbmd.actors.cluster.messages import (
+    Action,
+    Beat,
+    Enter,
+    Event,
+    Found,
+    Installed,
+    LeaveRequested,
+    Message,
+    Received,
+    Send,
+    SetTimer,
+    Stopped,
+    Suspected,
+    TimerFired,
+    Trusted,
+    Watch,
+)
+from zbmd.transport import sim
+from zbmd.transport.budget import Deadlines, derive
+from zbmd.transport.errors import LocalProtocolError
+
+AGAIN_NS = 300_000_000
+"""After its life has ended, a node tries again so much later."""
+LIVES_MAX = 1_000
+"""Lives of one process; each tries to join anew."""
+SECOND_NS = 1_000_000_000
+FAULT_NS_MIN, FAULT_NS_MAX = 20_000_000, 3_000_000_000
+SHORT_NS_MAX = 90_000_000
+"""A pause of a protected node: shorter than any suspicion."""
+EVERYBODY_OBSERVES_MAX = 11
+"""Up to this many nodes, a minority of deaf ones can never make up most of a member's observers."""
+LIVENESS_NS = 30 * SECOND_NS
+CHECK_STRIDE = 1
+
+
+@dataclass(slots=True)
+class Cluster:
+    """What is known of the cluster from outside of it."""
+
+    size: int
+    protected: frozenset[str]
+    deadlines: Deadlines = field(default_factory=derive)
+    nodes: dict[str, NodeProcess] = field(default_factory=dict[str, "NodeProcess"])
+    """By name, the process that lives, or lived last."""
+    known: dict[int, ClusterView] = field(default_factory=dict[int, ClusterView])
+    knows: dict[NodeKey, int] = field(default_factory=dict[NodeKey, int])
+    """The newest epoch that each life has known."""
+    acted_on: int = 0
+    """The newest epoch that anybody has acted on."""
+    stops: list[tuple[NodeKey, str]] = field(default_factory=list[tuple[NodeKey, str]])
+
+    def learnt(self, key: NodeKey, view: ClusterView) -> None:
+        """A node knows a view."""
+        other = self.known.setdefault(view.epoch, view)
+        assert other.digest == view.digest, f"two views of one epoch: {view} and {other}"
+        assert self.knows.get(key, 0) <= view.epoch, f"{key} has unlearnt view {self.knows[key]}"
+        self.knows[key] = view.epoch
+
+    def acts(self, key: NodeKey, view: ClusterView) -> None:
+        """A node acts on a view."""
+        assert view.holds(key), f"{key} acts on {view}"
+        if view.epoch > self.acted_on:
+            self.acted_on = view.epoch
+            ignorant = [str(node.key) for node in view.nodes if self.knows.get(node.key, 0) < view.epoch]
+            assert not ignorant, f"{key} acts on {view}, of which {', '.join(ignorant)} know nothing"
+
+
+def name_of(node_id: int) -> str:
+    """The simulated process of a node."""
+    return f"node{node_id}"
+
+
+def node_at(node_id: int, incarnation: int) -> Node:
+    """A node of the simulation."""
+    return Node(NodeKey(node_id, incarnation), name_of(node_id))
+
+
+class NodeProcess:
+    """The driver of one node: machine, detector, heartbeats. Decides nothing."""
+
+    def __init__(self, cluster: Cluster, node_id: int, incarnation: int, *, founds: bool) -> None:
+        self.cluster = cluster
+        self._id, self._base = node_id, incarnation * LIVES_MAX
+        self._lives = 0
+        self._founds = founds
+        self._effects: list[sim.Effect[tuple[Node, NodeKey, Message]]] = []
+        self._new_life()
+        cluster.nodes[name_of(node_id)] = self
+
+    def _new_life(self) -> None:
+        self._lives += 1
+        assert self._lives < LIVES_MAX
+        self.me = node_at(self._id, self._base + self._lives)
+        self.machine = ClusterMachine(self.me, self.cluster.deadlines)
+        self.detector = Detector(self.cluster.deadlines)
+        self._observers: tuple[Node, ...] = ()
+        self.acts_on: ClusterView | None = None
+
+    def check_invariants(self) -> None:
+        """The machine's own."""
+        self.machine.check_invariants()
+
+    def deliver(
+        self, stimulus: sim.Stimulus[tuple[Node, NodeKey, Message]], *, now_ns: int
+    ) -> Sequence[sim.Effect[tuple[Node, NodeKey, Message]]]:
+        """Take a stimulus; a message names its sender's life and the life that it is for."""
+        self._effects = []
+        match stimulus:
+            case sim.Started():
+                self._start(now_ns)
+            case sim.Arrived(message=(sender, to, message)):
+                if to == self.me.key or to.incarnation == 0:
+                    self._arrived(sender, message, now_ns)
+            case sim.TimerFired(name="machine"):
+                self._feed(TimerFired(), now_ns)
+            case sim.TimerFired(name="beat"):
+                self._beat(now_ns)
+            case sim.TimerFired(name="again"):
+                self._new_life()
+                self._start(now_ns)
+            case sim.Commanded(command="leave"):
+                self._feed(LeaveRequested(), now_ns)
+            case sim.PeerEnded():
+                pass  # a closed connection proves nothing across hosts
+            case _:
+                raise LocalProtocolError(f"{stimulus} means nothing to a node")
+        return self._effects
+
+    def _start(self, now_ns: int) -> None:
+        if self._founds:
+            self._founds = False
+            self._feed(Found(), now_ns)
+        else:
+            others = [i for i in range(self.cluster.size) if i != self._id]
+            turn = (self._id + self._lives) % len(others) if others else 0
+            doors = tuple(node_at(i, 0) for i in others[turn:] + others[:turn])
+            self._feed(Enter(doors=doors), now_ns)
+        self._beat(now_ns)
+
+    def _arrived(self, sender: Node, message: Message, now_ns: int) -> None:
+        if self.detector.heard(sender.key, now_ns):
+            self._feed(Trusted(key=sender.key), now_ns)
+        self._feed(Received(sender=sender, message=message), now_ns)
+
+    def _beat(self, now_ns: int) -> None:
+        if self.machine.state is State.STOPPED:
+            return
+        beat = Beat(known=self.machine.view.epoch, entered=self.machine.entered)
+        for observer in self._observers:
+            self._send(observer, beat)
+        for key, reason in self.detector.silent(now_ns):
+            self._feed(Suspected(key=key, reason=reason), now_ns)
+        self._effects.append(sim.SetTimer(name="beat", at_ns=now_ns + self.detector.heartbeat_ns))
+
+    def _feed(self, event: Event, now_ns: int) -> None:
+        machine = self.machine
+        known = machine.view.epoch
+        actions = machine.handle(event, now_ns=now_ns)
+        if machine.view.epoch != known:
+            self.cluster.learnt(self.me.key, machine.view)
+        for action in actions:
+            self._perform(action, now_ns)
+
+    def _perform(self, action: Action, now_ns: int) -> None:
+        match action:
+            case Send(to=to, message=message):
+                self._send(to, message)
+            case SetTimer(at_ns=at_ns):
+                self._effects.append(sim.SetTimer(name="machine", at_ns=at_ns))
+            case Watch(subjects=subjects, observers=observers):
+                self.detector.watch((node.key for node in subjects), now_ns)
+                self._observers = observers
+            case Installed(view=view, reason=reason):
+                self.cluster.acts(self.me.key, view)
+                self.acts_on = view
+                self._effects.append(sim.Note(value=f"acts on {view}: {reason}"))
+            case Stopped(reason=reason):
+                self._stopped(reason, now_ns)
+            case _:
+                assert_never(action)
+
+    def _stopped(self, reason: str, now_ns: int) -> None:
+        self._effects.append(sim.Note(value=f"stops: {reason}"))
+        self.cluster.stops.append((self.me.key, reason))
+        self.acts_on = None
+        if reason == LEFT:
+            self._effects.append(sim.Exit())
+            return
+        assert name_of(self._id) not in self.cluster.protected, f"{self.me.key} stops: {reason}"
+        self._effects.append(sim.SetTimer(name="again", at_ns=now_ns + AGAIN_NS))
+
+    def _send(self, to: Node, message: Message) -> None:
+        nbytes = 64 if isinstance(message, Beat) else 512
+        self._effects.append(sim.Send(to=name_of(to.id), message=(self.me, to.key, message), nbytes=nbytes))
+
+
+def protected_of(rng: random.Random, size: int) -> frozenset[str]:
+    """A part of the nodes that may go on whatever happens to the others, with the founder in it."""
+    if size == 2:
+        return frozenset((name_of(0),))
+    others = rng.sample(range(1, size), size // 2)
+    return frozenset(name_of(node_id) for node_id in (0, *others))
+
+
+def build(seed: int | str, size: int) -> tuple[sim.Simulation[tuple[Node, NodeKey, Message]], Cluster]:
+    """A cluster at its start: node 0 founds it, the others knock."""
+    simulation = sim.Simulation[tuple[Node, NodeKey, Message]](seed)
+    cluster = Cluster(size=size, protected=protected_of(simulation.rng("protected"), size))
+
+    def factory(node_id: int):  # type: ignore[no-untyped-def]
+        def make(incarnation: int) -> NodeProcess:
+            founds = node_id == 0 and incarnation == 1
+            return NodeProcess(cluster, node_id, incarnation, founds=founds)
+
+        return make
+
+    for node_id in range(size):
+        simulation.add(name_of(node_id), factory(node_id))
+    return simulation, cluster
+
+
+def in_one_view(cluster: Cluster, names: frozenset[str]) -> bool:
+    """Whether these nodes, and no others, are in the one view that all of them act on."""
+    views = [cluster.nodes[name].acts_on for name in names]
+    first = views[0]
+    if first is None or names != frozenset(map(name_of, first.ids)):
+        return False
+    return all(view is not None and view.digest == first.digest for view in views)
+
+
+@dataclass(frozen=True)
+class MembershipScenario:
+    """The view-change machine. `length` counts seconds under faults."""
+
+    name: str = "membership"
+    description: str = "cluster views without a coordinator: nodes killed, paused, cut off, deaf and mute"
+    kinds: tuple[type[sim.Fault], ...] = (sim.Crash, sim.Pause, sim.Partition, sim.Cut, sim.Clog)
+
+    def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
+        """See `zbmd.transport.sim.Scenario`."""
+        simulation, cluster = build(seed, options.ranks)
+        names = tuple(name_of(node_id) for node_id in range(options.ranks))
+        return sim.Stage(
+            world=simulation,
+            victims=names,
+            converged=lambda core: in_one_view(cluster, frozenset(names)),
+            span_ns=options.length * SECOND_NS,
+            liveness_ns=LIVENESS_NS,
+        )
+
+    def draw_plan(self, seed: int | str, options: sim.Options) -> sim.FaultPlan:
+        """Faults that leave the protected nodes alive and connected among each other."""
+        size, span_ns = options.ranks, options.length * SECOND_NS
+        rng = random.Random(f"{seed}/plan")
+        protected = protected_of(random.Random(f"{seed}/protected"), size)
+        names = [name_of(node_id) for node_id in range(size)]
+        victims = [name for name in names if name not in protected]
+        plan = [_draw(rng, names, victims, span_ns) for _ in range(options.faults)]
+        return tuple(sorted(plan, key=lambda fault: fault.at_ns))
+
+
+def _draw(rng: random.Random, names: list[str], victims: list[str], span_ns: int) -> sim.Fault:
+    at_ns = rng.randrange(span_ns)
+    for_ns = min(span_ns, int(FAULT_NS_MIN * (FAULT_NS_MAX / FAULT_NS_MIN) ** rng.random()))
+    if not victims or rng.random() < 0.1:
+        return sim.Pause(process=rng.choice(names), at_ns=at_ns, for_ns=min(for_ns, SHORT_NS_MAX))
+    victim = rng.choice(victims)
+    kind = rng.choice((sim.Crash, sim.Crash, sim.Pause, sim.Partition, sim.Partition, sim.Cut, sim.Clog))
+    if kind is sim.Crash:
+        return sim.Crash(process=victim, at_ns=at_ns, for_ns=for_ns)
+    if kind is sim.Pause:
+        return sim.Pause(process=victim, at_ns=at_ns, for_ns=for_ns)
+    if kind is sim.Partition:
+        off = tuple(sorted(rng.sample(victims, rng.randint(1, len(victims)))))
+        rest = tuple(name for name in names if name not in off)
+        return sim.Partition(groups=(rest, off), at_ns=at_ns, for_ns=for_ns)
+    other = rng.choice([name for name in names if name != victim])
+    pair = (victim, other) if len(names) > EVERYBODY_OBSERVES_MAX or rng.random() < 0.5 else (other, victim)
+    if kind is sim.Cut:
+        return sim.Cut(source=pair[0], target=pair[1], at_ns=at_ns, for_ns=for_ns)
+    return sim.Clog(source=pair[0], target=pair[1], at_ns=at_ns, for_ns=for_ns)

@@ -1,0 +1,104 @@
+"""Who has reported whom in the view that is known, and what change follows from it.
+
+A report is believed once most of a member's observers agree on it, where those who are believed dead
+themselves do not count (Rapid's multi-node cut detection, reduced): so a few deaf nodes condemn nobody, and a
+rack that fails at once goes in one cut.
+"""
+
+from __future__ import annotations
+
+from zbmd.actors.cluster.members import Change, ClusterView, Node, NodeKey
+from zbmd.actors.cluster.messages import Report
+from zbmd.actors.cluster.overlay import overlay_of
+
+JOINS_MAX = 4096
+"""Nodes let in by one change; more wait for the next."""
+
+
+class Reports:
+    """The reports on one view, of each member its newest."""
+
+    def __init__(self, view: ClusterView) -> None:
+        self.view = view
+        self._by_reporter: dict[int, Report] = {}
+
+    def take(self, reporter: NodeKey, report: Report) -> bool:
+        """Take a member's report; whether it says anything. Those on another view are not taken."""
+        if report.epoch != self.view.epoch or not self.view.holds(reporter):
+            return False
+        if report.down or report.proven or report.joins or report.leaves:
+            self._by_reporter[reporter.id] = report
+        else:
+            self._by_reporter.pop(reporter.id, None)
+        return reporter.id in self._by_reporter
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is reported."""
+        return not self._by_reporter
+
+    def proven(self) -> frozenset[int]:
+        """The ids of members who are certain to be dead."""
+        keys = {key for report in self._by_reporter.values() for key in report.proven}
+        keys |= {node.key for node in self._joins() if self._old_life(node) is not None}
+        return frozenset(key.id for key in keys if key.id in self.view.by_id)
+
+    def down(self) -> frozenset[int]:
+        """The ids of members who are believed to be dead."""
+        reported = {key.id for r in self._by_reporter.values() for key in r.down if self.view.holds(key)}
+        observers, believed = overlay_of(self.view).observers, set(self.proven())
+        while True:  # ends: each pass but the last believes somebody more
+            more = {s for s in reported - believed if self._is_agreed_on(s, observers[s], believed)}
+            if not more:
+                return frozenset(believed)
+            believed |= more
+
+    def _is_agreed_on(self, subject: int, observers: tuple[int, ...], believed: set[int]) -> bool:
+        sound = [observer for observer in observers if observer not in believed]
+        says = sum(1 for observer in sound if self._reports_down(observer, subject))
+        return 2 * says > len(sound) or not sound
+
+    def settled(self) -> bool:
+        """Whether no member is reported by some, but not enough, of those who are not down themselves."""
+        down = self.down()
+        return all(
+            key.id in down or not self.view.holds(key)
+            for reporter, report in self._by_reporter.items()
+            if reporter not in down
+            for key in report.down
+        )
+
+    def change(self) -> Change | None:
+        """What follows from the reports now, if anything does."""
+        view, down = self.view, self.down()
+        leaves = {node_id for node_id, report in self._by_reporter.items() if report.leaves}
+        joins = self._joins()
+        replaced = {node.id for node in joins if node.id in view.by_id}
+        gone = sorted((down | leaves | replaced) & set(view.ids))
+        if not gone and not joins:
+            return None
+        if len(gone) == len(view.ids) and not joins:
+            return None  # nobody would be left to agree on it
+        removed = tuple(view.by_id[node_id].key for node_id in gone)
+        return Change(epoch=view.epoch + 1, removed=removed, added=joins)
+
+    def _joins(self) -> tuple[Node, ...]:
+        """Those who ask to be let in, the newest life of each, by id."""
+        newest: dict[int, Node] = {}
+        for report in self._by_reporter.values():
+            for node in report.joins:
+                known, member = newest.get(node.id), self.view.by_id.get(node.id)
+                if member is not None and member.key.incarnation >= node.key.incarnation:
+                    continue
+                if known is None or known.key.incarnation < node.key.incarnation:
+                    newest[node.id] = node
+        return tuple(newest[node_id] for node_id in sorted(newest)[:JOINS_MAX])
+
+    def _old_life(self, node: Node) -> Node | None:
+        """The member that this node was before, if it is in the view still."""
+        member = self.view.by_id.get(node.id)
+        return member if member is not None and member.key.incarnation < node.key.incarnation else None
+
+    def _reports_down(self, reporter: int, subject: int) -> bool:
+        report = self._by_reporter.get(reporter)
+        return report is not None and self.view.by_id[subject].key in report.down

@@ -1,0 +1,159 @@
+"""The view-change machine: seeded faults, every single kill of small clusters, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbmd.actors.cluster.detector import Detector
+from zbmd.actors.cluster.members import Node, NodeKey
+from zbmd.actors.cluster.membership import ClusterMachine
+from zbmd.actors.cluster.membership_scenario import (
+    LIVENESS_NS,
+    SECOND_NS,
+    Cluster,
+    MembershipScenario,
+    Message,
+    build,
+    in_one_view,
+    name_of,
+)
+from zbmd.actors.cluster.messages import Found, LeaveRequested, Stopped
+from zbmd.transport import sim
+from zbmd.transport.budget import derive
+from zbmd.transport.sim import Options, Outcome, run_scenario
+
+World = tuple[sim.Simulation[tuple[Node, NodeKey, Message]], Cluster]
+
+
+def names(*ids: int) -> frozenset[str]:
+    return frozenset(name_of(node_id) for node_id in ids)
+
+
+def formed(seed: int, size: int, *, protected: frozenset[str] | None = None) -> World:
+    """A cluster in which everybody has joined."""
+    simulation, cluster = build(seed, size)
+    if protected is not None:
+        cluster.protected = protected
+    everybody = names(*range(size))
+    simulation.run(until=lambda: in_one_view(cluster, everybody), for_ns=LIVENESS_NS)
+    assert in_one_view(cluster, everybody)
+    return simulation, cluster
+
+
+def settle(world: World, expected: frozenset[str]) -> None:
+    simulation, cluster = world
+    simulation.run(until=lambda: in_one_view(cluster, expected), for_ns=LIVENESS_NS)
+    assert in_one_view(cluster, expected), [str(r) for r in simulation.history[-20:]]
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    ranks=st.integers(1, 11),
+    length=st.integers(1, 3),
+    faults=st.integers(0, 6),
+)
+@settings(max_examples=25, deadline=None)
+def test_clusters_stand_faults(seed: int, ranks: int, length: int, faults: int) -> None:
+    scenario, options = MembershipScenario(), Options(ranks=ranks, length=length, faults=faults)
+    report = run_scenario(scenario, seed, options, scenario.draw_plan(seed, options), tell=None)
+    assert report.outcome is Outcome.OK, report
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_every_single_kill_while_a_death_is_agreed_on(size: int) -> None:
+    """A node dies; then, in a run for each, any other dies between any two effects of what follows."""
+
+    def play(then: Callable[[sim.Simulation[tuple[Node, NodeKey, Message]]], None]) -> World:
+        simulation, cluster = formed(size, size, protected=frozenset())
+        then(simulation)
+        simulation.crash(name_of(size - 1))
+        simulation.run(for_ns=SECOND_NS)
+        return simulation, cluster
+
+    calm, _ = play(lambda simulation: None)
+    begun, _ = formed(size, size)
+    after = dict.fromkeys(names(*range(size)), 0)
+    for point in begun.kill_points():
+        after[point.process] = max(after[point.process], point.delivery)
+    points = [p for p in calm.kill_points() if p.delivery > after[p.process] and p.effects]
+    assert len(points) > 100
+    for point in points[:: max(1, len(points) // 150)]:
+        simulation, cluster = play(lambda s, point=point: s.crash_during(point))  # type: ignore[misc]
+        left = names(*(i for i in range(size) if simulation.lives(name_of(i))))
+        if len(left) > size // 2:
+            settle((simulation, cluster), left)
+        else:
+            simulation.run(for_ns=3 * SECOND_NS)  # nobody may decide; nothing unsafe may happen
+
+
+def test_the_half_with_the_lowest_id_goes_on_and_the_other_stops() -> None:
+    simulation, cluster = formed(1, 4, protected=names(0, 1))
+    halves = (tuple(sorted(names(0, 1))), tuple(sorted(names(2, 3))))
+    fault = sim.Partition(groups=halves, at_ns=simulation.now_ns - sim.SIM_START_NS, for_ns=5 * SECOND_NS)
+    simulation.apply(fault)
+    settle((simulation, cluster), names(0, 1))
+    simulation.run(for_ns=2 * SECOND_NS)
+    reasons = {key.id: reason for key, reason in cluster.stops}
+    assert set(reasons) == {2, 3}
+    for reason in reasons.values():
+        assert reason.startswith("it is cut off: ") and reason.endswith("are here, 3 are needed")
+    settle((simulation, cluster), names(0, 1, 2, 3))
+
+
+def test_a_node_that_hears_nobody_condemns_nobody() -> None:
+    simulation, cluster = formed(2, 5, protected=names(0, 1, 2, 3))
+    for source in range(4):
+        at_ns = simulation.now_ns - sim.SIM_START_NS
+        simulation.apply(
+            sim.Cut(source=name_of(source), target=name_of(4), at_ns=at_ns, for_ns=3 * SECOND_NS)
+        )
+    simulation.run(for_ns=3 * SECOND_NS)
+    view = cluster.nodes[name_of(0)].acts_on
+    assert view is not None and set(view.ids) >= {0, 1, 2, 3}
+    settle((simulation, cluster), names(0, 1, 2, 3, 4))
+
+
+def test_a_node_that_leaves_is_let_go_in_a_view_without_it() -> None:
+    simulation, cluster = formed(3, 3)
+    cluster.protected = frozenset()
+    simulation.command(name_of(0), "leave")
+    settle((simulation, cluster), names(1, 2))
+    simulation.run(until=lambda: not simulation.lives(name_of(0)), for_ns=SECOND_NS)
+    assert [reason for _, reason in cluster.stops] == ["it left"]
+
+
+def test_deaths_that_come_together_cost_one_view() -> None:
+    simulation, cluster = formed(4, 9)
+    cluster.protected = frozenset()
+    before = cluster.acted_on
+    for node_id in (1, 4, 6, 8):
+        simulation.crash(name_of(node_id))
+    settle((simulation, cluster), names(0, 2, 3, 5, 7))
+    assert cluster.acted_on == before + 1
+
+
+def test_the_only_member_leaves_at_once() -> None:
+    machine = ClusterMachine(Node(NodeKey(7, 1)), derive())
+    machine.handle(Found(), now_ns=1)
+    assert machine.handle(LeaveRequested(), now_ns=2) == [Stopped(reason="it left")]
+    assert machine.handle(LeaveRequested(), now_ns=3) == []
+
+
+def test_the_limit_of_silence_follows_what_was_heard() -> None:
+    deadlines = derive()
+    detector, steady, jumpy = Detector(deadlines), NodeKey(1, 1), NodeKey(2, 1)
+    detector.watch([steady, jumpy], 0)
+    beat_ns = deadlines.heartbeat_ns
+    for number in range(1, 33):
+        detector.heard(steady, number * beat_ns)
+        detector.heard(jumpy, number * beat_ns + (number % 3) * beat_ns // 2)
+    assert 4 * beat_ns <= detector.limit_ns(steady) < detector.limit_ns(jumpy) <= deadlines.suspicion_ns
+    last_ns = 32 * beat_ns
+    assert [key for key, _ in detector.silent(last_ns + detector.limit_ns(steady))] == [steady]
+    assert detector.silent(last_ns + detector.limit_ns(steady)) == [], "told once"
+    assert detector.heard(steady, last_ns + deadlines.suspicion_ns), "it was suspected"
+    assert not detector.heard(NodeKey(3, 1), last_ns), "nobody observes it"

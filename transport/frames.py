@@ -67,33 +67,39 @@ class FrameHeader(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def pack_header(header: FrameHeader) -> bytes:
-    """The header's `HEADER_BYTES` bytes.
+    """The header's `HEADER_BYTES` bytes. Raises as `pack_fields`."""
+    return pack_fields(
+        header.flags,
+        header.payload_bytes,
+        header.epoch,
+        header.job,
+        header.incarnation,
+        header.hlc,
+        header.trace_id,
+    )
+
+
+def pack_fields(
+    flags: int, payload_bytes: int, epoch: int, job: int, incarnation: int, hlc: int, trace_id: int
+) -> bytes:
+    """A header's `HEADER_BYTES` bytes, without the object in between: every frame that is sent needs one.
 
     Raises `LocalProtocolError` if a field is out of its range or the payload beyond `MAX_PAYLOAD_BYTES`.
     """
-    if header.payload_bytes > MAX_PAYLOAD_BYTES:
+    if payload_bytes > MAX_PAYLOAD_BYTES:
         raise LocalProtocolError(
-            f"a payload of {header.payload_bytes} bytes does not fit into a control frame "
+            f"a payload of {payload_bytes} bytes does not fit into a control frame "
             f"({MAX_PAYLOAD_BYTES} at most): send it as a region"
         )
-    if header.flags & ~USER_FLAGS_MASK:
-        raise LocalProtocolError(
-            f"frame flags {header.flags:#x} use reserved bits: only {USER_FLAGS_MASK:#x}"
-        )
+    if flags & ~USER_FLAGS_MASK:
+        raise LocalProtocolError(f"frame flags {flags:#x} use reserved bits: only {USER_FLAGS_MASK:#x}")
     try:
         return _HEADER.pack(
-            FRAME_MAGIC,
-            FORMAT_VERSION,
-            header.flags,
-            header.payload_bytes,
-            header.epoch,
-            header.job,
-            header.incarnation,
-            header.hlc,
-            header.trace_id,
+            FRAME_MAGIC, FORMAT_VERSION, flags, payload_bytes, epoch, job, incarnation, hlc, trace_id
         )
     except struct.error as error:
-        raise LocalProtocolError(f"{header} has a field out of range: {error}") from None
+        fields = f"{payload_bytes=} {epoch=} {job=} {incarnation=} {hlc=} {trace_id=}"
+        raise LocalProtocolError(f"a frame's header has a field out of range: {error}: {fields}") from None
 
 
 def unpack_header(data: bytes | bytearray | memoryview) -> FrameHeader:

@@ -14,6 +14,7 @@ from zbmd.transport.errors import LocalProtocolError
 LOGICAL_BITS = 16
 LOGICAL_MASK = (1 << LOGICAL_BITS) - 1
 STAMP_MAX = (1 << 64) - 1
+_PHYSICAL_MASK = ~LOGICAL_MASK
 
 MAX_DRIFT_NS = 60_000_000_000
 """How far a peer's stamp may be ahead of our wall clock and still be followed."""
@@ -57,12 +58,14 @@ class HybridClock:
             self.refused += 1
             self.refused_ahead_ns_max = max(self.refused_ahead_ns_max, ahead_ns)
             remote = 0
-        return self._advance(max(self.last, remote), wall_ns)
+        return self._advance(remote if remote > self.last else self.last, wall_ns)
 
     def _advance(self, latest: int, wall_ns: int) -> int:
         if not 0 <= wall_ns <= STAMP_MAX:
             raise LocalProtocolError(f"wall clock of {wall_ns} ns since 1970 does not fit into 64 bits")
-        stamp = max(wall_ns & ~LOGICAL_MASK, latest + 1)
+        stamp = wall_ns & _PHYSICAL_MASK
+        if stamp <= latest:
+            stamp = latest + 1
         if stamp > STAMP_MAX:
             raise LocalProtocolError("the hybrid clock is at its end (year 2554): set the wall clock")
         self.last = stamp

@@ -29,7 +29,7 @@ import structlog
 
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import LinkClosed, LinkFull, LocalProtocolError, RemoteProtocolError, ZbmdError
-from zbmd.transport.frames import HEADER_BYTES, FrameHeader, pack_header, unpack_frame
+from zbmd.transport.frames import HEADER_BYTES, pack_fields, unpack_frame
 from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits, OnClosed, OnFrame
@@ -56,6 +56,7 @@ class LinkSide(ABC):
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._identity = identity
+        self._job, self._incarnation = identity.job, identity.incarnation
         self._peer = peer
         self._own_segment = own_segment
         self._peer_segment = peer_segment
@@ -177,17 +178,7 @@ class LinkSide(ABC):
                 "await writable() and send again"
             )
         hlc = self._clock.tick(self._wall_ns())
-        header = pack_header(
-            FrameHeader(
-                flags=flags,
-                payload_bytes=len(payload),
-                job=self._identity.job,
-                incarnation=self._identity.incarnation,
-                epoch=epoch,
-                hlc=hlc,
-                trace_id=trace_id,
-            )
-        )
+        header = pack_fields(flags, len(payload), epoch, self._job, self._incarnation, hlc, trace_id)
         if self._recorder is not None:
             self._recorder.frame_out(self._stream, header, payload, hlc)
         if not queue:

@@ -351,8 +351,11 @@ def test_close_is_idempotent_and_told_to_both_sides_once(harness: LinkHarness) -
         b.close()
         with pytest.raises(LinkClosed):
             b.send(b"late")
-        await turns(5)
         assert [ear.ends for ear in ears] == [[None], [None]]
+        for link in (a, b):
+            again = Ear(link)
+            await turns(20)
+            assert not again.ends, "it has been told"
 
     harness.run(scenario)
 

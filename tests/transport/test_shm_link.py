@@ -185,3 +185,19 @@ async def test_whatever_happens_while_a_reader_spins(act: str, monkeypatch: pyte
         a._fail(RemoteProtocolError("the test breaks it off"))
         assert isinstance(await theirs.end(), PeerLost)
         assert theirs.payloads == [b"one", b"last"]
+
+
+async def test_a_frame_that_comes_as_a_spin_ends_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SpinPolicy, "_choose", always_spins)
+    a, b = pair()
+    theirs = Ear(b)
+
+    def ends_with_a_frame(self: SpinPolicy, now_ns: int) -> bool:
+        a.send(b"in between")
+        monkeypatch.undo()
+        return False
+
+    monkeypatch.setattr(SpinPolicy, "goes_on", ends_with_a_frame)
+    a.send(b"one")
+    assert await theirs.frames(2) == [b"one", b"in between"]
+    await end_both(a, b, theirs)

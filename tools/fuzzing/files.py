@@ -41,6 +41,8 @@ from zbmd.transport.durations import parse_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.sim import parse_faults
 from zbmd.transport.sim.faults import format_plan
+from zbmd.transport.tcp_address import parse_address, source_of
+from zbmd.transport.tcp_settings import tcp_settings
 
 MODEL = GPTConfig(context=4, width=8, heads=2, layers=1)
 PLAN = '{"model":{"width":8},"seed":1}'
@@ -212,6 +214,7 @@ def _options(text: str) -> None:
         parse_bulk,
         parse_size,
         parse_arena,
+        lambda value: tcp_settings({"ZBMD_PROTECTION": value, "ZBMD_SOCKET_IFNAME": value}),
         lambda value: host_memory_bytes({"ZBMD_HOST_MEMORY": value}),
         lambda value: RankEnvironment.read({**_ENVIRONMENT, "WORLD_SIZE": value}),
         lambda value: RankEnvironment.read({**_ENVIRONMENT, "ZBMD_JOB": value}),
@@ -221,6 +224,14 @@ def _options(text: str) -> None:
             parse(text)
         except UserError:
             continue
+
+
+def _address(text: str) -> None:
+    found = parse_address(text)
+    if found.host and parse_address(str(found)) != found:
+        raise Broken(f"{found!r} is written {found}")
+    if found.is_numeric:
+        source_of(found.host)
 
 
 _ENVIRONMENT = RankEnvironment(rank=0, world_size=1, incarnation=1, job=7, node_address="n").variables()
@@ -273,6 +284,13 @@ TARGETS = (
         allowed=(),
         seeds=lambda: (b"64MiB", b"1.5 GiB", b"500ms", b"1min", b"3", b"replace", b"digest", b"4096"),
         run=_text(_options),
+    ),
+    Target(
+        name="tcp.address",
+        what="the address of a listener",
+        allowed=(UserError,),
+        seeds=lambda: (b"node1:29400", b"[::1]:29400", b"10.0.0.1:0", b"[fe80::1%eth0]:1", b"*:29400"),
+        run=_text(_address),
     ),
     Target(
         name="cookie",

@@ -70,7 +70,8 @@ class Listener:
         self._on_link = on_link
         self._endpoint = endpoint
         self._timeout_ns = timeout_ns
-        sock = _unix_socket()
+        with exhaustion_is_typed(f"the listener at {name}"):
+            sock = _unix_socket()
         try:
             sock.bind(_address(name))
             sock.listen(BACKLOG)
@@ -118,7 +119,7 @@ def listen(
 
     `on_link` is called with each link that stands; a hello takes `timeout_ns` at most, by default the
     `hello_ns` of the endpoint's deadlines. Raises `LocalProtocolError` if the address is taken or
-    too long.
+    too long, and `OutOfDescriptors`.
     """
     timeout_ns = endpoint.deadlines.hello_ns if timeout_ns is None else timeout_ns
     return Listener(name, on_link, endpoint, timeout_ns, half_open_max)
@@ -145,20 +146,28 @@ async def dial(name: str, endpoint: Endpoint, *, timeout_ns: int | None = None) 
 def link_pair(a: Endpoint, b: Endpoint) -> tuple[ShmLink, ShmLink]:
     """Two connected links within this process, over real rings, eventfds and sockets, without a hello.
 
-    For tests and for actors of one process that are to be treated as if they were of two.
+    For tests and for actors of one process that are to be treated as if they were of two. Raises
+    `OutOfMemory` and `OutOfDescriptors`.
     """
-    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    left.setblocking(False)
-    right.setblocking(False)
-    memory = _make_link_memory(a.limits.ring_bytes)
-    os.close(memory.memfd)
+    with exhaustion_is_typed("a pair of links"), contextlib.ExitStack() as undo:
+        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for sock in (left, right):
+            undo.callback(sock.close)
+            sock.setblocking(False)
+        memory = _make_link_memory(a.limits.ring_bytes)
+        os.close(memory.memfd)
+        wake_fds = [memory.dialer_wake_fd, memory.listener_wake_fd]
+        undo.callback(close_all, wake_fds)
+        for fd in (memory.listener_wake_fd, memory.dialer_wake_fd):
+            wake_fds.append(os.dup(fd))
+        undo.pop_all()
     parts_a = memory.parts(left)
     parts_b = LinkParts(
         sock=right,
         mapping=memory.mapping,
         ring_bytes=memory.ring_bytes,
-        wake_fd=os.dup(memory.listener_wake_fd),
-        peer_wake_fd=os.dup(memory.dialer_wake_fd),
+        wake_fd=wake_fds[2],
+        peer_wake_fd=wake_fds[3],
         dialed=False,
     )
     return (

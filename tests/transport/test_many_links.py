@@ -15,8 +15,10 @@ from structlog.testing import capture_logs
 
 from zbmd.transport.errors import OutOfDescriptors, PeerLost
 from zbmd.transport.frames import FrameHeader
+from zbmd.transport.hello import Identity
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.link_side import LinkSide
+from zbmd.transport.shm import Endpoint, link_pair, listen
 from zbmd.transport.shm_link import link_memory_bytes
 
 Fork = Callable[[Callable[[], None]], int]
@@ -157,3 +159,19 @@ def test_a_listener_without_descriptors_refuses_and_goes_on(fork: Fork, free: in
 
     HARNESS.run_loop(main())
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("free", range(6))
+def test_a_pair_or_a_listener_without_descriptors_leaves_nothing(free: int) -> None:
+    who = Identity(name="a", pid=os.getpid(), uid=os.getuid(), incarnation=1)
+    endpoint = Endpoint(identity=who, cookie=bytes(32))
+
+    async def main() -> None:
+        with descriptors_max(first_free() + free), pytest.raises(OutOfDescriptors, match="ulimit -n"):
+            link_pair(endpoint, endpoint)
+        with descriptors_max(first_free()), pytest.raises(OutOfDescriptors, match="the listener at"):
+            listen("zbmd-test-without-descriptors", lambda link: None, endpoint)
+        for link in link_pair(endpoint, endpoint):
+            link.close()
+
+    HARNESS.run_loop(main())

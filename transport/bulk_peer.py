@@ -48,11 +48,11 @@ from zbmd.transport.bulk_events import (
 from zbmd.transport.bulk_lane import SCRATCH_BYTES, LaneSocket, Wait
 from zbmd.transport.bulk_machine import BulkLimits, BulkMachine, State
 from zbmd.transport.bulk_records import BulkError, Error
-from zbmd.transport.bulk_region import BulkRegion, check_handle
+from zbmd.transport.bulk_region import BulkRegion
 from zbmd.transport.bulk_stream import Arrived
 from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.lane import Lane
-from zbmd.transport.region import RegionHandle, Regions
+from zbmd.transport.region import RegionHandle, Regions, require_owner
 from zbmd.transport.segment import Segment
 from zbmd.transport.transfer import Transfer
 
@@ -125,7 +125,7 @@ class BulkPeer:
 
     def open_region(self, handle: RegionHandle) -> BulkRegion:
         """The peer's region behind `handle`. Raises `RemoteProtocolError` if it is forged or stale."""
-        check_handle(handle, slot=self.info.slot, incarnation=self.info.incarnation)
+        require_owner(handle, slot=self.info.slot, incarnation=self.info.incarnation)
         return BulkRegion(self, handle)
 
     def add_lane(self, lane: Lane) -> None:

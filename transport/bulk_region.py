@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.transport._native import CHANNELS
-from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-from zbmd.transport.region import RegionHandle, read_only, require_range
+from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.region import RegionHandle, flat_bytes, read_only, require_cell, require_range
 from zbmd.transport.transfer import Transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from zbmd.transport.bulk_peer import BulkPeer
-
-_VALUE_MAX = (1 << 64) - 1
-_ADDRESS_MAX = (1 << 63) - 1
 
 
 class BulkRegion:
@@ -40,7 +35,7 @@ class BulkRegion:
     def put(self, src: Buffer | NDArray[Any], offset: int = 0, *, channel: int, value: int) -> Transfer:
         """See `RemoteRegion.put`."""
         self._check_usable()
-        _check_cell(channel, value)
+        require_cell(channel, value)
         if not self._handle.writable:
             raise read_only(self._handle)
         view = flat_bytes(src)
@@ -59,7 +54,7 @@ class BulkRegion:
     def notify(self, channel: int, value: int) -> None:
         """See `RemoteRegion.notify`."""
         self._check_usable()
-        _check_cell(channel, value)
+        require_cell(channel, value)
         self._peer.notify(channel, value)
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview | None:
@@ -74,42 +69,3 @@ class BulkRegion:
     def _check_usable(self) -> None:
         if self._closed:
             raise LocalProtocolError(f"the region of slot {self._handle.slot} is closed")
-
-
-def flat_bytes(buffer: Buffer | NDArray[Any]) -> memoryview:
-    """A C-contiguous buffer as flat bytes, without a copy. Raises `LocalProtocolError` on any other."""
-    try:
-        if isinstance(buffer, np.ndarray):
-            if not buffer.flags.c_contiguous:
-                raise LocalProtocolError(f"an array of shape {buffer.shape} is not C-contiguous")
-            return buffer.reshape(-1).view(np.uint8).data
-        view = memoryview(buffer)
-        if not view.c_contiguous:
-            raise LocalProtocolError(f"a buffer of shape {view.shape} is not C-contiguous")
-        return view.cast("B") if view.nbytes else memoryview(bytearray())
-    except (TypeError, ValueError, BufferError) as error:
-        raise LocalProtocolError(
-            f"{type(buffer).__name__} is no buffer that can be moved: {error}"
-        ) from error
-
-
-def check_handle(handle: RegionHandle, *, slot: int, incarnation: int) -> None:
-    """Raise `RemoteProtocolError` unless a handle can be one of this owner's."""
-    if handle.slot != slot:
-        raise RemoteProtocolError(f"a region handle from slot {slot} names slot {handle.slot}")
-    if handle.incarnation != incarnation:
-        raise RemoteProtocolError(
-            f"a region handle of slot {slot}, incarnation {handle.incarnation}, is stale: incarnation "
-            f"{incarnation} is there now"
-        )
-    if handle.offset < 0 or handle.nbytes < 0 or handle.offset + handle.nbytes > _ADDRESS_MAX:
-        raise RemoteProtocolError(
-            f"a region handle of slot {slot} names bytes {handle.offset}+{handle.nbytes}: there are none"
-        )
-
-
-def _check_cell(channel: int, value: int) -> None:
-    if not 0 <= channel < CHANNELS:
-        raise LocalProtocolError(f"channel {channel} is not below {CHANNELS}")
-    if not 0 <= value <= _VALUE_MAX:
-        raise LocalProtocolError(f"a notification's value must be a u64, not {value}")

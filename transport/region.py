@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from zbmd.transport._native import CHANNELS
 from zbmd.transport.arena import Arena
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.transfer import Transfer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 REGIONS_MAX: Final = 1 << 16
 """Regions that one process has registered at once."""
+_ADDRESS_MAX: Final = (1 << 63) - 1
 
 
 class RegionHandle(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -201,6 +203,46 @@ def require_range(handle: RegionHandle, offset: int, nbytes: int) -> None:
         )
 
 
+def require_owner(handle: RegionHandle, *, slot: int, incarnation: int) -> None:
+    """Raise `RemoteProtocolError` unless the handle can be one of the process that a link leads to."""
+    if handle.slot != slot:
+        raise RemoteProtocolError(f"a region handle from slot {slot} names slot {handle.slot}")
+    if handle.incarnation != incarnation:
+        raise RemoteProtocolError(
+            f"a region handle of slot {handle.slot}, incarnation {handle.incarnation}, is stale: "
+            f"incarnation {incarnation} is there now"
+        )
+    if handle.offset < 0 or handle.nbytes < 0 or handle.offset + handle.nbytes > _ADDRESS_MAX:
+        raise RemoteProtocolError(
+            f"a region handle of slot {slot} names bytes {handle.offset}+{handle.nbytes}: there are none"
+        )
+
+
+def require_cell(channel: int, value: int) -> None:
+    """Raise `LocalProtocolError` unless there is such a channel, and the value fits its cell."""
+    if not 0 <= channel < CHANNELS:
+        raise LocalProtocolError(f"channel {channel} is not below {CHANNELS}")
+    if not 0 <= value < 1 << 64:
+        raise LocalProtocolError(f"a notification's value is {value}, not in 0..2**64 - 1")
+
+
 def read_only(handle: RegionHandle) -> RemoteProtocolError:
     """The error of a put into an arena."""
     return RemoteProtocolError(f"the region of slot {handle.slot} is read-only: it is in its arena")
+
+
+def flat_bytes(buffer: Buffer | NDArray[Any]) -> memoryview:
+    """A C-contiguous buffer as flat bytes, without a copy. Raises `LocalProtocolError` on any other."""
+    try:
+        if isinstance(buffer, np.ndarray):
+            if not buffer.flags.c_contiguous:
+                raise LocalProtocolError(f"an array of shape {buffer.shape} is not C-contiguous")
+            return buffer.reshape(-1).view(np.uint8).data
+        view = memoryview(buffer)
+        if not view.c_contiguous:
+            raise LocalProtocolError(f"a buffer of shape {view.shape} is not C-contiguous")
+        return view.cast("B") if view.nbytes else memoryview(bytearray())
+    except (TypeError, ValueError, BufferError) as error:
+        raise LocalProtocolError(
+            f"{type(buffer).__name__} is no buffer that can be moved: {error}"
+        ) from error

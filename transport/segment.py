@@ -16,7 +16,7 @@ from zbmd.transport.copy_queue import CopyQueue
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.memory import map_from_peer, sealed_size
 from zbmd.transport.placement import PAGE_BYTES, Placed, place
-from zbmd.transport.region import RegionHandle, Regions
+from zbmd.transport.region import RegionHandle, Regions, require_owner
 
 NODE_SLOT = _native.MAX_SLOTS - 1
 
@@ -208,17 +208,11 @@ class PeerSegment:
         It keeps this segment mapped. Raises `RemoteProtocolError` on a handle that is forged, stale or out
         of bounds: its numbers are a peer's.
         """
-        if handle.slot != self.slot:
-            raise RemoteProtocolError(f"a region handle from slot {self.slot} names slot {handle.slot}")
-        if handle.incarnation != self.incarnation:
-            raise RemoteProtocolError(
-                f"a region handle of slot {handle.slot}, incarnation {handle.incarnation}, is stale: "
-                f"incarnation {self.incarnation} is there now"
-            )
+        require_owner(handle, slot=self.slot, incarnation=self.incarnation)
         begin, end = (
             (self.inbox_offset, self.arena_offset) if handle.writable else (self.arena_offset, self.nbytes)
         )
-        if handle.nbytes < 0 or handle.offset < begin or handle.offset + handle.nbytes > end:
+        if handle.offset < begin or handle.offset + handle.nbytes > end:
             raise RemoteProtocolError(
                 f"a region handle of slot {self.slot} has bytes {handle.offset}+{handle.nbytes}, outside its "
                 f"{'inbox' if handle.writable else 'arena'} ({begin}..{end})"

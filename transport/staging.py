@@ -23,7 +23,7 @@ from zbmd.transport.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from zbmd.transport.region import RegionHandle, RemoteRegion
+from zbmd.transport.region import RegionHandle, RemoteRegion, flat_bytes
 from zbmd.transport.segment import Segment
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class StagedPipe:
         `LocalProtocolError` on a buffer that is not C-contiguous. After an error the pipe is of no more use:
         a part of the message may have left.
         """
-        view = _bytes_of(src)
+        view = flat_bytes(src)
         with self._sending:
             theirs, nbytes, begin = self._connected(), view.nbytes, 0
             step = chunk_bytes(nbytes)
@@ -109,7 +109,7 @@ class StagedPipe:
 
         Raises as `send`, and `RemoteProtocolError` on a message of another size.
         """
-        view = _bytes_of(into)
+        view = flat_bytes(into)
         with self._receiving:
             theirs, nbytes, begin = self._connected(), view.nbytes, 0
             step = chunk_bytes(nbytes)
@@ -155,14 +155,3 @@ class StagedPipe:
         if ended == _native.WAIT_DEADLINE:
             raise DeadlineExceeded(f"slot {peer} did not keep up with a staged message: it may be stopped")
         raise PeerLost(peer, "it ended in the middle of a staged message")
-
-
-def _bytes_of(buffer: Buffer | NDArray[Any]) -> memoryview:
-    if isinstance(buffer, np.ndarray):
-        if not buffer.flags.c_contiguous:
-            raise LocalProtocolError(f"a staged message of shape {buffer.shape} must be C-contiguous")
-        return buffer.reshape(-1).view(np.uint8).data
-    try:
-        return memoryview(buffer).cast("B")
-    except TypeError as error:
-        raise LocalProtocolError(f"a staged message must be a C-contiguous buffer: {error}") from error

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from zbmd.transport.errors import PeerLost, RemoteProtocolError, ZbmdError
+from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.link_side import LinkSide
+from zbmd.transport.region import RegionHandle, RemoteRegion, require_owner
+from zbmd.transport.sim.regions import Operations, SimRegion
+from zbmd.transport.transfer import Transfer
 
 if TYPE_CHECKING:
     from zbmd.transport.sim.network import Network
+    from zbmd.transport.sim.segment import SimSegment
     from zbmd.transport.sim.world import SimProcess
 
 
@@ -31,7 +35,8 @@ class SimLink(LinkSide):
     """See `zbmd.transport.link.Link`. Made by `SimProcess.listen` and `dial`.
 
     Frames keep their order and none is lost: what the network loses is sent again, what it cuts waits. The
-    peer's death shows as `PeerLost` after the last frame of its that still arrives. It hands over no segment.
+    peer's death shows as `PeerLost` after the last frame of its that still arrives. What a process opened of
+    memory before the link, the peer reaches by `open_region`.
     """
 
     def __init__(
@@ -62,10 +67,14 @@ class SimLink(LinkSide):
         self._arrivals_max: int | None = None
         """Once the peer is dead: how many of its frames arrive at all."""
         self._inbox: deque[bytes] = deque()
+        self._memory = owner.segment
+        self._operations = Operations()
 
     def join(self, far: SimLink) -> None:
         """The other end."""
         self._far = far
+        if self._memory is not None and far._memory is not None:
+            self._memory.admit(far._memory.slot, self._peer.incarnation)
 
     @property
     def far(self) -> SimLink:
@@ -104,6 +113,55 @@ class SimLink(LinkSide):
         if not self._closed and not self.owner.dead:
             self._call_soon(self._pump)
 
+    # -- regions -----------------------------------------------------------------------------------------
+
+    @property
+    def own_memory(self) -> SimSegment:
+        """What this process brought to the link."""
+        assert self._memory is not None, "a region was opened, so both have one"
+        return self._memory
+
+    def open_region(self, handle: RegionHandle) -> RemoteRegion:
+        """See `zbmd.transport.link.Link.open_region`."""
+        theirs = self.far._memory
+        if self._memory is None or theirs is None:
+            raise LocalProtocolError(f"no memory came with the link to {self._peer.name}: nothing to open")
+        require_owner(handle, slot=theirs.slot, incarnation=self._peer.incarnation)
+        return SimRegion(self, handle)
+
+    def require_peer(self) -> None:
+        """Raise `PeerLost` once this end knows that there is nobody behind the link."""
+        if self._closed or self._peer_end is not None:
+            raise self._lost()
+
+    def transfer(self, view: memoryview) -> Transfer:
+        """One that fails when the link ends. Raises `LinkFull`."""
+        return self._operations.begin(view)
+
+    def send_operation(self, nbytes: int, arrive: Callable[[float], None]) -> None:
+        """In the order of frames. `arrive(1.0)` runs when it has reached the peer, if it does."""
+        self._sent += 1
+        self._network.carry(self, nbytes, partial(self.far.operation_arrives, arrive), b"")
+
+    def operation_arrives(self, arrive: Callable[[float], None]) -> None:
+        """What came last from a peer that died in the middle of it arrives in part."""
+        self._arrived += 1
+        if self.owner.dead or self._closed or self._peer_end is not None:
+            return
+        if not self._admitted():
+            return
+        if self._arrivals_max is None or self._arrived <= self._arrivals_max:
+            arrive(1.0)
+        elif self._arrived == self._arrivals_max + 1:
+            arrive(self._network.part_that_lands())
+
+    def answer(self, nbytes: int, deliver: Callable[[], None]) -> None:
+        """Tell the far end of the outcome of an operation of its."""
+        self._network.carry(self, nbytes, deliver, b"")
+
+    def _lost(self) -> PeerLost:
+        return PeerLost(self._peer.name, f"the link to its incarnation {self._peer.incarnation} has ended")
+
     # -- receiving ---------------------------------------------------------------------------------------
 
     def arrive(self, frame: bytes) -> None:
@@ -141,8 +199,19 @@ class SimLink(LinkSide):
 
     def peer_ended(self, error: ZbmdError | None) -> None:
         """The end of the peer's side has reached this one."""
-        if not self.owner.dead:
-            self._peer_ended(error)
+        if self.owner.dead:
+            return
+        if (
+            error is not None
+            and self._memory is not None
+            and self.far._memory is not None
+            and self._admitted()
+        ):
+            # Nothing of the dead lands behind its link's end: this is the notice and the proof in one.
+            self._memory.end_proven(self.far._memory.slot)
+            self._memory.set_lost(self.far._memory.slot)
+        self._operations.fail(self._lost())
+        self._peer_ended(error)
 
     def _say_goodbye(self) -> None:
         self._network.carry(self, 1, partial(self.far.peer_ended, None), b"")
@@ -152,6 +221,10 @@ class SimLink(LinkSide):
         self._network.carry(self, 1, partial(self.far.peer_ended, lost), b"")
         self._end(error)
 
+    def _admitted(self) -> bool:
+        return self.own_memory.admits(self.far.own_memory.slot, self._peer.incarnation)
+
     def _tear_down(self) -> None:
         self._inbox.clear()
+        self._operations.fail(self._lost())
         self._network.forget(self)

@@ -162,6 +162,10 @@ class Network:
         else:
             self.loop.act_at(self.loop.now_ns + self.weather.now.latency_ns, deliver)
 
+    def part_that_lands(self) -> float:
+        """Of the operation that a death cut off: 0 to 1, without 1."""
+        return self._deaths.random()
+
     def delivered(self, link: SimLink, frame: bytes) -> None:
         """A frame was taken from a link."""
         self._record(link.owner, Kind.DELIVER, _told(link.peer.name, frame))

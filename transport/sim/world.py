@@ -34,6 +34,7 @@ from zbmd.transport.sim.model import (
 )
 from zbmd.transport.sim.network import Datagram, Network, OnLink
 from zbmd.transport.sim.process import LoopProcess
+from zbmd.transport.sim.segment import SimSegment
 from zbmd.transport.sim.strikes import Strikes
 from zbmd.transport.sim.weather import LaneFlooded, Weather
 
@@ -64,6 +65,7 @@ class SimProcess(LoopProcess):
         self.disk = place.disk
         """Outlives this incarnation."""
         self.memory = SimMemory(place.memory_limit_bytes)
+        self.segment: SimSegment | None = None
         self.hybrid_clock = HybridClock()
         self.main: asyncio.Task[None] | None = None
         self.pid = place.number * PIDS_PER_PLACE + place.incarnation
@@ -88,6 +90,16 @@ class SimProcess(LoopProcess):
             job=options.job,
             contracts=options.contracts,
         )
+
+    def open_segment(self, *, slot: int, arena_bytes: int, inbox_bytes: int) -> SimSegment:
+        """Memory that the peers of links made from now on can reach. It ends with this incarnation.
+
+        Raises `OutOfMemory` beyond the process's limit, and `LocalProtocolError` if it has one.
+        """
+        if self.segment is not None:
+            raise LocalProtocolError(f"{self.name} has opened its segment already")
+        self.segment = SimSegment(self, slot, arena_bytes, inbox_bytes)
+        return self.segment
 
     def listen(
         self,

@@ -118,6 +118,8 @@ async def test_a_pair_shows_each_other_their_segments() -> None:
         {"queue_bytes_max": 0},
         {"queue_frames_max": 0},
         {"frames_per_wake": 0},
+        {"spin_ns": -1},
+        {"spin_ns": 1_000_001},
     ],
 )
 def test_limits_that_make_no_sense_are_refused(change: dict[str, int]) -> None:

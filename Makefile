@@ -18,12 +18,13 @@ NATIVE_SOURCES := $(foreach layer,transport actors collectives,$(wildcard $(addp
 RUNTIME := $(VENV)/.stamp-runtime
 NATIVE := $(VENV)/.stamp-native
 DEV := $(VENV)/.stamp-dev
+BENCH := $(VENV)/.stamp-bench
 
 # Options of the targets: VERIFY=1 and KILL_SEED=n for demo, PYTEST_ARGS for test, FUZZ_ARGS for fuzz.
 DEMO_FLAGS := $(if $(filter-out 0 no false,$(VERIFY)),--verify) $(if $(KILL_SEED),--kill-seed $(KILL_SEED))
 CHECKED := transport actors collectives training tools tests examples src setup.py
 
-.PHONY: help preflight setup demo test fuzz lint format clean
+.PHONY: help preflight setup demo test fuzz lint format clean bench-transport
 
 help:
 	@echo 'make demo    train, kill a worker, go on; VERIFY=1 compares digests, KILL_SEED=n picks the kill'
@@ -31,6 +32,7 @@ help:
 	@echo 'make fuzz    any bytes at every decoder, for a minute; FUZZ_ARGS="wire --seconds 600" changes that'
 	@echo 'make lint    formatting, lints, types, layers, house rules'
 	@echo 'make format  reformat the sources'
+	@echo 'make bench-transport  time the transport beside its peers: the table of docs/BENCHMARKS.md'
 	@echo 'make setup   only make .venv with everything in it; PYTHON=… names the interpreter'
 	@echo 'make clean   remove .venv and everything built'
 
@@ -59,6 +61,10 @@ lint: $(DEV) $(NATIVE)
 	$(VENV)/bin/lint-imports
 	$(PY) tools/tidy.py
 	$(PY) -m pytest -q tests/repo/test_planted_error.py
+
+# Wants a quiet machine, and apt's openmpi-bin and libopenmpi-dev; it says so if they are missing.
+bench-transport: $(BENCH) $(NATIVE)
+	@$(PY) -m zbmd.tools.bench_transport $(BENCH_ARGS)
 
 format: $(DEV)
 	$(PY) -m ruff check --fix-only $(CHECKED)
@@ -91,4 +97,9 @@ $(NATIVE): $(RUNTIME) setup.py $(NATIVE_SOURCES)
 $(DEV): $(RUNTIME) pyproject.toml
 	@echo 'setup: installing the development tools into $(VENV)' >&2
 	@$(PIP) --no-build-isolation --editable '.[dev]' >&2
+	@touch $@
+
+$(BENCH): $(RUNTIME) pyproject.toml
+	@echo 'setup: installing what the benchmarks run beside us into $(VENV)' >&2
+	@$(PIP) --no-build-isolation --editable '.[bench]' >&2
 	@touch $@

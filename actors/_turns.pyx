@@ -11,7 +11,7 @@ from msgspec import Raw
 from xxhash import xxh3_128_digest
 
 from zbmd.actors import actor_events as _ev
-from zbmd.actors.actor_events import ref_text
+from zbmd.actors.actor_events import encode_body, encode_text, ref_text
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.transport._recording cimport Taking
 from zbmd.transport.capture.errors import CaptureMismatch
@@ -103,7 +103,7 @@ cdef class Turn:
     cdef int64_t stream, at_ns
     cdef uint64_t hlc
     cdef bint open, written, digests
-    # The event: in short, or else its fields.
+    # The event: its fields, or in short; a message that is kept as it is.
     cdef object kind
     cdef int64_t number
     cdef object body
@@ -114,16 +114,20 @@ cdef class Turn:
     cdef list more
 
     cdef dict _event_fields(self):
-        if self.fields is not None:
+        if self.kind is _Answered and self.fields is None:
+            body = self.body
+            return {"call": self.number, "contract": contract_tag(body), "body": encode_body(body)}
+        if self.fields is None:
+            return {"strand" if self.kind is _Resumed else "call": self.number}
+        if self.body is None:
             return self.fields
-        if self.kind is _Answered:
-            return {"call": self.number, "contract": "", "body": self.body}
-        return {"strand" if self.kind is _Resumed else "call": self.number}
+        return {**self.fields, "contract": contract_tag(self.body), "body": encode_body(self.body)}
 
     cdef tuple _first_action(self):
+        message = self.message if type(self.message) is str else encode_text(self.message)
         if self.action is _Replied:
-            return _Replied, {"message": self.message}
-        fields = {"call": self.call, "to": self.to, "message": self.message}
+            return _Replied, {"message": message}
+        fields = {"call": self.call, "to": self.to, "message": message}
         if self.action is _Asked:
             fields["timeout_s"] = self.timeout
             fields["reply"] = None if self.wanted is None else self.wanted.__name__
@@ -175,13 +179,12 @@ cdef class Turns:
         message, peer = delivery.message, delivery.peer
         cdef Turn turn
         cdef int64_t nbytes = _flat_bytes(message)
-        if nbytes >= 0:
-            contract, body = "", message
-        else:
+        contract, body = "", b""
+        if nbytes < 0:
             contract, body = contract_tag(message), self.body(message)
-            nbytes = len(body)
         strand = Strand(self, SERVING, awaitable, None, False)
-        turn = self._begin(_Received, nbytes)
+        turn = self._begin(_Received, nbytes if nbytes >= 0 else len(body))
+        turn.body = message if nbytes >= 0 else None
         turn.fields = {
             "contract": contract,
             "body": body,

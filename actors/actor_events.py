@@ -18,7 +18,6 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import msgspec
 import xxhash
 
-from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.ref import Ref
 from zbmd.actors.wire import ReasonData, RefData
 from zbmd.transport.capture.codec import UnionCodec
@@ -308,10 +307,7 @@ T = TypeVar("T")
 
 Said: TypeAlias = tuple[Callable[..., T], dict[str, Any]]
 """An event or action that is not made yet: its class, and its fields in their order. A log takes it as it is,
-and making a frozen dataclass would cost more than all the rest of recording it.
-
-What is said of a message may be left to be put into words when it is written (`_turns`): then `body` or
-`message` is the message itself."""
+and making a frozen dataclass would cost more than all the rest of recording it."""
 
 
 def said(kind: Callable[P, T], *args: P.args, **fields: P.kwargs) -> Said[T]:
@@ -331,21 +327,12 @@ class SaidCodec(UnionCodec[Said[Any]]):
 
     def encode(self, instance: Said[Any]) -> bytes:
         """The fields as a map."""
-        return _encode_fields(_in_words(instance[1]))
+        return _encode_fields(instance[1])
 
     def encode_all(self, instances: Iterable[Said[Any]]) -> bytes:
         """As `[[tag, fields], …]`."""
-        named = [(kind.__name__, _in_words(fields)) for kind, fields in instances]
+        named = [(kind.__name__, fields) for kind, fields in instances]
         return _encode_fields(named) if named else _NO_ACTIONS
-
-
-def _in_words(fields: dict[str, Any]) -> dict[str, Any]:
-    body, message = fields.get("body"), fields.get("message")
-    if isinstance(body, Contract):
-        return {**fields, "contract": contract_tag(body), "body": encode_body(body)}
-    if isinstance(message, Contract):
-        return {**fields, "message": encode_text(message)}
-    return fields
 
 
 _encode_fields = msgspec.msgpack.Encoder().encode

@@ -93,7 +93,10 @@ def _add_measuring(kind: argparse.ArgumentParser, name: str) -> None:
         "--rounds", type=int, default=ROUNDS_DEFAULT, metavar="N", help="turns of everyone (%(default)s)"
     )
     kind.add_argument(
-        "--iterations", type=int, metavar="N", help="operations a turn (10000, or 256 MiB if that is less)"
+        "--iterations",
+        type=int,
+        metavar="N",
+        help="operations a turn, if they fit in 2 s (10000, or 256 MiB if that is less)",
     )
     _add_output(kind)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shlex
 import socket
 import subprocess
@@ -36,12 +35,17 @@ class OurRanks:
     """Two processes of ours, joined over `transport`."""
 
     def __init__(self, stack: contextlib.ExitStack, *, transport: str, nbytes_max: int) -> None:
-        address = f"zbmd-bench-{os.getpid()}-{secrets.token_hex(8)}"
-        common = [sys.executable, "-m", "zbmd.tools.bench_rank", "--control", CONTROL, "--address", address]
-        common += ["--transport", transport, "--bytes-max", str(nbytes_max)]
-        commands = [[*common, "--rank", rank] for rank in ("0", "1")]
-        environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        self._workers = stack.enter_context(Workers(OURS, commands, ranks=2, environment=environment))
+        rendezvous = os.pipe()
+        common = [sys.executable, "-m", "zbmd.tools.bench_rank", "--control", CONTROL]
+        common += ["--bytes-max", str(nbytes_max), "--rendezvous", *map(str, rendezvous)]
+        workers = Workers(
+            OURS,
+            [[*common, "--rank", rank] for rank in ("0", "1")],
+            ranks=2,
+            environment={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            pass_fds=rendezvous,
+        )
+        self._workers = stack.enter_context(workers)
 
     def measure(self, case: str, nbytes: int, iterations: int) -> list[float]:
         """See `Contender`; `case` is one of `bench_rank.Rank`."""

@@ -18,13 +18,12 @@ from zbmd.transport.frames import FrameHeader
 from zbmd.transport.link import Link
 from zbmd.transport.region import RemoteRegion
 from zbmd.transport.segment import Segment
+from zbmd.transport.staging import StagedPipe
 
 CHANNEL: Final = 0
-SPINS: Final = 100_000
-"""Spin for longer than a quick round trip takes, then park: both ranks have a core, and MPI's spin too."""
+PIPE_CHANNEL: Final = 1
+"""And the one after it."""
 MEASURE_S_MAX: Final = 240
-CHUNK_BYTES: Final = 256 << 10
-"""Foreign buffers pass the inbox in chunks of this size, so that both ranks copy at once."""
 FRAME_STOP: Final = 1
 """The flag of the frame that ends a measurement."""
 
@@ -32,12 +31,21 @@ Bytes = NDArray[np.uint8]
 
 
 class Pair:
-    """One rank's segment, its own arrays in it, and the other rank's inbox."""
+    """One rank's segment, its own arrays in it, the other rank's inbox, and a pipe for other arrays."""
 
-    def __init__(self, segment: Segment, theirs: RemoteRegion, *, inbox: Bytes, arena: Bytes) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        theirs: RemoteRegion,
+        *,
+        inbox: Bytes,
+        arena: Bytes,
+        pipe: StagedPipe | None = None,
+    ) -> None:
         self.rank = segment.slot
         self._wait = segment.wait
         self._theirs = theirs
+        self._pipe = pipe
         self._inbox = inbox
         self._arena = arena
         self._sent = count(1)
@@ -64,22 +72,14 @@ class Pair:
     def p2p_foreign(self, nbytes: int, iterations: int) -> list[float]:
         """A ping and its answer, from an ordinary array of the one to an ordinary array of the other."""
         src, expected = self._fill(np.empty(nbytes, np.uint8))
-        into = np.zeros(nbytes, np.uint8)
-        parts = [slice(begin, begin + CHUNK_BYTES) for begin in range(0, nbytes, CHUNK_BYTES)]
-        outgoing = [(src[part], part.start) for part in parts]
-        incoming = [(into[part], self._inbox[:nbytes][part]) for part in parts]
-        put, sent, receive = self._theirs.put, self._sent, self._receiver()
-
-        def send() -> None:
-            for chunk, offset in outgoing:
-                put(chunk, offset, channel=CHANNEL, value=next(sent)).wait()
-
-        def receive_all() -> None:
-            for target, arrived in incoming:
-                receive()
-                np.copyto(target, arrived)
-
-        samples = self._ping(send, receive_all, iterations)
+        into, pipe = np.zeros(nbytes, np.uint8), self._pipe
+        assert pipe is not None
+        deadline_ns = now_ns() + MEASURE_S_MAX * 1_000_000_000
+        samples = self._ping(
+            lambda: pipe.send(src, deadline_ns=deadline_ns),
+            lambda: pipe.receive(into, deadline_ns=deadline_ns),
+            iterations,
+        )
         self._check(into, expected)
         return samples
 
@@ -134,9 +134,7 @@ class Pair:
         deadline_ns = now_ns() + MEASURE_S_MAX * 1_000_000_000
 
         def receive() -> None:
-            ended = wait(
-                other, CHANNEL, next(awaited), group_mask=1 << other, deadline_ns=deadline_ns, spins=SPINS
-            )
+            ended = wait(other, CHANNEL, next(awaited), group_mask=1 << other, deadline_ns=deadline_ns)
             if ended != WAIT_OK:
                 raise ContenderFailed(f"rank {self.rank} waited for rank {other} in vain ({ended})")
 

@@ -41,7 +41,8 @@ class Workers:
     """Processes that answer commands. Use it as a context manager.
 
     `commands` are started as they are, with `CONTROL` replaced; together they connect as ranks 0 to
-    `ranks` - 1. Raises `ContenderFailed` with the last words of their output if they do not.
+    `ranks` - 1. `pass_fds` are given to each of them, and closed here then. Raises `ContenderFailed` with the
+    last words of their output if they do not connect.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Workers:
         *,
         ranks: int,
         environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self._name = name
         self._commands = commands
@@ -58,6 +60,7 @@ class Workers:
         self._environment = dict(environment or {})
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[tuple[socket.socket, IO[bytes]]] = []
+        self._pass_fds = pass_fds
         self._output: IO[bytes] | None = None
         self._stack = contextlib.ExitStack()
 
@@ -101,6 +104,7 @@ class Workers:
                 _kill_session(process.pid)
                 process.wait()
         self._processes.clear()
+        self._close_passed()
         self._output = None
         self._stack.close()
 
@@ -112,11 +116,17 @@ class Workers:
             listener.listen(self._ranks)
             for command in self._commands:
                 self._processes.append(self._spawn([part.replace(CONTROL, control) for part in command]))
+            self._close_passed()
             found: dict[int, tuple[socket.socket, IO[bytes]]] = {}
             while len(found) < self._ranks:
                 rank, connection = self._accept(listener)
                 found[rank] = connection
         self._connections = [found[rank] for rank in range(self._ranks)]
+
+    def _close_passed(self) -> None:
+        for descriptor in self._pass_fds:
+            os.close(descriptor)
+        self._pass_fds = ()
 
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
         try:
@@ -127,6 +137,7 @@ class Workers:
                 stderr=self._output,
                 env={**os.environ, **self._environment},
                 start_new_session=True,
+                pass_fds=self._pass_fds,
             )
         except OSError as error:
             raise ContenderFailed(f"cannot start {shlex.join(command)}: {error.strerror}") from error

@@ -14,13 +14,13 @@ from zbmd.actors.view import RANKS_MAX
 from zbmd.tools.doctor_report import Finding, Section, State
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.memory import available_memory, create_memfd, in_words
+from zbmd.transport.memory import available_memory, in_words
+from zbmd.transport.placement import ARENA_BYTES_MIN, PAGE_BYTES, place
 from zbmd.transport.topology import Affinity, Distance, Gpu, Pages, Topology, nvidia_driver_version
 from zbmd.transport.topology.cpus import Cache, Cpus, NumaNode
 from zbmd.transport.topology.files import format_cpu_list, parse_int, read_text
 
 FILES_A_RANK = 8  # descriptors of the host for each rank: pipes, pidfd, link
-PROBE_BYTES = 1 << 20
 SOCKET_BYTES_WANTED = 16 << 20
 """What a connection needs to keep 25 Gbit/s busy over a round trip of 5 ms."""
 FAST_MBPS = 10_000
@@ -84,7 +84,7 @@ def _cache(cache: Cache) -> str:
 def _memory() -> Finding:
     available = available_memory()
     detail = f"{in_words(available.nbytes)} available, limited by {available.limited_by}"
-    return _check("memory", available.nbytes > PROBE_BYTES, detail, "free memory or raise the limit")
+    return _check("memory", available.nbytes > ARENA_BYTES_MIN, detail, "free memory or raise the limit")
 
 
 def _numa(node: NumaNode) -> str:
@@ -106,17 +106,25 @@ def _pages(pages: Pages) -> Finding:
         f"{reserved or 'none reserved'}; transparent ones {pages.transparent or 'unknown'}, "
         f"for shared memory {shared or 'unknown'}"
     )
-    setting = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    advice = f"for arenas with fewer TLB misses, as root: echo within_size > {setting}"
-    return _note("huge pages", detail, advice if shared in ("never", "deny") else "")
+    return _note("huge pages", detail)
 
 
 def _shared_memory() -> Finding:
+    """Made and let go as a segment is, so this tells what an arena really gets."""
     try:
-        os.close(create_memfd("zbmd-doctor", PROBE_BYTES))
+        placed = place("zbmd-doctor", head_bytes=PAGE_BYTES, arena_bytes=ARENA_BYTES_MIN)
     except (ZbmdError, OSError) as error:
-        return _check("shared memory", False, str(error), "allow memfd_create")
-    return _check("shared memory", True, "memfd works; nothing is named in /dev/shm", "")
+        return _check("shared memory", False, str(error), "allow memfd_create, and free memory")
+    os.close(placed.fd)
+    got = placed.placement
+    where = "" if got.numa_node is None else f" of NUMA node {got.numa_node}"
+    return Finding(
+        section=Section.MACHINE,
+        name="shared memory",
+        state=State.OK,
+        detail=f"works; an arena of {in_words(ARENA_BYTES_MIN)} lies in {got.pages.value} pages{where}",
+        advice="; ".join(got.notes),
+    )
 
 
 def _cookie() -> Finding:

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zbmd.tools.fuzzing import registry
 from zbmd.tools.fuzzing.coverage import ARTIFACT_PREFIX, is_installed
 from zbmd.tools.fuzzing.mutate import mutate
-from zbmd.tools.fuzzing.registry import TARGETS, find
 from zbmd.tools.fuzzing.target import (
     Broken,
     Hang,
@@ -202,13 +202,14 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command line says. Raises `UserError`."""
     if arguments.list:
-        width = max(map(len, TARGETS))
-        for target in TARGETS.values():
+        width = max(map(len, registry.TARGETS))
+        for target in registry.TARGETS.values():
             print(f"{target.name:{width}}  {target.what}")
         return 0
     if not 0 < arguments.seconds <= SECONDS_MAX:
         raise UserError(f"--seconds {arguments.seconds:g} is out of range: more than 0, and at most 7 days.")
-    named = [target for name in arguments.targets for target in find(name)] or list(TARGETS.values())
+    named = [target for name in arguments.targets for target in registry.find(name)]
+    named = named or list(registry.TARGETS.values())
     if arguments.input is not None:
         if len(named) != 1:
             raise UserError("--input takes the name of the one target whose input it is.")

@@ -9,6 +9,7 @@ from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.hello import Identity
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits
+from zbmd.transport.node_memory import NodeMemory
 from zbmd.transport.segment import Segment
 
 
@@ -23,5 +24,9 @@ class Endpoint:
     clock: HybridClock = field(default_factory=HybridClock)
     limits: LinkLimits = field(default_factory=LinkLimits)
     deadlines: Deadlines = field(default_factory=derive)
+    send_memory: NodeMemory = field(default_factory=NodeMemory)
+    """Bounds what all its TCP links together hold to be sent."""
+    receive_memory: NodeMemory = field(default_factory=NodeMemory)
+    """The same of what has come and was not taken yet."""
     recorder: Recorder | None = None
     """Takes down every hello, and every frame of every link; its hybrid clock is `clock`."""

@@ -44,6 +44,8 @@ STORY_EVENTS = 8
 CONTRACTS_NAMED = 5
 
 _HEADER = struct.Struct("<4sHHI")
+_TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
+"""How an alert and a handshake of TLS begin."""
 
 
 class Side(Enum):
@@ -387,6 +389,8 @@ class HelloMachine:
         """The type and body length of the message in the buffer; no type: its header is not whole yet."""
         magic = bytes(self._buffer[: len(HELLO_MAGIC)])
         if magic != HELLO_MAGIC[: len(magic)]:
+            if magic[:2] in _TLS_RECORDS:
+                raise _Failed(Garbage, "it speaks TLS, we do not: set the same ZBMD_PROTECTION on both sides")
             raise _Failed(Garbage, f"it began with {magic!r}, which is no hello")
         if len(self._buffer) < _HEADER.size:
             return None, 0

@@ -20,7 +20,7 @@ class Lane:
     session: Session
     """Its keys are for this connection alone; `session.lane` is its number."""
     sock: socket.socket
-    """Connected and non-blocking, with the socket options of `SocketBudget`; an `ssl.SSLSocket` if the
+    """Connected and non-blocking, with the options of `tcp_socket.set_options`; an `ssl.SSLSocket` if the
     protection is TLS. No event loop watches it."""
     surplus: bytes
     """What the peer had said already behind its setup message; the socket goes on after it."""

@@ -195,13 +195,13 @@ static inline int zbmd_watch_stop(struct zbmd_watch *watch) {
     for (int i = 0; i < ZBMD_STOP_TRIES; i++) {
         struct timespec until;
         zbmd_futex_wake(zbmd_life_word(watch->peer, watch->own_slot));
-        clock_gettime(CLOCK_REALTIME, &until);
+        clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_nsec += ZBMD_STOP_WAIT_NS;
         if (until.tv_nsec >= 1000000000L) {
             until.tv_sec += 1;
             until.tv_nsec -= 1000000000L;
         }
-        if (pthread_timedjoin_np(watch->thread, NULL, &until) == 0) return 0;
+        if (pthread_clockjoin_np(watch->thread, NULL, CLOCK_MONOTONIC, &until) == 0) return 0;
     }
     return ETIMEDOUT;
 }

@@ -95,8 +95,8 @@ class LinkSide(ABC):
         """
 
     @abstractmethod
-    def _next_frame(self) -> bytes | None:
-        """The next whole frame, bytes of its own, or None. Raises `RemoteProtocolError` to end the link."""
+    def _next_frame(self) -> bytes | bytearray | None:
+        """The next whole frame, in its own buffer, or None. Raises `RemoteProtocolError` to end the link."""
 
     @abstractmethod
     def _park(self) -> bool:
@@ -278,13 +278,13 @@ class LinkSide(ABC):
     def _reading(self) -> bool:
         return self._on_frame is not None and not self._closed
 
-    def _deliver(self, frame: bytes) -> None:
+    def _deliver(self, frame: bytes | bytearray) -> None:
         assert self._on_frame is not None
         peer = self._peer
         header, payload = unpack_frame(frame, job=peer.job, incarnation=peer.incarnation)
         hlc = self._clock.merge(header.hlc, self._wall_ns())
         if self._recorder is not None:
-            self._recorder.frame_in(self._stream, frame, hlc)
+            self._recorder.frame_in(self._stream, bytes(frame), hlc)
         self._on_frame(header, payload)
 
     # -- the end -----------------------------------------------------------------------------------------

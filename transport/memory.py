@@ -16,6 +16,7 @@ from pathlib import Path
 
 from zbmd.transport._native import Mapping
 from zbmd.transport.cgroups import groups
+from zbmd.transport.descriptors import exhaustion_is_typed
 from zbmd.transport.errors import LocalProtocolError, OutOfMemory, RemoteProtocolError
 
 HEADROOM_BYTES = 32 << 20
@@ -93,8 +94,8 @@ def in_words(nbytes: int) -> str:
 def create_memfd(name: str, nbytes: int) -> int:
     """A close-on-exec memfd of `nbytes`, every page allocated, its size sealed; the caller closes it.
 
-    Raises `OutOfMemory` before anything is allocated if that much is not there, and `LocalProtocolError`
-    on a size that is not positive.
+    Raises `OutOfMemory` before anything is allocated if that much is not there, `OutOfDescriptors`, and
+    `LocalProtocolError` on a size that is not positive.
     """
     fd = open_memfd(name, nbytes)
     try:
@@ -109,10 +110,12 @@ def open_memfd(name: str, nbytes: int) -> int:
     """The first half of `create_memfd`: nothing is allocated yet, but there is room. Raises as it does."""
     if nbytes <= 0:
         raise LocalProtocolError(f"shared memory {name!r} of {nbytes} bytes: the size must be positive")
-    available = available_memory()
+    with exhaustion_is_typed(f"shared memory {name!r}"):
+        available = available_memory()
     if nbytes + HEADROOM_BYTES > available.nbytes:
         raise _out_of_memory(name, nbytes, available)
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with exhaustion_is_typed(f"shared memory {name!r}"):
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
     except OSError:

@@ -124,8 +124,6 @@ class Session:
     protection: Protection
     keys: Keys | None
     """For the MAC of each direction; None if the protection is another."""
-    frame_bytes_max: int
-    """The largest frame, header included, that both sides take."""
     control_id: bytes
     """The session id of the control connection: its own, or that which a lane has joined."""
     lane: int = 0

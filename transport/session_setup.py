@@ -7,14 +7,12 @@ the secure stream, protected by the session's setup keys in every mode. Sans-I/O
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Final, TypeVar
 
 import msgspec
 
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.frames import HEADER_BYTES, MAX_FRAME_BYTES
 from zbmd.transport.hello import PeerInfo
 from zbmd.transport.session import (
     LANES_MAX,
@@ -30,7 +28,6 @@ from zbmd.transport.session import (
 
 SETUP_BYTES_MAX: Final = 512
 
-_FrameBytes = Annotated[int, msgspec.Meta(ge=HEADER_BYTES, le=MAX_FRAME_BYTES)]
 _Lane = Annotated[int, msgspec.Meta(ge=0, lt=LANES_MAX)]
 _SessionId = Annotated[bytes, msgspec.Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
 _Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
@@ -48,7 +45,6 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer", forbid_un
     """The dialer's message. joins: None for a control connection."""
 
     protection: Protection
-    frame_bytes_max: _FrameBytes
     joins: Joins | None = None
 
 
@@ -56,7 +52,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer", forbid_
     """The listener's message."""
 
     protection: Protection
-    frame_bytes_max: _FrameBytes
 
 
 class Why(Enum):
@@ -99,14 +94,6 @@ class PeerBusy(SetupError):
     """The listener has no room for another connection; the dialer may try again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What our side asks for."""
-
-    protection: Protection = Protection.MAC
-    frame_bytes_max: int = MAX_FRAME_BYTES
-
-
 Lookup = Callable[[bytes, int], Session | Why]
 """The control session that a lane may join, by its id and the lane's number, or why there is none."""
 
@@ -116,18 +103,25 @@ _offer_decoder = msgspec.msgpack.Decoder(Offer)
 _answer_decoder: msgspec.msgpack.Decoder[Answer | Decline] = msgspec.msgpack.Decoder(Answer | Decline)
 
 
-def make_offer(secrets: Secrets, wanted: Wanted, *, control: Session | None = None, lane: int = 0) -> bytes:
+def make_offer(
+    secrets: Secrets, wanted: Protection, *, control: Session | None = None, lane: int = 0
+) -> bytes:
     """The dialer's message; of a lane of `control`, if that is given."""
     joins = None
     if control is not None:
         token = join_token(control.join_key, lane=lane, lane_session_id=secrets.session_id)
         joins = Joins(control_id=control.control_id, lane=lane, token=token)
-    offer = Offer(protection=wanted.protection, frame_bytes_max=wanted.frame_bytes_max, joins=joins)
-    return _encode(offer)
+    return _encode(Offer(protection=wanted, joins=joins))
 
 
 def accept_offer(
-    data: bytes, secrets: Secrets, wanted: Wanted, peer: PeerInfo, lookup: Lookup, *, has_room: bool = True
+    data: bytes,
+    secrets: Secrets,
+    wanted: Protection,
+    peer: PeerInfo,
+    lookup: Lookup,
+    *,
+    has_room: bool = True,
 ) -> tuple[bytes, Session | SetupError]:
     """The listener's message to the dialer's `data`, and the session, or why there is none.
 
@@ -136,14 +130,13 @@ def accept_offer(
     `MalformedSetup`, to which there is nothing to say.
     """
     offer = _decode(data, _offer_decoder)
-    if offer.protection is not wanted.protection:
-        what = f"{peer.name} asks for protection {offer.protection.value}, we for {wanted.protection.value}"
+    if offer.protection is not wanted:
+        what = f"{peer.name} asks for protection {offer.protection.value}, we for {wanted.value}"
         return _decline(Why.PROTECTION, wanted, ProtectionDiffers(f"{what}: {_PROTECTION_ADVICE}"))
-    frame_bytes_max = min(offer.frame_bytes_max, wanted.frame_bytes_max)
-    answer = _encode(Answer(protection=wanted.protection, frame_bytes_max=frame_bytes_max))
+    answer = _encode(Answer(protection=wanted))
     joins = offer.joins
     if joins is None and has_room:
-        return answer, control_session(secrets, wanted.protection, frame_bytes_max, peer)
+        return answer, control_session(secrets, wanted, peer)
     if joins is None:
         return _decline(Why.BUSY, wanted, PeerBusy(f"{peer.name} asks for one more connection than we take"))
     control = lookup(joins.control_id, joins.lane)
@@ -155,13 +148,13 @@ def accept_offer(
         return _decline(Why.NO_SESSION, wanted, error)
     if not token_holds(joins.token, control.join_key, lane=joins.lane, lane_session_id=secrets.session_id):
         return _decline(Why.TOKEN, wanted, JoinRefused(f"{peer.name} asks to join with a forged token"))
-    return answer, lane_session(secrets, control, frame_bytes_max, joins.lane)
+    return answer, lane_session(secrets, control, joins.lane)
 
 
 def accept_answer(
     data: bytes,
     secrets: Secrets,
-    wanted: Wanted,
+    wanted: Protection,
     peer: PeerInfo,
     *,
     control: Session | None = None,
@@ -174,16 +167,14 @@ def accept_answer(
     message = _decode(data, _answer_decoder)
     if isinstance(message, Decline):
         raise _declined(message, wanted, peer)
-    if message.protection is not wanted.protection or message.frame_bytes_max > wanted.frame_bytes_max:
+    if message.protection is not wanted:
         raise MalformedSetup(f"{peer.name} answered our offer with what was not offered: {message}")
     if control is None:
-        return control_session(secrets, wanted.protection, message.frame_bytes_max, peer)
-    return lane_session(secrets, control, message.frame_bytes_max, lane)
+        return control_session(secrets, wanted, peer)
+    return lane_session(secrets, control, lane)
 
 
-def control_session(
-    secrets: Secrets, protection: Protection, frame_bytes_max: int, peer: PeerInfo
-) -> Session:
+def control_session(secrets: Secrets, protection: Protection, peer: PeerInfo) -> Session:
     """The session of a control connection."""
     return Session(
         session_id=secrets.session_id,
@@ -192,13 +183,12 @@ def control_session(
         purpose=Purpose.CONTROL,
         protection=protection,
         keys=secrets.keys(Purpose.CONTROL) if protection is Protection.MAC else None,
-        frame_bytes_max=frame_bytes_max,
         control_id=secrets.session_id,
         join_key=secrets.join_key(),
     )
 
 
-def lane_session(secrets: Secrets, control: Session, frame_bytes_max: int, lane: int) -> Session:
+def lane_session(secrets: Secrets, control: Session, lane: int) -> Session:
     """The session of a lane that has joined `control`."""
     return Session(
         session_id=secrets.session_id,
@@ -207,7 +197,6 @@ def lane_session(secrets: Secrets, control: Session, frame_bytes_max: int, lane:
         purpose=Purpose.LANE,
         protection=control.protection,
         keys=secrets.keys(Purpose.LANE) if control.protection is Protection.MAC else None,
-        frame_bytes_max=frame_bytes_max,
         control_id=control.control_id,
         lane=lane,
     )
@@ -216,17 +205,17 @@ def lane_session(secrets: Secrets, control: Session, frame_bytes_max: int, lane:
 _PROTECTION_ADVICE = "set the same ZBMD_PROTECTION on both sides"
 
 
-def _decline(why: Why, wanted: Wanted, error: SetupError) -> tuple[bytes, SetupError]:
-    return _encode(Decline(why=why, protection=wanted.protection)), error
+def _decline(why: Why, wanted: Protection, error: SetupError) -> tuple[bytes, SetupError]:
+    return _encode(Decline(why=why, protection=wanted)), error
 
 
-def _declined(message: Decline, wanted: Wanted, peer: PeerInfo) -> SetupError:
+def _declined(message: Decline, wanted: Protection, peer: PeerInfo) -> SetupError:
     error: SetupError
     match message.why:
         case Why.PROTECTION:
             error = ProtectionDiffers(
                 f"{peer.name} asks for protection {message.protection.value}, we for "
-                f"{wanted.protection.value}: {_PROTECTION_ADVICE}"
+                f"{wanted.value}: {_PROTECTION_ADVICE}"
             )
         case Why.BUSY:
             error = PeerBusy(f"{peer.name} has no room for another connection: try again")

@@ -70,14 +70,17 @@ class Listener:
         self._on_link = on_link
         self._endpoint = endpoint
         self._timeout_ns = timeout_ns
-        with exhaustion_is_typed(f"the listener at {name}"):
+        with exhaustion_is_typed(f"the listener at {name!r}"):
             sock = _unix_socket()
         try:
             sock.bind(_address(name))
             sock.listen(BACKLOG)
         except OSError as error:
             sock.close()
-            raise LocalProtocolError(f"cannot listen at {name!r}: {error.strerror}") from error
+            raise LocalProtocolError(
+                f"cannot listen at {name!r}: {error.strerror}. If another process listens there, end it, or "
+                "choose another address."
+            ) from error
         self._acceptor = Acceptor(name, [sock], self._welcome, source_of=_source, places=half_open_max)
 
     @property

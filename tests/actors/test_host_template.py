@@ -158,3 +158,19 @@ async def test_arguments_beyond_the_bound_are_told(tmp_path: Path) -> None:
     async with template(tmp_path) as running:
         with pytest.raises(UserError, match="Put them into a file"):
             running.fork("pass", X="x" * REQUEST_BYTES_MAX)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [b"garbage", b"\x93\xa5ready\x01\xa2\xff\xfe", b"\x94\xa6forked\x00\x01\x02"],
+    ids=["no reply", "no UTF-8", "out of turn"],
+)
+async def test_a_template_whose_module_writes_into_its_socket_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packet: bytes
+) -> None:
+    (tmp_path / "meddler.py").write_text(f"import os, sys\nos.write(int(sys.argv[1]), {packet!r})\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    client = TemplateClient(on_reply=lambda reply, pidfd: None, on_lost=lambda error: None)
+    with pytest.raises(TemplateLost, match="no longer to be trusted"):
+        await client.start(modules=["meddler"], environment=os.environ)
+    await client.close()

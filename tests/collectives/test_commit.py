@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -180,3 +181,17 @@ def test_misuse_and_breach_are_typed(
     with pytest.raises(error, match=words):
         for event in events:
             rank.handle(event, now_ns=0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": 4}, {"version": -1}, {"known": 4}, {"slot": 2}, {"slot": -1}], ids=str
+)
+def test_a_report_of_what_nobody_can_hold_is_a_breach(change: dict[str, int]) -> None:
+    ours = machine()
+    ours.handle(epoch(1, 0, 1), now_ns=0)
+    good = report(1, 1, 0)
+    forged = dataclasses.replace(good, held=dataclasses.replace(good.held, **change))
+    with pytest.raises(RemoteProtocolError, match="rank 1 says that it holds"):
+        ours.handle(forged, now_ns=0)
+    ours.check_invariants()
+    assert ours.handle(good, now_ns=0), "the state is as it was"

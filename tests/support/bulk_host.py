@@ -51,7 +51,6 @@ def lane_of(
         purpose=Purpose.LANE,
         protection=protection,
         keys=keys,
-        frame_bytes_max=1 << 20,
         control_id=bytes(16),
         lane=number,
     )

@@ -2,7 +2,7 @@
 
 A scenario is a coroutine. With `LinkHarness.run` both ends of its links are on its own loop. With
 `run_with_peer` the other end is in another process, which may be killed: a forked one, or a simulated one.
-A transport of real processes adds a subclass of `RealHarness` and an instance of it to `HARNESSES`.
+A transport of real processes adds a subclass of `RealHarness`, and an instance of it to `link_harnesses`.
 """
 
 from __future__ import annotations
@@ -567,14 +567,6 @@ class _SimPeer(Peer):
 
     def revive(self) -> None:
         self._them.revive()
-
-
-HARNESSES: tuple[LinkHarness, ...] = (
-    ShmHarness("asyncio"),
-    ShmHarness("uvloop"),
-    ShmHarness("uvloop", spins=True),
-    SimHarness(),
-)
 
 
 async def fill(link: Link, payload: bytes = bytes(500)) -> int:

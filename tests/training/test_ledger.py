@@ -91,6 +91,34 @@ def test_another_runs_log_is_not_continued(tmp_path: Path) -> None:
         CommitLog(tmp_path / "log", other).last_version()
 
 
+def test_a_damaged_log_is_read_up_to_the_damage_and_never_cut_there(tmp_path: Path) -> None:
+    """What stands behind the damage may be the run's: only a record that was cut short is cut off."""
+    path = tmp_path / "log"
+    written(path, 1, 2)
+    whole = path.stat().st_size
+    written(path, 3, 4)
+    data = bytearray(path.read_bytes())
+    data[whole] = 0xC1  # the one byte that MessagePack never has
+    path.write_bytes(data)
+    assert [r.version for r in read_log(path)[1]] == [1, 2]
+    with pytest.raises(UserError, match=f"damaged at byte {whole}"):
+        written(path, 3)
+    assert path.read_bytes() == data
+
+
+def test_a_file_that_is_no_log_is_not_emptied(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"\xc1 somebody's notes")
+    with pytest.raises(UserError, match="not a commit log"):
+        written(path, 1)
+    assert path.read_bytes() == b"\xc1 somebody's notes"
+
+
+def test_a_directory_is_no_log(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_log(tmp_path)
+
+
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", b"plain text", b"\xdd\xff\xff\xff\xff"])
 def test_a_foreign_file_is_named(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "log").write_bytes(data)

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_harness import HARNESSES, INCARNATION, JOB, SMALL, Ear, LinkHarness, Net, fill
+from link_harness import INCARNATION, JOB, SMALL, Ear, LinkHarness, Net, fill
+from link_harnesses import HARNESSES
 
 from zbmd.transport.errors import (
     LinkClosed,

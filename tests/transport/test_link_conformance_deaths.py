@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from link_harness import (
-    HARNESSES,
     SMALL,
     Ear,
     Fork,
@@ -20,6 +19,7 @@ from link_harness import (
     Peer,
     fill,
 )
+from link_harnesses import HARNESSES
 
 from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError
 from zbmd.transport.frames import FrameHeader, pack_header

@@ -33,7 +33,6 @@ from zbmd.transport.session_setup import (
     PeerBusy,
     ProtectionDiffers,
     SetupError,
-    Wanted,
     Why,
     accept_answer,
     accept_offer,
@@ -101,7 +100,7 @@ def test_the_expansion_is_that_of_rfc_5869() -> None:
 
 def test_no_secret_shows_in_what_is_printed() -> None:
     dialer, _ = secrets_of_hello()
-    session = control_session(dialer, Protection.MAC, 4096, RANK1)
+    session = control_session(dialer, Protection.MAC, RANK1)
     assert session.keys is not None
     for text in (repr(session), repr(session.keys), repr(dialer)):
         for secret in (*raw_keys(session.keys), session.join_key):
@@ -129,7 +128,7 @@ def no_lanes(control_id: bytes, lane: int) -> Session | Why:
     return Why.NO_SESSION
 
 
-def set_up(dialer: Wanted, listener: Wanted) -> tuple[Session, Session]:
+def set_up(dialer: Protection, listener: Protection) -> tuple[Session, Session]:
     d, listens = secrets_of_hello()
     answer, at_listener = accept_offer(make_offer(d, dialer), listens, listener, RANK0, no_lanes)
     at_dialer = accept_answer(answer, d, dialer, RANK1)
@@ -140,12 +139,11 @@ def set_up(dialer: Wanted, listener: Wanted) -> tuple[Session, Session]:
 @pytest.mark.parametrize("protection", Protection)
 def test_both_ends_agree(protection: Protection) -> None:
     at_dialer, at_listener = set_up(
-        Wanted(protection=protection, frame_bytes_max=5000),
-        Wanted(protection=protection, frame_bytes_max=9000),
+        protection,
+        protection,
     )
     assert (at_dialer.peer, at_listener.peer) == (RANK1, RANK0)
     assert at_dialer.session_id == at_listener.session_id == at_listener.control_id
-    assert at_dialer.frame_bytes_max == at_listener.frame_bytes_max == 5000
     assert at_dialer.purpose is at_listener.purpose is Purpose.CONTROL
     if protection is Protection.MAC:
         assert at_dialer.keys and at_listener.keys
@@ -160,34 +158,29 @@ def test_protection_is_never_talked_down(ours: Protection, theirs: Protection) -
     if ours is theirs:
         return
     d, listens = secrets_of_hello()
-    answer, refused = accept_offer(
-        make_offer(d, Wanted(protection=theirs)), listens, Wanted(protection=ours), RANK0, no_lanes
-    )
+    answer, refused = accept_offer(make_offer(d, theirs), listens, ours, RANK0, no_lanes)
     assert isinstance(refused, ProtectionDiffers)
     with pytest.raises(ProtectionDiffers, match=ours.value) as told:
-        accept_answer(answer, d, Wanted(protection=theirs), RANK1)
+        accept_answer(answer, d, theirs, RANK1)
     assert told.value.by_peer
     assert not refused.by_peer
 
 
 def test_an_answer_that_was_not_offered_is_refused() -> None:
     d, _ = secrets_of_hello()
-    for answer in (
-        Answer(protection=Protection.NONE, frame_bytes_max=4096),
-        Answer(protection=Protection.MAC, frame_bytes_max=8192),
-    ):
-        with pytest.raises(MalformedSetup, match="not offered"):
-            accept_answer(msgspec.msgpack.encode(answer), d, Wanted(frame_bytes_max=4096), RANK1)
+    answer = msgspec.msgpack.encode(Answer(protection=Protection.NONE))
+    with pytest.raises(MalformedSetup, match="not offered"):
+        accept_answer(answer, d, Protection.MAC, RANK1)
 
 
 def test_a_listener_without_room_says_so() -> None:
     d, listens = secrets_of_hello()
     answer, refused = accept_offer(
-        make_offer(d, Wanted()), listens, Wanted(), RANK0, no_lanes, has_room=False
+        make_offer(d, Protection.MAC), listens, Protection.MAC, RANK0, no_lanes, has_room=False
     )
     assert isinstance(refused, PeerBusy)
     with pytest.raises(PeerBusy, match="try again"):
-        accept_answer(answer, d, Wanted(), RANK1)
+        accept_answer(answer, d, Protection.MAC, RANK1)
 
 
 def joining(
@@ -200,14 +193,14 @@ def joining(
         return Why.LANE_TAKEN if number == 1 else open_sessions.get(control_id, Why.NO_SESSION)
 
     return *accept_offer(
-        make_offer(d, Wanted(), control=at_dialer, lane=lane), listens, Wanted(), peer, lookup
+        make_offer(d, Protection.MAC, control=at_dialer, lane=lane), listens, Protection.MAC, peer, lookup
     ), d
 
 
 def test_a_lane_joins_with_keys_of_its_own() -> None:
-    at_dialer, at_listener = set_up(Wanted(), Wanted())
+    at_dialer, at_listener = set_up(Protection.MAC, Protection.MAC)
     answer, theirs, secrets = joining(at_dialer, at_listener)
-    ours = accept_answer(answer, secrets, Wanted(), RANK1, control=at_dialer, lane=2)
+    ours = accept_answer(answer, secrets, Protection.MAC, RANK1, control=at_dialer, lane=2)
     assert isinstance(theirs, Session)
     assert ours.control_id == theirs.control_id == at_dialer.session_id != ours.session_id
     assert (ours.lane, ours.purpose) == (theirs.lane, theirs.purpose) == (2, Purpose.LANE)
@@ -230,11 +223,11 @@ def test_a_lane_joins_with_keys_of_its_own() -> None:
 def test_a_lane_that_may_not_join(
     change: Callable[[Session], Session], lane: int, peer: Identity, why: str
 ) -> None:
-    at_dialer, at_listener = set_up(Wanted(), Wanted())
+    at_dialer, at_listener = set_up(Protection.MAC, Protection.MAC)
     answer, refused, secrets = joining(change(at_dialer), at_listener, lane=lane, peer=peer)
     assert isinstance(refused, JoinRefused)
     with pytest.raises(JoinRefused, match=why):
-        accept_answer(answer, secrets, Wanted(), RANK1, control=at_dialer, lane=lane)
+        accept_answer(answer, secrets, Protection.MAC, RANK1, control=at_dialer, lane=lane)
 
 
 def test_a_token_is_good_for_one_connection_and_lane() -> None:
@@ -244,7 +237,7 @@ def test_a_token_is_good_for_one_connection_and_lane() -> None:
 
 
 JOINS = Joins(control_id=bytes(16), lane=0, token=bytes(32))
-OFFER = Offer(protection=Protection.MAC, frame_bytes_max=4096, joins=JOINS)
+OFFER = Offer(protection=Protection.MAC, joins=JOINS)
 
 
 @given(
@@ -253,7 +246,7 @@ OFFER = Offer(protection=Protection.MAC, frame_bytes_max=4096, joins=JOINS)
         st.recursive(
             st.none() | st.integers(-1, 1 << 40) | st.binary(max_size=40) | st.text(max_size=8),
             lambda inner: st.lists(inner, max_size=5),
-        ).map(lambda value: msgspec.msgpack.encode(["offer", "mac", 4096, value])),
+        ).map(lambda value: msgspec.msgpack.encode(["offer", "mac", value])),
         st.tuples(st.integers(0, 80), st.integers(0, 255)).map(
             lambda at: bytes(
                 at[1] if i == at[0] else byte for i, byte in enumerate(msgspec.msgpack.encode(OFFER))
@@ -264,16 +257,14 @@ OFFER = Offer(protection=Protection.MAC, frame_bytes_max=4096, joins=JOINS)
 def test_whatever_a_peer_sends_as_setup_ends_typed(data: bytes) -> None:
     d, listens = secrets_of_hello()
     with contextlib.suppress(MalformedSetup):
-        accept_offer(data, listens, Wanted(), RANK0, no_lanes)
+        accept_offer(data, listens, Protection.MAC, RANK0, no_lanes)
     with pytest.raises(SetupError):
-        accept_answer(data, d, Wanted(), RANK1)
+        accept_answer(data, d, Protection.MAC, RANK1)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Offer(protection=Protection.MAC, frame_bytes_max=10),
-        Offer(protection=Protection.MAC, frame_bytes_max=1 << 21),
         msgspec.structs.replace(OFFER, joins=msgspec.structs.replace(JOINS, lane=LANES_MAX)),
         msgspec.structs.replace(OFFER, joins=msgspec.structs.replace(JOINS, token=bytes(31))),
         Decline(why=Why.BUSY, protection=Protection.MAC),
@@ -282,4 +273,4 @@ def test_whatever_a_peer_sends_as_setup_ends_typed(data: bytes) -> None:
 def test_bounds_of_an_offer(message: object) -> None:
     _, listens = secrets_of_hello()
     with pytest.raises(MalformedSetup):
-        accept_offer(msgspec.msgpack.encode(message), listens, Wanted(), RANK0, no_lanes)
+        accept_offer(msgspec.msgpack.encode(message), listens, Protection.MAC, RANK0, no_lanes)

@@ -13,7 +13,7 @@ from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.transport import session_setup
 from zbmd.transport.attach import Answer, Offer, decode
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.frames import HEADER_BYTES, FrameHeader, pack_header, unpack_frame, unpack_header
+from zbmd.transport.frames import FrameHeader, pack_header, unpack_frame, unpack_header
 from zbmd.transport.hello import (
     HELLO_MAGIC,
     HELLO_VERSION,
@@ -32,7 +32,7 @@ from zbmd.transport.hello import (
     TimerFired,
 )
 from zbmd.transport.hlc import HybridClock
-from zbmd.transport.session import Secrets, Session
+from zbmd.transport.session import Protection, Secrets, Session
 
 JOB = 7
 INCARNATION = 3
@@ -198,12 +198,12 @@ def _secrets(side: Side) -> Secrets:
     return Secrets(bytes(range(SECRET_BYTES)), side)
 
 
-_WANTED = session_setup.Wanted()
+_WANTED = Protection.MAC
 
 
 def _session_seeds() -> tuple[bytes, ...]:
     secrets, peer = _secrets(Side.DIALER), identity()
-    control = session_setup.control_session(secrets, _WANTED.protection, 1 << 20, peer)
+    control = session_setup.control_session(secrets, _WANTED, peer)
     offers = (
         session_setup.make_offer(secrets, _WANTED),
         session_setup.make_offer(secrets, _WANTED, control=control, lane=3),
@@ -221,7 +221,7 @@ def _session_seeds() -> tuple[bytes, ...]:
 def _session(data: bytes) -> None:
     """The first byte picks which side hears the rest."""
     listener, peer = _secrets(Side.LISTENER), identity()
-    control = session_setup.control_session(listener, _WANTED.protection, 1 << 20, peer)
+    control = session_setup.control_session(listener, _WANTED, peer)
     found: Session | session_setup.SetupError
     if data[:1] == b"\1":
         found = session_setup.accept_answer(data[1:], _secrets(Side.DIALER), _WANTED, peer)
@@ -229,8 +229,8 @@ def _session(data: bytes) -> None:
         _, found = session_setup.accept_offer(data[1:], listener, _WANTED, peer, lambda *_: control)
     if isinstance(found, session_setup.SetupError):
         raise found
-    if not HEADER_BYTES <= found.frame_bytes_max <= _WANTED.frame_bytes_max:
-        raise Broken(f"frames of {found.frame_bytes_max} bytes were agreed on")
+    if found.protection is not _WANTED or found.keys is None:
+        raise Broken(f"protection {found.protection.value} was agreed on")
 
 
 TARGETS = (

@@ -20,6 +20,7 @@ class Ranks:
     """This rank and the other one."""
 
     def __init__(self) -> None:
+        importlib.import_module("mpi4py").rc.thread_level = "single"  # MPI's quickest mode
         self._mpi: Any = importlib.import_module("mpi4py.MPI")
         self._world = self._mpi.COMM_WORLD
         self.rank: int = self._world.rank

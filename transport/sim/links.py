@@ -187,7 +187,7 @@ class SimLink(LinkSide):
     def _park(self) -> bool:
         return not self._inbox
 
-    def _deliver(self, frame: bytes) -> None:
+    def _deliver(self, frame: bytes | bytearray) -> None:
         self._network.delivered(self, frame)
         super()._deliver(frame)
 

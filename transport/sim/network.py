@@ -166,7 +166,7 @@ class Network:
         """Of the operation that a death cut off: 0 to 1, without 1."""
         return self._deaths.random()
 
-    def delivered(self, link: SimLink, frame: bytes) -> None:
+    def delivered(self, link: SimLink, frame: bytes | bytearray) -> None:
         """A frame was taken from a link."""
         self._record(link.owner, Kind.DELIVER, _told(link.peer.name, frame))
 
@@ -201,5 +201,5 @@ class Network:
             self.loop.act_at(self.weather.reliable_ns(lane, self.loop.now_ns, nbytes), deliver)
 
 
-def _told(other: str, data: bytes) -> str:
+def _told(other: str, data: bytes | bytearray) -> str:
     return f"{other} {len(data)} B {zlib.crc32(data):08x}"

@@ -1,0 +1,55 @@
+"""Deadlines, timeouts and durations are monotonic: the wall clock is read only to tell people when it was."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = ("transport", "actors", "collectives", "training", "tools")
+WALL_CLOCK = re.compile(r"(.*\.)?(time\.time(_ns)?|datetime\.(now|utcnow|today)|clock_gettime(_ns)?)")
+NATIVE_WALL_CLOCK = re.compile(r"CLOCK_REALTIME|gettimeofday|time\.time(_ns)?\(")
+# Each reads it for a stamp or for people; none waits by it, or measures with it.
+READERS = {
+    "actors/actor_capture.py": "what a recorded actor is told the time is",
+    "actors/context.py": "an actor's own wall clock",
+    "actors/rank_log.py": "the time of a line of the log",
+    "transport/link_side.py": "the stamp of a frame",
+    "transport/capture/recorder.py": "the anchor of a log",
+}
+
+
+def reads(tree: ast.Module) -> Iterator[int]:
+    """The lines that read the wall clock, or name what reads it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and WALL_CLOCK.fullmatch(ast.unparse(node)):
+            yield node.lineno
+
+
+def sources(suffix: str) -> list[str]:
+    return sorted(
+        path.relative_to(ROOT).as_posix()
+        for layer in LAYERS
+        for path in (ROOT / layer).rglob(f"*{suffix}")
+        if not path.name.startswith("bench")
+    )
+
+
+@pytest.mark.parametrize("path", sources(".py"))
+def test_only_those_that_tell_the_time_read_the_wall_clock(path: str) -> None:
+    found = list(reads(ast.parse((ROOT / path).read_text())))
+    assert not found or path in READERS, f"{path}:{found}: wait and measure by the monotonic clock"
+
+
+@pytest.mark.parametrize("path", [*sources(".pyx"), *sources(".h")])
+def test_nor_does_compiled_code(path: str) -> None:
+    assert not NATIVE_WALL_CLOCK.search((ROOT / path).read_text()) or path in READERS, path
+
+
+@pytest.mark.parametrize("text", ["end = time.time() + 5", "clock = time.time_ns", "datetime.datetime.now()"])
+def test_a_planted_reader_is_seen(text: str) -> None:
+    assert list(reads(ast.parse(text)))

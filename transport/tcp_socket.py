@@ -1,0 +1,268 @@
+"""The sockets of TCP links: options, listening, resolving and connecting; what goes wrong says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from zbmd.transport._native import now_ns
+from zbmd.transport.budget import Deadlines
+from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError
+from zbmd.transport.hello_driver import writable
+from zbmd.transport.tcp_address import TcpAddress
+
+BACKLOG: Final = 1024
+"""Connections that wait to be accepted; the kernel's net.core.somaxconn bounds it too."""
+ADDRESSES_MAX: Final = 8
+"""Of a name: how many are tried."""
+ATTEMPT_DELAY_NS: Final = 250_000_000
+"""Until the next address is tried beside one that does not answer; RFC 8305 recommends it."""
+PORT_TRIES_MAX: Final = 16
+"""For one free port on several addresses."""
+NOTSENT_BYTES_MAX: Final = 1 << 17
+"""What may wait in the kernel of a control connection unsent, so that it does not grow stale there."""
+
+PROBES_UNANSWERED: Final = 3
+"""Window probes without an answer that tell of a dead host; they are sent at growing intervals."""
+_TCP_INFO: Final = struct.Struct("=8B13I")
+"""The beginning of struct tcp_info, from linux/tcp.h: probes, unacked, last_ack_recv are 3, 12 and 20."""
+
+SocketAddress = tuple[Any, ...]
+Resolved = tuple[socket.AddressFamily, SocketAddress]
+
+
+def set_options(sock: socket.socket, deadlines: Deadlines, *, control: bool) -> None:
+    """Options of every connection: no delay, and the end of a silent peer by the recovery budget.
+
+    control: whether it carries a link, which sends little and soon, and whose reader may pause for as long as
+    it likes. The user timeout also ends connections whose window stays shut, of which tcp(7) says nothing:
+    it is for bulk data alone, which always has a place to go; links watch `read_progress`.
+    """
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, deadlines.tcp_keepalive_idle_s)
+    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, deadlines.tcp_keepalive_interval_s)
+    sock.setsockopt(tcp, socket.TCP_KEEPCNT, deadlines.tcp_keepalive_count)
+    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, 0 if control else deadlines.tcp_user_timeout_ms)
+    sock.setsockopt(tcp, socket.TCP_NOTSENT_LOWAT, NOTSENT_BYTES_MAX if control else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the peer's host has acknowledged, from TCP_INFO."""
+
+    unacknowledged: int
+    """Segments under way."""
+    unanswered_probes: int
+    """Of a window that is shut."""
+    quiet_ms: int
+    """Since anything was acknowledged."""
+
+    def is_silent(self, timeout_ms: int) -> bool:
+        """Whether the host must be given up; asked no sooner than `timeout_ms` after something was sent.
+
+        A host that lives acknowledges data and probes, whether or not its process reads.
+        """
+        waited_for = self.unacknowledged > 0 or self.unanswered_probes >= PROBES_UNANSWERED
+        return waited_for and self.quiet_ms >= timeout_ms
+
+
+def read_progress(sock: socket.socket) -> Progress:
+    """The kernel's word on a connected socket."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    fields = _TCP_INFO.unpack(info)
+    return Progress(unacknowledged=fields[12], unanswered_probes=fields[3], quiet_ms=fields[20])
+
+
+# --- resolving ------------------------------------------------------------------------------------------
+
+
+async def resolve(address: TcpAddress, deadline_ns: int, *, passive: bool = False) -> list[Resolved]:
+    """The socket addresses of `address`, at most `ADDRESSES_MAX`, families in turn, best first (RFC 6724).
+
+    Raises `UserError` if the name is not known, `DeadlineExceeded` if nobody says so in time.
+    """
+    flags = (socket.AI_PASSIVE if passive else 0) | (socket.AI_NUMERICHOST if address.is_numeric else 0)
+    loop = asyncio.get_running_loop()
+    lookup = loop.getaddrinfo(
+        address.host or None, address.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=flags
+    )
+    try:
+        found = await asyncio.wait_for(lookup, max(0, deadline_ns - now_ns()) / 1e9)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the name {address.host!r} was not resolved in time: the name server does not answer"
+        ) from None
+    except (socket.gaierror, UnicodeError) as error:
+        why = error.strerror if isinstance(error, socket.gaierror) else str(error)
+        raise UserError(
+            f"the host of {address} is not known ({why}). Check its spelling, DNS and /etc/hosts, "
+            "or write its IP address."
+        ) from None
+    return _interleaved([(family, sockaddr) for family, _, _, _, sockaddr in found])[:ADDRESSES_MAX]
+
+
+def _interleaved(found: list[Resolved]) -> list[Resolved]:
+    """Without repetitions, the families in turn, beginning with that of the first."""
+    unique = list(dict.fromkeys(found))
+    first = [each for each in unique if each[0] == unique[0][0]]
+    others = [each for each in unique if each[0] != unique[0][0]]
+    mixed: list[Resolved] = []
+    for n in range(max(len(first), len(others))):
+        mixed += first[n : n + 1] + others[n : n + 1]
+    return mixed
+
+
+# --- listening ------------------------------------------------------------------------------------------
+
+
+def listen_on(addresses: Sequence[Resolved], *, asked: str) -> list[socket.socket]:
+    """Listening sockets on all of `addresses`, on one port. asked: what the user asked for.
+
+    A family that this machine does not have is left out if there is another. Raises `UserError`.
+    """
+    port_is_free = all(sockaddr[1] == 0 for _, sockaddr in addresses)
+    for tries_left in reversed(range(PORT_TRIES_MAX)):
+        try:
+            return _listen_on(addresses)
+        except OSError as error:
+            # Another process may have taken our free port on the second address.
+            if port_is_free and error.errno == errno.EADDRINUSE and len(addresses) > 1 and tries_left:
+                continue
+            raise UserError(f"cannot listen at {asked}: {_listen_advice(error)}") from None
+    raise AssertionError("the last try returns or raises")
+
+
+def _listen_on(addresses: Sequence[Resolved]) -> list[socket.socket]:
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    port = 0
+    with contextlib.ExitStack() as undo:
+        for family, sockaddr in addresses:
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+                undo.callback(sock.close)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.bind((sockaddr[0], sockaddr[1] or port, *sockaddr[2:]))
+            except OSError as error:
+                if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) and len(addresses) > 1:
+                    missing = error
+                    continue
+                raise
+            sock.listen(BACKLOG)
+            port = sock.getsockname()[1]
+            sockets.append(sock)
+        if not sockets:
+            assert missing is not None
+            raise missing
+        undo.pop_all()
+    return sockets
+
+
+def _listen_advice(error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return "the port is in use. Choose another, or 0 for any free one; `ss -ltnp` shows who has it."
+        case errno.EADDRNOTAVAIL:
+            return "no interface of this machine has that address. `ip addr` shows those that there are."
+        case errno.EACCES:
+            return "ports below 1024 are for root. Choose a higher one."
+        case errno.EMFILE | errno.ENFILE:
+            return "there are no file descriptors left. Raise the limit (ulimit -n)."
+        case _:
+            return f"{error.strerror}."
+
+
+# --- connecting -----------------------------------------------------------------------------------------
+
+
+async def connect(address: TcpAddress, deadline_ns: int, *, local_hosts: Sequence[str] = ()) -> socket.socket:
+    """A connected, non-blocking socket to the first of the host's addresses that answers.
+
+    They are tried in turn, each `ATTEMPT_DELAY_NS` after the one before or as soon as that has failed, and
+    the first to stand wins (RFC 8305, simplified). local_hosts: numeric addresses of which the one of the
+    right family is ours; none for the kernel's choice. Raises `PeerLost` if nobody listens there,
+    `DeadlineExceeded`, and `UserError` if the name is unknown or descriptors have run out.
+    """
+    targets = await resolve(address, deadline_ns)
+    loop = asyncio.get_running_loop()
+    waiting = list(targets)
+    running: set[asyncio.Task[socket.socket]] = set()
+    errors: list[OSError] = []
+    try:
+        # Bounded: each round begins an attempt, or ends one, or is the last.
+        while waiting or running:
+            if waiting:
+                running.add(loop.create_task(_attempt(*waiting.pop(0), local_hosts, deadline_ns)))
+            pause_ns = max(0, deadline_ns - now_ns())
+            if waiting:
+                pause_ns = min(pause_ns, ATTEMPT_DELAY_NS)
+            done, running = await asyncio.wait(
+                running, timeout=pause_ns / 1e9 + 0.01, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                try:
+                    return task.result()
+                except OSError as error:
+                    errors.append(error)
+    finally:
+        await _abandon(running)
+    raise _unreachable(address, errors)
+
+
+async def _abandon(tasks: set[asyncio.Task[socket.socket]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled() and task.exception() is None:
+            task.result().close()
+
+
+async def _attempt(
+    family: socket.AddressFamily, sockaddr: SocketAddress, local_hosts: Sequence[str], deadline_ns: int
+) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    with contextlib.ExitStack() as undo:
+        undo.callback(sock.close)
+        for host in local_hosts:
+            if (":" in host) == (family == socket.AF_INET6):
+                sock.bind((host, 0))
+                break
+        code = sock.connect_ex(sockaddr)
+        if code == errno.EINPROGRESS:
+            if not await writable(sock, deadline_ns):
+                raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        undo.pop_all()
+    return sock
+
+
+def _unreachable(address: TcpAddress, errors: list[OSError]) -> Exception:
+    """What to tell when no address answered. A refusal tells most: the host is there, and nobody listens."""
+    refused = [error for error in errors if error.errno == errno.ECONNREFUSED]
+    error = (refused or errors)[-1]
+    match error.errno:
+        case errno.ECONNREFUSED | errno.ECONNRESET:
+            return PeerLost(str(address), "nobody listens at its address")
+        case errno.ETIMEDOUT:
+            return DeadlineExceeded(
+                f"{address} did not answer in time: the host is down, or a firewall drops what we send"
+            )
+        case errno.EMFILE | errno.ENFILE:
+            return UserError("there are no file descriptors left to dial with. Raise the limit (ulimit -n).")
+        case _:
+            return PeerLost(str(address), f"it cannot be reached: {error.strerror}")

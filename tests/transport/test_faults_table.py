@@ -79,7 +79,7 @@ async def listening(address: str) -> AsyncGenerator[tuple[Listener, asyncio.Queu
 
 
 async def test_a_listener_that_gets_no_descriptor_says_what_to_do(address: str) -> None:
-    with descriptors_left(0), pytest.raises(OutOfDescriptors, match=r"listening at .*ulimit -n"):
+    with descriptors_left(0), pytest.raises(OutOfDescriptors, match=r"the listener at .*ulimit -n"):
         listen(address, lambda link: None, endpoint("node"))
     listen(address, lambda link: None, endpoint("node")).close()
 

@@ -101,13 +101,14 @@ class Listener:
         deadline_ns = now_ns() + self._timeout_ns
         try:
             ready = await self._set_up(sock, source, deadline_ns)
+            lane = _lane(ready, self._endpoint) if ready.session.purpose is Purpose.LANE else None
         except (ZbmdError, OSError) as error:
             self._acceptor.refused(type(error).__name__, str(error), source=source)
             return
-        if ready.session.purpose is Purpose.LANE:
-            self._add_lane(ready)
-        else:
+        if lane is None:
             self._add_link(ready)
+        else:
+            self._add_lane(lane)
 
     async def _set_up(self, sock: socket.socket, source: str, deadline_ns: int) -> Ready:
         try:
@@ -144,12 +145,12 @@ class Listener:
         self._links[session_id] = link
         self._on_link(link)
 
-    def _add_lane(self, ready: Ready) -> None:
-        link = self._links.get(ready.session.control_id)
-        if link is None or not link.has_place_for(ready.session.lane):
-            ready.byte_socket.close()  # it has ended, or another has been faster
+    def _add_lane(self, lane: Lane) -> None:
+        link = self._links.get(lane.session.control_id)
+        if link is None or not link.has_place_for(lane.session.lane):
+            lane.sock.close()  # it has ended, or another has been faster
             return
-        link.add_lane(_lane(ready, self._endpoint))
+        link.add_lane(lane)
 
 
 async def listen(
@@ -222,7 +223,11 @@ async def open_lane(link: TcpLink, lane: int, endpoint: Endpoint, *, timeout_ns:
     deadline_ns = now_ns() + (endpoint.deadlines.dial_ns if timeout_ns is None else timeout_ns)
     where, host = link.remote_address, link.dialed.host
     ready = await _dial(where, host, endpoint, link.settings, deadline_ns, control=link.session, lane=lane)
-    return _lane(ready, endpoint)
+    try:
+        return _lane(ready, endpoint)
+    except OSError as error:
+        silent_ms = endpoint.deadlines.tcp_user_timeout_ms
+        raise PeerLost(ready.session.peer.name, lost_reason(error, silent_ms=silent_ms)) from error
 
 
 async def _dial(
@@ -279,8 +284,14 @@ async def _dial_once(
 
 
 def _lane(ready: Ready, endpoint: Endpoint) -> Lane:
-    set_options(ready.byte_socket.sock, endpoint.deadlines, control=False)
-    return Lane(session=ready.session, sock=ready.byte_socket.sock, surplus=ready.surplus)
+    """Hand over its socket; closed if that fails with OSError."""
+    sock = ready.byte_socket.sock
+    try:
+        set_options(sock, endpoint.deadlines, control=False)
+    except OSError:
+        sock.close()
+        raise
+    return Lane(session=ready.session, sock=sock, surplus=ready.surplus)
 
 
 def _source(sock: socket.socket) -> str:

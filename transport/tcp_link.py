@@ -22,7 +22,7 @@ from zbmd.transport.link_side import LinkSide
 from zbmd.transport.node_memory import Share
 from zbmd.transport.record_mac import Buffer
 from zbmd.transport.secure_stream import SecureStream
-from zbmd.transport.tcp_address import TcpAddress, numeric
+from zbmd.transport.tcp_address import TcpAddress
 from zbmd.transport.tcp_linger import drop_sent, linger
 from zbmd.transport.tcp_settings import TcpSettings
 from zbmd.transport.tcp_setup import Ready
@@ -66,8 +66,8 @@ class TcpLink(LinkSide):
         self._socket = byte_socket
         self._fd = byte_socket.sock.fileno()
         self._deadlines = endpoint.deadlines
-        self._local = numeric(byte_socket.sock.getsockname())
-        self._remote = numeric(byte_socket.sock.getpeername())
+        self._local = ready.local
+        self._remote = ready.remote
         self._records = SecureStream(session.keys, frame_bytes_max=endpoint.limits.frame_bytes_max)
         self._backlog: deque[Buffer] = deque()
         self._backlog_bytes = 0
@@ -233,6 +233,7 @@ class TcpLink(LinkSide):
         self._backlog.clear()
         self._backlog_bytes = 0
         if not isinstance(error, OSError):
+            self._broken = BrokenPipeError()
             self._loop.call_soon(self._fail, error)
             return
         self._broken = error

@@ -26,6 +26,7 @@ from zbmd.transport.session_setup import (
     accept_offer,
     make_offer,
 )
+from zbmd.transport.tcp_address import TcpAddress, numeric
 from zbmd.transport.tcp_settings import TcpSettings
 
 READ_BYTES: Final = 1 << 10
@@ -38,6 +39,8 @@ class Ready:
     byte_socket: ByteSocket
     session: Session
     surplus: bytes
+    local: TcpAddress
+    remote: TcpAddress
 
 
 async def secure(
@@ -90,7 +93,7 @@ async def set_up_dialer(
     await _send(byte_socket, keys, make_offer(secrets, wanted, control=control, lane=lane), deadline_ns)
     data, surplus = await _receive(byte_socket, keys, greeting, deadline_ns)
     session = accept_answer(data, secrets, wanted, greeting.peer, control=control, lane=lane)
-    return Ready(byte_socket=byte_socket, session=session, surplus=surplus)
+    return _ready(byte_socket, session, surplus)
 
 
 async def set_up_listener(
@@ -114,7 +117,18 @@ async def set_up_listener(
         raise session
     if surplus:
         raise MalformedSetup(f"{greeting.peer.name} sent {len(surplus)} bytes before it had our answer")
-    return Ready(byte_socket=byte_socket, session=session, surplus=b"")
+    return _ready(byte_socket, session, b"")
+
+
+def _ready(byte_socket: ByteSocket, session: Session, surplus: bytes) -> Ready:
+    sock = byte_socket.sock
+    return Ready(
+        byte_socket=byte_socket,
+        session=session,
+        surplus=surplus,
+        local=numeric(sock.getsockname()),
+        remote=numeric(sock.getpeername()),
+    )
 
 
 async def _hello(byte_socket: ByteSocket, endpoint: Endpoint, side: Side, deadline_ns: int) -> Greeting:

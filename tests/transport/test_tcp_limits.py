@@ -8,6 +8,7 @@ import errno
 import os
 import resource
 import socket
+import struct
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -15,7 +16,7 @@ from link_harness import COOKIE, Ear
 from structlog.testing import capture_logs
 
 from zbmd.transport.endpoint import Endpoint
-from zbmd.transport.errors import PeerLost, UserError
+from zbmd.transport.errors import PeerLost, RemoteProtocolError, UserError
 from zbmd.transport.hello import MAX_BODY_BYTES, Identity
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.session_setup import PeerBusy
@@ -248,6 +249,21 @@ async def test_many_may_dial_at_once() -> None:
         for link in links:
             link.close()
             (await server.links.get()).close()
+
+
+async def test_peers_that_reset_their_connection_as_it_stands() -> None:
+    async with listening() as server:
+        with capture_logs():
+            for _ in range(20):
+                link = await dial(server.listener.address, endpoint())
+                link._socket.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                link._fail(RemoteProtocolError("the test resets it"))
+            last = await dial(server.listener.address, endpoint("last"))
+            while (theirs := await server.links.get()).peer.name != "last":
+                assert isinstance(await Ear(theirs).end(), PeerLost)
+        ear, our_ear = Ear(theirs), Ear(last)
+        last.close()
+        assert await ear.end() is await our_ear.end() is None
 
 
 async def test_nobody_listens() -> None:

@@ -9,18 +9,21 @@ the base. Reading stops while nobody takes frames, so that the peer's kernel, th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
+from zbmd.transport.bulk_peer import BulkPeer
 from zbmd.transport.byte_socket import PIECES_PER_WRITE_MAX, lost_reason
 from zbmd.transport.endpoint import Endpoint
-from zbmd.transport.errors import LinkFull, PeerLost, RemoteProtocolError, ZbmdError
+from zbmd.transport.errors import LinkFull, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.lane import Lane, OnLane
 from zbmd.transport.link_side import LinkSide
 from zbmd.transport.node_memory import Share
 from zbmd.transport.record_mac import Buffer
+from zbmd.transport.region import RegionHandle, RemoteRegion
 from zbmd.transport.secure_stream import SecureStream
 from zbmd.transport.tcp_address import TcpAddress
 from zbmd.transport.tcp_linger import drop_sent, linger
@@ -84,6 +87,7 @@ class TcpLink(LinkSide):
         self._on_lane: OnLane | None = None
         self._lanes: deque[Lane] = deque()
         self._lanes_joined: set[int] = set()
+        self._bulk: BulkPeer | None = None
         self._records.feed(ready.surplus)
         self._read_on()
         if ready.surplus or byte_socket.pending:
@@ -125,6 +129,41 @@ class TcpLink(LinkSide):
             self._lanes.append(lane)
         else:
             self._on_lane(lane)
+
+    # -- regions -----------------------------------------------------------------------------------------
+
+    def carry(self, bulk: BulkPeer) -> None:
+        """Open regions by `bulk`, which ends with this link: orderly if it does, else at once.
+
+        And this link ends with `bulk`, if that fails: a peer is there whole or not at all.
+        """
+        self._bulk = bulk
+        if self._closed:
+            self._end_bulk()
+
+    def open_region(self, handle: RegionHandle) -> RemoteRegion:
+        """See `zbmd.transport.link.Link.open_region`."""
+        if self._bulk is None:
+            raise LocalProtocolError(f"no memory came with the link to {self._peer.name}: nothing to open")
+        return self._bulk.open_region(handle)
+
+    def bulk_ended(self, error: ZbmdError | None) -> None:
+        """The bulk connection of `carry` has ended. For any thread."""
+        if error is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody asks any more
+                self._loop.call_soon_threadsafe(self._end_with_bulk, error)
+
+    def _end_with_bulk(self, error: ZbmdError) -> None:
+        if not self._closed:
+            self._fail(error)
+
+    def _end_bulk(self) -> None:
+        if self._bulk is None:
+            return
+        if self._end_error is None:
+            self._bulk.close()
+        else:
+            self._bulk.abort(self._end_error)
 
     # -- sending -----------------------------------------------------------------------------------------
 
@@ -349,6 +388,7 @@ class TcpLink(LinkSide):
         for lane in self._lanes:
             lane.sock.close()
         self._lanes.clear()
+        self._end_bulk()
         if self._on_end is not None:
             self._on_end()
         if self._end_error is None and self._peer_end is None and self._broken is None:

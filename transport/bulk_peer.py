@@ -269,7 +269,8 @@ class BulkPeer:
         self._plane.want_write(io.sock, wanted=True)
 
     def cut(self, error: ZbmdError) -> None:
-        """End now, without a word to the peer. For the data plane's own end."""
+        """End now, without a word to the peer. On the thread, and never from within an action."""
+        self._events.clear()  # nothing, unless a bug of ours has broken off
         self._handle(LaneFailed(lane=-1, error=error))
         self._close_lanes()
 

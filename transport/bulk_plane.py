@@ -1,6 +1,6 @@
 """The data-plane thread: one a process, moves the bulk bytes of all its peers on other hosts.
 
-It is Python, but while bytes move it is inside the kernel without the GIL: every call moves up to 4 MiB (256
+It is Python, but while bytes move it is inside the kernel without the GIL: every call moves up to 4 MiB (512
 KiB under a MAC, whose tag is made of each chunk while the cache holds it).
 """
 
@@ -154,13 +154,15 @@ class DataPlane:
             # Also after a bug of ours: nobody may wait for ever for a thread that has ended.
             with self._lock:
                 self._closing = True
-            while self._calls:
-                self._calls.popleft()()
-            error = LinkClosed("the data plane of this process is closed")
-            for peer in list(self._peers):
-                peer.cut(error)
-            self._epoll.close()
-            os.close(self._wake_fd)
+            try:
+                while self._calls:
+                    self._calls.popleft()()
+            finally:
+                error = LinkClosed("the data plane of this process is closed")
+                for peer in list(self._peers):
+                    peer.cut(error)
+                self._epoll.close()
+                os.close(self._wake_fd)
 
     def _turn(self) -> None:
         while self._calls:

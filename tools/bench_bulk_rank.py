@@ -26,8 +26,8 @@ from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.hello import Identity
-from zbmd.transport.region import RegionHandle, Regions
-from zbmd.transport.segment import PAGE_BYTES, Segment
+from zbmd.transport.region import RegionHandle
+from zbmd.transport.segment import Segment
 from zbmd.transport.tcp_bulk import BulkMemory, join_bulk
 from zbmd.transport.tcp_link import TcpLink
 from zbmd.transport.tcp_settings import TcpSettings, tcp_settings
@@ -35,17 +35,19 @@ from zbmd.transport.tcp_settings import TcpSettings, tcp_settings
 COOKIE: Final = bytes(32)
 DIALS_MAX: Final = 3000
 DIAL_PAUSE_S: Final = 0.01
+ROOM_BYTES: Final = 1 << 20
+"""Beside the array, in the inbox and the arena."""
 CONNECT_S: Final = DIALS_MAX * DIAL_PAUSE_S
 
 
 @contextlib.asynccontextmanager
 async def joined(rank: int, port: int, nbytes_max: int, lanes: int | None) -> AsyncGenerator[Pair]:
     """Make a segment with room for `nbytes_max` and join the other rank over TCP."""
-    room = nbytes_max + PAGE_BYTES
+    room = nbytes_max + ROOM_BYTES
     segment = Segment.create(slot=rank, incarnation=1, arena_bytes=room, inbox_bytes=room)
     identity = Identity(name=f"rank{rank}", pid=os.getpid(), uid=os.getuid(), incarnation=1)
     endpoint = Endpoint(identity=identity, cookie=COOKIE)
-    memory = BulkMemory(plane=DataPlane(), segment=segment, regions=Regions(segment))
+    memory = BulkMemory(plane=DataPlane(), segment=segment, regions=segment.regions)
     stack = contextlib.ExitStack()
     link = await _connect(rank, f"127.0.0.1:{port}", endpoint, tcp_settings(), stack)
     bulk = await join_bulk(link, memory, endpoint, slot=1 - rank, lanes=lanes)

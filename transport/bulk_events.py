@@ -260,11 +260,16 @@ class SetTimer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """Everything is over: close all lanes. error: None after an orderly end.
+class MarkLost:
+    """The peer's notifications cannot come any more: set its bit in the lost mask.
 
-    If there is an error, the peer's notifications cannot come any more: set its bit in the lost mask.
+    It comes before any transfer is finished, so that whoever learns of an end by one finds the bit set.
     """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Everything is over: close all lanes. error: None after an orderly end."""
 
     error: ZbmdError | None
 
@@ -281,5 +286,6 @@ BulkAction: TypeAlias = (
     | ShutLane
     | CloseLane
     | SetTimer
+    | MarkLost
     | End
 )

@@ -34,6 +34,7 @@ from zbmd.transport.bulk_events import (
     LaneEnded,
     LaneFailed,
     LaneOpened,
+    MarkLost,
     NotifyAsked,
     Of,
     PayloadCame,
@@ -518,6 +519,8 @@ class BulkMachine:
         """The end, orderly without an error. tell: say why on a lane that is free for it, if there is one."""
         if error is not None:
             self._end_error = error
+        if isinstance(error, PeerLost | RemoteProtocolError):
+            self._actions.append(MarkLost())
         if tell:
             text = _text(str(error))
             for number, lane in self._lanes.items():

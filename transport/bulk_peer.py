@@ -27,6 +27,7 @@ from zbmd.transport.bulk_events import (
     LaneEnded,
     LaneFailed,
     LaneOpened,
+    MarkLost,
     NotifyAsked,
     Of,
     PayloadCame,
@@ -322,6 +323,8 @@ class BulkPeer:
                 self._close_lane(lane)
             case SetTimer(at_ns=at_ns):
                 self._plane.set_timer(self, at_ns)
+            case MarkLost():
+                _native.set_lost(self._own.address, self.info.slot)
             case End(error=error):
                 self._end(error)
             case _:
@@ -369,9 +372,8 @@ class BulkPeer:
     def _end(self, error: ZbmdError | None) -> None:
         self._served.clear()
         self._refuse_new(self._machine.end_error)
-        if isinstance(error, PeerLost | RemoteProtocolError):
+        if error is not None:
             log.warning("bulk connection ended", peer=self.info.name, reason=str(error))
-            _native.set_lost(self._own.address, self.info.slot)
         if self._told and self._lanes:
             self._lingering = True
             for io in self._lanes.values():

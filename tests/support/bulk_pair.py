@@ -18,6 +18,7 @@ from zbmd.transport.bulk_events import (
     LaneEnded,
     LaneFailed,
     LaneOpened,
+    MarkLost,
     NotifyAsked,
     Of,
     PayloadCame,
@@ -38,7 +39,7 @@ from zbmd.transport.bulk_events import (
 from zbmd.transport.bulk_machine import BulkLimits, BulkMachine
 from zbmd.transport.bulk_records import BulkError
 from zbmd.transport.bulk_stream import Arrived, LaneReader, LaneWriter
-from zbmd.transport.errors import ZbmdError
+from zbmd.transport.errors import PeerLost, ZbmdError
 from zbmd.transport.record_mac import RecordMac
 from zbmd.transport.region import RegionHandle
 
@@ -81,6 +82,7 @@ class BulkEnd:
         self.published: list[tuple[int, int]] = []
         self.on_publish: Callable[[int, int], None] | None = None
         self.end: End | None = None
+        self.lost = False
         self.transfers = 0
 
     @property
@@ -194,6 +196,7 @@ class BulkEnd:
                 if self.on_publish is not None:
                     self.on_publish(channel, value)
             case Finish(transfer=transfer, error=error):
+                assert self.lost or not isinstance(error, PeerLost)
                 assert transfer not in self.finished
                 self.finished[transfer] = error
             case ShutLane(lane=lane):
@@ -202,6 +205,8 @@ class BulkEnd:
                 self._close(self.ports[lane])
             case SetTimer():
                 pass
+            case MarkLost():
+                self.lost = True
             case End():
                 assert self.end is None
                 self.end = action

@@ -28,7 +28,7 @@ from zbmd.transport.frames import FrameHeader
 from zbmd.transport.hello import Identity
 from zbmd.transport.region import RegionHandle
 from zbmd.transport.segment import Segment
-from zbmd.transport.tcp_bulk import BulkMemory, join_bulk
+from zbmd.transport.tcp_bulk import join_bulk
 from zbmd.transport.tcp_link import TcpLink
 from zbmd.transport.tcp_settings import TcpSettings, tcp_settings
 
@@ -46,13 +46,13 @@ async def joined(rank: int, port: int, nbytes_max: int, lanes: int | None) -> As
     room = nbytes_max + ROOM_BYTES
     segment = Segment.create(slot=rank, incarnation=1, arena_bytes=room, inbox_bytes=room)
     identity = Identity(name=f"rank{rank}", pid=os.getpid(), uid=os.getuid(), incarnation=1)
-    endpoint = Endpoint(identity=identity, cookie=COOKIE)
-    memory = BulkMemory(plane=DataPlane(), segment=segment, regions=segment.regions)
+    endpoint = Endpoint(identity=identity, cookie=COOKIE, segment=segment)
+    plane = DataPlane()
     stack = contextlib.ExitStack()
     link = await _connect(rank, f"127.0.0.1:{port}", endpoint, tcp_settings(), stack)
-    bulk = await join_bulk(link, memory, endpoint, slot=1 - rank, lanes=lanes)
+    bulk = await join_bulk(link, endpoint, plane, slot=1 - rank, lanes=lanes)
     inbox, arena = segment.inbox.empty(nbytes_max, np.uint8), segment.arena.empty(nbytes_max, np.uint8)
-    theirs = link.open_region(await _exchange(link, memory.regions.register(inbox)))
+    theirs = link.open_region(await _exchange(link, segment.regions.register(inbox)))
     try:
         yield Pair(segment, theirs, inbox=inbox, arena=arena)
     finally:
@@ -60,7 +60,7 @@ async def joined(rank: int, port: int, nbytes_max: int, lanes: int | None) -> As
         link.close()
         with contextlib.suppress(PeerLost):  # the other may have gone first
             await bulk.ended
-        memory.plane.close()
+        plane.close()
         segment.close()
         stack.close()
 

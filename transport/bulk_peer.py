@@ -53,7 +53,7 @@ from zbmd.transport.bulk_region import BulkRegion
 from zbmd.transport.bulk_stream import Arrived
 from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.lane import Lane
-from zbmd.transport.region import RegionHandle, Regions, require_owner
+from zbmd.transport.region import RegionHandle, require_owner
 from zbmd.transport.segment import Segment
 from zbmd.transport.transfer import Transfer
 
@@ -93,7 +93,6 @@ class BulkPeer:
         info: BulkPeerInfo,
         *,
         segment: Segment,
-        regions: Regions,
         limits: BulkLimits,
         on_ended: OnEnded | None,
     ) -> None:
@@ -102,7 +101,7 @@ class BulkPeer:
         """Done when the connection has ended and nothing is touched any more; raises why, if not orderly."""
         self._plane = plane
         self._own = segment.mapping
-        self._regions = regions
+        self._regions = segment.regions
         self._limits = limits
         self._on_ended = on_ended
         self._lock = threading.Lock()
@@ -371,6 +370,8 @@ class BulkPeer:
 
     def _end(self, error: ZbmdError | None) -> None:
         self._served.clear()
+        # We alone write on its behalf, and write no more.
+        self._regions.writer_gone(self.info.slot)
         self._refuse_new(self._machine.end_error)
         if error is not None:
             log.warning("bulk connection ended", peer=self.info.name, reason=str(error))

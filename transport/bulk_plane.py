@@ -20,7 +20,6 @@ from zbmd.transport import _native
 from zbmd.transport.bulk_machine import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeer, BulkPeerInfo, OnEnded
 from zbmd.transport.errors import LinkClosed, LocalProtocolError
-from zbmd.transport.region import Regions
 from zbmd.transport.segment import Segment
 
 EVENTS_PER_WAKE: Final = 64
@@ -58,20 +57,17 @@ class DataPlane:
         info: BulkPeerInfo,
         *,
         segment: Segment,
-        regions: Regions,
         limits: BulkLimits | None = None,
         on_ended: OnEnded | None = None,
     ) -> BulkPeer:
         """A bulk connection with one peer; give it lanes.
 
-        segment: ours, whose cells and lost mask tell of the peer; regions: what peers may use of it;
-        on_ended: called from this thread, once, when it has ended. Raises `LocalProtocolError` once closed.
+        segment: ours, whose cells and lost mask tell of the peer, and whose regions it may use; on_ended:
+        called from this thread, once, when it has ended. Raises `LocalProtocolError` once closed.
         """
         if not 0 <= info.slot < _native.MAX_SLOTS:
             raise LocalProtocolError(f"slot {info.slot} is not below {_native.MAX_SLOTS}")
-        peer = BulkPeer(
-            self, info, segment=segment, regions=regions, limits=limits or BulkLimits(), on_ended=on_ended
-        )
+        peer = BulkPeer(self, info, segment=segment, limits=limits or BulkLimits(), on_ended=on_ended)
         if not self.call(lambda: self._peers.update({peer: None})):
             raise LocalProtocolError("the data plane is closed")
         return peer

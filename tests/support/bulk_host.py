@@ -72,7 +72,7 @@ class BulkHost:
     def connect(self, slot: int, *, limits: BulkLimits | None = None) -> BulkPeer:
         """The bulk connection with the host of that slot, without a lane."""
         info = BulkPeerInfo(name=f"rank{slot}", slot=slot, incarnation=slot + 1)
-        return self.plane.connect(info, segment=self.segment, regions=self.regions, limits=limits)
+        return self.plane.connect(info, segment=self.segment, limits=limits)
 
     def wait(self, slot: int, channel: int, value: int) -> int:
         """Wait for a notification, by the patience of tests; see `Segment.wait`."""

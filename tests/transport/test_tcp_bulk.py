@@ -18,7 +18,7 @@ from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.hello import Identity
 from zbmd.transport.session import Protection
-from zbmd.transport.tcp_bulk import BulkMemory, join_bulk
+from zbmd.transport.tcp_bulk import join_bulk
 from zbmd.transport.tcp_link import TcpLink
 from zbmd.transport.tcp_settings import TcpSettings
 
@@ -27,11 +27,7 @@ NBYTES = 3 << 20
 
 def endpoint_of(host: BulkHost) -> Endpoint:
     identity = Identity(name=f"rank{host.slot}", pid=1, uid=0, incarnation=host.slot + 1, job=7)
-    return Endpoint(identity=identity, cookie=b"a cookie of the tests, 32 bytes ")
-
-
-def memory_of(host: BulkHost) -> BulkMemory:
-    return BulkMemory(plane=host.plane, segment=host.segment, regions=host.regions)
+    return Endpoint(identity=identity, cookie=b"a cookie of the tests, 32 bytes ", segment=host.segment)
 
 
 class Both:
@@ -44,8 +40,8 @@ class Both:
     async def join(self, *, lanes: int | None = None) -> tuple[BulkPeer, BulkPeer]:
         a, b = self.hosts
         first, second = await asyncio.gather(
-            join_bulk(self.links[0], memory_of(a), endpoint_of(a), slot=1, lanes=lanes),
-            join_bulk(self.links[1], memory_of(b), endpoint_of(b), slot=0),
+            join_bulk(self.links[0], endpoint_of(a), a.plane, slot=1, lanes=lanes),
+            join_bulk(self.links[1], endpoint_of(b), b.plane, slot=0),
         )
         return first, second
 
@@ -89,7 +85,7 @@ async def test_a_link_without_memory_opens_no_region() -> None:
         with pytest.raises(LocalProtocolError, match="no memory"):
             both.links[0].open_region(handle)
         with pytest.raises(LocalProtocolError, match="17 lanes"):
-            await join_bulk(both.links[0], memory_of(a), endpoint_of(a), slot=1, lanes=17)
+            await join_bulk(both.links[0], endpoint_of(a), a.plane, slot=1, lanes=17)
 
 
 async def test_closing_the_link_ends_the_bulk_connection_in_order() -> None:
@@ -136,7 +132,7 @@ async def test_a_bulk_connection_that_cannot_be_made_closes_the_link() -> None:
         ended: asyncio.Future[ZbmdError | None] = asyncio.get_running_loop().create_future()
         both.links[0].on_closed = ended.set_result
         with pytest.raises(ZbmdError):
-            await join_bulk(both.links[0], memory_of(a), endpoint_of(a), slot=1)
+            await join_bulk(both.links[0], endpoint_of(a), a.plane, slot=1)
         await ended
         handle = b.regions.register(b.segment.inbox.empty(8, np.uint8))
         with pytest.raises(ZbmdError):

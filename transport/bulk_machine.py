@@ -90,9 +90,11 @@ class BulkLimits:
     """Not cut smaller than that to give every lane a part."""
     close_ns: int = 1_000_000_000
     """How long an orderly end may take."""
+    silent_ms: int = 1_000
+    """A host that acknowledges nothing for so long is lost. One whose process does not read is not."""
 
     def __post_init__(self) -> None:
-        if min(self.transfers_max, self.lane_bytes_max, self.close_ns) < 1:
+        if min(self.transfers_max, self.lane_bytes_max, self.close_ns, self.silent_ms) < 1:
             raise LocalProtocolError("the bounds of a bulk connection must be positive")
         if not 0 < self.stripe_bytes_min <= self.stripe_bytes <= STRIPE_BYTES_MAX:
             raise LocalProtocolError(

@@ -262,11 +262,21 @@ class BulkPeer:
                 return
             if records is None:
                 break
+            self._plane.check_silence_of(self)
             if records:
                 self._handle(RecordsSent(lane=number, records=records))
             if self._lanes.get(number) is not io:
                 return
         self._plane.want_write(io.sock, wanted=True)
+
+    def check_silence(self) -> bool:
+        """Give the peer up if its host is silent; whether there is something to check again."""
+        for number, io in list(self._lanes.items()):
+            if io.owed and not self._lingering and io.is_silent(self._limits.silent_ms):
+                reason = f"its host has acknowledged nothing for {self._limits.silent_ms} ms"
+                self._handle(LaneFailed(lane=number, error=PeerLost(self.info.name, reason)))
+                return False
+        return any(io.owed for io in self._lanes.values())
 
     def cut(self, error: ZbmdError) -> None:
         """End now, without a word to the peer. On the thread, and never from within an action."""

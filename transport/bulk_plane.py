@@ -26,6 +26,8 @@ EVENTS_PER_WAKE: Final = 64
 """Sockets that are served before the thread looks at what was asked for."""
 IDLE_MS: Final = 60_000
 """The thread looks around at least this often."""
+SILENCE_CHECK_NS: Final = 250_000_000
+"""How often it is looked whether hosts still acknowledge what is sent to them."""
 _READ: Final = select.EPOLLIN | select.EPOLLRDHUP
 log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
 
@@ -43,6 +45,9 @@ class DataPlane:
         """Lanes that may have more to read than their turn allowed."""
         self._to_flush: dict[BulkPeer, None] = {}
         self._timers: dict[BulkPeer, int] = {}
+        self._owed: dict[BulkPeer, None] = {}
+        """Those whose host may have something to acknowledge."""
+        self._check_at_ns = 0
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
@@ -123,6 +128,13 @@ class DataPlane:
         """Have `peer` send what it has, before the thread sleeps."""
         self._to_flush[peer] = None
 
+    def check_silence_of(self, peer: BulkPeer) -> None:
+        """Something has been sent to this peer."""
+        if peer not in self._owed:
+            if not self._owed:
+                self._check_at_ns = _native.now_ns() + SILENCE_CHECK_NS
+            self._owed[peer] = None
+
     def set_timer(self, peer: BulkPeer, at_ns: int) -> None:
         """Fire the peer's one timer at this monotonic time."""
         self._timers[peer] = at_ns
@@ -132,6 +144,7 @@ class DataPlane:
         self._peers.pop(peer, None)
         self._timers.pop(peer, None)
         self._to_flush.pop(peer, None)
+        self._owed.pop(peer, None)
         for key in [key for key in self._again if key[0] is peer]:
             del self._again[key]
 
@@ -191,13 +204,20 @@ class DataPlane:
         return found
 
     def _sleep_s(self) -> float:
-        if not self._timers:
+        times_ns = [*self._timers.values(), *([self._check_at_ns] if self._owed else [])]
+        if not times_ns:
             return IDLE_MS / 1e3
-        return max(0.0, min(IDLE_MS / 1e3, (min(self._timers.values()) - _native.now_ns()) / 1e9))
+        return max(0.0, min(IDLE_MS / 1e3, (min(times_ns) - _native.now_ns()) / 1e9))
 
     def _fire_timers(self) -> None:
-        if self._timers:
-            now_ns = _native.now_ns()
-            for peer in [peer for peer, at_ns in self._timers.items() if at_ns <= now_ns]:
-                del self._timers[peer]
-                peer.timer_fired()
+        if not self._timers and not self._owed:
+            return
+        now_ns = _native.now_ns()
+        for peer in [peer for peer, at_ns in self._timers.items() if at_ns <= now_ns]:
+            del self._timers[peer]
+            peer.timer_fired()
+        if self._owed and now_ns >= self._check_at_ns:
+            self._check_at_ns = now_ns + SILENCE_CHECK_NS
+            for peer in list(self._owed):
+                if not peer.check_silence():
+                    self._owed.pop(peer, None)

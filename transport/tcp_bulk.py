@@ -30,7 +30,9 @@ async def join_bulk(
     bulk = plane.connect(
         BulkPeerInfo(name=link.peer.name, slot=slot, incarnation=link.peer.incarnation),
         segment=endpoint.segment,
-        limits=BulkLimits(close_ns=endpoint.deadlines.flush_ns),
+        limits=BulkLimits(
+            close_ns=endpoint.deadlines.flush_ns, silent_ms=endpoint.deadlines.tcp_user_timeout_ms
+        ),
         on_ended=link.bulk_ended,
     )
     link.carry(bulk)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ import pytest
 from bulk_host import BulkHost, deadline, lane_of, tcp_pair
 
 from zbmd.transport import _native
+from zbmd.transport.bulk_machine import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeer
 from zbmd.transport.errors import DeadlineExceeded, LinkFull, PeerLost
 from zbmd.transport.hello import Side
@@ -22,7 +24,8 @@ from zbmd.transport.transfer import Transfer
 
 Fork = Callable[[Callable[[], None]], int]
 PUT_BYTES = 2 << 20
-ROWS = 8
+ROWS = 16
+SILENT_MS = 40
 LANES = 2
 
 
@@ -38,9 +41,10 @@ class Ends:
         """The data plane of this process: the parent dials and has slot 0."""
         slot = 0 if side is Side.DIALER else 1
         with BulkHost(slot, nbytes=ROWS * PUT_BYTES) as host:
-            peer = host.connect(1 - slot)
+            peer = host.connect(1 - slot, limits=BulkLimits(silent_ms=SILENT_MS))
             for number, pair in enumerate(self._pairs):
                 pair[1 - slot].close()
+                pair[slot].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
                 peer.add_lane(lane_of(pair[slot], number, side, Protection.MAC))
             yield host, peer
 
@@ -152,6 +156,8 @@ def test_a_receiver_that_stops_for_a_while_loses_nothing(ends: Ends, fork: Fork)
         os.kill(pid, signal.SIGSTOP)
         data = [np.full(PUT_BYTES, row + 1, np.uint8) for row in range(ROWS)]
         puts = [region.put(src, i * PUT_BYTES, channel=0, value=i + 2) for i, src in enumerate(data)]
+        with pytest.raises(DeadlineExceeded):  # many times as long as a host may be silent
+            puts[-1].wait(_native.now_ns() + 20 * SILENT_MS * 1_000_000)
         os.kill(pid, signal.SIGCONT)
         for put in puts:
             put.wait(deadline())

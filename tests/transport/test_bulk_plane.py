@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from bulk_host import BulkHost, deadline, join, lane_of, tcp_pair
 
-from zbmd.transport import _native
+from zbmd.transport import _native, bulk_lane
 from zbmd.transport.bulk_machine import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeer
 from zbmd.transport.bulk_records import BulkError, Error, Forged, Goodbye, Put
@@ -32,6 +32,7 @@ from zbmd.transport.errors import (
 from zbmd.transport.hello import Side
 from zbmd.transport.region import RegionHandle
 from zbmd.transport.session import Protection
+from zbmd.transport.tcp_socket import Progress
 
 
 @pytest.fixture
@@ -339,6 +340,17 @@ async def test_a_cancelled_await_leaves_the_buffer_with_the_transfer(host: BulkH
     await asyncio.sleep(0)  # the loop lets go of the task
     gc.collect()
     assert gone.wait(30)
+
+
+def test_a_host_that_acknowledges_nothing_is_lost(host: BulkHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cable that was pulled looks like in TCP_INFO; nothing here can pull one."""
+    dead = Progress(unacknowledged=3, unanswered_probes=0, quiet_ms=1 << 20)
+    monkeypatch.setattr(bulk_lane, "read_progress", lambda _: dead)
+    puppet = Puppet(host, limits=BulkLimits(silent_ms=1))
+    handle = RegionHandle(slot=1, incarnation=2, offset=0, nbytes=8, writable=True)
+    puppet.peer.open_region(handle).notify(0, 1)
+    with pytest.raises(PeerLost, match="acknowledged nothing for 1 ms"):
+        puppet.peer.ended.wait(deadline())
 
 
 # -- the end ---------------------------------------------------------------------------------------------

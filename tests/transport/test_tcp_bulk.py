@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
@@ -47,7 +47,7 @@ class Both:
 
 
 @asynccontextmanager
-async def linked(protection: Protection = Protection.MAC) -> AsyncIterator[Both]:
+async def linked(protection: Protection = Protection.MAC) -> AsyncGenerator[Both]:
     settings = TcpSettings(protection=protection, tls=job_tls() if protection is Protection.TLS else None)
     async with AsyncExitStack() as stack:
         a, b = (stack.enter_context(BulkHost(slot, nbytes=2 * NBYTES)) for slot in (0, 1))

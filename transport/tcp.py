@@ -166,7 +166,8 @@ async def listen(
     """Listen at `address`: one host, or every address of this machine, or of the interfaces in `settings`.
 
     `on_link` is called with each link that stands. timeout_ns: from a connection to its link, by default the
-    endpoint's `deadlines.hello_ns`. Raises `UserError` if the address cannot be had, and says why.
+    endpoint's `deadlines.hello_ns`. Raises `UserError` if the address cannot be had, and says why, and
+    `OutOfDescriptors`.
     """
     where = parse_address(address) if isinstance(address, str) else address
     settings = settings or TcpSettings()
@@ -200,8 +201,8 @@ async def dial(
     """Connect to the listener at `address`, say hello, and return the link.
 
     timeout_ns: by default the endpoint's `deadlines.dial_ns`. Raises `UserError` if the name is unknown,
-    `PeerLost` if nobody listens there or the peer ends meanwhile, `DeadlineExceeded`, and a `HelloError`,
-    `SetupError`, `TlsError` or other `RemoteProtocolError` if either side refuses the other.
+    `PeerLost` if nobody listens there or the peer ends meanwhile, `DeadlineExceeded`, `OutOfDescriptors`, and
+    a `HelloError`, `SetupError`, `TlsError` or other `RemoteProtocolError` if either side refuses the other.
     """
     where = parse_address(address) if isinstance(address, str) else address
     settings = settings or TcpSettings()

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from zbmd.transport import descriptors
 from zbmd.transport._native import now_ns
 from zbmd.transport.budget import Deadlines
-from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError
+from zbmd.transport.errors import DeadlineExceeded, OutOfDescriptors, PeerLost, UserError
 from zbmd.transport.hello_driver import writable
 from zbmd.transport.tcp_address import TcpAddress
 
@@ -127,12 +128,14 @@ def _interleaved(found: list[Resolved]) -> list[Resolved]:
 def listen_on(addresses: Sequence[Resolved], *, asked: str) -> list[socket.socket]:
     """Listening sockets on all of `addresses`, on one port. asked: what the user asked for.
 
-    A family that this machine does not have is left out if there is another. Raises `UserError`.
+    A family that this machine does not have is left out if there is another. Raises `UserError` and
+    `OutOfDescriptors`.
     """
     port_is_free = all(sockaddr[1] == 0 for _, sockaddr in addresses)
     for tries_left in reversed(range(PORT_TRIES_MAX)):
         try:
-            return _listen_on(addresses)
+            with descriptors.exhaustion_is_typed(f"the listener at {asked}"):
+                return _listen_on(addresses)
         except OSError as error:
             # Another process may have taken our free port on the second address.
             if port_is_free and error.errno == errno.EADDRINUSE and len(addresses) > 1 and tries_left:
@@ -177,8 +180,6 @@ def _listen_advice(error: OSError) -> str:
             return "no interface of this machine has that address. `ip addr` shows those that there are."
         case errno.EACCES:
             return "ports below 1024 are for root. Choose a higher one."
-        case errno.EMFILE | errno.ENFILE:
-            return "there are no file descriptors left. Raise the limit (ulimit -n)."
         case _:
             return f"{error.strerror}."
 
@@ -192,7 +193,7 @@ async def connect(address: TcpAddress, deadline_ns: int, *, local_hosts: Sequenc
     They are tried in turn, each `ATTEMPT_DELAY_NS` after the one before or as soon as that has failed, and
     the first to stand wins (RFC 8305, simplified). local_hosts: numeric addresses of which the one of the
     right family is ours; none for the kernel's choice. Raises `PeerLost` if nobody listens there,
-    `DeadlineExceeded`, and `UserError` if the name is unknown or descriptors have run out.
+    `DeadlineExceeded`, `UserError` if the name is unknown, and `OutOfDescriptors`.
     """
     targets = await resolve(address, deadline_ns)
     loop = asyncio.get_running_loop()
@@ -262,7 +263,7 @@ def _unreachable(address: TcpAddress, errors: list[OSError]) -> Exception:
             return DeadlineExceeded(
                 f"{address} did not answer in time: the host is down, or a firewall drops what we send"
             )
-        case errno.EMFILE | errno.ENFILE:
-            return UserError("there are no file descriptors left to dial with. Raise the limit (ulimit -n).")
+        case errno.EMFILE | errno.ENFILE as number:
+            return OutOfDescriptors(f"no file descriptor to dial {address}: {descriptors.advice(number)}")
         case _:
             return PeerLost(str(address), f"it cannot be reached: {error.strerror}")

@@ -16,7 +16,7 @@ from link_harness import COOKIE, Ear
 from structlog.testing import capture_logs
 
 from zbmd.transport.endpoint import Endpoint
-from zbmd.transport.errors import PeerLost, RemoteProtocolError, UserError
+from zbmd.transport.errors import OutOfDescriptors, PeerLost, RemoteProtocolError
 from zbmd.transport.hello import MAX_BODY_BYTES, Identity
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.session_setup import PeerBusy
@@ -204,8 +204,10 @@ async def test_a_dialer_out_of_descriptors_is_told_what_to_do() -> None:
         holes = [os.dup(0) for _ in range(highest)]  # so that none below the limit is free
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(holes), limits[1]))
         try:
-            with pytest.raises(UserError, match="ulimit -n"):
+            with pytest.raises(OutOfDescriptors, match="ulimit -n"):
                 await dial(server.listener.address, endpoint())
+            with pytest.raises(OutOfDescriptors, match="ulimit -n"):
+                await listen("127.0.0.1:0", server.links.put_nowait, endpoint())
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             for fd in holes:

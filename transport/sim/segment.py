@@ -88,7 +88,7 @@ class SimSegment:
 
     def _outcome(self, slot: int, channel: int, value: int, group_mask: int) -> int | None:
         """What `zbmd_wait` of native.h would return now."""
-        cell = self._cells.get((slot, channel), 0)
+        cell = self.told(slot, channel)
         if cell >= value:
             same_epoch = cell >> _EPOCH_BITS == value >> _EPOCH_BITS
             return _native.WAIT_OK if same_epoch else _native.WAIT_ABORTED
@@ -97,6 +97,10 @@ class SimSegment:
         if self._aborted.get(channel, 0) >= value:
             return _native.WAIT_ABORTED
         return None
+
+    def told(self, slot: int, channel: int) -> int:
+        """The last value of a cell, as `_native.load_cell`."""
+        return self._cells.get((slot, channel), 0)
 
     def lost_mask(self) -> int:
         """Bit s is set once the process in slot s is known to have ended."""
@@ -135,7 +139,7 @@ class SimSegment:
 
     def notified(self, slot: int, channel: int, value: int) -> None:
         """A notification has arrived. A cell only grows."""
-        if value > self._cells.get((slot, channel), 0):
+        if value > self.told(slot, channel):
             self._cells[slot, channel] = value
             self._wake()
 

@@ -15,12 +15,14 @@ from zbmd.transport.bulk_records import PUTS_AHEAD_MAX, Data, Malformed, Notify,
 class Stripes:
     """Which stripes of one transfer have come. record: the first that comes; the others must fit it."""
 
-    __slots__ = ("_claimed", "first", "left")
+    __slots__ = ("_claimed", "first", "left", "refused")
 
     def __init__(self, record: Put | Data) -> None:
         self.first = record
         self.left = max(1, -(-record.total // record.stripe_bytes))
         """Stripes that are not in place."""
+        self.refused: str | None = None
+        """Why it is not to be published."""
         self._claimed = 0
         """Bit i: stripe i has come or is coming."""
 
@@ -92,8 +94,14 @@ class Arrivals:
         if stripes.left == 0:
             del self._partial[put.transfer]
 
-    def publish(self) -> Iterator[tuple[int, int]]:
-        """What may be published now and has not been, as (channel, value), in order."""
+    def refuse(self, put: Put, reason: str) -> None:
+        """That put is not to be published; its stripes are still counted."""
+        stripes = self._waiting[put.transfer]
+        assert isinstance(stripes, Stripes)
+        stripes.refused = stripes.refused or reason
+
+    def publish(self) -> Iterator[tuple[Put | Notify, str | None]]:
+        """What is due now and was not before, in order: to publish, or why it is refused."""
         while (entry := self._waiting.get(self._published)) is not None:
             if isinstance(entry, Stripes):
                 if entry.left:
@@ -103,18 +111,21 @@ class Arrivals:
             assert not isinstance(record, Data)
             del self._waiting[self._published]
             self._published += 1
-            yield record.channel, record.value
+            yield record, entry.refused if isinstance(entry, Stripes) else None
 
-    def ack_due(self) -> int | None:
-        """How many puts are published, if it is time that the peer is told."""
-        if self._published - self._told < PUTS_AHEAD_MAX // 2:
-            return None
+    @property
+    def ack_due(self) -> bool:
+        """Whether the peer does not know of all that is published."""
+        return self._told < self._published
+
+    def acknowledge(self) -> int:
+        """How many puts are published or refused; the peer is told now."""
         self._told = self._published
         return self._told
 
     def check_invariants(self) -> None:
         """What waits is bounded, unpublished, and cannot be published."""
-        assert self._published - self._told < PUTS_AHEAD_MAX
+        assert self._told <= self._published
         assert self._published <= self._known and self._known not in self._waiting
         assert self._partial == {
             n: s for n, s in self._waiting.items() if isinstance(s, Stripes) and s.left

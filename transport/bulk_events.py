@@ -79,7 +79,7 @@ class PayloadCame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutRefused:
-    """The region of `ReceivePut` on this lane is not to be written."""
+    """The region of `ReceivePut` on this lane is not to be written; its payload is thrown away."""
 
     lane: int
     reason: str
@@ -175,8 +175,8 @@ class SendRecord:
 class ReceivePut:
     """Check that peers may write these bytes of our region, and receive the payload there.
 
-    It may come later than the record: until then nothing is to be read from the lane. Answer `PutRefused`,
-    or `PayloadCame` when it is there: at once if `nbytes` is 0.
+    It may come later than the record: until then nothing is to be read from the lane. Answer `PayloadCame`
+    when it is there, at once if `nbytes` is 0; and before it `PutRefused` if they may not.
     """
 
     lane: int

@@ -8,9 +8,9 @@ far the numbers may run ahead of what is published is bounded by acknowledgement
 
 Puts take effect in their order, also where they overlap, and a get sees what was put before it.
 
-A put that the receiver refuses (a region that is stale, released, too small) ends the connection with an
-error on both sides, as a remote access error does in RDMA: what was asked for behind it must not be
-published. A get that is refused fails alone.
+A transfer is done when the peer has acknowledged it, so what the receiver refuses (a region that is stale,
+released, too small) fails that transfer alone: nothing of it is written, and its notification is not given.
+Acknowledgements and refusals go on one lane, the first, so that they stay in order.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ from zbmd.transport.bulk_records import (
     Malformed,
     Notify,
     Put,
+    PutRefusal,
     Record,
     Refusal,
 )
@@ -126,6 +127,8 @@ class _Outgoing:
     unsent: int = 0
     """Records given to lanes and not sent."""
     cut_whole: bool = False
+    refused: bool = False
+    """Of a put: it is finished with an error, ahead of its acknowledgement."""
 
 
 @dataclass(slots=True)
@@ -163,10 +166,14 @@ class BulkMachine:
         self.state = State.OPEN
         self._limits = limits or BulkLimits()
         self._lanes: dict[int, _Lane] = {}
+        self._first_lane: int | None = None
+        """For acknowledgements and refusals."""
         self._transfers: set[int] = set()
         """Ours, not finished."""
         self._urgent: deque[tuple[Record, bytes, _Outgoing | None]] = deque()
         self._puts: deque[_Outgoing] = deque()
+        self._unacked: deque[_Outgoing] = deque()
+        """Those that are cut whole, in order."""
         self._next_put = 0
         self._acked = 0
         """Puts of ours that the peer has published."""
@@ -208,7 +215,8 @@ class BulkMachine:
         if self.state is State.ENDED:
             assert not self._transfers and not self._serving, "something outlives the end"
             return
-        assert self._acked <= self._next_put, (self._acked, self._next_put)
+        if self.state is State.OPEN:
+            assert self._acked + len(self._unacked) + len(self._puts) == self._next_put
         assert self._gets_asked <= GETS_MAX and len(self._serving) <= GETS_MAX
         self._arrivals.check_invariants()
         for lane in self._lanes.values():
@@ -228,6 +236,8 @@ class BulkMachine:
                 if lane in self._lanes:
                     raise LocalProtocolError(f"lane {lane} to {self.peer} is open already")
                 self._lanes[lane] = _Lane()
+                if self._first_lane is None:
+                    self._first_lane = lane
             case RecordsSent(lane=lane, records=records):
                 self._sent(self._lanes[lane], lane, records)
             case RecordCame(lane=lane, record=record):
@@ -235,8 +245,10 @@ class BulkMachine:
                 self._came(lane, self._lanes[lane], record, now_ns)
             case PayloadCame(lane=lane, text=text):
                 self._payload_came(self._lanes[lane], text)
-            case PutRefused(reason=reason):
-                raise BulkError(f"a put is refused: {reason}")
+            case PutRefused(lane=lane, reason=reason):
+                put = self._lanes[lane].receiving
+                assert isinstance(put, Put)
+                self._arrivals.refuse(put, reason)
             case GetResolved(get=get):
                 self._answers.append(self._serving[get])
             case GetRefused(get=get, reason=reason):
@@ -287,9 +299,7 @@ class BulkMachine:
                     self._all_sent(outgoing)
 
     def _all_sent(self, outgoing: _Outgoing) -> None:
-        if outgoing.of is Of.TRANSFER:
-            self._finish(outgoing.number)
-        else:
+        if outgoing.of is Of.SERVED:
             del self._serving[outgoing.number]
             self._actions.append(Unserve(get=outgoing.number))
 
@@ -315,20 +325,37 @@ class BulkMachine:
                 self._get_came(record)
             case Data():
                 self._data_came(number, lane, record)
-            case Refusal() | Error():
+            case Refusal() | PutRefusal() | Error():
                 if isinstance(record, Refusal):
                     self._own_get(record.transfer)
+                elif isinstance(record, PutRefusal):
+                    self._own_put(record.transfer)
                 lane.receiving = record
                 self._actions.append(ReceiveText(lane=number))
             case Ack(puts=puts):
-                if not self._acked <= puts <= self._next_put - len(self._puts):
-                    raise Malformed(f"{puts} puts are acknowledged, of {self._next_put}")
-                self._acked = puts
+                self._acknowledged(puts)
             case Goodbye():
                 lane.goodbye_heard = True
                 self._start_closing(now_ns)
             case _:
                 assert_never(record)
+
+    def _acknowledged(self, puts: int) -> None:
+        if not self._acked <= puts <= self._acked + len(self._unacked):
+            raise Malformed(f"{puts} puts are acknowledged, and {self._acked + len(self._unacked)} sent")
+        while self._acked < puts:
+            put = self._unacked.popleft()
+            if put.unsent:
+                raise Malformed(f"put {put.order} is acknowledged before it is sent")
+            self._acked += 1
+            if not put.refused:
+                self._finish(put.number)
+
+    def _own_put(self, order: int) -> _Outgoing:
+        index = order - self._acked
+        if not 0 <= index < len(self._unacked) or self._unacked[index].refused:
+            raise Malformed(f"put {order} is refused, which is not under way")
+        return self._unacked[index]
 
     def _get_came(self, get: Get) -> None:
         if get.transfer in self._serving or len(self._serving) >= GETS_MAX:
@@ -377,6 +404,12 @@ class BulkMachine:
             case Refusal():
                 error = RemoteProtocolError(f"{self.peer} refuses a get: {text}")
                 self._get_done(record.transfer, error)
+            case PutRefusal():
+                put = self._own_put(record.transfer)
+                if put.unsent:
+                    raise Malformed(f"put {put.order} is refused before it is sent")
+                put.refused = True
+                self._finish(put.number, RemoteProtocolError(f"{self.peer} refuses a put: {text}"))
             case Error():
                 self._fail(BulkError(f"{self.peer} ends the connection: {text}"), tell=False)
             case _:
@@ -401,14 +434,17 @@ class BulkMachine:
                 )
 
     def _publish(self) -> None:
-        for channel, value in self._arrivals.publish():
-            self._actions.append(Publish(channel=channel, value=value))
+        for put, refused in self._arrivals.publish():
+            if refused is None:
+                self._actions.append(Publish(channel=put.channel, value=put.value))
+            else:
+                told = _text(refused)
+                refusal = PutRefusal(transfer=put.transfer, nbytes=len(told))
+                self._urgent.append((refusal, told, None))
         for number, get in list(self._early_gets.items()):
             if get.after <= self._arrivals.published:
                 del self._early_gets[number]
                 self._serve(get)
-        if (puts := self._arrivals.ack_due()) is not None:
-            self._urgent.append((Ack(puts=puts), b"", None))
 
     # -- what goes -----------------------------------------------------------------------------------
 
@@ -423,11 +459,7 @@ class BulkMachine:
                     given |= self._give_next(number, lane)
 
     def _give_next(self, number: int, lane: _Lane) -> bool:
-        if self._urgent:
-            record, text, outgoing = self._urgent.popleft()
-            if outgoing is not None:
-                outgoing.cut_whole = True
-            self._give(number, lane, record, outgoing, text=text)
+        if number == self._first_lane and self._give_urgent(number, lane):
             return True
         if self._gets_waiting and self._gets_asked < GETS_MAX:
             ask = self._gets_waiting.popleft()
@@ -448,6 +480,19 @@ class BulkMachine:
             return False
         return True
 
+    def _give_urgent(self, number: int, lane: _Lane) -> bool:
+        if self._urgent:
+            record, text, outgoing = self._urgent.popleft()
+            if outgoing is not None:
+                outgoing.cut_whole = True
+            self._give(number, lane, record, outgoing, text=text)
+        elif self._arrivals.ack_due:
+            # Behind the refusals of what it covers.
+            self._give(number, lane, Ack(puts=self._arrivals.acknowledge()), None)
+        else:
+            return False
+        return True
+
     def _give_stripe(self, number: int, lane: _Lane, queue: deque[_Outgoing]) -> None:
         outgoing = queue[0]
         if not outgoing.stripe_bytes:
@@ -459,6 +504,8 @@ class BulkMachine:
         if outgoing.cut_bytes == outgoing.total:
             outgoing.cut_whole = True
             queue.popleft()
+            if outgoing.of is Of.TRANSFER:
+                self._unacked.append(outgoing)
         source = Source(of=outgoing.of, number=outgoing.number, offset=offset, nbytes=nbytes)
         self._give(number, lane, record, outgoing, source=source if nbytes else None)
 
@@ -505,7 +552,12 @@ class BulkMachine:
                 self._finish(transfer, self._end_error)
             self._gets.clear()
             self._gets_waiting.clear()
-        if not (self._urgent or self._puts or self._serving or self._gets):
+            while self._unacked and not self._unacked[0].unsent:
+                put = self._unacked.popleft()
+                if not put.refused:
+                    self._finish(put.number, self._end_error)
+        under_way = self._puts or self._unacked or self._serving or self._gets
+        if not (under_way or self._urgent or self._arrivals.ack_due):
             for number, lane in self._lanes.items():
                 if not lane.goodbye_said:
                     lane.goodbye_said = True

@@ -306,16 +306,11 @@ class BulkPeer:
         match action:
             case SendRecord():
                 self._send(action)
-            case ReceivePut(lane=lane, handle=handle, offset=offset, nbytes=nbytes):
-                try:
-                    view = self._regions.resolve(handle, offset, nbytes, write=True)
-                except RemoteProtocolError as error:
-                    self._handle(PutRefused(lane=lane, reason=str(error)))
-                else:
-                    self._receive_into(lane, view)
+            case ReceivePut():
+                self._receive_put(action)
             case ReceiveGet(lane=lane, transfer=transfer, offset=offset, nbytes=nbytes):
                 _, view = self._buffers[transfer]
-                self._receive_into(lane, view[offset : offset + nbytes])
+                self._receive_into(lane, nbytes, view[offset : offset + nbytes])
             case ReceiveText(lane=lane):
                 self._lanes[lane].reader.receive_text()
             case Serve():
@@ -323,7 +318,9 @@ class BulkPeer:
             case Unserve(get=get):
                 self._served.pop(get, None)
             case Publish(channel=channel, value=value):
-                _native.notify(self._own.address, self.info.slot, channel, value)
+                # A cell only grows. We alone write those of this slot.
+                if value > _native.load_cell(self._own.address, self.info.slot, channel):
+                    _native.notify(self._own.address, self.info.slot, channel, value)
             case Finish(transfer=number, error=error):
                 self._finish(number, error)
             case ShutLane(lane=lane):
@@ -350,12 +347,23 @@ class BulkPeer:
         io.writer.add(action.record, payload)
         self._unsent[action.lane] = io
 
-    def _receive_into(self, lane: int, view: memoryview) -> None:
-        if not len(view):
+    def _receive_put(self, action: ReceivePut) -> None:
+        try:
+            view = self._regions.resolve(action.handle, action.offset, action.nbytes, write=True)
+        except RemoteProtocolError as error:
+            self._handle(PutRefused(lane=action.lane, reason=str(error)))
+            view = None
+        self._receive_into(action.lane, action.nbytes, view)
+
+    def _receive_into(self, lane: int, nbytes: int, view: memoryview | None) -> None:
+        if not nbytes:
             self._handle(PayloadCame(lane=lane))
             return
         io = self._lanes[lane]
-        io.reader.receive_into(view)
+        if view is None:
+            io.reader.receive_nowhere()
+        else:
+            io.reader.receive_into(view)
         if io.paused:
             io.paused = False
             self._plane.want_read(io.sock, wanted=True)

@@ -9,7 +9,8 @@ followed by a tag of its own. Fields that a kind does not use are zero, so one r
     GET       asks for `total` bytes at `at` of a region of the receiver, behind the first `value` puts
     DATA      a stripe of the answer to a GET
     REFUSAL   the answer to a GET that cannot be served; the payload says why
-    ACK       the first `value` puts have arrived and are published
+    ACK       the first `value` puts have arrived and are published, but for those that were refused before
+    PUT_REFUSAL  a put is refused, and not published; the payload says why
     ERROR     the sender ends the connection; the payload says why
     GOODBYE   nothing more comes on this lane
 """
@@ -67,6 +68,7 @@ class _Kind(IntEnum):
     ACK = 6
     ERROR = 7
     GOODBYE = 8
+    PUT_REFUSAL = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +133,16 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PutRefusal:
+    """The put of this number is not published. The payload is a text of `nbytes` bytes."""
+
+    transfer: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
-    """That many puts, counted from the first, are in place and their cells are set."""
+    """That many puts, counted from the first, are in place and their cells are set, or were refused."""
 
     puts: int
     nbytes: int = 0
@@ -152,7 +162,7 @@ class Goodbye:
     nbytes: int = 0
 
 
-Record: TypeAlias = Put | Notify | Get | Data | Refusal | Ack | Error | Goodbye
+Record: TypeAlias = Put | Notify | Get | Data | Refusal | PutRefusal | Ack | Error | Goodbye
 
 _NO_REGION: Final = RegionHandle(slot=0, incarnation=0, offset=0, nbytes=0, writable=False)
 
@@ -183,6 +193,8 @@ def encode(record: Record, sequence: int) -> bytes:
             )  # fmt: skip
         case Refusal():
             return _pack(_Kind.REFUSAL, sequence, transfer=record.transfer, nbytes=record.nbytes)
+        case PutRefusal():
+            return _pack(_Kind.PUT_REFUSAL, sequence, transfer=record.transfer, nbytes=record.nbytes)
         case Ack():
             return _pack(_Kind.ACK, sequence, value=record.puts)
         case Error():
@@ -253,6 +265,8 @@ def decode(header: bytes | bytearray, sequence: int) -> Record:
             _check_stripe(record)
         case _Kind.REFUSAL:
             record = Refusal(transfer=transfer, nbytes=_text_bytes(nbytes))
+        case _Kind.PUT_REFUSAL:
+            record = PutRefusal(transfer=transfer, nbytes=_text_bytes(nbytes))
         case _Kind.ACK:
             record = Ack(puts=value)
         case _Kind.ERROR:

@@ -23,6 +23,7 @@ from zbmd.transport.bulk_records import (
     Forged,
     Goodbye,
     Malformed,
+    PutRefusal,
     Record,
     Refusal,
     decode,
@@ -35,6 +36,8 @@ CHUNK_BYTES: Final = 1 << 19
 """What is tagged and moved at a time if there is a MAC: it stays in a core's own cache meanwhile."""
 BARE_CHUNK_BYTES: Final = 1 << 22
 """The same without a MAC: fewer calls."""
+SCRATCH_BYTES: Final = 1 << 14
+"""Where unwanted payloads go, a piece at a time."""
 # The kinds of the two tags of one sequence number (`record_mac`); a lane's keys are its own.
 _HEADER: Final = 1
 _PAYLOAD: Final = 2
@@ -59,6 +62,7 @@ class LaneReader:
         self._sequence = 0
         self._small = memoryview(bytearray(HEADER_BYTES + TAG_BYTES if mac else HEADER_BYTES))
         self._tag_view = memoryview(bytearray(TAG_BYTES))
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._text = memoryview(bytearray(TEXT_BYTES_MAX))
         self._view = self._small
         """What is being filled: a header, a payload, or a payload's tag."""
@@ -66,12 +70,14 @@ class LaneReader:
         self._record: Record | None = None
         """Set from its header's arrival until its payload is whole."""
         self._running: RunningTag | None = None
+        self._unwanted_bytes = 0
+        """What is still to come of a payload that goes nowhere."""
         self._ended = False
 
     @property
     def wanted_bytes(self) -> int:
         """How many bytes are missing until the next thing is whole. 0 while a destination is awaited."""
-        return len(self._view) - self._at
+        return self._unwanted_bytes or len(self._view) - self._at
 
     @property
     def in_payload(self) -> bool:
@@ -80,6 +86,8 @@ class LaneReader:
 
     def want(self) -> memoryview:
         """Where the next bytes of the lane are to be put: never empty. Report how many came to `filled`."""
+        if self._unwanted_bytes:
+            return self._scratch[: self._unwanted_bytes]
         if self._at == len(self._view):
             raise LocalProtocolError("a payload is due and has been given no destination")
         return self._view[self._at : self._at + self._chunk_bytes]
@@ -87,16 +95,20 @@ class LaneReader:
     def filled(self, nbytes: int) -> Record | Arrived | None:
         """`nbytes` (at least 1) of what `want` gave have come. The record or payload that is whole by them.
 
-        A record with `nbytes` of payload needs `receive_into` or `receive_text` next. Raises `Forged`,
-        `OutOfSequence` and `Malformed`, after which the lane is of no use.
+        A record with `nbytes` of payload needs `receive_into`, `receive_text` or `receive_nowhere` next.
+        Raises `Forged`, `OutOfSequence` and `Malformed`, after which the lane is of no use.
         """
         if self._ended:
             raise Malformed("a lane goes on after its goodbye")
-        view, begin = self._view, self._at
-        self._at += nbytes
+        view, came = self._view, self._scratch[:nbytes]
+        if self._unwanted_bytes:
+            self._unwanted_bytes -= nbytes
+        else:
+            came = view[self._at : self._at + nbytes]
+            self._at += nbytes
         if self.in_payload and self._running is not None:
-            self._running.update(view[begin : self._at])
-        if self._at < len(view):
+            self._running.update(came)
+        if self._at < len(view) or self._unwanted_bytes:
             return None
         if self._record is None:
             return self._header_whole()
@@ -114,12 +126,21 @@ class LaneReader:
         """Give the payload that is due its destination, a writable view of its length in bytes."""
         if self._record is None or self._record.nbytes != len(view) or view.itemsize != 1:
             raise LocalProtocolError(f"{len(view)} bytes are no destination for {self._record}")
+        self._start_payload(view)
+
+    def _start_payload(self, view: memoryview) -> None:
         self._view, self._at = view, 0
         self._running = None if self._mac is None else self._mac.running(_PAYLOAD, self._sequence - 1)
 
+    def receive_nowhere(self) -> None:
+        """Throw the payload that is due away. It is checked all the same."""
+        nbytes = 0 if self._record is None else self._record.nbytes
+        self._start_payload(self._scratch[:0])
+        self._unwanted_bytes = nbytes
+
     def receive_text(self) -> None:
         """Take the payload that is due as the text of a REFUSAL or ERROR."""
-        if not isinstance(self._record, Refusal | Error):
+        if not isinstance(self._record, Refusal | PutRefusal | Error):
             raise LocalProtocolError(f"the payload of {self._record} is no text")
         self.receive_into(self._text[: self._record.nbytes])
 
@@ -145,7 +166,7 @@ class LaneReader:
 
     def _payload_whole(self) -> Arrived:
         text = ""
-        if isinstance(self._record, Refusal | Error):
+        if isinstance(self._record, Refusal | PutRefusal | Error):
             text = bytes(self._text[: self._record.nbytes]).decode(errors="replace")
             text = "".join(c if c.isprintable() else "?" for c in text)
         self._record = None

@@ -177,10 +177,11 @@ class BulkEnd:
             case ReceivePut(lane=lane, handle=handle, offset=offset, nbytes=nbytes):
                 if handle != self.inbox_handle:
                     self.handle(PutRefused(lane=lane, reason="no such region"))
+                    self._receive(lane, nbytes, None)
                 else:
-                    self._receive(lane, memoryview(self.inbox)[offset : offset + nbytes])
+                    self._receive(lane, nbytes, memoryview(self.inbox)[offset : offset + nbytes])
             case ReceiveGet(lane=lane, transfer=transfer, offset=offset, nbytes=nbytes):
-                self._receive(lane, memoryview(self.buffers[transfer])[offset : offset + nbytes])
+                self._receive(lane, nbytes, memoryview(self.buffers[transfer])[offset : offset + nbytes])
             case ReceiveText(lane=lane):
                 self.ports[lane].reader.receive_text()
             case Serve(get=get, handle=handle, at=at, total=total):
@@ -217,11 +218,13 @@ class BulkEnd:
             case _:
                 assert_never(action)
 
-    def _receive(self, lane: int, view: memoryview) -> None:
-        if len(view):
-            self.ports[lane].reader.receive_into(view)
-        else:
+    def _receive(self, lane: int, nbytes: int, view: memoryview | None) -> None:
+        if not nbytes:
             self.handle(PayloadCame(lane=lane))
+        elif view is None:
+            self.ports[lane].reader.receive_nowhere()
+        else:
+            self.ports[lane].reader.receive_into(view)
 
     def _close(self, port: Port) -> None:
         port.closed = True

@@ -19,8 +19,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.transport import _native
+from zbmd.transport import _native, tcp
 from zbmd.transport.arena import Arena
+from zbmd.transport.bulk_plane import DataPlane
 from zbmd.transport.hello import Identity
 from zbmd.transport.link import Link
 from zbmd.transport.liveness import DeathNotice, DeathWatch, LifeThread
@@ -28,6 +29,8 @@ from zbmd.transport.region import Regions, RemoteRegion
 from zbmd.transport.segment import Segment
 from zbmd.transport.shm import Endpoint, link_pair
 from zbmd.transport.sim import SimProcess, World
+from zbmd.transport.tcp_bulk import join_bulk
+from zbmd.transport.tcp_link import TcpLink
 
 GUARD_NS = 60_000_000_000
 """A wait of a scenario that is not over by then hangs."""
@@ -264,6 +267,91 @@ class ShmHarness(RegionHarness):
             ends.close()
 
 
+# -- TCP -------------------------------------------------------------------------------------------------
+
+
+class _TcpEnds(Ends):
+    """Both ends in this process, each with a data plane; a death is what is left of one: closed sockets."""
+
+    def __init__(self, sizes: Sizes, lanes: int) -> None:
+        self._sizes = sizes
+        self._lanes = lanes
+        self._links: list[TcpLink] = []
+        self._segments: list[Segment] = []
+        self._planes: list[DataPlane] = []
+
+    async def begin(self) -> None:
+        """On the loop."""
+        self._own = self._process(NEAR, 1)
+        await self._connect(1)
+
+    def _process(self, slot: int, incarnation: int) -> tuple[Endpoint, DataPlane, Segment]:
+        sizes = self._sizes
+        segment = Segment.create(
+            slot=slot,
+            incarnation=incarnation,
+            arena_bytes=sizes.arena_bytes,
+            inbox_bytes=sizes.inbox_bytes,
+        )
+        plane = DataPlane()
+        self._segments.append(segment)
+        self._planes.append(plane)
+        return Endpoint(identity=_identity(segment), cookie=bytes(32), segment=segment), plane, segment
+
+    async def _connect(self, incarnation: int) -> None:
+        near_endpoint, near_plane, near_segment = self._own
+        far_endpoint, far_plane, far_segment = self._process(FAR, incarnation)
+        accepted: asyncio.Future[TcpLink] = asyncio.get_running_loop().create_future()
+        listener = await tcp.listen("127.0.0.1:0", accepted.set_result, far_endpoint)
+        near = await tcp.dial(listener.address, near_endpoint)
+        far = await accepted
+        await asyncio.gather(
+            join_bulk(near, near_endpoint, near_plane, slot=FAR, lanes=self._lanes),
+            join_bulk(far, far_endpoint, far_plane, slot=NEAR),
+        )
+        listener.close()
+        self._links += [near, far]
+        self.near, self.far = _ShmEnd(near_segment, near), _ShmEnd(far_segment, far)
+
+    async def kill_far(self) -> None:
+        self._planes[-1].close()
+        assert (
+            await self.near.wait(FAR, _native.CHANNELS - 1, 1 << 63, group_mask=1 << FAR) == _native.WAIT_LOST
+        )
+
+    async def replace_far(self) -> None:
+        self._segments[0].clear_lost(FAR)
+        await self._connect(self._segments[-1].incarnation + 1)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for link in self._links:
+            link.close()
+        for plane in self._planes:
+            plane.close()
+        for segment in self._segments:
+            segment.close()
+
+
+class TcpHarness(RegionHarness):
+    """Over loopback, with the MAC."""
+
+    def __init__(self, lanes: int) -> None:
+        self.name = f"tcp, {lanes} lanes"
+        self._lanes = lanes
+
+    def run(self, scenario: Scenario, sizes: Sizes = Sizes()) -> None:
+        async def main() -> None:
+            ends = _TcpEnds(sizes, self._lanes)
+            try:
+                await ends.begin()
+                await scenario(ends)
+            finally:
+                ends.close()
+
+        asyncio.run(main())
+
+
 # -- simulated -------------------------------------------------------------------------------------------
 
 
@@ -358,4 +446,4 @@ class SimHarness(RegionHarness):
             world.run(until=lambda: bool(done))
 
 
-HARNESSES: tuple[RegionHarness, ...] = (ShmHarness(), SimHarness())
+HARNESSES: tuple[RegionHarness, ...] = (ShmHarness(), TcpHarness(1), TcpHarness(3), SimHarness())

@@ -25,17 +25,17 @@ from zbmd.transport.bulk_records import (
     GETS_MAX,
     PUTS_AHEAD_MAX,
     Ack,
-    BulkError,
     Data,
     Get,
     Goodbye,
     Malformed,
     Notify,
     Put,
+    PutRefusal,
     Record,
     Refusal,
 )
-from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError
+from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost
 from zbmd.transport.region import RegionHandle
 
 KEY = bytes(range(32))
@@ -161,17 +161,20 @@ def forged(end: BulkEnd) -> RegionHandle:
     return RegionHandle(slot=end.slot, incarnation=2, offset=0, nbytes=REGION_BYTES, writable=True)
 
 
-def test_a_refused_put_ends_both_sides_with_an_error_and_publishes_nothing_behind_it() -> None:
-    pair = BulkPair(1, key=KEY)
-    pair.a.put(forged(pair.b), b"xxxx", 0, channel=0, value=1)
-    later = pair.a.get(pair.b.arena_handle, 10, 0)
-    pair.a.notify(0, 2)
-    pair.run()
-    assert pair.b.published == []
-    for end in (pair.a, pair.b):
-        assert end.end is not None and isinstance(end.end.error, BulkError)
-        assert "no such region" in str(end.end.error)
-    assert isinstance(pair.a.finished[later], RemoteProtocolError)
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("nbytes", [0, 4, 4000])
+def test_a_refused_put_fails_alone(nbytes: int, lanes: int) -> None:
+    pair = BulkPair(lanes, key=KEY, limits=SMALL)
+    first = pair.a.put(pair.b.inbox_handle, b"good", 0, channel=0, value=1)
+    bad = pair.a.put(forged(pair.b), bytes(nbytes), 0, channel=1, value=1)
+    last = pair.a.notify(2, 1)
+    settle(pair, random.Random(4))
+    assert pair.b.published == [(0, 1), (2, 1)] and pair.b.inbox[:8] == b"good" + bytes(4)
+    assert "no such region" in str(pair.a.finished[bad])
+    assert pair.a.finished[first] is None and pair.a.finished[last] is None
+    pair.a.handle(CloseAsked())
+    settle(pair, random.Random(5))
+    assert [end.end.error if end.end else 0 for end in (pair.a, pair.b)] == [None, None]
 
 
 def test_a_refused_get_fails_alone() -> None:
@@ -277,6 +280,7 @@ def note(number: int) -> Notify:
         [Ack(puts=1)],
         [data(1)],
         [Refusal(transfer=1, nbytes=5)],
+        [PutRefusal(transfer=0, nbytes=5)],
         [Get(transfer=i, handle=REGION, at=0, total=1, after=0) for i in range(GETS_MAX + 1)],
         [Get(transfer=3, handle=REGION, at=0, total=1, after=0)] * 2,
     ],

@@ -25,6 +25,7 @@ from zbmd.transport.bulk_records import (
     Notify,
     OutOfSequence,
     Put,
+    PutRefusal,
     Record,
     Refusal,
     decode,
@@ -68,6 +69,7 @@ def records(draw: st.DrawFn) -> Record:
                 Notify(transfer=transfer, channel=channel, value=value),
                 Get(transfer=transfer, handle=HANDLE, at=5, total=total, after=value),
                 Refusal(transfer=transfer, nbytes=text_bytes),
+                PutRefusal(transfer=transfer, nbytes=text_bytes),
                 Ack(puts=value),
                 Error(nbytes=text_bytes),
             ]
@@ -122,7 +124,7 @@ def read(stream: bytes, cuts: Iterator[int], *, keyed: bool) -> Iterator[tuple[R
                     yield record, b""
                     continue
                 came = record, bytearray(record.nbytes)
-                if isinstance(record, Refusal | Error):
+                if isinstance(record, Refusal | PutRefusal | Error):
                     reader.receive_text()
                 else:
                     reader.receive_into(memoryview(came[1]))
@@ -193,7 +195,7 @@ def test_a_payload_of_several_chunks_is_tagged_as_one() -> None:
         list(read(bytes(stream), cycle([99999]), keyed=True))
 
 
-@given(header=st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), kind=st.integers(0, 9))
+@given(header=st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), kind=st.integers(0, 10))
 def test_garbage_is_a_typed_error_or_the_one_encoding_of_a_record(header: bytes, kind: int) -> None:
     header = bytes([kind]) + header[1:8] + bytes(8) + header[16:]
     try:
@@ -218,7 +220,7 @@ PUT = Put(
     ("header", "match"),
     [
         (changed(0, 1, 0, PUT), "unknown kind"),
-        (changed(0, 1, 9, PUT), "unknown kind"),
+        (changed(0, 1, 10, PUT), "unknown kind"),
         (changed(1, 1, 2, PUT), "does not have"),
         (changed(2, 2, CHANNELS, PUT), "channel"),
         (changed(4, 4, 0, PUT), "stripes of 0"),

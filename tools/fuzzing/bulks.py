@@ -59,6 +59,7 @@ def _records() -> tuple[br.Record, ...]:
         br.Get(transfer=6, handle=REGION, at=0, total=50, after=2),
         br.Data(transfer=0, total=10, stripe_bytes=64, offset=0, nbytes=10),
         br.Refusal(transfer=1, nbytes=4),
+        br.PutRefusal(transfer=0, nbytes=4),
         br.Ack(puts=1),
         br.Error(nbytes=5),
         br.Goodbye(),
@@ -119,9 +120,13 @@ class _Driver:
                 known = handle == REGION
                 return [GetResolved(get=get) if known else GetRefused(get=get, reason="no such region")]
             case ReceivePut(lane=lane, handle=handle, nbytes=nbytes):
-                if handle != REGION:
-                    return [PutRefused(lane=lane, reason="no such region")]
-                return self._destined(lane, nbytes)
+                if handle == REGION:
+                    return self._destined(lane, nbytes)
+                refused = PutRefused(lane=lane, reason="no such region")
+                if nbytes == 0:
+                    return [refused, PayloadCame(lane=lane, text="")]
+                self.readers[lane].receive_nowhere()
+                return [refused]
             case ReceiveGet(lane=lane, nbytes=nbytes):
                 return self._destined(lane, nbytes)
             case ReceiveText(lane=lane):

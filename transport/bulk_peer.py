@@ -47,7 +47,8 @@ from zbmd.transport.bulk_events import (
     Unserve,
 )
 from zbmd.transport.bulk_lane import SCRATCH_BYTES, LaneSocket, Wait
-from zbmd.transport.bulk_machine import BulkLimits, BulkMachine, State
+from zbmd.transport.bulk_limits import BulkLimits
+from zbmd.transport.bulk_machine import BulkMachine, State
 from zbmd.transport.bulk_records import BulkError, Error
 from zbmd.transport.bulk_region import BulkRegion
 from zbmd.transport.bulk_stream import Arrived

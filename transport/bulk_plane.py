@@ -17,7 +17,7 @@ from typing import Final
 import structlog
 
 from zbmd.transport import _native
-from zbmd.transport.bulk_machine import BulkLimits
+from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeer, BulkPeerInfo, OnEnded
 from zbmd.transport.errors import LinkClosed, LocalProtocolError
 from zbmd.transport.segment import Segment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zbmd.transport import tcp
 from zbmd.transport.bulk_lanes import buffer_bytes_max, lanes_for, round_trip_us
-from zbmd.transport.bulk_machine import BulkLimits
+from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeer, BulkPeerInfo
 from zbmd.transport.bulk_plane import DataPlane
 from zbmd.transport.endpoint import Endpoint

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from zbmd.transport import _native
-from zbmd.transport.bulk_machine import BulkLimits
+from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeer, BulkPeerInfo
 from zbmd.transport.bulk_plane import DataPlane
 from zbmd.transport.hello import Identity, Side

@@ -36,7 +36,8 @@ from zbmd.transport.bulk_events import (
     ShutLane,
     Unserve,
 )
-from zbmd.transport.bulk_machine import BulkLimits, BulkMachine
+from zbmd.transport.bulk_limits import BulkLimits
+from zbmd.transport.bulk_machine import BulkMachine
 from zbmd.transport.bulk_records import BulkError
 from zbmd.transport.bulk_stream import Arrived, LaneReader, LaneWriter
 from zbmd.transport.errors import PeerLost, ZbmdError

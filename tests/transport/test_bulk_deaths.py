@@ -14,7 +14,7 @@ import pytest
 from bulk_host import BulkHost, deadline, lane_of, tcp_pair
 
 from zbmd.transport import _native
-from zbmd.transport.bulk_machine import BulkLimits
+from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeer
 from zbmd.transport.errors import DeadlineExceeded, LinkFull, PeerLost
 from zbmd.transport.hello import Side

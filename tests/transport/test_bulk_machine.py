@@ -20,7 +20,8 @@ from zbmd.transport.bulk_events import (
     RecordsSent,
     TimerFired,
 )
-from zbmd.transport.bulk_machine import BulkLimits, BulkMachine, State
+from zbmd.transport.bulk_limits import BulkLimits
+from zbmd.transport.bulk_machine import BulkMachine, State
 from zbmd.transport.bulk_records import (
     GETS_MAX,
     PUTS_AHEAD_MAX,

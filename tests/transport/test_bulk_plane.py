@@ -16,7 +16,7 @@ import pytest
 from bulk_host import BulkHost, deadline, join, lane_of, tcp_pair
 
 from zbmd.transport import _native, bulk_lane
-from zbmd.transport.bulk_machine import BulkLimits
+from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeer
 from zbmd.transport.bulk_records import BulkError, Error, Forged, Goodbye, Put
 from zbmd.transport.bulk_stream import LaneReader, LaneWriter

@@ -96,7 +96,7 @@ def _add_measuring(kind: argparse.ArgumentParser, name: str) -> None:
         "--iterations",
         type=int,
         metavar="N",
-        help="operations a turn, if they fit in 2 s (10000, or 256 MiB if that is less)",
+        help="operations a turn, if they fit in 1 s (10000, or 256 MiB if that is less)",
     )
     _add_output(kind)
 

@@ -30,7 +30,7 @@ from zbmd.transport.errors import UserError
 TRANSPORTS: Final = ("shm",)
 STREAM_BYTES_MIN: Final = 1 << 20
 """A stream of bytes (iperf3) is compared with transfers of at least this size."""
-TURN_S_MAX: Final = 2.0
+TURN_S_MAX: Final = 1.0
 TURN_PARTS: Final = 10
 FRAME_BYTES_MAX: Final = 64 << 10
 """Larger payloads travel as regions, not as frames."""

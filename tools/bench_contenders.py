@@ -8,16 +8,15 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Final, Protocol
 
 import msgspec
 
-from zbmd.tools.bench_peers import Peer
+from zbmd.tools.bench_peers import ONE_THREAD, OURS_OTHERWISE, Peer, iperf3_client
 from zbmd.tools.bench_stats import OURS
 from zbmd.tools.bench_workers import CONTROL, ContenderFailed, Workers
 
-IPERF3_S: Final = 1.0
-"""How long one turn of iperf3 lasts."""
 IPERF3_TIMEOUT_S: Final = 30.0
 IPERF3_READY: Final = b"Server listening"
 READY_LINES_MAX: Final = 20
@@ -34,15 +33,29 @@ class Contender(Protocol):
 class OurRanks:
     """Two processes of ours, joined over `transport`."""
 
-    def __init__(self, stack: contextlib.ExitStack, *, transport: str, nbytes_max: int) -> None:
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        *,
+        transport: str,
+        nbytes_max: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         rendezvous = os.pipe()
         common = [sys.executable, "-m", "zbmd.tools.bench_rank", "--control", CONTROL]
-        common += ["--bytes-max", str(nbytes_max), "--rendezvous", *map(str, rendezvous)]
+        common += [
+            "--transport",
+            transport,
+            "--bytes-max",
+            str(nbytes_max),
+            "--rendezvous",
+            *map(str, rendezvous),
+        ]
         workers = Workers(
             OURS,
             [[*common, "--rank", rank] for rank in ("0", "1")],
             ranks=2,
-            environment={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            environment={**ONE_THREAD, **(environment or {})},
             pass_fds=rendezvous,
         )
         self._workers = stack.enter_context(workers)
@@ -84,16 +97,11 @@ class Iperf3:
         if not any(IPERF3_READY in line for line in lines):
             raise ContenderFailed(f"iperf3 -s said {lines!r}")
 
-    @staticmethod
-    def client(port: str = "PORT") -> list[str]:
-        """The command of one turn."""
-        return ["iperf3", "-c", "127.0.0.1", "-p", port, "-l", "1M", "-t", f"{IPERF3_S:g}", "-J"]
-
     def measure(self, case: str, nbytes: int, iterations: int) -> list[float]:
         """The mean time that `nbytes` took to be received, as one sample."""
         try:
             done = subprocess.run(
-                self.client(self._port),
+                iperf3_client(self._port),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=IPERF3_TIMEOUT_S,
@@ -101,7 +109,7 @@ class Iperf3:
             )
             report = msgspec.json.decode(done.stdout, type=_Iperf3Report)
         except (subprocess.SubprocessError, msgspec.DecodeError) as error:
-            raise ContenderFailed(f"{shlex.join(self.client(self._port))} failed: {error}") from error
+            raise ContenderFailed(f"{shlex.join(iperf3_client(self._port))} failed: {error}") from error
         received = report.end.sum_received
         return [1e9 * nbytes * received.seconds / received.bytes]
 
@@ -119,6 +127,8 @@ class _Iperf3Report(msgspec.Struct):
     end: _End
 
 
-def start(peer: Peer, stack: contextlib.ExitStack) -> Contender:
+def start(peer: Peer, stack: contextlib.ExitStack, *, nbytes_max: int) -> Contender:
     """Start a peer, to be ended with `stack`. Raises `ContenderFailed`."""
+    if peer.name in OURS_OTHERWISE:
+        return OurRanks(stack, transport="tcp", nbytes_max=nbytes_max, environment=peer.environment)
     return Iperf3(stack) if peer.name == "iperf3" else PeerRanks(stack, peer)

@@ -16,7 +16,11 @@ import msgspec
 import numpy as np
 
 from zbmd.tools.bench_pair import PIPE_CHANNEL, Pair
+from zbmd.transport import shm, tcp
+from zbmd.transport.bulk_peer import BulkPeer
+from zbmd.transport.bulk_plane import DataPlane
 from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.errors import PeerLost
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.hello import Identity
 from zbmd.transport.link import Link
@@ -24,8 +28,10 @@ from zbmd.transport.liveness import LifeThread
 from zbmd.transport.placement import PAGE_BYTES
 from zbmd.transport.region import RegionHandle
 from zbmd.transport.segment import Segment
-from zbmd.transport.shm import dial, listen
 from zbmd.transport.staging import RING_BYTES, StagedPipe
+from zbmd.transport.tcp_bulk import join_bulk
+from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.tcp_settings import tcp_settings
 
 COOKIE: Final = bytes(32)
 CONNECT_S: Final = 60
@@ -41,7 +47,7 @@ class Handles(msgspec.Struct, array_like=True):
 
 @contextlib.asynccontextmanager
 async def joined(
-    rank: int, rendezvous: tuple[int, int], nbytes_max: int
+    rank: int, rendezvous: tuple[int, int], transport: str, nbytes_max: int
 ) -> AsyncGenerator[tuple[Link, Pair]]:
     """Join the other rank, with room for `nbytes_max` in each segment's inbox and arena.
 
@@ -53,48 +59,83 @@ async def joined(
         arena_bytes=nbytes_max + PAGE_BYTES,
         inbox_bytes=nbytes_max + RING_BYTES + PAGE_BYTES,
     )
-    life = LifeThread(segment)
     identity = Identity(name=f"rank{rank}", pid=os.getpid(), uid=os.getuid(), incarnation=1)
-    link = await _connect(rank, rendezvous, Endpoint(identity=identity, cookie=COOKIE, segment=segment))
+    endpoint = Endpoint(identity=identity, cookie=COOKIE, segment=segment)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(segment.close)
+        if transport == "tcp":
+            link = await _over_tcp(rank, rendezvous, endpoint, stack)
+        else:
+            stack.callback(LifeThread(segment).goodbye)
+            link = await _over_shm(rank, rendezvous, endpoint)
+            stack.callback(link.close)
+        yield link, await _make_pair(link, segment, nbytes_max, stack)
+
+
+async def _make_pair(link: Link, segment: Segment, nbytes_max: int, stack: contextlib.AsyncExitStack) -> Pair:
     inbox, arena = segment.inbox.empty(nbytes_max, np.uint8), segment.arena.empty(nbytes_max, np.uint8)
     pipe = StagedPipe(segment, channel=PIPE_CHANNEL)
     theirs = await _exchange(link, Handles(inbox=segment.regions.register(inbox), pipe=pipe.handle))
     remote = link.open_region(theirs.inbox)
+    stack.callback(remote.close)
     pipe.connect(link.open_region(theirs.pipe))
-    try:
-        yield link, Pair(segment, remote, inbox=inbox, arena=arena, pipe=pipe)
-    finally:
-        remote.close()
-        pipe.close()
-        link.close()
-        life.goodbye()
-        segment.close()
+    stack.callback(pipe.close)
+    return Pair(segment, remote, inbox=inbox, arena=arena, pipe=pipe)
 
 
-async def _connect(rank: int, rendezvous: tuple[int, int], endpoint: Endpoint) -> Link:
-    reading, writing = rendezvous
-    if rank == 0:
-        os.close(reading)
-        return await _listen(writing, endpoint)
-    os.close(writing)  # so that the pipe ends if rank 0 does
-    address = await asyncio.to_thread(_read_address, reading)
-    return await dial(address, endpoint)
-
-
-async def _listen(writing: int, endpoint: Endpoint) -> Link:
+async def _over_shm(rank: int, rendezvous: tuple[int, int], endpoint: Endpoint) -> Link:
+    if rank == 1:
+        return await shm.dial(await _address(rendezvous), endpoint)
     came: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
-    address = f"zbmd-bench-{os.getpid()}-{secrets.token_hex(8)}"
-    listener = listen(address, came.set_result, endpoint)
+    name = f"zbmd-bench-{os.getpid()}-{secrets.token_hex(8)}"
+    listener = shm.listen(name, came.set_result, endpoint)
     try:
-        os.write(writing, address.encode())
-        os.close(writing)
+        _tell(rendezvous, name)
         return await asyncio.wait_for(came, CONNECT_S)
     finally:
         listener.close()
 
 
+async def _over_tcp(
+    rank: int, rendezvous: tuple[int, int], endpoint: Endpoint, stack: contextlib.AsyncExitStack
+) -> Link:
+    """With regions on a data plane; protection and certificates are those of ZBMD_*."""
+    settings, plane = tcp_settings(), DataPlane()
+    stack.callback(plane.close)
+    if rank == 1:
+        link = await tcp.dial(await _address(rendezvous), endpoint, settings=settings)
+    else:
+        came: asyncio.Future[TcpLink] = asyncio.get_running_loop().create_future()
+        listener = await tcp.listen("127.0.0.1:0", came.set_result, endpoint, settings=settings)
+        stack.callback(listener.close)  # not before: the lanes come to it, too
+        _tell(rendezvous, str(listener.addresses[0]))
+        link = await asyncio.wait_for(came, CONNECT_S)
+    bulk = await join_bulk(link, endpoint, plane, slot=1 - rank)
+    stack.push_async_callback(_end, link, bulk)
+    return link
+
+
+async def _end(link: TcpLink, bulk: BulkPeer) -> None:
+    link.close()
+    with contextlib.suppress(PeerLost):  # the other may have gone first
+        await bulk.ended
+
+
+def _tell(rendezvous: tuple[int, int], address: str) -> None:
+    reading, writing = rendezvous
+    os.close(reading)
+    os.write(writing, address.encode())
+    os.close(writing)
+
+
+async def _address(rendezvous: tuple[int, int]) -> str:
+    """Where rank 0 listens. Raises RuntimeError if it has ended without a word."""
+    reading, writing = rendezvous
+    os.close(writing)  # so that the pipe ends if rank 0 does
+    return await asyncio.to_thread(_read_address, reading)
+
+
 def _read_address(reading: int) -> str:
-    """Read to the end of the pipe. Raises RuntimeError if rank 0 has ended without a word."""
     with os.fdopen(reading, "rb") as pipe:
         address = pipe.read(ADDRESS_BYTES_MAX).decode()
     if not address:

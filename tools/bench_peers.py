@@ -21,16 +21,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from zbmd.tools.bench_certificate import make_certificate
 from zbmd.tools.bench_workers import CONTROL
 from zbmd.transport import _native
 from zbmd.transport.errors import UserError
+from zbmd.transport.session import Protection
+from zbmd.transport.tcp_settings import PROTECTION_VARIABLE
+from zbmd.transport.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 
-PEERS: Final = ("openmpi", "openmpi-c", "mpich", "mpich-c", "gloo", "xoscar", "iperf3", "memcpy")
+OURS_OTHERWISE: Final = ("zbmd-none", "zbmd-tls")
+"""Ourselves over TCP with another protection than the MAC."""
+PEERS: Final = (
+    *OURS_OTHERWISE,
+    "openmpi",
+    "openmpi-c",
+    "mpich",
+    "mpich-c",
+    "gloo",
+    "xoscar",
+    "iperf3",
+    "memcpy",
+)
 NOTICE_FLOOR: Final = "notice_floor"
+IPERF3_S: Final = 1.0
+"""How long one turn of iperf3 lasts."""
 PROBE_S: Final = 30.0
 _PYTHON: Final = (sys.executable, "-m")
 _PROGRAMS: Final = Path(__file__).resolve().parent / "peers"
-_ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class PeerMissing(UserError):
@@ -44,13 +62,17 @@ class Peer:
     name: str
     version: str
     commands: tuple[tuple[str, ...], ...]
-    """One a process to start; `CONTROL` stands for the control address. Empty: it is run anew each time."""
+    """One a process to start; `CONTROL` stands for the control address. Empty: it is started in its own way,
+    which `told` tells."""
     ranks: int
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    told: str = ""
 
     @property
     def shown(self) -> str:
         """The commands as a shell would take them, with the environment that they are given."""
+        if not self.commands:
+            return self.told
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
         return " & ".join(f"{variables} {shlex.join(command)}".strip() for command in self.commands)
 
@@ -107,7 +129,7 @@ def _openmpi(name: str, site: Site) -> Peer:
     start = [mpirun, "-n", "2", "--bind-to", "core", "--mca", "pml", "ob1", "--mca", "btl", btl]
     if os.geteuid() == 0:
         start.append("--allow-run-as-root")
-    environment = {**_ONE_THREAD, "MPI4PY_MPIABI": "openmpi"}
+    environment = {**ONE_THREAD, "MPI4PY_MPIABI": "openmpi"}
     return _mpi(name, start, version, environment, ("mpicc.openmpi", "mpicc"), install, site)
 
 
@@ -115,7 +137,7 @@ def _mpich(name: str, site: Site) -> Peer:
     install = "apt-get install mpich libmpich-dev"
     mpirun = _need_command(("mpirun.mpich", "mpiexec.hydra"), "MPICH", install)
     version = "MPICH " + _first_line([mpirun, "--version"], "Version:").removeprefix("Version:").strip()
-    environment = {**_ONE_THREAD, "MPI4PY_MPIABI": "mpich"}
+    environment = {**ONE_THREAD, "MPI4PY_MPIABI": "mpich"}
     if site.transport == "tcp":
         environment["UCX_TLS"] = "tcp,self"
     if not name.endswith("-c"):
@@ -189,24 +211,41 @@ def _gloo(name: str, site: Site) -> Peer:
         (*_PYTHON, "zbmd.tools.peers.gloo_pair", "--control", CONTROL, "--rank", rank, "--store", store)
         for rank in ("0", "1")
     )
-    environment = {**_ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo"}
     return Peer(name=name, version=_version("torch"), commands=commands, ranks=2, environment=environment)
 
 
 def _xoscar(name: str, site: Site) -> Peer:
     _need_module("xoscar", "xoscar", "pip install 'zbmd[bench]'")
     command = (*_PYTHON, "zbmd.tools.peers.xoscar_pair", "--control", CONTROL)
-    return Peer(name=name, version=_version("xoscar"), commands=(command,), ranks=1, environment=_ONE_THREAD)
+    return Peer(name=name, version=_version("xoscar"), commands=(command,), ranks=1, environment=ONE_THREAD)
 
 
 def _iperf3(name: str, site: Site) -> Peer:
     program = _need_command(("iperf3",), "iperf3", "apt-get install iperf3")
-    return Peer(name=name, version=_first_line([program, "--version"]), commands=(), ranks=0)
+    version = _first_line([program, "--version"])
+    return Peer(name=name, version=version, commands=(), ranks=0, told=shlex.join(iperf3_client("PORT")))
+
+
+def iperf3_client(port: str) -> list[str]:
+    """The command of one turn of iperf3, against a server on this port of loopback."""
+    return ["iperf3", "-c", "127.0.0.1", "-p", port, "-l", "1M", "-t", f"{IPERF3_S:g}", "-J"]
 
 
 def _memcpy(name: str, site: Site) -> Peer:
     command = (*_PYTHON, "zbmd.tools.peers.memcpy", "--control", CONTROL)
-    return Peer(name=name, version=_version("numpy"), commands=(command,), ranks=1, environment=_ONE_THREAD)
+    return Peer(name=name, version=_version("numpy"), commands=(command,), ranks=1, environment=ONE_THREAD)
+
+
+def _ours(name: str, site: Site) -> Peer:
+    protection = Protection(name.removeprefix("zbmd-"))
+    environment = {**ONE_THREAD, PROTECTION_VARIABLE: protection.value}
+    if protection is Protection.TLS:
+        make_certificate(site.scratch)
+        cert, key = str(site.scratch / "cert.pem"), str(site.scratch / "key.pem")
+        environment |= {CERT_VARIABLE: cert, KEY_VARIABLE: key, CA_VARIABLE: cert}
+    told = f"{PROTECTION_VARIABLE}={protection.value}"
+    return Peer(name=name, version=_version("zbmd"), commands=(), ranks=2, environment=environment, told=told)
 
 
 def _version(package: str) -> str:
@@ -214,6 +253,8 @@ def _version(package: str) -> str:
 
 
 _FINDERS: Final[dict[str, Callable[[str, Site], Peer]]] = {
+    "zbmd-none": _ours,
+    "zbmd-tls": _ours,
     "openmpi": _openmpi,
     "openmpi-c": _openmpi,
     "mpich": _mpich,

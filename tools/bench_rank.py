@@ -1,7 +1,8 @@
 """One of our two ranks under measurement: a segment, a link to the other rank, and a region of its inbox.
 
-`python -m zbmd.tools.bench_rank --control NAME --rank R --rendezvous READ WRITE --bytes-max N`. It runs
-uvloop as any node does. What is native blocks a worker thread, not the loop; frames go over the loop.
+`python -m zbmd.tools.bench_rank --control NAME --rank R --rendezvous READ WRITE --transport shm|tcp
+--bytes-max N`. It runs uvloop as any node does. What is native blocks a worker thread, not the loop; frames
+go over the loop.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class Rank:
 
 async def _serve(arguments: argparse.Namespace) -> None:
     reading, writing = arguments.rendezvous
-    async with joined(arguments.rank, (reading, writing), arguments.bytes_max) as (link, pair):
+    async with joined(arguments.rank, (reading, writing), arguments.transport, arguments.bytes_max) as (
+        link,
+        pair,
+    ):
         rank = Rank(link, pair)
         reader, writer = await asyncio.open_unix_connection(sock=connect(arguments.control, arguments.rank))
         while line := await reader.readline():
@@ -77,6 +81,7 @@ def main() -> None:
     parser.add_argument("--control", required=True)
     parser.add_argument("--rank", type=int, required=True, choices=(0, 1))
     parser.add_argument("--rendezvous", type=int, nargs=2, required=True, metavar=("READ", "WRITE"))
+    parser.add_argument("--transport", required=True, choices=("shm", "tcp"))
     parser.add_argument("--bytes-max", type=int, required=True)
     arguments = parser.parse_args()
     end_with_parent(os.getppid())

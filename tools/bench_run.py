@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.tools.bench_contenders import Contender, OurRanks, start
-from zbmd.tools.bench_peers import Peer, Site, find_peer
+from zbmd.tools.bench_peers import OURS_OTHERWISE, Peer, Site, find_peer
 from zbmd.tools.bench_result import Row
 from zbmd.tools.bench_stats import (
     ITERATIONS_LEAST,
@@ -27,7 +27,7 @@ from zbmd.tools.bench_stats import (
 )
 from zbmd.transport.errors import UserError
 
-TRANSPORTS: Final = ("shm",)
+TRANSPORTS: Final = ("shm", "tcp")
 STREAM_BYTES_MIN: Final = 1 << 20
 """A stream of bytes (iperf3) is compared with transfers of at least this size."""
 TURN_S_MAX: Final = 1.0
@@ -35,7 +35,7 @@ TURN_PARTS: Final = 10
 FRAME_BYTES_MAX: Final = 64 << 10
 """Larger payloads travel as regions, not as frames."""
 FRAME_ITERATIONS: Final = 2000
-BETWEEN_MPI: Final = ("openmpi", "openmpi-c", "mpich", "mpich-c", "gloo", "memcpy")
+BETWEEN_MPI: Final = (*OURS_OTHERWISE, "openmpi", "openmpi-c", "mpich", "mpich-c", "gloo", "memcpy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,20 @@ class Case:
     peers: tuple[str, ...]
     bytes_max: int = 1 << 62
     iterations_max: int = 1 << 62
+    transports: tuple[str, ...] = TRANSPORTS
 
 
 CASES: Final = {
     "p2p": (
         Case(name="p2p-arena", peers=BETWEEN_MPI),
-        Case(name="p2p-foreign", peers=BETWEEN_MPI),
+        Case(name="p2p-foreign", peers=BETWEEN_MPI, transports=("shm",)),
         Case(name="echo", peers=BETWEEN_MPI),
-        Case(name="frame", peers=("xoscar",), bytes_max=FRAME_BYTES_MAX, iterations_max=FRAME_ITERATIONS),
+        Case(
+            name="frame",
+            peers=("xoscar", *OURS_OTHERWISE),
+            bytes_max=FRAME_BYTES_MAX,
+            iterations_max=FRAME_ITERATIONS,
+        ),
         Case(name="frame-training", peers=(), bytes_max=FRAME_BYTES_MAX, iterations_max=FRAME_ITERATIONS),
     ),
     "put": (
@@ -77,7 +83,13 @@ class Plan:
 
     def steps(self) -> list[tuple[Case, int]]:
         """Each case at each size that it can have."""
-        return [(case, size) for case in self.cases for size in self.sizes if size <= case.bytes_max]
+        return [
+            (case, size)
+            for case in self.cases
+            if self.transport in case.transports
+            for size in self.sizes
+            if size <= case.bytes_max
+        ]
 
     def iterations_of(self, case: Case, nbytes: int) -> int:
         """How many operations a turn."""
@@ -99,11 +111,12 @@ def check_plan(plan: Plan) -> None:
     steps = plan.steps()
     if not steps:
         raise UserError(
-            f"frames have at most {size_in_words(FRAME_BYTES_MAX)}: give a smaller one in --sizes."
+            f"these cases have no such size over {plan.transport}: frames have at most "
+            f"{size_in_words(FRAME_BYTES_MAX)}, and p2p-foreign is one of shm."
         )
     for name in plan.peers:
-        if name == "iperf3" and plan.transport != "tcp":
-            raise UserError("iperf3 sends over TCP: compare it with --transport tcp.")
+        if name in ("iperf3", *OURS_OTHERWISE) and plan.transport != "tcp":
+            raise UserError(f"{name} sends over TCP: compare it with --transport tcp.")
         if not any(name in plan.peers_of(case, nbytes) for case, nbytes in steps):
             raise UserError(f"{name} has no part in these cases at these sizes: {_parts_of(name)}.")
 
@@ -129,7 +142,7 @@ def run(plan: Plan, tell: Tell) -> tuple[list[Row], list[Peer]]:
         everyone: dict[str, Contender] = {
             OURS: OurRanks(stack, transport=plan.transport, nbytes_max=nbytes_max)
         }
-        everyone.update((peer.name, start(peer, stack)) for peer in peers)
+        everyone.update((peer.name, start(peer, stack, nbytes_max=nbytes_max)) for peer in peers)
         rows: list[Row] = []
         for case, nbytes in plan.steps():
             rows += rows_of(case.name, nbytes, measure(plan, case, nbytes, everyone, tell))

@@ -29,6 +29,7 @@ TRIALS_DEFAULT: Final = 50
 TABLE_NAME: Final = "table.md"
 LARGE: Final = (1 << 20, 16 << 20, 64 << 20)
 VICTIMS: Final = (0, 256 << 20, 1 << 30)
+TCP_BYTES: Final = 16 << 20
 LINK_BYTES_MAX: Final = 256 << 10
 
 
@@ -115,6 +116,24 @@ def p2p_lines(rows: Rows) -> list[Line]:
     ]
 
 
+def tcp_lines(rows: Rows) -> list[Line]:
+    """16 MiB puts over loopback with the MAC, beside iperf3; what the other protections make of them."""
+    stream = rows.of("put-arena", "iperf3", TCP_BYTES)
+    lines: list[Line] = []
+    for who, protection in ((OURS, "MAC"), ("zbmd-none", "no protection"), ("zbmd-tls", "TLS")):
+        ours = rows.of("put-arena", who, TCP_BYTES)
+        part = stream.time_us_p50 / ours.time_us_p50
+        lines.append(
+            Line(
+                what=f"tcp loopback, 16 MiB puts, {protection}",
+                goal="reported" if who == "zbmd-tls" else "≥ 0.9 × iperf3 -l 1M",
+                measured=f"{part:.2f} × iperf3, {_bandwidth(ours)} (iperf3 {_bandwidth(stream)})",
+                met=None if who == "zbmd-tls" else part >= 0.9,
+            )
+        )
+    return lines
+
+
 def detect_lines(rows: Rows) -> list[Line]:
     """Notices inside a training step, the floor beside them."""
     lines: list[Line] = []
@@ -168,9 +187,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     sizes = ",".join(str(size) for size in (8, 4096, *LARGE))
     transfers = ["--sizes", sizes, "--rounds", arguments.rounds, "--vs", "openmpi", "--vs", "openmpi-c"]
+    over_tcp = ["--sizes", str(TCP_BYTES), "--rounds", arguments.rounds]
+    over_tcp += ["--vs", "iperf3", "--vs", "zbmd-none", "--vs", "zbmd-tls"]
     parts = {
         "p2p": ["cli", "bench", "p2p", *transfers, "--vs", "memcpy"],
         "put": ["cli", "bench", "put", *transfers, "--vs", "memcpy"],
+        "tcp": ["cli", "bench", "put", "--transport", "tcp", "--cases", "put-arena", *over_tcp],
         "detect": ["cli", "bench", "detect", "--trials", arguments.trials],
         "idle": ["bench_idle"],
     }
@@ -190,11 +212,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def table_of(texts: dict[str, bytes]) -> str:
     """The table, from the JSON of each part."""
-    p2p, detected = (msgspec.json.decode(texts[name], type=BenchResult) for name in ("p2p", "detect"))
+    results = {name: msgspec.json.decode(texts[name], type=BenchResult) for name in ("p2p", "tcp", "detect")}
+    p2p, detected = results["p2p"], results["detect"]
     idle = msgspec.json.decode(texts["idle"], type=Idle)
     machine = p2p.machine
     lines = [
         *p2p_lines(Rows(p2p.rows)),
+        *tcp_lines(Rows(results["tcp"].rows)),
         *detect_lines(Rows(detected.rows)),
         *idle_lines(idle),
     ]

@@ -20,6 +20,8 @@ from zbmd.tools.bench_stats import OURS
 from zbmd.tools.bench_workers import CONTROL, ContenderFailed, Workers
 
 TIMEOUT_S = 120
+NO_RANKS = ("memcpy", "iperf3", "zbmd-none", "zbmd-tls")
+"""Peers that have no part in `echo` or `frame` over shm."""
 CHUNKED = 300 << 10
 """More than one chunk of a foreign buffer, and the last one not full."""
 
@@ -78,6 +80,35 @@ def test_put_times_windows_and_draws_them(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_over_tcp_the_protections_take_turns() -> None:
+    arguments = ("--transport", "tcp", "--sizes", "8,1M", "--rounds", "1", "--iterations", "2")
+    others = ("zbmd-none", "zbmd-tls")
+    result = bench("put", *arguments, "--cases", "put-foreign", "--vs", others[0], "--vs", others[1])
+    assert told(result.rows) == [
+        ("put-foreign", who, size) for size in (8, 1 << 20) for who in (OURS, *others)
+    ]
+    assert [peer.command for peer in result.peers] == ["ZBMD_PROTECTION=none", "ZBMD_PROTECTION=tls"]
+    frames = bench("p2p", *arguments, "--cases", "frame", "--cases", "echo", "--cases", "p2p-arena")
+    assert told(frames.rows) == [
+        *((case, OURS, size) for case in ("p2p-arena", "echo") for size in (8, 1 << 20)),
+        ("frame", OURS, 8),
+    ]
+
+
+@pytest.mark.optional
+def test_iperf3_is_timed_beside_puts_over_tcp(tmp_path: Path) -> None:
+    if not _is_there("iperf3", tmp_path):
+        pytest.skip("iperf3 is not installed")
+    arguments = ("--transport", "tcp", "--sizes", "8,1M", "--rounds", "1", "--iterations", "1")
+    result = bench("put", *arguments, "--cases", "put-arena", "--vs", "iperf3")
+    assert told(result.rows) == [
+        ("put-arena", OURS, 8),
+        ("put-arena", OURS, 1 << 20),
+        ("put-arena", "iperf3", 1 << 20),
+    ]
+    assert "iperf3 -c 127.0.0.1" in result.peers[0].command
+
+
 def test_detect_kills_victims_and_has_the_floor_beside_it() -> None:
     result = bench("detect", "--sizes", "0,1M", "--trials", "1")
     who = (OURS, "zbmd-wait", "zbmd-loop", "zbmd-eof", "floor-futex", "floor-pidfd", "floor-eof")
@@ -91,7 +122,7 @@ def test_detect_kills_victims_and_has_the_floor_beside_it() -> None:
 
 @pytest.mark.optional
 def test_the_peers_that_are_there_are_timed_in_the_same_run(tmp_path: Path) -> None:
-    there = [name for name in PEERS if name not in ("memcpy", "iperf3") and _is_there(name, tmp_path)]
+    there = [name for name in PEERS if name not in NO_RANKS and _is_there(name, tmp_path)]
     if not there:
         pytest.skip("no peer is installed")
     arguments = ["--cases", "echo", "--cases", "frame", "--sizes", "8", "--rounds", "1", "--iterations", "2"]
@@ -154,6 +185,8 @@ def test_a_missing_peer_has_an_exit_code_of_its_own(
         (["p2p", "--rounds", "0"], "--rounds 0 is out of range"),
         (["p2p", "--iterations", "-1"], "--iterations -1 is out of range"),
         (["p2p", "--cases", "frame", "--sizes", "1M"], "frames have at most 64K"),
+        (["p2p", "--transport", "tcp", "--cases", "p2p-foreign"], "p2p-foreign is one of shm"),
+        (["put", "--vs", "zbmd-tls"], "compare it with --transport tcp"),
         (["p2p", "--vs", "iperf3"], "compare it with --transport tcp"),
         (["put", "--vs", "xoscar"], "it can be compared in p2p frame"),
         (["detect", "--trials", "0"], "--trials 0 is out of range"),

@@ -14,7 +14,7 @@ from zbmd.tools.bench_detect import FLOORS, NOTICES
 from zbmd.tools.bench_idle import Idle
 from zbmd.tools.bench_result import BenchResult, Machine, Row
 from zbmd.tools.bench_stats import OURS, Ratio
-from zbmd.tools.bench_transport import LARGE, VICTIMS, table_of
+from zbmd.tools.bench_transport import LARGE, TCP_BYTES, VICTIMS, table_of
 
 MACHINE = Machine(cpu="a processor", cores=2, kernel="6.18", python="3.11", load_average=0.1)
 TIMEOUT_S = 60
@@ -56,10 +56,15 @@ def table(*, p2p_ratio: float, frame_us: float, notice_us: float, idle_bytes: in
     notices = [
         row("detect-training", who, nbytes, notice_us, 1) for nbytes in VICTIMS for who in (*NOTICES, *FLOORS)
     ]
+    puts = [
+        row("put-arena", who, TCP_BYTES, (1 if who == "iperf3" else p2p_ratio) * TCP_BYTES / 1e3, p2p_ratio)
+        for who in (OURS, "zbmd-none", "zbmd-tls", "iperf3")
+    ]
     idle = Idle(links=10, frames=20, private_bytes=0, shared_bytes=idle_bytes)
     text = table_of(
         {
             "p2p": encoded("p2p", rows),
+            "tcp": encoded("put", puts),
             "detect": encoded("detect", notices),
             "idle": msgspec.json.encode(idle),
         }
@@ -70,14 +75,14 @@ def table(*, p2p_ratio: float, frame_us: float, notice_us: float, idle_bytes: in
 
 def test_what_meets_its_goal_is_said_to() -> None:
     verdicts = table(p2p_ratio=0.9, frame_us=11, notice_us=400, idle_bytes=256 << 10)
-    assert verdicts.count("–") == 1, "frames inside a training step have no goal"
+    assert verdicts.count("–") == 2, "frames inside a training step, and TLS, have no goal"
     assert set(verdicts) == {"met", "–"}
 
 
 def test_what_misses_its_goal_is_said_to() -> None:
     verdicts = table(p2p_ratio=1.2, frame_us=16, notice_us=1400, idle_bytes=300 << 10)
     assert set(verdicts) == {"**missed**", "–"}
-    assert len(verdicts) == 1 + 2 * len(LARGE) + 2 + len(VICTIMS) + 1
+    assert len(verdicts) == 1 + 2 * len(LARGE) + 2 + 3 + len(VICTIMS) + 1
 
 
 def test_links_are_weighed_idle_and_then_used() -> None:

@@ -2,8 +2,9 @@
 
     python -m zbmd.tools.bench_transport [--out DIR] [--rounds N] [--trials N]
 
-Runs `zbmd bench p2p`, `put` and `detect` with the peers that the goals name, and `bench_idle`; keeps their
-JSON in DIR, and prints the table as Markdown. Leave the machine alone meanwhile: it has to be quiet.
+Runs `zbmd bench p2p`, `put --transport tcp` and `detect` with the peers that the goals name, and
+`bench_idle`; keeps their JSON in DIR, and prints the table as Markdown. Leave the machine alone meanwhile: it
+has to be quiet.
 """
 
 from __future__ import annotations
@@ -191,7 +192,6 @@ def main(argv: list[str] | None = None) -> int:
     over_tcp += ["--vs", "iperf3", "--vs", "zbmd-none", "--vs", "zbmd-tls"]
     parts = {
         "p2p": ["cli", "bench", "p2p", *transfers, "--vs", "memcpy"],
-        "put": ["cli", "bench", "put", *transfers, "--vs", "memcpy"],
         "tcp": ["cli", "bench", "put", "--transport", "tcp", "--cases", "put-arena", *over_tcp],
         "detect": ["cli", "bench", "detect", "--trials", arguments.trials],
         "idle": ["bench_idle"],

@@ -135,18 +135,24 @@ Tell = Callable[[str], None]
 def run(plan: Plan, tell: Tell) -> tuple[list[Row], list[Peer]]:
     """Run it; `tell` hears of each turn. Raises `PeerMissing` before anything has run, `ContenderFailed`."""
     with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zbmd-bench-")))
-        site = Site(transport=plan.transport, scratch=scratch)
-        peers = [find_peer(name, site) for name in plan.peers]
-        nbytes_max = max(size for _, size in plan.steps())
-        everyone: dict[str, Contender] = {
-            OURS: OurRanks(stack, transport=plan.transport, nbytes_max=nbytes_max)
-        }
-        everyone.update((peer.name, start(peer, stack, nbytes_max=nbytes_max)) for peer in peers)
+        everyone, peers = _start_all(plan, stack)
         rows: list[Row] = []
         for case, nbytes in plan.steps():
             rows += rows_of(case.name, nbytes, measure(plan, case, nbytes, everyone, tell))
     return rows, peers
+
+
+def _start_all(plan: Plan, stack: contextlib.ExitStack) -> tuple[dict[str, Contender], list[Peer]]:
+    """Everyone, to be ended with `stack`. What was compiled for them is gone by then, also if we are killed."""
+    nbytes_max = max(size for _, size in plan.steps())
+    with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
+        site = Site(transport=plan.transport, scratch=Path(scratch))
+        peers = [find_peer(name, site) for name in plan.peers]
+        everyone: dict[str, Contender] = {
+            OURS: OurRanks(stack, transport=plan.transport, nbytes_max=nbytes_max)
+        }
+        everyone.update((peer.name, start(peer, stack, nbytes_max=nbytes_max)) for peer in peers)
+    return everyone, peers
 
 
 def measure(plan: Plan, case: Case, nbytes: int, everyone: Mapping[str, Contender], tell: Tell) -> Samples:

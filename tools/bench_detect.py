@@ -53,8 +53,9 @@ class DetectPlan:
 def detect(plan: DetectPlan, tell: Tell) -> list[Row]:
     """Run it. Raises `PeerMissing` if the floor cannot be compiled, `ContenderFailed`."""
     with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zbmd-bench-")))
-        floor = stack.enter_context(Workers(NOTICE_FLOOR, [[str(compile_floor(scratch)), CONTROL]], ranks=1))
+        with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
+            program = compile_floor(Path(scratch))
+            floor = stack.enter_context(Workers(NOTICE_FLOOR, [[str(program), CONTROL]], ranks=1))
         ours = _Ours(stack)
         rows: list[Row] = []
         for load in LOADS:

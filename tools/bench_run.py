@@ -143,7 +143,7 @@ def run(plan: Plan, tell: Tell) -> tuple[list[Row], list[Peer]]:
 
 
 def _start_all(plan: Plan, stack: contextlib.ExitStack) -> tuple[dict[str, Contender], list[Peer]]:
-    """Everyone, to be ended with `stack`. What was compiled for them is gone by then, also if we are killed."""
+    """Everyone, to be ended with `stack`. The files that they start from do not outlive their start."""
     nbytes_max = max(size for _, size in plan.steps())
     with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
         site = Site(transport=plan.transport, scratch=Path(scratch))

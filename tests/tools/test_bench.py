@@ -230,13 +230,18 @@ def test_a_program_that_does_not_start_is_told(tmp_path: Path) -> None:
         pass
 
 
-def test_a_killed_benchmark_leaves_no_process() -> None:
+def test_a_killed_benchmark_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     """The benchmark is killed while its ranks measure; each of them ends."""
     command = [sys.executable, "-m", "zbmd.tools.cli", "bench", "p2p", "--cases", "p2p-arena"]
     command += ["--sizes", "8", "--rounds", "1000"]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:
         ranks: set[int] = set()
-        while len(ranks) < 2:
+        while len(ranks) < 2 or any(tmp_path.iterdir()):
             assert process.poll() is None
             ranks = {pid for pid in _children(process.pid) if b"bench_rank" in _command_line(pid)}
         descriptors = [os.pidfd_open(pid) for pid in ranks]
@@ -250,6 +255,7 @@ def test_a_killed_benchmark_leaves_no_process() -> None:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+    assert not any(tmp_path.iterdir())
 
 
 def _children(pid: int) -> list[int]:

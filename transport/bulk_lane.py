@@ -21,7 +21,7 @@ GATHER_PARTS_MAX: Final = 16
 """Views in one gathering send."""
 TLS_SEND_BYTES: Final = 1 << 18
 """What is given to TLS at a time: it must take all of it before we may go on."""
-WAKE_BYTES: Final = 1 << 18
+WAKE_BYTES: Final = 1 << 20
 """While a payload is under way, the thread is woken for no less than that (SO_RCVLOWAT)."""
 TICK_NS: Final = 10_000_000
 """How exactly the kernel says when something was acknowledged: a tick of 100 Hz at worst."""

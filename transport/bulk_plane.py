@@ -1,7 +1,7 @@
 """The data-plane thread: one a process, moves the bulk bytes of all its peers on other hosts.
 
-It is Python, but while bytes move it is inside the kernel without the GIL: every call moves up to 4 MiB (512
-KiB under a MAC, whose tag is made of each chunk while the cache holds it).
+It is Python, but while bytes move it is inside the kernel without the GIL: every call moves up to 4 MiB, or 1
+MiB under a MAC, whose tag is made of each chunk while the cache holds it.
 """
 
 from __future__ import annotations

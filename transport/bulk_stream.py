@@ -32,7 +32,7 @@ from zbmd.transport.bulk_records import (
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.record_mac import TAG_BYTES, RecordMac, RunningTag
 
-CHUNK_BYTES: Final = 1 << 19
+CHUNK_BYTES: Final = 1 << 20
 """What is tagged and moved at a time if there is a MAC: it stays in a core's own cache meanwhile."""
 BARE_CHUNK_BYTES: Final = 1 << 22
 """The same without a MAC: fewer calls."""

@@ -15,7 +15,7 @@ from zbmd.transport.errors import PeerLost
 from zbmd.transport.lane import Lane
 from zbmd.transport.record_mac import RecordMac
 from zbmd.transport.session import Keys
-from zbmd.transport.tcp_socket import read_progress
+from zbmd.transport.silence import Silence, read_progress
 
 GATHER_PARTS_MAX: Final = 16
 """Views in one gathering send."""
@@ -23,8 +23,6 @@ TLS_SEND_BYTES: Final = 1 << 18
 """What is given to TLS at a time: it must take all of it before we may go on."""
 WAKE_BYTES: Final = 1 << 20
 """While a payload is under way, the thread is woken for no less than that (SO_RCVLOWAT)."""
-TICK_NS: Final = 10_000_000
-"""How exactly the kernel says when something was acknowledged: a tick of 100 Hz at worst."""
 SCRATCH_BYTES: Final = 1 << 16
 
 
@@ -52,8 +50,7 @@ class LaneSocket:
         """Nothing is to be read for now."""
         self.owed = False
         """Whether the peer's host may have something to acknowledge."""
-        self._silent_since_ns = 0
-        """The look that found something to acknowledge, behind which nothing was; 0: none did."""
+        self._silence = Silence()
         self.sock.setblocking(False)
         # It would also end connections whose reader pauses; `is_silent` tells the one from the other.
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
@@ -96,21 +93,11 @@ class LaneSocket:
         return self.writer.sent(nbytes)
 
     def is_silent(self, silent_ms: int) -> bool:
-        """Whether the peer's host has acknowledged nothing for so long, although it had to. Ask repeatedly.
-
-        It counts from a look that found something unacknowledged: a process that was stopped meanwhile must
-        not take its own pause for the peer's.
-        """
-        progress, now = read_progress(self.sock), now_ns()
-        if not progress.unacknowledged and not progress.unanswered_probes:
+        """Whether the peer's host has acknowledged nothing for so long, though it had to. Ask repeatedly."""
+        progress = read_progress(self.sock)
+        if not progress.owed:
             self.owed = not self.writer.idle
-            self._silent_since_ns = 0
-            return False
-        silent_ns = now - self._silent_since_ns
-        if not self._silent_since_ns or progress.quiet_ms * 1_000_000 < silent_ns + TICK_NS:
-            self._silent_since_ns = now
-            return False
-        return silent_ns >= silent_ms * 1_000_000
+        return self._silence.look(progress, now_ns(), silent_ms * 1_000_000)
 
     def discard(self, scratch: bytearray) -> bool:
         """Throw away what comes, at most the size of `scratch`; False once the peer's side has ended."""

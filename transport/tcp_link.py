@@ -15,6 +15,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
+from zbmd.transport._native import now_ns
 from zbmd.transport.bulk_peer import BulkPeer
 from zbmd.transport.byte_socket import PIECES_PER_WRITE_MAX, lost_reason
 from zbmd.transport.endpoint import Endpoint
@@ -25,11 +26,11 @@ from zbmd.transport.node_memory import Share
 from zbmd.transport.record_mac import Buffer
 from zbmd.transport.region import RegionHandle, RemoteRegion
 from zbmd.transport.secure_stream import SecureStream
+from zbmd.transport.silence import LOOKS, Silence, read_progress
 from zbmd.transport.tcp_address import TcpAddress
 from zbmd.transport.tcp_linger import drop_sent, linger
 from zbmd.transport.tcp_settings import TcpSettings
 from zbmd.transport.tcp_setup import Ready
-from zbmd.transport.tcp_socket import read_progress
 
 BACKLOG_BYTES_MAX: Final = 1 << 16
 """Records that wait for the kernel, but for the last; more frames wait in the queue unsealed."""
@@ -77,7 +78,8 @@ class TcpLink(LinkSide):
         self._writing = False
         """Whether the loop tells when there is room."""
         self._sent_in_turn = False
-        self._silence: asyncio.TimerHandle | None = None
+        self._silence = Silence()
+        self._look: asyncio.TimerHandle | None = None
         """Runs while the peer has something to acknowledge."""
         self._broken: OSError | None = None
         """Why nothing more can be written; what can still be read comes first."""
@@ -238,8 +240,7 @@ class TcpLink(LinkSide):
             return
         self._wait_for_room(bool(backlog))
         self._count_unsent()
-        if self._silence is None:
-            self._silence = self._loop.call_later(self._deadlines.tcp_user_timeout_ms / 1e3, self._on_silence)
+        self._look_again()
         if self._waiters and not backlog and not self._queue:
             self._wake_waiters()
 
@@ -250,14 +251,18 @@ class TcpLink(LinkSide):
             self._count_unsent()
 
     def _on_silence(self) -> None:
-        """Has the peer's host acknowledged anything? That nobody there reads is no sign of death."""
-        self._silence = None
-        silent_ms = self._deadlines.tcp_user_timeout_ms
+        """Has the peer's host acknowledged anything?"""
+        self._look = None
         progress = read_progress(self._socket.sock)
-        if progress.is_silent(silent_ms):
+        if self._silence.look(progress, now_ns(), self._deadlines.tcp_user_timeout_ms * 1_000_000):
             self._ended(PeerLost(self._peer.name, self._why(TimeoutError())))
-        elif progress.unacknowledged or self._backlog:
-            self._silence = self._loop.call_later(silent_ms / 2e3, self._on_silence)
+        elif progress.owed or self._backlog:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        if self._look is None:
+            pause_s = self._deadlines.tcp_user_timeout_ms / LOOKS / 1e3
+            self._look = self._loop.call_later(pause_s, self._on_silence)
 
     def _wait_for_room(self, wanted: bool) -> None:
         if wanted and not self._writing:
@@ -380,8 +385,8 @@ class TcpLink(LinkSide):
     def _tear_down(self) -> None:
         self._read_no_more()
         self._wait_for_room(False)
-        if self._silence is not None:
-            self._silence.cancel()
+        if self._look is not None:
+            self._look.cancel()
         for share in (self._unsent, self._unread):
             share.memory.forget(self)
             share.hold(0)

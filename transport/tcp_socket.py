@@ -7,9 +7,7 @@ import contextlib
 import errno
 import os
 import socket
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from zbmd.transport import descriptors
@@ -30,11 +28,6 @@ PORT_TRIES_MAX: Final = 16
 NOTSENT_BYTES_MAX: Final = 1 << 17
 """What may wait in the kernel of a control connection unsent, so that it does not grow stale there."""
 
-PROBES_UNANSWERED: Final = 3
-"""Window probes without an answer that tell of a dead host; they are sent at growing intervals."""
-_TCP_INFO: Final = struct.Struct("=8B13I")
-"""The beginning of struct tcp_info, from linux/tcp.h: probes, unacked, last_ack_recv are 3, 12 and 20."""
-
 SocketAddress = tuple[Any, ...]
 Resolved = tuple[socket.AddressFamily, SocketAddress]
 
@@ -44,7 +37,7 @@ def set_options(sock: socket.socket, deadlines: Deadlines, *, control: bool) -> 
 
     control: whether it carries a link, which sends little and soon, and whose reader may pause for as long as
     it likes. The user timeout also ends connections whose window stays shut, of which tcp(7) says nothing:
-    it is for bulk data alone, which always has a place to go; links watch `read_progress`.
+    it is for bulk data alone, which always has a place to go; links watch for `silence`.
     """
     tcp = socket.IPPROTO_TCP
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
@@ -54,33 +47,6 @@ def set_options(sock: socket.socket, deadlines: Deadlines, *, control: bool) -> 
     sock.setsockopt(tcp, socket.TCP_KEEPCNT, deadlines.tcp_keepalive_count)
     sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, 0 if control else deadlines.tcp_user_timeout_ms)
     sock.setsockopt(tcp, socket.TCP_NOTSENT_LOWAT, NOTSENT_BYTES_MAX if control else 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What the peer's host has acknowledged, from TCP_INFO."""
-
-    unacknowledged: int
-    """Segments under way."""
-    unanswered_probes: int
-    """Of a window that is shut."""
-    quiet_ms: int
-    """Since anything was acknowledged."""
-
-    def is_silent(self, timeout_ms: int) -> bool:
-        """Whether the host must be given up; asked no sooner than `timeout_ms` after something was sent.
-
-        A host that lives acknowledges data and probes, whether or not its process reads.
-        """
-        waited_for = self.unacknowledged > 0 or self.unanswered_probes >= PROBES_UNANSWERED
-        return waited_for and self.quiet_ms >= timeout_ms
-
-
-def read_progress(sock: socket.socket) -> Progress:
-    """The kernel's word on a connected socket."""
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    fields = _TCP_INFO.unpack(info)
-    return Progress(unacknowledged=fields[12], unanswered_probes=fields[3], quiet_ms=fields[20])
 
 
 # --- resolving ------------------------------------------------------------------------------------------

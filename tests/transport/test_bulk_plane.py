@@ -31,7 +31,7 @@ from zbmd.transport.errors import (
 from zbmd.transport.hello import Side
 from zbmd.transport.region import RegionHandle
 from zbmd.transport.session import Protection
-from zbmd.transport.tcp_socket import Progress
+from zbmd.transport.silence import Progress
 
 
 @pytest.fixture

@@ -24,10 +24,11 @@ from zbmd.transport.lane import Lane
 from zbmd.transport.link_choice import parse_interface_filter
 from zbmd.transport.session import LANES_MAX, Protection, Purpose
 from zbmd.transport.session_setup import JoinRefused, ProtectionDiffers
+from zbmd.transport.silence import Progress, Silence, read_progress
 from zbmd.transport.tcp_address import TcpAddress, parse_address, source_of
 from zbmd.transport.tcp_link import TcpLink
 from zbmd.transport.tcp_settings import TcpSettings
-from zbmd.transport.tcp_socket import Progress, connect, listen_on, read_progress, resolve
+from zbmd.transport.tcp_socket import connect, listen_on, resolve
 
 ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 
@@ -244,7 +245,7 @@ async def test_a_reader_may_pause_for_longer_than_a_dead_host_is_waited_for() ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zbmd.transport.tcp_link.read_progress", noted)
-        while len(checks) < 3:  # each comes half a user timeout after the one before
+        while len(checks) < 6:  # each comes a quarter of a user timeout after the one before
             await asyncio.wait([asyncio.ensure_future(ours.flush())], timeout=0.05)
             assert not ours.closed
     ear = Ear(theirs)
@@ -254,20 +255,30 @@ async def test_a_reader_may_pause_for_longer_than_a_dead_host_is_waited_for() ->
 
 
 def test_what_silence_is() -> None:
-    def silent(unacknowledged: int, probes: int, quiet_ms: int) -> bool:
-        return Progress(unacknowledged=unacknowledged, unanswered_probes=probes, quiet_ms=quiet_ms).is_silent(
-            1000
-        )
+    second_ns = 1_000_000_000
 
-    assert silent(1, 0, 1000)
-    assert silent(0, 3, 1000)
-    assert not silent(0, 0, 100_000), "idle"
-    assert not silent(1, 0, 999), "it has just acknowledged"
-    assert not silent(0, 2, 5000), "probes of a shut window come at growing intervals"
+    def looks(*seen: tuple[int, int, int, int]) -> list[bool]:
+        """What is found by looks at (ms, unacknowledged, probes, quiet ms)."""
+        silence = Silence()
+        return [
+            silence.look(
+                Progress(unacknowledged=unacknowledged, unanswered_probes=probes, quiet_ms=quiet_ms),
+                at_ms * 1_000_000,
+                second_ns,
+            )
+            for at_ms, unacknowledged, probes, quiet_ms in seen
+        ]
+
+    assert looks((1000, 1, 0, 50), (2000, 1, 0, 1050)) == [False, True]
+    assert looks((1000, 0, 1, 50), (2000, 0, 4, 1050)) == [False, True], "probes of a shut window"
+    assert looks((1000, 1, 0, 50), (1999, 1, 0, 1049)) == [False, False], "not yet"
+    assert looks((1000, 0, 0, 50), (90_000, 0, 0, 89_050)) == [False, False], "there was nothing to say"
+    assert looks((90_000, 1, 0, 89_000), (90_010, 1, 0, 89_010)) == [False, False], "it was sent just now"
+    assert looks((1000, 1, 0, 50), (2000, 1, 0, 900)) == [False, False], "it has acknowledged meanwhile"
 
 
 async def test_a_silent_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = Progress(unacknowledged=1, unanswered_probes=0, quiet_ms=10_000)
+    dead = Progress(unacknowledged=1, unanswered_probes=0, quiet_ms=1 << 20)
     monkeypatch.setattr("zbmd.transport.tcp_link.read_progress", lambda sock: dead)
     server = await Server.start()
     ours = await tcp.dial(server.listener.address, endpoint(budget_ns=100_000_000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -29,8 +30,25 @@ def log_to_stderr(level: int = logging.WARNING) -> None:
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=StderrLogger,
     )
+
+
+class StderrLogger:
+    """The logger at the end of the chain: prints to what standard error is then.
+
+    Where that is closed or full the words are lost: no thread that has something to tell may die of it.
+    """
+
+    def __init__(self, *_: object) -> None:
+        """structlog hands a logger factory the arguments of `get_logger`."""
+
+    def msg(self, message: str) -> None:
+        """Print one line."""
+        with contextlib.suppress(OSError, ValueError):
+            print(message, file=sys.stderr, flush=True)
+
+    debug = info = warning = error = critical = exception = msg
 
 
 class RankLogFile:

@@ -392,8 +392,6 @@ class BulkPeer:
         # We alone write on its behalf, and write no more.
         self._regions.writer_gone(self.info.slot)
         self._refuse_new(self._machine.end_error)
-        if error is not None:
-            log.warning("bulk connection ended", peer=self.info.name, reason=str(error))
         if self._told and self._lanes:
             self._lingering = True
             for io in self._lanes.values():
@@ -405,6 +403,8 @@ class BulkPeer:
         self.ended.finish(error)
         if self._on_ended is not None:
             self._on_ended(error)
+        if error is not None:
+            log.warning("bulk connection ended", peer=self.info.name, reason=str(error))
 
     def _discard(self, io: LaneSocket) -> None:
         if not io.discard(bytearray(SCRATCH_BYTES)):

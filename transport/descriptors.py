@@ -27,9 +27,11 @@ def advice(error_number: int) -> str:
 
 @contextlib.contextmanager
 def exhaustion_is_typed(wanted_for: str) -> Generator[None]:
-    """Turn EMFILE and ENFILE within into `OutOfDescriptors`. wanted_for: such as `a link to rank1`."""
+    """Turn EMFILE and ENFILE within into `OutOfDescriptors`, and say what for, such as `a link to rank1`."""
     try:
         yield
+    except OutOfDescriptors as error:
+        raise OutOfDescriptors(f"{wanted_for}: {error}") from error
     except OSError as error:
         if error.errno not in _EXHAUSTED:
             raise

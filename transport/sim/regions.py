@@ -8,17 +8,14 @@ else. When the sender dies, the put that was under way may land in part, and is 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from numpy.typing import NDArray
-
+from zbmd.transport.checked_region import CheckedRegion
 from zbmd.transport.errors import LinkFull, LocalProtocolError, PeerLost, RemoteProtocolError
-from zbmd.transport.region import RegionHandle, flat_bytes, read_only, require_cell, require_range
+from zbmd.transport.region import RegionHandle
 from zbmd.transport.transfer import Transfer
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from zbmd.transport.sim.links import SimLink
 
 OPERATION_BYTES: Final = 64
@@ -39,66 +36,35 @@ class SimTransfer(Transfer):
         super().wait()
 
 
-class SimRegion:
+class SimRegion(CheckedRegion):
     """See `zbmd.transport.region.RemoteRegion`. Made by `SimLink.open_region`."""
 
     def __init__(self, link: SimLink, handle: RegionHandle) -> None:
+        super().__init__(handle)
         self._link = link
-        self._handle = handle
-        self._closed = False
 
-    @property
-    def handle(self) -> RegionHandle:
-        """What was opened."""
-        return self._handle
-
-    def put(self, src: Buffer | NDArray[Any], offset: int = 0, *, channel: int, value: int) -> Transfer:
-        """See `RemoteRegion.put`."""
-        self._check_usable()
-        require_cell(channel, value)
-        if not self._handle.writable:
-            raise read_only(self._handle)
-        view = flat_bytes(src)
-        require_range(self._handle, offset, view.nbytes)
+    def _put(self, view: memoryview, offset: int, channel: int, value: int, owner: object) -> Transfer:
         transfer = self._link.transfer(view)
         arrive = partial(self._put_arrives, transfer, view, offset, channel, value)
         self._link.send_operation(OPERATION_BYTES + view.nbytes, arrive)
         return transfer
 
-    def get(self, into: Buffer | NDArray[Any], offset: int = 0) -> Transfer:
-        """See `RemoteRegion.get`."""
-        self._check_usable()
-        view = flat_bytes(into)
-        if view.readonly:
-            raise LocalProtocolError("get into a buffer that cannot be written")
-        require_range(self._handle, offset, view.nbytes)
+    def _get(self, view: memoryview, offset: int, owner: object) -> Transfer:
         transfer = self._link.transfer(view)
         self._link.send_operation(OPERATION_BYTES, partial(self._get_arrives, transfer, view, offset))
         return transfer
 
-    def notify(self, channel: int, value: int) -> None:
-        """See `RemoteRegion.notify`."""
-        self._check_usable()
-        require_cell(channel, value)
+    def _notify(self, channel: int, value: int) -> None:
         self._link.send_operation(OPERATION_BYTES, partial(self._notify_arrives, channel, value))
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        self._link.require_peer()
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview | None:
         """None: simulated processes share no memory."""
         self._check_open()
-        require_range(self._handle, offset, self._handle.nbytes - offset if nbytes is None else nbytes)
-        return None
-
-    def close(self) -> None:
-        """See `RemoteRegion.close`."""
-        self._closed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise LocalProtocolError(f"the region of slot {self._handle.slot} is closed")
-
-    def _check_usable(self) -> None:
-        self._check_open()
-        self._link.require_peer()
+        return super().view(offset, nbytes)
 
     # -- at the owner, when the network says so; `landed` is the part that made it, 1 if all did ---------
 

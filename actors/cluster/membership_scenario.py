@@ -14,7 +14,7 @@ Once the faults have ended, all must act on the one view that holds them all.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -54,7 +54,6 @@ SHORT_NS_MAX = 90_000_000
 EVERYBODY_OBSERVES_MAX = 11
 """Up to this many nodes, a minority of deaf ones can never make up most of a member's observers."""
 LIVENESS_NS = 30 * SECOND_NS
-CHECK_STRIDE = 1
 
 
 @dataclass(slots=True)
@@ -231,7 +230,7 @@ def build(seed: int | str, size: int) -> tuple[sim.Simulation[tuple[Node, NodeKe
     simulation = sim.Simulation[tuple[Node, NodeKey, Message]](seed)
     cluster = Cluster(size=size, protected=protected_of(simulation.rng("protected"), size))
 
-    def factory(node_id: int):  # type: ignore[no-untyped-def]
+    def factory(node_id: int) -> Callable[[int], NodeProcess]:
         def make(incarnation: int) -> NodeProcess:
             founds = node_id == 0 and incarnation == 1
             return NodeProcess(cluster, node_id, incarnation, founds=founds)

@@ -14,11 +14,11 @@ from zbmd.actors.view import RANKS_MAX
 from zbmd.tools.doctor_report import Finding, Section, State
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
 from zbmd.transport.errors import ZbmdError
+from zbmd.transport.kernel_files import format_cpu_list, parse_int, read_text
 from zbmd.transport.memory import available_memory, in_words
 from zbmd.transport.placement import ARENA_BYTES_MIN, PAGE_BYTES, place
 from zbmd.transport.topology import Affinity, Distance, Gpu, Pages, Topology, nvidia_driver_version
 from zbmd.transport.topology.cpus import Cache, Cpus, NumaNode
-from zbmd.transport.topology.files import format_cpu_list, parse_int, read_text
 
 FILES_A_RANK = 8  # descriptors of the host for each rank: pipes, pidfd, link
 SOCKET_BYTES_WANTED = 16 << 20

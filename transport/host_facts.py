@@ -7,8 +7,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from zbmd.transport.kernel_files import read_text
 from zbmd.transport.rdma_devices import verbs_missing
-from zbmd.transport.topology.files import read_text
 from zbmd.transport.topology.interfaces import Interface, read_interfaces
 from zbmd.transport.topology.netlink import Addresses
 from zbmd.transport.topology.pci import link_name

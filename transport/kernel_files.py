@@ -16,6 +16,8 @@ CPUS_MAX: Final = 1 << 16
 ENTRIES_MAX: Final = 4096
 """Of a folder: more devices than any machine has."""
 
+_CHOSEN: Final = re.compile(r"\[([a-z_]+)\]")
+
 
 def read_text(path: Path) -> str | None:
     """The file's text without surrounding white space; None if it cannot be read."""
@@ -37,6 +39,12 @@ def parse_int(text: str, base: int = 10) -> int | None:
         return int(text, base)
     except ValueError:
         return None
+
+
+def read_chosen(path: Path) -> str | None:
+    """The word in brackets of `always [madvise] never`; None if there is none."""
+    found = _CHOSEN.search(read_text(path) or "")
+    return found[1] if found is not None else None
 
 
 def read_fields(path: Path, separator: str | None = None) -> dict[str, str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.transport._native import MADV_HUGEPAGE, MADV_POPULATE_WRITE, Mapping, current_node
+from zbmd.transport.kernel_files import read_chosen, read_cpu_list, read_int
 from zbmd.transport.memory import SEALS, fill_memfd, in_words, open_memfd
 
 PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
@@ -72,12 +73,11 @@ class Placed:
 def probe(root: Path = Path("/")) -> Offer:
     """Read what the machine offers; `root` is where `sys` is mounted."""
     pool = root / f"sys/kernel/mm/hugepages/hugepages-{HUGE_BYTES >> 10}kB"
-    free = _number(pool / "free_hugepages") - _number(pool / "resv_hugepages")
-    mode = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    free = (read_int(pool / "free_hugepages") or 0) - (read_int(pool / "resv_hugepages") or 0)
     return Offer(
         hugetlb_free_bytes=max(0, free) * HUGE_BYTES,
-        shmem_mode=mode[1] if mode else "absent",
-        numa_nodes=_count(_text(root / "sys/devices/system/node/online").strip()),
+        shmem_mode=read_chosen(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled") or "absent",
+        numa_nodes=len(read_cpu_list(root / "sys/devices/system/node/online")),
     )
 
 
@@ -189,21 +189,7 @@ def _up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-def _count(ranges: str) -> int:
-    """How many numbers are in `0-3,8`."""
-    count = 0
-    for part in filter(None, ranges.split(",")):
-        first, _, last = part.partition("-")
-        count += int(last or first) - int(first) + 1
-    return count
-
-
 def _text(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text()
     return ""
-
-
-def _number(path: Path) -> int:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else 0

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zbmd.transport.kernel_files import format_cpu_list, natural, parse_cpu_list, read_int, read_text
 from zbmd.transport.topology import (
     Distance,
     InterfaceKind,
@@ -23,7 +24,6 @@ from zbmd.transport.topology import (
     read_topology,
 )
 from zbmd.transport.topology.cpus import cpu_quota, read_cpus, usable_cpus
-from zbmd.transport.topology.files import format_cpu_list, natural, parse_cpu_list, read_int, read_text
 from zbmd.transport.topology.netlink import interface_addresses, parse_addresses
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zbmd.transport.cgroups import groups
-from zbmd.transport.topology.files import (
+from zbmd.transport.kernel_files import (
     entries,
     parse_cpu_list,
     parse_int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from zbmd.transport.topology.files import entries, parse_int, read_fields, read_text
+from zbmd.transport.kernel_files import entries, parse_int, read_fields, read_text
 from zbmd.transport.topology.pci import PciDevice, Place, read_pci_devices
 
 NVIDIA, AMD = "NVIDIA", "AMD"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from zbmd.transport.topology.files import entries, read_fields, read_int, read_text
+from zbmd.transport.kernel_files import entries, read_fields, read_int, read_text
 from zbmd.transport.topology.netlink import Addresses, interface_addresses
 from zbmd.transport.topology.pci import Place, link_name, place_of
 

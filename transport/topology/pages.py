@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from zbmd.transport.topology.files import entries, parse_int, read_int, read_text
-
-_CHOSEN = re.compile(r"\[([a-z_]+)\]")
+from zbmd.transport.kernel_files import entries, parse_int, read_chosen, read_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +41,6 @@ def read_pages(root: Path = Path("/")) -> Pages:
             pools.append(HugePool(page_bytes=size_kib << 10, total=total, free=free))
     return Pages(
         pools=tuple(pools),
-        transparent=_chosen(memory / "transparent_hugepage/enabled"),
-        transparent_shared=_chosen(memory / "transparent_hugepage/shmem_enabled"),
+        transparent=read_chosen(memory / "transparent_hugepage/enabled"),
+        transparent_shared=read_chosen(memory / "transparent_hugepage/shmem_enabled"),
     )
-
-
-def _chosen(path: Path) -> str | None:
-    """The word in brackets of `always [madvise] never`."""
-    found = _CHOSEN.search(read_text(path) or "")
-    return found[1] if found is not None else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from zbmd.transport.topology.files import entries, parse_int, read_text
+from zbmd.transport.kernel_files import entries, parse_int, read_text
 from zbmd.transport.topology.pci import Place, place_of
 
 GIDS_MAX: Final = 32

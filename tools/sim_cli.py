@@ -30,6 +30,7 @@ from zbmd.transport.sim import (
     Report,
     Scenario,
     Stage,
+    admitted,
     parse_faults,
     run_scenario,
     shrink,
@@ -91,6 +92,10 @@ class Watched(Scenario):
         self._stage = self._scenario.build(seed, options)
         return self._stage
 
+    def admits(self, seed: int | str, options: Options, plan: FaultPlan) -> bool:
+        """See `zbmd.transport.sim.admitted`."""
+        return admitted(self._scenario, seed, options, plan)
+
     def history(self) -> Sequence[object]:
         """Of the last run; empty if its world keeps none."""
         world = None if self._stage is None else self._stage.world
@@ -113,6 +118,11 @@ def _run(arguments: argparse.Namespace) -> int:
     print(f"{scenario.name}: seed {seed}, {options.ranks} ranks, length {options.length}", flush=True)
     with quietly():
         plan = plan_of(scenario_named(arguments.scenario), seed, options) if isinstance(given, int) else given
+    if plan is not None and not scenario.admits(seed, options, plan):
+        raise UserError(
+            f"{scenario.name} promises nothing under this plan: {scenario.description}. "
+            "Give other faults, or how many to draw."
+        )
     try:
         with quietly():
             report = run_scenario(scenario, seed, options, plan, tell=None)

@@ -8,6 +8,8 @@ killed, paused, cut off, deaf or mute. Checked after every event:
 - when the first one acts on a view, every member of it knows it (or did when it died);
 - a protected node never stops.
 
+The others are not started before all the protected are in: so these are a quorum of every view.
+
 Once the faults have ended, all must act on the one view that holds them all.
 """
 
@@ -68,6 +70,8 @@ class Cluster:
     known: dict[int, ClusterView] = field(default_factory=dict[int, ClusterView])
     knows: dict[NodeKey, int] = field(default_factory=dict[NodeKey, int])
     """The newest epoch that each life has known."""
+    begun: bool = False
+    """Whether all the protected are members."""
     acted_on: int = 0
     """The newest epoch that anybody has acted on."""
     stops: list[tuple[NodeKey, str]] = field(default_factory=list[tuple[NodeKey, str]])
@@ -78,6 +82,7 @@ class Cluster:
         assert other.digest == view.digest, f"two views of one epoch: {view} and {other}"
         assert self.knows.get(key, 0) <= view.epoch, f"{key} has unlearnt view {self.knows[key]}"
         self.knows[key] = view.epoch
+        self.begun = self.begun or self.protected <= {name_of(node_id) for node_id in view.ids}
 
     def acts(self, key: NodeKey, view: ClusterView) -> None:
         """A node acts on a view."""
@@ -153,6 +158,9 @@ class NodeProcess:
         if self._founds:
             self._founds = False
             self._feed(Found(), now_ns)
+        elif not self.cluster.begun and name_of(self._id) not in self.cluster.protected:
+            self._effects.append(sim.SetTimer(name="again", at_ns=now_ns + AGAIN_NS))
+            return
         else:
             others = [i for i in range(self.cluster.size) if i != self._id]
             turn = (self._id + self._lives) % len(others) if others else 0
@@ -280,6 +288,23 @@ class MembershipScenario:
         victims = [name for name in names if name not in protected]
         plan = [_draw(rng, names, victims, span_ns) for _ in range(options.faults)]
         return tuple(sorted(plan, key=lambda fault: fault.at_ns))
+
+    def admits(self, seed: int | str, options: sim.Options, plan: sim.FaultPlan) -> bool:
+        """Whether a plan leaves the protected nodes of such a run alive and connected among each other."""
+        protected = protected_of(random.Random(f"{seed}/protected"), options.ranks)
+        return not any(_harms(fault, protected) for fault in plan)
+
+
+def _harms(fault: sim.Fault, protected: frozenset[str]) -> bool:
+    match fault:
+        case sim.Pause(process=process, for_ns=for_ns):
+            return process in protected and for_ns > SHORT_NS_MAX
+        case sim.Partition(groups=groups):
+            return sum(1 for group in groups if protected & set(group)) > 1
+        case sim.Cut(source=source, target=target) | sim.Clog(source=source, target=target):
+            return {source, target} <= protected
+        case _:
+            return bool(protected & set(sim.names_of(fault)))
 
 
 def _draw(rng: random.Random, names: list[str], victims: list[str], span_ns: int) -> sim.Fault:

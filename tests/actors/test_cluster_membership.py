@@ -75,7 +75,7 @@ def test_every_single_kill_while_a_death_is_agreed_on(size: int) -> None:
         return simulation, cluster
 
     calm, _ = play(lambda simulation: None)
-    begun, _ = formed(size, size)
+    begun, _ = formed(size, size, protected=frozenset())
     after = dict.fromkeys(names(*range(size)), 0)
     for point in begun.kill_points():
         after[point.process] = max(after[point.process], point.delivery)

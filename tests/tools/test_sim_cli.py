@@ -60,6 +60,10 @@ def test_a_trace_tells_all_that_happened(capsys: pytest.CaptureFixture[str]) -> 
         ("run commit --seed 1 --ranks 0", "ranks"),
         ("run commit --seed 1 --faults crash:process=rank9,at=1ms,for=0ns", "no simulated process rank9"),
         ("run commit --seed 1 --faults disk-full:process=rank0,at=1ms,for=1ms", "nothing for disk-full"),
+        (
+            "run membership --seed 1 --ranks 3 --faults crash:process=node0,at=1ms,for=1ms",
+            "promises nothing under this plan",
+        ),
         ("run commit --seed 1 --faults quake:at=1ms", "no kind of fault"),
         ("hunt --scenario nothing", "there is no scenario"),
         ("hunt --jobs 0", "jobs"),

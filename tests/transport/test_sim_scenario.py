@@ -38,6 +38,7 @@ from zbmd.transport.sim import (
     Stimulus,
     TimerFired,
     World,
+    names_of,
     parse_faults,
     run_scenario,
     shrink,
@@ -235,6 +236,25 @@ def test_a_bug_is_found_told_apart_and_shrunk_to_one_crash(make: Callable[[str],
     assert small.report.options.faults == 1
     assert small.report.options.ranks <= 2
     assert small.report.options.length <= failed.options.length
+
+
+def test_shrinking_keeps_to_the_plans_that_a_scenario_is_meant_to_stand() -> None:
+    class SparesTheFirst(Machines):
+        def admits(self, seed: int | str, options: Options, plan: FaultPlan) -> bool:
+            asked.append(plan)
+            return all("rank0" not in names_of(fault) for fault in plan)
+
+    asked: list[FaultPlan] = []
+    plan: FaultPlan = tuple(Crash(process=f"rank{rank}", at_ns=4 * MS, for_ns=0) for rank in (1, 2))
+    failed = next(
+        report
+        for seed in range(100)
+        if (report := run(Machines("forgets"), seed, Options(ranks=3, length=10), plan)).outcome
+        is not Outcome.OK
+    )
+    small = shrink(SparesTheFirst("forgets"), failed)
+    assert asked and small.report.outcome is failed.outcome
+    assert all("rank0" not in names_of(fault) for fault in small.report.plan)
 
 
 def test_a_reports_command_line_is_the_run() -> None:

@@ -93,6 +93,7 @@ from zbmd.transport.sim.faults import (
     draw_plan,
     format_fault,
     format_plan,
+    names_of,
     parse_fault,
     parse_plan,
 )
@@ -157,7 +158,9 @@ from zbmd.transport.sim.scenario import (
     run_scenario,
 )
 from zbmd.transport.sim.shrinker import (
+    AdmitsPlans,
     Shrunk,
+    admitted,
     shrink,
 )
 from zbmd.transport.sim.world import (
@@ -167,6 +170,7 @@ from zbmd.transport.sim.world import (
 )
 
 __all__ = [
+    "AdmitsPlans",
     "ALL_FAULTS",
     "MACHINE_FAULTS",
     "WORLD_FAULTS",
@@ -241,9 +245,11 @@ __all__ = [
     "Waiting",
     "World",
     "current_process",
+    "admitted",
     "draw_plan",
     "format_fault",
     "format_plan",
+    "names_of",
     "parse_fault",
     "parse_faults",
     "parse_plan",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.sim.faults import FaultPlan, names_of, renamed, weaker
@@ -48,7 +49,7 @@ def shrink(
     tried = {(failed.options, failed.plan)}
     while True:
         for options, plan in candidates(best.options, best.plan):
-            if (options, plan) in tried:
+            if (options, plan) in tried or not admitted(scenario, failed.seed, options, plan):
                 continue
             if runs >= runs_max:
                 return Shrunk(report=best, runs=runs, exhausted=True)
@@ -60,6 +61,20 @@ def shrink(
                 break
         else:
             return Shrunk(report=best, runs=runs, exhausted=False)
+
+
+@runtime_checkable
+class AdmitsPlans(Protocol):
+    """A scenario that promises something only under some plans: others fail it for no reason of interest."""
+
+    def admits(self, seed: int | str, options: Options, plan: FaultPlan) -> bool:
+        """Whether the promise holds under such a plan."""
+        ...
+
+
+def admitted(scenario: Scenario, seed: int | str, options: Options, plan: FaultPlan) -> bool:
+    """Whether the scenario is meant to stand this plan."""
+    return not isinstance(scenario, AdmitsPlans) or scenario.admits(seed, options, plan)
 
 
 def candidates(options: Options, plan: FaultPlan) -> Iterator[tuple[Options, FaultPlan]]:

@@ -26,6 +26,12 @@ def deadline_ns() -> int:
     return 0 if delivery is None else delivery.deadline_ns
 
 
+def sender_process() -> str:
+    """The process that the message being handled came from, proven by its link; "" for our own."""
+    delivery = current_delivery.get()
+    return "" if delivery is None or delivery.peer is None else delivery.peer.name
+
+
 class ActorClock:
     """An actor's clocks. What it does with `time.time()` cannot be replayed; what it does with these can.
 

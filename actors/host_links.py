@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Iterable
 from typing import Final, Protocol
 
@@ -24,8 +23,8 @@ from zbmd.actors.host_contracts import (
     Report,
     StatusRequest,
 )
+from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.system import ActorSystem
-from zbmd.actors.view import child_id
 from zbmd.transport.budget import Deadlines
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.cookie import load_or_create_cookie
@@ -41,8 +40,6 @@ log: Final = structlog.stdlib.get_logger("zbmd.actors.host")
 
 OUTBOX_MESSAGES_MAX = 8192  # every death of 62 ranks told to every other, twice
 ACTORS_ASK_S = 0.25
-
-_RANK_NAME = re.compile(r"rank(\d{1,3})")
 
 
 def host_identity(job: int) -> Identity:
@@ -192,9 +189,8 @@ class HostLinks:
 
     def _on_link(self, link: Link) -> None:
         name, incarnation = link.peer.name, link.peer.incarnation
-        found = _RANK_NAME.fullmatch(name)
-        if found is not None:
-            rank = int(found[1])
+        rank = rank_of(name)
+        if rank is not None:
             if not self._desk.is_current(rank, incarnation) or link.peer_segment is None:
                 log.warning("link of a stranger closed", name=name, incarnation=incarnation)
                 link.close()
@@ -210,7 +206,7 @@ class HostLinks:
             log.warning("link closed", name=name, incarnation=incarnation, reason=str(error))
             link.close()
             return
-        if found is not None and link.peer_segment is not None:
+        if rank is not None and link.peer_segment is not None:
 
             def noticed(slot: int, notice: DeathNotice) -> None:
                 self._recorder.death(name, incarnation, clean=notice.clean, reason="its life thread ended")

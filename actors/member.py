@@ -43,9 +43,10 @@ from zbmd.actors.host_contracts import (
 )
 from zbmd.actors.member_links import MemberLinks
 from zbmd.actors.rank_log import RankLogFile, rank_logger
+from zbmd.actors.rank_names import child_id
 from zbmd.actors.runtime_env import RankEnvironment, arena_bytes, recovery_budget_ns
 from zbmd.actors.system import ActorSystem
-from zbmd.actors.view import Member, View, child_id
+from zbmd.actors.view import Member, View
 from zbmd.transport import faults
 from zbmd.transport.budget import derive
 from zbmd.transport.cookie import load_or_create_cookie

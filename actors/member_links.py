@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from typing import Final
 
 import structlog
 
+from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.system import ActorSystem
-from zbmd.actors.view import RANKS_MAX, Member, View, child_id
+from zbmd.actors.view import RANKS_MAX, Member, View
 from zbmd.transport.durations import format_duration
 from zbmd.transport.errors import DeadlineExceeded, ZbmdError
 from zbmd.transport.link import Link
@@ -21,8 +21,6 @@ log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
 
 OnConfirmed = Callable[[int, int], None]
 """Takes the rank and incarnation of one that is proven gone, perhaps more than once."""
-
-_RANK_NAME = re.compile(r"rank(\d{1,3})")
 
 
 class MemberLinks:
@@ -164,8 +162,8 @@ class MemberLinks:
         self._take(link, member.rank)
 
     def _accepted(self, link: Link) -> None:
-        found = _RANK_NAME.fullmatch(link.peer.name)
-        rank = int(found[1]) if found is not None else RANKS_MAX
+        found = rank_of(link.peer.name)
+        rank = RANKS_MAX if found is None else found
         # Lower ranks are dialed by us; whatever else knocks is no member.
         if not self._rank < rank < RANKS_MAX or link.peer_segment is None:
             log.warning("link of a stranger closed", name=link.peer.name)

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import assert_never
 
 from zbmd.actors import supervision
+from zbmd.actors.rank_names import child_id
 from zbmd.actors.supervision import ChildPolicy, Restart, Strategy, SupervisionMachine
 from zbmd.transport.budget import derive
 from zbmd.transport.errors import LocalProtocolError
@@ -243,11 +244,6 @@ class _Rank:
     reason: str = ""
     # Incarnations proven dead whose exit status is still owed; at most `restarts_max` + 1 of them.
     unreaped: set[int] = field(default_factory=set[int])
-
-
-def child_id(rank: int) -> str:
-    """The supervision machine's id, and the process name, of a rank."""
-    return f"rank{rank}"
 
 
 class MembershipMachine:

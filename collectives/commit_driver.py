@@ -11,11 +11,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, assert_never
+from typing import Any, Final, Protocol, assert_never
+
+import structlog
 
 from zbmd.actors.actor import Actor, on
+from zbmd.actors.context import sender_process
 from zbmd.actors.errors import ActorError
 from zbmd.actors.member import Node
+from zbmd.actors.rank_names import rank_of
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives.capture_kinds import STEP_COMMIT, commit_config
 from zbmd.collectives.commit import StepCommit
@@ -26,6 +30,8 @@ from zbmd.transport import faults
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LinkClosed, PeerLost, ZbmdError
 from zbmd.transport.liveness import DeathNotice
+
+log: Final = structlog.stdlib.get_logger("zbmd.collectives.commit")
 
 ACTOR_NAME = "step-commit"
 QUEUED_EVENTS_MAX = 65_536
@@ -135,17 +141,25 @@ class _Receiver(Actor):
     @on(Report)
     async def report(self, message: Report) -> None:
         """Take a report."""
-        self._take(from_wire(message))
+        self._receive(message)
 
     @on(Vote)
     async def vote(self, message: Vote) -> None:
         """Take a vote."""
-        self._take(from_wire(message))
+        self._receive(message)
 
     @on(Finish)
     async def finish(self, message: Finish) -> None:
         """Take a finish."""
-        self._take(from_wire(message))
+        self._receive(message)
+
+    def _receive(self, message: Report | Vote | Finish) -> None:
+        name = sender_process()
+        sender = rank_of(name)
+        if sender is None:
+            log.warning("message of a stranger dropped", message=type(message).__name__, sender=name)
+        else:
+            self._take(from_wire(message, sender))
 
 
 class CommitDriver:
@@ -273,7 +287,7 @@ class CommitDriver:
         faults.hit(_POINT_OF_SEND[type(action)])
         peer = self._node.system.ref(f"rank{action.to}/{ACTOR_NAME}")
         try:
-            await peer.tell(to_wire(action, self._node.rank))
+            await peer.tell(to_wire(action))
         except (PeerLost, LinkClosed, ActorError):
             return  # its end is announced by its notice and then by a view, not by what is sent to it
 

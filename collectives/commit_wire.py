@@ -9,7 +9,6 @@ from zbmd.collectives import commit_messages as cm
 class Report(Contract, id="zbmd.commit.report"):
     """What a member holds at the start of an epoch."""
 
-    sender: int
     epoch: int
     version: int
     digest: bytes
@@ -22,7 +21,6 @@ class Report(Contract, id="zbmd.commit.report"):
 class Vote(Contract, id="zbmd.commit.vote"):
     """A member's vote to commit a version."""
 
-    sender: int
     epoch: int
     version: int
     digest: bytes
@@ -32,16 +30,14 @@ class Vote(Contract, id="zbmd.commit.vote"):
 class Finish(Contract, id="zbmd.commit.finish"):
     """A member has the last version."""
 
-    sender: int
     epoch: int
 
 
-def to_wire(action: cm.SendReport | cm.SendVote | cm.SendFinish, sender: int) -> Report | Vote | Finish:
-    """The message that performs a send action of `sender`'s machine."""
+def to_wire(action: cm.SendReport | cm.SendVote | cm.SendFinish) -> Report | Vote | Finish:
+    """The message that performs a send action."""
     match action:
         case cm.SendReport(epoch=epoch, held=held):
             return Report(
-                sender=sender,
                 epoch=epoch,
                 version=held.version,
                 digest=held.digest,
@@ -51,13 +47,13 @@ def to_wire(action: cm.SendReport | cm.SendVote | cm.SendFinish, sender: int) ->
                 fresh=held.fresh,
             )
         case cm.SendVote(epoch=epoch, version=version, digest=digest, part=part):
-            return Vote(sender=sender, epoch=epoch, version=version, digest=digest, part=part)
+            return Vote(epoch=epoch, version=version, digest=digest, part=part)
         case cm.SendFinish(epoch=epoch):
-            return Finish(sender=sender, epoch=epoch)
+            return Finish(epoch=epoch)
 
 
-def from_wire(message: Report | Vote | Finish) -> cm.CommitEvent:
-    """The machine's event for a received message."""
+def from_wire(message: Report | Vote | Finish, sender: int) -> cm.CommitEvent:
+    """The machine's event for a message of the rank `sender`, as its link proves."""
     match message:
         case Report():
             held = cm.Held(
@@ -68,14 +64,14 @@ def from_wire(message: Report | Vote | Finish) -> cm.CommitEvent:
                 known=message.known,
                 fresh=message.fresh,
             )
-            return cm.ReportReceived(sender=message.sender, epoch=message.epoch, held=held)
+            return cm.ReportReceived(sender=sender, epoch=message.epoch, held=held)
         case Vote():
             return cm.VoteReceived(
-                sender=message.sender,
+                sender=sender,
                 epoch=message.epoch,
                 version=message.version,
                 digest=message.digest,
                 part=message.part,
             )
         case Finish():
-            return cm.FinishReceived(sender=message.sender, epoch=message.epoch)
+            return cm.FinishReceived(sender=sender, epoch=message.epoch)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from zbmd.actors import view
 from zbmd.actors.host_contracts import NODE_NAME
+from zbmd.actors.rank_names import child_id
 from zbmd.actors.supervision import ChildState, SupervisionMachine
 from zbmd.actors.view import MembershipMachine, RankState
 from zbmd.collectives.capture_kinds import OperationLog
@@ -348,7 +349,7 @@ def _membership_waits(end: ProcessAtEnd, played: Played, machine: MembershipMach
                 process=end.process,
                 stream=played.name,
                 what=what,
-                whom=(view.child_id(rank),),
+                whom=(child_id(rank),),
                 since_ns=played.changed_ns,
             )
         )

@@ -56,23 +56,23 @@ def _codec() -> wire.Codec:
 
 def _commit_seeds() -> tuple[bytes, ...]:
     digest, part = bytes(16), b"part"
-    messages: list[Contract] = []
-    for sender in RANKS[1:]:
-        messages.append(
-            commit_wire.Report(
-                sender=sender, epoch=EPOCH, version=0, digest=digest, slot=0, handle=b"h", known=0, fresh=True
-            )
-        )
-        messages.append(commit_wire.Vote(sender=sender, epoch=EPOCH, version=1, digest=b"1" * 16, part=part))
-        messages.append(commit_wire.Finish(sender=sender, epoch=EPOCH))
-    encoded = [msgspec.msgpack.encode(message) for message in messages]
-    ahead = msgspec.structs.replace(messages[0], version=2, digest=b"2" * 16, slot=1)
+    report = commit_wire.Report(
+        epoch=EPOCH, version=0, digest=digest, slot=0, handle=b"h", known=0, fresh=True
+    )
+    vote = commit_wire.Vote(epoch=EPOCH, version=1, digest=b"1" * 16, part=part)
+    finish = commit_wire.Finish(epoch=EPOCH)
+    encoded = [_from(sender, message) for sender in RANKS[1:] for message in (report, vote, finish)]
+    ahead = msgspec.structs.replace(report, version=2, digest=b"2" * 16, slot=1)
     order = (0, 3, 1, 4, 2, 5)
     return (
         blocks(encoded),
         blocks(encoded[i] for i in order),
-        blocks([msgspec.msgpack.encode(ahead), encoded[3], encoded[1]]),
+        blocks([_from(RANKS[1], ahead), encoded[3], encoded[1]]),
     )
+
+
+def _from(sender: int, message: Contract) -> bytes:
+    return bytes([sender]) + msgspec.msgpack.encode(message)
 
 
 def _commit(data: bytes) -> None:
@@ -81,9 +81,9 @@ def _commit(data: bytes) -> None:
     members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS)
     _perform(machine, cm.EpochInstalled(epoch=EPOCH, members=members))
     for body in read_blocks(data, MESSAGES_MAX):
-        message = _codec().decode_contract(body)
+        message = _codec().decode_contract(body[1:])
         if isinstance(message, commit_wire.Report | commit_wire.Vote | commit_wire.Finish):
-            _perform(machine, commit_wire.from_wire(message))
+            _perform(machine, commit_wire.from_wire(message, body[0] if body else 0))
 
 
 def _perform(machine: StepCommit, event: cm.CommitEvent) -> None:

@@ -26,10 +26,14 @@ class NodeKey:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Node:
-    """A member of the cluster. `address`: where its links are dialed."""
+    """A member of the cluster. `address`: where its links are dialed; `name`: what people call it."""
 
     key: NodeKey
     address: str = ""
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.key})" if self.name else str(self.key)
 
     @property
     def id(self) -> int:
@@ -80,7 +84,7 @@ class ClusterView:
     @cached_property
     def digest(self) -> bytes:
         """Names this view: equal for equal views alone."""
-        text = repr((self.epoch, [(n.key.id, n.key.incarnation, n.address) for n in self.nodes]))
+        text = repr((self.epoch, [(n.key.id, n.key.incarnation, n.address, n.name) for n in self.nodes]))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def holds(self, key: NodeKey) -> bool:

@@ -27,7 +27,7 @@ def _build_membership(config: Mapping[str, Any]) -> MembershipMachine:
 
 
 MEMBERSHIP: MachineKind[view.Event, view.Action] = register(
-    "membership", 1, _build_membership, events=view.Event, actions=view.Action
+    "membership", 2, _build_membership, events=view.Event, actions=view.Action
 )
 """Its configuration: the arguments of `MembershipMachine`."""
 

@@ -219,7 +219,13 @@ class Host:
     def joined(self, message: Join) -> None:
         """See `HostDesk`."""
         self._put(
-            membership.Joined(rank=message.rank, incarnation=message.incarnation, address=message.address)
+            membership.Joined(
+                rank=message.rank,
+                incarnation=message.incarnation,
+                address=message.address,
+                host=message.host,
+                tcp_address=message.tcp_address,
+            )
         )
 
     def linked(self, message: Linked) -> None:

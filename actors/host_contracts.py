@@ -17,11 +17,13 @@ REPORT_BYTES_MAX = 64 * 1024
 
 
 class Join(Contract, id="zbmd.host.join"):
-    """A rank listens at `address` and asks to be in the next view."""
+    """A rank listens and asks to be in the next view. See `zbmd.actors.view.Member` for the fields."""
 
     rank: int
     incarnation: int
     address: str
+    host: str = ""
+    tcp_address: str = ""
 
 
 class ViewInstalled(Contract, id="zbmd.host.view"):

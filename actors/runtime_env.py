@@ -19,6 +19,8 @@ from zbmd.transport.errors import UserError
 ARENA_BYTES_DEFAULT = 64 << 20
 ARENA_BYTES_MIN = 1 << 20
 ARENA_BYTES_MAX = 1 << 42
+HOST_VARIABLE = "ZBMD_HOST"
+LISTEN_VARIABLE = "ZBMD_LISTEN"
 HOST_MEMORY_VARIABLE = "ZBMD_HOST_MEMORY"
 """Bytes that the host had available before any rank was started: once one has taken its part, the others
 cannot tell any more whether all of them fit."""
@@ -62,7 +64,9 @@ def parse_arena(text: str) -> int:
 class RankEnvironment:
     """A rank's place in its job. `node_address`: the name its host listens on; `job`: u64.
 
-    recovery_budget_ns: what its deadlines are derived from.
+    recovery_budget_ns: what its deadlines are derived from. host: which host this is, an opaque name that all
+    ranks of it are given; empty if the job has but one. listen: where to accept members on other hosts,
+    `host:port`, empty if there are none.
     """
 
     rank: int
@@ -72,6 +76,8 @@ class RankEnvironment:
     node_address: str
     arena_bytes: int = ARENA_BYTES_DEFAULT
     recovery_budget_ns: int = RECOVERY_BUDGET_NS_DEFAULT
+    host: str = ""
+    listen: str = ""
 
     def variables(self) -> dict[str, str]:
         """The environment variables that say this, and what launchers usually say beside it."""
@@ -87,6 +93,8 @@ class RankEnvironment:
             "ZBMD_NODE": self.node_address,
             "ZBMD_ARENA": str(self.arena_bytes),
             RECOVERY_BUDGET_VARIABLE: f"{self.recovery_budget_ns}ns",
+            HOST_VARIABLE: self.host,
+            LISTEN_VARIABLE: self.listen,
         }
 
     @classmethod
@@ -103,6 +111,8 @@ class RankEnvironment:
             node_address=node_address,
             arena_bytes=arena_bytes(environment),
             recovery_budget_ns=recovery_budget_ns(environment),
+            host=environment.get(HOST_VARIABLE, ""),
+            listen=environment.get(LISTEN_VARIABLE, ""),
         )
 
 

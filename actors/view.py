@@ -63,11 +63,17 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One live process of a view. `address`: the name its listener answers to."""
+    """One live process of a view. `address`: the name its listener answers to on its own host.
+
+    host: which host it is on, an opaque name; two members share memory if it is the same. tcp_address: where
+    members on other hosts dial it, `host:port`; empty if it listens for none.
+    """
 
     rank: int
     incarnation: int
     address: str
+    host: str = ""
+    tcp_address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +119,13 @@ class ForkFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """This incarnation listens at `address` and waits for a view."""
+    """This incarnation listens and waits for a view; the other fields are those of `Member`."""
 
     rank: int
     incarnation: int
     address: str
+    host: str = ""
+    tcp_address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +248,7 @@ class _Rank:
     state: RankState = RankState.WAITING
     incarnation: int = 0
     forked: bool = False
-    address: str = ""
+    member: Member | None = None  # as it has joined
     reason: str = ""
     # Incarnations proven dead whose exit status is still owed; at most `restarts_max` + 1 of them.
     unreaped: set[int] = field(default_factory=set[int])
@@ -357,7 +365,7 @@ class MembershipMachine:
         assert not gone & set(ranks), self._view
         for r in self._ranks:
             assert r.incarnation > 0 or r.state is RankState.WAITING, r
-            assert r.state is not RankState.JOINED or (r.forked and r.address), r
+            assert r.state is not RankState.JOINED or (r.forked and r.member), r
             assert all(i <= r.incarnation for i in r.unreaped), r
             if self._on_loss is not OnLoss.REPLACE:
                 assert r.incarnation <= 1, r
@@ -385,7 +393,13 @@ class MembershipMachine:
             return
         self._mark_forked(rank, now_ns, actions)
         rank.state = RankState.JOINED
-        rank.address = event.address
+        rank.member = Member(
+            rank=event.rank,
+            incarnation=event.incarnation,
+            address=event.address,
+            host=event.host,
+            tcp_address=event.tcp_address,
+        )
         self._view_wanted = True
 
     def _on_linked(self, event: Linked, actions: list[Action]) -> None:
@@ -492,10 +506,8 @@ class MembershipMachine:
     def _fork(self, rank: _Rank, incarnation: int, reason: str, actions: list[Action]) -> None:
         if self._phase is not Phase.RUNNING:
             return
-        rank.state = RankState.STARTING
-        rank.incarnation = incarnation
-        rank.forked = False
-        rank.address = ""
+        rank.state, rank.incarnation = RankState.STARTING, incarnation
+        rank.forked, rank.member = False, None
         self._restarts_total += incarnation > 1
         actions.append(Fork(rank=rank.rank, incarnation=incarnation, reason=reason))
 
@@ -547,11 +559,7 @@ class MembershipMachine:
 
     def _install(self, actions: list[Action]) -> None:
         pending = any(r.state in (RankState.WAITING, RankState.STARTING) for r in self._ranks)
-        members = tuple(
-            Member(rank=r.rank, incarnation=r.incarnation, address=r.address)
-            for r in self._ranks
-            if r.state is RankState.JOINED
-        )
+        members = tuple(r.member for r in self._ranks if r.state is RankState.JOINED and r.member)
         if pending or not members:
             return
         if self._view.epoch >= EPOCH_MAX:

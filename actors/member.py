@@ -54,6 +54,7 @@ from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.hello import Identity
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.liveness import DeathNotice, DeathWatch, LifeThread
+from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.process_arena import arena_joined, arena_left
 from zbmd.transport.segment import PeerSegment, Segment
 from zbmd.transport.shm import Endpoint, dial
@@ -74,7 +75,7 @@ class Peer:
 
     rank: int
     incarnation: int
-    segment: PeerSegment
+    memory: PeerMemory
 
 
 class MemberActor(Actor):
@@ -297,10 +298,10 @@ class Node:
             # Cleared before the watch begins: if this one is dead too, the watch will set it again.
             self.segment.clear_lost(member.rank)
             self._watch.watch(segment, self._noticed(member.incarnation))
-            entered[member.rank] = Peer(rank=member.rank, incarnation=member.incarnation, segment=segment)
+            entered[member.rank] = Peer(rank=member.rank, incarnation=member.incarnation, memory=segment)
         for rank, peer in self._peers.items():
             if entered.get(rank) is not peer:
-                peer.segment.close()
+                peer.memory.close()
         self._peers = entered
         self.epoch = view.epoch
         members = ", ".join(f"{child_id(m.rank)}#{m.incarnation}" for m in view.members)

@@ -29,12 +29,14 @@ from numpy.typing import NDArray
 from zbmd.collectives.algorithms import Operation, Request
 from zbmd.collectives.algorithms.shard_tree import Assignment, Node, shard_tree_nodes
 from zbmd.collectives.errors import MembersLost, OperationAborted, ProgramError
-from zbmd.collectives.executor import DTYPES, REDUCTIONS, Call, Executor, require_members
+from zbmd.collectives.executor import DTYPES, REDUCTIONS, Call
+from zbmd.collectives.executors import make_executor
 from zbmd.collectives.plan import PIECE_BYTES, PLANS_MAX, Plan, choose_algorithm, chunks_for, plan_of
 from zbmd.collectives.program import IN, OUT, PUB, input_buffer
 from zbmd.transport._native import address_of, now_ns
 from zbmd.transport.errors import LocalProtocolError, UserError
-from zbmd.transport.segment import PeerSegment, Segment
+from zbmd.transport.peer_memory import PeerMemory
+from zbmd.transport.segment import Segment
 
 Array: TypeAlias = NDArray[Any]
 
@@ -128,7 +130,7 @@ class _Turnstile:
 class Communicator:
     """The collective operations of `members` at `epoch`, from the side of process `rank`.
 
-    `peers` maps every other member to its segment. Two communicators of a process that are alive at once
+    `peers` maps every other member to its memory. Two communicators of a process that are alive at once
     need different channels (0..15). `deadline_ns` of an operation is absolute CLOCK_MONOTONIC, 0 for none.
     """
 
@@ -136,13 +138,15 @@ class Communicator:
         self,
         *,
         segment: Segment,
-        peers: Mapping[int, PeerSegment],
+        peers: Mapping[int, PeerMemory],
         members: tuple[int, ...],
         rank: int,
         epoch: int,
         channel: int,
     ) -> None:
-        require_members(members, rank, peers)
+        self._executor = make_executor(
+            segment=segment, peers=peers, members=members, rank=rank, epoch=epoch, channel=channel
+        )
         self.members = members
         self.rank = rank
         self.epoch = epoch
@@ -152,10 +156,6 @@ class Communicator:
         self.flight: deque[FlightRecord] = deque(maxlen=FLIGHT_RECORDS_MAX)
         self.on_flight: OnFlight | None = None
         self._segment = segment
-        group = {member: peers[member] for member in members if member != rank}
-        self._executor = Executor(
-            segment=segment, peers=group, members=members, rank=rank, epoch=epoch, channel=channel
-        )
         self._turnstile = _Turnstile()
         self._ended = ""
         self._closed = False

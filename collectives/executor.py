@@ -1,9 +1,10 @@
-"""Runs plans over a group's segments: memory, statuses and errors around the native executor."""
+"""Runs plans over a group's memory: what all executors share, and the one for groups of one host."""
 
 from __future__ import annotations
 
 import os
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from zbmd.collectives.program import BUFFERS, INBOX, hash_text
 from zbmd.transport import faults
 from zbmd.transport._native import address_of
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, RemoteProtocolError, ZbmdError
+from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.segment import PeerSegment, Segment
 
 DTYPES = tuple(np.dtype(name) for name in ("float32", "float64", "int32", "int64", "uint8"))
@@ -64,51 +66,28 @@ class Call:
     out_stride: int
 
 
-class Executor:
-    """One rank's executor for the group `members` at `epoch` on `channel`.
+class Executor(ABC):
+    """One rank's executor for the group `members` at `epoch`: its memory, statuses and errors.
 
-    `ranges` of the native group are trusted: they come from the mappings, not from shared memory.
+    `native` holds the group's counters and descriptors. Subclasses say how a program is walked.
     """
 
     def __init__(
-        self,
-        *,
-        segment: Segment,
-        peers: Mapping[int, PeerSegment],
-        members: tuple[int, ...],
-        rank: int,
-        epoch: int,
-        channel: int,
+        self, native: NativeGroup, *, segment: Segment, members: tuple[int, ...], rank: int, epoch: int
     ) -> None:
         self.members = members
         self.place = members.index(rank)
         self.epoch = epoch
+        self._native = native
         self._segment = segment
-        own_inbox_end = segment.nbytes - segment.arena.capacity_bytes
-        ranges = [
-            (segment.base, segment.slot, own_inbox_end, segment.nbytes)
-            if member == rank
-            else (peers[member].base, peers[member].slot, peers[member].arena_offset, peers[member].nbytes)
-            for member in members
-        ]
-        cores = len(os.sched_getaffinity(0))
-        try:
-            self._native = NativeGroup(
-                ranges,
-                rank=self.place,
-                channel=channel,
-                epoch=epoch,
-                identity=hash_text(f"members={members} epoch={epoch}"),
-                spins=SPINS_ALONE if len(members) <= cores else SPINS_SHARED,
-            )
-        except ValueError as error:
-            raise LocalProtocolError(f"no executor for {members} in epoch {epoch}: {error}") from None
-        # The native group holds bare addresses: these keep the mappings behind them alive.
-        self._mappings = (segment.mapping, *(peer.mapping for peer in peers.values()))
         self._scratch = np.empty(0, np.uint8)
         self._inbox: NDArray[Any] = np.empty(0, np.uint8)
         self._addresses = np.zeros(BUFFERS, np.uint64)
         self._kill_at: tuple[int, int] | None = None
+
+    @abstractmethod
+    def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
+        """Enter and run one operation over `_addresses`; returns a STATUS."""
 
     @property
     def sequence(self) -> int:
@@ -156,23 +135,7 @@ class Executor:
             point = self._kill_at[1]
         elif faults.armed():
             point = faults.reserve(COLLECTIVE_POINT, plan.kill_points)
-        status = self._native.run(
-            plan.native,
-            addresses,
-            operation=plan.request.operation.value,
-            dtype=call.dtype,
-            reduction=call.reduction,
-            root=plan.request.root,
-            count=call.count,
-            total=call.total,
-            piece=call.piece,
-            in_stride=call.in_stride,
-            out_stride=call.out_stride,
-            scratch=address_of(self._scratch),
-            scratch_bytes=self._scratch.nbytes,
-            deadline_ns=deadline_ns,
-            kill_point=point,
-        )
+        status = self._execute(plan, call, deadline_ns=deadline_ns, kill_point=point)
         if status != STATUS_DONE:
             raise self._error(status, plan)
 
@@ -238,10 +201,83 @@ class Executor:
         return f"{text} by plan {plan:016x}"
 
 
-def require_members(members: tuple[int, ...], rank: int, peers: Mapping[int, PeerSegment]) -> None:
+class MappedExecutor(Executor):
+    """The executor of a group whose members all share memory with this process.
+
+    `ranges` of the native group are trusted: they come from the mappings, not from shared memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        segment: Segment,
+        peers: Mapping[int, PeerSegment],
+        members: tuple[int, ...],
+        rank: int,
+        epoch: int,
+        channel: int,
+    ) -> None:
+        own_inbox_end = segment.nbytes - segment.arena.capacity_bytes
+        ranges = [
+            (segment.base, segment.slot, own_inbox_end, segment.nbytes)
+            if member == rank
+            else (peers[member].base, peers[member].slot, peers[member].arena_offset, peers[member].nbytes)
+            for member in members
+        ]
+        try:
+            native = NativeGroup(
+                ranges,
+                rank=members.index(rank),
+                channel=channel,
+                epoch=epoch,
+                identity=group_identity(members, epoch),
+                spins=spins_for(len(members)),
+            )
+        except ValueError as error:
+            raise no_executor(members, epoch, error) from None
+        super().__init__(native, segment=segment, members=members, rank=rank, epoch=epoch)
+        # The native group holds bare addresses: these keep the mappings behind them alive.
+        self._mappings = (segment.mapping, *(peer.mapping for peer in peers.values()))
+
+    def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
+        return self._native.run(
+            plan.native,
+            self._addresses,
+            operation=plan.request.operation.value,
+            dtype=call.dtype,
+            reduction=call.reduction,
+            root=plan.request.root,
+            count=call.count,
+            total=call.total,
+            piece=call.piece,
+            in_stride=call.in_stride,
+            out_stride=call.out_stride,
+            scratch=address_of(self._scratch),
+            scratch_bytes=self._scratch.nbytes,
+            deadline_ns=deadline_ns,
+            kill_point=kill_point,
+        )
+
+
+def group_identity(members: tuple[int, ...], epoch: int) -> int:
+    """What tells a group's operations from those of another: it enters their fingerprints."""
+    return hash_text(f"members={members} epoch={epoch}")
+
+
+def spins_for(members: int) -> int:
+    """Polls before a wait parks, in a group of so many on one host."""
+    return SPINS_ALONE if members <= len(os.sched_getaffinity(0)) else SPINS_SHARED
+
+
+def no_executor(members: tuple[int, ...], epoch: int, error: ValueError) -> LocalProtocolError:
+    """The error of a native group that cannot be."""
+    return LocalProtocolError(f"no executor for {members} in epoch {epoch}: {error}")
+
+
+def require_members(members: tuple[int, ...], rank: int, peers: Mapping[int, PeerMemory]) -> None:
     """Raise `LocalProtocolError` unless `rank` and exactly `peers` make up `members`."""
     if rank not in members or len(set(members)) != len(members):
         raise LocalProtocolError(f"rank {rank} is not one of the members {members}")
     missing = [member for member in members if member != rank and member not in peers]
     if missing:
-        raise LocalProtocolError(f"no segment is attached for the members {missing} of {members}")
+        raise LocalProtocolError(f"no memory is attached for the members {missing} of {members}")

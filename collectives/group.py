@@ -164,7 +164,7 @@ def group_of(node: Node, view: View, *, channel: int = 0) -> Group:
     """The group of a view that `node` has already got. Waits for nobody."""
     communicator = Communicator(
         segment=node.segment,
-        peers={rank: node.peers[rank].segment for rank in view.ranks if rank != node.rank},
+        peers={rank: node.peers[rank].memory for rank in view.ranks if rank != node.rank},
         members=view.ranks,
         rank=node.rank,
         epoch=view.epoch,

@@ -29,8 +29,9 @@ from zbmd.training.store import Store
 from zbmd.training.xp import Array
 from zbmd.transport import faults
 from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.region import RegionHandle, RemoteRegion
-from zbmd.transport.segment import PeerSegment, Segment
+from zbmd.transport.segment import Segment
 
 FETCH_ELEMENTS = 1 << 18
 """A pull looks for its cancellation after every MiB."""
@@ -222,7 +223,7 @@ class TrainingWorkload:
         if peer is None:
             raise RemoteProtocolError(f"rank {work.source} is to be read, and is no peer")
         own = self.node.segment
-        return open_state(work.handle, work.source_slot, peer.segment, own, rank=work.source, nbytes=nbytes)
+        return open_state(work.handle, work.source_slot, peer.memory, own, rank=work.source, nbytes=nbytes)
 
     def recall(self, work: cm.Recall, cancellation: Cancellation) -> bytes | None:
         """Read the last checkpoint into `work.slot` if it holds the last version; see `Workload`."""
@@ -262,7 +263,7 @@ class TrainingWorkload:
 
 
 def open_state(
-    handle: bytes, slot: int, peer: PeerSegment, own: Segment, *, rank: int, nbytes: int
+    handle: bytes, slot: int, peer: PeerMemory, own: Segment, *, rank: int, nbytes: int
 ) -> RemoteRegion:
     """The state in a slot of `rank`, which must have `nbytes`; `handle`: what it said of its slots.
 

@@ -19,7 +19,7 @@ from zbmd.collectives._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.algorithms import Operation, Request
 from zbmd.collectives.commit import StepCommit
 from zbmd.collectives.errors import CollectiveError
-from zbmd.collectives.executor import Call, Executor
+from zbmd.collectives.executor import Call, MappedExecutor
 from zbmd.collectives.plan import Plan, plan_of
 from zbmd.collectives.program import IN, OUT
 from zbmd.tools.fuzzing.actors import DECODED
@@ -157,7 +157,7 @@ def _plan(rank: int) -> Plan:
 
 
 def _all_reduce(own: Segment, peer: PeerSegment, deadline_ns: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    executor = Executor(
+    executor = MappedExecutor(
         segment=own, peers={1 - own.slot: peer}, members=(0, 1), rank=own.slot, epoch=EPOCH, channel=0
     )
     source, target = (

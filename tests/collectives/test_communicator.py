@@ -369,7 +369,7 @@ def test_a_channel_serves_one_communicator_an_epoch(run_ranks: RunRanks) -> None
 
 
 def test_members_need_their_segments(alone: Communicator) -> None:
-    with pytest.raises(LocalProtocolError, match="no segment"):
+    with pytest.raises(LocalProtocolError, match="no memory"):
         Communicator(segment=alone._segment, peers={}, members=(0, 1), rank=0, epoch=1, channel=1)
     with pytest.raises(LocalProtocolError, match="not one of the members"):
         Communicator(segment=alone._segment, peers={}, members=(1,), rank=0, epoch=1, channel=1)

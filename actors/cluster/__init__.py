@@ -1,10 +1,14 @@
 """Membership of a cluster of nodes without a coordinator: who is in, as a majority of the last view agrees.
 
-members     nodes, views, changes from view to view, and the rule of quorums
+nodes       nodes and their lives
+jobs        the table of the cluster's jobs, and the commands that change it
+job_rules   how the table follows from a change of view
+members     views, changes from view to view, and the rule of quorums
 overlay     who observes whom, and the tree along which a round travels
 messages    what nodes say to each other, what their machine hears and asks for
 acceptor    a node's word in the agreement on the next view (Paxos, one decree a view)
 rounds      a question that travels down the tree, and the answers that come up merged
-reports     who has reported whom, and what change follows
+word        what a member has to say
+reports     who has reported what, and what change follows
 membership  the view-change machine
 """

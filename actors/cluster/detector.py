@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
-from zbmd.actors.cluster.members import NodeKey
+from zbmd.actors.cluster.nodes import NodeKey
 from zbmd.transport.budget import Deadlines
 
 INTERVALS_KEPT = 32

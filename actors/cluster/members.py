@@ -1,4 +1,4 @@
-"""Nodes, views, and the changes between them; the rule that says which part of a view may go on."""
+"""Views and the changes between them; the rule that says which part of a view may go on."""
 
 from __future__ import annotations
 
@@ -7,59 +7,44 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import msgspec
+
+from zbmd.actors.cluster.job_rules import after_change
+from zbmd.actors.cluster.jobs import NO_JOBS, Command, JobTable
+from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.transport.errors import LocalProtocolError
 
 MEMBERS_MAX = 1 << 17
-EPOCH_MAX = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class NodeKey:
-    """One life of a node: the id that it keeps, and the incarnation, which grows from life to life."""
-
-    id: int
-    incarnation: int
-
-    def __str__(self) -> str:
-        return f"node{self.id}#{self.incarnation}"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Node:
-    """A member of the cluster. `address`: where its links are dialed; `name`: what people call it."""
-
-    key: NodeKey
-    address: str = ""
-    name: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.key})" if self.name else str(self.key)
-
-    @property
-    def id(self) -> int:
-        """What it keeps over its lives."""
-        return self.key.id
+EPOCH_MAX = (1 << 32) - 1
+"""As of the ranks' views, whose epochs are taken from these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """From the view before to the view of `epoch`. `removed` and `added` are sorted."""
+    """From the view before to the view of `epoch`. `removed` and `added` are sorted.
+
+    commands: in the order in which they are applied; elapsed_ns: how long the view before has lasted.
+    """
 
     epoch: int
     removed: tuple[NodeKey, ...] = ()
     added: tuple[Node, ...] = ()
+    commands: tuple[Command, ...] = ()
+    elapsed_ns: int = 0
 
     def __str__(self) -> str:
         parts = [f"-{key}" for key in self.removed] + [f"+{node.key}" for node in self.added]
+        parts += [f"{len(self.commands)} commands"] if self.commands else []
         return f"view {self.epoch} ({' '.join(parts) or 'the same members'})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterView:
-    """The members of an epoch, sorted by id, one life of each node at most."""
+    """The members of an epoch, sorted by id, one life of each node at most, and the jobs of the cluster."""
 
     epoch: int
     nodes: tuple[Node, ...]
+    jobs: JobTable = NO_JOBS
 
     def __post_init__(self) -> None:
         ids = [node.id for node in self.nodes]
@@ -84,8 +69,8 @@ class ClusterView:
     @cached_property
     def digest(self) -> bytes:
         """Names this view: equal for equal views alone."""
-        text = repr((self.epoch, [(n.key.id, n.key.incarnation, n.address, n.name) for n in self.nodes]))
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        encoded = msgspec.msgpack.encode((self.epoch, self.nodes, self.jobs))
+        return hashlib.blake2b(encoded, digest_size=16).digest()
 
     def holds(self, key: NodeKey) -> bool:
         """Whether this life of the node is a member."""
@@ -126,7 +111,18 @@ def _after(shared: _Shared, change: Change) -> ClusterView:
         if node.id in nodes:
             raise LocalProtocolError(f"{change} adds {node.key} beside {nodes[node.id].key}")
         nodes[node.id] = node
-    return ClusterView(epoch=change.epoch, nodes=tuple(nodes[node_id] for node_id in sorted(nodes)))
+    after = (
+        tuple(nodes[node_id] for node_id in sorted(nodes)) if change.removed or change.added else view.nodes
+    )
+    jobs = after_change(
+        view.jobs,
+        epoch=change.epoch,
+        members=[node.key for node in after],
+        removed=frozenset(change.removed),
+        commands=change.commands,
+        elapsed_ns=change.elapsed_ns,
+    )
+    return ClusterView(epoch=change.epoch, nodes=after, jobs=jobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """The view-change machine of one node (sans-I/O): who is in the cluster, with no coordinator to lose.
 
-Members report what they know, whoever they no longer hear, who knocks, to the **speaker**: the member with
-the lowest id among those that they do not suspect. After a short while in which reports gather, the speaker
-has the members of the view agree on the next one: one Paxos decree a view, over a tree of all members
-(`rounds`), so that a member's cost does not grow with the cluster. If the speaker is gone, the next in line
-takes its place; two speakers at once are safe, as any two are in Paxos.
+Members report what they know, whoever they no longer hear, who knocks, what their jobs ask for, to the
+**speaker**: the member with the lowest id among those that they do not suspect. After a short while in which
+reports gather, the speaker has the members of the view agree on the next one: one Paxos decree a view, over a
+tree of all members (`rounds`), so that a member's cost does not grow with the cluster. If the speaker is
+gone, the next in line takes its place; two speakers at once are safe, as any two are in Paxos.
 
 A decided view is acted on in two phases: LEARN makes it known to all of its members, and once all have said
 so ENTER lets them act on it. So whatever view anybody acts on, every member of it knows. If one dies in
@@ -22,17 +22,21 @@ from typing import assert_never
 
 from zbmd.actors.cluster import messages as m
 from zbmd.actors.cluster.acceptor import Acceptor
-from zbmd.actors.cluster.members import Change, ClusterView, Node, NodeKey, quorum
+from zbmd.actors.cluster.agenda import Agenda
+from zbmd.actors.cluster.members import Change, ClusterView, quorum
+from zbmd.actors.cluster.nodes import Node
 from zbmd.actors.cluster.overlay import overlay_of, tree_of
 from zbmd.actors.cluster.reports import Reports
 from zbmd.actors.cluster.rounds import Round
+from zbmd.actors.cluster.word import OwnWord
 from zbmd.transport.budget import Deadlines
 from zbmd.transport.errors import LocalProtocolError
 
 CANDIDATES_MAX = 4
 """Members in line for the speaker's place that a report goes to, one more with each retry."""
 STORY_EVENTS_MAX = 16
-JOINS_WAITING_MAX = 4096
+QUICK_SHARE = 20
+"""What no others will report as well, as commands, waits only for such a share of an agreement's time."""
 LEFT = "it left"
 """The reason of a node that stops because it was asked to leave."""
 
@@ -64,13 +68,11 @@ class ClusterMachine:
         self.round_ns = self.retry_ns = deadlines.agreement_ns
         # All observers of a death notice it within a heartbeat of each other.
         self.batch_ns, self.settle_ns = deadlines.heartbeat_ns, 2 * deadlines.heartbeat_ns
+        self.quick_ns = max(1, deadlines.agreement_ns // QUICK_SHARE)
         self.lonely_ns, self.join_ns = deadlines.recovery_budget_ns, deadlines.view_ns
         self._doors: tuple[Node, ...] = ()
         self._asked = 0
-        self._joins: dict[int, Node] = {}
-        self._suspected: set[NodeKey] = set()
-        self._proven: set[NodeKey] = set()
-        self._leaving = False
+        self._word = OwnWord(me.key)
         self._unreachable: set[int] = set()
         self._reports = Reports(self.view)
         self._acceptor = Acceptor()
@@ -83,7 +85,7 @@ class ClusterMachine:
         self._reported_ns: int | None = None
         self._gathering_ns: int | None = None
         self._lonely_since_ns: int | None = None
-        self._due: dict[str, int] = {}
+        self._agenda = Agenda()
         self._actions: list[m.Action] = []
 
     # -- events ------------------------------------------------------------------------------------------
@@ -93,12 +95,12 @@ class ClusterMachine:
         if self.state is State.STOPPED:
             return []
         self._actions = []
-        timer_before = self._next_due()
+        timer_before = self._agenda.next_ns
         match event:
             case m.Found():
                 self._begin(State.MEMBER)
                 self._adopt(ClusterView(epoch=1, nodes=(self.me,)), now_ns)
-                self._enter("it founds the cluster")
+                self._enter("it founds the cluster", now_ns)
             case m.Enter(doors=doors):
                 self._begin(State.JOINING)
                 if not doors:
@@ -106,28 +108,36 @@ class ClusterMachine:
                         "to enter a cluster, a door is needed: give the address of a member"
                     )
                 self._doors = doors
-                self._due["give up joining"] = now_ns + self.join_ns
+                self._agenda.put("give up joining", now_ns + self.join_ns)
                 self._knock(now_ns)
             case m.Received(sender=sender, message=message):
                 self._received(sender, message, now_ns)
             case m.Suspected(key=key):
-                self._suspected.add(key)
+                self._word.suspected.add(key)
                 self._report(now_ns)
             case m.Trusted(key=key):
-                self._suspected.discard(key)
+                self._word.suspected.discard(key)
                 self._unreachable.discard(key.id)
                 self._report(now_ns, retract=True)
             case m.Proven(key=key):
                 if self.view.holds(key):
-                    self._proven.add(key)
+                    self._word.proven.add(key)
                     self._report(now_ns)
             case m.LeaveRequested():
                 self._leave(now_ns)
+            case m.Ordered(order=order):
+                self._word.order(order)
+                self._report(now_ns)
             case m.TimerFired():
                 self._timer(now_ns)
             case _:
                 assert_never(event)
         return self._done(timer_before)
+
+    @property
+    def ordered(self) -> int:
+        """The number of the last command that this life has asked for; 0 before the first."""
+        return self._word.ordered
 
     def check_invariants(self) -> None:
         """The view holds us while we are a member, and we act on no view that we do not know."""
@@ -137,7 +147,7 @@ class ClusterMachine:
         assert self._own is None or self._own.parent is None, "our own round has a parent"
         assert self._relay is None or self._relay.parent is not None, "a round that we relay has none"
         assert self._own is None or self._own.cast.epoch == self.view.epoch, "a round on another view"
-        assert len(self._joins) <= JOINS_WAITING_MAX, len(self._joins)
+        self._word.check_invariants()
 
     def _begin(self, state: State) -> None:
         if self.state is not State.NEW:
@@ -146,19 +156,14 @@ class ClusterMachine:
 
     def _done(self, timer_before: int | None) -> list[m.Action]:
         actions, self._actions = self._actions, []
-        due = self._next_due()
+        due = self._agenda.next_ns
         if self.state is not State.STOPPED and due is not None and due != timer_before:
             actions.append(m.SetTimer(at_ns=due))
         return actions
 
-    def _next_due(self) -> int | None:
-        return min(self._due.values(), default=None)
-
     def _timer(self, now_ns: int) -> None:
-        due = sorted((at_ns, what) for what, at_ns in self._due.items() if at_ns <= now_ns)
-        for _, what in due:
-            self._due.pop(what, None)
-        for _, what in due:
+        due = self._agenda.take(now_ns)
+        for what in due:
             if self.state is State.STOPPED:
                 return
             match what:
@@ -180,8 +185,9 @@ class ClusterMachine:
                         self._finish(asked, now_ns)
                 case _:
                     raise AssertionError(what)
-        if not due and self._due:  # early: ask again
-            self._actions.append(m.SetTimer(at_ns=min(self._due.values())))
+        due_ns = self._agenda.next_ns
+        if not due and due_ns is not None:  # early: ask again
+            self._actions.append(m.SetTimer(at_ns=due_ns))
 
     # -- messages ----------------------------------------------------------------------------------------
 
@@ -245,7 +251,7 @@ class ClusterMachine:
             if now_ns - self._known_ns > self.retry_ns:
                 self._catch_up(sender, beat.known)
         elif beat.entered == self.view.epoch and self.entered < self.view.epoch:
-            self._enter(f"{sender.key} acts on it, so all members know it")
+            self._enter(f"{sender.key} acts on it, so all members know it", now_ns)
 
     # -- joining and leaving -----------------------------------------------------------------------------
 
@@ -254,7 +260,7 @@ class ClusterMachine:
             return
         self._send(self._doors[self._asked % len(self._doors)], m.Join(node=self.me))
         self._asked += 1
-        self._due["knock"] = now_ns + self.retry_ns
+        self._agenda.put("knock", now_ns + self.retry_ns)
 
     def _knocked(self, node: Node, now_ns: int) -> None:
         if self.state is not State.MEMBER:
@@ -266,47 +272,34 @@ class ClusterMachine:
         if member is not None and member.key.incarnation > node.key.incarnation:
             self._send(node, m.Excluded(epoch=self.view.epoch, reason=f"{member.key} has taken its place"))
             return
-        known = self._joins.get(node.id)
-        if known is None and len(self._joins) >= JOINS_WAITING_MAX:
-            return  # it knocks again
-        if known is None or known.key.incarnation < node.key.incarnation:
-            self._joins[node.id] = node
+        if self._word.knocked(node):
             self._report(now_ns)
 
     def _leave(self, now_ns: int) -> None:
         if self.state is not State.MEMBER or len(self.view.nodes) == 1:
             self._stop(LEFT)
             return
-        self._leaving = True
+        self._word.leaving = True
         self._report(now_ns)
 
     # -- reporting ---------------------------------------------------------------------------------------
 
-    def _own_report(self) -> m.Report:
-        return m.Report(
-            epoch=self.view.epoch,
-            down=tuple(sorted(key for key in self._suspected if self.view.holds(key))),
-            proven=tuple(sorted(key for key in self._proven if self.view.holds(key))),
-            joins=tuple(self._joins[node_id] for node_id in sorted(self._joins)),
-            leaves=self._leaving,
-        )
-
     def candidates(self) -> list[int]:
         """Who may speak, the first in line first: the members that we have no word against."""
-        out = {key.id for key in self._suspected | self._proven}
+        out = {key.id for key in self._word.suspected | self._word.proven}
         out |= self._unreachable | self._reports.down() | self._reports.proven()
-        leaving = {self.me.id} if self._leaving else set()
+        leaving = {self.me.id} if self._word.leaving else set()
         return [node_id for node_id in self.view.ids if node_id not in out and node_id not in leaving]
 
     def _report(self, now_ns: int, *, retract: bool = False) -> None:
         """Tell the speaker what we know; each time one member more, until it is dealt with."""
         if self.state is not State.MEMBER:
             return
-        report = self._own_report()
+        report = self._word.report(self.view)
         anything = self._reports.take(self.me.key, report)
         if not anything:
             self._reported_ns = None
-            self._due.pop("report", None)
+            self._agenda.drop("report")
             if not retract:
                 return
         elif self._reported_ns is None:
@@ -318,10 +311,10 @@ class ClusterMachine:
                 self._send(self.view.by_id[node_id], report)
         if not anything:
             return
-        self._due["report"] = now_ns + self.retry_ns
+        self._agenda.put("report", now_ns + self.retry_ns)
         place = line.index(self.me.id) if self.me.id in line else len(line)
         if place == 0 or attempt > min(place, CANDIDATES_MAX) + place % CANDIDATES_MAX:
-            self._gather(now_ns)
+            self._gather(report, now_ns)
 
     def _take_report(self, sender: Node, report: m.Report, now_ns: int) -> None:
         if report.epoch < self.view.epoch:
@@ -331,13 +324,14 @@ class ClusterMachine:
         else:
             self._send(sender, m.Beat(known=self.view.epoch, entered=self.entered))
             if self._reports.take(sender.key, report):
-                self._gather(now_ns)
+                self._gather(report, now_ns)
 
-    def _gather(self, now_ns: int) -> None:
+    def _gather(self, report: m.Report, now_ns: int) -> None:
         """There is something to agree on; let more reports come in first."""
         if self._gathering_ns is None:
             self._gathering_ns = now_ns
-        self._due.setdefault("propose", now_ns + self.batch_ns)
+        wait_ns = self.quick_ns if report.commands else self.batch_ns
+        self._agenda.put_by("propose", now_ns + wait_ns)
 
     # -- proposing ---------------------------------------------------------------------------------------
 
@@ -345,7 +339,7 @@ class ClusterMachine:
         """Have the members agree on what follows from the reports, if that is up to us."""
         if self._own is not None or self.state is not State.MEMBER:
             return
-        change = self._reports.change()
+        change = self._wanted(now_ns)
         gathering_ns = now_ns if self._gathering_ns is None else self._gathering_ns
         if self._reports.empty:
             self._gathering_ns = None
@@ -354,13 +348,17 @@ class ClusterMachine:
             # Reported by too few to be believed. Are we the ones who are cut off?
             heard = quorum(self.view, self.candidates(), self._reports.proven()).holds
             if heard and now_ns - gathering_ns < self.lonely_ns:
-                self._due["propose"] = now_ns + self.retry_ns
+                self._agenda.put("propose", now_ns + self.retry_ns)
                 return
-        elif not self._reports.settled() and now_ns - gathering_ns < self.settle_ns:
-            self._due["propose"] = now_ns + self.batch_ns
+        elif (
+            (change.removed or not change.commands)
+            and not self._reports.settled()
+            and now_ns - gathering_ns < self.settle_ns
+        ):
+            self._agenda.put("propose", now_ns + self.batch_ns)
             return
         elif not change.removed and self.entered < self.view.epoch:
-            self._due["propose"] = now_ns + self.retry_ns  # first let those in who have been agreed on
+            self._agenda.put("propose", now_ns + self.retry_ns)  # first let those in who have been agreed on
             return
         self._number = max(self._number, self._acceptor.promised.number if self._acceptor.promised else 0)
         fresh = self._acceptor.promised is None and self.view.ids[0] == self.me.id
@@ -370,10 +368,13 @@ class ClusterMachine:
             self._number += 1
             self._ask(m.Phase.PREPARE, m.Ballot(self._number, self.me.id), now_ns)
 
+    def _wanted(self, now_ns: int) -> Change | None:
+        return self._reports.change(elapsed_ns=max(0, now_ns - self._known_ns))
+
     def _ask(self, phase: m.Phase, ballot: m.Ballot, now_ns: int, change: Change | None = None) -> None:
         """Begin a round of our own."""
         agreeing = phase in (m.Phase.PREPARE, m.Phase.ACCEPT)
-        out = self._reports.down() | self._unreachable | {key.id for key in self._suspected}
+        out = self._reports.down() | self._unreachable | {key.id for key in self._word.suspected}
         excluded = tuple(sorted((out & set(self.view.ids)) - {self.me.id})) if agreeing else ()
         cast = m.Cast(
             phase=phase,
@@ -385,7 +386,7 @@ class ClusterMachine:
         )
         tree = tree_of(self.view, self.me.id, excluded)
         self._own = asked = Round(cast, tree, self.me.id, None, now_ns + self.round_ns)
-        self._due["own round"] = asked.deadline_ns
+        self._agenda.put("own round", asked.deadline_ns)
         asked.answer(missing=excluded)
         self._answer(asked)
         self._hand_on(asked)
@@ -415,11 +416,11 @@ class ClusterMachine:
             return
         if asked.parent is not None:
             self._relay = None
-            self._due.pop("relayed round", None)
+            self._agenda.drop("relayed round")
             self._send(asked.parent, asked.result)
             return
         self._own = None
-        self._due.pop("own round", None)
+        self._agenda.drop("own round")
         result = asked.result
         if result.phase is m.Phase.LEARN:
             self._learned_by(asked, result, now_ns)
@@ -431,7 +432,7 @@ class ClusterMachine:
         if result.refused is not None:
             self._number = max(self._number, result.refused.number)
             place = self.view.ids.index(self.me.id)
-            self._due["propose"] = now_ns + self.retry_ns * (1 + place % CANDIDATES_MAX)
+            self._agenda.put("propose", now_ns + self.retry_ns * (1 + place % CANDIDATES_MAX))
             return
         verdict = quorum(self.view, asked.present(), self._reports.proven())
         if not verdict.holds:
@@ -440,14 +441,14 @@ class ClusterMachine:
             if now_ns - self._lonely_since_ns >= self.lonely_ns:
                 self._stop(f"it is cut off: {verdict.reason}")
             else:
-                self._due["propose"] = now_ns + self.retry_ns
+                self._agenda.put("propose", now_ns + self.retry_ns)
             return
         self._lonely_since_ns = None
         if result.phase is m.Phase.PREPARE:
-            change = result.accepted.change if result.accepted is not None else self._reports.change()
+            change = result.accepted.change if result.accepted is not None else self._wanted(now_ns)
             if change is None:
                 self._gathering_ns = now_ns  # we are not cut off, and too few agree with us
-                self._due["propose"] = now_ns + self.retry_ns
+                self._agenda.put("propose", now_ns + self.retry_ns)
             else:
                 self._ask(m.Phase.ACCEPT, asked.cast.ballot, now_ns, change)
             return
@@ -480,15 +481,8 @@ class ClusterMachine:
         self._own = self._relay = None
         self._lonely_since_ns = self._gathering_ns = self._reported_ns = None
         self._unreachable.clear()
-        for what in ("own round", "relayed round", "propose", "report", "knock", "give up joining"):
-            self._due.pop(what, None)
-        self._suspected = {key for key in self._suspected if view.holds(key)}
-        self._proven = {key for key in self._proven if view.holds(key)}
-        self._joins = {
-            node.id: node
-            for node in self._joins.values()
-            if node.id not in view.by_id or view.by_id[node.id].key.incarnation < node.key.incarnation
-        }
+        self._agenda.drop("own round", "relayed round", "propose", "report", "knock", "give up joining")
+        self._word.adopted(view)
         self._reports = Reports(view)
         overlay = overlay_of(view)
         self._actions.append(
@@ -497,7 +491,7 @@ class ClusterMachine:
                 observers=tuple(view.by_id[i] for i in overlay.observers[self.me.id]),
             )
         )
-        self._due["confirm"] = now_ns + self.retry_ns
+        self._agenda.put("confirm", now_ns + self.retry_ns)
         self._report(now_ns)
 
     def _learn(self, view: ClusterView, now_ns: int, change: Change | None = None) -> None:
@@ -517,7 +511,7 @@ class ClusterMachine:
         line = self.candidates()
         place = line.index(self.me.id) if self.me.id in line else len(line)
         waited = (now_ns - self._known_ns) // self.retry_ns
-        self._due["confirm"] = now_ns + self.retry_ns
+        self._agenda.put("confirm", now_ns + self.retry_ns)
         if self._own is None and (place == 0 or waited > min(place, CANDIDATES_MAX)):
             self._ask(m.Phase.LEARN, m.Ballot(waited, self.me.id), now_ns, self._change)
 
@@ -533,13 +527,15 @@ class ClusterMachine:
         )
         for child in asked.tree.children(self.me.id):
             self._send(self.view.by_id[child], cast)
-        self._enter("all members know it")
+        self._enter("all members know it", now_ns)
 
-    def _enter(self, reason: str) -> None:
+    def _enter(self, reason: str, now_ns: int) -> None:
         self.entered = self.view.epoch
-        self._due.pop("confirm", None)
+        self._agenda.drop("confirm")
         self.story.append(f"acts on {self.view}: {reason}")
         self._actions.append(m.Installed(view=self.view, reason=reason))
+        if self._gathering_ns is not None:
+            self._agenda.put_by("propose", now_ns)  # it waited for this
 
     # -- others' rounds ----------------------------------------------------------------------------------
 
@@ -562,7 +558,7 @@ class ClusterMachine:
             if self.entered < self.view.epoch:
                 for child in tree.children(self.me.id):
                     self._send(self.view.by_id[child], cast)
-                self._enter(f"{cast.root} says that all members know it")
+                self._enter(f"{cast.root} says that all members know it", now_ns)
             return
         self._relay_on(sender, cast, now_ns)
 
@@ -573,7 +569,7 @@ class ClusterMachine:
         self._relay = asked = Round(cast, tree, self.me.id, sender, now_ns + share_ns)
         if self._answer(asked):
             self._hand_on(asked)
-            self._due["relayed round"] = asked.deadline_ns
+            self._agenda.put("relayed round", asked.deadline_ns)
         else:
             asked.waiting.clear()
         self._finish(asked, now_ns)
@@ -590,8 +586,8 @@ class ClusterMachine:
         self._actions.append(m.Send(to=to, message=message))
 
     def _stop(self, reason: str) -> None:
-        reason = LEFT if self._leaving else reason
+        reason = LEFT if self._word.leaving else reason
         self.story.append(f"stops: {reason}")
         self.state = State.STOPPED
-        self._due.clear()
+        self._agenda.clear()
         self._actions.append(m.Stopped(reason=reason))

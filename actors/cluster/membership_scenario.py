@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from zbmd.actors.cluster.detector import Detector
-from zbmd.actors.cluster.members import ClusterView, Node, NodeKey
+from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.membership import LEFT, ClusterMachine, State
 from zbmd.actors.cluster.messages import (
     Action,
@@ -41,6 +41,7 @@ from zbmd.actors.cluster.messages import (
     Trusted,
     Watch,
 )
+from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.transport import sim
 from zbmd.transport.budget import Deadlines, derive
 from zbmd.transport.errors import LocalProtocolError

@@ -1,4 +1,7 @@
-"""What nodes say to each other about membership, what the machine hears, and what it asks for."""
+"""What nodes say to each other about membership, what the machine hears, and what it asks for.
+
+The messages are contracts: a driver sends them as they are.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from zbmd.actors.cluster.members import Change, ClusterView, Node, NodeKey
+from zbmd.actors.cluster.jobs import Command, Order
+from zbmd.actors.cluster.members import Change, ClusterView
+from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.contracts import Contract
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -20,19 +26,17 @@ class Ballot:
 # --- messages -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
+class Join(Contract, id="zbmd.cluster.join"):
     """A node asks to be let in. To any member."""
 
     node: Node
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Contract, id="zbmd.cluster.report"):
     """What one member knows of others, in the view of `epoch`; replaces what it reported before.
 
     down: members that it observes and that are silent; proven: members whose end is certain; joins: nodes
-    that ask to be let in; leaves: it wants to leave itself.
+    that ask to be let in; leaves: it wants to leave itself; commands: its own orders that the view lacks.
     """
 
     epoch: int
@@ -40,6 +44,7 @@ class Report:
     proven: tuple[NodeKey, ...] = ()
     joins: tuple[Node, ...] = ()
     leaves: bool = False
+    commands: tuple[Command, ...] = ()
 
 
 class Phase(Enum):
@@ -55,8 +60,7 @@ class Phase(Enum):
     """All members know it: act on it. Asks for nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cast:
+class Cast(Contract, id="zbmd.cluster.cast"):
     """A round's question, handed down the tree. Names the tree: root, who is left out, and its view.
 
     epoch: of the view that the members are to be in when they answer, which for `PREPARE` and `ACCEPT` is
@@ -79,8 +83,7 @@ class Accepted:
     change: Change
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Echo:
+class Echo(Contract, id="zbmd.cluster.echo"):
     """The merged answers of a node and all below it in the tree.
 
     missing: ids of those below who did not answer in time or not in kind; refused: the highest ballot that
@@ -95,30 +98,26 @@ class Echo:
     refused: Ballot | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Behind:
+class Behind(Contract, id="zbmd.cluster.behind"):
     """The sender knows no view newer than `epoch`, and needs one to answer."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learn:
+class Learn(Contract, id="zbmd.cluster.learn"):
     """A view that was decided."""
 
     view: ClusterView
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Excluded:
+class Excluded(Contract, id="zbmd.cluster.excluded"):
     """The receiver is no member of the view of `epoch`, nor will be in this life."""
 
     epoch: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Beat(Contract, id="zbmd.cluster.beat"):
     """A heartbeat. known: the newest view decided that the sender knows; entered: the one it acts on."""
 
     known: int
@@ -179,11 +178,20 @@ class LeaveRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ordered:
+    """Have the members agree on an order: it becomes this life's next command."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimerFired:
     """The time asked for by the last `SetTimer` has come."""
 
 
-Event: TypeAlias = Found | Enter | Received | Suspected | Trusted | Proven | LeaveRequested | TimerFired
+Event: TypeAlias = (
+    Found | Enter | Received | Suspected | Trusted | Proven | LeaveRequested | Ordered | TimerFired
+)
 
 
 # --- actions --------------------------------------------------------------------------------------------

@@ -7,12 +7,17 @@ rack that fails at once goes in one cut.
 
 from __future__ import annotations
 
-from zbmd.actors.cluster.members import Change, ClusterView, Node, NodeKey
+from zbmd.actors.cluster.jobs import Command
+from zbmd.actors.cluster.members import Change, ClusterView
 from zbmd.actors.cluster.messages import Report
+from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.overlay import overlay_of
+from zbmd.actors.cluster.word import first_commands
 
 JOINS_MAX = 4096
 """Nodes let in by one change; more wait for the next."""
+COMMANDS_IN_CHANGE_MAX = 256
+CHANGE_COMMAND_BYTES_MAX = 512 * 1024
 
 
 class Reports:
@@ -26,7 +31,7 @@ class Reports:
         """Take a member's report; whether it says anything. Those on another view are not taken."""
         if report.epoch != self.view.epoch or not self.view.holds(reporter):
             return False
-        if report.down or report.proven or report.joins or report.leaves:
+        if report.down or report.proven or report.joins or report.leaves or report.commands:
             self._by_reporter[reporter.id] = report
         else:
             self._by_reporter.pop(reporter.id, None)
@@ -68,19 +73,35 @@ class Reports:
             for key in report.down
         )
 
-    def change(self) -> Change | None:
-        """What follows from the reports now, if anything does."""
+    def change(self, *, elapsed_ns: int = 0) -> Change | None:
+        """What follows from the reports now, if anything does. elapsed_ns: since the view was known."""
         view, down = self.view, self.down()
         leaves = {node_id for node_id, report in self._by_reporter.items() if report.leaves}
         joins = self._joins()
         replaced = {node.id for node in joins if node.id in view.by_id}
         gone = sorted((down | leaves | replaced) & set(view.ids))
-        if not gone and not joins:
+        commands = self._commands(frozenset(gone))
+        if not gone and not joins and not commands:
             return None
         if len(gone) == len(view.ids) and not joins:
             return None  # nobody would be left to agree on it
         removed = tuple(view.by_id[node_id].key for node_id in gone)
-        return Change(epoch=view.epoch + 1, removed=removed, added=joins)
+        return Change(
+            epoch=view.epoch + 1, removed=removed, added=joins, commands=commands, elapsed_ns=elapsed_ns
+        )
+
+    def _commands(self, gone: frozenset[int]) -> tuple[Command, ...]:
+        """The commands of those who stay: the first of each, then the second of each, and so on."""
+        waiting = [
+            (place, node_id, command)
+            for node_id, report in self._by_reporter.items()
+            if node_id not in gone
+            for place, command in enumerate(report.commands)
+        ]
+        waiting.sort(key=lambda entry: entry[:2])
+        return first_commands(
+            (command for _, _, command in waiting), COMMANDS_IN_CHANGE_MAX, CHANGE_COMMAND_BYTES_MAX
+        )
 
     def _joins(self) -> tuple[Node, ...]:
         """Those who ask to be let in, the newest life of each, by id."""

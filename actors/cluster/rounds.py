@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zbmd.actors.cluster.members import Node
 from zbmd.actors.cluster.messages import Accepted, Ballot, Cast, Echo
+from zbmd.actors.cluster.nodes import Node
 from zbmd.actors.cluster.overlay import Tree
 
 

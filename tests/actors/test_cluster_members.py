@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.actors.cluster.acceptor import Acceptor
-from zbmd.actors.cluster.members import Change, ClusterView, Node, NodeKey, quorum
+from zbmd.actors.cluster.members import Change, ClusterView, quorum
 from zbmd.actors.cluster.messages import Accepted, Ballot, Cast, Echo, Phase
+from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.overlay import FAN_OUT, OBSERVERS_MAX, overlay_of, tree_of
 from zbmd.actors.cluster.rounds import Round
 from zbmd.transport.errors import LocalProtocolError

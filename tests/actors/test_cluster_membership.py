@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.actors.cluster.detector import Detector
-from zbmd.actors.cluster.members import Node, NodeKey
 from zbmd.actors.cluster.membership import ClusterMachine
 from zbmd.actors.cluster.membership_scenario import (
     LIVENESS_NS,
@@ -22,6 +21,7 @@ from zbmd.actors.cluster.membership_scenario import (
     name_of,
 )
 from zbmd.actors.cluster.messages import Found, LeaveRequested, Stopped
+from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.transport import sim
 from zbmd.transport.budget import derive
 from zbmd.transport.sim import Options, Outcome, run_scenario

@@ -45,7 +45,8 @@ from zbmd.actors.cluster.jobs import (
     problem_of,
 )
 from zbmd.actors.cluster.nodes import NodeKey
-from zbmd.actors.view import USAGE_EXIT_CODE, OnLoss, Outcome, child_id
+from zbmd.actors.rank_names import child_id
+from zbmd.actors.view import USAGE_EXIT_CODE, OnLoss, Outcome
 from zbmd.transport.durations import format_duration
 
 
@@ -146,9 +147,7 @@ def _placed(job: Job, table: JobTable, members: Sequence[NodeKey]) -> Job:
     shrinks = job.spec.on_loss is OnLoss.SHRINK
     if here < needed and not (shrinks and finished):
         if len(taken) + len(wanted) < needed:
-            return _failed(
-                job, f"{needed} nodes are needed, and the ranks of all but {here} are lost for good"
-            )
+            return _failed(job, f"{needed} nodes are needed; all but {here} seats are lost for good")
         return _waiting(job, f"{needed} nodes are needed, {here} are here")
     for number, node in zip(wanted, free, strict=False):
         job = _seated(job, number, node)

@@ -100,6 +100,11 @@ class CommandRefused(UserError):
     """No cluster would take this order; the message says why."""
 
 
+def host_of(node: NodeKey) -> str:
+    """What the ranks of a node call their host."""
+    return f"node{node.id}"
+
+
 class RankState(Enum):
     """Where a rank's current incarnation stands."""
 
@@ -184,9 +189,15 @@ class Job:
         return View(
             epoch=self.epoch,
             members=tuple(
-                Member(rank=entry.rank, incarnation=entry.incarnation, address=entry.address)
+                Member(
+                    rank=entry.rank,
+                    incarnation=entry.incarnation,
+                    address=entry.address,
+                    host=host_of(entry.node),
+                    tcp_address=entry.tcp_address,
+                )
                 for entry in self.ranks
-                if entry.state is RankState.UP
+                if entry.state is RankState.UP and entry.node is not None
             ),
             finished=tuple(entry.rank for entry in self.ranks if entry.state is RankState.FINISHED),
             lost=tuple(entry.rank for entry in self.ranks if entry.state is RankState.LOST),

@@ -13,6 +13,7 @@ from zbmd.transport.bulk_records import Forged, Record
 from zbmd.transport.bulk_stream import Arrived, LaneReader, LaneWriter
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.lane import Lane
+from zbmd.transport.payload_tag import TagHelper
 from zbmd.transport.record_mac import RecordMac
 from zbmd.transport.session import Keys
 from zbmd.transport.silence import Silence, read_progress
@@ -35,14 +36,17 @@ class Wait(Enum):
 
 
 class LaneSocket:
-    """The socket of a lane, its reader and its writer. peer: how it is called in errors. Owns the socket."""
+    """The socket of a lane, its reader and its writer. Owns the socket.
 
-    def __init__(self, lane: Lane, peer: int | str) -> None:
+    peer: how it is called in errors; helper: makes tags beside us.
+    """
+
+    def __init__(self, lane: Lane, peer: int | str, helper: TagHelper | None) -> None:
         self.sock = lane.sock
         self.peer = peer
         keys: Keys | None = lane.session.keys
-        self.reader = LaneReader(None if keys is None else RecordMac(keys.receive))
-        self.writer = LaneWriter(None if keys is None else RecordMac(keys.send))
+        self.reader = LaneReader(None if keys is None else RecordMac(keys.receive), helper)
+        self.writer = LaneWriter(None if keys is None else RecordMac(keys.send), helper)
         self._surplus = memoryview(lane.surplus)
         self._tls = isinstance(self.sock, ssl.SSLSocket)
         self._wake_bytes = 1

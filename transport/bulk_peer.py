@@ -199,7 +199,7 @@ class BulkPeer:
         if self._machine.state is State.ENDED or number in self._lanes:
             lane.sock.close()
             return
-        io = self._lanes[number] = LaneSocket(lane, self.info.name)
+        io = self._lanes[number] = LaneSocket(lane, self.info.name, self._plane.tag_helper)
         self._plane.watch(io.sock, self, number)
         self._handle(LaneOpened(lane=number))
         if lane.surplus:

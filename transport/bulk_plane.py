@@ -1,7 +1,7 @@
 """The data-plane thread: one a process, moves the bulk bytes of all its peers on other hosts.
 
-It is Python, but while bytes move it is inside the kernel without the GIL: every call moves up to 4 MiB, or 1
-MiB under a MAC, whose tag is made of each chunk while the cache holds it.
+It is Python, but while bytes move it is inside the kernel without the GIL: every call moves up to 4 MiB.
+Under a MAC a second thread tags what is moved meanwhile, without the GIL, too (`payload_tag`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from zbmd.transport import _native
 from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeer, BulkPeerInfo, OnEnded
 from zbmd.transport.errors import LinkClosed, LocalProtocolError
+from zbmd.transport.payload_tag import TagHelper
 from zbmd.transport.segment import Segment
+from zbmd.transport.topology.cpus import usable_cpus
 
 EVENTS_PER_WAKE: Final = 64
 """Sockets that are served before the thread looks at what was asked for."""
@@ -51,6 +53,8 @@ class DataPlane:
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self.tag_helper = TagHelper() if usable_cpus() > 1 else None
+        """Makes tags beside the thread; None where they would share one processor."""
         self._asleep = False
         self._closing = False
         self._lock = threading.Lock()
@@ -170,6 +174,8 @@ class DataPlane:
                 error = LinkClosed("the data plane of this process is closed")
                 for peer in list(self._peers):
                     peer.cut(error)
+                if self.tag_helper is not None:
+                    self.tag_helper.close()
                 self._epoll.close()
                 os.close(self._wake_fd)
 

@@ -6,8 +6,7 @@ before its tag is found right. A payload is already in its destination when its 
 fails, `Forged` is raised, the payload is never reported, and so its notification is never given; what has
 come to lie in the destination is then of no account, as after a put that a dying peer left half done.
 
-A payload's tag is computed by chunk, right before a chunk is sent and right after it came, while the cache
-holds it.
+A payload's tag (`payload_tag`) goes behind it, so it is made by chunk while the payload is on its way.
 """
 
 from __future__ import annotations
@@ -30,17 +29,15 @@ from zbmd.transport.bulk_records import (
     encode,
 )
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.record_mac import TAG_BYTES, RecordMac, RunningTag
+from zbmd.transport.payload_tag import LyingTag, PassingTag, TagHelper
+from zbmd.transport.record_mac import TAG_BYTES, RecordMac
 
-CHUNK_BYTES: Final = 1 << 20
-"""What is tagged and moved at a time if there is a MAC: it stays in a core's own cache meanwhile."""
-BARE_CHUNK_BYTES: Final = 1 << 22
-"""The same without a MAC: fewer calls."""
+CHUNK_BYTES: Final = 1 << 22
+"""What is moved at a time."""
 SCRATCH_BYTES: Final = 1 << 14
 """Where unwanted payloads go, a piece at a time."""
-# The kinds of the two tags of one sequence number (`record_mac`); a lane's keys are its own.
+# The kind of a header's tag (`record_mac`); of payloads: `payload_tag`. A lane's keys are its own.
 _HEADER: Final = 1
-_PAYLOAD: Final = 2
 
 
 class Arrived:
@@ -54,11 +51,14 @@ class Arrived:
 
 
 class LaneReader:
-    """The receiving side of a lane. mac: checks the tags; None if the lane is protected otherwise."""
+    """The receiving side of a lane.
 
-    def __init__(self, mac: RecordMac | None) -> None:
+    mac: checks the tags; None if the lane is protected otherwise. helper: makes tags beside us; may be None.
+    """
+
+    def __init__(self, mac: RecordMac | None, helper: TagHelper | None = None) -> None:
         self._mac = mac
-        self._chunk_bytes = BARE_CHUNK_BYTES if mac is None else CHUNK_BYTES
+        self._helper = helper
         self._sequence = 0
         self._small = memoryview(bytearray(HEADER_BYTES + TAG_BYTES if mac else HEADER_BYTES))
         self._tag_view = memoryview(bytearray(TAG_BYTES))
@@ -69,7 +69,10 @@ class LaneReader:
         self._at = 0
         self._record: Record | None = None
         """Set from its header's arrival until its payload is whole."""
-        self._running: RunningTag | None = None
+        self._lying: LyingTag | None = None
+        """The tag of the payload, if it has a destination and needs one."""
+        self._passing: PassingTag | None = None
+        """The same if it is thrown away."""
         self._unwanted_bytes = 0
         """What is still to come of a payload that goes nowhere."""
         self._ended = False
@@ -90,7 +93,7 @@ class LaneReader:
             return self._scratch[: self._unwanted_bytes]
         if self._at == len(self._view):
             raise LocalProtocolError("a payload is due and has been given no destination")
-        return self._view[self._at : self._at + self._chunk_bytes]
+        return self._view[self._at : self._at + CHUNK_BYTES]
 
     def filled(self, nbytes: int) -> Record | Arrived | None:
         """`nbytes` (at least 1) of what `want` gave have come. The record or payload that is whole by them.
@@ -100,24 +103,26 @@ class LaneReader:
         """
         if self._ended:
             raise Malformed("a lane goes on after its goodbye")
-        view, came = self._view, self._scratch[:nbytes]
+        view = self._view
         if self._unwanted_bytes:
             self._unwanted_bytes -= nbytes
+            if self._passing is not None:
+                self._passing.update(self._scratch[:nbytes])
         else:
-            came = view[self._at : self._at + nbytes]
             self._at += nbytes
-        if self.in_payload and self._running is not None:
-            self._running.update(came)
+            if self._lying is not None and view is not self._tag_view:
+                self._lying.reached(self._at)
         if self._at < len(view) or self._unwanted_bytes:
             return None
         if self._record is None:
             return self._header_whole()
-        if self._running is None:
+        tag = self._passing or self._lying
+        if tag is None:
             return self._payload_whole()
         if view is self._tag_view:
-            if not hmac.compare_digest(self._running.tag(), view):
+            if not hmac.compare_digest(tag.tag(), view):
                 raise Forged(f"the payload of record {self._sequence - 1} of a lane does not match its tag")
-            self._running = None
+            self._passing = self._lying = None
             return self._payload_whole()
         self._view, self._at = self._tag_view, 0
         return None
@@ -126,17 +131,17 @@ class LaneReader:
         """Give the payload that is due its destination, a writable view of its length in bytes."""
         if self._record is None or self._record.nbytes != len(view) or view.itemsize != 1:
             raise LocalProtocolError(f"{len(view)} bytes are no destination for {self._record}")
-        self._start_payload(view)
-
-    def _start_payload(self, view: memoryview) -> None:
         self._view, self._at = view, 0
-        self._running = None if self._mac is None else self._mac.running(_PAYLOAD, self._sequence - 1)
+        if self._mac is not None:
+            self._lying = LyingTag(self._mac, self._sequence - 1, view, self._helper)
 
     def receive_nowhere(self) -> None:
         """Throw the payload that is due away. It is checked all the same."""
         nbytes = 0 if self._record is None else self._record.nbytes
-        self._start_payload(self._scratch[:0])
+        self._view, self._at = self._scratch[:0], 0
         self._unwanted_bytes = nbytes
+        if self._mac is not None:
+            self._passing = PassingTag(self._mac, self._sequence - 1, nbytes)
 
     def receive_text(self) -> None:
         """Take the payload that is due as the text of a REFUSAL or ERROR."""
@@ -175,16 +180,19 @@ class LaneReader:
 
 
 class LaneWriter:
-    """The sending side of a lane. mac: makes the tags; None if the lane is protected otherwise."""
+    """The sending side of a lane. Arguments as of `LaneReader`."""
 
-    def __init__(self, mac: RecordMac | None) -> None:
+    def __init__(self, mac: RecordMac | None, helper: TagHelper | None = None) -> None:
         self._mac = mac
-        self._chunk_bytes = BARE_CHUNK_BYTES if mac is None else CHUNK_BYTES
+        self._helper = helper
         self._sequence = 0
         self._records: deque[tuple[Record, memoryview | None]] = deque()
         self._payload: memoryview | None = None
         """What is still to be cut of the payload of the record whose header went into `_ready` last."""
-        self._running: RunningTag | None = None
+        self._tag: LyingTag | None = None
+        """Of that payload."""
+        self._cut_bytes = 0
+        """What has been cut of it."""
         self._ready: deque[memoryview] = deque()
         self._ready_bytes = 0
         self._given_bytes = 0
@@ -196,7 +204,7 @@ class LaneWriter:
     @property
     def idle(self) -> bool:
         """Whether everything that was added has been sent."""
-        return not self._records and self._payload is None and not self._ready
+        return not (self._records or self._ready or self._payload is not None or self._tag is not None)
 
     def add(self, record: Record, payload: memoryview | None = None) -> None:
         """Send `record` next, with its payload of `record.nbytes` bytes, which must stay as it is."""
@@ -206,9 +214,11 @@ class LaneWriter:
 
     def pending(self, parts_max: int) -> list[memoryview]:
         """The next bytes, in at most `parts_max` views, for one gathering send; empty if there are none."""
-        while self._ready_bytes < self._chunk_bytes and len(self._ready) < parts_max:
+        while self._ready_bytes < CHUNK_BYTES and len(self._ready) < parts_max:
             if self._payload is not None:
                 self._cut(self._payload)
+            elif self._tag is not None:
+                self._end(self._tag)
             elif self._records:
                 self._begin(*self._records.popleft())
             else:
@@ -237,25 +247,31 @@ class LaneWriter:
         if self._mac is not None:
             header += self._mac.tag(_HEADER, self._sequence, (header,))
             if payload is not None:
-                self._running = self._mac.running(_PAYLOAD, self._sequence)
+                self._tag = LyingTag(self._mac, self._sequence, payload, self._helper)
         self._sequence += 1
         self._payload = payload
+        self._cut_bytes = 0
         self._give(memoryview(header))
         if payload is None:
             self._ends.append(self._given_bytes)
 
     def _cut(self, payload: memoryview) -> None:
-        chunk, rest = payload[: self._chunk_bytes], payload[self._chunk_bytes :]
+        chunk, rest = payload[:CHUNK_BYTES], payload[CHUNK_BYTES:]
         self._give(chunk)
-        if self._running is not None:
-            self._running.update(chunk)
+        self._cut_bytes += len(chunk)
+        if self._tag is not None:
+            self._tag.reached(self._cut_bytes)
         if rest:
             self._payload = rest
             return
         self._payload = None
-        if self._running is not None:
-            self._give(memoryview(self._running.tag()))
-            self._running = None
+        if self._tag is None:
+            self._ends.append(self._given_bytes)
+
+    def _end(self, tag: LyingTag) -> None:
+        """Not before some of the last bytes are on their way: their tag is made meanwhile."""
+        self._give(memoryview(tag.tag()))
+        self._tag = None
         self._ends.append(self._given_bytes)
 
     def _give(self, view: memoryview) -> None:

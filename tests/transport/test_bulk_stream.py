@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -33,10 +35,22 @@ from zbmd.transport.bulk_records import (
 )
 from zbmd.transport.bulk_stream import CHUNK_BYTES, Arrived, LaneReader, LaneWriter
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.payload_tag import TAG_CHUNK_BYTES, TagHelper
 from zbmd.transport.record_mac import TAG_BYTES, RecordMac
 from zbmd.transport.region import RegionHandle
 
 KEY = bytes(range(32))
+
+
+@pytest.fixture(params=["alone", "helped"])
+def helper(request: pytest.FixtureRequest) -> Iterator[TagHelper | None]:
+    """None, or a thread that makes tags beside us."""
+    helper = TagHelper() if request.param == "helped" else None
+    yield helper
+    if helper is not None:
+        helper.close()
+
+
 U64 = st.integers(0, (1 << 64) - 1)
 HANDLE = RegionHandle(slot=3, incarnation=7, offset=1 << 20, nbytes=1 << 30, writable=True)
 
@@ -101,9 +115,11 @@ def write(sent: list[Record], *, keyed: bool) -> list[bytes]:
     return out
 
 
-def read(stream: bytes, cuts: Iterator[int], *, keyed: bool) -> Iterator[tuple[Record, bytes]]:
+def read(
+    stream: bytes, cuts: Iterator[int], *, keyed: bool, helper: TagHelper | None = None
+) -> Iterator[tuple[Record, bytes]]:
     """Each record with its payload, once that is whole and authentic."""
-    reader = LaneReader(mac(keyed))
+    reader = LaneReader(mac(keyed), helper)
     came: tuple[Record, bytearray] | None = None
     at = 0
     while at < len(stream):
@@ -176,23 +192,67 @@ def test_repeated_reordered_and_left_out_records(order: list[int], keyed: bool) 
         list(read(stream, cycle([100]), keyed=keyed))
 
 
-def test_a_payload_of_several_chunks_is_tagged_as_one() -> None:
+def long_stream(helper: TagHelper | None) -> tuple[Data, bytes, bytes]:
+    """A record whose payload is cut for sending and tagging, the payload, and what a writer makes of it."""
     total = 2 * CHUNK_BYTES + 17
     record = Data(transfer=1, total=total, stripe_bytes=total, offset=0, nbytes=total)
-    payload = bytes(total)
-    writer = LaneWriter(RecordMac(KEY))
+    payload = random.Random(4).randbytes(total)
+    writer = LaneWriter(RecordMac(KEY), helper)
     writer.add(record, memoryview(payload))
     stream = bytearray()
     while not writer.idle:
         parts = writer.pending(2)
         stream += b"".join(parts)
         writer.sent(sum(map(len, parts)))
-    tag = RecordMac(KEY).tag(2, 0, (payload,))
-    assert stream == encode(record, 0) + RecordMac(KEY).tag(1, 0, (encode(record, 0),)) + payload + tag
-    assert [got for got, _ in read(bytes(stream), cycle([99999]), keyed=True)] == [record]
-    stream[-TAG_BYTES - 1] ^= 1
+    return record, payload, bytes(stream)
+
+
+def test_a_long_payload_has_the_tag_of_the_tags_of_its_chunks(helper: TagHelper | None) -> None:
+    record, payload, stream = long_stream(helper)
+    mac = RecordMac(KEY)
+    chunks = [payload[at : at + TAG_CHUNK_BYTES] for at in range(0, len(payload), TAG_CHUNK_BYTES)]
+    tags = [mac.tag(3 + number, 0, (chunk,)) for number, chunk in enumerate(chunks)]
+    header = encode(record, 0)
+    assert stream == header + mac.tag(1, 0, (header,)) + payload + mac.tag(2, 0, tags)
+    assert list(read(stream, cycle([99999]), keyed=True, helper=helper)) == [(record, payload)]
+
+
+@pytest.mark.parametrize(
+    "at", [-1, -TAG_BYTES - 1, -TAG_BYTES - 17, HEADER_BYTES + TAG_BYTES + TAG_CHUNK_BYTES]
+)
+def test_a_change_in_any_chunk_is_found(helper: TagHelper | None, at: int) -> None:
+    stream = bytearray(long_stream(helper)[2])
+    stream[at] ^= 1
     with pytest.raises(Forged, match="payload"):
-        list(read(bytes(stream), cycle([99999]), keyed=True))
+        list(read(bytes(stream), cycle([99999]), keyed=True, helper=helper))
+
+
+def test_chunks_in_another_order_are_found(helper: TagHelper | None) -> None:
+    stream = bytearray(long_stream(helper)[2])
+    first = HEADER_BYTES + TAG_BYTES
+    second, third = first + TAG_CHUNK_BYTES, first + 2 * TAG_CHUNK_BYTES
+    stream[first:third] = stream[second:third] + stream[first:second]
+    with pytest.raises(Forged, match="payload"):
+        list(read(bytes(stream), cycle([99999]), keyed=True, helper=helper))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_long_payload_that_is_thrown_away_is_checked(changed: bool) -> None:
+    record, _, stream = long_stream(None)
+    stream = bytearray(stream)
+    stream[-100] ^= changed
+    reader, at = LaneReader(RecordMac(KEY)), 0
+    came: object = None
+    with pytest.raises(Forged) if changed else contextlib.nullcontext():
+        while at < len(stream):
+            want = reader.want()
+            n = min(len(want), len(stream) - at)
+            want[:n] = stream[at : at + n]
+            at += n
+            came = reader.filled(n)
+            if came == record:
+                reader.receive_nowhere()
+        assert isinstance(came, Arrived) and reader.between_records
 
 
 @given(header=st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), kind=st.integers(0, 10))

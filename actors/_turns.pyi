@@ -2,9 +2,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from types import CodeType, FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
+from zbmd.actors._mailbox import Delivery
 from zbmd.actors.actor_events import ActorAction, ActorEvent, Said
 from zbmd.actors.contracts import Contract
-from zbmd.actors.mailbox import Delivery
 from zbmd.actors.ref import Ref
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.records import RawRecord

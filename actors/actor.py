@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from zbmd.actors.context import ActorClock
 from zbmd.actors.contracts import Contract, fingerprint
 from zbmd.actors.errors import ContractError
+from zbmd.actors.later import LATER, Deferred, Later
 from zbmd.actors.mailbox import MailboxSpec
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from zbmd.actors.cell import ActorCell
     from zbmd.actors.ref import Ref
     from zbmd.actors.system import ActorSystem
+    from zbmd.actors.timers import Timer
 
 STOPPING_S = 5.0
 SEED_BYTES = 8
@@ -86,7 +88,7 @@ class Undelivered(Signal):
 
 ActorT = TypeVar("ActorT", bound="Actor")
 MessageT = TypeVar("MessageT", bound="Contract | Signal")
-ReplyT = TypeVar("ReplyT", bound="Contract | None")
+ReplyT = TypeVar("ReplyT", bound="Contract | Later | None")
 HandlerOf = Callable[[ActorT, MessageT], Awaitable[ReplyT]]
 
 
@@ -95,7 +97,8 @@ def on(
 ) -> Callable[[HandlerOf[ActorT, MessageT, ReplyT]], HandlerOf[ActorT, MessageT, ReplyT]]:
     """Mark an async method as the handler of one contract or signal.
 
-    Its return annotation names the reply: a contract, None, or a union of such.
+    Its return annotation names the reply: a contract, None, or a union of such; with `Later` in it, the
+    handler may put its answer off (`Actor.defer`, `Actor.stash`).
     """
 
     def mark(function: HandlerOf[ActorT, MessageT, ReplyT]) -> HandlerOf[ActorT, MessageT, ReplyT]:
@@ -110,6 +113,8 @@ class Handler(NamedTuple):
 
     function: Callable[[Any, Any], Awaitable[Any]]
     replies: frozenset[type]
+    puts_off: bool
+    """Whether it may return `Later`."""
 
 
 class Actor:
@@ -206,6 +211,40 @@ class Actor:
             cell.life.asks_to_stop(text)
         cell.request_stop(Reason(ReasonKind.NORMAL, text))
 
+    # Its own messages.
+
+    def after(self, delay_s: float, message: Contract) -> Timer:
+        """Send itself `message` in `delay_s` seconds, in the order of the mailbox; see `Timer.cancel`.
+
+        A timer's message comes even if the mailbox is full. Raises `LocalProtocolError` if it has no handler,
+        `TooManyPending` past `TIMERS_PER_ACTOR_MAX` timers. They end with the actor.
+        """
+        return self._running_cell().timers.set(message, delay_s, again=False)
+
+    def every(self, period_s: float, message: Contract) -> Timer:
+        """As `after`, again and again. While the last one waits, no other comes (`Timer.missed` counts)."""
+        return self._running_cell().timers.set(message, period_s, again=True)
+
+    def defer(self) -> Deferred:
+        """Take the answer to the current message over: to be given later, by any task.
+
+        The handler returns what this returns, and says so: `async def take(self, m: Take) -> Item | Later`.
+        """
+        return self._running_cell().deferred.defer()
+
+    def stash(self) -> Later:
+        """Put the current message aside, until `unstash`. Its handler returns what this does (see `defer`).
+
+        As many may be aside as the mailbox may hold; raises `StashFull`. If the actor ends, their askers get
+        `DeadActor`; those whose deadline passes are not handled.
+        """
+        self._running_cell().stash()
+        return LATER
+
+    def unstash(self) -> None:
+        """Handle all that is aside next, in the order in which it came, before what waits in the mailbox."""
+        self._running_cell().unstash()
+
     def _running_cell(self) -> ActorCell:
         if self._cell is None:
             raise LocalProtocolError(f"{type(self).__name__} has not been spawned: use system.spawn(...)")
@@ -215,7 +254,10 @@ class Actor:
 def handler_table(cls: type[Actor]) -> Mapping[type, Handler]:
     """The dispatch table of an actor class, made at its first spawn. Raises `ContractError`."""
     if cls._table is None:
-        table = {m: Handler(f, _reply_types(cls, f)) for m, f in cls._handlers.items()}
+        table: dict[type, Handler] = {}
+        for message, function in cls._handlers.items():
+            replies = _reply_types(cls, function)
+            table[message] = Handler(function, replies - {Later}, Later in replies)
         for contract in {*table, *(reply for handler in table.values() for reply in handler.replies)}:
             if issubclass(contract, Contract):
                 fingerprint(contract)  # raises here, not in a peer
@@ -232,7 +274,9 @@ def _reply_types(cls: type[Actor], function: Callable[..., Any]) -> frozenset[ty
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     found = frozenset(typing.get_args(annotation) if union else (annotation,))
     for reply in found:
-        if reply is not types.NoneType and not (isinstance(reply, type) and issubclass(reply, Contract)):
+        if reply in (types.NoneType, Later):
+            continue
+        if not (isinstance(reply, type) and issubclass(reply, Contract)):
             raise ContractError(f"{where} must be annotated to return contracts or None, not {annotation}")
     return found
 

@@ -22,8 +22,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-import msgspec
-
 from zbmd.actors import actor_events as ev
 from zbmd.actors._turns import SERVING, Strand, Turns
 from zbmd.actors.actor import (
@@ -47,14 +45,11 @@ from zbmd.actors.ref import Ref
 from zbmd.actors.system import STOP_S
 from zbmd.actors.traced_system import TracedSystem
 from zbmd.actors.wire import reason_data
-from zbmd.transport.capture.codec import encode
-from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.machine import Machine
 
 T = TypeVar("T")
-ErrorT = TypeVar("ErrorT", bound=Exception)
 
 WALL_AHEAD_NS_MAX = 1_000_000
 """A wall clock that is further from where it should be has been set."""
@@ -100,7 +95,7 @@ class RecordedLife(Turns, ActorLife):
             case Exited(ref=ref, reason=reason):
                 event = ev.said(ev.ExitCame, ref=ev.ref_data(ref), reason=reason_data(reason))
             case Undelivered(ref=ref, contract=contract, error=error):
-                what = _recordable(error)
+                what = ev.recordable(error)
                 event = ev.said(ev.BounceCame, ref=ev.ref_data(ref), contract=contract, error=what)
             case _:
                 self.lose_track(f"{type(signal).__name__} is no signal that can be recorded")
@@ -115,6 +110,12 @@ class RecordedLife(Turns, ActorLife):
         """The life is about to end from outside."""
         if not self.closed:
             self._record(ev.said(ev.Killed, reason=reason_data(reason)))
+
+    def withdrawn(self) -> None:
+        """The handler of the current message is about to be cancelled."""
+        if not self.closed:
+            self._record(ev.said(ev.Withdrawn))
+            self.settle()
 
     def ended(self, reason: Reason) -> None:
         """The life is over."""
@@ -156,7 +157,7 @@ class RecordedLife(Turns, ActorLife):
         if isinstance(error, asyncio.CancelledError):
             self._go_on(strand, ev.said(ev.Resumed, strand=strand.number))
         elif isinstance(error, Exception):
-            self._go_on(strand, ev.said(ev.Failed, call=number, error=_recordable(error)))
+            self._go_on(strand, ev.said(ev.Failed, call=number, error=ev.recordable(error)))
 
     def do(self, strand: Strand, perform: Callable[[], T], stand_in: Callable[[], T]) -> T:
         """The actor does something that has no outcome."""
@@ -296,12 +297,3 @@ def _pack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bytes, str]:
         return pack_arguments(args, kwargs), ""
     except NotPlain as error:
         return b"", str(error)
-
-
-def _recordable(error: ErrorT) -> ErrorT:
-    """The error as it is recorded; with its text alone, if it holds more than plain values."""
-    try:
-        packed = encode(error)
-    except CaptureMismatch:
-        packed = encode(error.__class__.__new__(error.__class__, str(error)))
-    return cast("ErrorT", msgspec.Raw(packed))

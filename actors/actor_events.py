@@ -13,14 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import msgspec
 import xxhash
 
 from zbmd.actors.ref import Ref
 from zbmd.actors.wire import ReasonData, RefData
-from zbmd.transport.capture.codec import UnionCodec
+from zbmd.transport.capture.codec import UnionCodec, encode
+from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.errors import ZbmdError
 
 TEXT_BYTES_MAX = 4096
@@ -140,6 +141,19 @@ class ClockSet:
     ahead_ns: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn:
+    """The asker of the message that is handled has given up: its handler is cancelled, in a turn to come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastDone:
+    """A cast has been taken, but for those of its addressees, by place."""
+
+    call: int
+    failed: dict[int, ZbmdError]
+
+
 ActorEvent: TypeAlias = (
     Started
     | Received
@@ -155,6 +169,8 @@ ActorEvent: TypeAlias = (
     | DownAwaited
     | Failed
     | ClockSet
+    | Withdrawn
+    | CastDone
 )
 
 # ---- out
@@ -185,6 +201,65 @@ class Replied:
     """The handler's answer."""
 
     message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastTo:
+    """`ActorSystem.cast`."""
+
+    call: int
+    to: list[str]
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerSet:
+    """`Actor.after`, `Actor.every`. When it fires, its message is `Received`."""
+
+    timer: int
+    delay_s: float
+    again: bool
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerCancelled:
+    """`Timer.cancel`."""
+
+    timer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyDeferred:
+    """`Actor.defer`, for the `reply`-th time."""
+
+    reply: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepliedLater:
+    """`Deferred.reply`."""
+
+    reply: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedLater:
+    """`Deferred.fail`."""
+
+    reply: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stashed:
+    """`Actor.stash`. The message is `Received` once more after `Unstashed`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unstashed:
+    """`Actor.unstash`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +361,14 @@ ActorAction: TypeAlias = (
     Told
     | Asked
     | Replied
+    | CastTo
+    | TimerSet
+    | TimerCancelled
+    | ReplyDeferred
+    | RepliedLater
+    | FailedLater
+    | Stashed
+    | Unstashed
     | Spawned
     | Terminated
     | AwaitsDown
@@ -304,6 +387,7 @@ ActorAction: TypeAlias = (
 
 P = ParamSpec("P")
 T = TypeVar("T")
+ErrorT = TypeVar("ErrorT", bound=Exception)
 
 Said: TypeAlias = tuple[Callable[..., T], dict[str, Any]]
 """An event or action that is not made yet: its class, and its fields in their order. A log takes it as it is,
@@ -370,3 +454,12 @@ def ref_data(ref: Ref) -> RefData:
 def ref_text(ref: Ref) -> str:
     """A reference as it is shown: `process#incarnation/actor#incarnation`, 0 for whichever it is."""
     return f"{ref.process}#{ref.process_incarnation}/{ref.actor}#{ref.incarnation}"
+
+
+def recordable(error: ErrorT) -> ErrorT:
+    """The error as it is recorded; with its text alone, if it holds more than plain values."""
+    try:
+        packed = encode(error)
+    except CaptureMismatch:
+        packed = encode(error.__class__.__new__(error.__class__, str(error)))
+    return cast("ErrorT", msgspec.Raw(packed))

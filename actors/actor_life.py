@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar
 
+from zbmd.actors._mailbox import Delivery
 from zbmd.actors._turns import SERVING, Strand
 from zbmd.actors.actor import Reason, Signal
 from zbmd.actors.actor_events import (
@@ -24,16 +25,22 @@ from zbmd.actors.actor_events import (
     Answered,
     Crashed,
     Ended,
+    FailedLater,
     Replied,
+    RepliedLater,
+    ReplyDeferred,
     Said,
+    Stashed,
     StopAsked,
+    TimerCancelled,
+    TimerSet,
+    Unstashed,
     encode_body,
     encode_text,
     said,
 )
 from zbmd.actors.cell import ActorCell
 from zbmd.actors.contracts import Contract, contract_tag
-from zbmd.actors.mailbox import Delivery
 from zbmd.actors.wire import reason_data
 
 P = ParamSpec("P")
@@ -99,7 +106,48 @@ class ActorLife(ABC):
         self.settle()
         self.closed = True
 
+    @abstractmethod
+    def withdrawn(self) -> None:
+        """The handler of the current message is about to be cancelled: its asker has given up."""
+
     # For the actor's interface.
+
+    def sets_timer(self, timer: int, message: Contract, delay_s: float, again: bool) -> bool:
+        """`Actor.after` and `every`; whether it is to fire."""
+        if self.turn("after()") is not None:
+            text = self.text(message)
+            self.act(TimerSet, timer=timer, delay_s=float(delay_s), again=again, message=text)
+        return not self.replays
+
+    def cancels_timer(self, timer: int) -> None:
+        """`Timer.cancel`."""
+        if self.turn("Timer.cancel()") is not None:
+            self.act(TimerCancelled, timer=timer)
+
+    def defers(self, reply: int) -> None:
+        """`Actor.defer`."""
+        if self.turn("defer()") is not None:
+            self.act(ReplyDeferred, reply=reply)
+
+    def replies_later(self, reply: int, message: Contract | None) -> None:
+        """`Deferred.reply`."""
+        if self.turn("reply()") is not None:
+            self.act(RepliedLater, reply=reply, message=self.text(message))
+
+    def fails_later(self, reply: int, error: Exception) -> None:
+        """`Deferred.fail`."""
+        if self.turn("fail()") is not None:
+            self.act(FailedLater, reply=reply, error=f"{type(error).__name__}: {error}")
+
+    def stashes(self) -> None:
+        """`Actor.stash`."""
+        if self.turn("stash()") is not None:
+            self.act(Stashed)
+
+    def unstashes(self) -> None:
+        """`Actor.unstash`."""
+        if self.turn("unstash()") is not None:
+            self.act(Unstashed)
 
     def wall_ns(self) -> int:
         """The wall clock at the turn's beginning, ns since 1970."""

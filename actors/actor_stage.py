@@ -18,6 +18,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, TypeVarTuple, Unpack, asse
 import structlog
 
 from zbmd.actors import actor_events as ev
+from zbmd.actors._mailbox import Delivery
 from zbmd.actors._turns import SERVING, Strand
 from zbmd.actors.actor import Actor, Down, Exited, Reason, Signal, Undelivered
 from zbmd.actors.actor_life import ActorLife
@@ -25,7 +26,6 @@ from zbmd.actors.cell import ActorCell
 from zbmd.actors.context import current_cell
 from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import ActorError
-from zbmd.actors.mailbox import Delivery
 from zbmd.actors.ref import Ref
 from zbmd.actors.traced_system import TracedSystem
 from zbmd.actors.wire import ReasonData, RefData
@@ -139,6 +139,9 @@ class _Owed:
     def reply(self, message: Any) -> None:
         """Nowhere."""
 
+    def post(self, message: Any) -> None:
+        """Nowhere."""
+
     def fail(self, error: ActorError) -> None:
         """Nowhere."""
 
@@ -212,6 +215,9 @@ class ReplayedLife(ActorLife):
 
     def killed(self, reason: Reason) -> None:
         """What is held now will never run."""
+
+    def withdrawn(self) -> None:
+        """The event that says so has come."""
 
     # For the actor's interface.
 
@@ -356,7 +362,7 @@ class Stage:
                 cell.wake()
                 life.permit(SERVING, ev.Received)
             case ev.DownCame() | ev.ExitCame() | ev.BounceCame():
-                cell.mailbox.signals.append(self._signal(event))
+                cell.mailbox.post(self._signal(event))
                 cell.wake()
                 life.permit(SERVING, type(event))
             case ev.Stopping():
@@ -366,14 +372,18 @@ class Stage:
                 cell.kill(_reason(event.reason))
             case ev.Resumed():
                 life.permit(event.strand)
-            case ev.Sent() | ev.Answered() | ev.SpawnedAs() | ev.DownAwaited() | ev.Failed():
+            case ev.Withdrawn():
+                cell.withdraw_current()
+            case ev.Sent() | ev.CastDone() | ev.Answered() | ev.SpawnedAs() | ev.DownAwaited() | ev.Failed():
                 self._set_outcome(event)
             case ev.ClockSet():
                 life.set_wall_clock(event.ahead_ns)
             case _:
                 assert_never(event)
 
-    def _set_outcome(self, event: ev.Sent | ev.Answered | ev.SpawnedAs | ev.DownAwaited | ev.Failed) -> None:
+    def _set_outcome(
+        self, event: ev.Sent | ev.CastDone | ev.Answered | ev.SpawnedAs | ev.DownAwaited | ev.Failed
+    ) -> None:
         future = self._life.outcome(event.call)
         if future is None:
             self._life.act(ev.Stuck, at=f"call {event.call} was not made")
@@ -381,6 +391,8 @@ class Stage:
         match event:
             case ev.Sent():
                 future.set_result(None)
+            case ev.CastDone():
+                future.set_result(event.failed)
             case ev.Answered():
                 future.set_result(self._message(event.body) if event.body else None)
             case ev.SpawnedAs():

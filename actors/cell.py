@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from zbmd.actors.actor import Actor, Down, Exited, Reason, ReasonKind, Signal, handler_table
+from zbmd.actors._mailbox import SIGNALS_MAX, Delivery, Mailbox
+from zbmd.actors.actor import Actor, Down, Exited, Handler, Reason, ReasonKind, Signal, handler_table
 from zbmd.actors.context import current_cell, current_delivery
 from zbmd.actors.contracts import contract_tag
-from zbmd.actors.errors import ActorFailed, ActorStartFailed, NotUnderstood
-from zbmd.actors.mailbox import SIGNALS_MAX, Delivery, Mailbox, MailboxSpec
+from zbmd.actors.errors import ActorFailed, ActorStartFailed, NotUnderstood, StashFull
+from zbmd.actors.later import DeferredBook, Later
+from zbmd.actors.mailbox import MailboxSpec, ReplyTo
 from zbmd.actors.ref import Ref
+from zbmd.actors.timers import TimerBook
+from zbmd.transport.errors import LocalProtocolError
 
 if TYPE_CHECKING:
     from random import Random
@@ -26,7 +30,10 @@ if TYPE_CHECKING:
     from zbmd.actors.system import ActorSystem
 
 MESSAGES_PER_TURN = 64
-"""How many messages an actor handles before the loop gets its turn."""
+"""How many messages an actor handles before the loop gets its turn, if it is fast with them."""
+TURN_NS = 100_000
+"""How long it may handle messages before that, looked at after every `MESSAGES_PER_LOOK`."""
+MESSAGES_PER_LOOK = 4
 LINKS_MAX = 65_536
 WATCHERS_MAX = 65_536
 
@@ -47,14 +54,17 @@ class ActorCell:
 
     __slots__ = (
         "_context",
-        "_current",
+        "_deferred",
+        "_end",
         "_next_watch",
         "_stop",
         "_task",
+        "_timers",
         "_watchers",
+        "_withdrawn",
         "accepts",
         "actor",
-        "ended",
+        "current",
         "handled",
         "handlers",
         "life",
@@ -67,6 +77,7 @@ class ActorCell:
         "ref",
         "state",
         "system",
+        "turns",
     )
 
     def __init__(
@@ -76,7 +87,7 @@ class ActorCell:
         self.actor = actor
         self.ref = ref
         self.name = ref.actor
-        self.mailbox = Mailbox(spec)
+        self.mailbox = Mailbox(spec.capacity, system.memory)
         self.handlers = handler_table(type(actor))
         self.parent = parent
         self.state = CellState.STARTING
@@ -87,12 +98,19 @@ class ActorCell:
         self.links: dict[Ref, None] = {} if parent is None else {parent: None}
         """In the order in which they were made, which is that of exit signals."""
         self.handled = 0
-        self.ready: asyncio.Future[None] = system.loop.create_future()
-        self.ended: asyncio.Future[Reason] = system.loop.create_future()
-        self._watchers: dict[int, Callable[[Down], None]] = {}
+        self.turns = 0
+        """How often the loop gave it its turn."""
+        self.current: Delivery | None = None
+        """The message that is being handled."""
+        self.ready: asyncio.Future[None] | None = system.loop.create_future()
+        """What its spawner waits for. None once it runs: what an idle actor does not need, it has not."""
+        self._end: asyncio.Future[Reason] | None = None
+        self._watchers: dict[int, Callable[[Down], None]] | None = None
         self._next_watch = 0
         self._stop: Reason | None = None
-        self._current: Delivery | None = None
+        self._withdrawn: Delivery | None = None
+        self._deferred: DeferredBook | None = None
+        self._timers: TimerBook | None = None
         # One context for all tasks of this life: the sender that wakes it lends it nothing of its own.
         self._context = copy_context()
         self._context.run(current_cell.set, self)
@@ -113,11 +131,10 @@ class ActorCell:
         """Put a signal before all messages, if the actor has a handler for it."""
         if not self.accepts or type(signal) not in self.handlers:
             return
-        if len(self.mailbox.signals) >= SIGNALS_MAX:
+        if self.mailbox.post(signal):
+            self.wake()
+        else:
             self.kill(Reason(ReasonKind.KILLED, f"{SIGNALS_MAX} signals wait for it; is a handler stuck?"))
-            return
-        self.mailbox.signals.append(signal)
-        self.wake()
 
     def exit_signal(self, source: Ref, reason: Reason) -> None:
         """A linked actor ended."""
@@ -153,7 +170,9 @@ class ActorCell:
 
     def watch(self, callback: Callable[[Down], None]) -> int:
         """Call back once at the end of this life; returns a number for `unwatch`, or -1 if too many watch."""
-        if len(self._watchers) >= WATCHERS_MAX:
+        if self._watchers is None:
+            self._watchers = {}
+        elif len(self._watchers) >= WATCHERS_MAX:
             return -1
         self._next_watch += 1
         self._watchers[self._next_watch] = callback
@@ -161,7 +180,90 @@ class ActorCell:
 
     def unwatch(self, number: int) -> None:
         """Do not call back."""
-        self._watchers.pop(number, None)
+        if self._watchers is not None:
+            self._watchers.pop(number, None)
+
+    def end(self) -> asyncio.Future[Reason]:
+        """What is done when this life is over, for those who take care not to cancel it."""
+        if self._end is None:
+            self._end = self.system.loop.create_future()
+            if self.state is CellState.DEAD:
+                self._end.set_result(Reason(ReasonKind.NO_ACTOR, "it had ended"))
+        return self._end
+
+    # What the actor does with its messages.
+
+    def handling(self, what: str) -> Delivery:
+        """The message that is handled here and now. Raises `LocalProtocolError` if there is none."""
+        delivery = current_delivery.get()
+        if delivery is None or delivery is not self.current or current_cell.get() is not self:
+            raise LocalProtocolError(f"{what} outside of a running handler of {self.ref.address}")
+        return delivery
+
+    @property
+    def deferred(self) -> DeferredBook:
+        """The answers it owes."""
+        if self._deferred is None:
+            self._deferred = DeferredBook(self)
+        return self._deferred
+
+    @property
+    def timers(self) -> TimerBook:
+        """Its timers."""
+        if self._timers is None:
+            self._timers = TimerBook(self)
+        return self._timers
+
+    def stash(self) -> None:
+        """Put the current message aside. Raises `StashFull`."""
+        delivery = self.handling("stash()")
+        if not self.mailbox.stash(delivery):
+            raise StashFull(f"{self.ref.address} has put {self.mailbox.stashed} messages aside")
+        if self.life is not None:
+            self.life.stashes()
+        self.current = None
+
+    def unstash(self) -> None:
+        """Have all that is aside handled before what waits."""
+        life = self.life
+        if life is not None:
+            life.unstashes()
+        if life is not None and life.replays:
+            self.mailbox.forget_stash()
+        elif self.mailbox.unstash():
+            self.wake()
+
+    # Askers that give up.
+
+    def withdraw(self, reply_to: ReplyTo | None) -> None:
+        """The asker there has given up: its message is not handled, or its handler is cancelled."""
+        current = self.current
+        if reply_to is None:
+            return
+        if current is None or current.reply_to is None or current.reply_to != reply_to:
+            self.mailbox.withdraw(reply_to)
+        elif self._withdrawn is None:
+            if self.life is not None:
+                self.life.withdrawn()
+            self.withdraw_current()
+
+    def withdraw_current(self) -> None:
+        """Cancel the handler of the current message; the actor lives on."""
+        if self._task is not None and self.current is not None:
+            self._withdrawn = self.current
+            self._task.cancel()
+
+    def _is_withdrawn(self) -> bool:
+        """Whether the current handler was cancelled because nobody wants its answer; if so, that is over."""
+        withdrawn, self._withdrawn = self._withdrawn, None
+        if withdrawn is None or self.state is CellState.DEAD:
+            return False
+        self.current = None
+        if self._task is not None:
+            self._task.uncancel()
+        if self.life is not None:
+            self.life.settle()
+        return True
 
     # The task.
 
@@ -171,7 +273,9 @@ class ActorCell:
                 starting = self.actor.started()
                 await (starting if self.life is None else self.life.started(starting))
                 self.state = CellState.RUNNING
-                self.ready.set_result(None)
+                ready, self.ready = self.ready, None
+                if ready is not None and not ready.done():
+                    ready.set_result(None)
             await self._serve()
             reason = self._stop
         except asyncio.CancelledError:
@@ -186,6 +290,7 @@ class ActorCell:
             raise
         if reason is None:
             self._task = None
+            self.mailbox.rest()
         else:
             if self.life is not None and self._stop is not reason:
                 self.life.failed(reason)
@@ -194,12 +299,16 @@ class ActorCell:
     async def _serve(self) -> None:
         """Handle signals and messages until there are none, or a stop is requested."""
         mailbox, handlers, actor, life = self.mailbox, self.handlers, self.actor, self.life
-        turn = 0
+        self.turns += 1
+        budget = MESSAGES_PER_TURN
+        until_ns = time.monotonic_ns() + TURN_NS
         while self._stop is None:
-            turn += 1
-            if turn == MESSAGES_PER_TURN:
-                turn = 0
+            budget -= 1
+            if not budget or (not budget % MESSAGES_PER_LOOK and time.monotonic_ns() > until_ns):
                 await asyncio.sleep(0)
+                self.turns += 1
+                budget = MESSAGES_PER_TURN
+                until_ns = time.monotonic_ns() + TURN_NS
                 continue
             if mailbox.signals:
                 signal = mailbox.signals.popleft()
@@ -218,18 +327,37 @@ class ActorCell:
                 self._not_understood(delivery)
                 continue
             current_delivery.set(delivery)
-            self._current = delivery
+            self.current = delivery
             handling = handler.function(actor, delivery.message)
-            reply = await (handling if life is None else life.received(delivery, handling))
+            try:
+                reply = await (handling if life is None else life.received(delivery, handling))
+            except asyncio.CancelledError:
+                if self._is_withdrawn():
+                    continue
+                raise
             if type(reply) not in handler.replies:
-                raise TypeError(f"the handler of {contract_tag(delivery.message)} returned {reply!r:.200}")
+                self._check_later(delivery, handler, reply)
+                continue
             if life is not None:
                 life.replied(delivery, reply)
             room = None if delivery.reply_to is None else delivery.reply_to.reply(reply)
-            self._current = None
+            self.current = None
             self.handled += 1
+            if self._withdrawn is not None:
+                self._is_withdrawn()
             if room is not None:
                 await room
+
+    def _check_later(self, delivery: Delivery, handler: Handler, reply: object) -> None:
+        """The handler returned none of its contracts: it answers later, or is wrong."""
+        if not isinstance(reply, Later) or not handler.puts_off:
+            raise TypeError(f"the handler of {contract_tag(delivery.message)} returned {reply!r:.200}")
+        self.current = None
+        self.handled += 1
+        if self._withdrawn is not None:
+            self._is_withdrawn()
+        if self.life is not None:
+            self.life.settle()
 
     def _not_understood(self, delivery: Delivery) -> None:
         tag = contract_tag(delivery.message)
@@ -258,7 +386,7 @@ class ActorCell:
             self._finish(reason)
 
     def _fail_current(self, reason: Reason) -> None:
-        delivery, self._current = self._current, None
+        delivery, self.current = self.current, None
         if delivery is not None and delivery.reply_to is not None:
             delivery.reply_to.fail(ActorFailed(f"{self.ref.address} {reason}"))
 
@@ -277,12 +405,18 @@ class ActorCell:
         self._task = None
         self.system.forget(self)
         self._fail_current(reason)
-        self.mailbox.drain(f"{self.ref!r} {reason}")
-        if not self.ready.done():
+        ended = f"{self.ref!r} {reason}"
+        if self._timers is not None:
+            self._timers.close()
+        if self._deferred is not None:
+            self._deferred.close(ended)
+        self.mailbox.drain(ended)
+        if self.ready is not None and not self.ready.done():
             self.ready.set_exception(ActorStartFailed(f"{self.ref.address} {reason}"))
-        self.ended.set_result(reason)
+        if self._end is not None and not self._end.done():
+            self._end.set_result(reason)
         down = Down(self.ref, reason)
-        watchers, self._watchers = self._watchers, {}
+        watchers, self._watchers = self._watchers or {}, None
         for callback in watchers.values():
             callback(down)
         links, self.links = self.links, {}

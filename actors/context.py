@@ -7,8 +7,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zbmd.actors._mailbox import Delivery
     from zbmd.actors.cell import ActorCell
-    from zbmd.actors.mailbox import Delivery
 
 current_delivery: ContextVar[Delivery | None] = ContextVar("zbmd_delivery", default=None)
 current_cell: ContextVar[ActorCell | None] = ContextVar("zbmd_cell", default=None)

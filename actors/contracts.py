@@ -55,7 +55,10 @@ class ContractMeta(msgspec.StructMeta):
     """Turns `class Add(Contract, id="calc.add", version=2)` into a tagged struct and registers it.
 
     Without `id` the class's qualified name is the id, shortened with its hash if it is too long.
+    `telemetry=True`: only the latest matter, so a full mailbox may drop the oldest of them.
     """
+
+    __zbmd_telemetry__: bool
 
     def __new__(
         mcls,
@@ -66,6 +69,7 @@ class ContractMeta(msgspec.StructMeta):
         id: str | None = None,
         version: int = 1,
         compatible_from: int | None = None,
+        telemetry: bool = False,
     ) -> ContractMeta:
         qualified = f"{namespace['__module__']}:{namespace['__qualname__']}"
         contract_id = _checked_id(id, qualified)
@@ -75,6 +79,7 @@ class ContractMeta(msgspec.StructMeta):
         cls = super().__new__(
             mcls, name, bases, namespace, tag=f"{contract_id}/{version}", array_like=True, frozen=True
         )
+        cls.__zbmd_telemetry__ = telemetry
         if any(isinstance(base, ContractMeta) for base in bases):
             _register(cls, contract_id, version, oldest)  # type: ignore[arg-type]
         return cls

@@ -45,6 +45,24 @@ class MailboxFull(ActorError):
     code = "mailbox_full"
 
 
+class MailboxMemoryFull(MailboxFull):
+    """All mailboxes of the process together hold as many bytes as they may; the text names the biggest."""
+
+    code = "mailbox_memory_full"
+
+
+class StashFull(ActorError):
+    """The actor has put aside as many messages as its mailbox may hold."""
+
+    code = "stash_full"
+
+
+class NoReply(ActorError):
+    """The handler put the answer off, and then nobody gave one."""
+
+    code = "no_reply"
+
+
 class ActorFailed(ActorError):
     """The handler raised; the actor has ended with this error and its supervisor decides what follows."""
 
@@ -92,6 +110,9 @@ _BY_CODE: dict[str, type[ActorError]] = {
     for c in (
         DeadActor,
         MailboxFull,
+        MailboxMemoryFull,
+        StashFull,
+        NoReply,
         ActorFailed,
         ActorStartFailed,
         UnknownContract,

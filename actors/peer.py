@@ -10,8 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
 from zbmd.actors import wire
+from zbmd.actors._mailbox import Delivery
 from zbmd.actors.actor import Down, Reason, ReasonKind, find_remote_class
 from zbmd.actors.cell import LINKS_MAX, ActorCell
+from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.errors import (
     ActorError,
     ActorStartFailed,
@@ -21,7 +23,6 @@ from zbmd.actors.errors import (
     UnknownActorClass,
     error_from_wire,
 )
-from zbmd.actors.mailbox import Delivery
 from zbmd.actors.ref import Ref
 from zbmd.transport.errors import (
     LinkClosed,
@@ -47,19 +48,29 @@ TIMEOUT_NS_MAX = 30 * 24 * 3600 * 1_000_000_000
 class RemoteReply:
     """The way back to an asker of another process."""
 
-    __slots__ = ("_call", "_peer")
+    __slots__ = ("call", "peer")
 
     def __init__(self, peer: Peer, call: int) -> None:
-        self._peer = peer
-        self._call = call
+        self.peer = peer
+        self.call = call
 
     def reply(self, message: Any) -> Any:
         """Send the answer. If the asker's process is gone there is nobody to tell."""
-        return self._peer.answer(wire.encode_reply(self._call, message))
+        return self.peer.answer(wire.encode_reply(self.call, message))
+
+    def post(self, message: Any) -> None:
+        """Send the answer, from the peer's bounded outbox if need be."""
+        self.peer.post_payload(wire.encode_reply(self.call, message))
 
     def fail(self, error: ActorError) -> None:
         """Send the error."""
-        self._peer.fail_call(self._call, error)
+        self.peer.fail_call(self.call, error)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemoteReply) and self.call == other.call and self.peer is other.peer
+
+    def __hash__(self) -> int:
+        return hash((id(self.peer), self.call))
 
 
 class Peer:
@@ -137,7 +148,7 @@ class Peer:
 
     def post(self, envelope: wire.Envelope) -> None:
         """Send without waiting: in order, from a bounded outbox if need be."""
-        self._post_payload(wire.encode(envelope))
+        self.post_payload(wire.encode(envelope))
 
     def answer(self, payload: bytes) -> Any:
         """Send an answer; returns what waits for room if there was none."""
@@ -163,7 +174,8 @@ class Peer:
         text = str(error)[: wire.TEXT_CHARS_MAX]
         self.post(wire.Bounce(to, incarnation, sender, contract[:256], error.code, text))
 
-    def _post_payload(self, payload: bytes) -> None:
+    def post_payload(self, payload: bytes) -> None:
+        """As `post`, of what is encoded already."""
         if self.lost is not None:
             return
         try:
@@ -216,6 +228,11 @@ class Peer:
     def close_call(self, call: int) -> None:
         """Expect no answer (any more): a late one is dropped."""
         self._calls.pop(call, None)
+
+    def withdraw(self, ref: Ref, call: int) -> None:
+        """The ask of that number, to `ref`, has been given up."""
+        if self.lost is None:
+            self.post(wire.Withdraw(call, ref.actor, ref.incarnation))
 
     def unspawn(self, call: int, future: asyncio.Future[Any]) -> None:
         """Give up a spawn: what came or will come of it ends, so that nobody is left who knows no parent."""
@@ -316,6 +333,12 @@ class Peer:
                 self._on_spawn(envelope)
             case wire.Unspawn():
                 self._on_unspawn(envelope)
+            case wire.Withdraw():
+                cell = self._find(envelope.to, envelope.incarnation)
+                if cell is not None:
+                    cell.withdraw(RemoteReply(self, envelope.call))
+            case wire.Cast():
+                self._on_cast(envelope, header.trace_id)
             case _:
                 assert_never(envelope)
 
@@ -327,6 +350,18 @@ class Peer:
             self._deliver(m.to, m.incarnation, Delivery(message, 0, trace_id, m.sender, self, None))
         except ActorError as error:
             self.bounce(m.to, m.incarnation, m.sender, tag, error)
+
+    def _on_cast(self, m: wire.Cast, trace_id: int) -> None:
+        message: Contract | None = None
+        for to, incarnation in m.to:
+            tag = "unknown"
+            try:
+                if message is None:
+                    message = self._codec.decode_contract(m.body)
+                tag = contract_tag(message)
+                self._deliver(to, incarnation, Delivery(message, 0, trace_id, m.sender, self, None))
+            except ActorError as error:
+                self.bounce(to, incarnation, m.sender, tag, error)
 
     def _on_ask(self, m: wire.Ask, trace_id: int) -> None:
         try:

@@ -62,7 +62,9 @@ class Ref:
         `timeout` may be left out; elsewhere it must be given (`MissingDeadline`).
         Raises `DeadlineExceeded`, `DeadActor`, `MailboxFull` (another process), `ActorFailed`,
         `NotUnderstood`, `UnknownContract`, `InvalidMessage`, `PeerLost`, `TooManyPending`.
-        A cancelled ask drops the answer; the handler may run all the same.
+        A cancelled ask is withdrawn: if its message still waits it is not handled, and a handler that is at
+        work on it is cancelled (`asyncio.CancelledError` at its `await`), while its actor lives on. A handler
+        shields what must not be broken off (`asyncio.shield`).
         """
         return self._system._ask(self, message, reply, timeout)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,22 +14,13 @@ import structlog
 from zbmd.actors import wire
 from zbmd.actors.actor import Actor, Down, Reason, ReasonKind, Undelivered, handler_table, remote_class_id
 from zbmd.actors.cell import LINKS_MAX, ActorCell
-from zbmd.actors.context import current_cell, current_delivery
-from zbmd.actors.contracts import Contract, check_fingerprints, contract_tag
-from zbmd.actors.deadlines import DeadlineWheel, Expired
-from zbmd.actors.errors import (
-    ActorError,
-    DeadActor,
-    InvalidMessage,
-    MailboxFull,
-    MissingDeadline,
-    NameTaken,
-    SystemStopped,
-    TooManyPending,
-)
-from zbmd.actors.mailbox import Delivery, LocalReply, MailboxSpec
+from zbmd.actors.contracts import check_fingerprints
+from zbmd.actors.deadlines import Expired
+from zbmd.actors.errors import ActorError, DeadActor, NameTaken, SystemStopped, TooManyPending
+from zbmd.actors.mailbox import MAILBOX_BYTES, MailboxSpec
+from zbmd.actors.messaging import Messaging
 from zbmd.actors.monitor import Monitor
-from zbmd.actors.peer import TIMEOUT_NS_MAX, Peer
+from zbmd.actors.peer import Peer
 from zbmd.actors.ref import Ref
 from zbmd.actors.supervision import Strategy
 from zbmd.transport.capture.recorder import Recorder
@@ -40,11 +30,9 @@ from zbmd.transport.link import Link
 if TYPE_CHECKING:
     from zbmd.actors.supervisor import ChildSpec
 
-ASKS_PENDING_MAX = 65_536
 ACTORS_MAX = 1_048_576
 STOP_S = 5.0
 
-_U64 = (1 << 64) - 1
 _NAME = re.compile(rf"[A-Za-z0-9_.:<>-]{{1,{wire.ACTOR_NAME_CHARS_MAX}}}")
 _log = structlog.get_logger("zbmd.actors")
 
@@ -62,29 +50,30 @@ class ActorInfo:
     dropped: int
 
 
-class ActorSystem:
+class ActorSystem(Messaging):
     """The actors of one process incarnation, and links to the systems of other processes.
 
     name: this process's name ("rank0"); incarnation: u64, greater in every replacement; recorder: takes down
-    what its supervisors decide (frames are its links' to record). To be made and used in one running event
-    loop. Call `stop()` at the end.
+    what its supervisors decide (frames are its links' to record); mailbox_bytes_max: bound of what waits in
+    all its mailboxes together. To be made and used in one running event loop. Call `stop()` at the end.
     """
 
     _monitor_class = Monitor
 
-    def __init__(self, name: str, incarnation: int = 1, *, recorder: Recorder | None = None) -> None:
-        self.name = name
-        self.incarnation = incarnation
+    def __init__(
+        self,
+        name: str,
+        incarnation: int = 1,
+        *,
+        recorder: Recorder | None = None,
+        mailbox_bytes_max: int = MAILBOX_BYTES,
+    ) -> None:
+        super().__init__(name, incarnation, mailbox_bytes_max)
         self.recorder = recorder
-        self.loop = asyncio.get_running_loop()
         self.codec = wire.Codec(self._bind)
         self.undelivered = 0
-        self._cells: dict[str, ActorCell] = {}
-        self._peers: dict[str, Peer] = {}
-        self._deadlines = DeadlineWheel(self.loop)
         self._lingering: set[asyncio.Task[None]] = set()
         self._last_actor = 0
-        self._stopped = False
         digest = hashlib.blake2b(f"{name}#{incarnation}".encode(), digest_size=4).digest()
         self._last_trace = int.from_bytes(digest) << 32
 
@@ -211,7 +200,7 @@ class ActorSystem:
                 while tops := [c for c in self._cells.values() if not self._has_supervisor_here(c)]:
                     for cell in reversed(tops):
                         cell.request_stop(shutdown)
-                        await asyncio.shield(cell.ended)
+                        await asyncio.shield(cell.end())
         except TimeoutError:
             _log.warning("actors killed: they did not stop in time", actors=list(self._cells)[:16])
         finally:
@@ -271,12 +260,14 @@ class ActorSystem:
 
     async def until_started(self, cell: ActorCell) -> Ref:
         """Wait until `started()` has returned. Raises `ActorStartFailed`; if cancelled, kills the actor."""
-        try:
-            await asyncio.shield(cell.ready)
-        except asyncio.CancelledError:
-            cell.kill(Reason(ReasonKind.KILLED, "its spawner was cancelled"))
-            cell.ready.exception()
-            raise
+        if cell.ready is not None:
+            ready = cell.ready
+            try:
+                await asyncio.shield(ready)
+            except asyncio.CancelledError:
+                cell.kill(Reason(ReasonKind.KILLED, "its spawner was cancelled"))
+                ready.exception()
+                raise
         return cell.ref
 
     def _has_supervisor_here(self, cell: ActorCell) -> bool:
@@ -399,13 +390,6 @@ class ActorSystem:
 
     # For cells and peers.
 
-    def find(self, actor: str, incarnation: int) -> ActorCell | None:
-        """The actor of that name, if it is that life of it (0: any); it may be about to stop."""
-        cell = self._cells.get(actor)
-        if cell is None or (incarnation and incarnation != cell.ref.incarnation):
-            return None
-        return cell
-
     def forget(self, cell: ActorCell) -> None:
         """The actor has ended: its name is free."""
         if self._cells.get(cell.name) is cell:
@@ -448,151 +432,5 @@ class ActorSystem:
             what = {"to": ref.address, "sender": sender, "contract": contract, "count": self.undelivered}
             _log.warning("message rejected", error=f"{type(error).__name__}: {error}", **what)
 
-    def _find_ref(self, ref: Ref) -> ActorCell | None:
-        if ref.process_incarnation and ref.process_incarnation != self.incarnation:
-            return None
-        return self.find(ref.actor, ref.incarnation)
-
     def _bind(self, data: wire.RefData) -> Ref:
         return Ref(self, data.process, data.process_incarnation, data.actor, data.incarnation)
-
-    # Messages.
-
-    async def _tell(self, ref: Ref, message: Contract) -> None:
-        trace_id, sender = self._envelope(message)
-        if ref.process == self.name:
-            cell = self._living(ref)
-            delivery = Delivery(message, 0, trace_id, sender, None, None)
-            if cell.mailbox.offer(delivery):
-                cell.wake()
-            else:
-                await self._tell_when_room(cell, delivery)
-        else:
-            peer = self._peer(ref.process, ref.process_incarnation)
-            payload = wire.encode_tell(ref.actor, ref.incarnation, sender, message)
-            if not peer.try_send(payload, trace_id):
-                await peer.send(payload, trace_id)
-
-    async def _ask(self, ref: Ref, message: Contract, wanted: type[Any] | None, timeout: float | None) -> Any:
-        trace_id, sender = self._envelope(message)
-        deadline_ns, timeout_ns = self._deadline(timeout, ref)
-        if self._deadlines.pending >= ASKS_PENDING_MAX:
-            raise TooManyPending(f"{ASKS_PENDING_MAX} asks are pending in {self.name}")
-        future: asyncio.Future[Any] = self.loop.create_future()
-        bucket = self._deadlines.add(future, deadline_ns, timeout_ns)
-        peer: Peer | None = None
-        call = 0
-        try:
-            if ref.process == self.name:
-                cell = self._living(ref)
-                delivery = Delivery(message, deadline_ns, trace_id, sender, None, LocalReply(future))
-                if cell.mailbox.offer(delivery):
-                    cell.wake()
-                else:
-                    await self._wait_for_room(cell, delivery, deadline_ns, timeout_ns)
-            else:
-                peer = self._peer(ref.process, ref.process_incarnation)
-                call = peer.open_call(future)
-                payload = wire.encode_ask(call, ref.actor, ref.incarnation, timeout_ns, sender, message)
-                if not peer.try_send(payload, trace_id):
-                    await peer.send_before(payload, trace_id, future)
-            reply = await future
-        except BaseException as error:
-            _forget_outcome(future)
-            if isinstance(error, Expired):
-                what = f"{ref!r} did not answer {contract_tag(message)} within {timeout_ns / 1e9:g} s"
-                raise DeadlineExceeded(what) from None
-            raise
-        finally:
-            self._deadlines.remove(future, bucket)
-            if peer is not None:
-                peer.close_call(call)
-        if wanted is not None and type(reply) is not wanted:
-            raise InvalidMessage(
-                f"{ref!r} answered {contract_tag(message)} with {type(reply).__name__}, not {wanted.__name__}"
-            )
-        return reply
-
-    async def _tell_when_room(self, cell: ActorCell, delivery: Delivery) -> None:
-        running = current_delivery.get()
-        deadline_ns = 0 if running is None else running.deadline_ns
-        try:
-            await self._wait_for_room(cell, delivery, deadline_ns, max(0, deadline_ns - time.monotonic_ns()))
-        except Expired:
-            raise DeadlineExceeded(f"{cell.ref!r} had no room for {contract_tag(delivery.message)}") from None
-
-    async def _wait_for_room(
-        self, cell: ActorCell, delivery: Delivery, deadline_ns: int, timeout_ns: int
-    ) -> None:
-        if current_cell.get() is cell:
-            raise MailboxFull(f"{cell.ref!r} cannot wait for room in its own mailbox")
-        room: asyncio.Future[None] = self.loop.create_future()
-        cell.mailbox.wait(delivery, room)
-        if not deadline_ns:
-            await room
-            return
-        bucket = self._deadlines.add(room, deadline_ns, timeout_ns)
-        try:
-            await room
-        finally:
-            self._deadlines.remove(room, bucket)
-
-    def _envelope(self, message: object) -> tuple[int, str]:
-        """Trace id and sender's name for a message sent here and now."""
-        if not isinstance(message, Contract):
-            raise InvalidMessage(f"{message!r:.200} is not a Contract")
-        running = current_delivery.get()
-        if running is None:
-            trace_id = self._last_trace = self._last_trace + 1 & _U64
-        else:
-            trace_id = running.trace_id
-        cell = current_cell.get()
-        return trace_id, "" if cell is None else cell.name
-
-    def _deadline(self, timeout: float | None, whom: object) -> tuple[int, int]:
-        """(deadline, time left), ns: the earlier of the given timeout and the inherited deadline."""
-        now_ns = time.monotonic_ns()
-        running = current_delivery.get()
-        inherited_ns = 0 if running is None else running.deadline_ns
-        if timeout is None:
-            if not inherited_ns:
-                raise MissingDeadline(f"asking {whom}: give a timeout, there is no deadline to inherit here")
-            return inherited_ns, max(0, inherited_ns - now_ns)
-        timeout_ns = min(max(0, int(timeout * 1e9)), TIMEOUT_NS_MAX)
-        if inherited_ns and inherited_ns < now_ns + timeout_ns:
-            return inherited_ns, max(0, inherited_ns - now_ns)
-        return now_ns + timeout_ns, timeout_ns
-
-    def _living(self, ref: Ref) -> ActorCell:
-        cell = self._find_ref(ref)
-        if cell is None or not cell.accepts:
-            if self._stopped:
-                raise SystemStopped(f"the actor system of {self.name} has been stopped")
-            raise DeadActor(f"{ref!r} does not live")
-        return cell
-
-    def _peer_or_none(self, ref: Ref) -> Peer | None:
-        peer = self._peers.get(ref.process)
-        if peer is None or (ref.process_incarnation and ref.process_incarnation != peer.incarnation):
-            return None
-        return peer
-
-    def _peer(self, process: str, incarnation: int) -> Peer:
-        peer = self._peers.get(process)
-        if peer is None:
-            if self._stopped:
-                raise SystemStopped(f"the actor system of {self.name} has been stopped")
-            raise PeerLost(process, f"{self.name} has no link to it")
-        if incarnation and incarnation != peer.incarnation:
-            if incarnation < peer.incarnation:
-                raise DeadActor(f"{process} is now incarnation {peer.incarnation}, not {incarnation}")
-            raise PeerLost(process, f"{self.name} has no link to its incarnation {incarnation} yet")
-        return peer
-
-
-def _forget_outcome(future: asyncio.Future[Any]) -> None:
-    """Nobody will await `future` again: neither a result nor an error of it may surface later."""
-    if not future.done():
-        future.cancel()
-    elif not future.cancelled():
-        future.exception()

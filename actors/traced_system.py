@@ -109,6 +109,24 @@ class TracedSystem(ActorSystem):
         ask = super()._ask
         return await life.call(strand, number, lambda: ask(ref, message, wanted, timeout), life.answered)
 
+    async def cast(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
+        """As `ActorSystem.cast`."""
+        life, strand = _turn("cast()")
+        if life is None or strand is None:
+            return await super().cast(refs, message)
+        refs = list(refs)
+        number = life.next_call()
+        to = [ev.ref_text(ref) for ref in refs]
+        life.act(ev.CastTo, call=number, to=to, message=life.text(message))
+        cast = super().cast
+
+        async def perform() -> dict[int, ZbmdError]:
+            failed = await cast(refs, message)
+            return {place: failed[ref] for place, ref in enumerate(refs) if ref in failed}
+
+        failed = await life.call(strand, number, perform, _cast_done)
+        return {refs[place]: error for place, error in failed.items()}
+
     async def spawn(
         self,
         cls: type[Actor],
@@ -286,6 +304,10 @@ def _arguments_text(arguments: tuple[Sequence[Any], dict[str, Any]]) -> str:
 
 def _sent(number: int, _: object) -> ev.Said[ev.ActorEvent]:
     return ev.said(ev.Sent, call=number)
+
+
+def _cast_done(number: int, failed: dict[int, ZbmdError]) -> ev.Said[ev.ActorEvent]:
+    return ev.said(ev.CastDone, call=number, failed={place: ev.recordable(e) for place, e in failed.items()})
 
 
 def _spawned_as(number: int, ref: Ref) -> ev.Said[ev.ActorEvent]:

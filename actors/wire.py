@@ -21,6 +21,7 @@ from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 TEXT_CHARS_MAX = 4096
 ACTOR_NAME_CHARS_MAX = 128
 SPAWN_ARGUMENTS_MAX = 64
+CAST_ADDRESSEES_MAX = 256
 
 U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 # Up to 2**63 - 1: msgspec's constraints end there, and no counter here gets near.
@@ -173,6 +174,22 @@ class Unspawn(msgspec.Struct, array_like=True, frozen=True, tag=13):
     call: Natural
 
 
+class Withdraw(msgspec.Struct, array_like=True, frozen=True, tag=14):
+    """The asker has given up the ask `call`: it need not be handled (any further)."""
+
+    call: Natural
+    to: Addressee
+    incarnation: int
+
+
+class Cast(msgspec.Struct, array_like=True, frozen=True, tag=15):
+    """A `Tell` to several actors, by name and incarnation."""
+
+    to: Annotated[list[tuple[Addressee, int]], msgspec.Meta(max_length=CAST_ADDRESSEES_MAX)]
+    sender: Sender
+    body: msgspec.Raw
+
+
 Envelope: TypeAlias = (
     Tell
     | Ask
@@ -188,6 +205,8 @@ Envelope: TypeAlias = (
     | Stop
     | Spawn
     | Unspawn
+    | Withdraw
+    | Cast
 )
 
 
@@ -209,6 +228,19 @@ def encode(envelope: Envelope) -> bytes:
 def encode_tell(to: str, incarnation: int, sender: str, message: Any) -> bytes:
     """A `Tell`, its message encoded in the same pass. Raises `InvalidMessage`."""
     return _with_body(Tell(to, incarnation, sender, message), message)
+
+
+def encode_body(message: Any) -> msgspec.Raw:
+    """A message by itself, for `encode_cast`. Raises `InvalidMessage`."""
+    try:
+        return msgspec.Raw(_encode(message))
+    except Exception as error:
+        raise InvalidMessage(f"{_name(message)} cannot be encoded: {error}") from error
+
+
+def encode_cast(to: list[tuple[str, int]], sender: str, message: Any, body: msgspec.Raw) -> bytes:
+    """A `Cast` of `message`, whose bytes are `body`. Raises `InvalidMessage`."""
+    return _with_body(Cast(to, sender, body), message)
 
 
 def encode_ask(call: int, to: str, incarnation: int, timeout_ns: int, sender: str, message: Any) -> bytes:

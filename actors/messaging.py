@@ -1,0 +1,278 @@
+"""How messages leave: tell, ask and cast, their envelopes and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from zbmd.actors import wire
+from zbmd.actors._mailbox import Delivery, LocalReply, MailboxMemory
+from zbmd.actors.cell import ActorCell
+from zbmd.actors.context import current_cell, current_delivery
+from zbmd.actors.contracts import Contract, contract_tag
+from zbmd.actors.deadlines import DeadlineWheel, Expired
+from zbmd.actors.errors import (
+    ActorError,
+    DeadActor,
+    InvalidMessage,
+    MailboxFull,
+    MailboxMemoryFull,
+    MissingDeadline,
+    SystemStopped,
+    TooManyPending,
+)
+from zbmd.actors.peer import TIMEOUT_NS_MAX, Peer
+from zbmd.actors.ref import Ref
+from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
+
+ASKS_PENDING_MAX = 65_536
+TELLS_PER_TURN = 64
+"""After how many tells to actors of this process the loop gets its turn, lest one sender keep it."""
+
+_U64 = (1 << 64) - 1
+
+
+class Messaging:
+    """What an actor system needs to send: who lives here, who can be reached, and how much may wait."""
+
+    def __init__(self, name: str, incarnation: int, mailbox_bytes_max: int) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.loop = asyncio.get_running_loop()
+        self.memory = MailboxMemory(mailbox_bytes_max, self._no_memory)
+        self._cells: dict[str, ActorCell] = {}
+        self._peers: dict[str, Peer] = {}
+        self._deadlines = DeadlineWheel(self.loop)
+        self._stopped = False
+        self._last_trace = 0
+        self._tells_left = TELLS_PER_TURN
+
+    def find(self, actor: str, incarnation: int) -> ActorCell | None:
+        """The actor of that name, if it is that life of it (0: any); it may be about to stop."""
+        cell = self._cells.get(actor)
+        if cell is None or (incarnation and incarnation != cell.ref.incarnation):
+            return None
+        return cell
+
+    def _find_ref(self, ref: Ref) -> ActorCell | None:
+        if ref.process_incarnation and ref.process_incarnation != self.incarnation:
+            return None
+        return self.find(ref.actor, ref.incarnation)
+
+    async def _tell(self, ref: Ref, message: Contract) -> None:
+        trace_id, sender = self._envelope(message)
+        if ref.process == self.name:
+            cell = self._living(ref)
+            delivery = Delivery(message, 0, trace_id, sender, None, None)
+            if cell.mailbox.offer(delivery):
+                cell.wake()
+            else:
+                await self._tell_when_room(cell, delivery)
+            self._tells_left -= 1
+            if not self._tells_left:
+                self._tells_left = TELLS_PER_TURN
+                await asyncio.sleep(0)
+        else:
+            peer = self._peer(ref.process, ref.process_incarnation)
+            payload = wire.encode_tell(ref.actor, ref.incarnation, sender, message)
+            if not peer.try_send(payload, trace_id):
+                await peer.send(payload, trace_id)
+
+    async def _ask(self, ref: Ref, message: Contract, wanted: type[Any] | None, timeout: float | None) -> Any:
+        trace_id, sender = self._envelope(message)
+        deadline_ns, timeout_ns = self._deadline(timeout, ref)
+        if self._deadlines.pending >= ASKS_PENDING_MAX:
+            raise TooManyPending(f"{ASKS_PENDING_MAX} asks are pending in {self.name}")
+        future: asyncio.Future[Any] = self.loop.create_future()
+        bucket = self._deadlines.add(future, deadline_ns, timeout_ns)
+        cell: ActorCell | None = None
+        peer: Peer | None = None
+        delivery: Delivery | None = None
+        call = 0
+        try:
+            if ref.process == self.name:
+                cell = self._living(ref)
+                delivery = Delivery(message, deadline_ns, trace_id, sender, None, LocalReply(future))
+                if cell.mailbox.offer(delivery):
+                    cell.wake()
+                else:
+                    await self._wait_for_room(cell, delivery, deadline_ns, timeout_ns)
+            else:
+                peer = self._peer(ref.process, ref.process_incarnation)
+                call = peer.open_call(future)
+                payload = wire.encode_ask(call, ref.actor, ref.incarnation, timeout_ns, sender, message)
+                if not peer.try_send(payload, trace_id):
+                    await peer.send_before(payload, trace_id, future)
+            reply = await future
+        except BaseException as error:
+            _forget_outcome(future)
+            if isinstance(error, asyncio.CancelledError):
+                if peer is not None:
+                    peer.withdraw(ref, call)
+                elif cell is not None and delivery is not None:
+                    cell.withdraw(delivery.reply_to)
+            if isinstance(error, Expired):
+                what = f"{ref!r} did not answer {contract_tag(message)} within {timeout_ns / 1e9:g} s"
+                raise DeadlineExceeded(what) from None
+            raise
+        finally:
+            self._deadlines.remove(future, bucket)
+            if peer is not None:
+                peer.close_call(call)
+        if wanted is not None and type(reply) is not wanted:
+            raise InvalidMessage(
+                f"{ref!r} answered {contract_tag(message)} with {type(reply).__name__}, not {wanted.__name__}"
+            )
+        return reply
+
+    async def cast(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
+        """Tell many the same message; returns those to whom it could not be sent, and why.
+
+        It is encoded once, and a process gets it once for all its actors. Order is kept as by `tell`, with
+        which it may be mixed. Waits while a local mailbox or a link is full, for the others first.
+        """
+        trace_id, sender = self._envelope(message)
+        failed: dict[Ref, ZbmdError] = {}
+        full: list[tuple[Ref, ActorCell, Delivery]] = []
+        remote: dict[tuple[str, int], list[Ref]] = {}
+        for ref in refs:
+            if ref.process != self.name:
+                remote.setdefault((ref.process, ref.process_incarnation), []).append(ref)
+                continue
+            delivery = Delivery(message, 0, trace_id, sender, None, None)
+            try:
+                cell = self._living(ref)
+                if cell.mailbox.offer(delivery):
+                    cell.wake()
+                else:
+                    full.append((ref, cell, delivery))
+            except (ActorError, SystemStopped) as error:
+                failed[ref] = error
+        if remote:
+            await self._cast_remote(remote, sender, message, trace_id, failed)
+        for ref, cell, delivery in full:
+            try:
+                await self._tell_when_room(cell, delivery)
+            except (ActorError, DeadlineExceeded) as error:
+                failed[ref] = error
+        return failed
+
+    async def _cast_remote(
+        self,
+        remote: dict[tuple[str, int], list[Ref]],
+        sender: str,
+        message: Contract,
+        trace_id: int,
+        failed: dict[Ref, ZbmdError],
+    ) -> None:
+        body = wire.encode_body(message)
+        for (process, incarnation), refs in remote.items():
+            for first in range(0, len(refs), wire.CAST_ADDRESSEES_MAX):
+                some = refs[first : first + wire.CAST_ADDRESSEES_MAX]
+                try:
+                    peer = self._peer(process, incarnation)
+                    payload = wire.encode_cast(
+                        [(r.actor, r.incarnation) for r in some], sender, message, body
+                    )
+                    await peer.send(payload, trace_id)
+                except (ActorError, PeerLost) as error:
+                    failed.update(dict.fromkeys(some, error))
+
+    async def _tell_when_room(self, cell: ActorCell, delivery: Delivery) -> None:
+        running = current_delivery.get()
+        deadline_ns = 0 if running is None else running.deadline_ns
+        try:
+            await self._wait_for_room(cell, delivery, deadline_ns, max(0, deadline_ns - time.monotonic_ns()))
+        except Expired:
+            raise DeadlineExceeded(f"{cell.ref!r} had no room for {contract_tag(delivery.message)}") from None
+
+    async def _wait_for_room(
+        self, cell: ActorCell, delivery: Delivery, deadline_ns: int, timeout_ns: int
+    ) -> None:
+        if current_cell.get() is cell:
+            raise MailboxFull(f"{cell.ref!r} cannot wait for room in its own mailbox")
+        room: asyncio.Future[None] = self.loop.create_future()
+        cell.mailbox.wait(delivery, room)
+        if not deadline_ns:
+            await room
+            return
+        bucket = self._deadlines.add(room, deadline_ns, timeout_ns)
+        try:
+            await room
+        finally:
+            self._deadlines.remove(room, bucket)
+
+    def new_trace(self) -> int:
+        """A trace id for what nothing else has caused."""
+        self._last_trace = self._last_trace + 1 & _U64
+        return self._last_trace
+
+    def _envelope(self, message: object) -> tuple[int, str]:
+        """Trace id and sender's name for a message sent here and now."""
+        if not isinstance(message, Contract):
+            raise InvalidMessage(f"{message!r:.200} is not a Contract")
+        running = current_delivery.get()
+        trace_id = self.new_trace() if running is None else running.trace_id
+        cell = current_cell.get()
+        return trace_id, "" if cell is None else cell.name
+
+    def _deadline(self, timeout: float | None, whom: object) -> tuple[int, int]:
+        """(deadline, time left), ns: the earlier of the given timeout and the inherited deadline."""
+        now_ns = time.monotonic_ns()
+        running = current_delivery.get()
+        inherited_ns = 0 if running is None else running.deadline_ns
+        if timeout is None:
+            if not inherited_ns:
+                raise MissingDeadline(f"asking {whom}: give a timeout, there is no deadline to inherit here")
+            return inherited_ns, max(0, inherited_ns - now_ns)
+        timeout_ns = min(max(0, int(timeout * 1e9)), TIMEOUT_NS_MAX)
+        if inherited_ns and inherited_ns < now_ns + timeout_ns:
+            return inherited_ns, max(0, inherited_ns - now_ns)
+        return now_ns + timeout_ns, timeout_ns
+
+    def _no_memory(self, nbytes: int) -> ActorError:
+        """The refusal of a message of that size."""
+        cells = self._cells.values()
+        biggest = max(cells, key=lambda cell: cell.mailbox.nbytes, default=None)
+        most = "" if biggest is None else f"; {biggest.ref.address} holds {biggest.mailbox.nbytes:,} of them"
+        memory = self.memory
+        return MailboxMemoryFull(
+            f"{memory.used:,} bytes wait in the mailboxes of {self.name}, {nbytes:,} more would pass "
+            f"the bound of {memory.bound:,}{most}"
+        )
+
+    def _living(self, ref: Ref) -> ActorCell:
+        cell = self._find_ref(ref)
+        if cell is None or not cell.accepts:
+            if self._stopped:
+                raise SystemStopped(f"the actor system of {self.name} has been stopped")
+            raise DeadActor(f"{ref!r} does not live")
+        return cell
+
+    def _peer_or_none(self, ref: Ref) -> Peer | None:
+        peer = self._peers.get(ref.process)
+        if peer is None or (ref.process_incarnation and ref.process_incarnation != peer.incarnation):
+            return None
+        return peer
+
+    def _peer(self, process: str, incarnation: int) -> Peer:
+        peer = self._peers.get(process)
+        if peer is None:
+            if self._stopped:
+                raise SystemStopped(f"the actor system of {self.name} has been stopped")
+            raise PeerLost(process, f"{self.name} has no link to it")
+        if incarnation and incarnation != peer.incarnation:
+            if incarnation < peer.incarnation:
+                raise DeadActor(f"{process} is now incarnation {peer.incarnation}, not {incarnation}")
+            raise PeerLost(process, f"{self.name} has no link to its incarnation {incarnation} yet")
+        return peer
+
+
+def _forget_outcome(future: asyncio.Future[Any]) -> None:
+    """Nobody will await `future` again: neither a result nor an error of it may surface later."""
+    if not future.done():
+        future.cancel()
+    elif not future.cancelled():
+        future.exception()

@@ -1,0 +1,95 @@
+"""Sans-I/O: a pod of a StatefulSet or of an indexed Job, whose pods find each other by a headless service.
+
+The service's name is told by `--service` or ZBMD_SERVICE, as the manifests in deploy/kubernetes do; its DNS
+record lists every pod (with `publishNotReadyAddresses` from the start). The pod's number is its completion
+index or the ordinal at the end of its name; pod 0 founds the cluster. How many pods there are is not in a
+pod's environment: `--nnodes`, ZBMD_NNODES or PET_NNODES says it.
+
+Sources: Kubernetes' documentation on "DNS for Services and Pods", "StatefulSets" and "Indexed Job".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zbmd.actors.bootstrap.readings import (
+    Reading,
+    Stated,
+    parse_door,
+    stated_number,
+    stated_text,
+)
+from zbmd.transport.errors import UserError
+from zbmd.transport.tcp_address import TcpAddress
+
+POD_PORT = 29_400
+"""Of a pod, which has its own address: all pods may have the same."""
+COMPLETIONS_MAX = 10**9
+NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+_ORDINAL = re.compile(r"(?P<set>[a-z0-9][a-z0-9.-]*)-(?P<ordinal>[0-9]{1,9})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """What a pod knows of itself beside its environment. namespace: from `NAMESPACE_FILE`; host: its name."""
+
+    host: str = ""
+    namespace: str = ""
+
+
+def read_kubernetes(
+    environment: Mapping[str, str], pod: Pod, service: Stated[str] | None = None
+) -> Reading | None:
+    """What the pod's environment says; None outside of one. Raises `UserError`.
+
+    service: from a flag; else ZBMD_SERVICE is read.
+    """
+    index = stated_number(environment, "JOB_COMPLETION_INDEX", most=COMPLETIONS_MAX)
+    service = service or stated_text(environment, "ZBMD_SERVICE")
+    if index is None and service is None:
+        return None
+    name = environment.get("POD_NAME") or pod.host.partition(".")[0]
+    ordinal = _ORDINAL.fullmatch(name)
+    if index is None and ordinal is not None:
+        value = int(ordinal["ordinal"])
+        index = Stated(value=value, source="POD_NAME" if environment.get("POD_NAME") else "the pod's name")
+    notes: tuple[str, ...] = ()
+    if index is None:
+        notes = (f"the pod {name!r} has no number: it is in no StatefulSet, and in no indexed Job",)
+    return Reading(
+        launcher="Kubernetes",
+        node=index,
+        doors=None if service is None else _doors(environment, pod, service, ordinal),
+        every_node_is_a_door=service is not None,
+        job=_job(environment, pod, ordinal),
+        local=stated_text(environment, "POD_IP"),
+        notes=notes,
+    )
+
+
+def _doors(
+    environment: Mapping[str, str], pod: Pod, service: Stated[str], ordinal: re.Match[str] | None
+) -> Stated[tuple[TcpAddress, ...]]:
+    """Pod 0 by its own name, then all pods by the service's."""
+    labels = service.value.split(".")
+    if not all(_LABEL.fullmatch(label) for label in labels):
+        raise UserError(f"{service.source} is {service.value!r}, which is no name of a Kubernetes service.")
+    namespace = environment.get("POD_NAMESPACE") or pod.namespace
+    domain = service.value
+    if len(labels) == 1 and _LABEL.fullmatch(namespace):
+        domain = f"{service.value}.{namespace}.svc"
+    names = [domain] if ordinal is None else [f"{ordinal['set']}-0.{domain}", domain]
+    return Stated(
+        value=tuple(parse_door(name, service.source, port=POD_PORT) for name in names), source=service.source
+    )
+
+
+def _job(environment: Mapping[str, str], pod: Pod, ordinal: re.Match[str] | None) -> Stated[str] | None:
+    if ordinal is None:
+        return None
+    namespace = environment.get("POD_NAMESPACE") or pod.namespace or "default"
+    return Stated(value=f"kubernetes-{namespace[:63]}-{ordinal['set']}", source="the pod's name")

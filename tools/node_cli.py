@@ -14,9 +14,11 @@ import rich.console
 import uvloop
 
 import zbmd
+from zbmd.actors.bootstrap.merge import Role
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
-from zbmd.tools import doctor, status
+from zbmd.tools import doctor, launch, status
+from zbmd.tools.launch import add_flags, spellings
 from zbmd.tools.node_run import Job, check, host_config, run_job
 from zbmd.tools.settings import SETTINGS, merge
 from zbmd.transport.errors import UserError, ZbmdError
@@ -26,6 +28,7 @@ examples:
   zbmd-node run train.py                    one process a core
   zbmd-node run -n 4 train.py --lr 3e-4     options after the script are the script's
   zbmd-node run -n 4 -m package.module      a module instead of a script
+  srun --ntasks-per-node=1 zbmd-node run --explain train.py   what Slurm says of the nodes
   zbmd-node run --on-loss shrink train.py   go on without a lost rank instead of replacing it
   zbmd-node run --capture run.zlog train.py   record every input, for zbmd replay run.zlog
   zbmd-node run --config job.toml --show-config train.py
@@ -60,11 +63,11 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for setting in SETTINGS:
-        spellings = {setting.option, setting.option.replace("-", "_").replace("__", "--", 1)}
         short = ["-n"] if setting.name == "nproc_per_node" else []
         run.add_argument(
-            *short, *sorted(spellings), dest=setting.name, metavar=setting.metavar, help=setting.help
+            *short, *spellings(setting.name), dest=setting.name, metavar=setting.metavar, help=setting.help
         )
+    add_flags(run)
     run.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML, by the options' names")
     run.add_argument("--show-config", "--show_config", action="store_true", help="print the settings and end")
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
@@ -104,14 +107,29 @@ def run_command(arguments: argparse.Namespace) -> int:
     """`zbmd-node run`."""
     on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
     settings = merge(on_line, os.environ, arguments.config)
-    if arguments.show_config:
-        print("\n".join(settings.lines()))
+    bootstrap = launch.read(arguments, settings, os.environ)
+    settings = launch.with_processes(settings, bootstrap)
+    notes = launch.notes(arguments, settings, bootstrap)
+    if arguments.show_config or arguments.explain:
+        shown = settings.lines() if arguments.show_config else []
+        if arguments.explain:
+            shown += bootstrap.explain() + [f"note: {note}" for note in notes]
+        print("\n".join(shown))
         return 0
+    for note in notes:
+        print(f"zbmd-node: {note}", file=sys.stderr)
+    if bootstrap.role is Role.EXTRA:
+        print(f"zbmd-node: nothing to do here: {bootstrap.facts[-1].source}", file=sys.stderr)
+        return 0
+    if bootstrap.role is not Role.ALONE:
+        raise UserError(
+            f"the job has {bootstrap.nodes} nodes, and this version runs on one. Give --standalone to do so."
+        )
     if arguments.target is None:
         raise UserError("there is no script to run. Give a Python file, or -m and a module's name.")
     job = Job(target=arguments.target, is_module=arguments.module, arguments=tuple(arguments.arguments))
     check(job, settings)
-    return uvloop.run(run_job(host_config(job, settings)))
+    return uvloop.run(run_job(host_config(job, settings, launch.rank_variables(settings, os.environ))))
 
 
 def status_command(arguments: argparse.Namespace) -> int:

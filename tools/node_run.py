@@ -8,6 +8,7 @@ import importlib.util
 import pkgutil
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,9 +94,9 @@ def _check_module(name: str) -> None:
         )
 
 
-def host_config(job: Job, settings: Settings) -> HostConfig:
-    """The host's configuration for a job."""
-    environment = {HOST_MEMORY_VARIABLE: str(available_memory().nbytes)}
+def host_config(job: Job, settings: Settings, variables: Mapping[str, str]) -> HostConfig:
+    """The host's configuration for a job. variables: more of them for the ranks."""
+    environment = {**variables, HOST_MEMORY_VARIABLE: str(available_memory().nbytes)}
     if settings["data"] is not None:
         environment["ZBMD_DATA"] = settings["data"]
     if settings["log_dir"] is not None:

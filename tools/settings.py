@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import reprlib
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,21 @@ from typing import Any
 from zbmd.actors.capture import parse_bulk
 from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, parse_arena
 from zbmd.actors.view import RANKS_MAX, OnLoss
+from zbmd.tools.launch_settings import LAUNCH_SETTINGS
+from zbmd.tools.setting import Setting
 from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, parse_recovery_budget
 from zbmd.transport.capture import Detail
 from zbmd.transport.durations import parse_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.topology.cpus import usable_cpus
+from zbmd.transport.topology.gpus import read_gpus
 
 RESTARTS_MAX = 10_000
 DIGITS_MAX = 18
 CONFIG_BYTES_MAX = 1 << 20
 """Of a settings file; a larger one is something else."""
+DEFAULT = "default"
+"""The source of what nobody has set."""
 
 
 def parse_budget(text: str) -> float:
@@ -31,11 +37,18 @@ def parse_budget(text: str) -> float:
 
 
 def parse_ranks(text: str) -> int:
-    """How many processes to start. Raises `UserError`."""
+    """How many processes to start: a number, `cpu`, `gpu`, or `auto` for one of these. Raises `UserError`."""
+    if text in ("auto", "gpu"):
+        count = min(gpus(os.environ), RANKS_MAX)
+        if count or text == "auto":
+            return count or cores()
+        raise UserError("gpu: this machine has no GPU that can be used. Give a number, or cpu.")
+    if text == "cpu":
+        return cores()
     if not _is_number(text) or not 1 <= int(text) <= RANKS_MAX:
         raise UserError(
             f"{text!r} is not a number of processes to start. Give 1 to {RANKS_MAX}, "
-            f"or leave it out to start one a core ({cores()} here)."
+            f"auto, gpu or cpu, or leave it out to start one a core ({cores()} here)."
         )
     return int(text)
 
@@ -65,34 +78,14 @@ def cores() -> int:
     return min(usable_cpus(), RANKS_MAX)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One setting: its name (TOML key; `--name` and ZBMD_NAME alike), parser and what it means."""
-
-    name: str
-    parse: Callable[[str], Any]
-    default: Any
-    metavar: str
-    help: str
-
-    @property
-    def option(self) -> str:
-        """The command-line spelling."""
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        """The environment variable."""
-        return "ZBMD_" + self.name.upper()
-
-
 SETTINGS = (
     Setting(
         name="nproc_per_node",
         parse=parse_ranks,
         default=cores(),
         metavar="N",
-        help="processes to start; default: one a core",
+        help="processes to start: a number, auto, gpu or cpu; default: what the launcher says, or one a core",
+        torchrun=True,
     ),
     Setting(
         name="on_loss",
@@ -107,6 +100,7 @@ SETTINGS = (
         default=3,
         metavar="K",
         help="restarts allowed within --restart-window; one more ends the run; default: 3",
+        torchrun=True,
     ),
     Setting(
         name="restart_window",
@@ -142,6 +136,7 @@ SETTINGS = (
         default=None,
         metavar="DIR",
         help="write one file of JSON lines a rank there",
+        torchrun=True,
     ),
     Setting(
         name="capture",
@@ -157,7 +152,15 @@ SETTINGS = (
         metavar="HOW",
         help="with --capture: keep the digest (default) of what collectives compute, or the whole",
     ),
+    *LAUNCH_SETTINGS,
 )
+
+
+def gpus(environment: Mapping[str, str]) -> int:
+    """The GPUs that a driver offers here, and of these only as many as CUDA_VISIBLE_DEVICES lists."""
+    usable = sum(gpu.usable for gpu in read_gpus())
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    return usable if listed is None else min(usable, sum(bool(name.strip()) for name in listed.split(",")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +181,14 @@ class Settings:
         """The value of a setting."""
         return self.chosen[name].value
 
+    def source(self, name: str) -> str:
+        """Where the value of a setting came from."""
+        return self.chosen[name].source
+
+    def with_value(self, name: str, value: Any, source: str) -> Settings:
+        """The same with another value of one setting."""
+        return Settings(chosen={**self.chosen, name: Chosen(value=value, source=source)})
+
     def lines(self) -> list[str]:
         """The settings as TOML, each with its source."""
         return [_toml_line(name, c) for name, c in self.chosen.items()]
@@ -190,15 +201,16 @@ def merge(
     file_values = {} if config is None else read_config(config)
     chosen: dict[str, Chosen] = {}
     for setting in SETTINGS:
-        on_line, in_environment = command_line.get(setting.name), environment.get(setting.variable)
+        on_line = command_line.get(setting.name)
+        variable = next((name for name in setting.variables if name in environment), None)
         if on_line is not None:
             chosen[setting.name] = _parse(setting, on_line, setting.option)
-        elif in_environment is not None:
-            chosen[setting.name] = _parse(setting, in_environment, setting.variable)
+        elif variable is not None:
+            chosen[setting.name] = _parse(setting, environment[variable], variable)
         elif setting.name in file_values:
             chosen[setting.name] = _parse(setting, file_values[setting.name], str(config))
         else:
-            chosen[setting.name] = Chosen(value=setting.default, source="default")
+            chosen[setting.name] = Chosen(value=setting.default, source=DEFAULT)
     return Settings(chosen=chosen)
 
 

@@ -66,6 +66,7 @@ def read_kubernetes(
         doors=None if service is None else _doors(environment, pod, service, ordinal),
         every_node_is_a_door=service is not None,
         job=_job(environment, pod, ordinal),
+        name=Stated(value=name, source="the pod's name") if name else None,
         local=stated_text(environment, "POD_IP"),
         notes=notes,
     )

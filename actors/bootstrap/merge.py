@@ -58,7 +58,8 @@ class Bootstrap:
 
     launcher: who has started it; nodes: how many the job may have; node: this one's number, if it is known;
     processes: ranks on this node, None if nobody has said; doors: where to ask, the founder's first; port:
-    what to listen on, 0 for any; job: tells jobs apart, empty if nobody has named it; local: the address
+    what to listen on, 0 for any; job: tells jobs apart, empty if nobody has named it; name: what
+    people call this node, empty if nobody has said; local: the address
     under which others reach this node, empty if nobody has said; store: an etcd address, or empty; facts:
     each of these with its source; notes: what else its user should know.
     """
@@ -71,18 +72,18 @@ class Bootstrap:
     doors: tuple[TcpAddress, ...]
     port: int
     job: str
+    name: str
     local: str
     store: str
     facts: tuple[Fact, ...]
     notes: tuple[str, ...]
 
     def explain(self) -> list[str]:
-        """What was decided and why, by lines."""
+        """What was decided and why, by lines; `notes` are told beside it."""
         names = max((len(fact.name) for fact in self.facts), default=0)
         values = max((len(fact.value) for fact in self.facts), default=0)
         lines = [f"started by: {self.launcher}"]
-        lines += [f"{f.name:<{names}}  {f.value:<{values}}  {f.source}".rstrip() for f in self.facts]
-        return lines + [f"note: {note}" for note in self.notes]
+        return lines + [f"{f.name:<{names}}  {f.value:<{values}}  {f.source}".rstrip() for f in self.facts]
 
 
 def bootstrap_of(
@@ -119,6 +120,7 @@ def bootstrap_of(
         port=stated.port,
         holder_founds=stated.doors is not None and stated.holder_founds,
         job=stated.job or launcher.job,
+        name=stated.name or launcher.name,
         local=stated.local or launcher.local,
         store=stated.store,
         notes=(*stated.notes, *notes),
@@ -202,6 +204,7 @@ def _alone(reading: Reading) -> Bootstrap:
         doors=(),
         port=0,
         job="" if reading.job is None else reading.job.value,
+        name="",
         local="",
         store="",
         facts=(*facts, Fact(name="role", value="alone", source="it needs no cluster")),
@@ -222,6 +225,7 @@ def _extra(launcher: Reading) -> Bootstrap:
         doors=(),
         port=0,
         job="" if launcher.job is None else launcher.job.value,
+        name="",
         local="",
         store="",
         facts=(Fact(name="role", value="extra", source=source),),
@@ -258,6 +262,7 @@ def _of_many(merged: Reading, nodes: NodeRange) -> Bootstrap:
         doors=doors,
         port=listen,
         job="" if merged.job is None else merged.job.value,
+        name="" if merged.name is None else merged.name.value,
         local="" if merged.local is None else merged.local.value,
         store="" if merged.store is None else merged.store.value,
         facts=(*_facts(merged, doors, listen), Fact(name="role", value=role.value, source=why)),
@@ -287,6 +292,7 @@ def _facts(merged: Reading, doors: tuple[TcpAddress, ...], listen: int) -> list[
         ("this node", merged.node),
         ("processes", merged.processes),
         ("job", merged.job),
+        ("name", merged.name),
         ("address", merged.local),
         ("store", merged.store),
     ):

@@ -65,7 +65,8 @@ class Reading:
     follows from its number, 0; processes: ranks on this node; processes_hint: the same where nobody says it;
     place: see `Place`; doors: where to ask to be let in, the founder's first; every_node_is_a_door: all nodes
     listen at the doors' port; port: that port, where it is not the doors' own; holder_founds: whoever has the
-    first door's address founds, whatever its number; job: tells jobs apart; local: the address of this node;
+    first door's address founds, whatever its number; job: tells jobs apart; name: what people call
+    this node; local: the address of this node;
     store: see `store`; notes: what else its reader should be told.
     """
 
@@ -81,6 +82,7 @@ class Reading:
     port: Stated[int] | None = None
     holder_founds: bool = False
     job: Stated[str] | None = None
+    name: Stated[str] | None = None
     local: Stated[str] | None = None
     store: Stated[str] | None = None
     notes: tuple[str, ...] = ()

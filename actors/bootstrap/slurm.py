@@ -68,7 +68,7 @@ def read_slurm(environment: Mapping[str, str]) -> Reading | None:
         doors=doors,
         every_node_is_a_door=True,
         job=Stated(value=f"slurm-{step}", source="SLURM_JOB_ID"),
-        local=stated_text(environment, "SLURMD_NODENAME"),
+        name=stated_text(environment, "SLURMD_NODENAME"),
         notes=notes,
     )
 

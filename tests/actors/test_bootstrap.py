@@ -31,7 +31,7 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
 }
-MPI = dict(zip(OPEN_MPI, ("2", "4", "0", "2"), strict=True))
+MPI: dict[str, str] = dict(zip(OPEN_MPI, ("2", "4", "0", "2"), strict=True))
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "run7",
     "GROUP_RANK": "1",

@@ -141,6 +141,8 @@ class Actor:
     """The bounds of the mailbox, unless `spawn` gives others."""
     stopping_s: float = STOPPING_S
     """How long `stopping()` may take."""
+    progress_deadline_s: ClassVar[float | None] = None
+    """How long a handler may await one and the same thing before it is told of; None takes the process's."""
 
     _handlers: ClassVar[dict[type, Callable[[Any, Any], Awaitable[Any]]]] = {}
     _table: ClassVar[Mapping[type, Handler] | None] = None

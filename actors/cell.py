@@ -117,6 +117,16 @@ class ActorCell:
         self._context.run(current_delivery.set, None)
         self._task: asyncio.Task[None] | None = self._new_task()
 
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """What serves it while it has anything to do. From any thread."""
+        return self._task
+
+    @property
+    def current(self) -> Delivery | None:
+        """The message it handles. From any thread."""
+        return self._current
+
     def _new_task(self) -> asyncio.Task[None]:
         return self.system.loop.create_task(self._run(), name=self.name, context=self._context)
 

@@ -390,6 +390,10 @@ class ActorSystem(Messaging):
 
     # For cells and peers.
 
+    def cells(self) -> list[ActorCell]:
+        """All that live. From any thread: the list is made in one go, under the GIL."""
+        return list(self._cells.values())
+
     def forget(self, cell: ActorCell) -> None:
         """The actor has ended: its name is free."""
         if self._cells.get(cell.name) is cell:

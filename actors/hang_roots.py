@@ -14,6 +14,10 @@ from zbmd.actors.hang_words import describe_place, duration, name_operation, ran
 
 LAGGARDS_TOLD_MAX = 4
 WAITERS_TOLD_MAX = 8
+PATHS_MAX = 32
+"""From one trouble; what members claim may branch at every step."""
+FINDINGS_MAX = 32
+"""Of one judgement."""
 
 Trigger = tuple[int, int, str]
 """A rank, its incarnation, and what of it is in trouble."""
@@ -83,9 +87,12 @@ def find_roots(facts: Mapping[int, RankFacts], triggers: Iterable[Trigger]) -> l
     nodes = [(trigger, graph.node(trigger)) for trigger in sorted(triggers)]
     for trigger, node in sorted(nodes, key=lambda pair: pair[1].position is None):
         for path in graph.paths(node):
-            finding = graph.finding(path)
-            known = found.setdefault(finding.key, finding)
-            known.evidence.add(trigger)
+            key = graph.key(path)
+            if key not in found:
+                if len(found) >= FINDINGS_MAX:
+                    continue
+                found[key] = graph.finding(path)
+            found[key].evidence.add(trigger)
     return list(found.values())
 
 
@@ -100,6 +107,8 @@ def _operation_name(position: Position) -> str:
 class _Graph:
     def __init__(self, facts: Mapping[int, RankFacts]) -> None:
         self._facts = facts
+        self._edges: dict[_Node, list[_Node]] = {}
+        self._blocked_by: dict[str, list[int]] = {}
         self._actors: dict[str, _Node] = {}
         for known in facts.values():
             for place in self._places(known):
@@ -121,38 +130,74 @@ class _Graph:
         """From `start` along all edges to each root; a path whose last node is in it twice is a ring."""
         found: list[list[_Node]] = []
         open_paths = [[start]]
-        while open_paths:
+        while open_paths and len(found) < PATHS_MAX:
             path = open_paths.pop(0)
-            nexts = [] if path[-1] in path[:-1] else self._nexts(path[-1])
+            last = path[-1]
+            if last not in self._edges:
+                self._edges[last] = self._nexts(last)
+            nexts = [] if last in path[:-1] else self._edges[last]
             if not nexts:
                 found.append(path)
             open_paths += [[*path, node] for node in nexts[:LAGGARDS_TOLD_MAX]]
+            del open_paths[PATHS_MAX:]
         return found
+
+    def key(self, path: list[_Node]) -> Hashable:
+        """What tells the root of a path from others."""
+        last = path[-1]
+        if last in path[:-1]:
+            ring = path[path.index(last) : -1]
+            return frozenset((node.rank, node.facts.incarnation, node.what) for node in ring)
+        return last.what if last.position is not None else (last.rank, last.facts.incarnation, last.what)
 
     def finding(self, path: list[_Node]) -> Finding:
         """What is told of the root at the end of a path."""
         last = path[-1]
         if last in path[:-1]:
-            return self._ring(path[path.index(last) : -1])
-        told = [self._operation(node.position) for node in path[:-1] if node.position is not None]
-        waiting = [n.place.who for n in path[:-1] if n.place is not None and n.rank != last.rank]
-        told.append(self._root(last, first=len(path) == 1))
-        if waiting:
-            told.append(f"{', '.join(waiting[:WAITERS_TOLD_MAX])} waits for that")
+            return self._ring(self.key(path), path[path.index(last) : -1])
         blamed = last.position is None
+        told = self._held_up(last) if blamed else []
+        told.append(self._root(last, first=len(path) == 1))
+        asking = self._asking(last)
+        if asking:
+            verb = "waits" if len(asking) == 1 else "wait"
+            told.append(f"{' and '.join(asking[:WAITERS_TOLD_MAX])} {verb} for it")
         return Finding(
-            key=(last.rank, last.facts.incarnation, last.what) if blamed else last.what,
+            key=self.key(path),
             text="; ".join(told),
             culprits=(last.culprit,) if blamed else (),
             stack=stack(last.place.frames) if last.place is not None else (),
         )
 
-    def _ring(self, ring: list[_Node]) -> Finding:
+    def _held_up(self, root: _Node) -> list[str]:
+        """The operations that wait for the rank of the root, each in words."""
+        waiting = {
+            _operation_name(position): position
+            for facts in self._facts.values()
+            for position in self._positions(facts)
+            if position.running and position.still_ns > 0 and root.rank in self._blockers(position)
+        }
+        return [self._operation(position) for position in waiting.values()]
+
+    def _asking(self, root: _Node) -> list[str]:
+        """Who waits for an answer of the root, or of any actor of a rank that says nothing."""
+        if root.place is not None and root.place.kind is PlaceKind.HANDLER:
+            wanted = {root.place.who}
+        else:
+            wanted = {f"rank{root.rank}"}
+        return sorted(
+            place.who
+            for facts in self._facts.values()
+            for place in self._places(facts)
+            if {place.waits_for, place.waits_for.partition("/")[0]} & wanted
+        )
+
+    def _ring(self, key: Hashable, ring: list[_Node]) -> Finding:
         parts = [self._link(node, ring[(i + 1) % len(ring)]) for i, node in enumerate(ring)]
         still_ns = max((n.place.still_ns for n in ring if n.place is not None), default=0)
         first = next((n.place for n in ring if n.place is not None), None)
         return Finding(
-            key=frozenset((node.rank, node.facts.incarnation, node.what) for node in ring),
+            key=key,
             text=f"a deadlock for {duration(still_ns)}: {', '.join(parts)}",
             culprits=tuple(sorted({node.culprit for node in ring})),
             stack=() if first is None else stack(first.frames),
@@ -170,8 +215,10 @@ class _Graph:
     def _nexts(self, node: _Node) -> list[_Node]:
         if node.position is not None:
             return [self._standing_of(self._facts[rank]) for rank in self._blockers(node.position)]
-        if node.place is None or not node.place.waits_for:
+        if node.place is None:
             return []
+        if not node.place.waits_for:
+            return self._operations_of(node)
         target = self._actors.get(node.place.waits_for)
         if target is not None:
             return [target]
@@ -184,6 +231,14 @@ class _Graph:
             return [_Node(facts, facts.rank, SILENT)]
         return [self._at(facts, p) for p in self._places(facts) if p.kind is PlaceKind.LOOP]
 
+    def _operations_of(self, node: _Node) -> list[_Node]:
+        """The operation that what a rank does waits for: one of its own that is stuck too."""
+        return [
+            _Node(node.facts, node.rank, _operation_name(position), position=position)
+            for position in self._positions(node.facts)
+            if position.running and position.stuck
+        ]
+
     def _standing_of(self, facts: RankFacts) -> _Node:
         """What keeps a rank from what the others wait for: where it most likely stands."""
         if facts.silent or facts.outside or facts.standing is None:
@@ -194,14 +249,17 @@ class _Graph:
         order = (PlaceKind.LOOP, PlaceKind.ACTIVITY, PlaceKind.MAIN, PlaceKind.HANDLER)
         places = [p for p in facts.standing.places if p.kind in order]
         if not places:
-            return _Node(facts, facts.rank, SILENT)
+            places = [Place(PlaceKind.MAIN, f"rank{facts.rank}", "nothing that waits", 0, stuck=False)]
         return self._at(facts, min(places, key=lambda place: order.index(place.kind)))
 
     def _blockers(self, position: Position) -> list[int]:
         """The members that keep an operation from going on: laggards, or those that have stopped inside."""
-        laggards = self._laggards(position)
-        known = [self._facts[rank] for rank in position.members if rank in self._facts]
-        return laggards or [facts.rank for facts in known if facts.silent or facts.outside]
+        name = _operation_name(position)
+        if name not in self._blocked_by:
+            known = [self._facts[rank] for rank in position.members if rank in self._facts]
+            stopped = [facts.rank for facts in known if facts.silent or facts.outside]
+            self._blocked_by[name] = self._laggards(position) or stopped
+        return self._blocked_by[name]
 
     def _laggards(self, position: Position) -> list[int]:
         """The members, of those known here, that have not entered the operation."""

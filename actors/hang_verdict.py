@@ -213,8 +213,8 @@ class HangMachine:
                 return self._go_on()
             case RankGone():
                 if self._current(event.rank, event.incarnation) is not None:
-                    del self._ranks[event.rank]
-                return self._go_on()
+                    self._forget(event.rank)
+                return []
             case Ticked():
                 return self._tick(now_ns)
             case _:
@@ -235,6 +235,19 @@ class HangMachine:
     def _current(self, rank: int, incarnation: int) -> _Rank | None:
         known = self._ranks.get(rank)
         return known if known is not None and known.facts.incarnation == incarnation else None
+
+    def _forget(self, rank: int) -> None:
+        """A rank is gone: its end is told of elsewhere, and ends its troubles.
+
+        A case that is open begins anew: the others may be about to learn of that end.
+        """
+        del self._ranks[rank]
+        self.state = CaseState.QUIET
+        self._known = {trigger for trigger in self._known if trigger[0] != rank}
+        for key, told in list(self._told.items()):
+            told.evidence &= self._known
+            if not told.evidence:
+                del self._told[key]
 
     def _tick(self, now_ns: int) -> list[HangAction]:
         passed_ns = min(now_ns - (self._ticked_ns or now_ns), LATE_LOOKS * self.look_ns)

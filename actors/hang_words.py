@@ -65,5 +65,5 @@ def stands(place: Place) -> str:
     """`rank3 is at data.py:88 in load_batch (step 41: forward)`."""
     at = where(place.frames)
     what = "" if place.kind is PlaceKind.MAIN else f" ({place.what})"
-    still = f", for {duration(place.still_ns)}" if place.stuck else ""
+    still = f", for {duration(place.still_ns)}" if place.still_ns else ""
     return f"{place.who} is at {at}{what}{still}" if at else f"{place.who} is in {place.what}{still}"

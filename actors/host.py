@@ -21,6 +21,8 @@ import structlog
 from zbmd.actors import view as membership
 from zbmd.actors.capture import CaptureSettings, ProcessCapture
 from zbmd.actors.capture_kinds import MEMBERSHIP
+from zbmd.actors.hang_collector import HangCollector
+from zbmd.actors.hang_verdict import HangNotice, OnHang
 from zbmd.actors.host_contracts import (
     EnterView,
     Join,
@@ -47,6 +49,7 @@ from zbmd.actors.host_links import HostLinks, host_identity
 from zbmd.actors.host_output import LineWriter, OutputSink
 from zbmd.actors.host_process import RankProcess, describe_exit
 from zbmd.actors.host_template import TemplateClient, TemplateLost
+from zbmd.actors.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, RankEnvironment
 from zbmd.actors.template import Exited, Forked, ForkFailed, ForkRequest
 from zbmd.actors.view import USAGE_EXIT_CODE, MembershipMachine, OnLoss, Outcome, Phase, RankState
@@ -72,7 +75,8 @@ class HostConfig:
 
     preload: modules that the template imports before it forks; environment: variables for the ranks beside
     those of this process, of which the host reads those that `zbmd.actors.capture` names; restart_window_s:
-    the window that `max_restarts` counts in; recovery_budget_ns: what all deadlines are derived from.
+    the window that `max_restarts` counts in; recovery_budget_ns: what all deadlines are derived from;
+    progress_deadline_ns: what makes no progress for so long is told of, 0 is never.
     """
 
     target: str
@@ -84,6 +88,8 @@ class HostConfig:
     restart_window_s: float = 60.0
     arena_bytes: int = ARENA_BYTES_DEFAULT
     recovery_budget_ns: int = RECOVERY_BUDGET_NS_DEFAULT
+    progress_deadline_ns: int = PROGRESS_DEADLINE_NS_DEFAULT
+    on_hang: OnHang = OnHang.REPORT
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     preload: Sequence[str] = PRELOAD
 
@@ -126,6 +132,7 @@ class Host:
         self._template: TemplateClient | None = None
         self._template_lost = False
         self._links: HostLinks | None = None
+        self._hangs: HangCollector | None = None
         self._done: asyncio.Future[membership.RunEnded] | None = None
 
     @property
@@ -191,6 +198,13 @@ class Host:
                 desk=self,
             )
             await self._links.open()
+            self._hangs = HangCollector(
+                self.address,
+                deadline_ns=self.config.progress_deadline_ns,
+                on_hang=self.config.on_hang,
+                desk=self,
+            )
+            self._hangs.open()
             self._template = TemplateClient(on_reply=self._on_template, on_lost=self._on_template_lost)
             ready = await self._template.start(modules=self.config.preload, environment=os.environ)
             if ready.threads > 1:
@@ -257,6 +271,20 @@ class Host:
         if (rank, incarnation) in self._processes:
             self._put(membership.LossProven(rank=rank, incarnation=incarnation))
 
+    def hung(self, notice: HangNotice) -> None:
+        """See `HangDesk`."""
+        if self._observer is None:
+            log.warning(notice.text, stack=notice.stack, next_step=notice.next_step)
+        self._tell(notice)
+
+    def end_rank(self, rank: int, incarnation: int) -> None:
+        """See `HangDesk`."""
+        self._signal(rank, incarnation, signal.SIGKILL)
+
+    def end_run(self, reason: str) -> None:
+        """See `HangDesk`."""
+        self._put(membership.StopRequested(reason=reason, outcome=Outcome.FAILED))
+
     async def status(self) -> NodeStatus:
         """See `HostDesk`."""
         assert self._links is not None
@@ -273,6 +301,7 @@ class Host:
             epoch=self._machine.view.epoch,
             restarts=self._machine.restarts_total,
             uptime_s=(time.monotonic_ns() - self._started_ns) / 1e9,
+            hangs=() if self._hangs is None else tuple(notice.text for notice in self._hangs.notices),
             ranks=tuple(
                 RankStatus(
                     rank=i.rank,
@@ -440,6 +469,7 @@ class Host:
             node_address=self.address,
             arena_bytes=self.config.arena_bytes,
             recovery_budget_ns=self.config.recovery_budget_ns,
+            progress_deadline_ns=self.config.progress_deadline_ns,
         )
         request = ForkRequest(
             rank=rank,
@@ -516,6 +546,8 @@ class Host:
         for task in list(self._reapers):
             task.cancel()
             await asyncio.wait([task])
+        if self._hangs is not None:
+            self._hangs.close()
         if self._links is not None:
             await self._links.close()
 

@@ -99,8 +99,8 @@ class RankStatus(Contract, id="zbmd.host.rank_status"):
     actors: tuple[str, ...] | None
 
 
-class NodeStatus(Contract, id="zbmd.host.status"):
-    """One host. `uptime_s`: since the run began."""
+class NodeStatus(Contract, id="zbmd.host.status", version=2, compatible_from=1):
+    """One host. `uptime_s`: since the run began. `hangs`: those that are not over, each in words."""
 
     address: str
     pid: int
@@ -111,6 +111,7 @@ class NodeStatus(Contract, id="zbmd.host.status"):
     restarts: int
     uptime_s: float
     ranks: tuple[RankStatus, ...]
+    hangs: tuple[str, ...] = ()
 
 
 ACTORS_NAMED_MAX = 256

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zbmd.actors.hang_verdict import HangNotice
 from zbmd.actors.view import Outcome, RankState, View
 
 EXIT_FAILED = 1
@@ -63,7 +64,7 @@ class RankReport:
     payload: dict[str, Any]
 
 
-HostEvent = RankStarted | RankDown | ViewChanged | RankReport
+HostEvent = RankStarted | RankDown | ViewChanged | RankReport | HangNotice
 Observer = Callable[[HostEvent], Awaitable[None]]
 
 

@@ -26,6 +26,7 @@ from zbmd.actors.actor import Actor, on
 from zbmd.actors.actor_capture import CapturedSystem
 from zbmd.actors.capture import CaptureSettings, ProcessCapture
 from zbmd.actors.contracts import fingerprints
+from zbmd.actors.hang_collector import collector_address
 from zbmd.actors.host_contracts import (
     ACTORS_NAMED_MAX,
     HOST_ACTOR,
@@ -44,9 +45,15 @@ from zbmd.actors.host_contracts import (
 from zbmd.actors.member_links import MemberLinks
 from zbmd.actors.rank_log import RankLogFile, rank_logger
 from zbmd.actors.rank_names import child_id
-from zbmd.actors.runtime_env import RankEnvironment, arena_bytes, recovery_budget_ns
+from zbmd.actors.runtime_env import (
+    RankEnvironment,
+    arena_bytes,
+    progress_deadline_ns,
+    recovery_budget_ns,
+)
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import Member, View
+from zbmd.actors.watchdog import Watchdog
 from zbmd.transport import faults
 from zbmd.transport.budget import derive
 from zbmd.transport.cookie import load_or_create_cookie
@@ -136,6 +143,12 @@ class Node:
         system_class = ActorSystem if capture.whole is None else CapturedSystem
         self.system = system_class(identity.name, incarnation=self.incarnation, recorder=self.recorder)
         self.alone = alone
+        self.progress = Watchdog(
+            identity.name,
+            self.system,
+            deadline_ns=environment.progress_deadline_ns,
+            address=None if alone else collector_address(environment.node_address),
+        )
         self._environment = environment
         self._life = LifeThread(segment)
         self._watch = DeathWatch(segment, asyncio.get_running_loop())
@@ -240,6 +253,7 @@ class Node:
             self._reporter = None
         await self._links.close()
         await self.system.stop()
+        self.progress.close()
         self._watch.close()
         self._life.goodbye()
         self._peers.clear()
@@ -254,6 +268,7 @@ class Node:
     async def open(self) -> None:
         """Listen, reach the host, and enter the first view."""
         faults.arm(self.system.name, self.incarnation)
+        self.progress.start(self.rank, self.incarnation)
         arena_joined(self.segment.arena)
         if self.alone:
             member = Member(rank=0, incarnation=self.incarnation, address="")
@@ -357,6 +372,7 @@ async def join(
         node_address="",
         arena_bytes=arena_bytes(os.environ),
         recovery_budget_ns=recovery_budget_ns(os.environ),
+        progress_deadline_ns=progress_deadline_ns(os.environ),
     )
     if not 0 <= environment.rank < environment.world_size:
         raise UserError(f"RANK={environment.rank} is not below WORLD_SIZE={environment.world_size}.")

@@ -9,11 +9,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zbmd.actors.progress import (
+    PROGRESS_DEADLINE_NS_DEFAULT,
+    PROGRESS_DEADLINE_NS_MIN,
+    SECOND_NS,
+)
 from zbmd.transport.budget import (
     RECOVERY_BUDGET_NS_DEFAULT,
     RECOVERY_BUDGET_VARIABLE,
     parse_recovery_budget,
 )
+from zbmd.transport.durations import format_duration, parse_duration
 from zbmd.transport.errors import UserError
 
 ARENA_BYTES_DEFAULT = 64 << 20
@@ -24,6 +30,10 @@ LISTEN_VARIABLE = "ZBMD_LISTEN"
 HOST_MEMORY_VARIABLE = "ZBMD_HOST_MEMORY"
 """Bytes that the host had available before any rank was started: once one has taken its part, the others
 cannot tell any more whether all of them fit."""
+
+PROGRESS_DEADLINE_VARIABLE = "ZBMD_PROGRESS_DEADLINE"
+OFF = "off"
+"""A progress deadline that watches nothing."""
 
 DIGITS_MAX = 20
 """Of a number in the environment: a u64 has no more."""
@@ -66,7 +76,8 @@ class RankEnvironment:
 
     recovery_budget_ns: what its deadlines are derived from. host: which host this is, an opaque name that all
     ranks of it are given; empty if the job has but one. listen: where to accept members on other hosts,
-    `host:port`, empty if there are none.
+    `host:port`, empty if there are none. progress_deadline_ns: what makes no progress for so long is told of,
+    0: nothing is.
     """
 
     rank: int
@@ -76,6 +87,7 @@ class RankEnvironment:
     node_address: str
     arena_bytes: int = ARENA_BYTES_DEFAULT
     recovery_budget_ns: int = RECOVERY_BUDGET_NS_DEFAULT
+    progress_deadline_ns: int = PROGRESS_DEADLINE_NS_DEFAULT
     host: str = ""
     listen: str = ""
 
@@ -98,6 +110,9 @@ class RankEnvironment:
             "ZBMD_NODE": self.node_address,
             "ZBMD_ARENA": str(self.arena_bytes),
             RECOVERY_BUDGET_VARIABLE: f"{self.recovery_budget_ns}ns",
+            PROGRESS_DEADLINE_VARIABLE: f"{self.progress_deadline_ns}ns"
+            if self.progress_deadline_ns
+            else OFF,
             HOST_VARIABLE: self.host,
             LISTEN_VARIABLE: self.listen,
         }
@@ -116,6 +131,7 @@ class RankEnvironment:
             node_address=node_address,
             arena_bytes=arena_bytes(environment),
             recovery_budget_ns=recovery_budget_ns(environment),
+            progress_deadline_ns=progress_deadline_ns(environment),
             host=environment.get(HOST_VARIABLE, ""),
             listen=environment.get(LISTEN_VARIABLE, ""),
         )
@@ -136,6 +152,30 @@ def recovery_budget_ns(environment: Mapping[str, str]) -> int:
         return parse_recovery_budget(text)
     except UserError as error:
         raise UserError(f"{RECOVERY_BUDGET_VARIABLE}: {error}") from None
+
+
+def parse_progress_deadline(text: str) -> int:
+    """The progress deadline in ns from text such as `60s`; 0 for `off`. Raises `UserError`."""
+    if text.strip() == OFF:
+        return 0
+    deadline_ns = round(parse_duration(text) * SECOND_NS)
+    if deadline_ns < PROGRESS_DEADLINE_NS_MIN:
+        raise UserError(
+            f"a progress deadline of {text} is too short: a busy machine would be taken for a hang. "
+            f"Give {format_duration(PROGRESS_DEADLINE_NS_MIN)} or more, or {OFF}."
+        )
+    return deadline_ns
+
+
+def progress_deadline_ns(environment: Mapping[str, str]) -> int:
+    """The progress deadline from ZBMD_PROGRESS_DEADLINE, or the default. Raises `UserError`."""
+    text = environment.get(PROGRESS_DEADLINE_VARIABLE)
+    if text is None:
+        return PROGRESS_DEADLINE_NS_DEFAULT
+    try:
+        return parse_progress_deadline(text)
+    except UserError as error:
+        raise UserError(f"{PROGRESS_DEADLINE_VARIABLE}: {error}") from None
 
 
 def host_memory_bytes(environment: Mapping[str, str]) -> int | None:

@@ -79,13 +79,16 @@ class Watchdog:
     # For the program.
 
     @contextmanager
-    def doing(self, what: str, *, deadline: float | None = None) -> Generator[Activity]:
+    def doing(
+        self, what: str, *, deadline: float | None = None, progress: Callable[[], int] | None = None
+    ) -> Generator[Activity]:
         """Say what this thread or task does, and hold it to its deadline in seconds (default: the setting).
 
         It is told of when it has not called `at()` of what this yields, nor ended, for so long. `deadline`
-        may be longer or shorter than the setting. Raises `UserError` if it is no number of seconds.
+        may be longer or shorter than the setting. progress: gives a number that changes with each bit of
+        progress; called on the watchdog's thread. Raises `UserError` if `deadline` is no number of seconds.
         """
-        with self._activities.doing(what, _limit_ns(deadline)) as activity:
+        with self._activities.doing(what, _limit_ns(deadline), progress) as activity:
             yield activity
 
     @contextmanager

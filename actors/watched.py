@@ -24,7 +24,7 @@ from zbmd.actors.stacks import asked_address, task_frames, thread_frames
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import LocalProtocolError
 
-CELLS_A_LOOK_MAX: Final = 4096
+CELLS_A_LOOK_MAX: Final = 2048
 """Actors that are looked at in one look, for about half a millisecond; of more, the others come next."""
 ACTIVITIES_MAX: Final = 1024
 
@@ -210,12 +210,13 @@ def _qualified(function: Callable[..., Any]) -> str:
 class Activity:
     """Something that a thread or task does, from `doing` to its end."""
 
-    __slots__ = ("_progress", "_what", "limit_ns", "task", "thread_id")
+    __slots__ = ("_counted", "_progress", "_what", "limit_ns", "task", "thread_id")
 
-    def __init__(self, what: str, limit_ns: int) -> None:
+    def __init__(self, what: str, limit_ns: int, progress: Callable[[], int] | None) -> None:
         self.limit_ns = limit_ns
         self.thread_id = threading.get_ident()
         self._what = what
+        self._counted = progress
         self._progress = 0
         try:
             task = asyncio.current_task()
@@ -229,9 +230,9 @@ class Activity:
         return self._what
 
     @property
-    def mark(self) -> int:
+    def mark(self) -> tuple[int, int]:
         """Changes with each bit of progress."""
-        return self._progress
+        return self._progress, 0 if self._counted is None else self._counted()
 
     def at(self, what: str | None = None) -> None:
         """It has made progress; what it does now has other words, if they are given."""
@@ -249,11 +250,13 @@ class ActivitySource:
         self._activities: dict[int, Activity] = {}
 
     @contextmanager
-    def doing(self, what: str, limit_ns: int) -> Generator[Activity]:
+    def doing(
+        self, what: str, limit_ns: int, progress: Callable[[], int] | None = None
+    ) -> Generator[Activity]:
         """Declare an activity of this thread or task."""
         if len(self._activities) >= ACTIVITIES_MAX:
             raise LocalProtocolError(f"{ACTIVITIES_MAX} activities are declared: are they ever ended?")
-        number, activity = next(self._numbers), Activity(what, limit_ns)
+        number, activity = next(self._numbers), Activity(what, limit_ns, progress)
         self._activities[number] = activity
         try:
             yield activity

@@ -51,6 +51,7 @@ _POINT_OF_SEND = {
     cm.SendVote: VOTE_POINT,
     cm.SendFinish: FINISH_POINT,
 }
+_WORK_NAMES = {cm.RunStep: "step", cm.Fetch: "pull of version", cm.Recall: "recall of version"}
 
 
 class WorkCancelled(ZbmdError):
@@ -66,10 +67,11 @@ class StepFailed(ZbmdError):
 
 
 class Cancellation:
-    """Tells work in flight that its epoch is over."""
+    """Tells work in flight that its epoch is over. Each check says that the work makes progress."""
 
     def __init__(self) -> None:
         self._cancelled = False  # a plain flag: one store and one load, and `check` is called often
+        self.checks = 0
 
     def cancel(self) -> None:
         """Ask the work to end; callable from any thread."""
@@ -77,6 +79,7 @@ class Cancellation:
 
     def check(self) -> None:
         """Raise `WorkCancelled` if the work is to end. Call it between parts of the work."""
+        self.checks += 1
         if self._cancelled:
             raise WorkCancelled("the epoch of this work is over")
 
@@ -308,17 +311,19 @@ class CommitDriver:
         epoch, version, reason = work.epoch, work.version, ""
         digest: bytes | None = None
         part = b""
+        what = f"{_WORK_NAMES[type(work)]} {version} of epoch {epoch}"
         try:
             if group.epoch != epoch:  # the next view came between this work's order and its start
                 raise WorkCancelled(f"epoch {epoch} is over")
-            match work:
-                case cm.Fetch():
-                    digest = self._workload.fetch(work, cancellation)
-                case cm.Recall():
-                    digest = self._workload.recall(work, cancellation)
-                case cm.RunStep():
-                    outcome = self._workload.run_step(work, group, cancellation)
-                    digest, part = outcome.digest, outcome.part
+            with self._node.progress.doing(what, progress=lambda: cancellation.checks):
+                match work:
+                    case cm.Fetch():
+                        digest = self._workload.fetch(work, cancellation)
+                    case cm.Recall():
+                        digest = self._workload.recall(work, cancellation)
+                    case cm.RunStep():
+                        outcome = self._workload.run_step(work, group, cancellation)
+                        digest, part = outcome.digest, outcome.part
         except (PeerLost, OperationAborted, WorkCancelled) as error:
             reason = str(error)
         match work:

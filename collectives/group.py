@@ -18,6 +18,7 @@ from zbmd.actors.member import Node
 from zbmd.actors.view import View
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.group_watch import GroupWatch
 from zbmd.collectives.operation_capture import record_operations
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import LocalProtocolError, UserError
@@ -45,12 +46,15 @@ class Group:
     usable any more.
     """
 
-    def __init__(self, communicator: Communicator, view: View) -> None:
+    def __init__(
+        self, communicator: Communicator, view: View, *, unwatch: Callable[[], None] = lambda: None
+    ) -> None:
         self.communicator = communicator
         self.view = view
         self.epoch = view.epoch
         self.rank = communicator.rank
         self.members = communicator.members
+        self._unwatch = unwatch
         self._data_plane = ThreadPoolExecutor(1, thread_name_prefix="zbmd-data")
         self._slots = threading.BoundedSemaphore(OPERATIONS_IN_FLIGHT_MAX)
 
@@ -149,6 +153,7 @@ class Group:
         # executor cancels is never reported to who waits for it (`concurrent.futures.wait`).
         await asyncio.to_thread(self._data_plane.shutdown)
         self.communicator.close()
+        self._unwatch()
 
 
 async def group(node: Node, *, after: int = 0, channel: int = 0) -> Group:
@@ -171,4 +176,5 @@ def group_of(node: Node, view: View, *, channel: int = 0) -> Group:
         channel=channel,
     )
     record_operations(node, communicator)
-    return Group(communicator, view)
+    unwatch = node.progress.add_group(GroupWatch(node.system.name, communicator))
+    return Group(communicator, view, unwatch=unwatch)

@@ -114,6 +114,8 @@ def host_config(job: Job, settings: Settings, variables: Mapping[str, str]) -> H
         restart_window_s=settings["restart_window"],
         arena_bytes=settings["arena"],
         recovery_budget_ns=round(settings["recovery_budget"] * 1e9),
+        progress_deadline_ns=round(settings["progress_deadline"] * 1e9),
+        on_hang=settings["on_hang"],
         environment=environment,
         preload=(*PRELOAD, *MORE_PRELOADS, *_own_modules(job)),
     )

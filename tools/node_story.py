@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from zbmd.actors.hang_verdict import HangNotice
 from zbmd.actors.host import resident_bytes
 from zbmd.actors.host_events import (
     HostEvent,
@@ -60,6 +61,8 @@ class Story:
             case RankReport():
                 if event.payload.get("kind") == "step" and isinstance(event.payload.get("version"), int):
                     await self._committed(event.payload)
+            case HangNotice():
+                await self._hung(event)
             case RankStarted():
                 pass
 
@@ -107,6 +110,13 @@ class Story:
         if down.next_step != RUN_ENDS:
             await self._console.note(describe_failure(down, words))
         self._lost.append(down)
+
+    async def _hung(self, notice: HangNotice) -> None:
+        if notice.over:
+            await self._console.note(notice.text)
+            return
+        stack = "".join(f"\n    {line}" for line in notice.stack)
+        await self._console.note(f"no progress: {notice.text}; {notice.next_step}{stack}")
 
     async def _view_changed(self, event: ViewChanged) -> None:
         lost, self._lost = self._lost, []

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from zbmd.actors.capture import parse_bulk
-from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, parse_arena
+from zbmd.actors.hang_verdict import OnHang
+from zbmd.actors.progress import PROGRESS_DEADLINE_NS_DEFAULT
+from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, OFF, parse_arena, parse_progress_deadline
 from zbmd.actors.view import RANKS_MAX, OnLoss
 from zbmd.tools.launch_settings import LAUNCH_SETTINGS
 from zbmd.tools.setting import Setting
@@ -73,6 +75,20 @@ def parse_on_loss(text: str) -> OnLoss:
         raise UserError(f"{text!r} is no policy for a lost rank. Choose one of: {choices}.") from None
 
 
+def parse_on_hang(text: str) -> OnHang:
+    """The policy's name. Raises `UserError`."""
+    try:
+        return OnHang(text)
+    except ValueError:
+        choices = ", ".join(policy.value for policy in OnHang)
+        raise UserError(f"{text!r} is no policy for a hang. Choose one of: {choices}.") from None
+
+
+def parse_progress(text: str) -> float:
+    """Seconds of a progress deadline, 0 for `off`. Raises `UserError`."""
+    return parse_progress_deadline(text) / 1e9
+
+
 def cores() -> int:
     """The cores that affinity and cgroups leave to this process, at most as many as one host has slots."""
     return min(usable_cpus(), RANKS_MAX)
@@ -115,6 +131,20 @@ SETTINGS = (
         default=RECOVERY_BUDGET_NS_DEFAULT / 1e9,
         metavar="TIME",
         help="from a death to the repeated step; all deadlines follow from it; default: 1s",
+    ),
+    Setting(
+        name="progress_deadline",
+        parse=parse_progress,
+        default=PROGRESS_DEADLINE_NS_DEFAULT / 1e9,
+        metavar="TIME",
+        help="what makes no progress for so long is told of, and where it stands; or off; default: 60s",
+    ),
+    Setting(
+        name="on_hang",
+        parse=parse_on_hang,
+        default=OnHang.REPORT,
+        metavar="POLICY",
+        help="report a hang (default), replace the ranks that hang, or stop",
     ),
     Setting(
         name="arena",
@@ -263,7 +293,9 @@ def _toml_line(name: str, chosen: Chosen) -> str:
     match chosen.value:
         case None:
             return f"# {name} is not set"
-        case OnLoss() | Detail() as choice:
+        case 0.0 if name == "progress_deadline":
+            value = f'"{OFF}"'
+        case OnLoss() | OnHang() | Detail() as choice:
             value = f'"{choice.value}"'
         case float() as seconds:
             value = f'"{seconds:g}s"'

@@ -79,6 +79,8 @@ def show(nodes: list[NodeStatus], silent: list[str], screen: rich.console.Consol
         for rank in node.ranks:
             table.add_row(*_row(rank))
         screen.print(table)
+        for words in node.hangs:
+            screen.print(f"no progress: {words}", soft_wrap=True, markup=False, highlight=False)
     for address in silent:
         screen.print(f"{address}: does not answer", soft_wrap=True)
     if not nodes and not silent:

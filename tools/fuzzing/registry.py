@@ -8,13 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from zbmd.tools.fuzzing import actors, bulks, captures, collectives, files, links, memories, streams, wires
+from zbmd.tools.fuzzing import (
+    actors,
+    bulks,
+    captures,
+    collectives,
+    files,
+    hangs,
+    links,
+    memories,
+    streams,
+    wires,
+)
 from zbmd.tools.fuzzing.target import Target
 from zbmd.transport.errors import UserError
 
 TARGETS: Final[Mapping[str, Target]] = {
     target.name: target
-    for module in (wires, streams, bulks, memories, links, actors, collectives, captures, files)
+    for module in (wires, streams, bulks, memories, links, actors, hangs, collectives, captures, files)
     for target in module.TARGETS
 }
 
@@ -54,6 +65,9 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "actors/actor_replay.py": ("replay.machines",),
     "actors/capture_kinds.py": ("replay.machines",),
     "actors/contracts.py": ("contracts.message", "wire.envelope"),
+    "actors/hang_collector.py": ("hang.packet",),
+    "actors/hang_wire.py": ("hang.packet",),
+    "actors/watchdog.py": ("hang.packet",),
     "actors/host_contracts.py": ("host.report",),
     "actors/host_output.py": ("host.output",),
     "actors/host_template.py": ("template.packet",),

@@ -122,11 +122,6 @@ class ActorCell:
         """What serves it while it has anything to do. From any thread."""
         return self._task
 
-    @property
-    def current(self) -> Delivery | None:
-        """The message it handles. From any thread."""
-        return self._current
-
     def _new_task(self) -> asyncio.Task[None]:
         return self.system.loop.create_task(self._run(), name=self.name, context=self._context)
 

@@ -11,18 +11,18 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Final
 
 from zbmd.actors.hang_wire import FRAMES_MAX, Frame, cut, cut_path
+from zbmd.actors.messaging import Messaging
 from zbmd.actors.ref import Ref
 
 AWAITS_MAX = 256
 """Coroutines, each awaiting the next, that are followed."""
-ASK_FUNCTION = "ActorSystem._ask"
-"""Whoever waits for an answer waits in it."""
-
 _PACKAGES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _OWN_PREFIX = "zbmd."
+# Whoever waits for an answer waits in it.
+_ASK: Final = Messaging._ask.__code__
 
 
 def thread_frames(thread_id: int) -> tuple[Frame, ...]:
@@ -61,7 +61,7 @@ def asked_address(task: asyncio.Task[Any]) -> str:
     The stack says it, so that no ask pays for being found.
     """
     for frame in reversed(awaits(task.get_coro())):
-        if frame.f_code.co_qualname == ASK_FUNCTION:
+        if frame.f_code is _ASK:
             ref = frame.f_locals.get("ref")
             return ref.address if isinstance(ref, Ref) else ""
     return ""

@@ -241,7 +241,7 @@ def test_claims_without_end_are_followed_to_an_end() -> None:
 
 @dataclass
 class SimulatedRank:
-    """Steps of a computation, and an operation that all must enter. It hangs from `hangs_ns` on, as `how` says."""
+    """Steps of work, and an operation that all must enter. It hangs from `hangs_ns` on, as `how` says."""
 
     rank: int
     hangs_ns: int

@@ -314,7 +314,10 @@ class TcpLink(LinkSide):
         self._drain()
 
     def _read(self) -> None:
-        """Read a bounded amount; not at all while enough waits to be taken."""
+        """Read a bounded amount; not at all while enough waits to be taken.
+
+        To the end of what there is: libuv tells of a reset once, and if data came with it never again.
+        """
         records = self._records
         for _ in range(READS_PER_WAKE):
             room = self._room()
@@ -323,7 +326,7 @@ class TcpLink(LinkSide):
                 return
             try:
                 with records.get_buffer() as whole, whole[:room] as buffer:
-                    asked, taken = len(buffer), self._socket.read_into(buffer)
+                    taken = self._socket.read_into(buffer)
             except OSError as error:
                 self._ended(PeerLost(self._peer.name, self._why(error)))
                 return
@@ -337,10 +340,7 @@ class TcpLink(LinkSide):
                 return
             records.buffer_updated(taken)
             self._count_unread()
-            if taken < asked and not self._socket.pending:
-                return
-        if self._socket.pending:
-            self._loop.call_soon(self._on_readable)
+        self._loop.call_soon(self._on_readable)
 
     def _room(self) -> int:
         """How much more may be read."""

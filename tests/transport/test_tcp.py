@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 import time
 
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 from link_harness import COOKIE, Ear, fill
@@ -18,7 +20,7 @@ from zbmd.transport import tcp
 from zbmd.transport._native import now_ns
 from zbmd.transport.budget import derive
 from zbmd.transport.endpoint import Endpoint
-from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, UserError
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, UserError, ZbmdError
 from zbmd.transport.hello import Identity
 from zbmd.transport.lane import Lane
 from zbmd.transport.link_choice import parse_interface_filter
@@ -289,6 +291,27 @@ async def test_a_silent_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(error, PeerLost)
     assert "acknowledged nothing" in str(error)
     await server.stop(theirs)
+
+
+def test_a_reset_that_comes_with_the_last_frame_is_heard() -> None:
+    """libuv tells of it once: a read that takes the frame alone would miss it, and the link stay open."""
+
+    async def play() -> ZbmdError | None:
+        server = await Server.start()
+        ours, theirs = await server.pair()
+        ear = Ear(ours)
+        theirs.send(b"last words")
+        sock = theirs._socket.sock  # the end of a process that has not read all that we sent
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs._loop.remove_reader(sock.fileno())
+        sock.close()
+        async with asyncio.timeout(5):
+            error = await ear.end()
+        server.listener.close()
+        await server.listener.wait_closed()
+        return error
+
+    assert isinstance(uvloop.run(play()), PeerLost)
 
 
 async def test_a_jump_of_the_wall_clock_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

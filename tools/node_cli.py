@@ -17,7 +17,7 @@ import zbmd
 from zbmd.actors.bootstrap.merge import Role
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
-from zbmd.tools import doctor, launch, status
+from zbmd.tools import doctor, launch, node_cluster, status
 from zbmd.tools.launch import add_flags, spellings
 from zbmd.tools.node_run import Job, check, host_config, run_job
 from zbmd.tools.settings import SETTINGS, merge
@@ -34,6 +34,10 @@ examples:
   zbmd-node run --config job.toml --show-config train.py
   zbmd-node status                          nodes, ranks, actors, restarts
   zbmd-node doctor                          this machine: its parts, links and deadlines
+  zbmd-node up                              begin a cluster, or go back into the one this node was in
+  zbmd-node token                           the line to paste on the next host
+  zbmd-node members                         who is in the cluster, as this host's node sees it
+  zbmd-node down                            leave the cluster in order
 """
 
 
@@ -78,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     )
     shown.add_argument("--json", action="store_true", help="one JSON object on standard output")
     _add_doctor(commands)
+    node_cluster.add_commands(commands)
     return top
 
 
@@ -151,7 +156,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_command(arguments)
         if arguments.command == "status":
             return status_command(arguments)
-        return doctor.main(arguments)
+        if arguments.command == "doctor":
+            return doctor.main(arguments)
+        return node_cluster.main(arguments)
     except UserError as error:
         print(f"zbmd-node: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE

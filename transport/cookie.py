@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hmac
 import os
 import re
 import secrets
@@ -61,6 +62,29 @@ def load_or_create_cookie(path: Path | str | None = None) -> bytes:
         ) from error
 
 
+def store_cookie(cookie: bytes, path: Path | str | None = None) -> bytes:
+    """Put a cookie that came from another host in its place, and return it; what is there stays.
+
+    Raises `CookieError` if another cookie is there already, and as `load_or_create_cookie`.
+    """
+    file = cookie_path() if path is None else Path(path)
+    if not _COOKIE.fullmatch(cookie):
+        raise CookieError("what came is no cookie: run `zbmd-node token` on a member again")
+    try:
+        found = _load(file) or _create(file, cookie)
+    except OSError as error:
+        raise CookieError(
+            f"the cookie file {file} can be neither read nor made ({error.strerror}): make its directory "
+            "writable, or set ZBMD_COOKIE_FILE to a path that is"
+        ) from error
+    if not hmac.compare_digest(found, cookie):
+        raise CookieError(
+            f"the cookie file {file} holds the cookie of another cluster. To join this one instead, remove "
+            "it and try again; to be in both, set ZBMD_COOKIE_FILE to another path for this one."
+        )
+    return found
+
+
 def _load(file: Path) -> bytes:
     """The cookie in `file`; empty if there is none yet."""
     try:
@@ -74,15 +98,15 @@ def _load(file: Path) -> bytes:
         os.close(fd)
 
 
-def _create(file: Path) -> bytes:
+def _create(file: Path, cookie: bytes | None = None) -> bytes:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
     try:
         # Of all who found no cookie one writes it; if it is killed before, the lock goes to the next.
         fcntl.flock(fd, fcntl.LOCK_EX)
-        if cookie := _read(fd, file):
-            return cookie
-        cookie = secrets.token_hex(MADE_BYTES).encode()
+        if known := _read(fd, file):
+            return known
+        cookie = cookie or secrets.token_hex(MADE_BYTES).encode()
         if os.write(fd, cookie + b"\n") <= len(cookie):
             os.ftruncate(fd, 0)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -64,6 +64,11 @@ class Detector:
             found.append((key, f"not heard for {silence_ns / 1e6:.0f} ms"))
         return found
 
+    def silence(self, key: NodeKey, now_ns: int) -> tuple[int | None, int]:
+        """For how long `key` was not heard, and the silence that is suspect; None and 0 if not observed."""
+        known = self._heard.get(key)
+        return (None, 0) if known is None else (now_ns - known.last_ns, self.limit_ns(key))
+
     def limit_ns(self, key: NodeKey) -> int:
         """The silence of `key` that is suspect now."""
         intervals = self._heard[key].intervals_ns

@@ -12,6 +12,7 @@ from zbmd.tools.fuzzing import (
     actors,
     bulks,
     captures,
+    cluster,
     collectives,
     files,
     hangs,
@@ -25,7 +26,10 @@ from zbmd.transport.errors import UserError
 
 TARGETS: Final[Mapping[str, Target]] = {
     target.name: target
-    for module in (wires, streams, bulks, memories, links, actors, hangs, collectives, captures, files)
+    for module in (
+        *(wires, streams, bulks, memories, links, actors, hangs, cluster),
+        *(collectives, captures, files),
+    )
     for target in module.TARGETS
 }
 
@@ -64,6 +68,8 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "actors/actor_arguments.py": ("arguments",),
     "actors/actor_replay.py": ("replay.machines",),
     "actors/capture_kinds.py": ("replay.machines",),
+    "actors/cluster/cluster_contracts.py": ("cluster.message", "cluster.machine"),
+    "actors/cluster/node_state.py": ("node.state",),
     "actors/contracts.py": ("contracts.message", "wire.envelope"),
     "actors/hang_collector.py": ("hang.packet",),
     "actors/hang_wire.py": ("hang.packet",),
@@ -85,6 +91,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/weights.py": ("weights",),
     "training/workload.py": ("commit.handle",),
     "tools/cli.py": ("ledger.plan",),
+    "tools/node_token.py": ("node.token",),
     "tools/replay_players.py": ("replay.command",),
     "tools/replay_story.py": ("replay.command",),
     "tools/replay_trace.py": ("replay.command",),

@@ -1,0 +1,199 @@
+"""Finding a door: of the addresses that a node was given, one where a member lets it in.
+
+All are tried at once, by a link that is a visitor's: what the door's host sees of us, what budget the cluster
+has and whether anything stands against us is known before a life begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from zbmd.actors.cluster.node_contracts import DESK, DoorReply, DoorRequest
+from zbmd.actors.cluster.nodes import Node
+from zbmd.actors.contracts import fingerprints
+from zbmd.actors.errors import ActorError
+from zbmd.actors.system import ActorSystem
+from zbmd.transport import tcp
+from zbmd.transport._native import now_ns
+from zbmd.transport.budget import Deadlines
+from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
+from zbmd.transport.hello import Identity, WrongCookie
+from zbmd.transport.tcp_address import TcpAddress
+from zbmd.transport.tcp_settings import TcpSettings
+from zbmd.transport.tcp_socket import resolve
+from zbmd.transport.topology.interfaces import read_interfaces
+
+DOORS_MAX: Final = 64
+AGAIN_S: Final = 0.1
+"""From a try at a door that failed in a way that may pass to the next."""
+ANSWER_S: Final = 2.0
+
+
+class JoinFailed(UserError):
+    """No member has let this node in; the text has each door's reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doorway:
+    """An open door. node: who keeps it; own_host: our end of the link to it, numeric."""
+
+    node: Node
+    own_host: str
+    recovery_budget_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seeker:
+    """Who looks for a door. host: where it listens, numeric; empty if everywhere."""
+
+    node_id: int
+    name: str
+    host: str
+    recovery_budget_ns: int
+    cookie: bytes
+    settings: TcpSettings
+    deadlines: Deadlines
+
+
+def visitor(cookie: bytes, deadlines: Deadlines) -> Endpoint:
+    """The endpoint of a process that is no node."""
+    identity = Identity(
+        name=f"visitor-{os.getpid()}",
+        pid=os.getpid(),
+        uid=os.getuid(),
+        incarnation=1,
+        contracts=fingerprints(),
+    )
+    return Endpoint(identity=identity, cookie=cookie, deadlines=deadlines)
+
+
+async def find_door(
+    doors: Sequence[TcpAddress], seeker: Seeker, tell: Callable[[str], None], timeout_ns: int
+) -> Doorway:
+    """The first door that opens. tell: takes in words what stands in the way, each once.
+
+    Raises `JoinFailed`, when all have refused for good or the time is up.
+    """
+    reasons: dict[TcpAddress, str] = {}
+
+    def stands_in_the_way(door: TcpAddress, reason: str) -> None:
+        if reasons.get(door) != reason:
+            reasons[door] = reason
+            tell(f"{door}: {reason}")
+
+    loop = asyncio.get_running_loop()
+    deadline_ns = now_ns() + timeout_ns
+    trying = {loop.create_task(_try(door, seeker, stands_in_the_way, deadline_ns)) for door in doors}
+    try:
+        while trying:
+            done, trying = await asyncio.wait(trying, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if (doorway := task.result()) is not None:
+                    return doorway
+    finally:
+        for task in trying:
+            task.cancel()
+        if trying:
+            await asyncio.wait(trying)
+    told = "; ".join(f"{door}: {reason}" for door, reason in reasons.items())
+    raise JoinFailed(f"no member of a cluster has let this node in. {told}.")
+
+
+async def _try(
+    door: TcpAddress, seeker: Seeker, stands: Callable[[TcpAddress, str], None], deadline_ns: int
+) -> Doorway | None:
+    """Knock until the door opens; None once it is shut for good, or the time is up."""
+    while True:  # ends at the deadline
+        try:
+            found = await _knock(door, seeker)
+        except (PeerLost, LinkClosed, DeadlineExceeded, ActorError) as error:
+            stands(door, _advice(door, error))
+        except (ZbmdError, OSError) as error:
+            stands(door, _advice(door, error))
+            return None
+        else:
+            if isinstance(found, Doorway):
+                return found
+            stands(door, found.refused or f"{found.node} is no member of a cluster itself yet")
+            if found.refused and not found.passes:
+                return None
+        if now_ns() + AGAIN_S * 1e9 >= deadline_ns:
+            return None
+        await asyncio.sleep(AGAIN_S)
+
+
+async def _knock(door: TcpAddress, seeker: Seeker) -> Doorway | DoorReply:
+    endpoint = visitor(seeker.cookie, seeker.deadlines)
+    link = await tcp.dial(door, endpoint, settings=seeker.settings)
+    own_host = link.local_address.host
+    system = ActorSystem(endpoint.identity.name)
+    try:
+        system.attach(link)
+        desk = system.ref(f"{link.peer.name}/{DESK}")
+        request = DoorRequest(
+            node_id=seeker.node_id,
+            name=seeker.name,
+            host=seeker.host or own_host,
+            recovery_budget_ns=seeker.recovery_budget_ns,
+        )
+        reply = await desk.ask(request, reply=DoorReply, timeout=ANSWER_S)
+    finally:
+        await system.stop()
+    if reply.refused or not reply.member:
+        return reply
+    return Doorway(node=reply.node, own_host=own_host, recovery_budget_ns=reply.recovery_budget_ns)
+
+
+def _advice(door: TcpAddress, error: Exception) -> str:
+    match error:
+        case WrongCookie():
+            return (
+                "it belongs to a cluster with another cookie. On a member of the cluster that you mean, "
+                "`zbmd-node token` prints the line to paste here"
+            )
+        case DeadlineExceeded():
+            return (
+                f"{error}. Check the address, and that TCP port {door.port} is open there "
+                f"(`zbmd-node doctor --peer {door}`)"
+            )
+        case PeerLost(reason=reason):
+            return reason
+        case _:
+            return str(error)
+
+
+async def own_addresses(
+    doors: Sequence[TcpAddress], listen: TcpAddress, timeout_ns: int
+) -> tuple[TcpAddress, ...]:
+    """Of these doors, those that are the address that we shall listen at ourselves."""
+    if not listen.port or all(door.port != listen.port for door in doors):
+        return ()
+    deadline_ns = now_ns() + timeout_ns
+    here = {address for each in read_interfaces() for address in each.addresses} | {"127.0.0.1", "::1"}
+    if listen.host:
+        here &= await _hosts(listen, deadline_ns)
+    return tuple(
+        [door for door in doors if door.port == listen.port and here & await _hosts(door, deadline_ns)]
+    )
+
+
+async def loopback_name(listen: TcpAddress, timeout_ns: int) -> str | None:
+    """If we listen at a name that means loopback alone, and does not say so: the address that it means."""
+    if not listen.host or listen.is_numeric or listen.host.split(".")[0] in ("localhost", "ip6-localhost"):
+        return None
+    hosts = await _hosts(listen, now_ns() + timeout_ns)
+    loopback = sorted(host for host in hosts if host == "::1" or host.startswith("127."))
+    return loopback[0] if loopback and len(loopback) == len(hosts) else None
+
+
+async def _hosts(address: TcpAddress, deadline_ns: int) -> set[str]:
+    try:
+        return {str(sockaddr[0]) for _, sockaddr in await resolve(address, deadline_ns)}
+    except (UserError, DeadlineExceeded, socket.gaierror):
+        return set()  # told when it is dialed

@@ -1,0 +1,88 @@
+"""The kernel's word on nodes that run on this host: a pidfd becomes readable when its process has ended.
+
+Such an end is certain, so it needs no quorum. That one node stands behind one process is what its hail says;
+the number, and the time at which the process started, must be what the kernel has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+from zbmd.actors.cluster.nodes import NodeKey
+from zbmd.transport.kernel_files import read_text
+from zbmd.transport.topology.pci import link_name
+
+WATCHED_MAX: Final = 256
+_START_FIELD: Final = 19
+"""Of /proc/PID/stat behind the name in brackets: `starttime`, field 22 in proc(5)."""
+
+
+@lru_cache(maxsize=1)
+def boot_id() -> str:
+    """The running kernel; empty if it does not say."""
+    return (read_text(Path("/proc/sys/kernel/random/boot_id")) or "")[:64]
+
+
+def pid_space() -> str:
+    """The namespace in which process numbers mean what they say; empty if the kernel does not say."""
+    return (link_name(Path("/proc/self/ns/pid")) or "")[:64]
+
+
+def started(pid: int) -> int:
+    """When a process started, in ticks since the boot; 0 if it is gone."""
+    fields = (read_text(Path(f"/proc/{pid}/stat")) or "").rpartition(")")[2].split()
+    return int(fields[_START_FIELD]) if len(fields) > _START_FIELD else 0
+
+
+class LocalDeaths:
+    """Watches the processes of other nodes of this host. on_death: called once a key, on the loop."""
+
+    def __init__(self, on_death: Callable[[NodeKey], None]) -> None:
+        self._on_death = on_death
+        self._loop = asyncio.get_running_loop()
+        self._fds: dict[NodeKey, int] = {}
+
+    def watch(self, key: NodeKey, *, boot: str, space: str, pid: int, started_ticks: int) -> bool:
+        """Watch a life by what its hail says; whether it can be watched: it must be of this host."""
+        if key in self._fds:
+            return True
+        here = boot and space and (boot, space) == (boot_id(), pid_space())
+        if not here or pid in (0, os.getpid()) or len(self._fds) >= WATCHED_MAX:
+            return False
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:  # it has ended: that it was this one, nothing proves
+            return False
+        if not started_ticks or started(pid) != started_ticks:
+            os.close(fd)
+            return False
+        self._fds[key] = fd
+        self._loop.add_reader(fd, self._ended, key)
+        return True
+
+    def watches(self, key: NodeKey) -> bool:
+        """Whether the kernel will tell of this life's end."""
+        return key in self._fds
+
+    def forget_all_but(self, keys: Iterable[NodeKey]) -> None:
+        """Watch the others no longer."""
+        for key in set(self._fds) - set(keys):
+            self._forget(key)
+
+    def close(self) -> None:
+        """Watch nobody. Idempotent."""
+        self.forget_all_but(())
+
+    def _ended(self, key: NodeKey) -> None:
+        self._forget(key)
+        self._on_death(key)
+
+    def _forget(self, key: NodeKey) -> None:
+        fd = self._fds.pop(key)
+        self._loop.remove_reader(fd)
+        os.close(fd)

@@ -1,0 +1,99 @@
+"""What a node's desk is asked, by commands and by nodes that are about to join."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from zbmd.actors.cluster.cluster_contracts import NAME_CHARS_MAX, TEXT_CHARS_MAX
+from zbmd.actors.cluster.nodes import Node
+from zbmd.actors.contracts import Contract
+
+DESK: Final = "desk"
+MEMBERS_SHOWN_MAX: Final = 4096
+ADDRESSES_MAX: Final = 8
+
+_Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
+_Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class DoorRequest(Contract, id="zbmd.node.door_request"):
+    """May I join as I am? See `admission.Wish`."""
+
+    node_id: _Natural
+    name: _Name
+    host: Annotated[str, msgspec.Meta(max_length=64)]
+    recovery_budget_ns: _Natural
+
+
+class DoorReply(Contract, id="zbmd.node.door"):
+    """Who answers, and what stands against it. member: whether it can let anybody in now."""
+
+    node: Node
+    member: bool
+    recovery_budget_ns: _Natural
+    refused: _Text = ""
+    passes: bool = False
+
+
+class MembersRequest(Contract, id="zbmd.node.members_request"):
+    """How do you see the cluster?"""
+
+
+class MemberInfo(Contract, id="zbmd.node.member"):
+    """One member, as the node that answers sees it.
+
+    state: `this node`, `heard`, `silent`, `not observed` or `not linked`; heard_ms: since its last frame, and
+    limit_ms, the silence that would be suspect: -1 if it is not observed; skew_ms: its wall clock against
+    ours, when the link was made; proven_by_kernel: whether its end would be.
+    """
+
+    node: Node
+    state: _Name
+    heard_ms: int
+    limit_ms: int
+    links_dialed: int
+    links_accepted: int
+    skew_ms: int
+    release: _Name
+    proven_by_kernel: bool
+    why: _Text
+
+
+class MembersReply(Contract, id="zbmd.node.members"):
+    """A node's view of its cluster. known, entered: the newest view decided, and that which is acted on."""
+
+    answered_by: Node
+    state: _Name
+    known: int
+    entered: int
+    recovery_budget_ns: int
+    heartbeat_ns: int
+    members: tuple[MemberInfo, ...]
+    quorum: _Text
+    story: tuple[str, ...]
+    dropped: int
+
+
+class LeaveRequest(Contract, id="zbmd.node.leave_request"):
+    """Leave the cluster in order, and end."""
+
+
+class Leaving(Contract, id="zbmd.node.leaving"):
+    """It will. pid: of the node's process."""
+
+    node: Node
+    pid: int
+
+
+class TokenRequest(Contract, id="zbmd.node.token_request"):
+    """What must another host know to join?"""
+
+
+class TokenReply(Contract, id="zbmd.node.token"):
+    """Addresses of members, the answering one first."""
+
+    addresses: Annotated[tuple[str, ...], msgspec.Meta(max_length=ADDRESSES_MAX)]
+    recovery_budget_ns: int

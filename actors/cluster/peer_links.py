@@ -1,0 +1,384 @@
+"""The links of one node's life to other nodes: kept to those that it beats with, dialed on demand to others.
+
+A link belongs to one life at either end: what is for another life of the peer is never sent on it. Two nodes
+that dial each other at once have two links; both then send on that which the lower key has dialed, so the
+other falls idle and is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol
+
+import msgspec
+import structlog
+
+from zbmd.actors.cluster.cluster_contracts import PROTOCOL_VERSION, Hail, NotUnderstood, decode
+from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.contracts import Contract, contract_tag
+from zbmd.actors.errors import UnknownContract
+from zbmd.transport import tcp
+from zbmd.transport._native import now_ns
+from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.errors import LinkClosed, LinkFull, RemoteProtocolError, ZbmdError
+from zbmd.transport.frames import FrameHeader
+from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.tcp_settings import TcpSettings
+
+log: Final = structlog.stdlib.get_logger("zbmd.cluster")
+
+ROUTES_MAX: Final = 4096
+"""Lives of nodes that a node has links to, or wants to have."""
+WIRES_MAX: Final = 4
+"""Links to one life. One is enough; two come of dialing each other at once."""
+PENDING_MAX: Final = 64
+"""Messages that wait for a link to be dialed; the oldest goes for one more."""
+DIALS_MAX: Final = 64
+"""At once."""
+DIAL_PAUSE_NS_MAX: Final = 1_000_000_000
+"""From a dial that failed to the next, doubled with each."""
+IDLE_BUDGETS: Final = 10
+"""A link that was not used for so many recovery budgets is dropped, if it is not one to be kept."""
+
+_NODE_NAME: Final = re.compile(r"node([1-9]\d{0,18})")
+
+
+def process_name(node_id: int) -> str:
+    """How a node calls itself at hello."""
+    return f"node{node_id}"
+
+
+def node_key(name: str, incarnation: int) -> NodeKey | None:
+    """The life behind a hello; None if it is no node's."""
+    found = _NODE_NAME.fullmatch(name)
+    return NodeKey(int(found[1]), incarnation) if found is not None and incarnation > 0 else None
+
+
+class LinksDesk(Protocol):
+    """What a life does with what its links bring. Called on its loop; must not block."""
+
+    def hail(self) -> Hail:
+        """How we begin a link."""
+        ...
+
+    def hailed(self, key: NodeKey, hail: Hail) -> None:
+        """A link to this life stands."""
+        ...
+
+    def received(self, sender: Node, contract: Contract) -> None:
+        """A frame of a node. Raises `RemoteProtocolError` to end its link."""
+        ...
+
+    def ended(self, key: NodeKey, reason: str) -> None:
+        """The last link to this life has ended, or cannot be had."""
+        ...
+
+    def superseded(self, key: NodeKey) -> None:
+        """This life is over: the node's next one has proved itself."""
+        ...
+
+    def visited(self, link: TcpLink) -> None:
+        """A process that is no node has linked with us; the link is the desk's."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Wire:
+    """One link to a life."""
+
+    link: TcpLink
+    preferred: bool
+    used_ns: int
+    hail: Hail | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Route:
+    """The way to one life, or to whoever lives at an address."""
+
+    to: Node
+    wires: list[_Wire] = field(default_factory=list[_Wire])
+    pending: deque[Contract] = field(default_factory=lambda: deque[Contract](maxlen=PENDING_MAX))
+    dialing: asyncio.Task[None] | None = None
+    failures: int = 0
+    not_before_ns: int = 0
+    sent_ns: int = 0
+    used_ns: int = 0
+    why: str = ""
+
+
+class PeerLinks:
+    """All links of one life. Made by `open`; use on its loop."""
+
+    def __init__(self, me: NodeKey, endpoint: Endpoint, settings: TcpSettings, desk: LinksDesk) -> None:
+        self.dropped = 0
+        """Messages that found no room, or no way."""
+        self._me = me
+        self._endpoint = endpoint
+        self._settings = settings
+        self._desk = desk
+        self._loop = asyncio.get_running_loop()
+        self._routes: dict[NodeKey, _Route] = {}
+        self._doors: dict[str, _Route] = {}
+        self._kept: frozenset[NodeKey] = frozenset()
+        self._dials: set[asyncio.Task[None]] = set()
+        self._idle_ns = IDLE_BUDGETS * endpoint.deadlines.recovery_budget_ns
+        self._closed = False
+
+    # -- sending -----------------------------------------------------------------------------------------
+
+    def send(self, to: Node, contract: Contract) -> bool:
+        """Send to one life of a node, or with incarnation 0 to whoever lives at its address.
+
+        Dials if there is no link. Whether it was handed to a link now. What finds no room is dropped: who
+        sends repeats what matters.
+        """
+        route = self._route(to)
+        if route is None or self._closed:
+            self.dropped += 1
+            return False
+        wire = self._wire(route)
+        if wire is not None:
+            return self._put(route, wire, contract)
+        if len(route.pending) == PENDING_MAX:
+            self.dropped += 1
+        route.pending.append(contract)
+        self._dial(route)
+        return False
+
+    def sent_ns(self, key: NodeKey) -> int:
+        """When something was last sent to this life; 0 if never."""
+        route = self._routes.get(key)
+        return 0 if route is None else route.sent_ns
+
+    def keep(self, peers: Iterable[Node]) -> None:
+        """Have links to these; others stay for as long as they are used."""
+        nodes = tuple(peers)
+        self._kept = frozenset(node.key for node in nodes)
+        for node in nodes:
+            route = self._route(node)
+            if route is not None and not route.wires:
+                self._dial(route)
+
+    def sweep(self) -> None:
+        """Drop what is idle, dial again what is to be kept. Call it from time to time."""
+        at_ns = now_ns()
+        for key, route in list(self._routes.items()):
+            for wire in list(route.wires):
+                spare = len(route.wires) > 1 or key not in self._kept
+                if spare and at_ns - wire.used_ns > self._idle_ns:
+                    wire.link.close()
+            if key in self._kept:
+                if not route.wires:
+                    self._dial(route)
+            elif not route.wires and route.dialing is None and at_ns - route.used_ns > self._idle_ns:
+                del self._routes[key]
+        for address, route in list(self._doors.items()):
+            if route.dialing is None and at_ns - route.used_ns > self._idle_ns:
+                del self._doors[address]
+
+    async def flush(self) -> None:
+        """Let what was sent leave, for a bounded time."""
+        wires = [wire.link for route in self._routes.values() for wire in route.wires]
+        flushing = [self._loop.create_task(_flush(link)) for link in wires]
+        if flushing:
+            _, late = await asyncio.wait(flushing, timeout=self._endpoint.deadlines.flush_ns / 1e9)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End every link and dial. Idempotent."""
+        self._closed = True
+        for task in self._dials:
+            task.cancel()
+        if self._dials:
+            await asyncio.wait(self._dials)
+        for route in [*self._routes.values(), *self._doors.values()]:
+            for wire in list(route.wires):
+                wire.link.close()
+        self._routes.clear()
+        self._doors.clear()
+
+    # -- how it stands -----------------------------------------------------------------------------------
+
+    def links(self, key: NodeKey) -> tuple[int, int, str]:
+        """Of a life: links that we have dialed, links that it has dialed, and why there is none."""
+        route = self._routes.get(key)
+        if route is None:
+            return 0, 0, ""
+        dialed = sum(1 for wire in route.wires if wire.link.dialed is not None)
+        return dialed, len(route.wires) - dialed, "" if route.wires else route.why
+
+    # -- links that stand --------------------------------------------------------------------------------
+
+    def accepted(self, link: TcpLink) -> None:
+        """A link that a peer has dialed."""
+        key = node_key(link.peer.name, link.peer.incarnation)
+        if self._closed:
+            link.close()
+        elif key is None:
+            self._desk.visited(link)
+        else:
+            self._adopt(key, link)
+
+    def _adopt(self, key: NodeKey, link: TcpLink) -> _Route | None:
+        if key.id == self._me.id:
+            what = "ourselves" if key == self._me else f"{key}: is its state directory a copy of ours?"
+            log.warning("link of a node with our own id closed", peer=what, address=str(link.remote_address))
+            link.close()
+            return None
+        for other in [k for k in self._routes if k.id == key.id and k.incarnation < key.incarnation]:
+            self._supersede(other)
+        route = self._route(Node(key))
+        if route is None or len(route.wires) >= WIRES_MAX:
+            link.close()
+            return None
+        ours = link.dialed is not None
+        wire = _Wire(link=link, preferred=ours == (self._me < key), used_ns=now_ns())
+        route.wires.append(wire)
+        route.failures, route.why = 0, ""
+        link.on_closed = partial(self._ended, route, wire)
+        link.on_frame = partial(self._on_frame, route, wire)
+        self._put(route, wire, self._desk.hail())
+        while route.pending and not link.closed:
+            self._put(route, wire, route.pending.popleft())
+        return route
+
+    def _supersede(self, key: NodeKey) -> None:
+        route = self._routes.pop(key)
+        for wire in list(route.wires):
+            wire.link.close()
+        self._desk.superseded(key)
+
+    def _ended(self, route: _Route, wire: _Wire, error: ZbmdError | None) -> None:
+        route.wires.remove(wire)
+        if self._closed or route.wires:
+            return
+        route.why = "it closed the link" if error is None else str(error)
+        self._desk.ended(route.to.key, route.why)
+        if route.to.key in self._kept:
+            self._dial(route)
+
+    def _on_frame(self, route: _Route, wire: _Wire, _: FrameHeader, payload: memoryview) -> None:
+        wire.used_ns = now_ns()
+        try:
+            contract = decode(payload)
+        except UnknownContract as error:
+            log.warning("a node speaks of what we do not know", peer=str(route.to.key), reason=str(error))
+            self._put(route, wire, NotUnderstood(text=str(error)[:1000]))
+            return
+        match contract:
+            case Hail():
+                self._hailed(route, wire, contract)
+            case NotUnderstood(text=text):
+                log.warning("a node does not know what we speak of", peer=str(route.to.key), reason=text)
+            case _ if wire.hail is None:
+                raise RemoteProtocolError(f"{route.to.key} began with {contract_tag(contract)}, not a hail")
+            case _:
+                self._desk.received(wire.hail.node, contract)
+
+    def _hailed(self, route: _Route, wire: _Wire, hail: Hail) -> None:
+        key = route.to.key
+        if hail.node.key != key:
+            raise RemoteProtocolError(f"{key} calls itself {hail.node.key}")
+        if hail.protocol != PROTOCOL_VERSION:
+            raise RemoteProtocolError(
+                f"{key} (release {hail.release}) speaks version {hail.protocol} of the cluster's protocol, "
+                f"we speak {PROTOCOL_VERSION}: run the same release of zbmd on all nodes"
+            )
+        wire.hail = hail
+        route.to = hail.node
+        self._desk.hailed(key, hail)
+
+    # -- dialing -----------------------------------------------------------------------------------------
+
+    def _route(self, to: Node) -> _Route | None:
+        known = self._routes.get(to.key) if to.key.incarnation else self._doors.get(to.address)
+        if known is None:
+            if len(self._routes) + len(self._doors) >= ROUTES_MAX:
+                return None
+            known = _Route(to=to)
+            if to.key.incarnation:
+                self._routes[to.key] = known
+            else:
+                self._doors[to.address] = known
+        elif to.address and not known.to.address:
+            known.to = to
+        known.used_ns = now_ns()
+        return known
+
+    def _wire(self, route: _Route) -> _Wire | None:
+        best: _Wire | None = None
+        for wire in route.wires:
+            if not wire.link.closed and (best is None or wire.preferred > best.preferred):
+                best = wire
+        return best
+
+    def _put(self, route: _Route, wire: _Wire, contract: Contract) -> bool:
+        try:
+            wire.link.send(msgspec.msgpack.encode(contract))
+        except (LinkFull, LinkClosed) as error:
+            self.dropped += 1
+            log.debug("not sent", to=str(route.to.key), what=contract_tag(contract), reason=str(error))
+            return False
+        route.sent_ns = wire.used_ns = now_ns()
+        return True
+
+    def _dial(self, route: _Route) -> None:
+        busy = route.dialing is not None or len(self._dials) >= DIALS_MAX or self._closed
+        if busy or not route.to.address or now_ns() < route.not_before_ns:
+            return
+        task = self._loop.create_task(self._dial_once(route), name=f"dial {route.to.address}")
+        route.dialing = task
+        self._dials.add(task)
+        task.add_done_callback(partial(self._dialed, route))
+
+    def _dialed(self, route: _Route, task: asyncio.Task[None]) -> None:
+        self._dials.discard(task)
+        route.dialing = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._loop.call_exception_handler({"message": "a dial failed", "exception": error, "task": task})
+
+    async def _dial_once(self, route: _Route) -> None:
+        to = route.to
+        try:
+            link = await tcp.dial(to.address, self._endpoint, settings=self._settings)
+        except (ZbmdError, OSError) as error:
+            if self._closed:
+                return
+            beat_ns = self._endpoint.deadlines.heartbeat_ns
+            route.not_before_ns = now_ns() + min(DIAL_PAUSE_NS_MAX, beat_ns << min(route.failures, 10))
+            route.failures += 1
+            self.dropped += len(route.pending)
+            route.pending.clear()
+            if route.why != str(error):
+                route.why = str(error)
+                self._desk.ended(to.key, f"{to.address}: {error}")
+            return
+        key = node_key(link.peer.name, link.peer.incarnation)
+        if key is None or self._closed:
+            link.close()
+            return
+        waiting = list(route.pending)
+        route.pending.clear()
+        if key != to.key and to.key.incarnation:
+            waiting = []  # for a life that is not there
+            if key.id == to.key.id and key.incarnation > to.key.incarnation and to.key in self._routes:
+                self._supersede(to.key)
+        found = self._adopt(key, link)
+        if found is not None:
+            for contract in waiting:
+                self.send(found.to, contract)
+
+
+async def _flush(link: TcpLink) -> None:
+    try:
+        await link.flush()
+    except LinkClosed:
+        return

@@ -1,0 +1,170 @@
+"""`zbmd-node up`: run this host's node until it is told to leave."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+from typing import Final
+
+import zbmd
+from zbmd.actors.cluster.cluster_contracts import is_name
+from zbmd.actors.cluster.lives import PORT_DEFAULT, Acting, Hindered, LifeOver, NodeConfig, NodeEvent
+from zbmd.actors.cluster.membership import LEFT
+from zbmd.actors.cluster.node import ClusterNode
+from zbmd.actors.cluster.node_state import NodeState
+from zbmd.tools.node_token import read_token
+from zbmd.transport.budget import RECOVERY_BUDGET_VARIABLE, parse_recovery_budget
+from zbmd.transport.cookie import load_or_create_cookie, store_cookie
+from zbmd.transport.errors import UserError
+from zbmd.transport.tcp_address import TcpAddress, parse_address
+from zbmd.transport.tcp_settings import tcp_settings
+
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TOKEN_VARIABLE: Final = "ZBMD_TOKEN"
+
+EXAMPLES = f"""\
+examples:
+  zbmd-node up                                begin a cluster, on every address, port {PORT_DEFAULT}
+  zbmd-node up --listen 10.0.0.1:7000         on this address alone
+  zbmd-node token                             the line to paste on the next host
+  zbmd-node up --join 10.0.0.1:7000           join, with the cookie file copied by hand
+  zbmd-node up                                again, after a reboot: back into the same cluster
+  zbmd-node up --new                          begin another cluster than the one it was in
+"""
+
+
+def add_arguments(up: argparse.ArgumentParser) -> None:
+    """The options of `zbmd-node up`."""
+    up.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        help=f"where others reach this node; default: *:{PORT_DEFAULT}, every address. Port 0: any free one",
+    )
+    up.add_argument("--name", metavar="N", help="what people call this node; default: the host's name")
+    up.add_argument(
+        "--join",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="a member of the cluster to join, any; may be repeated",
+    )
+    up.add_argument("--token", metavar="TOKEN", help=f"from `zbmd-node token`; also in {TOKEN_VARIABLE}")
+    up.add_argument(
+        "--new", action="store_true", help="begin a new cluster, whatever this node was in before"
+    )
+    for name in ("--recovery-budget", "--recovery_budget"):
+        hidden = argparse.SUPPRESS if "_" in name else "all deadlines follow from it; default: the cluster's"
+        up.add_argument(name, dest="recovery_budget", metavar="TIME", help=hidden)
+
+
+def node_config(arguments: argparse.Namespace) -> NodeConfig:
+    """What was asked for. Raises `UserError`. Puts the token's cookie into the cookie file."""
+    joins = [_dialable(text) for text in arguments.join]
+    text = arguments.token or os.environ.get(TOKEN_VARIABLE)
+    cookie: bytes | None = None
+    if text:
+        token, addresses = read_token(text)
+        cookie = store_cookie(token.cookie)
+        joins = list(dict.fromkeys([*joins, *addresses]))
+        _hide_token(arguments)
+    if arguments.new and joins:
+        raise UserError("--new begins a cluster, --join and --token join one. Give one or the other.")
+    budget = arguments.recovery_budget or os.environ.get(RECOVERY_BUDGET_VARIABLE)
+    name = arguments.name or _host_name()
+    if not is_name(name):
+        raise UserError(f"--name {name!r}: give 1 to 64 letters, digits or _.@-, a letter or digit first.")
+    return NodeConfig(
+        name=name,
+        listen=TcpAddress(host="", port=PORT_DEFAULT)
+        if arguments.listen is None
+        else parse_address(arguments.listen),
+        joins=tuple(joins),
+        anew=arguments.new,
+        recovery_budget_ns=parse_recovery_budget(budget) if budget else None,
+        cookie=cookie or load_or_create_cookie(),
+        settings=tcp_settings(),
+        release=zbmd.__version__,
+    )
+
+
+def _dialable(text: str) -> TcpAddress:
+    address = parse_address(text)
+    if not address.host or not address.port:
+        raise UserError(
+            f"--join {text}: give the host and the port of a member, such as node1:{PORT_DEFAULT}."
+        )
+    return address
+
+
+def _host_name() -> str:
+    found = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in socket.gethostname())
+    return found.strip("_.-")[:64] or "node"
+
+
+def _hide_token(arguments: argparse.Namespace) -> None:
+    """Run the same command again without the token, which is in the cookie file now: `ps` shows arguments."""
+    if arguments.token is None:
+        return
+    sys.stdout.flush()
+    words = list(sys.orig_argv)
+    place = next((i for i, word in enumerate(words) if word == "--token"), None)
+    if place is not None:
+        del words[place : place + 2]
+    else:
+        words = [word for word in words if not word.startswith("--token=")]
+    os.environ[TOKEN_VARIABLE] = arguments.token
+    os.execv(sys.executable, words)
+
+
+def say(text: str) -> None:
+    """A line of our own, on standard error."""
+    print(f"[zbmd]: {text}", file=sys.stderr, flush=True)
+
+
+def tell(event: NodeEvent) -> None:
+    """Say what happens."""
+    match event:
+        case Hindered(text=text):
+            say(f"not let in yet: {text}")
+        case Acting(me=me, view=view, reason=reason):
+            names = ", ".join(node.name or str(node.key) for node in view.nodes[:16])
+            more = f" and {len(view.nodes) - 16} more" if len(view.nodes) > 16 else ""
+            say(f"{me} at {me.address}: view {view.epoch}: {names}{more} ({reason})")
+        case LifeOver(key=key, reason=reason):
+            again = "" if reason == LEFT else "; it will try to come back"
+            say(f"{key} stops: {reason}{again}")
+        case _:
+            pass
+
+
+async def run_node(config: NodeConfig) -> int:
+    """Run the node on this terminal; returns the exit code."""
+    loop = asyncio.get_running_loop()
+    node = ClusterNode(config, NodeState.open(), tell)
+    running = loop.create_task(node.run())
+    received: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) == 1 and node.view.epoch:
+            say(f"{number.name} received: leaving the cluster; once more to end at once")
+            node.leave()
+        else:
+            running.cancel()
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await running
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return 128 + received[0]
+    finally:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+    return 0

@@ -3,6 +3,9 @@
 - `openmpi`, `mpich`: numpy arrays through mpi4py, which is what a Python program gets from MPI. One wheel of
   mpi4py serves both: it finds the library at run time (MPI4PY_MPIABI).
 - `openmpi-c`, `mpich-c`: the same ping-pong compiled from peers/mpi_pair.c, without any Python.
+- `sockets`: plain blocking sockets from one memory to another, and nothing else.
+- `memcpy`: within one process, between numpy's arrays, which get huge pages; `memcpy-shared`: between two parts
+  of a segment, which has the pages that shared memory gets.
 - Open MPI: `--bind-to core`, and the shared-memory or TCP transport alone (its FAQ on shared memory); MPICH
   (ch4:ucx): `-bind-to core`, and for TCP UCX_TLS.
 """
@@ -12,8 +15,10 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +36,11 @@ from zbmd.transport.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 
 OURS_OTHERWISE: Final = ("zbmd-none", "zbmd-tls")
 """Ourselves over TCP with another protection than the MAC."""
+OF_TCP: Final = (*OURS_OTHERWISE, "sockets", "iperf3")
+"""Peers that there are over TCP alone."""
 PEERS: Final = (
     *OURS_OTHERWISE,
+    "sockets",
     "openmpi",
     "openmpi-c",
     "mpich",
@@ -41,6 +49,7 @@ PEERS: Final = (
     "xoscar",
     "iperf3",
     "memcpy",
+    "memcpy-shared",
 )
 NOTICE_FLOOR: Final = "notice_floor"
 IPERF3_S: Final = 1.0
@@ -232,8 +241,18 @@ def iperf3_client(port: str) -> list[str]:
     return ["iperf3", "-c", "127.0.0.1", "-p", port, "-l", "1M", "-t", f"{IPERF3_S:g}", "-J"]
 
 
+def _sockets(name: str, site: Site) -> Peer:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    program = (*_PYTHON, "zbmd.tools.peers.socket_pair", "--control", CONTROL, "--port", port)
+    commands = tuple((*program, "--rank", rank) for rank in ("0", "1"))
+    return Peer(name=name, version=f"Python {platform.python_version()}", commands=commands, ranks=2)
+
+
 def _memcpy(name: str, site: Site) -> Peer:
-    command = (*_PYTHON, "zbmd.tools.peers.memcpy", "--control", CONTROL)
+    shared = ("--shared",) if name == "memcpy-shared" else ()
+    command = (*_PYTHON, "zbmd.tools.peers.memcpy", "--control", CONTROL, *shared)
     return Peer(name=name, version=_version("numpy"), commands=(command,), ranks=1, environment=ONE_THREAD)
 
 
@@ -255,6 +274,7 @@ def _version(package: str) -> str:
 _FINDERS: Final[dict[str, Callable[[str, Site], Peer]]] = {
     "zbmd-none": _ours,
     "zbmd-tls": _ours,
+    "sockets": _sockets,
     "openmpi": _openmpi,
     "openmpi-c": _openmpi,
     "mpich": _mpich,
@@ -263,4 +283,5 @@ _FINDERS: Final[dict[str, Callable[[str, Site], Peer]]] = {
     "xoscar": _xoscar,
     "iperf3": _iperf3,
     "memcpy": _memcpy,
+    "memcpy-shared": _memcpy,
 }

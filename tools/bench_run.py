@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.tools.bench_contenders import Contender, OurRanks, start
-from zbmd.tools.bench_peers import OURS_OTHERWISE, Peer, Site, find_peer
+from zbmd.tools.bench_peers import OF_TCP, OURS_OTHERWISE, Peer, Site, find_peer
 from zbmd.tools.bench_result import Row
 from zbmd.tools.bench_stats import (
     ITERATIONS_LEAST,
@@ -35,7 +35,8 @@ TURN_PARTS: Final = 10
 FRAME_BYTES_MAX: Final = 64 << 10
 """Larger payloads travel as regions, not as frames."""
 FRAME_ITERATIONS: Final = 2000
-BETWEEN_MPI: Final = (*OURS_OTHERWISE, "openmpi", "openmpi-c", "mpich", "mpich-c", "gloo", "memcpy")
+MEMCPY: Final = ("memcpy", "memcpy-shared")
+BETWEEN_MPI: Final = (*OURS_OTHERWISE, "openmpi", "openmpi-c", "mpich", "mpich-c", "gloo", *MEMCPY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +64,8 @@ CASES: Final = {
         Case(name="frame-training", peers=(), bytes_max=FRAME_BYTES_MAX, iterations_max=FRAME_ITERATIONS),
     ),
     "put": (
-        Case(name="put-arena", peers=(*BETWEEN_MPI, "iperf3")),
-        Case(name="put-foreign", peers=(*BETWEEN_MPI, "iperf3")),
+        Case(name="put-arena", peers=(*BETWEEN_MPI, "sockets", "iperf3")),
+        Case(name="put-foreign", peers=(*BETWEEN_MPI, "sockets", "iperf3")),
     ),
 }
 
@@ -115,7 +116,7 @@ def check_plan(plan: Plan) -> None:
             f"{size_in_words(FRAME_BYTES_MAX)}, and p2p-foreign is one of shm."
         )
     for name in plan.peers:
-        if name in ("iperf3", *OURS_OTHERWISE) and plan.transport != "tcp":
+        if name in OF_TCP and plan.transport != "tcp":
             raise UserError(f"{name} sends over TCP: compare it with --transport tcp.")
         if not any(name in plan.peers_of(case, nbytes) for case, nbytes in steps):
             raise UserError(f"{name} has no part in these cases at these sizes: {_parts_of(name)}.")

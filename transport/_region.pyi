@@ -61,5 +61,8 @@ class ShmRegion:
         """Do what was submitted to the queue: for the queue alone."""
     def close(self) -> None: ...
 
-def copy(into: Buffer | NDArray[Any], src: Buffer | NDArray[Any]) -> None:
-    """Copy as `put` and `get` do, without the GIL, between C-contiguous buffers of one size."""
+def copy(into: Buffer | NDArray[Any], src: Buffer | NDArray[Any], whole_bytes: int) -> None:
+    """Copy as `put` and `get` do, without the GIL, between C-contiguous buffers of one size.
+
+    whole_bytes: of the message that these are a part of, if `into` is; a large one goes past the caches.
+    """

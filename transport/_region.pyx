@@ -32,7 +32,8 @@ cdef extern from "native.h" nogil:
 
 cdef extern from "copy.h" nogil:
     bint zbmd_life_ended(zbmd_base peer, uint32_t our_slot)
-    bint zbmd_copy(char *target, const char *source, uint64_t nbytes, zbmd_base peer, uint32_t our_slot)
+    bint zbmd_copy(char *target, const char *source, uint64_t nbytes, uint64_t whole_bytes, zbmd_base peer,
+                   uint32_t our_slot)
 
 cdef enum:
     GIL_BYTES_MAX = 32 << 10    # a copy of more lets other threads run meanwhile
@@ -48,7 +49,7 @@ cdef object _done = DONE
 cdef enum:
     LOOKS_HOLDING_GIL = 16      # a microsecond or less: cheaper than to release it
     LOOKS_MIN = 64
-    LOOKS_MAX = 1024            # 10 to 50 us by the length of a pause: a few times what a wake-up costs
+    LOOKS_MAX = 4096            # 25 to 100 us by the length of a pause: a few times what a wake-up costs
     PROBE_EVERY = 16            # so often, look LOOKS_MAX times whatever the past has been
 
 
@@ -210,7 +211,7 @@ cdef class ShmRegion:
             memmove(target, source, nbytes)
             return 0
         with nogil:
-            done = zbmd_copy(target, source, nbytes, self.peer, self.our_slot)
+            done = zbmd_copy(target, source, nbytes, nbytes, self.peer, self.our_slot)
         if not done:
             raise self.lost()
         return 0
@@ -274,7 +275,7 @@ cdef class ShmRegion:
         self.closed = True
 
 
-def copy(object into, object src):
+def copy(object into, object src, uint64_t whole_bytes):
     cdef Py_buffer target, source
     _buffer(into, &target, PyBUF_WRITABLE)
     try:
@@ -283,7 +284,7 @@ def copy(object into, object src):
             if target.len != source.len:
                 raise LocalProtocolError(f"a copy of {source.len} bytes into {target.len}")
             with nogil:
-                zbmd_copy(<char *>target.buf, <const char *>source.buf, source.len, NULL, 0)
+                zbmd_copy(<char *>target.buf, <const char *>source.buf, source.len, whole_bytes, NULL, 0)
         finally:
             PyBuffer_Release(&source)
     finally:

@@ -39,10 +39,10 @@ static inline void zbmd_stream(char *target, const char *source, uint64_t nbytes
 #endif
 }
 
-/* Copy, also between ranges that overlap. Returns 0, and gives up, once the owner of `peer` has ended (NULL:
- * nobody is asked). */
-static inline int zbmd_copy(char *target, const char *source, uint64_t nbytes, zbmd_base peer,
-                            uint32_t our_slot) {
+/* Copy, also between ranges that overlap, as a part of a message of `whole_bytes`. Returns 0, and gives up, once
+ * the owner of `peer` has ended (NULL: nobody is asked). */
+static inline int zbmd_copy(char *target, const char *source, uint64_t nbytes, uint64_t whole_bytes,
+                            zbmd_base peer, uint32_t our_slot) {
     if (target < source + nbytes && source < target + nbytes) {
         memmove(target, source, nbytes);
         return 1;
@@ -50,7 +50,7 @@ static inline int zbmd_copy(char *target, const char *source, uint64_t nbytes, z
     for (uint64_t at = 0; at < nbytes; at += ZBMD_COPY_STEP_BYTES) {
         uint64_t n = nbytes - at < ZBMD_COPY_STEP_BYTES ? nbytes - at : ZBMD_COPY_STEP_BYTES;
         if (at && peer && zbmd_life_ended(peer, our_slot)) return 0;
-        if (nbytes >= ZBMD_STREAM_BYTES_MIN) zbmd_stream(target + at, source + at, n);
+        if (whole_bytes >= ZBMD_STREAM_BYTES_MIN) zbmd_stream(target + at, source + at, n);
         else memcpy(target + at, source + at, n);
     }
     return 1;

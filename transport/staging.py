@@ -119,7 +119,7 @@ class StagedPipe:
                 if begin == 0:
                     self._require_length(number % CHUNKS, nbytes)
                 chunk = view[begin : begin + step]
-                copy(chunk, self._slots[number % CHUNKS][: chunk.nbytes])
+                copy(chunk, self._slots[number % CHUNKS][: chunk.nbytes], nbytes)
                 self._received += 1
                 theirs.notify(self._channel + 1, self._received)
                 begin += step

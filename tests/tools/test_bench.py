@@ -14,13 +14,14 @@ import msgspec
 import pytest
 
 from zbmd.tools import bench_cli, cli
-from zbmd.tools.bench_peers import PEERS, PeerMissing, Site, find_peer
+from zbmd.tools.bench_peers import OF_TCP, PEERS, PeerMissing, Site, find_peer
 from zbmd.tools.bench_result import FORMAT, BenchResult, Row, table
+from zbmd.tools.bench_run import MEMCPY
 from zbmd.tools.bench_stats import OURS
 from zbmd.tools.bench_workers import CONTROL, ContenderFailed, Workers
 
 TIMEOUT_S = 120
-NO_RANKS = ("memcpy", "iperf3", "zbmd-none", "zbmd-tls")
+NO_RANKS = (*MEMCPY, *OF_TCP)
 """Peers that have no part in `echo` or `frame` over shm."""
 CHUNKED = 300 << 10
 """More than one chunk of a foreign buffer, and the last one not full."""
@@ -51,17 +52,19 @@ def told(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
 
 
 def test_p2p_times_every_case_at_every_size_it_can_have() -> None:
-    arguments = ("--sizes", f"1,{CHUNKED}", "--rounds", "2", "--iterations", "3", "--vs", "memcpy")
+    arguments = ["--sizes", f"1,{CHUNKED}", "--rounds", "2", "--iterations", "3"]
+    for name in MEMCPY:
+        arguments += ["--vs", name]
     result = bench("p2p", *arguments)
     native = [
         (case, who, size)
         for case in ("p2p-arena", "p2p-foreign", "echo")
         for size in (1, CHUNKED)
-        for who in (OURS, "memcpy")
+        for who in (OURS, *MEMCPY)
     ]
     assert told(result.rows) == [*native, ("frame", OURS, 1), ("frame-training", OURS, 1)]
     assert {row.samples for row in result.rows if row.who == OURS} == {2 * 2 * 3}
-    assert [peer.name for peer in result.peers] == ["memcpy"]
+    assert tuple(peer.name for peer in result.peers) == MEMCPY
     assert all(row.time_ratio is not None for row in result.rows)
     text = table(result)
     assert "busbw" in text
@@ -82,12 +85,15 @@ def test_put_times_windows_and_draws_them(tmp_path: Path) -> None:
 
 def test_over_tcp_the_protections_take_turns() -> None:
     arguments = ("--transport", "tcp", "--sizes", "8,1M", "--rounds", "1", "--iterations", "2")
-    others = ("zbmd-none", "zbmd-tls")
-    result = bench("put", *arguments, "--cases", "put-foreign", "--vs", others[0], "--vs", others[1])
+    others = ("zbmd-none", "zbmd-tls", "sockets")
+    named = [word for name in others for word in ("--vs", name)]
+    result = bench("put", *arguments, "--cases", "put-foreign", *named)
     assert told(result.rows) == [
         ("put-foreign", who, size) for size in (8, 1 << 20) for who in (OURS, *others)
     ]
-    assert [peer.command for peer in result.peers] == ["ZBMD_PROTECTION=none", "ZBMD_PROTECTION=tls"]
+    commands = [peer.command for peer in result.peers]
+    assert commands[:2] == ["ZBMD_PROTECTION=none", "ZBMD_PROTECTION=tls"]
+    assert "socket_pair" in commands[2]
     frames = bench("p2p", *arguments, "--cases", "frame", "--cases", "echo", "--cases", "p2p-arena")
     assert told(frames.rows) == [
         *((case, OURS, size) for case in ("p2p-arena", "echo") for size in (8, 1 << 20)),

@@ -13,6 +13,7 @@ from zbmd.tools import bench_idle
 from zbmd.tools.bench_detect import FLOORS, NOTICES
 from zbmd.tools.bench_idle import Idle
 from zbmd.tools.bench_result import BenchResult, Machine, Row
+from zbmd.tools.bench_run import MEMCPY
 from zbmd.tools.bench_stats import OURS, Ratio
 from zbmd.tools.bench_transport import LARGE, TCP_BYTES, VICTIMS, table_of
 
@@ -50,7 +51,7 @@ def table(*, p2p_ratio: float, frame_us: float, notice_us: float, idle_bytes: in
     """The verdicts, in the order of the table, where everything else is as given."""
     rows = [row("p2p-arena", who, 8, 0.5, p2p_ratio) for who in (OURS, "openmpi", "openmpi-c")]
     for nbytes in LARGE:
-        rows += [row("p2p-arena", who, nbytes, nbytes / 1e4, p2p_ratio) for who in (OURS, "memcpy")]
+        rows += [row("p2p-arena", who, nbytes, nbytes / 1e4, p2p_ratio) for who in (OURS, *MEMCPY)]
         rows += [row("p2p-foreign", who, nbytes, nbytes / 1e4, p2p_ratio) for who in (OURS, "openmpi")]
     rows += [row(case, OURS, 8, frame_us, 1) for case in ("frame", "frame-training")]
     notices = [

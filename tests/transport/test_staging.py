@@ -48,7 +48,17 @@ def pipes(segments: tuple[Segment, Segment]) -> Iterator[Pipes]:
         pipe.close()
 
 
-SIZES = (0, 1, 4095, CHUNK_BYTES_MIN, CHUNK_BYTES_MAX + 1, CHUNKS * CHUNK_BYTES_MAX + 17, 5 << 20)
+SIZES = (
+    0,
+    1,
+    4095,
+    CHUNK_BYTES_MIN,
+    CHUNK_BYTES_MAX + 1,
+    CHUNKS * CHUNK_BYTES_MAX + 17,
+    5 << 20,
+    (16 << 20) + 17,
+)
+"""The last goes past the caches."""
 
 
 def message(nbytes: int) -> np.ndarray:

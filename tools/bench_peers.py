@@ -4,8 +4,8 @@
   mpi4py serves both: it finds the library at run time (MPI4PY_MPIABI).
 - `openmpi-c`, `mpich-c`: the same ping-pong compiled from peers/mpi_pair.c, without any Python.
 - `sockets`: plain blocking sockets from one memory to another, and nothing else.
-- `memcpy`: within one process, between numpy's arrays, which get huge pages; `memcpy-shared`: between two parts
-  of a segment, which has the pages that shared memory gets.
+- `memcpy`: within one process, between arrays of numpy, which get huge pages; `memcpy-shared`: between two
+  parts of a segment, which has the pages that shared memory gets.
 - Open MPI: `--bind-to core`, and the shared-memory or TCP transport alone (its FAQ on shared memory); MPICH
   (ch4:ucx): `-bind-to core`, and for TCP UCX_TLS.
 """

@@ -5,6 +5,9 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_
 from libc.stddef cimport size_t
 from libc.string cimport memcpy, memmove, memset
 
+from cpython.buffer cimport PyBUF_WRITE
+from cpython.memoryview cimport PyMemoryView_FromMemory
+
 cdef extern from "native.h" nogil:
     ctypedef char *zbmd_base
     int ZBMD_OFF_ABORT, ZBMD_OFF_DESCRIPTORS, ZBMD_OFF_END, ZBMD_OFF_LOST
@@ -253,6 +256,22 @@ cdef inline void perform(Run *run, const int32_t *row, int own) noexcept nogil:
         memmove(dst, a, (end - first) * run.item)
 
 
+cdef inline uint64_t extent(NativeProgram program, Run *run, const Header *h, int buffer,
+                            uint64_t high) noexcept nogil:
+    """The bytes of one of a rank's buffers, as its descriptor has it; beyond `high` if that overflows."""
+    cdef uint64_t stride = 0
+    cdef uint64_t need = run.count * run.item
+    if buffer == INBOX:
+        need = program.inbox_slots * run.slot_bytes
+    elif buffer == OUT:
+        stride = h.out_stride
+    elif buffer == IN:
+        stride = h.in_stride
+    if stride > high or need > high:
+        return high + 1
+    return need + (program.blocks - 1) * stride * run.item
+
+
 cdef inline uint64_t mix(uint64_t x) noexcept nogil:
     # The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
     x ^= x >> 30
@@ -265,7 +284,8 @@ cdef inline uint64_t mix(uint64_t x) noexcept nogil:
 cdef class NativeGroup:
     """This process's end of a group: peers' mappings, counters, descriptors."""
 
-    cdef char *base[RANKS]
+    cdef char *base[RANKS]            # NULL for a rank on another host
+    cdef char *descriptors[RANKS]     # where each rank's descriptors can be read here
     cdef uint32_t slot[RANKS]
     cdef uint64_t inbox_end[RANKS]
     cdef uint64_t total[RANKS]
@@ -280,7 +300,7 @@ cdef class NativeGroup:
     cdef readonly int culprit
 
     def __init__(self, list ranges not None, *, int rank, uint32_t channel, uint32_t epoch,
-                 uint64_t identity, uint32_t spins):
+                 uint64_t identity, uint32_t spins, dict mirrors=None):
         if not 1 <= len(ranges) <= RANKS or not 0 <= rank < len(ranges) or channel >= <uint32_t>ZBMD_CHANNELS:
             raise ValueError("rank, number of ranks or channel out of bounds")
         if epoch < 1:
@@ -294,11 +314,17 @@ cdef class NativeGroup:
             if not 0 <= slot < ZBMD_MAX_SLOTS or not ZBMD_OFF_END <= inbox_end <= total:
                 raise ValueError(f"the segment of rank {i} is out of bounds")
             self.base[i] = <char *><uintptr_t>base
+            if base:
+                self.descriptors[i] = self.base[i] + ZBMD_OFF_DESCRIPTORS
+            elif i != rank and mirrors is not None and mirrors.get(i):
+                self.descriptors[i] = <char *><uintptr_t>mirrors[i]
+            else:
+                raise ValueError(f"no memory of rank {i} is here")
             self.slot[i], self.inbox_end[i], self.total[i] = slot, inbox_end, total
             if i != rank:
                 self.mask |= <uint64_t>1 << <uint64_t>slot
         for i in range(self.n):
-            if i != rank and zbmd_load64(self.base[i], zbmd_cell_offset(self.slot[rank], channel)) >> 32 >= epoch:
+            if i != rank and self.base[i] and zbmd_load64(self.base[i], zbmd_cell_offset(self.slot[rank], channel)) >> 32 >= epoch:
                 raise ValueError(f"channel {channel} has been used in epoch {epoch} already")
         if zbmd_load64(self.base[rank], zbmd_abort_offset(channel)) >> 32 >= epoch:
             raise ValueError(f"channel {channel} has been aborted in epoch {epoch} already")
@@ -317,7 +343,7 @@ cdef class NativeGroup:
     def give_up(self):
         self.abort()
         for i in range(self.n):
-            if i != self.rank:
+            if i != self.rank and self.base[i]:
                 zbmd_end_channel(self.base[i], self.slot[self.rank], self.channel, self.epoch)
 
     def header(self, int rank):
@@ -340,8 +366,28 @@ cdef class NativeGroup:
             uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,
             uint64_t scratch_bytes, uint64_t deadline_ns, int64_t kill_point):
         cdef Run run
-        cdef Header *own = &self.own
         cdef int status
+        self._prepare(program, &run, addresses, operation, dtype, reduction, root, count, total, piece,
+                      in_stride, out_stride, scratch, scratch_bytes)
+        with nogil:
+            status = self._enter(program, &run, kill_point, deadline_ns)
+            if status == S_DONE:
+                status = self._agree(program, &run)
+            if status == S_DONE:
+                status = self._walk(program, &run, kill_point, deadline_ns)
+            if status == S_DONE and not self._still_valid():
+                status = S_ABORTED
+            if status != S_DONE:
+                self._withdraw()
+            elif kill_point == self.n + program.length:
+                zbmd_die()
+        return status
+
+    cdef _prepare(self, NativeProgram program, Run *run, const uint64_t[::1] addresses, int operation,
+                  int dtype, int reduction, int root, uint64_t count, uint64_t total, uint32_t piece,
+                  uint64_t in_stride, uint64_t out_stride, uintptr_t scratch, uint64_t scratch_bytes):
+        """Check the call, and fill in the run and our descriptor."""
+        cdef Header *own = &self.own
         cdef int i
         if program.n != self.n or program.rank != self.rank or addresses.shape[0] != BUFFERS:
             raise ValueError("the program is of another group or the addresses are incomplete")
@@ -363,19 +409,6 @@ cdef class NativeGroup:
             run.address[self.rank][i] = <char *><uintptr_t>addresses[i]
             own.offsets[i] = self._offset(addresses[i])
         own.fingerprint = self._fingerprint(own)
-        with nogil:
-            status = self._enter(program, &run, kill_point, deadline_ns)
-            if status == S_DONE:
-                status = self._agree(program, &run)
-            if status == S_DONE:
-                status = self._walk(program, &run, kill_point, deadline_ns)
-            if status == S_DONE and not self._still_valid():
-                status = S_ABORTED
-            if status != S_DONE:
-                self._withdraw()
-            elif kill_point == self.n + program.length:
-                zbmd_die()
-        return status
 
     cdef uint64_t _fingerprint(self, Header *h) noexcept:
         cdef uint64_t call = (<uint64_t>h.operation | <uint64_t>h.dtype << 8 | <uint64_t>h.reduction << 16
@@ -383,8 +416,10 @@ cdef class NativeGroup:
         return mix(mix(mix(mix(mix(h.plan) ^ h.count) ^ h.total) ^ call) ^ self.identity)
 
     cdef char *_descriptor(self, int rank) noexcept nogil:
-        return (self.base[rank] + ZBMD_OFF_DESCRIPTORS
-                + (self.channel * 2 + (self.sequence & 1)) * DESCRIPTOR_BYTES)
+        return self.descriptors[rank] + self._descriptor_offset()
+
+    cdef uint64_t _descriptor_offset(self) noexcept nogil:
+        return (self.channel * 2 + (self.sequence & 1)) * DESCRIPTOR_BYTES
 
     cdef uint64_t _word(self) noexcept nogil:
         return <uint64_t>self.epoch << 32 | self.sequence
@@ -430,10 +465,18 @@ cdef class NativeGroup:
     cdef int _enter(self, NativeProgram program, Run *run, int64_t kill_point,
                     uint64_t deadline_ns) noexcept nogil:
         """Publish the descriptor, tell every peer, wait for theirs."""
-        cdef char *mine
-        cdef int k, peer, status
+        cdef int k
         if kill_point == 0:
             zbmd_die()
+        self._publish(program, run)
+        for k in range(1, self.n):
+            if kill_point == k:
+                zbmd_die()
+            self._signal((self.rank + k) % self.n)
+        return self._await_all(deadline_ns)
+
+    cdef void _publish(self, NativeProgram program, Run *run) noexcept nogil:
+        cdef char *mine
         self.pc = self.culprit = -1
         self.sequence += 1
         mine = self._descriptor(self.rank)
@@ -445,10 +488,9 @@ cdef class NativeGroup:
             memcpy(mine + HEADER_BYTES, run.address[self.rank][PUB], run.count * run.item)
         self.own.word = self._word()
         zbmd_store64(mine, 0, self.own.word)
-        for k in range(1, self.n):
-            if kill_point == k:
-                zbmd_die()
-            self._signal((self.rank + k) % self.n)
+
+    cdef int _await_all(self, uint64_t deadline_ns) noexcept nogil:
+        cdef int k, peer, status
         for k in range(1, self.n):
             peer = (self.rank + k) % self.n
             status = self._await(peer, self.received[peer] + 1, deadline_ns)
@@ -487,22 +529,15 @@ cdef class NativeGroup:
         cdef uint64_t begin = h.offsets[buffer]
         cdef uint64_t low = self.inbox_end[rank]
         cdef uint64_t high = self.total[rank]
-        cdef uint64_t stride = 0
-        cdef uint64_t need = run.count * run.item
+        cdef uint64_t need
         if buffer == PUB:
             run.address[rank][PUB] = self._descriptor(rank) + HEADER_BYTES
-            return need <= PAYLOAD_BYTES
+            return run.count * run.item <= PAYLOAD_BYTES
         if buffer == INBOX:
             low, high = ZBMD_OFF_END, self.inbox_end[rank]
-            need = program.inbox_slots * run.slot_bytes
-        elif buffer == OUT:
-            stride = h.out_stride
-        elif buffer == IN:
-            stride = h.in_stride
-        run.address[rank][buffer] = self.base[rank] + begin
-        if stride > high or need > high:
-            return False
-        need += (program.blocks - 1) * stride * run.item
+        # Of a rank on another host: 0, so that places in the buffer are counted from its beginning.
+        run.address[rank][buffer] = self.base[rank] + begin if self.base[rank] != NULL else NULL
+        need = extent(program, run, h, buffer, high)
         return need == 0 or (low <= begin <= high and need <= high - begin)
 
     cdef int _walk(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
@@ -537,3 +572,130 @@ cdef class NativeGroup:
         for peer in range(self.n):
             self.received[peer] += program.awaited[peer]
         return S_DONE
+
+
+cdef class RemoteGroup(NativeGroup):
+    """A group some of whose members are on other hosts: the same run, one phase at a time. See _stepper.pyi."""
+
+    cdef Run current
+
+    def begin(self, NativeProgram program not None, const uint64_t[::1] addresses not None, *,
+              int operation, int dtype, int reduction, int root, uint64_t count, uint64_t total,
+              uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,
+              uint64_t scratch_bytes):
+        self._prepare(program, &self.current, addresses, operation, dtype, reduction, root, count, total,
+                      piece, in_stride, out_stride, scratch, scratch_bytes)
+        self._publish(program, &self.current)
+
+    def own_extent(self, NativeProgram program not None, int buffer):
+        return self.own.offsets[buffer], extent(program, &self.current, &self.own, buffer, self.total[self.rank])
+
+    def extent(self, NativeProgram program not None, int rank, int buffer):
+        cdef Header *h = &self.headers[rank]
+        return h.offsets[buffer], extent(program, &self.current, h, buffer, self.total[rank])
+
+    def descriptor(self, NativeProgram program not None):
+        cdef char *mine = self._descriptor(self.rank)
+        cdef uint64_t nbytes = HEADER_BYTES
+        if program.eager and self.current.address[self.rank][PUB] != NULL:
+            nbytes += self.current.count * self.current.item
+        return mine[:nbytes]
+
+    @property
+    def descriptor_offset(self):
+        return self._descriptor_offset()
+
+    @property
+    def word(self):
+        return self._word()
+
+    @property
+    def lost_mask(self):
+        return self.mask
+
+    def tell(self, int peer):
+        if not 0 <= peer < self.n or peer == self.rank:
+            raise IndexError(peer)
+        if self.base[peer] != NULL:
+            self._signal(peer)
+            return 0
+        self.sent[peer] += 1
+        return <uint64_t>self.epoch << 32 | self.sent[peer]
+
+    def meet(self, NativeProgram program not None, uint64_t deadline_ns):
+        cdef int status
+        with nogil:
+            status = self._await_all(deadline_ns)
+            if status == S_DONE:
+                status = self._agree(program, &self.current)
+        return status
+
+    def walk(self, NativeProgram program not None, int64_t kill_point, uint64_t deadline_ns):
+        cdef int status
+        with nogil:
+            status = self._walk(program, &self.current, kill_point, deadline_ns)
+        return status
+
+    def wait(self, int peer, uint64_t count, uint64_t deadline_ns):
+        cdef int status
+        if not 0 <= peer < self.n or peer == self.rank:
+            raise IndexError(peer)
+        with nogil:
+            status = self._await(peer, self.received[peer] + count, deadline_ns)
+        return status
+
+    def at(self, int64_t pc):
+        self.pc = pc
+
+    def place(self, NativeProgram program not None, int64_t index):
+        cdef const int32_t *row
+        cdef Run *run = &self.current
+        cdef int block
+        cdef uint64_t j, first, end
+        if not 0 <= index < program.length:
+            raise IndexError(index)
+        row = &program.code[index, 0]
+        block, j = row[1] // run.per_block, row[1] % run.per_block
+        first = j * run.count // run.per_block
+        end = (j + 1) * run.count // run.per_block
+        return (
+            <uintptr_t>locate(run, row[2] if row[0] == PUT else self.rank, row[4], row[5], block, first),
+            <uintptr_t>locate(run, row[6], row[7], row[8], block, first),
+            <uintptr_t>locate(run, row[9], row[10], row[11], block, first) if row[0] == REDUCE else 0,
+            end - first,
+        )
+
+    def perform(self, const uint64_t[:, ::1] rows not None, int64_t length):
+        cdef Run *run = &self.current
+        cdef int64_t i
+        cdef int status = S_DONE
+        if rows.shape[1] != 4 or not 0 <= length <= rows.shape[0]:
+            raise ValueError("rows of four columns are needed, and no more than there are")
+        with nogil:
+            for i in range(length):
+                if zbmd_load64(self.base[self.rank], zbmd_abort_offset(self.channel)) >> 32 >= self.epoch:
+                    status = S_ABORTED
+                    break
+                if rows[i, 2]:
+                    run.kernel(<void *>rows[i, 0], <void *>rows[i, 1], <void *>rows[i, 2], rows[i, 3])
+                else:
+                    memmove(<void *>rows[i, 0], <void *>rows[i, 1], rows[i, 3] * run.item)
+        return status
+
+    def window(self, uintptr_t address, Py_ssize_t nbytes):
+        return PyMemoryView_FromMemory(<char *>address, nbytes, PyBUF_WRITE)
+
+    def finish(self, NativeProgram program not None):
+        cdef int peer
+        for peer in range(self.n):
+            self.received[peer] += program.awaited[peer]
+        return S_DONE if self._still_valid() else S_ABORTED
+
+    def check(self):
+        return S_DONE if self._still_valid() else S_ABORTED
+
+    def withdraw(self):
+        self._withdraw()
+
+    def die(self):
+        zbmd_die()

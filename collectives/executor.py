@@ -162,7 +162,7 @@ class Executor(ABC):
     def _error(self, status: int, plan: Plan) -> ZbmdError:
         where = self._where(plan)
         if status == STATUS_LOST:
-            lost = tuple(self.members[i] for i in self._native.lost())
+            lost = tuple(self.members[i] for i in self._lost())
             if lost:
                 return MembersLost(lost, f"during {where}; wait for the next view and retry in it")
             return OperationAborted(f"{where}: a member was lost and has been replaced since")
@@ -179,6 +179,10 @@ class Executor(ABC):
                 story=(where, self._describe(self._native.culprit)),
             )
         return CollectiveError(f"{where}: the executor returned the unknown status {status}")
+
+    def _lost(self) -> list[int]:
+        """The places of the members that are known to be gone."""
+        return self._native.lost()
 
     def _desynchronised(self) -> Desynchronised:
         calls = {member: self._describe(i) for i, member in enumerate(self.members)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zbmd.collectives.executor import Executor, MappedExecutor, require_members
-from zbmd.transport.errors import LocalProtocolError
+from zbmd.collectives.remote_executor import RemoteExecutor
 from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.segment import PeerSegment, Segment
 
@@ -24,13 +24,12 @@ def make_executor(
     Raises `LocalProtocolError` if members and peers do not fit, or the channel has been used in this epoch.
     """
     require_members(members, rank, peers)
-    mapped: dict[int, PeerSegment] = {}
-    for member in members:
-        if member != rank:
-            memory = peers[member]
-            if not isinstance(memory, PeerSegment):
-                raise LocalProtocolError(f"no executor for memory such as {memory!r} of rank {member}")
-            mapped[member] = memory
-    return MappedExecutor(
-        segment=segment, peers=mapped, members=members, rank=rank, epoch=epoch, channel=channel
+    group = {member: peers[member] for member in members if member != rank}
+    mapped = {member: memory for member, memory in group.items() if isinstance(memory, PeerSegment)}
+    if len(mapped) == len(group):
+        return MappedExecutor(
+            segment=segment, peers=mapped, members=members, rank=rank, epoch=epoch, channel=channel
+        )
+    return RemoteExecutor(
+        segment=segment, peers=group, members=members, rank=rank, epoch=epoch, channel=channel
     )

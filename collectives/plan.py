@@ -6,8 +6,11 @@ come to the same one; their descriptors prove it (`Request.digest`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zbmd.collectives._stepper import PUB_BYTES_MAX, NativeProgram
 from zbmd.collectives.algorithms import Operation, Request, algorithm_of, build
@@ -23,11 +26,15 @@ PLANS_MAX = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A request and what this rank does for it. `exposed`: its buffers that peers read."""
+    """A request and what this rank does for it. `exposed`: its buffers that peers read.
+
+    encoding: the program as the stepper has it (`program.encode`).
+    """
 
     request: Request
     program: Program
     native: NativeProgram
+    encoding: NDArray[np.int32] = field(repr=False, compare=False)
     exposed: frozenset[int]
     eager: bool
 
@@ -42,8 +49,9 @@ def plan_of(request: Request, rank: int) -> Plan:
     """The plan of `rank` (0..n-1) for `request`. Raises `ProgramError` on a bad request."""
     algorithm = algorithm_of(request)
     program = build(request, rank)
+    encoding = encode(program)
     native = NativeProgram(
-        encode(program),
+        encoding,
         n=program.n,
         rank=rank,
         blocks=program.blocks,
@@ -57,6 +65,7 @@ def plan_of(request: Request, rank: int) -> Plan:
         request=request,
         program=program,
         native=native,
+        encoding=encoding,
         exposed=algorithm.exposes(request, rank),
         eager=algorithm.eager,
     )

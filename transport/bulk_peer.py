@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
@@ -117,6 +117,8 @@ class BulkPeer:
         self._lanes: dict[int, LaneSocket] = {}
         self._buffers: dict[int, tuple[Transfer, memoryview]] = {}
         self._served: dict[int, memoryview] = {}
+        self._landing: dict[int, int] = {}
+        """Lane to the get of ours whose answer is what it receives now, or received last."""
         self._unsent: dict[int, LaneSocket] = {}
         """Lanes that have something to send."""
         self._lingering = False
@@ -160,6 +162,23 @@ class BulkPeer:
         """Get into `into`, flat bytes of `owner`, which is kept alive. What can be checked has been."""
         return self._ask(lambda n: GetAsked(transfer=n, handle=handle, at=at, total=len(into)), into, owner)
 
+    def let_go(self, transfers: Iterable[Transfer]) -> None:
+        """Once this returns, `transfers` touch their buffers no more, nor does what the peer is being served.
+
+        Puts and answers to the peer's gets go out as they are now, from copies; the answers to gets of ours
+        come to nothing. For who has to give up, and cannot wait for the peer.
+        """
+        given_up, gone = frozenset(transfers), threading.Event()
+
+        def on_thread() -> None:
+            try:
+                self._let_go(given_up)
+            finally:
+                gone.set()
+
+        if self._plane.call(on_thread):
+            gone.wait()
+
     def notify(self, channel: int, value: int) -> None:
         """Set the peer's cell of (our slot, channel) behind all puts before."""
         self._ask(lambda n: NotifyAsked(transfer=n, channel=channel, value=value), memoryview(b""), None)
@@ -193,6 +212,18 @@ class BulkPeer:
     def _start(self, number: int, event: BulkEvent, transfer: Transfer, view: memoryview) -> None:
         self._buffers[number] = transfer, view
         self._handle(event)
+
+    def _let_go(self, transfers: frozenset[Transfer]) -> None:
+        for number, (transfer, view) in self._buffers.items():
+            if transfer in transfers:
+                self._buffers[number] = transfer, memoryview(bytearray(view))
+        for lane, number in self._landing.items():
+            given_up = number in self._buffers and self._buffers[number][0] in transfers
+            if given_up and self._lanes[lane].reader.in_payload:
+                self._lanes[lane].reader.redirect()
+        self._served = {get: memoryview(bytes(view)) for get, view in self._served.items()}
+        for io in self._lanes.values():
+            io.writer.let_go()
 
     def _open_lane(self, lane: Lane) -> None:
         number = lane.session.lane
@@ -310,9 +341,11 @@ class BulkPeer:
             case ReceivePut():
                 self._receive_put(action)
             case ReceiveGet(lane=lane, transfer=transfer, offset=offset, nbytes=nbytes):
+                self._landing[lane] = transfer
                 _, view = self._buffers[transfer]
                 self._receive_into(lane, nbytes, view[offset : offset + nbytes])
             case ReceiveText(lane=lane):
+                self._landing.pop(lane, None)
                 self._lanes[lane].reader.receive_text()
             case Serve():
                 self._serve(action)
@@ -349,6 +382,7 @@ class BulkPeer:
         self._unsent[action.lane] = io
 
     def _receive_put(self, action: ReceivePut) -> None:
+        self._landing.pop(action.lane, None)
         try:
             view = self._regions.resolve(action.handle, action.offset, action.nbytes, write=True)
         except RemoteProtocolError as error:
@@ -418,6 +452,7 @@ class BulkPeer:
 
     def _close_lane(self, number: int) -> None:
         io = self._lanes.pop(number)
+        self._landing.pop(number, None)
         self._unsent.pop(number, None)
         self._plane.unwatch(io.sock)
         io.close()

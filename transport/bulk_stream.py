@@ -143,6 +143,10 @@ class LaneReader:
         if self._mac is not None:
             self._passing = PassingTag(self._mac, self._sequence - 1, nbytes)
 
+    def redirect(self) -> None:
+        """Let go of the destination: what is still to come of this payload goes into memory of its own."""
+        self._view = memoryview(bytearray(len(self._view)))
+
     def receive_text(self) -> None:
         """Take the payload that is due as the text of a REFUSAL or ERROR."""
         if not isinstance(self._record, Refusal | PutRefusal | Error):
@@ -212,6 +216,12 @@ class LaneWriter:
             raise LocalProtocolError(f"a payload that is not that of {record}")
         self._records.append((record, payload))
 
+    def let_go(self) -> None:
+        """Copy what is still to be sent: the memory that it is in may change now."""
+        self._records = deque((record, view and _copy(view)) for record, view in self._records)
+        self._payload = self._payload and _copy(self._payload)
+        self._ready = deque(map(_copy, self._ready))
+
     def pending(self, parts_max: int) -> list[memoryview]:
         """The next bytes, in at most `parts_max` views, for one gathering send; empty if there are none."""
         while self._ready_bytes < CHUNK_BYTES and len(self._ready) < parts_max:
@@ -278,3 +288,7 @@ class LaneWriter:
         self._ready.append(view)
         self._ready_bytes += len(view)
         self._given_bytes += len(view)
+
+
+def _copy(view: memoryview) -> memoryview:
+    return memoryview(bytes(view))

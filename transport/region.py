@@ -105,6 +105,8 @@ class Regions:
         self._lock = threading.Lock()
         self._regions: dict[RegionHandle, _Region] = {}
         self._closing: dict[RegionHandle, _Region] = {}
+        self._lent: dict[RegionHandle, tuple[NDArray[Any], int]] = {}
+        """Arrays that are lent to peers, and how many times."""
 
     def register(self, array: NDArray[Any], *, writers: Iterable[int] = ()) -> RegionHandle:
         """Describe an array of our own arena (peers may read it) or inbox (peers may write it).
@@ -122,23 +124,49 @@ class Regions:
                 f"an array of shape {array.shape} cannot be registered: it is not a C-contiguous array of "
                 "this process's arena or inbox; make it with arena.empty or arena.from_array"
             )
-        handle = RegionHandle(
-            slot=self._slot,
-            incarnation=self._incarnation,
-            offset=offset,
-            nbytes=array.nbytes,
-            writable=writable,
-        )
+        handle = self._describe(offset, array.nbytes, writable=writable)
         with self._lock:
             region = self._regions.get(handle) or self._closing.pop(handle, None)
             if region is None:
-                if len(self._regions) + len(self._closing) >= REGIONS_MAX:
-                    raise LocalProtocolError(f"{REGIONS_MAX} regions are registered already: release some")
+                self._require_room()
                 region = _Region(array)
             self._regions[handle] = region
             if writable:
                 region.writers.update(writers)
         return handle
+
+    def lend(self, array: NDArray[Any], offset: int, *, writable: bool) -> RegionHandle:
+        """Let peers on other hosts reach `array`, at `offset` of our segment, until `take_back`.
+
+        For the time of an operation: cheap, and apart from what is registered. As often as it has been lent
+        it is to be taken back. Raises `LocalProtocolError` if `REGIONS_MAX` are.
+        """
+        handle = self._describe(offset, array.nbytes, writable=writable)
+        with self._lock:
+            if handle not in self._lent:
+                self._require_room()
+            lent = self._lent.get(handle, (array, 0))
+            self._lent[handle] = lent[0], lent[1] + 1
+        return handle
+
+    def take_back(self, handle: RegionHandle) -> None:
+        """The end of one `lend`: who asks for it after the last is refused.
+
+        What a peer is being served from it is not: see `BulkPeer.let_go`.
+        """
+        with self._lock:
+            array, times = self._lent.pop(handle)
+            if times > 1:
+                self._lent[handle] = array, times - 1
+
+    def _describe(self, offset: int, nbytes: int, *, writable: bool) -> RegionHandle:
+        return RegionHandle(
+            slot=self._slot, incarnation=self._incarnation, offset=offset, nbytes=nbytes, writable=writable
+        )
+
+    def _require_room(self) -> None:
+        if len(self._regions) + len(self._closing) + len(self._lent) >= REGIONS_MAX:
+            raise LocalProtocolError(f"{REGIONS_MAX} regions are registered already: release some")
 
     def release(self, handle: RegionHandle) -> None:
         """Let go of the array behind one of our handles, once none of its writers is left. Idempotent."""
@@ -184,14 +212,17 @@ class Regions:
             )
         with self._lock:
             region = self._regions.get(handle)
-        if region is None:
+            array = self._lent[handle][0] if region is None and handle in self._lent else None
+        if region is not None:
+            array = region.array
+        if array is None:
             raise RemoteProtocolError(
                 f"a region handle names bytes {handle.offset}+{handle.nbytes}: no region"
             )
         require_range(handle, offset, nbytes)
         if write and not handle.writable:
             raise read_only(handle)
-        view = region.array.reshape(-1).view(np.uint8).data[offset : offset + nbytes]
+        view = array.reshape(-1).view(np.uint8).data[offset : offset + nbytes]
         return view if write else view.toreadonly()
 
 

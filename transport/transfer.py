@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextvars import Context, copy_context
 from typing import Final
 
@@ -21,7 +21,7 @@ class Transfer:
     buffers that it touches and calls `finish`, from any thread.
     """
 
-    __slots__ = ("_blocked", "_buffers", "_done", "_error", "_lock", "_waiters")
+    __slots__ = ("_blocked", "_buffers", "_done", "_error", "_lock", "_then", "_waiters")
 
     def __init__(self, *buffers: object) -> None:
         self._buffers = buffers
@@ -30,6 +30,7 @@ class Transfer:
         self._lock = threading.Lock()
         self._blocked: threading.Event | None = None
         self._waiters: dict[asyncio.Future[None], Context] = {}
+        self._then: Callable[[], None] | None = None
 
     @classmethod
     def finished(cls) -> Transfer:
@@ -54,10 +55,29 @@ class Transfer:
             if self._blocked is not None:
                 self._blocked.set()
             waiters, self._waiters = self._waiters, {}
+            then, self._then = self._then, None
+        if then is not None:
+            then()
         for waiter, context in waiters.items():
             # A loop that was closed meanwhile has nobody left who waits.
             with contextlib.suppress(RuntimeError):
                 waiter.get_loop().call_soon_threadsafe(_wake, waiter, context=context)
+
+    @property
+    def error(self) -> ZbmdError | None:
+        """What ended it, once it is done; None if it went well."""
+        return self._error
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Have one callback called once done: at once if it is, else by the thread that finishes it.
+
+        It must be quick, and it is that thread's: raises nothing.
+        """
+        with self._lock:
+            if not self._done:
+                self._then = callback
+                return
+        callback()
 
     def wait(self, deadline_ns: int = 0) -> None:
         """Block this thread, without the GIL, until done or CLOCK_MONOTONIC passes `deadline_ns` (0: none).

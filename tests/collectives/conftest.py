@@ -1,20 +1,28 @@
-"""Real processes for the collectives' tests: forked, with segments by inherited memfd."""
+"""Real processes for the collectives' tests: forked, with segments by inherited memfd; or on several hosts.
+
+What is on different hosts has but TCP connections between it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from remote_peers import Wiring
 
 from zbmd.collectives.communicator import Communicator
 from zbmd.transport._native import Watch, now_ns
+from zbmd.transport.bulk_peer import BulkPeer
+from zbmd.transport.errors import ZbmdError
 from zbmd.transport.liveness import LifeThread
+from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.segment import PeerSegment, Segment
 
 ARENA_BYTES = 8 << 20
@@ -29,7 +37,8 @@ class Process:
     rank: int
     n: int
     segment: Segment
-    peers: dict[int, PeerSegment]
+    peers: dict[int, PeerMemory]
+    bulks: dict[int, BulkPeer]
     event_fd: int
 
     def communicator(
@@ -50,6 +59,9 @@ class Process:
 
     def await_death(self, rank: int) -> None:
         """Return once this process has noticed the end of `rank`."""
+        if rank in self.bulks:
+            with contextlib.suppress(ZbmdError):
+                self.bulks[rank].ended.wait(self.soon())
         while not self.segment.lost_mask() >> rank & 1:
             os.eventfd_read(self.event_fd)
 
@@ -58,34 +70,49 @@ Body = Callable[[Process], Any]
 RunRanks = Callable[..., list[Any]]
 
 
-def _child(rank: int, segments: list[Segment], line: socket.socket, body: Body) -> None:
+def _child(rank: int, segments: list[Segment], wiring: Wiring, line: socket.socket, body: Body) -> None:
     n = len(segments)
+    wiring.close_all_but(rank)
     life = LifeThread(segments[rank])
     line.sendall(b"r")
     line.recv(1)
-    peers = {q: PeerSegment.attach(segments[q].fd, slot=q) for q in range(n) if q != rank}
+    plane, bulks, remote = wiring.connect(rank)
+    mapped = {
+        q: PeerSegment.attach(segments[q].fd, slot=q) for q in range(n) if q != rank and q not in remote
+    }
     event_fd = os.eventfd(0)
     own = segments[rank]
-    watches = [Watch(own.mapping, rank, peer.mapping, peer.slot, event_fd) for peer in peers.values()]
+    watches = [Watch(own.mapping, rank, peer.mapping, peer.slot, event_fd) for peer in mapped.values()]
     try:
-        answer = {"value": body(Process(rank, n, own, peers, event_fd))}
+        answer = {"value": body(Process(rank, n, own, {**mapped, **remote}, bulks, event_fd))}
     except BaseException:  # noqa: BLE001 -- the parent gets it, whatever it is
         answer = {"error": traceback.format_exc()}
     line.sendall(json.dumps(answer).encode() + b"\n")
     line.recv(1)  # nobody leaves before all are done
     for watch in watches:
         watch.stop()
+    plane.close()
     life.goodbye()
 
 
 def _run_ranks(
-    n: int, body: Body, *, dies: frozenset[int] = frozenset(), arena_bytes: int = ARENA_BYTES
+    n: int,
+    body: Body,
+    *,
+    dies: frozenset[int] = frozenset(),
+    arena_bytes: int = ARENA_BYTES,
+    hosts: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Fork `n` ranks, run `body` in each; return what it returned (JSON), None for those in `dies`."""
+    """Fork `n` ranks, run `body` in each; return what it returned (JSON), None for those in `dies`.
+
+    hosts: of each rank, the number of its host; by default all are on one.
+    """
     segments = [
         Segment.create(slot=rank, incarnation=1, arena_bytes=arena_bytes, inbox_bytes=INBOX_BYTES)
         for rank in range(n)
     ]
+    hosts = hosts or [0] * n
+    wiring = Wiring(segments, hosts)
     lines: list[socket.socket] = []
     pids: list[int] = []
     for rank in range(n):
@@ -97,7 +124,7 @@ def _run_ranks(
                 ours.close()
                 for line in lines:
                     line.close()
-                _child(rank, segments, theirs, body)
+                _child(rank, segments, wiring, theirs, body)
                 code = 0
             finally:
                 os._exit(code)
@@ -105,6 +132,7 @@ def _run_ranks(
         ours.settimeout(PATIENCE_S)
         lines.append(ours)
         pids.append(pid)
+    wiring.close_all_but(-1)
     try:
         for line in lines:
             assert line.recv(1) == b"r", "a rank ended before it began"

@@ -1,0 +1,209 @@
+"""The executor of a group with members on other hosts.
+
+It runs the same verified programs with the same stepper, descriptors and checks as `MappedExecutor`. What
+that one does in shared memory goes through `RemoteMemory` for a member on another host: its descriptor is read in
+the mirror that it puts it into, at the cost of one message with the first notification; its memory is read by
+gets; puts and notifications go through the data plane. Members of this host are mapped as ever.
+
+A member lends what an operation exposes for the time of that operation, and nothing else. One that gives up
+takes it back before its caller may change it, so what a peer has got is always of the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+
+from zbmd.collectives._stepper import COUNTER_MAX, STATUS_ABORTED, STATUS_DONE, STATUS_LOST, RemoteGroup
+from zbmd.collectives.executor import (
+    DTYPES,
+    SPINS_SHARED,
+    Call,
+    Executor,
+    group_identity,
+    no_executor,
+)
+from zbmd.collectives.plan import Plan
+from zbmd.collectives.program import INBOX
+from zbmd.collectives.remote_fetch import Ended, Fetcher, Landings, Staging
+from zbmd.collectives.remote_walk import Walk, reach
+from zbmd.transport._native import address_of
+from zbmd.transport.peer_memory import PeerMemory
+from zbmd.transport.region import RegionHandle
+from zbmd.transport.remote_memory import RemoteMemory
+from zbmd.transport.segment import PeerSegment, Segment
+
+_WORD_BYTES = 8
+_WITHDRAWN_OFFSET = 8
+
+
+class RemoteExecutor(Executor):
+    """See `Executor`."""
+
+    def __init__(
+        self,
+        *,
+        segment: Segment,
+        peers: Mapping[int, PeerMemory],
+        members: tuple[int, ...],
+        rank: int,
+        epoch: int,
+        channel: int,
+    ) -> None:
+        own_inbox_end = segment.nbytes - segment.arena.capacity_bytes
+        ranges: list[tuple[int, int, int, int]] = []
+        self._remote: dict[int, RemoteMemory] = {}
+        mappings = [segment.mapping]
+        for place, member in enumerate(members):
+            if member == rank:
+                ranges.append((segment.base, segment.slot, own_inbox_end, segment.nbytes))
+                continue
+            memory = peers[member]
+            base = 0
+            if isinstance(memory, PeerSegment):
+                base = memory.base
+                mappings.append(memory.mapping)
+            elif isinstance(memory, RemoteMemory):
+                self._remote[place] = memory
+            ranges.append((base, memory.slot, memory.arena_offset, memory.nbytes))
+        try:
+            group = RemoteGroup(
+                ranges,
+                rank=members.index(rank),
+                channel=channel,
+                epoch=epoch,
+                identity=group_identity(members, epoch),
+                spins=SPINS_SHARED,
+                mirrors={place: memory.descriptors for place, memory in self._remote.items()},
+            )
+        except ValueError as error:
+            raise no_executor(members, epoch, error) from None
+        super().__init__(group, segment=segment, members=members, rank=rank, epoch=epoch)
+        self._group = group
+        self._channel = channel
+        self._mappings = mappings  # the group holds bare addresses
+        self._landings = Landings(
+            segment, channel=channel, epoch=epoch, lost_mask=group.lost_mask, spins=SPINS_SHARED
+        )
+        self._staging = Staging()
+        self._gone: set[int] = set()
+        """Places of members that could not be reached any more."""
+
+    def give_up(self) -> None:
+        """See `Executor.give_up`."""
+        super().give_up()
+        for place, memory in self._remote.items():
+            self._try(place, partial(memory.notify, self._channel, self.epoch << 32 | COUNTER_MAX))
+
+    def release(self) -> None:
+        """See `Executor.release`."""
+        super().release()
+        self._staging = Staging()
+
+    def _lost(self) -> list[int]:
+        return sorted({*super()._lost(), *self._gone})
+
+    def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
+        if kill_point == 0:
+            self._group.die()
+        self._group.begin(
+            plan.native,
+            self._addresses,
+            operation=plan.request.operation.value,
+            dtype=call.dtype,
+            reduction=call.reduction,
+            root=plan.request.root,
+            count=call.count,
+            total=call.total,
+            piece=call.piece,
+            in_stride=call.in_stride,
+            out_stride=call.out_stride,
+            scratch=address_of(self._scratch),
+            scratch_bytes=self._scratch.nbytes,
+        )
+        fetcher = Fetcher(plan, self._group, self._remote, self._landings, self._staging, deadline_ns)
+        lent: list[RegionHandle] = []
+        status = STATUS_ABORTED
+        try:
+            self._lend(plan, lent)
+            self._enter(plan, kill_point)
+            status = self._group.meet(plan.native, deadline_ns)
+            if status == STATUS_DONE:
+                status = self._walk(plan, call, fetcher, deadline_ns, kill_point)
+        except Ended as ended:
+            status = ended.status
+            if ended.gone is not None:
+                self._gone.add(ended.gone)
+        finally:
+            for handle in lent:
+                self._segment.regions.take_back(handle)
+            if status != STATUS_DONE:
+                self._withdraw(fetcher)
+        if status == STATUS_DONE and kill_point == plan.kill_points - 1:
+            self._group.die()
+        return status
+
+    def _walk(self, plan: Plan, call: Call, fetcher: Fetcher, deadline_ns: int, kill_point: int) -> int:
+        group = self._group
+        if plan.eager:  # all that it reads came with the descriptors
+            status = group.walk(plan.native, kill_point, deadline_ns)
+            return group.check() if status == STATUS_DONE else status
+        Walk(
+            plan,
+            group,
+            fetcher,
+            remote=self._remote,
+            channel=self._channel,
+            itemsize=DTYPES[call.dtype].itemsize,
+            deadline_ns=deadline_ns,
+            kill_index=kill_point - len(self.members) if kill_point >= len(self.members) else -1,
+        ).run()
+        return group.finish(plan.native)
+
+    def _lend(self, plan: Plan, lent: list[RegionHandle]) -> None:
+        """Let the members on other hosts reach what this operation exposes."""
+        regions, mapping = self._segment.regions, self._segment.mapping
+        for buffer in plan.exposed:
+            offset, nbytes = self._group.own_extent(plan.native, buffer)
+            if offset and nbytes:
+                array = np.frombuffer(mapping.view(offset, nbytes), np.uint8)
+                lent.append(regions.lend(array, offset, writable=False))
+        if plan.program.inbox_slots:
+            offset, nbytes = self._group.own_extent(plan.native, INBOX)
+            if nbytes:
+                lent.append(regions.lend(self._inbox[:nbytes], offset, writable=True))
+
+    def _enter(self, plan: Plan, kill_point: int) -> None:
+        """Tell every member of our descriptor."""
+        group = self._group
+        data, offset = group.descriptor(plan.native), group.descriptor_offset
+        for k in range(1, len(self.members)):
+            if kill_point == k:
+                group.die()
+            place = (self.place + k) % len(self.members)
+            value = group.tell(place)
+            memory = self._remote.get(place)
+            if memory is not None:
+                self._try(place, partial(memory.describe, offset, data, channel=self._channel, value=value))
+        if self._gone:
+            raise Ended(STATUS_LOST)
+
+    def _withdraw(self, fetcher: Fetcher) -> None:
+        """The operation has failed here: let go of all memory, and say so to those who count on it."""
+        group = self._group
+        group.withdraw()
+        word = group.word.to_bytes(_WORD_BYTES, "little")
+        at = group.descriptor_offset + _WITHDRAWN_OFFSET
+        for place, memory in self._remote.items():
+            memory.let_go(fetcher.asked[place])
+            # A notification that is not awaited: the cell holds what it holds.
+            self._try(place, partial(memory.describe, at, word, channel=self._channel, value=0))
+
+    def _try(self, place: int, send: partial[None]) -> None:
+        """Send something to a member on another host, whose end ends none of what we do for the others."""
+        try:
+            reach(place, send)
+        except Ended:
+            self._gone.add(place)

@@ -1,0 +1,253 @@
+"""Walks one program when some members are on other hosts; the compiled stepper says what may fire.
+
+The instructions between two waits are taken as a batch. What is read of members on other hosts is asked for
+at once: the wait before was the last thing that could have made it ready. A copy is received where it
+belongs, if nothing else of the batch touches that; what is to be reduced is received beside it, and reduced
+natively in the order of the program.
+
+A member may overwrite what we read of it once we have notified somebody: so each notification waits until
+everything that was asked for before it has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from zbmd.collectives._stepper import BLOCKED, DONE, STATUS_DONE, STATUS_LOST, RemoteGroup, Stepper
+from zbmd.collectives.plan import Plan
+from zbmd.collectives.program import INBOX, MAX_RANKS, PUB, Copy, Notify, Operand, Put, Reduce, Wait
+from zbmd.collectives.remote_fetch import STAGING_BYTES_MAX, Ended, Fetch, Fetched, Fetcher
+from zbmd.transport.errors import LinkClosed, PeerLost
+from zbmd.transport.remote_memory import RemoteMemory
+
+ROWS_MAX: Final = 256
+"""Instructions performed by one native call."""
+
+
+@dataclass(slots=True)
+class _Move:
+    """A put, reduce or copy with its operands: addresses, or what is fetched. b: 0 but in a reduce."""
+
+    instruction: Put | Reduce | Copy
+    dst: int
+    a: int | Fetched
+    b: int | Fetched
+    count: int
+    done_by_fetch: bool = False
+    """It is a copy, and is received where it belongs."""
+
+
+class Walk:
+    """One run of a plan; `channel` is the group's. kill_index: where to die, or -1."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: RemoteGroup,
+        fetcher: Fetcher,
+        *,
+        remote: Mapping[int, RemoteMemory],
+        channel: int,
+        itemsize: int,
+        deadline_ns: int,
+        kill_index: int,
+    ) -> None:
+        self._plan = plan
+        self._group = group
+        self._fetcher = fetcher
+        self._remote = remote
+        self._channel = channel
+        self._itemsize = itemsize
+        self._deadline_ns = deadline_ns
+        self._kill_index = kill_index
+        self._rows = np.zeros((ROWS_MAX, 4), np.uint64)
+        self._rows_used = 0
+        self._flying: list[Fetch] = []
+        """Copies that are not known to have come."""
+
+    def run(self) -> None:
+        """Walk to the end of the program. Raises `Ended`."""
+        instructions, group = self._plan.program.instructions, self._group
+        stepper = Stepper(self._plan.encoding)
+        received = np.zeros(MAX_RANKS, np.uint64)
+        while (at := stepper.next(received)) != DONE:
+            begin = stepper.pc
+            group.at(begin)
+            if begin == self._kill_index:
+                group.die()
+            instruction = instructions[begin]
+            if at == BLOCKED and isinstance(instruction, Wait):
+                self._require(group.wait(instruction.peer, instruction.count, self._deadline_ns))
+                received[instruction.peer] = instruction.count
+                continue
+            end = begin + 1
+            if not isinstance(instruction, Wait):
+                end = self._end_of_batch(begin)
+                self._batch(begin, end)
+            for _ in range(begin, end):
+                stepper.advance()
+        group.at(len(instructions))
+        self._settle()
+
+    def _end_of_batch(self, begin: int) -> int:
+        instructions = self._plan.program.instructions
+        for end in range(begin + 1, len(instructions)):
+            if end == self._kill_index or isinstance(instructions[end], Wait):
+                return end
+        return len(instructions)
+
+    def _batch(self, begin: int, end: int) -> None:
+        """Perform instructions begin..end-1, none of which waits."""
+        instructions, group = self._plan.program.instructions, self._group
+        moves = {
+            index: _Move(instruction, *group.place(self._plan.native, index))
+            for index in range(begin, end)
+            if isinstance(instruction := instructions[index], Put | Reduce | Copy)
+        }
+        direct = self._may_land_directly(moves.values())
+        while begin < end:
+            steps: list[tuple[int, _Move | None]] = []
+            while begin < end and self._fetcher.staged_bytes < STAGING_BYTES_MAX:
+                move = moves.get(begin)
+                if move is not None:
+                    self._add_fetches(move, direct=direct)
+                steps.append((begin, move))
+                begin += 1
+            self._perform(steps)
+
+    def _perform(self, steps: list[tuple[int, _Move | None]]) -> None:
+        instructions = self._plan.program.instructions
+        asked = self._fetcher.ask()
+        if not all(move is not None and move.done_by_fetch for _, move in steps):
+            self._settle()
+        self._flying += [fetch for fetch in asked if fetch.direct]
+        for index, move in steps:
+            instruction = instructions[index]
+            if move is not None and not isinstance(instruction, Put):
+                if not move.done_by_fetch and move.count:
+                    self._row(move.dst, move.a, move.b, move.count)
+                continue
+            self._flush()
+            self._settle()
+            self._group.at(index)
+            if isinstance(instruction, Notify):
+                self._notify(instruction.peer)
+            elif move is not None:
+                self._put(move)
+        self._flush()
+
+    # -- operands ------------------------------------------------------------------------------------
+
+    def _is_remote(self, operand: Operand) -> bool:
+        return operand.rank in self._remote and operand.buffer != PUB
+
+    def _add_fetches(self, move: _Move, *, direct: bool) -> None:
+        """Have the operands fetched that are on other hosts."""
+        for name, operand in _sources(move.instruction):
+            if move.count and self._is_remote(operand):
+                move.done_by_fetch = direct and isinstance(move.instruction, Copy)
+                at = move.a if name == "a" else move.b
+                assert isinstance(at, int)
+                fetched = self._fetcher.add(
+                    operand.rank,
+                    operand.buffer,
+                    at,
+                    move.count * self._itemsize,
+                    move.dst if move.done_by_fetch else 0,
+                )
+                setattr(move, name, fetched)
+
+    def _may_land_directly(self, moves: Iterable[_Move]) -> bool:
+        """Whether every copy from another host can be received in place, whenever it comes."""
+        ranges = [(fetch.address, fetch.address + fetch.nbytes, True) for fetch in self._flying]
+        for move in moves:
+            instruction, nbytes = move.instruction, move.count * self._itemsize
+            lands = isinstance(instruction, Copy) and self._is_remote(instruction.src)
+            if not (isinstance(instruction, Put) and instruction.dst.rank in self._remote):
+                ranges.append((move.dst, move.dst + nbytes, lands))
+            for name, operand in _sources(instruction):
+                if not self._is_remote(operand):
+                    at = move.a if name == "a" else move.b
+                    assert isinstance(at, int)
+                    ranges.append((at, at + nbytes, False))
+        return _apart(sorted(ranges))
+
+    # -- doing it ------------------------------------------------------------------------------------
+
+    def _row(self, dst: int, a: int | Fetched, b: int | Fetched, count: int) -> None:
+        """Perform it, with others, before anybody can tell that it is not done."""
+        missing = [x.fetch for x in (a, b) if isinstance(x, Fetched) and not self._fetcher.is_here(x.fetch)]
+        if missing or self._rows_used == ROWS_MAX:
+            self._flush()
+        for operand in (a, b):
+            if isinstance(operand, Fetched):
+                self._fetcher.wait((operand.fetch,))
+        at = [x.address if isinstance(x, Fetched) else x for x in (a, b)]
+        self._rows[self._rows_used] = dst, *at, count
+        self._rows_used += 1
+
+    def _flush(self) -> None:
+        """Perform what is due."""
+        rows, self._rows_used = self._rows_used, 0
+        if rows:
+            self._require(self._group.perform(self._rows, rows))
+
+    def _settle(self) -> None:
+        """Wait for all copies."""
+        flying, self._flying = self._flying, []
+        self._fetcher.wait(flying)
+
+    def _put(self, move: _Move) -> None:
+        instruction = move.instruction
+        assert isinstance(instruction, Put)
+        peer, nbytes = instruction.dst.rank, move.count * self._itemsize
+        if peer not in self._remote or not nbytes:
+            if nbytes:
+                self._row(move.dst, move.a, 0, move.count)
+                self._flush()
+            self._notify(peer)
+            return
+        assert isinstance(move.a, int), "a put sends what is here"
+        # A copy: the program may overwrite the source as soon as it has been put.
+        data = bytes(self._group.window(move.a, nbytes))
+        value = self._group.tell(peer)
+        region = self._fetcher.region(peer, INBOX, writable=True)
+        reach(peer, lambda: region.put(data, move.dst, channel=self._channel, value=value))
+
+    def _notify(self, peer: int) -> None:
+        value = self._group.tell(peer)
+        if peer in self._remote:
+            reach(peer, lambda: self._remote[peer].notify(self._channel, value))
+
+    def _require(self, status: int) -> None:
+        if status != STATUS_DONE:
+            raise Ended(status)
+
+
+def reach(place: int, send: Callable[[], object]) -> None:
+    """Send something to the member at `place`, on another host; raises `Ended` if it is gone."""
+    try:
+        send()
+    except (PeerLost, LinkClosed):
+        raise Ended(STATUS_LOST, place) from None
+
+
+def _sources(instruction: Put | Reduce | Copy) -> tuple[tuple[str, Operand], ...]:
+    if isinstance(instruction, Reduce):
+        return ("a", instruction.a), ("b", instruction.b)
+    return (("a", instruction.src),)
+
+
+def _apart(ranges: list[tuple[int, int, bool]]) -> bool:
+    """Whether no range that lands (True) overlaps any other; sorted by their beginnings."""
+    any_end = landing_end = 0
+    for begin, end, lands in ranges:
+        if begin < end and begin < (any_end if lands else landing_end):
+            return False
+        any_end = max(any_end, end)
+        landing_end = max(landing_end, end) if lands else landing_end
+    return True

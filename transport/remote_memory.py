@@ -1,0 +1,113 @@
+"""The memory of a peer on another host: what it lends us is read and written over TCP.
+
+Each side keeps, in its own inbox, a *mirror*: a copy of the peer's operation descriptors, which the peer puts
+there. So what is read in place on one host is read in place here too, and costs one message a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from zbmd.transport import _native
+from zbmd.transport.bulk_peer import BulkPeer
+from zbmd.transport.bulk_region import BulkRegion
+from zbmd.transport.errors import RemoteProtocolError, ZbmdError
+from zbmd.transport.region import RegionHandle
+from zbmd.transport.segment import Segment
+from zbmd.transport.transfer import Transfer
+
+MIRROR_BYTES: Final = _native.OFF_END - _native.OFF_DESCRIPTORS
+"""The descriptors of all channels of one process."""
+SEGMENT_BYTES_MAX: Final = 1 << 48
+
+
+class Mirror:
+    """Where one peer puts its descriptors: an array of our inbox. Raises `ArenaFull` if there is no room."""
+
+    def __init__(self, own: Segment, slot: int) -> None:
+        self._own = own
+        self._array = own.inbox.empty(MIRROR_BYTES, np.uint8)
+        self._array[:] = 0
+        self.handle = own.regions.register(self._array, writers=(slot,))
+        """For the peer."""
+
+    @property
+    def address(self) -> int:
+        """Of the first descriptor; valid as long as this object."""
+        return _native.address_of(self._array)
+
+    def close(self) -> None:
+        """Give it back, once the peer can write it no more. Idempotent."""
+        self._own.regions.release(self.handle)
+
+
+class RemoteMemory:
+    """See `zbmd.transport.peer_memory.PeerMemory`. mirror: ours of the peer; theirs: where the peer has ours.
+
+    arena_offset, nbytes: as the peer says. Raises `RemoteProtocolError` on what no peer of ours says.
+    """
+
+    def __init__(
+        self, bulk: BulkPeer, mirror: Mirror, theirs: RegionHandle, *, arena_offset: int, nbytes: int
+    ) -> None:
+        if not _native.OFF_END <= arena_offset <= nbytes <= SEGMENT_BYTES_MAX:
+            raise RemoteProtocolError(
+                f"{bulk.info.name} says that its segment has {nbytes} bytes and its arena begins at "
+                f"{arena_offset}: there is none like that"
+            )
+        if theirs.nbytes != MIRROR_BYTES or not theirs.writable:
+            raise RemoteProtocolError(f"{bulk.info.name} offers a mirror of no use: {theirs}")
+        self._bulk = bulk
+        self._mirror = mirror
+        self._theirs = bulk.open_region(theirs)
+        self.slot = bulk.info.slot
+        self.incarnation = bulk.info.incarnation
+        self.arena_offset = arena_offset
+        self.nbytes = nbytes
+
+    def __repr__(self) -> str:
+        return f"<memory of {self._bulk.info.name}#{self.incarnation} on another host>"
+
+    @property
+    def descriptors(self) -> int:
+        """The address here of the peer's descriptors, channel by channel."""
+        return self._mirror.address
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody stores on the peer's behalf any more."""
+        return self._bulk.ended.done
+
+    def describe(self, offset: int, data: bytes, *, channel: int, value: int) -> None:
+        """Put a descriptor of ours at `offset` of the peer's mirror, then set its cell of us; see `put`."""
+        self._theirs.put(data, offset, channel=channel, value=value)
+
+    def notify(self, channel: int, value: int) -> None:
+        """Set the peer's cell of us, behind all puts; see `zbmd.transport.region.RemoteRegion.notify`."""
+        self._theirs.notify(channel, value)
+
+    def lent(self, offset: int, nbytes: int, *, writable: bool) -> BulkRegion:
+        """What the peer lends at these bytes of its segment: it refuses transfers if it does not."""
+        handle = RegionHandle(
+            slot=self.slot, incarnation=self.incarnation, offset=offset, nbytes=nbytes, writable=writable
+        )
+        return self._bulk.open_region(handle)
+
+    def open_region(self, handle: RegionHandle, own: Segment) -> BulkRegion:
+        """See `zbmd.transport.peer_memory.PeerMemory`."""
+        return self._bulk.open_region(handle)
+
+    def let_go(self, transfers: Iterable[Transfer]) -> None:
+        """See `BulkPeer.let_go`."""
+        self._bulk.let_go(transfers)
+
+    def abort(self, error: ZbmdError) -> None:
+        """End all that is under way: the peer is known to be gone. Idempotent."""
+        self._bulk.abort(error)
+
+    def close(self) -> None:
+        """Give the mirror back, once the connection has ended. Idempotent."""
+        self._mirror.close()

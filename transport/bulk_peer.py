@@ -218,8 +218,7 @@ class BulkPeer:
             if transfer in transfers:
                 self._buffers[number] = transfer, memoryview(bytearray(view))
         for lane, number in self._landing.items():
-            given_up = number in self._buffers and self._buffers[number][0] in transfers
-            if given_up and self._lanes[lane].reader.in_payload:
+            if number in self._buffers and self._buffers[number][0] in transfers:
                 self._lanes[lane].reader.redirect()
         self._served = {get: memoryview(bytes(view)) for get, view in self._served.items()}
         for io in self._lanes.values():

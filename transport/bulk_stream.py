@@ -144,8 +144,15 @@ class LaneReader:
             self._passing = PassingTag(self._mac, self._sequence - 1, nbytes)
 
     def redirect(self) -> None:
-        """Let go of the destination: what is still to come of this payload goes into memory of its own."""
-        self._view = memoryview(bytearray(len(self._view)))
+        """Let go of the destination of the payload that is under way: it goes on in memory of its own."""
+        if self._record is None:
+            return
+        apart = memoryview(bytearray(self._view)) if self.in_payload else None
+        if self._lying is not None:
+            self._lying = self._lying.apart()
+            apart = self._lying.payload
+        if self.in_payload and apart is not None:
+            self._view = apart
 
     def receive_text(self) -> None:
         """Take the payload that is due as the text of a REFUSAL or ERROR."""
@@ -218,8 +225,11 @@ class LaneWriter:
 
     def let_go(self) -> None:
         """Copy what is still to be sent: the memory that it is in may change now."""
-        self._records = deque((record, view and _copy(view)) for record, view in self._records)
-        self._payload = self._payload and _copy(self._payload)
+        self._records = deque((record, None if view is None else _copy(view)) for record, view in self._records)
+        if self._payload is not None:
+            self._payload = _copy(self._payload)
+        if self._tag is not None:
+            self._tag = self._tag.apart()
         self._ready = deque(map(_copy, self._ready))
 
     def pending(self, parts_max: int) -> list[memoryview]:

@@ -59,15 +59,23 @@ class LyingTag:
     helper: makes the tags of chunks meanwhile; None if nobody does.
     """
 
-    __slots__ = ("_helper", "_mac", "_payload", "_ready", "_sequence", "_tags")
+    __slots__ = ("_helper", "_mac", "_ready", "_sequence", "_tags", "payload")
 
     def __init__(self, mac: RecordMac, sequence: int, payload: memoryview, helper: TagHelper | None) -> None:
         self._mac = mac
         self._sequence = sequence
-        self._payload = payload
+        self.payload = payload
         self._helper = helper
         self._tags: list[bytes | None] = [None] * -(-len(payload) // TAG_CHUNK_BYTES)
         self._ready = 0
+
+    def apart(self) -> LyingTag:
+        """The same over a copy: once this returns, `payload` may change."""
+        copy = LyingTag(self._mac, self._sequence, memoryview(bytearray(self.payload)), None)
+        # A tag that the helper is making now comes too late for it, and may be wrong.
+        copy._tags = list(self._tags)  # noqa: SLF001 (its own kind)
+        copy._ready = self._ready  # noqa: SLF001
+        return copy
 
     def reached(self, at: int) -> None:
         """The first `at` bytes are known."""
@@ -85,7 +93,7 @@ class LyingTag:
         tag = self._tags[chunk]
         if tag is None:
             begin = chunk * TAG_CHUNK_BYTES
-            body = self._payload[begin : begin + TAG_CHUNK_BYTES]
+            body = self.payload[begin : begin + TAG_CHUNK_BYTES]
             tag = self._mac.tag(_kind_of(chunk, len(self._tags)), self._sequence, (body,))
             self._tags[chunk] = tag
         return tag

@@ -25,6 +25,7 @@ import structlog
 from zbmd.actors.actor import Actor, on
 from zbmd.actors.actor_capture import CapturedSystem
 from zbmd.actors.capture import CaptureSettings, ProcessCapture
+from zbmd.actors.context import sender_process
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.hang_collector import collector_address
 from zbmd.actors.host_contracts import (
@@ -43,8 +44,9 @@ from zbmd.actors.host_contracts import (
     ViewInstalled,
 )
 from zbmd.actors.member_links import MemberLinks
+from zbmd.actors.member_tcp import MemoryOffered
 from zbmd.actors.rank_log import RankLogFile, rank_logger
-from zbmd.actors.rank_names import child_id
+from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.runtime_env import (
     RankEnvironment,
     arena_bytes,
@@ -55,6 +57,7 @@ from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import Member, View
 from zbmd.actors.watchdog import Watchdog
 from zbmd.transport import faults
+from zbmd.transport._native import now_ns
 from zbmd.transport.budget import derive
 from zbmd.transport.cookie import load_or_create_cookie
 from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
@@ -108,6 +111,13 @@ class MemberActor(Actor):
         """A peer is dead."""
         self._node.down(message)
 
+    @on(MemoryOffered)
+    async def memory_offered(self, message: MemoryOffered) -> None:
+        """A member on another host tells where its memory is."""
+        rank = rank_of(sender_process())
+        if rank is not None:
+            self._node.memory_offered(rank, message)
+
     @on(ActorsRequest)
     async def actors(self, message: ActorsRequest) -> ActorsReply:
         """For `zbmd-node status`."""
@@ -160,7 +170,14 @@ class Node:
             deadlines=self.deadlines,
             recorder=self.recorder,
         )
-        self._links = MemberLinks(self.rank, self.system, self._endpoint, self._confirmed)
+        self._links = MemberLinks(
+            self.rank,
+            self.system,
+            self._endpoint,
+            host=environment.host,
+            on_confirmed=self._confirmed,
+            on_lost=self._link_lost,
+        )
         self._view = View(epoch=0, members=())
         self._peers: dict[int, Peer] = {}
         self._callbacks: list[OnPeerLost] = []
@@ -204,10 +221,10 @@ class Node:
             return self._view
         host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
         while True:
-            view, segments = await self._links.ready(after=after)
+            view, memories = await self._links.ready(after=after)
             await host.tell(Linked(rank=self.rank, incarnation=self.incarnation, epoch=view.epoch))
             if await self._links.entered(view.epoch):
-                self._enter(view, segments)
+                self._enter(view, memories)
                 return view
 
     def on_peer_lost(self, callback: OnPeerLost) -> Callable[[], None]:
@@ -253,6 +270,7 @@ class Node:
             self._reporter = None
         await self._links.close()
         await self.system.stop()
+        await self._links.drain()
         self.progress.close()
         self._watch.close()
         self._life.goodbye()
@@ -278,9 +296,17 @@ class Node:
         await self.system.spawn(MemberActor, self, name=MEMBER_ACTOR)
         address = f"{self._environment.node_address}-{self.system.name}-{self.incarnation}"
         self._links.listen(address)
+        listen = self._environment.listen
+        tcp_address = await self._links.listen_tcp(listen) if listen else ""
         host = await dial(self._environment.node_address, self._endpoint)
         self.system.attach(host)
-        join_message = Join(rank=self.rank, incarnation=self.incarnation, address=address)
+        join_message = Join(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            address=address,
+            host=self._environment.host,
+            tcp_address=tcp_address,
+        )
         await self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}").tell(join_message)
         self._reporter = asyncio.get_running_loop().create_task(self._send_reports(), name="reports")
         await self.view(after=0)
@@ -298,26 +324,33 @@ class Node:
         if message.confirmed:
             self._links.confirmed(message.rank, message.incarnation)
 
-    def _enter(self, view: View, segments: Mapping[int, PeerSegment]) -> None:
+    def memory_offered(self, rank: int, message: MemoryOffered) -> None:
+        """A member on another host tells where its memory is."""
+        self._links.offered(rank, message)
+
+    def _enter(self, view: View, memories: Mapping[int, PeerMemory]) -> None:
         """Swap peers, synchronously: nothing runs between the old view and the new."""
         entered: dict[int, Peer] = {}
         for member in view.members:
             if member.rank == self.rank:
                 continue
-            known = self._peers.get(member.rank)
-            if known is not None and known.incarnation == member.incarnation:
+            known, memory = self._peers.get(member.rank), memories[member.rank]
+            if known is not None and known.memory is memory:
                 entered[member.rank] = known
                 continue
-            segment = segments[member.rank]
             self._watch.unwatch(member.rank)
             # Cleared before the watch begins: if this one is dead too, the watch will set it again.
             self.segment.clear_lost(member.rank)
-            self._watch.watch(segment, self._noticed(member.incarnation))
-            entered[member.rank] = Peer(rank=member.rank, incarnation=member.incarnation, memory=segment)
+            if isinstance(memory, PeerSegment):
+                self._watch.watch(memory, self._noticed(member.incarnation))
+            entered[member.rank] = Peer(rank=member.rank, incarnation=member.incarnation, memory=memory)
         for rank, peer in self._peers.items():
             if entered.get(rank) is not peer:
                 peer.memory.close()
         self._peers = entered
+        for peer in entered.values():
+            if not self._links.is_linked(peer.rank, peer.incarnation):
+                self._link_lost(peer.rank, peer.incarnation, False)
         self.epoch = view.epoch
         members = ", ".join(f"{child_id(m.rank)}#{m.incarnation}" for m in view.members)
         self.recorder.note(f"entered the view of epoch {view.epoch}: {members}")
@@ -328,11 +361,20 @@ class Node:
         if peer is not None and peer.incarnation == incarnation:
             self.segment.end_proven(rank)
 
-    def _noticed(self, incarnation: int) -> Callable[[int, DeathNotice], None]:
+    def _link_lost(self, rank: int, incarnation: int, clean: bool) -> None:
+        """The link to a member on another host has ended: that is the notice of its death."""
+        peer = self._peers.get(rank)
+        if peer is None or peer.incarnation != incarnation or isinstance(peer.memory, PeerSegment):
+            return
+        self.segment.set_lost(rank)
+        notice = DeathNotice(at_ns=now_ns(), clean=clean)
+        asyncio.get_running_loop().call_soon(self._noticed(incarnation, "its link ended"), rank, notice)
+
+    def _noticed(
+        self, incarnation: int, reason: str = "its life thread ended"
+    ) -> Callable[[int, DeathNotice], None]:
         def call(slot: int, notice: DeathNotice) -> None:
-            self.recorder.death(
-                child_id(slot), incarnation, clean=notice.clean, reason="its life thread ended"
-            )
+            self.recorder.death(child_id(slot), incarnation, clean=notice.clean, reason=reason)
             for callback in list(self._callbacks):
                 callback(slot, incarnation, notice)
 

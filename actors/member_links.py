@@ -3,49 +3,71 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import structlog
 
+from zbmd.actors.member_tcp import MemberKey, MemberTcp, MemoryOffered
 from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import RANKS_MAX, Member, View
 from zbmd.transport.durations import format_duration
 from zbmd.transport.errors import DeadlineExceeded, ZbmdError
 from zbmd.transport.link import Link
-from zbmd.transport.segment import PeerSegment
+from zbmd.transport.link_choice import Transport, choose_between
+from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.shm import Endpoint, Listener, dial, listen
+from zbmd.transport.tcp_link import TcpLink
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
 
 OnConfirmed = Callable[[int, int], None]
 """Takes the rank and incarnation of one that is proven gone, perhaps more than once."""
+OnLost = Callable[[int, int, bool], None]
+"""Takes the rank and incarnation of one on another host whose link has ended, and whether in good order."""
 
 
 class MemberLinks:
     """One link to each other member; higher ranks dial lower ones. Links live across views."""
 
-    def __init__(self, rank: int, system: ActorSystem, endpoint: Endpoint, on_confirmed: OnConfirmed) -> None:
+    def __init__(
+        self,
+        rank: int,
+        system: ActorSystem,
+        endpoint: Endpoint,
+        *,
+        host: str,
+        on_confirmed: OnConfirmed,
+        on_lost: OnLost,
+    ) -> None:
         self._rank = rank
+        self._host = host
         self._system = system
         self._endpoint = endpoint
         self._on_confirmed = on_confirmed
+        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._listener: Listener | None = None
-        self._links: dict[tuple[int, int], Link] = {}  # in use, by rank and incarnation
+        self._links: dict[MemberKey, Link] = {}  # in use, by rank and incarnation
         self._early: dict[int, Link] = {}  # accepted before the view that lists them; one a rank
-        self._dials: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._unconfirmed: set[tuple[int, int]] = set()  # went from a view, not yet proven gone
+        self._dials: dict[MemberKey, asyncio.Task[None]] = {}
+        self._unconfirmed: set[MemberKey] = set()  # went from a view, not yet proven gone
         self._confirmed: dict[int, int] = {}  # by rank, the last incarnation proven gone
         self._changed = asyncio.Event()
         self._installed_s = 0.0
         self._may_enter = 0
+        self._tcp = MemberTcp(system, endpoint, on_change=self._changed.set, on_gone=self._memory_ended)
+        self._reason = ""
         self.view = View(epoch=0, members=())
 
     def listen(self, address: str) -> None:
         """Accept links of higher ranks at `address`."""
         self._listener = listen(address, self._accepted, self._endpoint)
+
+    async def listen_tcp(self, address: str) -> str:
+        """Accept links of higher ranks on other hosts; where they can dial us. Raises as `tcp.listen`."""
+        return await self._tcp.listen(address, self._accepted)
 
     def install(self, view: View) -> None:
         """Begin to link up for `view`."""
@@ -55,6 +77,8 @@ class MemberLinks:
         now = {(m.rank, m.incarnation) for m in view.members}
         gone = {key for key in self._links if key not in now}
         self._unconfirmed |= {(r, i) for r, i in gone if i > self._confirmed.get(r, 0)}
+        for key in gone:
+            self._tcp.give_up(key)
         self.view = view
         self._installed_s = self._loop.time()
         for key, task in list(self._dials.items()):
@@ -67,13 +91,15 @@ class MemberLinks:
             early = self._early.get(member.rank)
             if early is not None and early.peer.incarnation == member.incarnation:
                 del self._early[member.rank]
-                self._take(early, member.rank)
+                self._take(early, member)
             elif member.rank < self._rank:
                 self._dials[key] = self._loop.create_task(self._dial(member), name=f"dial {member.address}")
         self._changed.set()
 
     def confirmed(self, rank: int, incarnation: int) -> None:
-        """The kernel reported the end of this incarnation."""
+        """The kernel of its host reported the end of this incarnation."""
+        if self._tcp.give_up((rank, incarnation)):
+            return  # what it has sent may still be on its way into our memory: its lanes end first
         self._on_confirmed(rank, incarnation)
         self._confirmed[rank] = max(incarnation, self._confirmed.get(rank, 0))
         self._unconfirmed = {(r, i) for r, i in self._unconfirmed if i > self._confirmed.get(r, 0)}
@@ -84,8 +110,16 @@ class MemberLinks:
         self._may_enter = max(epoch, self._may_enter)
         self._changed.set()
 
-    async def ready(self, *, after: int) -> tuple[View, dict[int, PeerSegment]]:
-        """Wait until all links of a view newer than `after` stand; the view and the members' segments.
+    def offered(self, rank: int, offer: MemoryOffered) -> None:
+        """A rank, proven by its link, tells where its memory is."""
+        self._tcp.offered((rank, self._system.peers.get(child_id(rank), 0)), offer)
+
+    def is_linked(self, rank: int, incarnation: int) -> bool:
+        """Whether the link to this incarnation stands."""
+        return (rank, incarnation) in self._links
+
+    async def ready(self, *, after: int) -> tuple[View, dict[int, PeerMemory]]:
+        """Wait until all links of a view newer than `after` stand; the view and the members' memory.
 
         Raises `DeadlineExceeded` the `view_ns` of the endpoint's deadlines after the view's installation.
         """
@@ -94,7 +128,7 @@ class MemberLinks:
             self._changed.clear()
             view, missing = self.view, self._missing()
             if view.epoch > after and not missing:
-                return view, self._segments()
+                return view, {rank: memory for rank, _, memory in self._memories() if memory is not None}
             try:
                 limit_s = self._installed_s + limit_ns / 1e9 if view.epoch > after else None
                 async with asyncio.timeout_at(limit_s):
@@ -129,10 +163,18 @@ class MemberLinks:
         for link in self._early.values():
             link.close()
         self._early.clear()
+        await self._tcp.stop_listening()
 
-    def _segments(self) -> dict[int, PeerSegment]:
-        found = {rank: self._links[rank, i].peer_segment for rank, i in self._wanted()}
-        return {rank: segment for rank, segment in found.items() if segment is not None}
+    async def drain(self) -> None:
+        """Once all links are closed: wait until nothing is under way any more."""
+        await self._tcp.close()
+
+    def _memories(self) -> Iterator[tuple[int, int, PeerMemory | None]]:
+        """The members' memory, by rank and incarnation; None where it is not there yet."""
+        for rank, incarnation in self._wanted():
+            link = self._links.get((rank, incarnation))
+            if link is not None:
+                yield rank, incarnation, link.peer_segment or self._tcp.memory((rank, incarnation))
 
     def _wanted(self) -> list[tuple[int, int]]:
         return [(m.rank, m.incarnation) for m in self.view.members if m.rank != self._rank]
@@ -143,12 +185,17 @@ class MemberLinks:
             for rank, incarnation in self._wanted()
             if (rank, incarnation) not in self._links
         ]
+        lacking += [f"no memory of {child_id(r)}#{i}" for r, i, memory in self._memories() if memory is None]
         return lacking + [f"{child_id(r)}#{i} is not proven gone" for r, i in sorted(self._unconfirmed)]
 
     async def _dial(self, member: Member) -> None:
         key = (member.rank, member.incarnation)
         try:
-            link = await dial(member.address, self._endpoint)
+            link: Link
+            if self._is_remote(member):
+                link = await self._tcp.dial(member.tcp_address)
+            else:
+                link = await dial(member.address, self._endpoint)
         except ZbmdError as error:
             # If it died, another view will come; if not, `ready` names it when its time is up.
             log.warning("dial failed", to=child_id(member.rank), reason=str(error))
@@ -159,19 +206,26 @@ class MemberLinks:
             log.warning("dialed another process", wanted=child_id(member.rank), found=link.peer.name)
             link.close()
             return
-        self._take(link, member.rank)
+        self._take(link, member)
+
+    def _is_remote(self, member: Member) -> bool:
+        choice = choose_between(self._host, member.host)
+        if choice.reason != self._reason:
+            self._reason = choice.reason
+            log.info("link chosen", to=child_id(member.rank), by=choice.transport.value, reason=choice.reason)
+        return choice.transport is Transport.TCP
 
     def _accepted(self, link: Link) -> None:
         found = rank_of(link.peer.name)
         rank = RANKS_MAX if found is None else found
         # Lower ranks are dialed by us; whatever else knocks is no member.
-        if not self._rank < rank < RANKS_MAX or link.peer_segment is None:
+        if not self._rank < rank < RANKS_MAX or link.peer.job != self._endpoint.identity.job:
             log.warning("link of a stranger closed", name=link.peer.name)
             link.close()
             return
         member = self.view.member(rank)
         if member is not None and member.incarnation == link.peer.incarnation:
-            self._take(link, rank)
+            self._take(link, member)
             return
         early = self._early.get(rank)
         if early is not None:
@@ -181,27 +235,39 @@ class MemberLinks:
             early.close()
         self._early[rank] = link
 
-    def _take(self, link: Link, rank: int) -> None:
+    def _take(self, link: Link, member: Member) -> None:
         """Put a link of a member of the view to use."""
-        key = (rank, link.peer.incarnation)
-        if link.peer_segment is None or link.peer_segment.slot != rank:
-            log.warning("a peer without a segment of its own", peer=child_id(rank))
+        key = (member.rank, link.peer.incarnation)
+        slot = member.rank if link.peer_segment is None else link.peer_segment.slot
+        if (link.peer_segment is None) != self._is_remote(member) or slot != member.rank:
+            log.warning("a link that is not what the view says", peer=child_id(member.rank))
             link.close()
             return
         # The system closes the link to the one before; that close is ours and proves nothing.
-        for older in [k for k in self._links if k[0] == rank]:
+        for older in [k for k in self._links if k[0] == member.rank]:
             del self._links[older]
+            self._tcp.give_up(older)
         try:
-            self._system.attach(link, on_closed=lambda error: self._closed(key, link))
+            self._system.attach(link, on_closed=lambda error: self._closed(key, link, error))
         except ZbmdError as error:
-            log.warning("link not taken", peer=child_id(rank), reason=str(error))
+            log.warning("link not taken", peer=child_id(member.rank), reason=str(error))
             link.close()
             return
         self._links[key] = link
+        if isinstance(link, TcpLink):
+            self._tcp.join(key, link)
         self._changed.set()
 
-    def _closed(self, key: tuple[int, int], link: Link) -> None:
-        """The socket's end is the kernel's word that the process closed its files: it is gone."""
-        if self._links.get(key) is link:
-            del self._links[key]
-            self.confirmed(*key)
+    def _closed(self, key: MemberKey, link: Link, error: ZbmdError | None) -> None:
+        """On one host the socket's end is the kernel's word that the process closed its files: it is gone."""
+        if self._links.get(key) is not link:
+            return
+        del self._links[key]
+        if isinstance(link, TcpLink):
+            self._on_lost(*key, error is None)
+            if self._tcp.link_closed(key):
+                return
+        self.confirmed(*key)
+
+    def _memory_ended(self, key: MemberKey) -> None:
+        self.confirmed(*key)

@@ -25,6 +25,9 @@ from zbmd.transport.errors import UserError
 ARENA_BYTES_DEFAULT = 64 << 20
 ARENA_BYTES_MIN = 1 << 20
 ARENA_BYTES_MAX = 1 << 42
+LINKS_VARIABLE = "ZBMD_LINKS"
+"""`auto`, or `tcp`: have the ranks of one host speak as if each were on a host of its own."""
+LISTEN_LOCAL = "127.0.0.1:0"
 HOST_VARIABLE = "ZBMD_HOST"
 LISTEN_VARIABLE = "ZBMD_LISTEN"
 HOST_MEMORY_VARIABLE = "ZBMD_HOST_MEMORY"
@@ -132,9 +135,19 @@ class RankEnvironment:
             arena_bytes=arena_bytes(environment),
             recovery_budget_ns=recovery_budget_ns(environment),
             progress_deadline_ns=progress_deadline_ns(environment),
-            host=environment.get(HOST_VARIABLE, ""),
-            listen=environment.get(LISTEN_VARIABLE, ""),
+            **_whereabouts(environment),
         )
+
+
+def _whereabouts(environment: Mapping[str, str]) -> dict[str, str]:
+    """On which host this rank is, and where it listens."""
+    host, listen = environment.get(HOST_VARIABLE, ""), environment.get(LISTEN_VARIABLE, "")
+    links = environment.get(LINKS_VARIABLE) or "auto"
+    if links == "tcp":
+        return {"host": f"{host}/{environment['RANK']}", "listen": listen or LISTEN_LOCAL}
+    if links != "auto":
+        raise UserError(f"{LINKS_VARIABLE}={links!r} is neither auto nor tcp.")
+    return {"host": host, "listen": listen}
 
 
 def arena_bytes(environment: Mapping[str, str]) -> int:

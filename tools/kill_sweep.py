@@ -26,6 +26,7 @@ from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.host_events import HostEvent, RankReport
 from zbmd.actors.host_output import OutputLine
 from zbmd.actors.rank_log import log_to_stderr
+from zbmd.actors.runtime_env import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
 from zbmd.tools.cli import audit_run
 from zbmd.training import job as training_job
@@ -82,9 +83,15 @@ class _Run:
 
 
 async def run_small_job(
-    out: Path, data: Path, *, fault: str = "", on_loss: OnLoss = OnLoss.REPLACE, world_size: int = WORLD_SIZE
+    out: Path,
+    data: Path,
+    *,
+    fault: str = "",
+    on_loss: OnLoss = OnLoss.REPLACE,
+    world_size: int = WORLD_SIZE,
+    links: str = "auto",
 ) -> Outcome:
-    """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked.
+    """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked. links: as `ZBMD_LINKS`.
 
     Raises `UserError` if the run fails or the ledger does not balance.
     """
@@ -96,7 +103,7 @@ async def run_small_job(
         world_size=world_size,
         on_loss=on_loss,
         max_restarts=RESTARTS_MAX,
-        environment={faults.FAULT_VARIABLE: fault},
+        environment={faults.FAULT_VARIABLE: fault, LINKS_VARIABLE: links},
         preload=(JOB_MODULE,),
     )
     host = Host(config, output=run, observer=run)

@@ -225,7 +225,7 @@ class LaneWriter:
 
     def let_go(self) -> None:
         """Copy what is still to be sent: the memory that it is in may change now."""
-        self._records = deque((record, None if view is None else _copy(view)) for record, view in self._records)
+        self._records = deque((r, None if view is None else _copy(view)) for r, view in self._records)
         if self._payload is not None:
             self._payload = _copy(self._payload)
         if self._tag is not None:

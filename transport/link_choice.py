@@ -125,6 +125,16 @@ def choose_link(a: HostFacts, b: HostFacts, capabilities: Capabilities | None = 
     return _tcp(a, b, can, better)
 
 
+def choose_between(host: str, peer_host: str) -> LinkChoice:
+    """The link between processes of two hosts of which no more than the names is known.
+
+    Hosts get their names so that processes which can share memory are on one.
+    """
+    if host == peer_host:
+        return LinkChoice(transport=Transport.SHM, reason="one host: memory is shared")
+    return LinkChoice(transport=Transport.TCP, reason=f"different hosts, {host!r} and {peer_host!r}")
+
+
 def rank_interfaces(
     interfaces: Sequence[Interface], wanted: InterfaceFilter, numa_node: int | None = None
 ) -> list[Interface]:

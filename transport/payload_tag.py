@@ -73,8 +73,8 @@ class LyingTag:
         """The same over a copy: once this returns, `payload` may change."""
         copy = LyingTag(self._mac, self._sequence, memoryview(bytearray(self.payload)), None)
         # A tag that the helper is making now comes too late for it, and may be wrong.
-        copy._tags = list(self._tags)  # noqa: SLF001 (its own kind)
-        copy._ready = self._ready  # noqa: SLF001
+        copy._tags = list(self._tags)
+        copy._ready = self._ready
         return copy
 
     def reached(self, at: int) -> None:

@@ -108,6 +108,10 @@ class Segment(Cells):
         """Bit s is set once the process in slot s is known to have ended."""
         return self.mapping.load64(_native.OFF_LOST)
 
+    def set_lost(self, slot: int) -> None:
+        """The process in `slot`, which is on another host, is known to have ended: waits for it end."""
+        _native.set_lost(self.base, slot)
+
     def clear_lost(self, slot: int) -> None:
         """Forget the death of the process in `slot`, which is proven, for a replacement takes its place."""
         self.end_proven(slot)

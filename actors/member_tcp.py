@@ -1,0 +1,184 @@
+"""A rank's links to members on other hosts: TCP, with lanes beside them for memory.
+
+A member on another host is there once its link stands, its lanes are joined, and each side has told the other
+where its memory is (`MemoryOffered`). It is proven gone once its lanes have ended: from then on nobody stores
+on its behalf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import structlog
+
+from zbmd.actors.contracts import Contract
+from zbmd.actors.host_contracts import MEMBER_ACTOR
+from zbmd.actors.rank_names import child_id
+from zbmd.actors.system import ActorSystem
+from zbmd.transport import tcp
+from zbmd.transport.bulk_peer import BulkPeer
+from zbmd.transport.bulk_plane import DataPlane
+from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.errors import LocalProtocolError, PeerLost, ZbmdError
+from zbmd.transport.region import RegionHandle
+from zbmd.transport.remote_memory import Mirror, RemoteMemory
+from zbmd.transport.segment import Segment
+from zbmd.transport.tcp_bulk import join_bulk
+from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.tcp_settings import tcp_settings
+
+log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
+
+MemberKey: TypeAlias = tuple[int, int]
+"""A rank and its incarnation."""
+
+
+class MemoryOffered(Contract, id="zbmd.member.memory"):
+    """A member to one on another host: this is my segment, and `mirror` is for your descriptors."""
+
+    arena_offset: int
+    nbytes: int
+    mirror: RegionHandle
+
+
+class MemberTcp:
+    """What one rank has of members on other hosts. on_change: a memory is there; on_gone: proven gone."""
+
+    def __init__(
+        self,
+        system: ActorSystem,
+        endpoint: Endpoint,
+        *,
+        on_change: Callable[[], None],
+        on_gone: Callable[[MemberKey], None],
+    ) -> None:
+        self._system = system
+        self._endpoint = endpoint
+        self._settings = tcp_settings(os.environ)
+        self._on_change = on_change
+        self._on_gone = on_gone
+        self._loop = asyncio.get_running_loop()
+        self._listener: tcp.Listener | None = None
+        self._plane: DataPlane | None = None
+        self._joins: dict[MemberKey, asyncio.Task[None]] = {}
+        self._offers: dict[MemberKey, asyncio.Future[MemoryOffered]] = {}
+        self._bulks: dict[MemberKey, BulkPeer] = {}
+        """Those that have not ended."""
+        self._memories: dict[MemberKey, RemoteMemory] = {}
+
+    async def listen(self, address: str, on_link: Callable[[TcpLink], None]) -> str:
+        """Accept links at `address`; where others can dial us. Raises as `tcp.listen`."""
+        self._listener = await tcp.listen(address, on_link, self._endpoint, settings=self._settings)
+        return str(self._listener.address)
+
+    async def dial(self, address: str) -> TcpLink:
+        """A link to the member that listens at `address`. Raises as `tcp.dial`."""
+        return await tcp.dial(address, self._endpoint, settings=self._settings)
+
+    def join(self, key: MemberKey, link: TcpLink) -> None:
+        """Get at the memory of a member that the actor system has just attached."""
+        self._offers[key] = self._loop.create_future()
+        name = f"join the memory of {child_id(key[0])}"
+        self._joins[key] = self._loop.create_task(self._join(key, link), name=name)
+
+    def offered(self, key: MemberKey, offer: MemoryOffered) -> None:
+        """A member tells where its memory is."""
+        waiting = self._offers.get(key)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(offer)
+
+    def memory(self, key: MemberKey) -> RemoteMemory | None:
+        """The memory of a member, once it is there and as long as it may be used."""
+        memory = self._memories.get(key)
+        return None if memory is None or memory.ended else memory
+
+    def link_closed(self, key: MemberKey) -> bool:
+        """The link of a member has ended, and its lanes do so, too. True if `on_gone` will tell when."""
+        join = self._joins.get(key)
+        if join is not None:
+            join.cancel()
+        return key in self._bulks
+
+    def give_up(self, key: MemberKey) -> bool:
+        """This member is gone: end what is under way with it. True if `on_gone` will tell when."""
+        bulk = self._bulks.get(key)
+        if bulk is not None:
+            bulk.abort(PeerLost(child_id(key[0]), "its process is gone"))
+        return self.link_closed(key)
+
+    async def stop_listening(self) -> None:
+        """Accept no more, and join no more."""
+        if self._listener is not None:
+            self._listener.close()
+            await self._listener.wait_closed()
+        joins = list(self._joins.values())
+        for task in joins:
+            task.cancel()
+        if joins:
+            await asyncio.wait(joins)
+
+    async def close(self) -> None:
+        """Wait for the ends of what is under way, in good order, once all links are closed."""
+        for bulk in list(self._bulks.values()):
+            bulk.close()
+            with contextlib.suppress(ZbmdError):
+                await bulk.ended
+        for memory in self._memories.values():
+            memory.close()
+        self._memories.clear()
+        if self._plane is not None:
+            await asyncio.to_thread(self._plane.close)
+
+    async def _join(self, key: MemberKey, link: TcpLink) -> None:
+        rank, _ = key
+        mirror: Mirror | None = None
+        try:
+            segment = self._endpoint.segment
+            if segment is None:
+                raise LocalProtocolError("a member without memory of its own cannot join that of others")
+            if self._plane is None:
+                self._plane = DataPlane()
+            bulk = await join_bulk(link, self._endpoint, self._plane, slot=rank)
+            self._bulks[key] = bulk
+            bulk.ended.then(lambda: self._ended_on_thread(key, bulk))
+            mirror = Mirror(segment, rank)
+            await self._offer(rank, segment, mirror)
+            theirs = await self._offers[key]
+            self._memories[key] = RemoteMemory(
+                bulk, mirror, theirs.mirror, arena_offset=theirs.arena_offset, nbytes=theirs.nbytes
+            )
+        except ZbmdError as error:
+            # If it died, another view will come; if not, who waits for the view is told its name.
+            log.warning("no memory joined", of=child_id(rank), reason=str(error))
+            link.close()
+        else:
+            self._on_change()
+        finally:
+            if mirror is not None and key not in self._memories:
+                mirror.close()
+            if self._joins.get(key) is asyncio.current_task():
+                del self._joins[key], self._offers[key]
+
+    async def _offer(self, rank: int, segment: Segment, mirror: Mirror) -> None:
+        offer = MemoryOffered(
+            arena_offset=segment.nbytes - segment.arena.capacity_bytes,
+            nbytes=segment.nbytes,
+            mirror=mirror.handle,
+        )
+        await self._system.ref(f"{child_id(rank)}/{MEMBER_ACTOR}").tell(offer)
+
+    def _ended_on_thread(self, key: MemberKey, bulk: BulkPeer) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody asks any more
+            self._loop.call_soon_threadsafe(self._ended, key, bulk)
+
+    def _ended(self, key: MemberKey, bulk: BulkPeer) -> None:
+        if self._bulks.get(key) is bulk:  # it may have been linked anew
+            del self._bulks[key]
+            memory = self._memories.pop(key, None)
+            if memory is not None:
+                memory.close()
+            self._on_gone(key)

@@ -168,7 +168,7 @@ class RemoteExecutor(Executor):
         for buffer in plan.exposed:
             offset, nbytes = self._group.own_extent(plan.native, buffer)
             if offset and nbytes:
-                array = np.frombuffer(mapping.view(offset, nbytes), np.uint8)
+                array = np.asarray(mapping.view(offset, nbytes))
                 lent.append(regions.lend(array, offset, writable=False))
         if plan.program.inbox_slots:
             offset, nbytes = self._group.own_extent(plan.native, INBOX)

@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
-from zbmd.actors import supervision, view
-from zbmd.actors.supervision import ChildPolicy, Strategy, SupervisionMachine
+from zbmd.actors import supervision_events as supervision
+from zbmd.actors import view
+from zbmd.actors.supervision import SupervisionMachine
+from zbmd.actors.supervision_events import BackOff, ChildPolicy, Strategy
 from zbmd.actors.view import MembershipMachine, OnLoss
 from zbmd.transport.capture.registry import MachineKind, register
 
@@ -38,6 +40,7 @@ def _build_supervision(config: Mapping[str, Any]) -> SupervisionMachine:
         strategy=Strategy(config["strategy"]),
         intensity=config["intensity"],
         period_ns=config["period_ns"],
+        back_off=msgspec.convert(config.get("back_off"), BackOff | None),
     )
 
 

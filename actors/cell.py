@@ -125,6 +125,10 @@ class ActorCell:
     def _new_task(self) -> asyncio.Task[None]:
         return self.system.loop.create_task(self._run(), name=self.name, context=self._context)
 
+    def is_served_by(self, task: asyncio.Task[object]) -> bool:
+        """Whether the task is the one that serves the mailbox."""
+        return self._task is task
+
     def wake(self) -> None:
         """Serve the mailbox; call it after each message taken in."""
         if self._task is None and self.accepts:

@@ -57,6 +57,18 @@ class StashFull(ActorError):
     code = "stash_full"
 
 
+class NoSuchChild(ActorError):
+    """The supervisor has no child of that name."""
+
+    code = "no_such_child"
+
+
+class ChildExists(ActorError):
+    """The supervisor has a child of that name already, or it is up."""
+
+    code = "child_exists"
+
+
 class NoReply(ActorError):
     """The handler put the answer off, and then nobody gave one."""
 
@@ -113,6 +125,8 @@ _BY_CODE: dict[str, type[ActorError]] = {
         MailboxMemoryFull,
         StashFull,
         NoReply,
+        NoSuchChild,
+        ChildExists,
         ActorFailed,
         ActorStartFailed,
         UnknownContract,

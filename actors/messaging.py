@@ -23,6 +23,7 @@ from zbmd.actors.errors import (
     SystemStopped,
     TooManyPending,
 )
+from zbmd.actors.loop_watch import watch_loop
 from zbmd.actors.peer import TIMEOUT_NS_MAX, Peer
 from zbmd.actors.ref import Ref
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
@@ -48,6 +49,13 @@ class Messaging:
         self._stopped = False
         self._last_trace = 0
         self._tells_left = TELLS_PER_TURN
+        self.watch_of_loop = watch_loop(self)
+        """Who held the event loop, if anyone did."""
+
+    def serving(self, task: asyncio.Task[object]) -> ActorCell | None:
+        """The actor that this task serves, if it does; may be called by any thread."""
+        cell = self._cells.get(task.get_name())
+        return cell if cell is not None and cell.is_served_by(task) else None
 
     def find(self, actor: str, incarnation: int) -> ActorCell | None:
         """The actor of that name, if it is that life of it (0: any); it may be about to stop."""

@@ -23,7 +23,8 @@ from functools import partial
 from zbmd.actors.actor import Actor, Down, on
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.errors import ActorError
-from zbmd.actors.supervision import (
+from zbmd.actors.later import Deferred
+from zbmd.actors.supervision_events import (
     Action,
     ChildExited,
     ChildStarted,
@@ -338,7 +339,7 @@ class NotingSupervisor(Supervisor):
             violations=board.violations,
         )
 
-    def _handle_one(self, event: Event) -> None:
+    def _handle_one(self, event: Event, later: Deferred | None) -> None:
         board, name = self._board, self.ref.actor
         if isinstance(event, StartRequested):
             board.judges[name] = self._judge(repr(self.ref))
@@ -346,7 +347,7 @@ class NotingSupervisor(Supervisor):
         board.judges[name].learn(event, board.world.now_ns)
         if isinstance(event, ChildStarted):
             self._watch(event.child)
-        super()._handle_one(event)
+        super()._handle_one(event, later)
 
     def _perform(self, action: Action) -> None:
         self._board.note(f"{self.ref.actor} does {action}")

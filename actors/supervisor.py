@@ -6,29 +6,47 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, assert_never
+from typing import Annotated, Any, assert_never
 
+import msgspec
 import structlog
 
-from zbmd.actors.actor import Actor, Down, Reason, ReasonKind, on
+from zbmd.actors.actor import Actor, Down, Reason, ReasonKind, find_remote_class, on
 from zbmd.actors.capture_kinds import SUPERVISION
 from zbmd.actors.cell import CellState
 from zbmd.actors.contracts import Contract
+from zbmd.actors.errors import (
+    ActorError,
+    ActorStartFailed,
+    ChildExists,
+    DeadActor,
+    NoSuchChild,
+    TooManyPending,
+    UnknownActorClass,
+)
+from zbmd.actors.later import Deferred, Later
 from zbmd.actors.ref import Ref
-from zbmd.actors.supervision import (
+from zbmd.actors.supervision import SupervisionMachine
+from zbmd.actors.supervision_events import (
     Action,
+    AddRequested,
+    BackOff,
     CancelTimer,
     ChildExited,
     ChildPolicy,
     ChildStarted,
     ChildStartFailed,
+    DeleteRequested,
     Escalate,
     Event,
     KillChild,
     LeaveDown,
+    Refusal,
+    Refuse,
     Restart,
+    RestartRequested,
     SetTimer,
     StartChild,
     StartRequested,
@@ -36,9 +54,10 @@ from zbmd.actors.supervision import (
     Stopped,
     StopRequested,
     Strategy,
-    SupervisionMachine,
+    TerminateRequested,
     TimerFired,
 )
+from zbmd.actors.wire import SPAWN_ARGUMENTS_MAX, Plain
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import ZbmdError
 
@@ -87,6 +106,48 @@ class WhichChildren(Contract, id="zbmd.which_children"):
     """Ask a supervisor for its children."""
 
 
+class AddChild(Contract, id="zbmd.add_child"):
+    """Ask a supervisor to start one more child, behind the others; answered by `ChildUp`.
+
+    Without a class it is one more of the supervisor's template, with these arguments after the template's
+    own. class_id: `"module:Class"` of a class that is declared with `remote=True` and imported there.
+    Fails with `ChildExists`, `UnknownActorClass`, `ActorStartFailed`.
+    """
+
+    name: str
+    arguments: Annotated[list[Plain], msgspec.Meta(max_length=SPAWN_ARGUMENTS_MAX)] = msgspec.field(
+        default_factory=list[Plain]
+    )
+    class_id: str = ""
+    restart: Restart = Restart.PERMANENT
+    shutdown_s: float = SHUTDOWN_S
+    process: str | None = None
+
+
+class ChildUp(Contract, id="zbmd.child_up"):
+    """The child has started."""
+
+    ref: Ref
+
+
+class TerminateChild(Contract, id="zbmd.terminate_child"):
+    """Have a supervisor stop a child and leave it down, or forget a temporary one. Answered when it is."""
+
+    name: str
+
+
+class RestartChild(Contract, id="zbmd.restart_child"):
+    """Ask a supervisor to start a child that is down; answered by `ChildUp`."""
+
+    name: str
+
+
+class DeleteChild(Contract, id="zbmd.delete_child"):
+    """Have a supervisor forget a child that is down. Fails with `NoSuchChild`, or `ChildExists` if up."""
+
+    name: str
+
+
 class Children(Contract, id="zbmd.children"):
     """The children in start order: name, state, number of starts."""
 
@@ -108,6 +169,8 @@ class Supervisor(Actor):
     A restarted child keeps its name and has a new incarnation. When more than `intensity` restarts happen
     within `period_s`, the supervisor stops all children and fails, and its own supervisor decides. Nest one
     with `ChildSpec(name=…, actor=Supervisor, args=(children, strategy, intensity, period_s))`.
+    Children can be added, stopped, restarted and deleted while it runs, by `AddChild` and its like; template:
+    what `AddChild` starts one more of (OTP's simple_one_for_one).
     """
 
     captured = False  # its machine is
@@ -119,23 +182,30 @@ class Supervisor(Actor):
         strategy: Strategy = Strategy.ONE_FOR_ONE,
         intensity: int = 3,
         period_s: float = 5.0,
+        back_off: BackOff | None = None,
+        template: ChildSpec | None = None,
     ) -> None:
+        self._template = template
         self._specs = {spec.name: spec for spec in children}
         policies = [ChildPolicy(child=c.name, restart=c.restart, shutdown_ns=c.shutdown_ns) for c in children]
         period_ns = int(period_s * 1e9)
         self._machine = SupervisionMachine(
-            policies, strategy=strategy, intensity=intensity, period_ns=period_ns
+            policies, strategy=strategy, intensity=intensity, period_ns=period_ns, back_off=back_off
         )
         self._config: dict[str, Any] = {
             "children": policies,
             "strategy": strategy,
             "intensity": intensity,
             "period_ns": period_ns,
+            "back_off": back_off,
         }
         self._tap = Tap(None, SUPERVISION, "", self._machine, self._config)
         self._running: dict[str, _Running] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._events: deque[Event] = deque()  # a few per child
+        self._events: deque[tuple[Event, Deferred | None]] = deque()  # a few per child
+        self._offered: ChildSpec | None = None
+        self._wait_up: dict[str, list[Deferred]] = {}
+        self._wait_down: dict[str, list[Deferred]] = {}
         self._handling = False
         self._not_up_yet = set(self._specs)
         self._up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -162,26 +232,121 @@ class Supervisor(Actor):
         states = self._machine.states
         return Children([(c, s.value, self._machine.incarnation(c)) for c, s in states.items()])
 
-    def _handle(self, event: Event) -> None:
-        """Give the machine one event after the other: performing an action may bring about the next."""
-        self._events.append(event)
+    @on(AddChild)
+    async def add_child(self, message: AddChild) -> ChildUp | Later:
+        """One child more."""
+        later = self.defer()
+        try:
+            spec = self._offered = self._added(message)
+        except ActorError as error:
+            later.fail(error)
+            return later
+        policy = ChildPolicy(child=spec.name, restart=spec.restart, shutdown_ns=spec.shutdown_ns)
+        self.stopping_s = max(self.stopping_s, spec.shutdown_ns / 1e9 + MARGIN_S)
+        self._handle(AddRequested(policy=policy), later)
+        return later
+
+    @on(TerminateChild)
+    async def terminate_child(self, message: TerminateChild) -> Later | None:
+        """One child less."""
+        later = self.defer()
+        self._handle(TerminateRequested(child=message.name), later)
+        return later
+
+    @on(RestartChild)
+    async def restart_child(self, message: RestartChild) -> ChildUp | Later:
+        """One child again."""
+        later = self.defer()
+        self._handle(RestartRequested(child=message.name), later)
+        return later
+
+    @on(DeleteChild)
+    async def delete_child(self, message: DeleteChild) -> Later | None:
+        """One child no more."""
+        later = self.defer()
+        self._handle(DeleteRequested(child=message.name), later)
+        return later
+
+    def _added(self, message: AddChild) -> ChildSpec:
+        if not message.class_id:
+            if self._template is None:
+                raise UnknownActorClass(f"{self.ref.address} has no template: give the child's class_id")
+            arguments = (*self._template.args, *message.arguments)
+            return replace(self._template, name=message.name, args=arguments)
+        cls = find_remote_class(message.class_id)
+        if cls is None:
+            raise UnknownActorClass(
+                f"{self.system.name} has no actor class {message.class_id} with remote=True"
+            )
+        return ChildSpec(
+            name=message.name,
+            actor=cls,
+            args=tuple(message.arguments),
+            restart=message.restart,
+            shutdown_s=message.shutdown_s,
+            process=message.process,
+        )
+
+    def _handle(self, event: Event, later: Deferred | None = None) -> None:
+        """Give the machine one event after the other: performing an action may bring about the next.
+
+        later: the answer to whoever asked for what the event says.
+        """
+        self._events.append((event, later))
         if self._handling:
             return
         self._handling = True
         try:
             # Killed, a supervisor acts no more; its children go with it, for they are linked to it.
             while self._events and self._running_cell().state is not CellState.DEAD:
-                self._handle_one(self._events.popleft())
+                self._handle_one(*self._events.popleft())
         finally:
             self._handling = False
 
-    def _handle_one(self, event: Event) -> None:
+    def _handle_one(self, event: Event, later: Deferred | None) -> None:
         if isinstance(event, ChildExited | ChildStartFailed):
             del self._running[event.child]
         actions = self._tap.handle(event, now_ns=time.monotonic_ns())
         self._tap.check_invariants()
+        if later is not None:
+            self._answer_later(event, later, actions)
         for action in actions:
             self._perform(action)
+        if len(self._machine.states) < len(self._specs):
+            self._specs = {name: s for name, s in self._specs.items() if name in self._machine.states}
+        if isinstance(event, ChildStarted):
+            self._tell_up(event.child)
+
+    def _answer_later(self, event: Event, later: Deferred, actions: Sequence[Action]) -> None:
+        """Answer whoever asked, at once or when it is so."""
+        refused = next((a for a in actions if isinstance(a, Refuse)), None)
+        offered, self._offered = self._offered, None
+        if refused is not None:
+            later.fail(_refusal(refused, self.ref.address))
+            return
+        match event:
+            case AddRequested():
+                assert offered is not None
+                self._specs[offered.name] = offered
+                self._wait_up.setdefault(event.policy.child, []).append(later)
+            case RestartRequested():
+                self._wait_up.setdefault(event.child, []).append(later)
+            case TerminateRequested() if event.child in self._running:
+                self._wait_down.setdefault(event.child, []).append(later)
+            case _:
+                later.reply(None)
+
+    def _tell_up(self, child: str) -> None:
+        running = self._running.get(child)
+        for later in self._wait_up.pop(child, ()):
+            if running is not None and running.ref is not None:
+                later.reply(ChildUp(running.ref))
+
+    def _tell_down(self, child: str, reason: str) -> None:
+        for later in self._wait_up.pop(child, ()):
+            later.fail(ActorStartFailed(reason))
+        for later in self._wait_down.pop(child, ()):
+            later.reply(None)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -208,6 +373,9 @@ class Supervisor(Actor):
             case LeaveDown():
                 _log.info("left down", child=action.child, reason=action.reason)
                 self._first_start_over(action.child)  # a sibling's end may have stopped it before it was up
+                self._tell_down(action.child, action.reason)
+            case Refuse():
+                _log.info("refused", child=action.child, why=action.why.value)
             case Escalate():
                 self._give_up(action.reason)
             case Stopped():
@@ -281,3 +449,20 @@ class Supervisor(Actor):
             self._up.set_exception(ChildrenFailed(reason))
         else:
             self._running_cell().request_stop(Reason(ReasonKind.FAILED, reason))
+
+
+def _refusal(refused: Refuse, address: str) -> ActorError:
+    child = refused.child
+    match refused.why:
+        case Refusal.UNKNOWN:
+            return NoSuchChild(f"{address} has no child {child}")
+        case Refusal.PRESENT:
+            return ChildExists(f"{address} has a child {child}, which is down: restart or delete it")
+        case Refusal.UP:
+            return ChildExists(f"the child {child} of {address} is up, or on its way")
+        case Refusal.STOPPING:
+            return DeadActor(f"{address} stops")
+        case Refusal.TOO_MANY:
+            return TooManyPending(f"{address} has as many children as it may have")
+        case _:
+            assert_never(refused.why)

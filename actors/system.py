@@ -17,12 +17,13 @@ from zbmd.actors.cell import LINKS_MAX, ActorCell
 from zbmd.actors.contracts import check_fingerprints
 from zbmd.actors.deadlines import Expired
 from zbmd.actors.errors import ActorError, DeadActor, NameTaken, SystemStopped, TooManyPending
+from zbmd.actors.loop_watch import unwatch_loop
 from zbmd.actors.mailbox import MAILBOX_BYTES, MailboxSpec
 from zbmd.actors.messaging import Messaging
 from zbmd.actors.monitor import Monitor
 from zbmd.actors.peer import Peer
 from zbmd.actors.ref import Ref
-from zbmd.actors.supervision import Strategy
+from zbmd.actors.supervision_events import BackOff, Strategy
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.link import Link
@@ -160,14 +161,15 @@ class ActorSystem(Messaging):
         strategy: Strategy = Strategy.ONE_FOR_ONE,
         intensity: int = 3,
         period_s: float = 5.0,
+        back_off: BackOff | None = None,
+        template: ChildSpec | None = None,
         name: str | None = None,
     ) -> Ref:
         """Start a supervisor and its children, in order; see `zbmd.actors.supervisor.Supervisor`."""
         from zbmd.actors.supervisor import Supervisor
 
-        return await self.spawn(
-            Supervisor, children, strategy=strategy, intensity=intensity, period_s=period_s, name=name
-        )
+        arguments = (children, strategy, intensity, period_s, back_off, template)
+        return await self.spawn(Supervisor, *arguments, name=name)
 
     async def terminate(self, ref: Ref, *, timeout: float = STOP_S, text: str = "asked to stop") -> Down:
         """Stop an actor wherever it is, kill it after `timeout` seconds, and return its end."""
@@ -210,6 +212,7 @@ class ActorSystem(Messaging):
             for peer in list(self._peers.values()):
                 peer.close(None)
             self._deadlines.close()
+            unwatch_loop(self.watch_of_loop)
         if self._lingering:
             await asyncio.wait(self._lingering, timeout=timeout)
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import assert_never
 
-from zbmd.actors import supervision
+from zbmd.actors import supervision_events as supervision
 from zbmd.actors.rank_names import child_id
-from zbmd.actors.supervision import ChildPolicy, Restart, Strategy, SupervisionMachine
+from zbmd.actors.supervision import SupervisionMachine
+from zbmd.actors.supervision_events import ChildPolicy, Restart, Strategy
 from zbmd.transport.budget import derive
 from zbmd.transport.errors import LocalProtocolError
 
@@ -498,8 +499,8 @@ class MembershipMachine:
                     self._end(Outcome.FAILED, reason, now_ns, actions)
                 case supervision.LeaveDown() | supervision.Stopped():
                     pass
-                case supervision.SetTimer() | supervision.CancelTimer():
-                    pass  # belong to the stop that we do ourselves
+                case supervision.SetTimer() | supervision.CancelTimer() | supervision.Refuse():
+                    pass  # belong to the stop that we do ourselves, or to requests, which nobody makes here
                 case _:
                     assert_never(decision)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zbmd.actors.errors import ActorFailed, DeadActor, MailboxFull
     from zbmd.actors.member import Node, join
     from zbmd.actors.ref import Ref
-    from zbmd.actors.supervision import Restart, Strategy
+    from zbmd.actors.supervision_events import BackOff, Restart, Strategy
     from zbmd.actors.supervisor import ChildSpec
     from zbmd.actors.system import ActorSystem
     from zbmd.collectives.errors import OperationAborted
@@ -36,6 +36,7 @@ __all__ = [
     "Actor",
     "ActorFailed",
     "ActorSystem",
+    "BackOff",
     "ChildSpec",
     "Contract",
     "DeadActor",
@@ -69,7 +70,7 @@ _HOMES = {
     "zbmd.actors.errors": ("ActorFailed", "DeadActor", "MailboxFull"),
     "zbmd.actors.member": ("Node", "join"),
     "zbmd.actors.ref": ("Ref",),
-    "zbmd.actors.supervision": ("Restart", "Strategy"),
+    "zbmd.actors.supervision_events": ("BackOff", "Restart", "Strategy"),
     "zbmd.actors.supervisor": ("ChildSpec",),
     "zbmd.actors.system": ("ActorSystem",),
     "zbmd.collectives.errors": ("OperationAborted",),

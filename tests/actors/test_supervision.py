@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from supervision_world import ALL, ONE, REST, SECOND_NS, World, world
 
-from zbmd.actors.supervision import (
+from zbmd.actors.supervision import ChildState, Phase, SupervisionMachine
+from zbmd.actors.supervision_events import (
     Action,
+    AddRequested,
+    BackOff,
     CancelTimer,
     ChildExited,
     ChildPolicy,
     ChildStarted,
     ChildStartFailed,
-    ChildState,
+    DeleteRequested,
     Escalate,
     Event,
     KillChild,
     LeaveDown,
-    Phase,
+    Refuse,
     Restart,
+    RestartRequested,
     SetTimer,
     StartChild,
     StartRequested,
@@ -31,90 +36,10 @@ from zbmd.actors.supervision import (
     Stopped,
     StopRequested,
     Strategy,
-    SupervisionMachine,
+    TerminateRequested,
     TimerFired,
 )
 from zbmd.transport.errors import LocalProtocolError
-
-SECOND_NS = 1_000_000_000
-P, T, E = Restart.PERMANENT, Restart.TRANSIENT, Restart.TEMPORARY
-ONE, ALL, REST = Strategy.ONE_FOR_ONE, Strategy.ONE_FOR_ALL, Strategy.REST_FOR_ONE
-
-
-@dataclass
-class World:
-    """Children that start and stop at once when told to, unless they are said to be slow or to fail."""
-
-    machine: SupervisionMachine
-    now_ns: int = 0
-    slow: set[str] = field(default_factory=set[str])
-    fails: dict[str, int] = field(default_factory=dict[str, int])
-    journal: list[str] = field(default_factory=list[str])
-
-    def event(self, event: Event) -> None:
-        todo = [event]
-        while todo:
-            actions = self.machine.handle(todo.pop(0), now_ns=self.now_ns)
-            self.machine.check_invariants()
-            for action in actions:
-                answer = self.perform(action)
-                if answer is not None:
-                    todo.append(answer)
-
-    def perform(self, action: Action) -> Event | None:
-        match action:
-            case StartChild():
-                self.journal.append(f"+{action.child}{action.incarnation}")
-                if action.child in self.slow:
-                    return None
-                if self.fails.get(action.child, 0) > 0:
-                    self.fails[action.child] -= 1
-                    return ChildStartFailed(child=action.child, reason="no")
-                return ChildStarted(child=action.child)
-            case StopChild():
-                self.journal.append(f"-{action.child}")
-                if action.child in self.slow:
-                    return None
-                return ChildExited(child=action.child, normal=True, reason="asked")
-            case KillChild():
-                self.journal.append(f"!{action.child}")
-                return ChildExited(child=action.child, normal=False, reason="killed")
-            case LeaveDown():
-                self.journal.append(f"_{action.child}")
-            case Escalate():
-                self.journal.append("escalate")
-            case Stopped():
-                self.journal.append("stopped")
-            case SetTimer() | CancelTimer():
-                pass
-        return None
-
-    def dies(self, child: str, *, normal: bool = False) -> str:
-        """What follows when a child ends."""
-        self.journal.clear()
-        self.event(ChildExited(child=child, normal=normal, reason="test"))
-        return " ".join(self.journal)
-
-
-def world(
-    restarts: str | list[Restart],
-    strategy: Strategy = ONE,
-    *,
-    intensity: int = 3,
-    slow: str = "",
-    start: bool = True,
-) -> World:
-    """Children a, b, c … with the restart types given, started."""
-    kinds = [{"p": P, "t": T, "e": E}[r] for r in restarts] if isinstance(restarts, str) else restarts
-    children = [ChildPolicy(child=c, restart=r) for c, r in zip("abcdefgh", kinds, strict=False)]
-    made = World(
-        SupervisionMachine(children, strategy=strategy, intensity=intensity, period_ns=5 * SECOND_NS)
-    )
-    if start:
-        made.event(StartRequested())
-        made.slow = set(slow)
-    return made
-
 
 # (restart types of a, b, c …; strategy; who dies; how; what follows)
 OTP = [
@@ -123,25 +48,26 @@ OTP = [
     ("ppp", ONE, "b", True, "+b2"),
     ("ptp", ONE, "b", False, "+b2"),
     ("ptp", ONE, "b", True, "_b"),
-    ("pep", ONE, "b", False, "_b"),
-    ("pep", ONE, "b", True, "_b"),
+    # A temporary child is forgotten at its end.
+    ("pep", ONE, "b", False, "_b ~b"),
+    ("pep", ONE, "b", True, "_b ~b"),
     # one_for_all: all others stop, last first, then all start, first first.
     ("ppp", ALL, "a", False, "-c -b +a2 +b2 +c2"),
     ("ppp", ALL, "b", True, "-c -a +a2 +b2 +c2"),
     ("ppp", ALL, "c", False, "-b -a +a2 +b2 +c2"),
     ("ptp", ALL, "b", True, "_b"),
-    ("pep", ALL, "b", False, "_b"),
+    ("pep", ALL, "b", False, "_b ~b"),
     # A temporary sibling is stopped and not restarted.
-    ("pep", ALL, "a", False, "-c -b _b +a2 +c2"),
+    ("pep", ALL, "a", False, "-c -b _b ~b +a2 +c2"),
     # A transient sibling is restarted though its stop was normal.
     ("ptp", ALL, "a", False, "-c -b +a2 +b2 +c2"),
     # rest_for_one: those that started after it.
     ("ppp", REST, "a", False, "-c -b +a2 +b2 +c2"),
     ("ppp", REST, "b", False, "-c +b2 +c2"),
     ("ppp", REST, "c", False, "+c2"),
-    ("ppe", REST, "b", False, "-c _c +b2"),
+    ("ppe", REST, "b", False, "-c _c ~c +b2"),
     ("ptp", REST, "b", True, "_b"),
-    ("epp", REST, "a", False, "_a"),
+    ("epp", REST, "a", False, "_a ~a"),
 ]
 
 
@@ -348,16 +274,20 @@ class RandomDriver:
         self.ended: list[str] = []
         self.now_ns = 0
         self.timers: dict[str, SetTimer] = {}
+        self.added: set[str] = set()
+        self.terminated: set[str] = set()
 
     def step(self, event: Event) -> None:
         if isinstance(event, ChildExited | ChildStartFailed):
             del self.lives[event.child]
         actions = self.machine.handle(event, now_ns=self.now_ns)
         self.machine.check_invariants()
+        self.order[:] = [child for child in self.order if child in self.machine.states]
         for action in actions:
             assert not self.ended, "an end is the last action"
             self.perform(action)
-        alive = {c for c, s in self.machine.states.items() if s not in (ChildState.DOWN, ChildState.QUEUED)}
+        idle = (ChildState.DOWN, ChildState.QUEUED, ChildState.WAITING)
+        alive = {c for c, s in self.machine.states.items() if s not in idle}
         assert alive == set(self.lives)
 
     def perform(self, action: Action) -> None:
@@ -369,6 +299,7 @@ class RandomDriver:
             case StopChild() | KillChild():
                 later = self.order[self.order.index(action.child) + 1 :]
                 if isinstance(action, StopChild) and self.machine.phase is Phase.STOPPING:
+                    later = [c for c in later if c not in self.added or action.child not in self.added]
                     assert not any(c in self.lives for c in later), "stops go from the last to the first"
                 self.lives[action.child].asked = True
             case SetTimer():
@@ -378,9 +309,29 @@ class RandomDriver:
                 assert self.timers.pop(action.child).incarnation == action.incarnation
             case LeaveDown():
                 assert action.child not in self.lives
+            case Refuse():
+                pass
             case Escalate() | Stopped():
                 assert not self.lives, "nothing lives after the end"
                 self.ended.append(type(action).__name__)
+
+    def random_request(self) -> Event:
+        """What somebody may ask for, sensible or not."""
+        child = self.rng.choice("abcdefghijkl")
+        request = self.rng.choice([AddRequested, TerminateRequested, RestartRequested, DeleteRequested])
+        if request is AddRequested:
+            if child not in self.order and self.machine.phase is Phase.RUNNING:
+                self.order.append(child)
+                self.added.add(child)
+                self.terminated.discard(child)
+            restart = self.rng.choice(list(Restart))
+            return AddRequested(policy=ChildPolicy(child=child, restart=restart, shutdown_ns=5))
+        if request is TerminateRequested:
+            self.terminated.add(child)
+            return TerminateRequested(child=child)
+        if request is RestartRequested:
+            return RestartRequested(child=child)
+        return DeleteRequested(child=child)
 
     def random_event(self, *, calm: bool) -> Event | None:
         """Something that may happen now; when calm, only what the machine waits for."""
@@ -411,13 +362,18 @@ def test_random_histories_keep_the_invariants_and_come_to_an_end(seed: int) -> N
         ChildPolicy(child=c, restart=rng.choice(list(Restart)), shutdown_ns=rng.choice([0, 5])) for c in order
     ]
     machine = SupervisionMachine(
-        children, strategy=rng.choice(list(Strategy)), intensity=rng.randint(0, 6), period_ns=100
+        children,
+        strategy=rng.choice(list(Strategy)),
+        intensity=rng.randint(0, 6),
+        period_ns=100,
+        back_off=rng.choice([None, BackOff(first_ns=30, max_ns=200, seed=seed)]),
     )
+    asks = rng.choice([0.0, 0.3])
     driver = RandomDriver(rng, machine, order)
     driver.step(StartRequested())
     for _ in range(rng.randint(0, 80)):
         driver.now_ns += rng.randint(0, 20)
-        event = driver.random_event(calm=False)
+        event = driver.random_request() if rng.random() < asks else driver.random_event(calm=False)
         if event is None or driver.ended:
             break
         driver.step(event)
@@ -427,7 +383,7 @@ def test_random_histories_keep_the_invariants_and_come_to_an_end(seed: int) -> N
     if not driver.ended:
         assert set(machine.states.values()) <= {ChildState.RUNNING, ChildState.DOWN}
         for child in children:
-            if child.restart is Restart.PERMANENT:
+            if child.restart is Restart.PERMANENT and child.child not in driver.terminated:
                 assert machine.states[child.child] is ChildState.RUNNING
         driver.step(StopRequested(reason="the end", kill=rng.random() < 0.3))
         while not driver.ended and (event := driver.random_event(calm=True)) is not None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.actors.supervision import (
+from zbmd.actors.supervision_events import (
     Action,
     ChildExited,
     ChildStarted,

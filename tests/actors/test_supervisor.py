@@ -11,7 +11,7 @@ from zbmd.actors.actor import Actor, Reason, ReasonKind, on
 from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import ActorFailed, ActorStartFailed
 from zbmd.actors.ref import Ref
-from zbmd.actors.supervision import Restart, Strategy
+from zbmd.actors.supervision_events import Restart, Strategy
 from zbmd.actors.supervisor import Children, ChildSpec, Supervisor, WhichChildren
 from zbmd.actors.system import ActorSystem
 

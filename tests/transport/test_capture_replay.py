@@ -20,7 +20,8 @@ import msgspec
 import pytest
 
 from zbmd.actors import supervision, view
-from zbmd.actors.supervision import ChildPolicy, SupervisionMachine
+from zbmd.actors.supervision import SupervisionMachine
+from zbmd.actors.supervision_events import ChildPolicy
 from zbmd.actors.view import MembershipMachine
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives import commit_scenario

@@ -10,7 +10,7 @@ from hash_seeds import printed_under_hash_seeds
 from zbmd.actors.actor import Actor, Down, on
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.errors import ActorFailed
-from zbmd.actors.supervision import Restart
+from zbmd.actors.supervision_events import Restart
 from zbmd.actors.supervisor import ChildSpec
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, PeerLost

@@ -1,0 +1,109 @@
+"""A supervision machine whose children do at once what they are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zbmd.actors.supervision import SupervisionMachine
+from zbmd.actors.supervision_events import (
+    Action,
+    CancelTimer,
+    ChildExited,
+    ChildPolicy,
+    ChildStarted,
+    ChildStartFailed,
+    Escalate,
+    Event,
+    KillChild,
+    LeaveDown,
+    Refuse,
+    Restart,
+    SetTimer,
+    StartChild,
+    StartRequested,
+    StopChild,
+    Stopped,
+    Strategy,
+)
+
+SECOND_NS = 1_000_000_000
+P, T, E = Restart.PERMANENT, Restart.TRANSIENT, Restart.TEMPORARY
+ONE, ALL, REST = Strategy.ONE_FOR_ONE, Strategy.ONE_FOR_ALL, Strategy.REST_FOR_ONE
+
+
+@dataclass
+class World:
+    """Children that start and stop at once when told to, unless they are said to be slow or to fail."""
+
+    machine: SupervisionMachine
+    now_ns: int = 0
+    slow: set[str] = field(default_factory=set[str])
+    fails: dict[str, int] = field(default_factory=dict[str, int])
+    journal: list[str] = field(default_factory=list[str])
+
+    def event(self, event: Event) -> None:
+        todo = [event]
+        while todo:
+            actions = self.machine.handle(todo.pop(0), now_ns=self.now_ns)
+            self.machine.check_invariants()
+            for action in actions:
+                answer = self.perform(action)
+                if answer is not None:
+                    todo.append(answer)
+
+    def perform(self, action: Action) -> Event | None:
+        match action:
+            case StartChild():
+                self.journal.append(f"+{action.child}{action.incarnation}")
+                if action.child in self.slow:
+                    return None
+                if self.fails.get(action.child, 0) > 0:
+                    self.fails[action.child] -= 1
+                    return ChildStartFailed(child=action.child, reason="no")
+                return ChildStarted(child=action.child)
+            case StopChild():
+                self.journal.append(f"-{action.child}")
+                if action.child in self.slow:
+                    return None
+                return ChildExited(child=action.child, normal=True, reason="asked")
+            case KillChild():
+                self.journal.append(f"!{action.child}")
+                return ChildExited(child=action.child, normal=False, reason="killed")
+            case LeaveDown():
+                gone = action.child not in self.machine.states
+                self.journal.append(f"_{action.child} ~{action.child}" if gone else f"_{action.child}")
+            case Refuse():
+                self.journal.append(f"?{action.why.value}")
+            case Escalate():
+                self.journal.append("escalate")
+            case Stopped():
+                self.journal.append("stopped")
+            case SetTimer() | CancelTimer():
+                pass
+        return None
+
+    def dies(self, child: str, *, normal: bool = False) -> str:
+        """What follows when a child ends."""
+        self.journal.clear()
+        self.event(ChildExited(child=child, normal=normal, reason="test"))
+        return " ".join(self.journal)
+
+
+def world(
+    restarts: str | list[Restart],
+    strategy: Strategy = ONE,
+    *,
+    intensity: int = 3,
+    slow: str = "",
+    start: bool = True,
+) -> World:
+    """Children a, b, c … with the restart types given, started."""
+    kinds = [{"p": P, "t": T, "e": E}[r] for r in restarts] if isinstance(restarts, str) else restarts
+    children = [ChildPolicy(child=c, restart=r) for c, r in zip("abcdefgh", kinds, strict=False)]
+    made = World(
+        SupervisionMachine(children, strategy=strategy, intensity=intensity, period_ns=5 * SECOND_NS)
+    )
+    if start:
+        made.event(StartRequested())
+        made.slow = set(slow)
+    return made

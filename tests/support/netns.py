@@ -1,0 +1,89 @@
+"""Hosts in network namespaces for tests, and processes on them that are read line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from zbmd.tools.netns_lab import Lab, LabHost, why_not
+
+TIMEOUT_S = 60.0
+PEER = str(Path(__file__).with_name("netns_peer.py"))
+
+
+def require_lab() -> None:
+    """Skip the test where no laboratory can be had; CI installs what is missing."""
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+class Process:
+    """A process on a host: lines go in, and lines come out."""
+
+    def __init__(self, host: LabHost, command: list[str]) -> None:
+        self.text = ""
+        self.process = host.popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._input, self._output = self.process.stdin, self.process.stdout
+        self._deadline_s = time.monotonic() + TIMEOUT_S
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """Read until a line matches; what was read before is forgotten."""
+        wanted = re.compile(pattern, re.MULTILINE)
+        while (found := wanted.search(self.text, 0, self.text.rfind("\n") + 1)) is None:
+            fd = self._output.fileno()
+            ready = select.select([fd], [], [], max(0.0, self._deadline_s - time.monotonic()))[0]
+            data = os.read(fd, 1 << 16) if ready else b""
+            if not data:
+                pytest.fail(f"never said {pattern!r}, but:\n{self.text}")
+            self.text += data.decode()
+        self.text = self.text[found.end() :]
+        return found
+
+    def tell(self, line: str) -> None:
+        self._input.write(f"{line}\n".encode())
+        self._input.flush()
+
+    def end(self) -> int:
+        """Close its input, and wait for its end."""
+        self._input.close()
+        return self.process.wait(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
+        self._output.close()
+
+
+@contextlib.contextmanager
+def process(host: LabHost, *command: str) -> Generator[Process]:
+    """Run a command on a host until the block ends, at the longest."""
+    running = Process(host, list(command))
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+@contextlib.contextmanager
+def peers(lab: Lab, *, budget: str) -> Generator[tuple[Process, Process]]:
+    """A listener on host 0 and a dialer on host 1, linked; see `netns_peer`."""
+    here, there = lab.hosts[:2]
+    with process(here, sys.executable, PEER, "listen", f"{here.address}:0", budget) as listener:
+        address = listener.until(r"^listening (\S+)$")[1]
+        with process(there, sys.executable, PEER, "dial", address, budget) as dialer:
+            dialer.until("^linked$")
+            yield listener, dialer

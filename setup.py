@@ -31,7 +31,9 @@ setup(
             extension("actors", "_mailbox"),
             extension("actors", "_turns"),
             extension("collectives", "_stepper"),
+            extension("collectives", "_remote"),
         ],
         language_level=3,
+        include_path=["src"],
     )
 )

@@ -5,9 +5,6 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_
 from libc.stddef cimport size_t
 from libc.string cimport memcpy, memmove, memset
 
-from cpython.buffer cimport PyBUF_WRITE
-from cpython.memoryview cimport PyMemoryView_FromMemory
-
 cdef extern from "native.h" nogil:
     ctypedef char *zbmd_base
     int ZBMD_OFF_ABORT, ZBMD_OFF_DESCRIPTORS, ZBMD_OFF_END, ZBMD_OFF_LOST
@@ -24,7 +21,6 @@ cdef extern from "native.h" nogil:
                   uint64_t deadline_ns, uint32_t spins)
 
 cdef extern from "kernels.h" nogil:
-    ctypedef void (*zbmd_kernel)(void *dst, const void *a, const void *b, size_t count) noexcept
     int ZBMD_DTYPES, ZBMD_REDUCTIONS
     const size_t *zbmd_itemsize
     zbmd_kernel zbmd_kernel_of(int dtype, int reduction)
@@ -40,29 +36,6 @@ cdef extern from *:
     void zbmd_fence_acquire() nogil
     void zbmd_die() nogil
 
-# The encoding of a program (program.encode holds the same numbers).
-cdef enum:
-    WIDTH = 12
-    PUT = 0
-    NOTIFY = 1
-    WAIT = 2
-    REDUCE = 3
-    COPY = 4
-    OUT = 0
-    SCRATCH = 1
-    INBOX = 2
-    PUB = 3
-    IN = 4
-    BUFFERS = 32
-    RANKS = 64
-
-# A channel's descriptors: two, used in turn. An operation's is not overwritten before its successor's
-# successor begins, when every peer has ended this one.
-cdef enum:
-    DESCRIPTOR_BYTES = 1792
-    HEADER_BYTES = 384
-    PAYLOAD_BYTES = 1408
-
 BLOCKED = -1
 DONE = -2
 PUB_BYTES_MAX = PAYLOAD_BYTES
@@ -75,28 +48,6 @@ STATUS_ABORTED = 2
 STATUS_DEADLINE = 3
 STATUS_DESYNCHRONISED = 4
 STATUS_BAD_DESCRIPTOR = 5
-cdef enum:
-    S_DONE = 0
-    S_ABORTED = 2
-    S_DESYNCHRONISED = 4
-    S_BAD_DESCRIPTOR = 5
-
-
-cdef struct Header:
-    uint64_t word            # epoch << 32 | sequence; 0 while the rest is being written
-    uint64_t withdrawn       # the word of a run that its rank has given up
-    uint64_t fingerprint
-    uint64_t plan
-    uint64_t count           # elements of a block, in this piece
-    uint64_t total           # elements of a block, in the whole operation
-    uint8_t operation
-    uint8_t dtype
-    uint8_t reduction
-    uint8_t root
-    uint32_t piece
-    uint64_t in_stride       # elements from block to block
-    uint64_t out_stride
-    uint64_t offsets[BUFFERS]
 
 
 cdef inline int64_t step(const int32_t *code, int64_t length, int64_t pc, const uint64_t *received) noexcept nogil:
@@ -140,16 +91,6 @@ cdef class Stepper:
 
 cdef class NativeProgram:
     """One rank's program, checked once and for all and ready to run."""
-
-    cdef const int32_t[:, ::1] code
-    cdef int64_t length
-    cdef int n, rank, blocks, chunks, scratch_slots, inbox_slots, used
-    cdef bint eager
-    cdef uint64_t plan
-    cdef uint64_t sent[RANKS]
-    cdef uint64_t awaited[RANKS]
-    cdef int used_rank[RANKS * BUFFERS]
-    cdef int used_buffer[RANKS * BUFFERS]
 
     def __init__(self, const int32_t[:, ::1] encoding not None, *, int n, int rank, int blocks, int chunks,
                  int scratch_slots, int inbox_slots, bint eager, uint64_t plan):
@@ -215,31 +156,6 @@ cdef class NativeProgram:
         self.used += 1
 
 
-cdef struct Run:
-    # One execution: the resolved addresses, and what it needs of the group.
-    char *address[RANKS][BUFFERS]
-    uint64_t in_stride[RANKS]
-    uint64_t out_stride[RANKS]
-    char *scratch
-    uint64_t count, slot_bytes, item
-    uint64_t seen[RANKS]
-    int per_block
-    zbmd_kernel kernel
-
-
-cdef inline char *locate(Run *run, int rank, int buffer, int index, int block, uint64_t first) noexcept nogil:
-    cdef uint64_t at = first
-    if buffer == SCRATCH:
-        return run.scratch + <uint64_t>index * run.slot_bytes
-    if buffer == INBOX:
-        return run.address[rank][INBOX] + <uint64_t>index * run.slot_bytes
-    if buffer == OUT:
-        at += <uint64_t>block * run.out_stride[rank]
-    elif buffer == IN:
-        at += <uint64_t>block * run.in_stride[rank]
-    return run.address[rank][buffer] + at * run.item
-
-
 cdef inline void perform(Run *run, const int32_t *row, int own) noexcept nogil:
     """Move or reduce the data of a put, reduce or copy."""
     cdef int block = row[1] // run.per_block
@@ -256,22 +172,6 @@ cdef inline void perform(Run *run, const int32_t *row, int own) noexcept nogil:
         memmove(dst, a, (end - first) * run.item)
 
 
-cdef inline uint64_t extent(NativeProgram program, Run *run, const Header *h, int buffer,
-                            uint64_t high) noexcept nogil:
-    """The bytes of one of a rank's buffers, as its descriptor has it; beyond `high` if that overflows."""
-    cdef uint64_t stride = 0
-    cdef uint64_t need = run.count * run.item
-    if buffer == INBOX:
-        need = program.inbox_slots * run.slot_bytes
-    elif buffer == OUT:
-        stride = h.out_stride
-    elif buffer == IN:
-        stride = h.in_stride
-    if stride > high or need > high:
-        return high + 1
-    return need + (program.blocks - 1) * stride * run.item
-
-
 cdef inline uint64_t mix(uint64_t x) noexcept nogil:
     # The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
     x ^= x >> 30
@@ -283,21 +183,6 @@ cdef inline uint64_t mix(uint64_t x) noexcept nogil:
 
 cdef class NativeGroup:
     """This process's end of a group: peers' mappings, counters, descriptors."""
-
-    cdef char *base[RANKS]            # NULL for a rank on another host
-    cdef char *descriptors[RANKS]     # where each rank's descriptors can be read here
-    cdef uint32_t slot[RANKS]
-    cdef uint64_t inbox_end[RANKS]
-    cdef uint64_t total[RANKS]
-    cdef uint64_t sent[RANKS]
-    cdef uint64_t received[RANKS]
-    cdef Header headers[RANKS]
-    cdef Header own
-    cdef int n, rank
-    cdef uint32_t channel, epoch, sequence, spins
-    cdef uint64_t mask, identity
-    cdef readonly int64_t pc
-    cdef readonly int culprit
 
     def __init__(self, list ranges not None, *, int rank, uint32_t channel, uint32_t epoch,
                  uint64_t identity, uint32_t spins, dict mirrors=None):
@@ -573,129 +458,3 @@ cdef class NativeGroup:
             self.received[peer] += program.awaited[peer]
         return S_DONE
 
-
-cdef class RemoteGroup(NativeGroup):
-    """A group some of whose members are on other hosts: the same run, one phase at a time. See _stepper.pyi."""
-
-    cdef Run current
-
-    def begin(self, NativeProgram program not None, const uint64_t[::1] addresses not None, *,
-              int operation, int dtype, int reduction, int root, uint64_t count, uint64_t total,
-              uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,
-              uint64_t scratch_bytes):
-        self._prepare(program, &self.current, addresses, operation, dtype, reduction, root, count, total,
-                      piece, in_stride, out_stride, scratch, scratch_bytes)
-        self._publish(program, &self.current)
-
-    def own_extent(self, NativeProgram program not None, int buffer):
-        return self.own.offsets[buffer], extent(program, &self.current, &self.own, buffer, self.total[self.rank])
-
-    def extent(self, NativeProgram program not None, int rank, int buffer):
-        cdef Header *h = &self.headers[rank]
-        return h.offsets[buffer], extent(program, &self.current, h, buffer, self.total[rank])
-
-    def descriptor(self, NativeProgram program not None):
-        cdef char *mine = self._descriptor(self.rank)
-        cdef uint64_t nbytes = HEADER_BYTES
-        if program.eager and self.current.address[self.rank][PUB] != NULL:
-            nbytes += self.current.count * self.current.item
-        return mine[:nbytes]
-
-    @property
-    def descriptor_offset(self):
-        return self._descriptor_offset()
-
-    @property
-    def word(self):
-        return self._word()
-
-    @property
-    def lost_mask(self):
-        return self.mask
-
-    def tell(self, int peer):
-        if not 0 <= peer < self.n or peer == self.rank:
-            raise IndexError(peer)
-        if self.base[peer] != NULL:
-            self._signal(peer)
-            return 0
-        self.sent[peer] += 1
-        return <uint64_t>self.epoch << 32 | self.sent[peer]
-
-    def meet(self, NativeProgram program not None, uint64_t deadline_ns):
-        cdef int status
-        with nogil:
-            status = self._await_all(deadline_ns)
-            if status == S_DONE:
-                status = self._agree(program, &self.current)
-        return status
-
-    def walk(self, NativeProgram program not None, int64_t kill_point, uint64_t deadline_ns):
-        cdef int status
-        with nogil:
-            status = self._walk(program, &self.current, kill_point, deadline_ns)
-        return status
-
-    def wait(self, int peer, uint64_t count, uint64_t deadline_ns):
-        cdef int status
-        if not 0 <= peer < self.n or peer == self.rank:
-            raise IndexError(peer)
-        with nogil:
-            status = self._await(peer, self.received[peer] + count, deadline_ns)
-        return status
-
-    def at(self, int64_t pc):
-        self.pc = pc
-
-    def place(self, NativeProgram program not None, int64_t index):
-        cdef const int32_t *row
-        cdef Run *run = &self.current
-        cdef int block
-        cdef uint64_t j, first, end
-        if not 0 <= index < program.length:
-            raise IndexError(index)
-        row = &program.code[index, 0]
-        block, j = row[1] // run.per_block, row[1] % run.per_block
-        first = j * run.count // run.per_block
-        end = (j + 1) * run.count // run.per_block
-        return (
-            <uintptr_t>locate(run, row[2] if row[0] == PUT else self.rank, row[4], row[5], block, first),
-            <uintptr_t>locate(run, row[6], row[7], row[8], block, first),
-            <uintptr_t>locate(run, row[9], row[10], row[11], block, first) if row[0] == REDUCE else 0,
-            end - first,
-        )
-
-    def perform(self, const uint64_t[:, ::1] rows not None, int64_t length):
-        cdef Run *run = &self.current
-        cdef int64_t i
-        cdef int status = S_DONE
-        if rows.shape[1] != 4 or not 0 <= length <= rows.shape[0]:
-            raise ValueError("rows of four columns are needed, and no more than there are")
-        with nogil:
-            for i in range(length):
-                if zbmd_load64(self.base[self.rank], zbmd_abort_offset(self.channel)) >> 32 >= self.epoch:
-                    status = S_ABORTED
-                    break
-                if rows[i, 2]:
-                    run.kernel(<void *>rows[i, 0], <void *>rows[i, 1], <void *>rows[i, 2], rows[i, 3])
-                else:
-                    memmove(<void *>rows[i, 0], <void *>rows[i, 1], rows[i, 3] * run.item)
-        return status
-
-    def window(self, uintptr_t address, Py_ssize_t nbytes):
-        return PyMemoryView_FromMemory(<char *>address, nbytes, PyBUF_WRITE)
-
-    def finish(self, NativeProgram program not None):
-        cdef int peer
-        for peer in range(self.n):
-            self.received[peer] += program.awaited[peer]
-        return S_DONE if self._still_valid() else S_ABORTED
-
-    def check(self):
-        return S_DONE if self._still_valid() else S_ABORTED
-
-    def withdraw(self):
-        self._withdraw()
-
-    def die(self):
-        zbmd_die()

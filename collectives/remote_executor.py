@@ -1,9 +1,9 @@
 """The executor of a group with members on other hosts.
 
 It runs the same verified programs with the same stepper, descriptors and checks as `MappedExecutor`. What
-that one does in shared memory goes through `RemoteMemory` for a member on another host: its descriptor is read in
-the mirror that it puts it into, at the cost of one message with the first notification; its memory is read by
-gets; puts and notifications go through the data plane. Members of this host are mapped as ever.
+that one does in shared memory goes through `RemoteMemory` for a member on another host: its descriptor is
+read in the mirror that it puts it into, at the cost of one message with the first notification; its memory is
+read by gets; puts and notifications go through the data plane. Members of this host are mapped as ever.
 
 A member lends what an operation exposes for the time of that operation, and nothing else. One that gives up
 takes it back before its caller may change it, so what a peer has got is always of the operation.
@@ -16,7 +16,8 @@ from functools import partial
 
 import numpy as np
 
-from zbmd.collectives._stepper import COUNTER_MAX, STATUS_ABORTED, STATUS_DONE, STATUS_LOST, RemoteGroup
+from zbmd.collectives._remote import RemoteGroup
+from zbmd.collectives._stepper import COUNTER_MAX, STATUS_ABORTED, STATUS_DONE, STATUS_LOST
 from zbmd.collectives.executor import (
     DTYPES,
     SPINS_SHARED,

@@ -9,7 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from zbmd.collectives._stepper import STATUS_ABORTED, STATUS_DONE, STATUS_LOST, RemoteGroup
+from zbmd.collectives._remote import RemoteGroup
+from zbmd.collectives._stepper import STATUS_ABORTED, STATUS_DONE, STATUS_LOST
 from zbmd.collectives.plan import Plan
 from zbmd.transport import _native
 from zbmd.transport.bulk_region import BulkRegion

@@ -17,7 +17,8 @@ from typing import Final
 
 import numpy as np
 
-from zbmd.collectives._stepper import BLOCKED, DONE, STATUS_DONE, STATUS_LOST, RemoteGroup, Stepper
+from zbmd.collectives._remote import RemoteGroup
+from zbmd.collectives._stepper import BLOCKED, DONE, STATUS_DONE, STATUS_LOST, Stepper
 from zbmd.collectives.plan import Plan
 from zbmd.collectives.program import INBOX, MAX_RANKS, PUB, Copy, Notify, Operand, Put, Reduce, Wait
 from zbmd.collectives.remote_fetch import STAGING_BYTES_MAX, Ended, Fetch, Fetched, Fetcher

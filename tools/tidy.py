@@ -61,7 +61,7 @@ MACHINE_METHODS = frozenset({"handle", "check_invariants"})
 
 UNFINISHED = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
 HOME_PATH = re.compile(r"(?<![\w.}])/(?:home|root|Users)/[A-Za-z0-9_.-]+")
-CYTHON_FUNCTION = re.compile(r"^(?P<indent>\s*)(?:(?:async\s+)?def|cdef|cpdef)\b[^=]*\(")
+CYTHON_FUNCTION = re.compile(r"^(?P<indent>\s*)(?:(?:async\s+)?def|cdef(?!\s+class\b)|cpdef)\b[^=]*\(")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -20,6 +20,7 @@ BUILT = {
     "transport/_recording",
     "transport/_region",
     "actors/_turns",
+    "collectives/_remote",
     "collectives/_stepper",
 }
 SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}

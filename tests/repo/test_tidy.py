@@ -70,6 +70,7 @@ ALLOWED = [
     ("docs/long.md", "\n" * 5000),
     ("actors/walk.py", "def walk(n):\n" + "    n += 1\n" * 69),
     ("transport/walk.pyx", "cdef int walk(int n) noexcept nogil:\n" + "    n += 1\n" * 69),
+    ("transport/walk.pyx", "cdef class Walk(Base):\n" + "    cdef int n\n" * 90),
     ("collectives/torch_backend.py", "import torch\n"),
     ("training/xp.py", "def f():\n    import cupy\n"),
     ("transport/rdma_verbs.py", "import pyverbs.device\n"),

@@ -1,0 +1,74 @@
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.collectives._stepper import NativeGroup, NativeProgram
+
+class RemoteGroup(NativeGroup):
+    """A group with members on other hosts, whose base is 0: the run of `NativeGroup`, a phase at a time.
+
+    What a phase needs of such a member goes through its `RemoteMemory`, which is its caller's to do.
+    """
+
+    def begin(
+        self,
+        program: NativeProgram,
+        addresses: NDArray[np.uint64],
+        *,
+        operation: int,
+        dtype: int,
+        reduction: int,
+        root: int,
+        count: int,
+        total: int,
+        piece: int,
+        in_stride: int,
+        out_stride: int,
+        scratch: int,
+        scratch_bytes: int,
+    ) -> None:
+        """Publish the descriptor of the next operation in our segment. Arguments and errors: see `run`."""
+    def own_extent(self, program: NativeProgram, buffer: int) -> tuple[int, int]:
+        """Offset in our segment and bytes of one of our buffers, as our descriptor tells it."""
+    def extent(self, program: NativeProgram, rank: int, buffer: int) -> tuple[int, int]:
+        """The same of a peer, once `meet` has found it to be within its segment."""
+    def descriptor(self, program: NativeProgram) -> bytes:
+        """Our descriptor, for the mirrors of others."""
+    @property
+    def descriptor_offset(self) -> int:
+        """Where it belongs in a mirror."""
+    @property
+    def word(self) -> int:
+        """What tells the running operation from all others; it stands first in a descriptor."""
+    @property
+    def lost_mask(self) -> int:
+        """The bits of the other members in a lost mask."""
+    def tell(self, peer: int) -> int:
+        """Notify `peer`. Returns 0; but if it is on another host, what its cell is to be set to."""
+    def meet(self, program: NativeProgram, deadline_ns: int) -> int:
+        """Wait until all have entered and check that all called the same; returns a STATUS."""
+    def walk(self, program: NativeProgram, kill_point: int, deadline_ns: int) -> int:
+        """Walk a program that neither tells nor reads anybody but by descriptors; returns a STATUS."""
+    def wait(self, peer: int, count: int, deadline_ns: int) -> int:
+        """Wait until `peer` has notified us `count` times in this operation; returns a STATUS."""
+    def at(self, pc: int) -> None:
+        """The walk has come to this instruction."""
+    def place(self, program: NativeProgram, index: int) -> tuple[int, int, int, int]:
+        """Where put, reduce or copy `index` has its operands: (dst, a, b or 0, elements).
+
+        Addresses; but in a buffer of a member on another host, `pub` apart, bytes from its beginning.
+        """
+    def perform(self, rows: NDArray[np.uint64], length: int) -> int:
+        """Do the first `length` of `rows` (dst, a, b or 0 for a copy, elements) without the GIL.
+
+        Returns STATUS_ABORTED if the group is aborted meanwhile, else STATUS_DONE. The addresses are trusted.
+        """
+    def window(self, address: int, nbytes: int) -> memoryview:
+        """Memory of ours that `place` has named, writable. It keeps nothing alive."""
+    def finish(self, program: NativeProgram) -> int:
+        """Count what the walked program has waited for, and have the last look at all descriptors."""
+    def check(self) -> int:
+        """STATUS_ABORTED if a member has given the operation up, else STATUS_DONE."""
+    def withdraw(self) -> None:
+        """Tell those who share memory with us that we have given the operation up."""
+    def die(self) -> None:
+        """Fault injection: SIGKILL."""

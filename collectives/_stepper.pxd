@@ -1,0 +1,147 @@
+"""What the executors of groups share natively. See _stepper.pyi."""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+
+ctypedef void (*zbmd_kernel)(void *dst, const void *a, const void *b, size_t count) noexcept nogil
+
+# The encoding of a program (program.encode holds the same numbers).
+cdef enum:
+    WIDTH = 12
+    PUT = 0
+    NOTIFY = 1
+    WAIT = 2
+    REDUCE = 3
+    COPY = 4
+    OUT = 0
+    SCRATCH = 1
+    INBOX = 2
+    PUB = 3
+    IN = 4
+    BUFFERS = 32
+    RANKS = 64
+
+# A channel's descriptors: two, used in turn. An operation's is not overwritten before its successor's
+# successor begins, when every peer has ended this one.
+cdef enum:
+    DESCRIPTOR_BYTES = 1792
+    HEADER_BYTES = 384
+    PAYLOAD_BYTES = 1408
+
+cdef enum:
+    S_DONE = 0
+    S_ABORTED = 2
+    S_DESYNCHRONISED = 4
+    S_BAD_DESCRIPTOR = 5
+
+
+cdef struct Header:
+    uint64_t word            # epoch << 32 | sequence; 0 while the rest is being written
+    uint64_t withdrawn       # the word of a run that its rank has given up
+    uint64_t fingerprint
+    uint64_t plan
+    uint64_t count           # elements of a block, in this piece
+    uint64_t total           # elements of a block, in the whole operation
+    uint8_t operation
+    uint8_t dtype
+    uint8_t reduction
+    uint8_t root
+    uint32_t piece
+    uint64_t in_stride       # elements from block to block
+    uint64_t out_stride
+    uint64_t offsets[BUFFERS]
+
+
+cdef class NativeProgram:
+    cdef const int32_t[:, ::1] code
+    cdef int64_t length
+    cdef int n, rank, blocks, chunks, scratch_slots, inbox_slots, used
+    cdef bint eager
+    cdef uint64_t plan
+    cdef uint64_t sent[RANKS]
+    cdef uint64_t awaited[RANKS]
+    cdef int used_rank[RANKS * BUFFERS]
+    cdef int used_buffer[RANKS * BUFFERS]
+
+    cdef _take(self, int64_t i)
+    cdef _check(self, int64_t i, int rank, int buffer, int index, int chunk)
+    cdef _use(self, int rank, int buffer)
+
+
+cdef struct Run:
+    # One execution: the resolved addresses, and what it needs of the group.
+    char *address[RANKS][BUFFERS]
+    uint64_t in_stride[RANKS]
+    uint64_t out_stride[RANKS]
+    char *scratch
+    uint64_t count, slot_bytes, item
+    uint64_t seen[RANKS]
+    int per_block
+    zbmd_kernel kernel
+
+
+cdef inline char *locate(Run *run, int rank, int buffer, int index, int block, uint64_t first) noexcept nogil:
+    cdef uint64_t at = first
+    if buffer == SCRATCH:
+        return run.scratch + <uint64_t>index * run.slot_bytes
+    if buffer == INBOX:
+        return run.address[rank][INBOX] + <uint64_t>index * run.slot_bytes
+    if buffer == OUT:
+        at += <uint64_t>block * run.out_stride[rank]
+    elif buffer == IN:
+        at += <uint64_t>block * run.in_stride[rank]
+    return run.address[rank][buffer] + at * run.item
+
+
+cdef inline uint64_t extent(NativeProgram program, Run *run, const Header *h, int buffer,
+                            uint64_t high) noexcept nogil:
+    """The bytes of one of a rank's buffers, as its descriptor has it; beyond `high` if that overflows."""
+    cdef uint64_t stride = 0
+    cdef uint64_t need = run.count * run.item
+    if buffer == INBOX:
+        need = program.inbox_slots * run.slot_bytes
+    elif buffer == OUT:
+        stride = h.out_stride
+    elif buffer == IN:
+        stride = h.in_stride
+    if stride > high or need > high:
+        return high + 1
+    return need + (program.blocks - 1) * stride * run.item
+
+
+cdef class NativeGroup:
+    cdef char *base[RANKS]            # NULL for a rank on another host
+    cdef char *descriptors[RANKS]     # where each rank's descriptors can be read here
+    cdef uint32_t slot[RANKS]
+    cdef uint64_t inbox_end[RANKS]
+    cdef uint64_t total[RANKS]
+    cdef uint64_t sent[RANKS]
+    cdef uint64_t received[RANKS]
+    cdef Header headers[RANKS]
+    cdef Header own
+    cdef int n, rank
+    cdef uint32_t channel, epoch, sequence, spins
+    cdef uint64_t mask, identity
+    cdef readonly int64_t pc
+    cdef readonly int culprit
+
+    cdef _prepare(self, NativeProgram program, Run *run, const uint64_t[::1] addresses,
+                  int operation, int dtype, int reduction, int root, uint64_t count,
+                  uint64_t total, uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch, uint64_t scratch_bytes)
+    cdef uint64_t _fingerprint(self, Header *h) noexcept
+    cdef char *_descriptor(self, int rank) noexcept nogil
+    cdef uint64_t _descriptor_offset(self) noexcept nogil
+    cdef uint64_t _word(self) noexcept nogil
+    cdef void _withdraw(self) noexcept nogil
+    cdef bint _still_there(self) noexcept nogil
+    cdef bint _still_valid(self) noexcept nogil
+    cdef void _signal(self, int peer) noexcept nogil
+    cdef int _await(self, int peer, uint64_t count, uint64_t deadline_ns) noexcept nogil
+    cdef uint64_t _offset(self, uint64_t address) noexcept
+    cdef int _enter(self, NativeProgram program, Run *run, int64_t kill_point,
+                   uint64_t deadline_ns) noexcept nogil
+    cdef void _publish(self, NativeProgram program, Run *run) noexcept nogil
+    cdef int _await_all(self, uint64_t deadline_ns) noexcept nogil
+    cdef int _agree(self, NativeProgram program, Run *run) noexcept nogil
+    cdef bint _resolve(self, NativeProgram program, Run *run, int rank, int buffer) noexcept nogil
+    cdef int _walk(self, NativeProgram program, Run *run,
+                   int64_t kill_point, uint64_t deadline_ns) noexcept nogil

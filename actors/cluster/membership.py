@@ -475,6 +475,9 @@ class ClusterMachine:
     def _adopt(self, view: ClusterView, now_ns: int, change: Change | None = None) -> None:
         """Know a view that was decided; everything that was said about the one before is void."""
         self.view = view
+        if self._word.leaving and len(view.nodes) == 1:
+            self._stop(LEFT)
+            return
         self._change = change
         self._known_ns = now_ns
         self._acceptor, self._number = Acceptor(), 0

@@ -80,11 +80,14 @@ class Reports:
         joins = self._joins()
         replaced = {node.id for node in joins if node.id in view.by_id}
         gone = sorted((down | leaves | replaced) & set(view.ids))
+        if len(gone) == len(view.ids) and not joins:
+            # Somebody has to agree on it: the last one goes once it is alone.
+            gone = [node_id for node_id in gone if node_id != min(leaves - down, default=None)]
         commands = self._commands(frozenset(gone))
         if not gone and not joins and not commands:
             return None
         if len(gone) == len(view.ids) and not joins:
-            return None  # nobody would be left to agree on it
+            return None  # nobody would be left
         removed = tuple(view.by_id[node_id].key for node_id in gone)
         return Change(
             epoch=view.epoch + 1, removed=removed, added=joins, commands=commands, elapsed_ns=elapsed_ns

@@ -126,6 +126,26 @@ def test_a_node_that_leaves_is_let_go_in_a_view_without_it() -> None:
     assert [reason for _, reason in cluster.stops] == ["it left"]
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_nodes_may_leave_at_once(size: int) -> None:
+    simulation, cluster = formed(size, size)
+    cluster.protected = frozenset()
+    for node_id in range(size):
+        simulation.command(name_of(node_id), "leave")
+    everybody = names(*range(size))
+    simulation.run(until=lambda: not any(map(simulation.lives, everybody)), for_ns=5 * SECOND_NS)
+    assert sorted(reason for _, reason in cluster.stops) == ["it left"] * size
+
+
+def test_the_last_to_leave_does_not_wait_for_the_dead() -> None:
+    simulation, cluster = formed(2, 2)
+    cluster.protected = frozenset()
+    simulation.command(name_of(0), "leave")
+    simulation.crash(name_of(1))
+    simulation.run(until=lambda: not simulation.lives(name_of(0)), for_ns=5 * SECOND_NS)
+    assert [reason for _, reason in cluster.stops] == ["it left"]
+
+
 def test_deaths_that_come_together_cost_one_view() -> None:
     simulation, cluster = formed(4, 9)
     cluster.protected = frozenset()

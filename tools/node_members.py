@@ -49,8 +49,8 @@ def show(reply: MembersReply, screen: rich.console.Console) -> None:
         f"{format_duration(reply.recovery_budget_ns)}  asked {reply.answered_by}"
     )
     table = rich.table.Table(title=title, title_justify="left")
-    for column in ("name", "node", "address", "state", "heard", "suspect at", "links", "clock", "release"):
-        table.add_column(column, justify="right" if column in ("heard", "suspect at") else "left")
+    for column in ("name", "life", "address", "state", "heard", "suspect", "links", "clock"):
+        table.add_column(column, justify="right" if column in ("life", "heard", "suspect") else "left")
     for member in reply.members:
         table.add_row(*_row(member))
     screen.print(table)
@@ -61,17 +61,16 @@ def show(reply: MembersReply, screen: rich.console.Console) -> None:
 def _row(member: MemberInfo) -> tuple[str, ...]:
     node = member.node
     observed = member.heard_ms >= 0
-    links = f"{member.links_dialed} out, {member.links_accepted} in"
+    links = f"{member.links_dialed} out {member.links_accepted} in"
     return (
-        node.name or "-",
-        str(node.key),
+        node.name or str(node.key),
+        str(node.key.incarnation),
         node.address,
         member.state,
-        f"{member.heard_ms} ms ago" if observed else "-",
+        f"{member.heard_ms} ms" if observed else "-",
         f"{member.limit_ms} ms" if observed else "-",
         "-" if member.state == "this node" else links,
         _clock(member.skew_ms),
-        member.release or "-",
     )
 
 

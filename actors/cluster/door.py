@@ -23,7 +23,7 @@ from zbmd.transport._native import now_ns
 from zbmd.transport.budget import Deadlines
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
-from zbmd.transport.hello import Identity, WrongCookie
+from zbmd.transport.hello import ContractsDiffer, Identity, WrongCookie, WrongVersion
 from zbmd.transport.tcp_address import TcpAddress
 from zbmd.transport.tcp_settings import TcpSettings
 from zbmd.transport.tcp_socket import resolve
@@ -157,6 +157,8 @@ def _advice(door: TcpAddress, error: Exception) -> str:
                 "it belongs to a cluster with another cookie. On a member of the cluster that you mean, "
                 "`zbmd-node token` prints the line to paste here"
             )
+        case ContractsDiffer() | WrongVersion():
+            return f"it runs another release of zbmd: run the same on all nodes ({error})"
         case DeadlineExceeded():
             return (
                 f"{error}. Check the address, and that TCP port {door.port} is open there "

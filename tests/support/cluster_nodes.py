@@ -7,37 +7,47 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import cluster_template
 import pytest
 
-TIMEOUT_S = 40.0
+TIMEOUT_S = 60.0
 BUDGET = "400ms"
 
 
-class NodeRun:
-    """One `zbmd-node up`, its lines read as they come."""
+class Run:
+    """One `zbmd-node`, its lines read as they come."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.name = name
-        self.process = process
+    def __init__(self, what: str, pid: int) -> None:
+        self.what = what
+        self.pid = pid
         self.lines: list[str] = []
+        self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._news = asyncio.Condition()
-        self._ended = False
-        assert process.stderr is not None
-        self._reader = asyncio.create_task(self._read(process.stderr))
+        self._open = 0
+        self._readers: list[asyncio.Task[None]] = []
 
-    async def _read(self, stream: asyncio.StreamReader) -> None:
-        async for line in stream:
+    async def read(self, fd: int) -> None:
+        """Take the lines of one more stream."""
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb"))
+        self._open += 1
+        self._readers.append(asyncio.create_task(self._read(reader)))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        async for line in reader:
             async with self._news:
                 self.lines.append(line.decode().rstrip("\n"))
                 self._news.notify_all()
         async with self._news:
-            self._ended = True
+            self._open -= 1
             self._news.notify_all()
 
     async def until(self, pattern: str, *, after: int = 0) -> re.Match[str]:
@@ -49,38 +59,58 @@ class NodeRun:
                     for line in self.lines[after:]:
                         if found := wanted.search(line):
                             return found
-                    if self._ended:
+                    if not self._open:
                         break
                     await self._news.wait()
         except TimeoutError:
             pass
-        pytest.fail(f"{self.name} never printed {pattern!r}:\n{self}")
+        pytest.fail(f"{self.what} never printed {pattern!r}:\n{self}")
 
     async def ended(self) -> int:
         """Wait for the end; the exit code, or minus the signal."""
         async with asyncio.timeout(TIMEOUT_S):
-            await self._reader
-            return await self.process.wait()
+            await asyncio.gather(*self._readers)
+            return await asyncio.shield(self.code)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it still runs."""
+        if not self.code.done():
+            os.kill(self.pid, number)
 
     async def kill(self) -> None:
         """`kill -9`."""
-        self.process.kill()
+        self.signal(signal.SIGKILL)
         await self.ended()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
-        self.process.send_signal(number)
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
 
 
 class Nodes:
-    """Nodes that share a cookie, below one directory."""
+    """Nodes that share a cookie, below one directory. Made by `nodes_in`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, template: socket.socket) -> None:
         self.directory = directory
-        self.runs: dict[str, NodeRun] = {}
+        self.runs: dict[str, Run] = {}
+        self._all: list[Run] = []
+        self._template = template
+        self._by_pid: dict[int, Run] = {}
+        self._codes: dict[int, int] = {}
+        self._pids: asyncio.Queue[int] = asyncio.Queue()
+        self._starting = asyncio.Lock()
+        asyncio.get_running_loop().add_reader(template.fileno(), self._on_answer)
+
+    def _on_answer(self) -> None:
+        answer = json.loads(self._template.recv(cluster_template.REQUEST_BYTES_MAX) or b"{}")
+        if "code" in answer:
+            self._codes[answer["pid"]] = answer["code"]
+            self._tell_codes()
+        elif "pid" in answer:
+            self._pids.put_nowait(answer["pid"])
+
+    def _tell_codes(self) -> None:
+        for pid in [pid for pid in self._codes if pid in self._by_pid]:
+            self._by_pid.pop(pid).code.set_result(self._codes.pop(pid))
 
     def environment(self, name: str) -> dict[str, str]:
         """Of the node's commands."""
@@ -92,64 +122,73 @@ class Nodes:
             "COLUMNS": "200",
         }
 
-    async def up(self, name: str, *arguments: str, listen: str = "127.0.0.1:0", **variables: str) -> NodeRun:
-        """Start a node; it has its own state directory."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "zbmd.tools.node_cli"),
-            *("up", "--listen", listen, "--name", name, *arguments),
-            stdin=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env={**self.environment(name), **variables},
-            cwd=self.directory,
-        )
-        run = self.runs[name] = NodeRun(name, process)
+    async def start(self, name: str, *argv: str, **variables: str) -> Run:
+        """Start `zbmd-node` as on the node's host."""
+        out, errors = os.pipe(), os.pipe()
+        request = {
+            "argv": argv,
+            "environment": {**self.environment(name), **variables},
+            "cwd": str(self.directory),
+        }
+        async with self._starting:
+            socket.send_fds(self._template, [json.dumps(request).encode()], [out[1], errors[1]])
+            pid = await self._pids.get()
+        for fd in (out[1], errors[1]):
+            os.close(fd)
+        run = self._by_pid[pid] = Run(f"{name} {argv[0]}", pid)
+        self._all.append(run)
+        self._tell_codes()
+        await run.read(out[0])
+        await run.read(errors[0])
         return run
 
-    async def command(self, name: str, *arguments: str, **variables: str) -> tuple[int, str, str]:
-        """Run `zbmd-node` as on the node's host: exit code, standard output and error."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "zbmd.tools.node_cli", *arguments),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**self.environment(name), **variables},
-            cwd=self.directory,
-        )
-        async with asyncio.timeout(TIMEOUT_S):
-            out, errors = await process.communicate()
-        assert process.returncode is not None
-        return process.returncode, out.decode(), errors.decode()
+    async def up(self, name: str, *argv: str, listen: str = "127.0.0.1:0", **variables: str) -> Run:
+        """Start a node; it has its own state directory."""
+        run = await self.start(name, "up", "--listen", listen, "--name", name, *argv, **variables)
+        self.runs[name] = run
+        return run
+
+    async def command(self, name: str, *argv: str, **variables: str) -> tuple[int, str]:
+        """Run another command as on the node's host, to its end: exit code and all that it printed."""
+        run = await self.start(name, *argv, **variables)
+        return await run.ended(), str(run)
 
     async def members(self, name: str) -> dict[str, Any]:
         """What `zbmd-node members --json` says on the node's host."""
-        code, out, errors = await self.command(name, "members", "--json")
-        assert code == 0, errors
-        found: dict[str, Any] = json.loads(out)
+        code, text = await self.command(name, "members", "--json")
+        assert code == 0, text
+        found: dict[str, Any] = json.loads(text)
         return found
 
     def address(self, name: str) -> str:
         """Where the node listens."""
-        running = json.loads((self.directory / name / "running.json").read_text())
-        return str(running["address"])
+        return str(json.loads((self.directory / name / "running.json").read_text())["address"])
 
-    async def form(self, *names: str) -> list[NodeRun]:
+    async def form(self, *names: str) -> list[Run]:
         """A cluster of these nodes, the first being its founder; all act on the view of all."""
         first = await self.up(names[0], "--recovery-budget", BUDGET)
         await first.until(r"view 1: ")
         door = self.address(names[0])
-        others = [await self.up(name, "--join", door) for name in names[1:]]
-        runs = [first, *others]
+        runs = [first, *[await self.up(name, "--join", door) for name in names[1:]]]
         await self.agreed(*names)
         return runs
 
     async def agreed(self, *names: str, after: dict[str, int] | None = None) -> None:
-        """Wait until each of the nodes acts on a view of just these."""
+        """Wait until each of the nodes has acted on a view of just these."""
         for name in names:
             await self.runs[name].until(view_of(*names), after=(after or {}).get(name, 0))
 
     def marks(self) -> dict[str, int]:
         """How many lines each node has printed, for `after`."""
         return {name: len(run.lines) for name, run in self.runs.items()}
+
+    async def close(self) -> None:
+        """End all that still runs."""
+        for run in self._all:
+            run.signal(signal.SIGKILL)
+        for run in self._all:
+            await run.ended()
+        asyncio.get_running_loop().remove_reader(self._template.fileno())
 
 
 def view_of(*names: str) -> str:
@@ -161,12 +200,17 @@ def view_of(*names: str) -> str:
 @asynccontextmanager
 async def nodes_in(directory: Path) -> AsyncGenerator[Nodes]:
     """Nodes that are all gone afterwards."""
-    nodes = Nodes(directory)
-    try:
-        yield nodes
-    finally:
-        for run in nodes.runs.values():
-            if run.process.returncode is None:
-                run.process.kill()
-        for run in nodes.runs.values():
-            await run.ended()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        # `pass_fds` keeps the number that a descriptor has; the shell makes it 3.
+        command = f"exec {sys.executable} {cluster_template.__file__} 3<&{theirs.fileno()}"
+        with theirs:
+            template = await asyncio.create_subprocess_exec("bash", "-c", command, pass_fds=[theirs.fileno()])
+        nodes = Nodes(directory, ours)
+        try:
+            yield nodes
+        finally:
+            await nodes.close()
+            ours.close()
+            async with asyncio.timeout(TIMEOUT_S):
+                await template.wait()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 from cluster_nodes import Nodes, nodes_in
+
+FIVE = ("n1", "n2", "n3", "n4", "n5")
 
 
 @pytest.fixture
@@ -15,14 +18,77 @@ async def nodes(tmp_path: Path) -> AsyncGenerator[Nodes]:
         yield found
 
 
-async def test_three_nodes_form_a_cluster_that_outlives_the_death_of_its_founder(nodes: Nodes) -> None:
-    first, second, third = await nodes.form("n1", "n2", "n3")
-    await first.kill()
-    await nodes.agreed("n2", "n3", after=nodes.marks() | {"n2": 0, "n3": 0})
+async def test_kills_of_any_node_the_founder_included_and_its_return(nodes: Nodes) -> None:
+    await nodes.form(*FIVE)
+    await nodes.runs["n1"].kill()
+    await nodes.agreed("n2", "n3", "n4", "n5")
+    await nodes.runs["n4"].kill()
+    await nodes.agreed("n2", "n3", "n5")
+    again = await nodes.up("n1")  # without --join: it remembers where the others were
+    await again.until(r"n1 \(node\d+#2\) at .*view ")
+    await nodes.agreed("n1", "n2", "n3", "n5")
     found = await nodes.members("n2")
-    assert sorted(member["node"]["name"] for member in found["members"]) == ["n2", "n3"]
-    assert found["known"] == found["entered"]
-    for run in (second, third):
-        code, _, errors = await nodes.command(run.name, "down")
-        assert code == 0 and "has left the cluster" in errors, errors
-        assert await run.ended() == 0, str(run)
+    assert found["known"] == found["entered"] and found["state"] == "member"
+    lives = {member["node"]["name"]: member["node"]["key"]["incarnation"] for member in found["members"]}
+    assert lives == {"n1": 2, "n2": 1, "n3": 1, "n5": 1}
+    code, text = await nodes.command("n3", "members")
+    assert code == 0 and "5" in text and "this node" in text, text
+
+
+async def test_a_node_leaves_in_order_and_the_last_one_too(nodes: Nodes) -> None:
+    _, second, third = await nodes.form("n1", "n2", "n3")
+    code, text = await nodes.command("n1", "down")
+    assert code == 0 and text.endswith("has left the cluster"), text
+    assert await nodes.runs["n1"].ended() == 0
+    await nodes.agreed("n2", "n3")
+    second.signal(signal.SIGTERM)
+    assert await second.ended() == 0
+    await nodes.agreed("n3")
+    code, text = await nodes.command("n3", "down")
+    assert code == 0, text
+    assert await third.ended() == 0
+    assert "it left" in str(third)
+    for name in ("n1", "n2", "n3"):
+        assert not (nodes.directory / name / "running.json").exists()
+
+
+async def test_a_node_that_was_stopped_wakes_up_learns_of_it_and_comes_back(nodes: Nodes) -> None:
+    await nodes.form("n1", "n2", "n3")
+    stopped, marks = nodes.runs["n2"], nodes.marks()
+    stopped.signal(signal.SIGSTOP)
+    await nodes.agreed("n1", "n3", after=marks)
+    marks = nodes.marks()
+    stopped.signal(signal.SIGCONT)
+    await stopped.until(r"#1 stops: the others went on without it, in view \d+", after=marks["n2"])
+    await stopped.until(r"n2 \(node\d+#2\) at .*view ", after=marks["n2"])
+    await nodes.agreed("n1", "n2", "n3", after=marks)
+
+
+async def test_all_nodes_restart_one_after_the_other_the_first_included(nodes: Nodes) -> None:
+    names = FIVE
+    await nodes.form(*names)
+    for name in names:
+        marks = nodes.marks()
+        nodes.runs[name].signal(signal.SIGTERM)
+        assert await nodes.runs[name].ended() == 0, str(nodes.runs[name])
+        others = [other for other in names if other != name]
+        await nodes.agreed(*others, after=marks)
+        marks = nodes.marks()
+        await nodes.up(name, "--join", nodes.address(others[0]))
+        await nodes.agreed(*names, after=marks | {name: 0})
+    found = await nodes.members("n1")
+    assert [member["node"]["key"]["incarnation"] for member in found["members"]] == [2] * len(names)
+
+
+async def test_the_token_is_all_that_another_host_needs(nodes: Nodes, tmp_path: Path) -> None:
+    first = await nodes.up("n1")
+    await first.until("view 1: ")
+    code, line = await nodes.command("n1", "token")
+    assert code == 0 and line.startswith("zbmd-node up --join "), line
+    words = line.split()[2:]
+    cookie = tmp_path / "elsewhere" / "cookie"
+    second = await nodes.up("n2", *words, ZBMD_COOKIE_FILE=str(cookie))
+    await nodes.agreed("n1", "n2")
+    assert cookie.stat().st_mode & 0o777 == 0o600
+    assert cookie.read_bytes() == (tmp_path / "cookie").read_bytes()
+    assert b"zbmd1-" not in Path(f"/proc/{second.pid}/cmdline").read_bytes(), "`ps` would show the token"

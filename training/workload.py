@@ -7,6 +7,7 @@ number of ranks, so the update is too.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -114,6 +115,8 @@ class TrainingWorkload:
         self._buffers: list[Array] = []
         self._total: Array = node.segment.arena.empty((recipe.model.layout.size,), np.float32)
         self._total[:] = 0.0
+        self._settled = False
+        """Whether a step has been committed since this rank is up."""
 
     def handle(self) -> bytes:
         """Where peers read the slots."""
@@ -250,7 +253,15 @@ class TrainingWorkload:
     async def committed(self, commit: cm.Commit, members: tuple[int, ...]) -> None:
         """Flip the slots and write the record."""
         self.store.committed = commit.slot
+        self._settle()
         await self.journal.committed(commit, members, self.store.current)
+
+    def _settle(self) -> None:
+        """Once a step is done, nobody waits for this rank to come up any more: give it huge pages."""
+        if not self._settled:
+            self._settled = True
+            move = self.node.segment.use_huge_pages
+            threading.Thread(target=move, name="zbmd-huge-pages", daemon=True).start()
 
     async def adopted(self, adopted: cm.Adopted) -> None:
         """Flip the slots: the pulled version is ours."""

@@ -27,12 +27,17 @@ WAIT_DEADLINE: Final[int]
 RING_HEADER_BYTES: Final[int]
 MADV_HUGEPAGE: Final[int]
 MADV_POPULATE_WRITE: Final[int]
+MADV_COLLAPSE: Final[int]
+HUGE_BYTES: Final[int]
 
 class Mapping:
     """A shared mapping of a memfd, unmapped when the last view of it is gone."""
 
     def __init__(self, fd: int, nbytes: int, writable_bytes: int) -> None:
-        """Map `nbytes` of `fd`; the first `writable_bytes` are writable. Raises OSError."""
+        """Map `nbytes` of `fd`; the first `writable_bytes` are writable. Raises OSError.
+
+        What is as large as a huge page begins at a multiple of `HUGE_BYTES`, so that it can have some.
+        """
     def madvise(self, advice: int) -> None:
         """madvise(2) for the whole mapping, without the GIL. Raises OSError."""
     def prefer_node(self, node: int) -> None:

@@ -19,11 +19,10 @@ import os
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 cdef extern from "sys/mman.h" nogil:
-    void *mmap(void *address, size_t length, int protection, int flags, int fd, long offset)
     int munmap(void *address, size_t length)
     int mprotect(void *address, size_t length, int protection)
     int madvise(void *address, size_t length, int advice)
-    int PROT_READ, PROT_WRITE, MAP_SHARED
+    int PROT_READ, PROT_WRITE
     void *MAP_FAILED
 
 cdef extern from "native.h" nogil:
@@ -68,6 +67,9 @@ cdef extern from "numa.h" nogil:
     enum:
         ZBMD_MADV_HUGEPAGE
         ZBMD_MADV_POPULATE_WRITE
+        ZBMD_MADV_COLLAPSE
+        ZBMD_HUGE_BYTES
+    void *zbmd_map(int fd, size_t nbytes)
     int zbmd_current_node()
     int zbmd_prefer_node(void *start, size_t nbytes, uint32_t node)
 
@@ -132,6 +134,8 @@ WAIT_DEADLINE = ZBMD_WAIT_DEADLINE
 RING_HEADER_BYTES = ZBMD_RING_OFF_DATA
 MADV_HUGEPAGE = ZBMD_MADV_HUGEPAGE
 MADV_POPULATE_WRITE = ZBMD_MADV_POPULATE_WRITE
+MADV_COLLAPSE = ZBMD_MADV_COLLAPSE
+HUGE_BYTES = ZBMD_HUGE_BYTES
 
 
 cdef class _View:
@@ -159,7 +163,7 @@ cdef class Mapping:
         self.start = NULL
         if nbytes == 0 or writable_bytes > nbytes:
             raise LocalProtocolError(f"cannot map {nbytes} bytes, {writable_bytes} of them writable")
-        start = mmap(NULL, nbytes, PROT_READ, MAP_SHARED, fd, 0)
+        start = zbmd_map(fd, nbytes)
         if start == MAP_FAILED:
             raise OSError(errno, f"cannot map {nbytes} bytes of shared memory: {os.strerror(errno)}")
         self.start = <char *>start

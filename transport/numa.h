@@ -9,13 +9,38 @@
 #include <limits.h>
 #include <linux/mempolicy.h>
 #include <stdint.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* linux/mman.h; the headers of an older libc do not know the second. */
+/* linux/mman.h; the headers of an older libc do not know the last two. */
 #define ZBMD_MADV_HUGEPAGE 14
 #define ZBMD_MADV_POPULATE_WRITE 23
+#define ZBMD_MADV_COLLAPSE 25
 #define ZBMD_NODES_MAX 1024
+#define ZBMD_HUGE_BYTES (2UL << 20) /* the smallest huge page of x86-64, and of arm64 with pages of 4 KiB */
+
+/* Map `fd` for reading. Memory of that size begins where a huge page may: at an address that is one's multiple, as
+ * its offset in the file is. Returns MAP_FAILED, and errno. */
+static inline void *zbmd_map(int fd, size_t nbytes) {
+    if (nbytes < ZBMD_HUGE_BYTES) return mmap(NULL, nbytes, PROT_READ, MAP_SHARED, fd, 0);
+    size_t room = nbytes + ZBMD_HUGE_BYTES;
+    char *held = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (held == MAP_FAILED) return MAP_FAILED;
+    char *start = held + (-(uintptr_t)held & (ZBMD_HUGE_BYTES - 1));
+    void *mapped = mmap(start, nbytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0);
+    if (mapped == MAP_FAILED) {
+        int error = errno;
+        munmap(held, room);
+        errno = error;
+        return MAP_FAILED;
+    }
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), head = (size_t)(start - held);
+    size_t used = (nbytes + page - 1) / page * page; /* behind the last page of the file is nothing of ours */
+    if (head) munmap(held, head);
+    if (room - head > used) munmap(start + used, room - head - used);
+    return mapped;
+}
 
 /* The NUMA node that this thread runs on now; 0 if the kernel does not say. */
 static inline int zbmd_current_node(void) {

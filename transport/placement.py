@@ -3,6 +3,11 @@
 Huge pages are taken where the machine offers them: from the hugetlb pool if it has enough for an arena, else
 as transparent ones if shared memory may have them. Nothing of this is needed for correctness, so what cannot
 be had is told (`Placement.notes`) and gone without.
+
+Memory that has small pages can be moved to huge ones later (`collapse`), whatever shared memory may have: for
+a process that goes on for long. That is not done at once, for a replacement has to be there in milliseconds,
+and huge pages that nobody has used before are slow to come: 64 MiB took 4 to 140 ms on the machine of
+docs/BENCHMARKS.md, where a hypervisor takes back what is free.
 """
 
 from __future__ import annotations
@@ -13,19 +18,25 @@ import errno
 import fcntl
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from zbmd.transport._native import MADV_HUGEPAGE, MADV_POPULATE_WRITE, Mapping, current_node
+from zbmd.transport._native import (
+    HUGE_BYTES,
+    MADV_COLLAPSE,
+    MADV_HUGEPAGE,
+    MADV_POPULATE_WRITE,
+    Mapping,
+    current_node,
+)
 from zbmd.transport.kernel_files import read_chosen, read_cpu_list, read_int
 from zbmd.transport.memory import SEALS, fill_memfd, in_words, open_memfd
 
 PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
-HUGE_BYTES: Final = 2 << 20
-"""The size of huge page that is asked for: x86-64's and arm64's (with pages of 4 KiB) smallest."""
 ARENA_BYTES_MIN: Final = 8 << 20
 """A smaller arena is not worth a huge page."""
+TRANSPARENT: Final = "transparent huge pages"
 SHMEM_MODES_ON_ADVICE: Final = ("advise", "within_size", "always", "force")
 
 
@@ -142,7 +153,7 @@ def _make_transparent(mapping: Mapping, offer: Offer, notes: list[str]) -> int:
     nothing of its advice."""
     if offer.shmem_mode not in SHMEM_MODES_ON_ADVICE:
         notes.append(
-            f"transparent huge pages: shmem_enabled is {offer.shmem_mode!r} "
+            f"{TRANSPARENT}: shmem_enabled is {offer.shmem_mode!r} "
             "(echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled)"
         )
         return 0
@@ -150,11 +161,29 @@ def _make_transparent(mapping: Mapping, offer: Offer, notes: list[str]) -> int:
         mapping.madvise(MADV_HUGEPAGE)
         mapping.madvise(MADV_POPULATE_WRITE)
     except OSError as error:
-        notes.append(f"transparent huge pages: refused ({error.strerror})")
+        notes.append(f"{TRANSPARENT}: refused ({error.strerror})")
     huge_bytes = huge_bytes_of(mapping)
     if huge_bytes < mapping.nbytes // HUGE_BYTES * HUGE_BYTES:
-        notes.append(f"transparent huge pages: {in_words(huge_bytes)} of {in_words(mapping.nbytes)}")
+        notes.append(f"{TRANSPARENT}: {in_words(huge_bytes)} of {in_words(mapping.nbytes)}")
     return huge_bytes
+
+
+def collapse(mapping: Mapping, placement: Placement) -> Placement:
+    """Move a mapping of base pages to huge pages, in place, while others use it; what it has then.
+
+    Blocks, without the GIL, for as long as copying takes. madvise(2), MADV_COLLAPSE: Linux 6.1 and later, and
+    refused where `shmem_enabled` is "deny".
+    """
+    if placement.pages is not Pages.BASE:
+        return placement
+    notes = [note for note in placement.notes if not note.startswith(TRANSPARENT)]
+    try:
+        mapping.madvise(MADV_COLLAPSE)
+    except OSError as error:
+        notes.append(f"{TRANSPARENT}: not made ({error.strerror})")
+    huge_bytes = huge_bytes_of(mapping)
+    pages = Pages.TRANSPARENT if huge_bytes else Pages.BASE
+    return replace(placement, pages=pages, huge_bytes=huge_bytes, notes=tuple(notes))
 
 
 def huge_bytes_of(mapping: Mapping) -> int:

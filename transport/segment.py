@@ -15,7 +15,7 @@ from zbmd.transport.arena import Arena
 from zbmd.transport.copy_queue import CopyQueue
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.memory import map_from_peer, sealed_size
-from zbmd.transport.placement import PAGE_BYTES, Placed, place
+from zbmd.transport.placement import PAGE_BYTES, Placed, collapse, place
 from zbmd.transport.region import RegionHandle, Regions, require_owner
 
 NODE_SLOT = _native.MAX_SLOTS - 1
@@ -103,6 +103,14 @@ class Segment(Cells):
     def nbytes(self) -> int:
         """Bytes in the whole segment."""
         return self.mapping.nbytes
+
+    def use_huge_pages(self) -> None:
+        """Move it to huge pages, in place, if the kernel can: worth it for memory that is worked on for long.
+
+        Blocks, without the GIL, for as long as copying all of it takes; everyone may use it meanwhile.
+        `placement` tells what came of it. Raises `LocalProtocolError` once closed.
+        """
+        self.placement = collapse(self.mapping, self.placement)
 
     def lost_mask(self) -> int:
         """Bit s is set once the process in slot s is known to have ended."""

@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 
 from zbmd.transport import _native
+from zbmd.transport._native import HUGE_BYTES, Mapping
+from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.placement import (
     ARENA_BYTES_MIN,
-    HUGE_BYTES,
     PAGE_BYTES,
     Offer,
     Pages,
     Placed,
+    collapse,
     huge_bytes_of,
     place,
     probe,
 )
+from zbmd.transport.segment import Segment
 
 POOL = "sys/kernel/mm/hugepages/hugepages-2048kB"
 SHMEM = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -93,3 +96,60 @@ def test_a_node_that_is_not_there_is_refused() -> None:
     with pytest.raises(OSError, match="Invalid argument"):
         placed.mapping.prefer_node(1 << 20)
     used(placed)
+
+
+def test_memory_in_use_is_moved_to_huge_pages_where_the_kernel_can() -> None:
+    placed = place("test", head_bytes=PAGE_BYTES, arena_bytes=ARENA_BYTES_MIN, offer=offer())
+    assert placed.placement.pages is Pages.BASE
+
+    def moved(memory: np.ndarray) -> None:
+        memory[:] = np.arange(len(memory)) % 251
+        peers = Mapping(placed.fd, placed.mapping.nbytes, 0)
+        placement = collapse(placed.mapping, placed.placement)
+        assert placement.huge_bytes == huge_bytes_of(placed.mapping)
+        assert (placement.huge_bytes > 0) == (placement.pages is Pages.TRANSPARENT)
+        assert (placement.huge_bytes > 0) != any("not made" in note for note in placement.notes)
+        seen = np.frombuffer(peers.view(0, peers.nbytes), np.uint8)
+        assert np.array_equal(seen, np.arange(len(memory)) % 251)
+        memory[-1] = 255
+        assert seen[-1] == 255
+        assert placement.pages is Pages.BASE or collapse(placed.mapping, placement) is placement
+
+    used(placed, moved)
+
+
+def test_a_segment_is_moved_while_it_lives() -> None:
+    segment = Segment.create(slot=0, incarnation=1, arena_bytes=ARENA_BYTES_MIN, inbox_bytes=PAGE_BYTES)
+    array = segment.arena.empty((ARENA_BYTES_MIN // 8,), np.int64)
+    array[:] = 5
+    segment.use_huge_pages()
+    assert segment.placement.huge_bytes == huge_bytes_of(segment.mapping)
+    assert (array == 5).all()
+    del array
+    segment.close()
+    with pytest.raises(LocalProtocolError, match="closed"):
+        segment.use_huge_pages()
+
+
+@pytest.mark.parametrize(
+    "nbytes", [1, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 1, 2 * HUGE_BYTES + PAGE_BYTES]
+)
+def test_large_mappings_begin_where_a_huge_page_may_and_leave_nothing(nbytes: int) -> None:
+    fd = os.memfd_create("test")
+    try:
+        os.ftruncate(fd, nbytes)
+        before = reserved_bytes()
+        mappings = [Mapping(fd, nbytes, nbytes) for _ in range(20)]
+        for mapping in mappings:
+            assert nbytes < HUGE_BYTES or mapping.address % HUGE_BYTES == 0
+            mapping.view(nbytes - 1, 1, writable=True)[0] = 1
+        assert reserved_bytes() - before < 20 * (nbytes + HUGE_BYTES // 2)
+        del mapping, mappings
+        assert reserved_bytes() - before < HUGE_BYTES
+    finally:
+        os.close(fd)
+
+
+def reserved_bytes() -> int:
+    """The address space of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES

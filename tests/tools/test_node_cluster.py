@@ -89,6 +89,14 @@ async def test_the_token_is_all_that_another_host_needs(nodes: Nodes, tmp_path: 
     cookie = tmp_path / "elsewhere" / "cookie"
     second = await nodes.up("n2", *words, ZBMD_COOKIE_FILE=str(cookie))
     await nodes.agreed("n1", "n2")
+    check_cookie(cookie, tmp_path / "cookie")
+    assert b"zbmd1-" not in command_line(second.pid), "`ps` would show the token"
+
+
+def check_cookie(cookie: Path, original: Path) -> None:
     assert cookie.stat().st_mode & 0o777 == 0o600
-    assert cookie.read_bytes() == (tmp_path / "cookie").read_bytes()
-    assert b"zbmd1-" not in Path(f"/proc/{second.pid}/cmdline").read_bytes(), "`ps` would show the token"
+    assert cookie.read_bytes() == original.read_bytes()
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()

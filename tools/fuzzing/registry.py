@@ -10,6 +10,7 @@ from typing import Final
 
 from zbmd.tools.fuzzing import (
     actors,
+    bootstraps,
     bulks,
     captures,
     cluster,
@@ -28,7 +29,7 @@ TARGETS: Final[Mapping[str, Target]] = {
     target.name: target
     for module in (
         *(wires, streams, bulks, memories, links, actors, hangs, cluster),
-        *(collectives, captures, files),
+        *(collectives, captures, files, bootstraps),
     )
     for target in module.TARGETS
 }
@@ -67,6 +68,10 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "transport/capture/text.py": ("capture.text",),
     "actors/actor_arguments.py": ("arguments",),
     "actors/actor_replay.py": ("replay.machines",),
+    "actors/bootstrap/etcd_client.py": ("etcd.reply",),
+    "actors/bootstrap/etcd_url.py": ("etcd.url", "etcd.record"),
+    "actors/bootstrap/hostlist.py": ("hostlist",),
+    "actors/bootstrap/merge.py": ("bootstrap.environment",),
     "actors/capture_kinds.py": ("replay.machines",),
     "actors/cluster/cluster_contracts.py": ("cluster.message", "cluster.machine"),
     "actors/cluster/node_state.py": ("node.state",),

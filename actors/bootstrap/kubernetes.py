@@ -52,21 +52,23 @@ def read_kubernetes(
     service = service or stated_text(environment, "ZBMD_SERVICE")
     if index is None and service is None:
         return None
-    name = environment.get("POD_NAME") or pod.host.partition(".")[0]
-    ordinal = _ORDINAL.fullmatch(name)
+    # The host name of an indexed Job's pod ends in its index; the pod's own name goes on at random.
+    host = pod.host.partition(".")[0] or environment.get("POD_NAME", "")
+    ordinal = _ORDINAL.fullmatch(host)
     if index is None and ordinal is not None:
-        value = int(ordinal["ordinal"])
-        index = Stated(value=value, source="POD_NAME" if environment.get("POD_NAME") else "the pod's name")
+        index = Stated(value=int(ordinal["ordinal"]), source="the pod's name")
+    elif index is not None and ordinal is not None and int(ordinal["ordinal"]) != index.value:
+        ordinal = None
     notes: tuple[str, ...] = ()
     if index is None:
-        notes = (f"the pod {name!r} has no number: it is in no StatefulSet, and in no indexed Job",)
+        notes = (f"the pod {host!r} has no number: it is in no StatefulSet, and in no indexed Job",)
     return Reading(
         launcher="Kubernetes",
         node=index,
         doors=None if service is None else _doors(environment, pod, service, ordinal),
         every_node_is_a_door=service is not None,
         job=_job(environment, pod, ordinal),
-        name=Stated(value=name, source="the pod's name") if name else None,
+        name=Stated(value=host, source="the pod's name") if host else None,
         local=stated_text(environment, "POD_IP"),
         notes=notes,
     )

@@ -258,6 +258,10 @@ def test_a_pod_of_an_indexed_job() -> None:
     service = Stated(value="train.ml.svc", source="--service")
     found = bootstrap_of(environment, flags("2"), service=service)
     assert (found.role, doors(found)) == (Role.FOUND, ["train.ml.svc:29400"])
+    named = bootstrap_of(environment, flags("2"), service=service, pod=Pod(host="train-0"))
+    assert doors(named) == ["train-0.train.ml.svc:29400", "train.ml.svc:29400"]
+    digits = bootstrap_of(environment, flags("2"), service=service, pod=Pod(host="train-0-24567"))
+    assert doors(digits) == ["train.ml.svc:29400"], "what is random about a name is no number"
     with pytest.raises(UserError, match="JOB_COMPLETION_INDEX is 5, but there are at most 2 nodes"):
         bootstrap_of({**environment, "JOB_COMPLETION_INDEX": "5"}, flags("2"), service=service)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from zbmd.actors.bootstrap.etcd_client import EtcdError, KeyValue, Outcome, decode_reply
+from zbmd.actors.bootstrap.etcd_client import EtcdError, Outcome, decode_reply
 from zbmd.actors.bootstrap.etcd_url import (
     ClusterRecord,
     DoorRecord,
@@ -71,15 +71,20 @@ def _url(text: str) -> None:
 
 def _reply(data: bytes) -> None:
     outcome = decode_reply(200 if data[:1] != b"!" else 404, data.removeprefix(b"!"), Outcome)
-    if not all(isinstance(pair, KeyValue) for pair in outcome.found()):
+    if len(outcome.found()) > len(data):
         raise Broken(f"{outcome}")
 
 
 def _record(data: bytes) -> None:
     refused: RemoteProtocolError | None = None
-    for kind in (ClusterRecord, DoorRecord, WitnessRecord):
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: read_record(data, ClusterRecord),
+        lambda: read_record(data, DoorRecord),
+        lambda: read_record(data, WitnessRecord),
+    )
+    for read in reads:
         try:
-            read_record(data, kind)
+            read()
         except RemoteProtocolError as error:
             refused = error
     if refused is not None:

@@ -145,6 +145,25 @@ def _out_of_memory(name: str, nbytes: int, available: Available) -> OutOfMemory:
     )
 
 
+def map_own(what: str, fd: int, nbytes: int) -> Mapping:
+    """Map all of a memfd of ours for writing. Raises `OutOfMemory` if the kernel has no place for it."""
+    try:
+        return Mapping(fd, nbytes, nbytes)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise _no_place(f"{in_words(nbytes)} of shared memory for {what!r}", nbytes) from error
+
+
+def _no_place(what: str, nbytes: int) -> OutOfMemory:
+    """There is memory, but the process may map no more of it. The kernel does not say which bound was met."""
+    return OutOfMemory(
+        f"{what} cannot be mapped: this process has as many mappings as it may (raise sysctl vm.max_map_count, "
+        "or open fewer links), or its address space is used up (raise ulimit -v, or choose a smaller --arena).",
+        asked_bytes=nbytes,
+    )
+
+
 def sealed_size(fd: int) -> int:
     """The size of a memfd that came from a peer, once it is certain that it can no longer shrink.
 
@@ -170,9 +189,5 @@ def map_from_peer(fd: int, nbytes: int, writable_bytes: int) -> Mapping:
         return Mapping(fd, nbytes, writable_bytes)
     except OSError as error:
         if error.errno == errno.ENOMEM:
-            raise OutOfMemory(
-                f"{in_words(nbytes)} of a peer's shared memory cannot be mapped: raise this process's limit "
-                "of address space (ulimit -v), or give the peer a smaller --arena.",
-                asked_bytes=nbytes,
-            ) from error
+            raise _no_place(f"{in_words(nbytes)} of a peer's shared memory", nbytes) from error
         raise RemoteProtocolError(f"shared memory from a peer cannot be mapped: {error.strerror}") from error

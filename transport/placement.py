@@ -31,7 +31,7 @@ from zbmd.transport._native import (
     current_node,
 )
 from zbmd.transport.kernel_files import read_chosen, read_cpu_list, read_int
-from zbmd.transport.memory import SEALS, fill_memfd, in_words, open_memfd
+from zbmd.transport.memory import SEALS, fill_memfd, in_words, map_own, open_memfd
 
 PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
 ARENA_BYTES_MIN: Final = 8 << 20
@@ -136,7 +136,7 @@ def _from_base_pages(name: str, head_bytes: int, arena_bytes: int, offer: Offer,
     total = head_bytes + _up(arena_bytes, PAGE_BYTES)
     fd = open_memfd(name, total)
     try:
-        mapping = Mapping(fd, total, total)
+        mapping = map_own(name, fd, total)
         node = _prefer_own_node(mapping, offer, notes)
         huge_bytes = _make_transparent(mapping, offer, notes) if arena_bytes >= ARENA_BYTES_MIN else 0
         fill_memfd(name, fd, total)

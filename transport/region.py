@@ -111,10 +111,9 @@ class Regions:
     def register(self, array: NDArray[Any], *, writers: Iterable[int] = ()) -> RegionHandle:
         """Describe an array of our own arena (peers may read it) or inbox (peers may write it).
 
-        The array lives until `release`; and if `writers` names the slots that get the handle, then until
-        each of these has closed its region or is proven gone. Registering it again gives the same handle and
-        adds writers. Raises `LocalProtocolError` if it is not C-contiguous, lies elsewhere, or `REGIONS_MAX`
-        are registered.
+        The array lives until `release`; and if `writers` names the slots that get the handle, then until each
+        of these is proven gone. Registering it again gives the same handle and adds writers. Raises
+        `LocalProtocolError` if it is not C-contiguous, lies elsewhere, or `REGIONS_MAX` are registered.
         """
         offset, writable = self._inbox.offset_of(array), True
         if offset is None:
@@ -175,29 +174,20 @@ class Regions:
             if region is not None and region.writers:
                 self._closing[handle] = region
 
-    def writer_closed(self, handle: RegionHandle, slot: int) -> None:
-        """A peer has told that it closed its region behind `handle`. Idempotent."""
-        with self._lock:
-            self._without(handle, slot)
-
     def writer_gone(self, slot: int) -> None:
         """The process in `slot` is proven gone. Idempotent."""
         with self._lock:
-            for handle in [*self._regions, *self._closing]:
-                self._without(handle, slot)
+            for regions in (self._regions, self._closing):
+                for region in regions.values():
+                    region.writers.discard(slot)
+            for handle in [handle for handle, region in self._closing.items() if not region.writers]:
+                del self._closing[handle]
 
     @property
     def closing(self) -> int:
-        """Regions that are released, and live until their writers have closed them or are proven gone."""
+        """Regions that are released, and live until their writers are proven gone."""
         with self._lock:
             return len(self._closing)
-
-    def _without(self, handle: RegionHandle, slot: int) -> None:
-        region = self._regions.get(handle) or self._closing.get(handle)
-        if region is not None:
-            region.writers.discard(slot)
-            if not region.writers:
-                self._closing.pop(handle, None)
 
     def resolve(self, handle: RegionHandle, offset: int, nbytes: int, *, write: bool) -> memoryview:
         """The bytes that a peer means, for links that store or read on its behalf; writable if `write`.

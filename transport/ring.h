@@ -8,6 +8,7 @@
 #define ZBMD_RING_H
 
 #include "native.h"
+#include <poll.h>
 #include <stdbool.h>
 
 #define ZBMD_RING_OFF_HEAD 0           /* u64: bytes ever written */
@@ -53,10 +54,14 @@ static inline void zbmd_ring_wake(struct zbmd_ring_end *end, uint64_t parked_off
     atomic_thread_fence(memory_order_seq_cst);
     _Atomic uint32_t *parked = zbmd_u32(end->ring, parked_offset);
     if (atomic_load_explicit(parked, memory_order_relaxed) && atomic_exchange(parked, 0)) {
+        /* If it cannot be written, the counter is full: the peer has a wake-up pending anyway. We ask first, for
+         * the peer has the same descriptor, and could make a write to it block. */
+        struct pollfd ready = {.fd = end->peer_event_fd, .events = POLLOUT};
         uint64_t one = 1;
-        /* EAGAIN means that the counter is full, so the peer has a wake-up pending anyway. */
-        ssize_t written = write(end->peer_event_fd, &one, sizeof one);
-        (void)written;
+        if (poll(&ready, 1, 0) == 1 && ready.revents & POLLOUT) {
+            ssize_t written = write(end->peer_event_fd, &one, sizeof one);
+            (void)written;
+        }
     }
 }
 

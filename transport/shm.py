@@ -41,7 +41,7 @@ from zbmd.transport.errors import (
 )
 from zbmd.transport.hello import MAX_BODY_BYTES, PeerInfo, Side
 from zbmd.transport.hello_driver import readable, say_hello
-from zbmd.transport.memory import create_memfd
+from zbmd.transport.memory import create_memfd, map_own
 from zbmd.transport.segment import PeerSegment, Segment
 from zbmd.transport.shm_link import LinkParts, ShmLink, link_memory_bytes
 
@@ -268,7 +268,7 @@ def _make_link_memory(ring_bytes: int) -> _LinkMemory:
     memfd = create_memfd("zbmd-link", nbytes)
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, memfd)
-        mapping = Mapping(memfd, nbytes, nbytes)
+        mapping = map_own("zbmd-link", memfd, nbytes)
         dialer_wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         undo.callback(os.close, dialer_wake_fd)
         listener_wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -74,6 +74,7 @@ class ShmLink(LinkSide):
         self._sock = parts.sock
         self._mapping = parts.mapping
         self._wake_fd = parts.wake_fd
+        self._wake_count = bytearray(8)
         self._peer_wake_fd = parts.peer_wake_fd
         first, second = 0, RING_HEADER_BYTES + parts.ring_bytes
         ours, theirs = (first, second) if parts.dialed else (second, first)
@@ -131,8 +132,9 @@ class ShmLink(LinkSide):
                 self._drain()
 
     def _on_wake(self) -> None:
+        # Whatever the peer, who has the same descriptor, made of its O_NONBLOCK.
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+            os.preadv(self._wake_fd, (self._wake_count,), -1, os.RWF_NOWAIT)
         self._pump()
         self._drain()
 

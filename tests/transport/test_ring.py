@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from collections import deque
 from collections.abc import Iterator
 
@@ -17,6 +18,8 @@ from zbmd.transport.memory import create_memfd
 
 CAPACITY = 4096
 FRAME_MAX = 3 * CAPACITY
+BLOCKED_S = 20
+"""Whoever takes so long is blocked for ever."""
 
 
 class Ring:
@@ -133,3 +136,14 @@ def test_a_frame_over_the_bound_is_refused_before_memory_is_taken(ring: Ring) ->
 def test_a_ring_that_does_not_fit_is_refused(ring: Ring, offset: int, capacity: int) -> None:
     with pytest.raises(LocalProtocolError):
         RingWriter(ring.mapping, offset, capacity, ring.reader_wake)
+
+
+def test_a_counter_that_the_peer_has_filled_and_made_block_holds_nobody_up(ring: Ring) -> None:
+    assert ring.reader.park()
+    os.eventfd_write(ring.reader_wake, (1 << 64) - 2)
+    os.set_blocking(ring.reader_wake, True)
+    writing = threading.Thread(target=ring.writer.write, args=(b"", b"frame", 0), daemon=True)
+    writing.start()
+    writing.join(BLOCKED_S)
+    assert not writing.is_alive()
+    assert ring.reader.read() == b"frame"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 
 import pytest
 from link_harness import Ear
@@ -23,6 +24,9 @@ from zbmd.transport.segment import Segment
 from zbmd.transport.shm import Endpoint, link_pair
 from zbmd.transport.shm_link import ShmLink
 from zbmd.transport.spin import SpinChoice, SpinPolicy
+
+BLOCKED_S = 20
+"""Whoever takes so long is blocked for ever."""
 
 LIMITS = LinkLimits(ring_bytes=1 << 12, queue_bytes_max=1 << 14, queue_frames_max=16, frames_per_wake=4)
 
@@ -51,6 +55,19 @@ async def test_bytes_in_the_links_socket_end_it_with_one_line_in_the_log() -> No
         assert isinstance(await theirs.end(), RemoteProtocolError)
     assert [(entry["event"], entry["peer"]) for entry in logs] == [("link ended", "a")]
     a.close()
+
+
+async def test_a_wake_up_that_the_peer_took_back_and_made_block_holds_nobody_up() -> None:
+    a, b = pair()
+    theirs = Ear(b)
+    os.set_blocking(b._wake_fd, True)
+    waking = threading.Thread(target=b._on_wake, daemon=True)
+    waking.start()
+    await asyncio.to_thread(waking.join, BLOCKED_S)
+    assert not waking.is_alive()
+    a.send(b"frame")
+    await theirs.frames(1)
+    await end_both(a, b, theirs)
 
 
 async def test_an_impossible_ring_position_ends_the_link_for_reader_and_writer() -> None:

@@ -158,8 +158,9 @@ def map_own(what: str, fd: int, nbytes: int) -> Mapping:
 def _no_place(what: str, nbytes: int) -> OutOfMemory:
     """There is memory, but the process may map no more of it. The kernel does not say which bound was met."""
     return OutOfMemory(
-        f"{what} cannot be mapped: this process has as many mappings as it may (raise sysctl vm.max_map_count, "
-        "or open fewer links), or its address space is used up (raise ulimit -v, or choose a smaller --arena).",
+        f"{what} cannot be mapped: this process has as many mappings as it may (raise vm.max_map_count by "
+        "sysctl, or open fewer links), or its address space is used up (raise ulimit -v, or choose a smaller "
+        "--arena).",
         asked_bytes=nbytes,
     )
 

@@ -1,4 +1,4 @@
-"""A short soak: with all cores busy nobody is taken for dead, or for hanging. Ten minutes are for the script."""
+"""A short soak: with all cores busy nobody is taken for dead, or hanging. Ten minutes are for the script."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import types
 import typing
@@ -9,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from zbmd.actors.context import ActorClock
 from zbmd.actors.contracts import Contract, fingerprint
@@ -92,17 +94,42 @@ ReplyT = TypeVar("ReplyT", bound="Contract | Later | None")
 HandlerOf = Callable[[ActorT, MessageT], Awaitable[ReplyT]]
 
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+class PooledMark(Protocol):
+    """What marks a function that is no coroutine as a handler."""
+
+    def __call__(self, function: FunctionT, /) -> FunctionT:
+        """The function itself."""
+        ...
+
+
+@overload
 def on(
     message: type[MessageT],
-) -> Callable[[HandlerOf[ActorT, MessageT, ReplyT]], HandlerOf[ActorT, MessageT, ReplyT]]:
+) -> Callable[[HandlerOf[ActorT, MessageT, ReplyT]], HandlerOf[ActorT, MessageT, ReplyT]]: ...
+
+
+@overload
+def on(message: type[Contract], *, pool: Literal["thread", "process"]) -> PooledMark: ...
+
+
+def on(message: type[Any], *, pool: Literal["thread", "process"] | None = None) -> Callable[..., Any]:
     """Mark an async method as the handler of one contract or signal.
 
     Its return annotation names the reply: a contract, None, or a union of such; with `Later` in it, the
     handler may put its answer off (`Actor.defer`, `Actor.stash`).
+
+    pool: for what computes. "thread": a plain method, called in a thread; it has the actor for itself, and
+    leaves the loop, other actors and `clock` alone. "process": a static method (`@staticmethod` above `@on`)
+    of a class that can be imported, called with the message in another process. The next message waits.
     """
 
-    def mark(function: HandlerOf[ActorT, MessageT, ReplyT]) -> HandlerOf[ActorT, MessageT, ReplyT]:
-        function.__zbmd_handles__ = message  # type: ignore[attr-defined]
+    def mark(function: Any) -> Any:
+        function.__zbmd_handles__ = message
+        if pool is not None:
+            function.__zbmd_pool__ = pool
         return function
 
     return mark
@@ -155,9 +182,10 @@ class Actor:
         cls._handlers = {}
         for base in reversed(cls.__mro__):
             for value in vars(base).values():
-                message = getattr(value, "__zbmd_handles__", None)
+                function = value.__func__ if isinstance(value, staticmethod) else value
+                message = getattr(function, "__zbmd_handles__", None)
                 if message is not None:
-                    cls._handlers[message] = value
+                    cls._handlers[message] = function
         if remote:
             register_remote(cls)
 
@@ -213,6 +241,11 @@ class Actor:
             cell.life.asks_to_stop(text)
         cell.request_stop(Reason(ReasonKind.NORMAL, text))
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its life is not over."""
+        return self._running_cell().is_alive
+
     # Its own messages.
 
     def after(self, delay_s: float, message: Contract) -> Timer:
@@ -259,12 +292,37 @@ def handler_table(cls: type[Actor]) -> Mapping[type, Handler]:
         table: dict[type, Handler] = {}
         for message, function in cls._handlers.items():
             replies = _reply_types(cls, function)
-            table[message] = Handler(function, replies - {Later}, Later in replies)
+            runs = pooled(cls, function) if hasattr(function, "__zbmd_pool__") else function
+            table[message] = Handler(runs, replies - {Later}, Later in replies)
         for contract in {*table, *(reply for handler in table.values() for reply in handler.replies)}:
             if issubclass(contract, Contract):
                 fingerprint(contract)  # raises here, not in a peer
         cls._table = types.MappingProxyType(table)
     return cls._table
+
+
+def pooled(cls: type[Actor], function: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """What awaits a function that is declared for a pool. Raises `ContractError`."""
+    in_process = getattr(function, "__zbmd_pool__", None) == "process"
+    where = f"{cls.__qualname__}.{function.__name__}"
+    if inspect.iscoroutinefunction(function):
+        raise ContractError(f"{where} is for a pool: declare it with `def`, it has no loop there")
+    if in_process and not isinstance(inspect.getattr_static(cls, function.__name__, None), staticmethod):
+        raise ContractError(f"{where} is for another process, where there is no actor: make it static")
+    if in_process and ("<locals>" in function.__qualname__ or function.__module__ == "__main__"):
+        raise ContractError(f"{where} is for another process, which cannot import it")
+    function_id = f"{function.__module__}:{function.__qualname__}"
+
+    async def run(actor: Actor, message: Contract) -> Any:
+        cell = actor._running_cell()
+        if cell.life is not None and cell.life.replays:
+            await asyncio.sleep(0)  # the turn in which the pool was done comes later
+            return function(message) if in_process else function(actor, message)
+        if in_process:
+            return await cell.system.pools.in_process(function_id, message)
+        return await cell.system.pools.in_thread(function, actor, message)
+
+    return run
 
 
 def _reply_types(cls: type[Actor], function: Callable[..., Any]) -> frozenset[type]:

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from zbmd.actors.actor_life import ActorLife
     from zbmd.actors.system import ActorSystem
 
-MESSAGES_PER_TURN = 64
-"""How many messages an actor handles before the loop gets its turn, if it is fast with them."""
 TURN_NS = 100_000
-"""How long it may handle messages before that, looked at after every `MESSAGES_PER_LOOK`."""
+"""How long an actor handles messages before the loop gets its turn; it looks after `MESSAGES_PER_LOOK`."""
 MESSAGES_PER_LOOK = 4
+LOOKS_PER_TURN = 16
+MESSAGES_PER_TURN = MESSAGES_PER_LOOK * LOOKS_PER_TURN
+"""How many it handles before that if it is fast with them."""
 LINKS_MAX = 65_536
 WATCHERS_MAX = 65_536
 
@@ -58,7 +59,6 @@ class ActorCell:
         "_end",
         "_next_watch",
         "_stop",
-        "_task",
         "_timers",
         "_watchers",
         "_withdrawn",
@@ -67,6 +67,7 @@ class ActorCell:
         "current",
         "handled",
         "handlers",
+        "incarnation",
         "life",
         "links",
         "mailbox",
@@ -77,6 +78,7 @@ class ActorCell:
         "ref",
         "state",
         "system",
+        "task",
         "turns",
     )
 
@@ -87,6 +89,7 @@ class ActorCell:
         self.actor = actor
         self.ref = ref
         self.name = ref.actor
+        self.incarnation = ref.incarnation
         self.mailbox = Mailbox(spec.capacity, system.memory)
         self.handlers = handler_table(type(actor))
         self.parent = parent
@@ -115,24 +118,25 @@ class ActorCell:
         self._context = copy_context()
         self._context.run(current_cell.set, self)
         self._context.run(current_delivery.set, None)
-        self._task: asyncio.Task[None] | None = self._new_task()
-
-    @property
-    def task(self) -> asyncio.Task[None] | None:
-        """What serves it while it has anything to do. From any thread."""
-        return self._task
+        self.task: asyncio.Task[None] | None = self._new_task()
+        """What serves the mailbox; None while it is idle."""
 
     def _new_task(self) -> asyncio.Task[None]:
         return self.system.loop.create_task(self._run(), name=self.name, context=self._context)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether this life is not over."""
+        return self.state is not CellState.DEAD
+
     def is_served_by(self, task: asyncio.Task[object]) -> bool:
         """Whether the task is the one that serves the mailbox."""
-        return self._task is task
+        return self.task is task
 
     def wake(self) -> None:
         """Serve the mailbox; call it after each message taken in."""
-        if self._task is None and self.accepts:
-            self._task = self._new_task()
+        if self.task is None and self.accepts:
+            self.task = self._new_task()
 
     # Signals and ends.
 
@@ -169,7 +173,7 @@ class ActorCell:
         """End now: no `stopping()`, the current handler is cancelled."""
         if self.state is CellState.DEAD:
             return
-        task = self._task
+        task = self.task
         if self.life is not None:
             self.life.killed(reason)
         self._finish(reason)
@@ -258,9 +262,9 @@ class ActorCell:
 
     def withdraw_current(self) -> None:
         """Cancel the handler of the current message; the actor lives on."""
-        if self._task is not None and self.current is not None:
+        if self.task is not None and self.current is not None:
             self._withdrawn = self.current
-            self._task.cancel()
+            self.task.cancel()
 
     def _is_withdrawn(self) -> bool:
         """Whether the current handler was cancelled because nobody wants its answer; if so, that is over."""
@@ -268,8 +272,8 @@ class ActorCell:
         if withdrawn is None or self.state is CellState.DEAD:
             return False
         self.current = None
-        if self._task is not None:
-            self._task.uncancel()
+        if self.task is not None:
+            self.task.uncancel()
         if self.life is not None:
             self.life.settle()
         return True
@@ -298,7 +302,7 @@ class ActorCell:
             self._finish(Reason(ReasonKind.FAILED, f"{type(error).__name__}: {error}"))
             raise
         if reason is None:
-            self._task = None
+            self.task = None
             self.mailbox.rest()
         else:
             if self.life is not None and self._stop is not reason:
@@ -309,16 +313,17 @@ class ActorCell:
         """Handle signals and messages until there are none, or a stop is requested."""
         mailbox, handlers, actor, life = self.mailbox, self.handlers, self.actor, self.life
         self.turns += 1
-        budget = MESSAGES_PER_TURN
-        until_ns = time.monotonic_ns() + TURN_NS
+        look, looks, until_ns = MESSAGES_PER_LOOK, LOOKS_PER_TURN, time.monotonic_ns() + TURN_NS
         while self._stop is None:
-            budget -= 1
-            if not budget or (not budget % MESSAGES_PER_LOOK and time.monotonic_ns() > until_ns):
-                await asyncio.sleep(0)
-                self.turns += 1
-                budget = MESSAGES_PER_TURN
-                until_ns = time.monotonic_ns() + TURN_NS
-                continue
+            if not look:
+                look = MESSAGES_PER_LOOK
+                looks -= 1
+                if not looks or time.monotonic_ns() > until_ns:
+                    await asyncio.sleep(0)
+                    self.turns += 1
+                    looks, until_ns = LOOKS_PER_TURN, time.monotonic_ns() + TURN_NS
+                    continue
+            look -= 1
             if mailbox.signals:
                 signal = mailbox.signals.popleft()
                 current_delivery.set(None)
@@ -411,7 +416,7 @@ class ActorCell:
             self.life.ended(reason)
         self.state = CellState.DEAD
         self.accepts = False
-        self._task = None
+        self.task = None
         self.system.forget(self)
         self._fail_current(reason)
         ended = f"{self.ref!r} {reason}"

@@ -25,6 +25,7 @@ from zbmd.actors.errors import (
 )
 from zbmd.actors.loop_watch import watch_loop
 from zbmd.actors.peer import TIMEOUT_NS_MAX, Peer
+from zbmd.actors.pools import Pools
 from zbmd.actors.ref import Ref
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
 
@@ -49,6 +50,9 @@ class Messaging:
         self._stopped = False
         self._last_trace = 0
         self._tells_left = TELLS_PER_TURN
+        self.codec = wire.Codec(self._bind)
+        self.pools = Pools(self)
+        """Where handlers run that are declared for a pool."""
         self.watch_of_loop = watch_loop(self)
         """Who held the event loop, if anyone did."""
 
@@ -74,10 +78,10 @@ class Messaging:
         if ref.process == self.name:
             cell = self._living(ref)
             delivery = Delivery(message, 0, trace_id, sender, None, None)
-            if cell.mailbox.offer(delivery):
-                cell.wake()
-            else:
+            if not cell.mailbox.offer(delivery):
                 await self._tell_when_room(cell, delivery)
+            elif cell.task is None:
+                cell.wake()
             self._tells_left -= 1
             if not self._tells_left:
                 self._tells_left = TELLS_PER_TURN
@@ -103,10 +107,10 @@ class Messaging:
             if ref.process == self.name:
                 cell = self._living(ref)
                 delivery = Delivery(message, deadline_ns, trace_id, sender, None, LocalReply(future))
-                if cell.mailbox.offer(delivery):
-                    cell.wake()
-                else:
+                if not cell.mailbox.offer(delivery):
                     await self._wait_for_room(cell, delivery, deadline_ns, timeout_ns)
+                elif cell.task is None:
+                    cell.wake()
             else:
                 peer = self._peer(ref.process, ref.process_incarnation)
                 call = peer.open_call(future)
@@ -212,6 +216,9 @@ class Messaging:
         finally:
             self._deadlines.remove(room, bucket)
 
+    def _bind(self, data: wire.RefData) -> Ref:
+        return Ref(self, data.process, data.process_incarnation, data.actor, data.incarnation)
+
     def new_trace(self) -> int:
         """A trace id for what nothing else has caused."""
         self._last_trace = self._last_trace + 1 & _U64
@@ -252,8 +259,13 @@ class Messaging:
         )
 
     def _living(self, ref: Ref) -> ActorCell:
-        cell = self._find_ref(ref)
-        if cell is None or not cell.accepts:
+        cell = self._cells.get(ref.actor)
+        if (
+            cell is None
+            or not cell.accepts
+            or (ref.incarnation and ref.incarnation != cell.incarnation)
+            or (ref.process_incarnation and ref.process_incarnation != self.incarnation)
+        ):
             if self._stopped:
                 raise SystemStopped(f"the actor system of {self.name} has been stopped")
             raise DeadActor(f"{ref!r} does not live")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 if TYPE_CHECKING:
     from zbmd.actors.contracts import Contract
-    from zbmd.actors.system import ActorSystem
+    from zbmd.actors.messaging import Messaging
 
 ContractT = TypeVar("ContractT", bound="Contract")
 
@@ -24,7 +24,7 @@ class Ref:
     __slots__ = ("_system", "actor", "incarnation", "process", "process_incarnation")
 
     def __init__(
-        self, system: ActorSystem, process: str, process_incarnation: int, actor: str, incarnation: int
+        self, system: Messaging, process: str, process_incarnation: int, actor: str, incarnation: int
     ) -> None:
         self._system = system
         self.process = process

@@ -71,7 +71,6 @@ class ActorSystem(Messaging):
     ) -> None:
         super().__init__(name, incarnation, mailbox_bytes_max)
         self.recorder = recorder
-        self.codec = wire.Codec(self._bind)
         self.undelivered = 0
         self._lingering: set[asyncio.Task[None]] = set()
         self._last_actor = 0
@@ -213,6 +212,7 @@ class ActorSystem(Messaging):
                 peer.close(None)
             self._deadlines.close()
             unwatch_loop(self.watch_of_loop)
+        await self.pools.close()
         if self._lingering:
             await asyncio.wait(self._lingering, timeout=timeout)
 
@@ -438,6 +438,3 @@ class ActorSystem(Messaging):
         elif self.undelivered & (self.undelivered - 1) == 0:  # the 1st, 2nd, 4th, 8th …
             what = {"to": ref.address, "sender": sender, "contract": contract, "count": self.undelivered}
             _log.warning("message rejected", error=f"{type(error).__name__}: {error}", **what)
-
-    def _bind(self, data: wire.RefData) -> Ref:
-        return Ref(self, data.process, data.process_incarnation, data.actor, data.incarnation)

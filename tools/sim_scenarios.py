@@ -14,6 +14,7 @@ from typing import NoReturn, Protocol, runtime_checkable
 import structlog
 from structlog.typing import EventDict
 
+from zbmd.actors.cluster.jobs_scenario import JobsScenario
 from zbmd.actors.cluster.membership_scenario import MembershipScenario
 from zbmd.actors.links_scenario import LinksScenario
 from zbmd.actors.supervision_scenario import SupervisionScenario
@@ -64,6 +65,7 @@ ENTRIES: Mapping[str, Entry] = MappingProxyType(
             ranks=(1, 2, 2, 3, 3, 3, 3, 4, 5, 5, 7, 11),
             lengths=(1, 1, 2, 3, 6),
         ),
+        "jobs": Entry(make=JobsScenario, ranks=(1, 2, 2, 3, 3, 3, 4, 5, 7), lengths=(1, 1, 2, 3, 6)),
         "training": Entry(make=TrainingScenario, ranks=(1, 2, 2, 3, 3, 4), lengths=(1, 1, 1, 2, 2, 3, 6)),
         "collectives": Entry(
             make=CollectivesScenario, ranks=(1, 2, 2, 3, 3, 4, 5, 6), lengths=(1, 1, 2, 3, 8)

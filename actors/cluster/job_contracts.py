@@ -6,11 +6,13 @@ from zbmd.actors.contracts import Contract
 
 
 class HostLinked(Contract, id="zbmd.job.linked"):
-    """To the other hosts of a job's view: all members that the sender runs are linked, and wait to enter it.
+    """To the other hosts of a job's view, the one of `epoch`.
 
-    again: the sender lacks the receiver's own `HostLinked` for this epoch, and asks for it.
+    linked: all of its members that the sender runs are linked, and wait to enter it; else the sender has gone
+    on to a later view and never will say so. ask: the sender waits for the receiver's own word.
     """
 
     job: int
     epoch: int
-    again: bool = False
+    linked: bool
+    ask: bool = False

@@ -18,9 +18,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import assert_never
+from functools import partial
+from typing import Protocol, TypeAlias, assert_never
 
 from zbmd.actors.cluster.detector import Detector
+from zbmd.actors.cluster.job_contracts import HostLinked
+from zbmd.actors.cluster.jobs import Submit
 from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.membership import LEFT, ClusterMachine, State
 from zbmd.actors.cluster.messages import (
@@ -32,6 +35,7 @@ from zbmd.actors.cluster.messages import (
     Installed,
     LeaveRequested,
     Message,
+    Ordered,
     Received,
     Send,
     SetTimer,
@@ -45,6 +49,9 @@ from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.transport import sim
 from zbmd.transport.budget import Deadlines, derive
 from zbmd.transport.errors import LocalProtocolError
+
+Packet: TypeAlias = tuple[Node, NodeKey, Message | HostLinked]
+"""Who sends it, which life it is for, and what is said."""
 
 AGAIN_NS = 300_000_000
 """After its life has ended, a node tries again so much later."""
@@ -112,7 +119,7 @@ class NodeProcess:
         self._id, self._base = node_id, incarnation * LIVES_MAX
         self._lives = 0
         self._founds = founds
-        self._effects: list[sim.Effect[tuple[Node, NodeKey, Message]]] = []
+        self._effects: list[sim.Effect[Packet]] = []
         self._new_life()
         cluster.nodes[name_of(node_id)] = self
 
@@ -129,9 +136,7 @@ class NodeProcess:
         """The machine's own."""
         self.machine.check_invariants()
 
-    def deliver(
-        self, stimulus: sim.Stimulus[tuple[Node, NodeKey, Message]], *, now_ns: int
-    ) -> Sequence[sim.Effect[tuple[Node, NodeKey, Message]]]:
+    def deliver(self, stimulus: sim.Stimulus[Packet], *, now_ns: int) -> Sequence[sim.Effect[Packet]]:
         """Take a stimulus; a message names its sender's life and the life that it is for."""
         self._effects = []
         match stimulus:
@@ -149,6 +154,8 @@ class NodeProcess:
                 self._start(now_ns)
             case sim.Commanded(command="leave"):
                 self._feed(LeaveRequested(), now_ns)
+            case sim.Commanded(command=Submit() as order):
+                self._feed(Ordered(order=order), now_ns)
             case sim.PeerEnded():
                 pass  # a closed connection proves nothing across hosts
             case _:
@@ -169,10 +176,11 @@ class NodeProcess:
             self._feed(Enter(doors=doors), now_ns)
         self._beat(now_ns)
 
-    def _arrived(self, sender: Node, message: Message, now_ns: int) -> None:
+    def _arrived(self, sender: Node, message: Message | HostLinked, now_ns: int) -> None:
         if self.detector.heard(sender.key, now_ns):
             self._feed(Trusted(key=sender.key), now_ns)
-        self._feed(Received(sender=sender, message=message), now_ns)
+        if not isinstance(message, HostLinked):
+            self._feed(Received(sender=sender, message=message), now_ns)
 
     def _beat(self, now_ns: int) -> None:
         if self.machine.state is State.STOPPED:
@@ -221,7 +229,7 @@ class NodeProcess:
         assert name_of(self._id) not in self.cluster.protected, f"{self.me.key} stops: {reason}"
         self._effects.append(sim.SetTimer(name="again", at_ns=now_ns + AGAIN_NS))
 
-    def _send(self, to: Node, message: Message) -> None:
+    def _send(self, to: Node, message: Message | HostLinked) -> None:
         nbytes = 64 if isinstance(message, Beat) else 512
         self._effects.append(sim.Send(to=name_of(to.id), message=(self.me, to.key, message), nbytes=nbytes))
 
@@ -234,21 +242,30 @@ def protected_of(rng: random.Random, size: int) -> frozenset[str]:
     return frozenset(name_of(node_id) for node_id in (0, *others))
 
 
-def build(seed: int | str, size: int) -> tuple[sim.Simulation[tuple[Node, NodeKey, Message]], Cluster]:
+def build(seed: int | str, size: int) -> tuple[sim.Simulation[Packet], Cluster]:
     """A cluster at its start: node 0 founds it, the others knock."""
-    simulation = sim.Simulation[tuple[Node, NodeKey, Message]](seed)
+    simulation = sim.Simulation[Packet](seed)
     cluster = Cluster(size=size, protected=protected_of(simulation.rng("protected"), size))
+    populate(simulation, size, partial(NodeProcess, cluster))
+    return simulation, cluster
+
+
+class MakesNode(Protocol):
+    """Makes the process of a node."""
+
+    def __call__(self, node_id: int, incarnation: int, *, founds: bool) -> NodeProcess:
+        """The process of that incarnation; the first of node 0 founds the cluster."""
+        ...
+
+
+def populate(simulation: sim.Simulation[Packet], size: int, make: MakesNode) -> None:
+    """Add the processes of all nodes."""
 
     def factory(node_id: int) -> Callable[[int], NodeProcess]:
-        def make(incarnation: int) -> NodeProcess:
-            founds = node_id == 0 and incarnation == 1
-            return NodeProcess(cluster, node_id, incarnation, founds=founds)
-
-        return make
+        return lambda incarnation: make(node_id, incarnation, founds=node_id == 0 and incarnation == 1)
 
     for node_id in range(size):
         simulation.add(name_of(node_id), factory(node_id))
-    return simulation, cluster
 
 
 def in_one_view(cluster: Cluster, names: frozenset[str]) -> bool:

@@ -9,24 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.actors.cluster.detector import Detector
+from zbmd.actors.cluster.jobs import CommandRefused, JobSpec, Stop, Submit
 from zbmd.actors.cluster.membership import ClusterMachine
 from zbmd.actors.cluster.membership_scenario import (
     LIVENESS_NS,
     SECOND_NS,
     Cluster,
     MembershipScenario,
-    Message,
+    Packet,
     build,
     in_one_view,
     name_of,
 )
-from zbmd.actors.cluster.messages import Found, LeaveRequested, Stopped
+from zbmd.actors.cluster.messages import Found, LeaveRequested, Ordered, Stopped, TimerFired
 from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.word import COMMANDS_WAITING_MAX
 from zbmd.transport import sim
 from zbmd.transport.budget import derive
 from zbmd.transport.sim import Options, Outcome, run_scenario
 
-World = tuple[sim.Simulation[tuple[Node, NodeKey, Message]], Cluster]
+World = tuple[sim.Simulation[Packet], Cluster]
 
 
 def names(*ids: int) -> frozenset[str]:
@@ -67,7 +69,7 @@ def test_clusters_stand_faults(seed: int, ranks: int, length: int, faults: int) 
 def test_every_single_kill_while_a_death_is_agreed_on(size: int) -> None:
     """A node dies; then, in a run for each, any other dies between any two effects of what follows."""
 
-    def play(then: Callable[[sim.Simulation[tuple[Node, NodeKey, Message]]], None]) -> World:
+    def play(then: Callable[[sim.Simulation[Packet]], None]) -> World:
         simulation, cluster = formed(size, size, protected=frozenset())
         then(simulation)
         simulation.crash(name_of(size - 1))
@@ -154,6 +156,65 @@ def test_deaths_that_come_together_cost_one_view() -> None:
         simulation.crash(name_of(node_id))
     settle((simulation, cluster), names(0, 2, 3, 5, 7))
     assert cluster.acted_on == before + 1
+
+
+def test_what_many_nodes_order_at_once_is_one_view_and_each_order_is_applied_once() -> None:
+    simulation, cluster = formed(5, 9)
+    cluster.protected = frozenset()
+    before = cluster.acted_on
+    for node_id in range(9):
+        for number in range(3):
+            simulation.command(
+                name_of(node_id), Submit(spec=JobSpec(job=1 + 10 * node_id + number, target="t"))
+            )
+    began_ns = simulation.now_ns
+    simulation.run(until=lambda: all_have(cluster, 27), for_ns=SECOND_NS)
+    assert all_have(cluster, 27) and cluster.acted_on <= before + 2
+    assert simulation.now_ns - began_ns < cluster.deadlines.heartbeat_ns, "nobody waits for suspicions"
+    view = cluster.nodes[name_of(3)].acts_on
+    assert view is not None and [origin.number for origin in view.jobs.origins] == [3] * 9
+
+
+def all_have(cluster: Cluster, jobs: int) -> bool:
+    views = [node.acts_on for node in cluster.nodes.values()]
+    return all(view is not None and len(view.jobs.jobs) == jobs for view in views)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=15, deadline=None)
+def test_orders_survive_the_death_of_the_speaker(seed: int) -> None:
+    simulation, cluster = formed(seed, 4)
+    cluster.protected = frozenset()
+    for number in range(5):
+        simulation.command(name_of(3), Submit(spec=JobSpec(job=1 + number, target="t")))
+    delay_ns = simulation.rng("delay").randint(0, 20_000_000)
+    simulation.run(for_ns=delay_ns)
+    simulation.crash(name_of(0))
+    settle((simulation, cluster), names(1, 2, 3))
+    simulation.run(for_ns=SECOND_NS)
+    for node_id in (1, 2, 3):
+        view = cluster.nodes[name_of(node_id)].acts_on
+        assert view is not None and [job.id for job in view.jobs.jobs] == [1, 2, 3, 4, 5]
+        assert view.jobs.applied(NodeKey(3, cluster.nodes[name_of(3)].me.key.incarnation)) == 5
+
+
+def test_an_order_that_no_cluster_takes_is_refused_at_once() -> None:
+    machine = ClusterMachine(Node(NodeKey(7, 1)), derive())
+    machine.handle(Found(), now_ns=1)
+    with pytest.raises(CommandRefused, match="it names nothing to run"):
+        machine.handle(Ordered(order=Submit(spec=JobSpec(job=1, target=""))), now_ns=2)
+    for number in range(COMMANDS_WAITING_MAX):
+        machine.handle(Ordered(order=Stop(job=number + 1, reason="x")), now_ns=3)
+    with pytest.raises(CommandRefused, match="commands of node7#1 wait to be agreed on already"):
+        machine.handle(Ordered(order=Stop(job=1, reason="x")), now_ns=4)
+    now_ns = 5
+    while machine.view.jobs.applied(machine.me.key) < COMMANDS_WAITING_MAX:
+        now_ns += derive().heartbeat_ns
+        before = machine.view.epoch
+        machine.handle(TimerFired(), now_ns=now_ns)
+        machine.check_invariants()
+        assert machine.view.epoch == before + 1, "it goes on for as long as there is something to agree on"
+    assert machine.view.jobs.age_ns == now_ns - 1
 
 
 def test_the_only_member_leaves_at_once() -> None:

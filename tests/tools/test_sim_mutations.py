@@ -63,6 +63,7 @@ COMMIT = "zbmd.collectives.commit:StepCommit"
 SUPERVISION = "zbmd.actors.supervision:SupervisionMachine"
 PEER = "zbmd.actors.peer:Peer"
 CLUSTER = "zbmd.actors.cluster.membership:ClusterMachine"
+LOCAL_JOBS = "zbmd.actors.cluster.local_jobs:LocalJobs"
 BROKEN = (Outcome.SAFETY, Outcome.CRASH)
 ANY = (Outcome.SAFETY, Outcome.CRASH, Outcome.LIVENESS)
 
@@ -103,6 +104,49 @@ MUTATIONS = [
         (
             Edit(f"{CLUSTER}._catch_up", "if epoch >= self.view.epoch:", "if True:"),
             Edit(f"{CLUSTER}._knocked", "member.key == node.key:", "member.key == node.key and False:"),
+        ),
+        ANY,
+    ),
+    Mutation(
+        "ranks enter a view once those of their own host are linked",
+        "jobs",
+        (
+            Edit(
+                f"{LOCAL_JOBS}._enter",
+                "not all(local.words.get((epoch, host)) for host in local.hosts)",
+                "False",
+            ),
+        ),
+        BROKEN,
+    ),
+    Mutation(
+        "a host that went past a view does not say so",
+        "jobs",
+        (
+            Edit(
+                f"{LOCAL_JOBS}._install",
+                "if passed not in local.promised and self._own_members(local):",
+                "if False:",
+            ),
+            Edit(f"{LOCAL_JOBS}._host_said", "if promised or passed:", "if promised:"),
+        ),
+        (Outcome.LIVENESS,),
+    ),
+    Mutation(
+        "a node whose life has ended lets its ranks go on",
+        "jobs",
+        (Edit(f"{LOCAL_JOBS}._end_life", "self._condemn(local, process, now_ns, kill=True)", "pass"),),
+        BROKEN,
+    ),
+    Mutation(
+        "a rank that starts again keeps its incarnation",
+        "jobs",
+        (
+            Edit(
+                "zbmd.actors.cluster.job_rules:_started",
+                "incarnation=entry.incarnation + 1",
+                "incarnation=max(1, entry.incarnation)",
+            ),
         ),
         ANY,
     ),

@@ -1,0 +1,234 @@
+"""The machine of a node's jobs: what it starts, ends and tells, and how hosts enter a job's view together."""
+
+from __future__ import annotations
+
+from zbmd.actors.cluster import local_events as e
+from zbmd.actors.cluster.job_contracts import HostLinked
+from zbmd.actors.cluster.jobs import Command, JobSpec, Order, RankDown, RankUp, Stop, Submit
+from zbmd.actors.cluster.local_events import RankKey
+from zbmd.actors.cluster.local_jobs import LocalJobs
+from zbmd.actors.cluster.members import Change, ClusterView
+from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.view import View
+from zbmd.transport.budget import derive
+
+JOB = 5
+GRACE_NS = derive().stop_grace_ns
+
+
+class Host:
+    """A node's machine, and what it asked for since the last look."""
+
+    def __init__(self, me: NodeKey) -> None:
+        self.me = me
+        self.machine = LocalJobs()
+        self.now_ns = 1
+        self.put(e.LifeBegan(me=me))
+
+    def put(self, *events: e.Event) -> list[e.Action]:
+        actions: list[e.Action] = []
+        for event in events:
+            actions += self.machine.handle(event, now_ns=self.now_ns)
+            self.machine.check_invariants()
+        return actions
+
+    def start(self, actions: list[e.Action]) -> list[Order]:
+        """Bring up whatever was to be forked; what the cluster is to be told."""
+        orders: list[Order] = []
+        for action in actions:
+            if isinstance(action, e.Fork):
+                done = self.put(e.Forked(key=action.key), e.Joined(key=action.key, address=f"{action.key}"))
+                orders += [a.order for a in done if isinstance(a, e.Ask)]
+        return orders
+
+
+class Hosts:
+    """Some nodes that act on the same views, each when the test says so."""
+
+    def __init__(self, size: int, **options: object) -> None:
+        self.keys = [NodeKey(i, 1) for i in range(size)]
+        self.hosts = [Host(key) for key in self.keys]
+        self.view = ClusterView(epoch=1, nodes=tuple(Node(key) for key in self.keys))
+        self.numbers = dict.fromkeys(self.keys, 0)
+        spec = JobSpec(**({"job": JOB, "target": "t", "nodes_max": size} | options))  # type: ignore[arg-type]
+        self.change((0, Submit(spec=spec)))
+
+    def change(self, *orders: tuple[int, Order], removed: tuple[int, ...] = ()) -> ClusterView:
+        """The next view."""
+        commands: list[Command] = []
+        for node_id, order in orders:
+            key = self.keys[node_id]
+            self.numbers[key] += 1
+            commands.append(Command(origin=key, number=self.numbers[key], order=order))
+        gone = tuple(self.keys[node_id] for node_id in removed)
+        change = Change(epoch=self.view.epoch + 1, removed=gone, commands=tuple(commands))
+        self.view = self.view.after(change)
+        return self.view
+
+    def act(self, *node_ids: int) -> dict[int, list[e.Action]]:
+        """Have these nodes act on the newest view."""
+        return {i: self.hosts[i].put(e.ViewActedOn(view=self.view)) for i in node_ids}
+
+    def up(self) -> dict[int, list[e.Action]]:
+        """Have all ranks that are to start come up, and all nodes act on the view that says so."""
+        orders: list[tuple[int, Order]] = []
+        for node_id, actions in self.act(*range(len(self.hosts))).items():
+            orders += [(node_id, order) for order in self.hosts[node_id].start(actions)]
+        self.change(*orders)
+        return self.act(*range(len(self.hosts)))
+
+    def say(
+        self, sender: int, to: int, epoch: int, *, linked: bool = True, ask: bool = False
+    ) -> list[e.Action]:
+        word = HostLinked(job=JOB, epoch=epoch, linked=linked, ask=ask)
+        return self.hosts[to].put(e.HostSaid(sender=self.keys[sender], word=word))
+
+
+def key_of(rank: int, incarnation: int = 1) -> RankKey:
+    return RankKey(JOB, rank, incarnation)
+
+
+def told(actions: list[e.Action]) -> list[tuple[int, int, bool, bool]]:
+    return [(a.to.id, a.word.epoch, a.word.linked, a.word.ask) for a in actions if isinstance(a, e.Tell)]
+
+
+def kinds(actions: list[e.Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def test_a_job_from_its_first_view_to_its_end() -> None:
+    hosts = Hosts(2)
+    first = hosts.hosts[0]
+    begun = hosts.act(0)[0]
+    assert kinds(begun) == ["Open", "Fork"]
+    hosts = Hosts(2)
+    first, views = hosts.hosts[0], hosts.up()
+    (install,) = views[0]
+    assert isinstance(install, e.InstallView) and install.to == (0,) and install.view.ranks == (0, 1)
+    epoch = install.view.epoch
+    linked = first.put(e.Linked(key=key_of(0), epoch=epoch))
+    assert told(linked) == [(1, epoch, True, False)]
+    assert hosts.say(1, 0, epoch) == [e.EnterView(job=JOB, epoch=epoch, to=(0,))]
+    (down, announced) = (*first.put(e.Exited(key=key_of(0), code=0, reason="exit code 0")), None)
+    assert isinstance(down, e.Ask) and isinstance(down.order, RankDown) and down.order.code == 0
+    assert announced is None
+    one = RankDown(job=JOB, rank=1, incarnation=1, code=0, reason="exit code 0")
+    hosts.change((0, down.order), (1, one))
+    assert hosts.act(0)[0] == [e.Close(job=JOB)]
+
+
+def test_who_misses_a_word_asks_for_it() -> None:
+    hosts = Hosts(3)
+    first, install = hosts.hosts[0], hosts.up()[0][0]
+    assert isinstance(install, e.InstallView)
+    epoch = install.view.epoch
+    asked = first.put(e.Linked(key=key_of(0), epoch=epoch))
+    timer = asked[-1]
+    assert isinstance(timer, e.SetTimer)
+    hosts.say(2, 0, epoch)
+    first.now_ns = timer.at_ns
+    again = first.put(e.TimerFired())
+    assert told(again) == [(1, epoch, True, True)]
+    assert told(hosts.say(0, 2, epoch, ask=True)) == [], "it is not linked yet: it will say so"
+    hosts.hosts[2].put(e.Linked(key=key_of(2), epoch=epoch))
+    assert told(hosts.say(0, 2, epoch, ask=True)) == [(0, epoch, True, False)]
+
+
+def grow(hosts: Hosts) -> View:
+    """A view of the job with one more rank; nobody acts on it yet."""
+    job = hosts.view.jobs.job(JOB)
+    assert job is not None
+    entry = next(entry for entry in job.ranks if not entry.address)
+    assert entry.node is not None
+    up = RankUp(job=JOB, rank=entry.rank, incarnation=entry.incarnation, address="late")
+    hosts.change((entry.node.id, up))
+    job = hosts.view.jobs.job(JOB)
+    view = None if job is None else job.view()
+    assert view is not None
+    return view
+
+
+def pair_with_a_third_to_come() -> tuple[Hosts, int]:
+    """Nodes 0 and 1 of a job are told of a view; the rank of node 2, which joins later, starts."""
+    hosts = Hosts(2, nodes_max=3)
+    install = hosts.up()[0][0]
+    assert isinstance(install, e.InstallView)
+    third = NodeKey(2, 1)
+    hosts.keys.append(third)
+    hosts.numbers[third] = 0
+    hosts.view = hosts.view.after(Change(epoch=hosts.view.epoch + 1, added=(Node(third),)))
+    hosts.act(0, 1)
+    return hosts, install.view.epoch
+
+
+def test_who_has_promised_waits_for_the_others_before_it_goes_on() -> None:
+    hosts, epoch = pair_with_a_third_to_come()
+    hosts.hosts[0].put(e.Linked(key=key_of(0), epoch=epoch))
+    larger = grow(hosts)
+    assert kinds(hosts.act(0)[0]) == [], "node 1 may have promised too"
+    done = hosts.say(1, 0, epoch)
+    assert kinds(done) == ["EnterView", "InstallView"]
+    install = done[1]
+    assert isinstance(install, e.InstallView) and install.view == larger
+
+
+def test_who_has_promised_goes_on_if_another_did_so_without_a_promise() -> None:
+    hosts, epoch = pair_with_a_third_to_come()
+    hosts.hosts[0].put(e.Linked(key=key_of(0), epoch=epoch))
+    larger = grow(hosts)
+    passing = hosts.act(1)[1]
+    assert told(passing) == [(0, epoch, False, False)]
+    assert told(hosts.say(0, 1, epoch, ask=True)) == [(0, epoch, False, False)], "also if that was lost"
+    hosts.act(0)
+    assert hosts.say(1, 0, epoch, linked=False) == [e.InstallView(job=JOB, view=larger, to=(0,))]
+
+
+def test_a_death_voids_a_promise() -> None:
+    hosts = Hosts(2, nodes_min=1)
+    install = hosts.up()[0][0]
+    assert isinstance(install, e.InstallView)
+    hosts.hosts[0].put(e.Linked(key=key_of(0), epoch=install.view.epoch))
+    hosts.change(removed=(1,))
+    announced, alone = hosts.act(0)[0]
+    assert announced == e.AnnounceDown(key=key_of(1), reason="its host node1#1 went", confirmed=True, to=(0,))
+    assert isinstance(alone, e.InstallView) and alone.view.ranks == (0,)
+
+
+def test_what_does_not_end_when_asked_is_killed() -> None:
+    hosts = Hosts(1)
+    hosts.up()
+    hosts.change((0, Stop(job=JOB, reason="enough")))
+    stopping = hosts.act(0)[0]
+    assert stopping == [e.Terminate(key=key_of(0)), e.SetTimer(at_ns=1 + GRACE_NS)]
+    host = hosts.hosts[0]
+    host.now_ns += GRACE_NS
+    assert host.put(e.TimerFired()) == [e.Kill(key=key_of(0))]
+    (down,) = host.put(e.Exited(key=key_of(0), code=-9, reason="killed"))
+    assert isinstance(down, e.Ask)
+
+
+def test_when_its_life_ends_everything_is_killed_and_nothing_told() -> None:
+    hosts = Hosts(2, ranks_per_node=2)
+    host = hosts.hosts[0]
+    begun = hosts.act(0)[0]
+    host.put(e.Forked(key=key_of(0)))
+    assert host.put(e.LifeEnded(reason="it is cut off")) == [e.Kill(key=key_of(0))]
+    assert kinds(begun) == ["Open", "Fork", "Fork"]
+    assert host.put(e.Forked(key=key_of(1))) == [e.Kill(key=key_of(1))], "the fork was under way"
+    assert host.put(e.Exited(key=key_of(0), code=-9, reason="killed")) == []
+    assert host.put(e.Joined(key=key_of(1), address="late")) == []
+    assert host.put(e.Exited(key=key_of(1), code=-9, reason="killed")) == [e.Close(job=JOB)]
+
+
+def test_a_death_is_told_before_its_exit_status_is_known_and_once() -> None:
+    hosts = Hosts(1, ranks_per_node=2)
+    hosts.up()
+    host = hosts.hosts[0]
+    told_down, announced = host.put(e.LossProven(key=key_of(1)))
+    assert isinstance(told_down, e.Ask) and isinstance(told_down.order, RankDown)
+    assert told_down.order.code is None
+    assert isinstance(announced, e.AnnounceDown) and not announced.confirmed and announced.to == (0,)
+    hosts.change((0, told_down.order))
+    assert kinds(hosts.act(0)[0]) == ["Fork"], "the next one need not wait for the last one's memory to go"
+    (confirmed,) = host.put(e.Exited(key=key_of(1), code=-11, reason="killed (SIGSEGV)"))
+    assert isinstance(confirmed, e.AnnounceDown) and confirmed.confirmed

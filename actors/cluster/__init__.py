@@ -11,4 +11,5 @@ rounds      a question that travels down the tree, and the answers that come up 
 word        what a member has to say
 reports     who has reported what, and what change follows
 membership  the view-change machine
+local_jobs  the machine of the jobs of one node: what runs there, and when a job's view is entered
 """

@@ -123,11 +123,7 @@ MUTATIONS = [
         "a host that went past a view does not say so",
         "jobs",
         (
-            Edit(
-                f"{LOCAL_JOBS}._install",
-                "if passed not in local.promised and self._own_members(local):",
-                "if False:",
-            ),
+            Edit(f"{LOCAL_JOBS}._install", "if passed not in local.promised and", "if False and"),
             Edit(f"{LOCAL_JOBS}._host_said", "if promised or passed:", "if promised:"),
         ),
         (Outcome.LIVENESS,),

@@ -12,7 +12,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, assert_never
 
@@ -48,10 +48,11 @@ from zbmd.actors.host_events import (
 from zbmd.actors.host_links import HostLinks, host_identity
 from zbmd.actors.host_output import LineWriter, OutputSink
 from zbmd.actors.host_process import RankProcess, describe_exit
-from zbmd.actors.host_template import TemplateClient, TemplateLost
+from zbmd.actors.host_processes import RankProcesses
+from zbmd.actors.host_template import TemplateLost
 from zbmd.actors.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, RankEnvironment
-from zbmd.actors.template import Exited, Forked, ForkFailed, ForkRequest
+from zbmd.actors.template import ForkRequest
 from zbmd.actors.view import USAGE_EXIT_CODE, MembershipMachine, OnLoss, Outcome, Phase, RankState
 from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, derive
 from zbmd.transport.capture.recorder import Recorder
@@ -65,7 +66,6 @@ log: Final = structlog.stdlib.get_logger("zbmd.actors.host")
 
 PRELOAD = ("asyncio", "uvloop", "numpy", "msgspec", "structlog", "zbmd", "zbmd.actors.member")
 EVENTS_WAITING_MAX = 8192  # for the observer; past it reports are dropped, and counted
-KILLED_S_MAX = 1.0
 DRAIN_S_MAX = 1.0
 
 
@@ -121,16 +121,12 @@ class Host:
         self._machine = MembershipMachine(**self._machine_config)
         self._tap = Tap(None, MEMBERSHIP, "", self._machine, self._machine_config)
         self._capture: ProcessCapture | None = None
-        self._processes: dict[tuple[int, int], RankProcess] = {}
-        self._draining: dict[tuple[int, int], RankProcess] = {}
+        self._processes: RankProcesses | None = None
         self._failures: list[RankDown] = []
         self._reports_dropped = 0
         self._events: asyncio.Queue[HostEvent] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
-        self._reapers: set[asyncio.Task[None]] = set()
         self._started_ns = time.monotonic_ns()
-        self._template: TemplateClient | None = None
-        self._template_lost = False
         self._links: HostLinks | None = None
         self._hangs: HangCollector | None = None
         self._done: asyncio.Future[membership.RunEnded] | None = None
@@ -141,7 +137,7 @@ class Host:
         infos: dict[int, RankInfo] = {}
         for rank in range(self.config.world_size):
             state, incarnation = self._machine.state(rank)
-            process = self._processes.get((rank, incarnation))
+            process = self._process(rank, incarnation)
             pid = process.pid if process is not None else 0
             infos[rank] = RankInfo(rank=rank, incarnation=incarnation, pid=pid, state=state)
         return infos
@@ -153,8 +149,7 @@ class Host:
 
     def send_signal(self, rank: int, number: signal.Signals) -> bool:
         """Send a signal to the rank's current process; False if there is none."""
-        process = self._processes.get((rank, self._machine.state(rank)[1]))
-        return process is not None and process.send_signal(number)
+        return self._signal(rank, self._machine.state(rank)[1], number)
 
     def stop(self, reason: str, *, kill: bool = False) -> None:
         """End the run: SIGTERM, then SIGKILL after the grace period, or with `kill` at once."""
@@ -205,10 +200,9 @@ class Host:
                 desk=self,
             )
             self._hangs.open()
-            self._template = TemplateClient(on_reply=self._on_template, on_lost=self._on_template_lost)
-            ready = await self._template.start(modules=self.config.preload, environment=os.environ)
-            if ready.threads > 1:
-                log.warning("the template has threads: forks may hang", threads=ready.threads)
+            assert self._output is not None
+            self._processes = RankProcesses(self, self._output)
+            await self._processes.start(modules=self.config.preload, environment=os.environ)
             self._put(membership.StartRequested())
             end = await self._done
             with contextlib.suppress(TimeoutError):  # a terminal that does not move is not waited for
@@ -264,11 +258,7 @@ class Host:
 
     def noticed(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
         """See `HostDesk`."""
-        process = self._processes.get((rank, incarnation)) or self._draining.get((rank, incarnation))
-        if process is None or notice.clean:
-            return
-        process.notice = notice
-        if (rank, incarnation) in self._processes:
+        if self._processes is not None and self._processes.noticed((self.job, rank, incarnation), notice):
             self._put(membership.LossProven(rank=rank, incarnation=incarnation))
 
     def hung(self, notice: HangNotice) -> None:
@@ -295,7 +285,7 @@ class Host:
         return NodeStatus(
             address=self.address,
             pid=os.getpid(),
-            template_pid=self._template.pid if self._template is not None else 0,
+            template_pid=self._processes.template_pid if self._processes is not None else 0,
             target=self.config.target,
             on_loss=self.config.on_loss.value,
             epoch=self._machine.view.epoch,
@@ -316,72 +306,40 @@ class Host:
             ),
         )
 
-    def _on_template(self, reply: Forked | ForkFailed | Exited, pidfd: int | None) -> None:
-        process = self._processes[reply.rank, reply.incarnation]
-        match reply:
-            case Forked():
-                assert pidfd is not None
-                process.forked(reply.pid, pidfd, self._on_gone)
-                self._tell(
-                    RankStarted(
-                        rank=reply.rank,
-                        incarnation=reply.incarnation,
-                        pid=reply.pid,
-                        asked_ns=process.asked_ns,
-                        at_ns=time.monotonic_ns(),
-                    )
-                )
-                self._put(membership.Forked(rank=reply.rank, incarnation=reply.incarnation))
-            case ForkFailed():
-                self._fork_failed(process, reply.reason)
-            case Exited():
-                self._on_exited(process, reply.code)
-            case _:
-                assert_never(reply)
-
-    def _on_template_lost(self, error: TemplateLost) -> None:
-        """Every rank dies with the template; nobody is left to tell their exit codes."""
-        self._template_lost = True
-        self._put(membership.StopRequested(reason=str(error), kill=True, outcome=Outcome.FAILED))
-        for process in list(self._processes.values()):
-            if process.pid == 0:
-                self._fork_failed(process, str(error))
-            elif process.ended.is_set():
-                self._on_gone(process)
-
-    def _on_gone(self, process: RankProcess) -> None:
-        """The kernel says so; the exit code comes from the template, unless that is gone too."""
-        if self._template_lost and (process.rank, process.incarnation) in self._processes:
-            self._on_exited(process, -signal.SIGKILL)
-
-    def _on_exited(self, process: RankProcess, code: int) -> None:
-        key = (process.rank, process.incarnation)
-        self._draining[key] = self._processes.pop(key)
-        process.exited()
-        reason = describe_exit(code)
-        expected = self._machine.phase in (Phase.STOPPING, Phase.KILLING)
-        self._put(
-            membership.Exited(
+    def forked(self, process: RankProcess) -> None:
+        """See `ProcessDesk`."""
+        self._tell(
+            RankStarted(
                 rank=process.rank,
                 incarnation=process.incarnation,
-                code=code,
-                reason=reason,
+                pid=process.pid,
+                asked_ns=process.asked_ns,
+                at_ns=time.monotonic_ns(),
             )
         )
-        if self._links is not None:
-            down = MemberDown(
-                rank=process.rank, incarnation=process.incarnation, reason=reason, confirmed=True
-            )
-            self._links.send(self._joined_ranks(), down)
-        task = asyncio.get_running_loop().create_task(self._report_down(process, code, expected))
-        self._reapers.add(task)
-        task.add_done_callback(self._reapers.discard)
+        self._put(membership.Forked(rank=process.rank, incarnation=process.incarnation))
 
-    async def _report_down(self, process: RankProcess, code: int, expected: bool) -> None:
-        """Tell of an end once the last lines it printed are known."""
+    def fork_failed(self, process: RankProcess, reason: str) -> None:
+        """See `ProcessDesk`."""
+        self._put(membership.ForkFailed(rank=process.rank, incarnation=process.incarnation, reason=reason))
+
+    def template_lost(self, error: TemplateLost) -> None:
+        """See `ProcessDesk`."""
+        self._put(membership.StopRequested(reason=str(error), kill=True, outcome=Outcome.FAILED))
+
+    def exited(self, process: RankProcess, code: int) -> Callable[[], None]:
+        """See `ProcessDesk`."""
+        rank, incarnation, reason = process.rank, process.incarnation, describe_exit(code)
+        expected = self._machine.phase in (Phase.STOPPING, Phase.KILLING)
+        self._put(membership.Exited(rank=rank, incarnation=incarnation, code=code, reason=reason))
+        if self._links is not None:
+            down = MemberDown(rank=rank, incarnation=incarnation, reason=reason, confirmed=True)
+            self._links.send(self._joined_ranks(), down)
         next_step = self._next_step(process)
-        await process.drained()
-        self._draining.pop((process.rank, process.incarnation), None)
+        return lambda: self._report_down(process, code, next_step, expected=expected or code == 0)
+
+    def _report_down(self, process: RankProcess, code: int, next_step: str, *, expected: bool) -> None:
+        """Tell of an end; the last lines it printed are known."""
         down = RankDown(
             rank=process.rank,
             incarnation=process.incarnation,
@@ -389,7 +347,7 @@ class Host:
             code=code,
             reason=describe_exit(code),
             normal=code == 0,
-            expected=expected or code == 0,
+            expected=expected,
             noticed_ns=process.notice.at_ns if process.notice is not None else None,
             confirmed_ns=process.confirmed_ns,
             tail=process.tail,
@@ -458,9 +416,7 @@ class Host:
         self._put(membership.TimerFired())
 
     def _fork(self, rank: int, incarnation: int) -> None:
-        assert self._template is not None and self._output is not None
-        process = RankProcess(rank, incarnation, self._output)
-        self._processes[rank, incarnation] = process
+        assert self._processes is not None
         environment = RankEnvironment(
             rank=rank,
             world_size=self.config.world_size,
@@ -472,6 +428,7 @@ class Host:
             progress_deadline_ns=self.config.progress_deadline_ns,
         )
         request = ForkRequest(
+            job=self.job,
             rank=rank,
             incarnation=incarnation,
             target=self.config.target,
@@ -479,24 +436,13 @@ class Host:
             arguments=self.config.arguments,
             environment={**self.config.environment, **environment.variables()},
         )
-        try:
-            self._template.fork(request, stdout_fd=process.stdout_fd, stderr_fd=process.stderr_fd)
-        except TemplateLost as error:
-            asyncio.get_running_loop().call_soon(self._fork_failed, process, str(error))
-        process.release_child_ends()
+        self._processes.fork(request)
 
-    def _fork_failed(self, process: RankProcess, reason: str) -> None:
-        if self._processes.pop((process.rank, process.incarnation), None) is None:
-            return
-        task = asyncio.get_running_loop().create_task(process.drained())
-        self._reapers.add(task)
-        task.add_done_callback(self._reapers.discard)
-        self._put(membership.ForkFailed(rank=process.rank, incarnation=process.incarnation, reason=reason))
+    def _process(self, rank: int, incarnation: int) -> RankProcess | None:
+        return None if self._processes is None else self._processes.find((self.job, rank, incarnation))
 
-    def _signal(self, rank: int, incarnation: int, number: signal.Signals) -> None:
-        process = self._processes.get((rank, incarnation))
-        if process is not None:
-            process.send_signal(number)
+    def _signal(self, rank: int, incarnation: int, number: signal.Signals) -> bool:
+        return self._processes is not None and self._processes.signal((self.job, rank, incarnation), number)
 
     def _joined_ranks(self) -> list[int]:
         return [i.rank for i in self.ranks.values() if i.state is RankState.JOINED]
@@ -525,27 +471,16 @@ class Host:
 
     async def _settle(self) -> None:
         """Every line printed, every event observed."""
-        while self._reapers:
-            await asyncio.wait(self._reapers)
+        if self._processes is not None:
+            await self._processes.settle()
         await self._events.join()
 
     async def _close(self) -> None:
         """Whatever happened: kill what is left, wait for it, and let go of everything."""
         if self._timer is not None:
             self._timer.cancel()
-        left = list(self._processes.values())
-        for process in left:
-            process.send_signal(signal.SIGKILL)
-        if self._template is not None:
-            await self._template.close()
-        forked = [process.ended.wait() for process in left if process.pid]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*forked), KILLED_S_MAX)
-        for process in left:
-            await process.abandon()
-        for task in list(self._reapers):
-            task.cancel()
-            await asyncio.wait([task])
+        if self._processes is not None:
+            await self._processes.close()
         if self._hangs is not None:
             self._hangs.close()
         if self._links is not None:

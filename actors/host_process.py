@@ -26,7 +26,8 @@ def describe_exit(code: int) -> str:
 class RankProcess:
     """One incarnation of one rank, from the decision to fork it until its last line is delivered."""
 
-    def __init__(self, rank: int, incarnation: int, sink: OutputSink) -> None:
+    def __init__(self, rank: int, incarnation: int, sink: OutputSink, *, job: int = 0) -> None:
+        self.job = job
         self.rank = rank
         self.incarnation = incarnation
         self.pid = 0
@@ -43,6 +44,11 @@ class RankProcess:
             OutputPump(out_read, rank=rank, incarnation=incarnation, stream="stdout", sink=sink),
             OutputPump(err_read, rank=rank, incarnation=incarnation, stream="stderr", sink=sink),
         ]
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Job, rank and incarnation."""
+        return self.job, self.rank, self.incarnation
 
     @property
     def tail(self) -> tuple[str, ...]:

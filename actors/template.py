@@ -39,7 +39,10 @@ REASON_CHARACTERS_MAX = 500
 
 
 class ForkRequest(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
-    """Fork one rank process. The request carries two descriptors: its standard output and error."""
+    """Fork one rank process. The request carries two descriptors: its standard output and error.
+
+    job, rank and incarnation name it in the replies.
+    """
 
     rank: int
     incarnation: int
@@ -47,6 +50,7 @@ class ForkRequest(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
     is_module: bool
     arguments: tuple[str, ...]
     environment: dict[str, str]
+    job: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -62,6 +66,7 @@ class Forked(msgspec.Struct, frozen=True, array_like=True, tag="forked"):
     rank: int
     incarnation: int
     pid: int
+    job: int = 0
 
 
 class ForkFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -70,6 +75,7 @@ class ForkFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     rank: int
     incarnation: int
     reason: str
+    job: int = 0
 
 
 class Exited(msgspec.Struct, frozen=True, array_like=True, tag="exited"):
@@ -79,6 +85,7 @@ class Exited(msgspec.Struct, frozen=True, array_like=True, tag="exited"):
     incarnation: int
     pid: int
     code: int
+    job: int = 0
 
 
 Reply = Ready | Forked | ForkFailed | Exited
@@ -106,6 +113,7 @@ def decode_reply(packet: bytes) -> Reply:
 
 @dataclass(frozen=True, slots=True)
 class _Child:
+    job: int
     rank: int
     incarnation: int
     pid: int
@@ -149,7 +157,10 @@ class Template:
             pid = os.fork()
         except OSError as error:
             reason = str(error)[:REASON_CHARACTERS_MAX]
-            self._reply(ForkFailed(rank=request.rank, incarnation=request.incarnation, reason=reason))
+            failed = ForkFailed(
+                rank=request.rank, incarnation=request.incarnation, reason=reason, job=request.job
+            )
+            self._reply(failed)
             _close_all(fds)
             return None
         if pid == 0:
@@ -157,9 +168,9 @@ class Template:
             return request
         _close_all(fds)
         pidfd = os.pidfd_open(pid)
-        self._children[pidfd] = _Child(request.rank, request.incarnation, pid)
+        self._children[pidfd] = _Child(request.job, request.rank, request.incarnation, pid)
         self._poll.register(pidfd, select.POLLIN)
-        forked = Forked(rank=request.rank, incarnation=request.incarnation, pid=pid)
+        forked = Forked(rank=request.rank, incarnation=request.incarnation, pid=pid, job=request.job)
         self._reply(forked, [pidfd])
         return None
 
@@ -186,7 +197,10 @@ class Template:
         os.close(pidfd)
         assert end is not None, "a readable pidfd has an end to report"
         code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-        self._reply(Exited(rank=child.rank, incarnation=child.incarnation, pid=child.pid, code=code))
+        exited = Exited(
+            rank=child.rank, incarnation=child.incarnation, pid=child.pid, code=code, job=child.job
+        )
+        self._reply(exited)
 
     def _reply(self, reply: Reply, fds: Sequence[int] = ()) -> None:
         try:

@@ -13,7 +13,6 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, assert_never
 
 import structlog
@@ -47,7 +46,7 @@ from zbmd.actors.host_events import (
 )
 from zbmd.actors.host_links import HostLinks, host_identity
 from zbmd.actors.host_output import LineWriter, OutputSink
-from zbmd.actors.host_process import RankProcess, describe_exit
+from zbmd.actors.host_process import RankProcess, describe_exit, resident_bytes
 from zbmd.actors.host_processes import RankProcesses
 from zbmd.actors.host_template import TemplateLost
 from zbmd.actors.progress import PROGRESS_DEADLINE_NS_DEFAULT
@@ -497,12 +496,3 @@ class Host:
             failures=tuple(self._failures),
             reports_dropped=self._reports_dropped,
         )
-
-
-def resident_bytes(pid: int) -> int:
-    """The resident memory of a process; 0 once it is gone."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

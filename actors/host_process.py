@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from zbmd.actors.host_output import OutputPump, OutputSink
 from zbmd.transport.liveness import DeathNotice
@@ -21,6 +22,15 @@ def describe_exit(code: int) -> str:
     except ValueError:
         name = f"signal {-code}"
     return f"killed ({name})"
+
+
+def resident_bytes(pid: int) -> int:
+    """The resident memory of a process; 0 once it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class RankProcess:

@@ -57,6 +57,8 @@ class RankProcesses:
         self._live: dict[ProcessKey, RankProcess] = {}
         self._draining: dict[ProcessKey, RankProcess] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
         self._template = TemplateClient(on_reply=self._on_reply, on_lost=self._on_template_lost)
         self._template_lost = False
 
@@ -79,12 +81,13 @@ class RankProcesses:
         """Make a process; answered by the desk's `forked` or `fork_failed`. Raises `UserError`."""
         process = RankProcess(request.rank, request.incarnation, self._output, job=request.job)
         self._live[process.key] = process
+        self._empty.clear()
         try:
             self._template.fork(request, stdout_fd=process.stdout_fd, stderr_fd=process.stderr_fd)
         except TemplateLost as error:
             asyncio.get_running_loop().call_soon(self._fork_failed, process, str(error))
         except UserError:
-            del self._live[process.key]
+            self._forget(process)
             self._task(process.abandon())
             raise
         process.release_child_ends()
@@ -101,6 +104,10 @@ class RankProcesses:
             return False
         process.notice = notice
         return key in self._live
+
+    async def empty(self) -> None:
+        """Wait until there is no process."""
+        await self._empty.wait()
 
     async def settle(self) -> None:
         """Wait until every line of those who are gone is delivered."""
@@ -152,7 +159,8 @@ class RankProcesses:
             self._on_exited(process, -signal.SIGKILL)
 
     def _on_exited(self, process: RankProcess, code: int) -> None:
-        self._draining[process.key] = self._live.pop(process.key)
+        self._draining[process.key] = process
+        self._forget(process)
         process.exited()
         self._task(self._drain(process, self._desk.exited(process, code)))
 
@@ -162,10 +170,16 @@ class RankProcesses:
         done()
 
     def _fork_failed(self, process: RankProcess, reason: str) -> None:
-        if self._live.pop(process.key, None) is None:
+        if process.key not in self._live:
             return
+        self._forget(process)
         self._task(process.drained())
         self._desk.fork_failed(process, reason)
+
+    def _forget(self, process: RankProcess) -> None:
+        del self._live[process.key]
+        if not self._live:
+            self._empty.set()
 
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

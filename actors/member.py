@@ -140,7 +140,7 @@ class Node:
         alone: bool,
     ) -> None:
         self.rank = environment.rank
-        self.local_rank = environment.rank
+        self.local_rank = environment.local_rank
         self.world_size = environment.world_size
         self.incarnation = environment.incarnation
         self.job = environment.job

@@ -80,7 +80,7 @@ class RankEnvironment:
     recovery_budget_ns: what its deadlines are derived from. host: which host this is, an opaque name that all
     ranks of it are given; empty if the job has but one. listen: where to accept members on other hosts,
     `host:port`, empty if there are none. progress_deadline_ns: what makes no progress for so long is told of,
-    0: nothing is.
+    0: nothing is. local_world_size: ranks of each host, 0 if all are on one.
     """
 
     rank: int
@@ -93,17 +93,28 @@ class RankEnvironment:
     progress_deadline_ns: int = PROGRESS_DEADLINE_NS_DEFAULT
     host: str = ""
     listen: str = ""
+    local_world_size: int = 0
+
+    @property
+    def ranks_per_host(self) -> int:
+        """How many ranks its host has of the job when all are there."""
+        return self.local_world_size or self.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Its number among the ranks of its host."""
+        return self.rank % self.ranks_per_host
 
     def variables(self) -> dict[str, str]:
         """The environment variables that say this, and what launchers usually say beside it."""
         rank, size = str(self.rank), str(self.world_size)
         return {
             "RANK": rank,
-            "LOCAL_RANK": rank,
+            "LOCAL_RANK": str(self.local_rank),
             "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
+            "GROUP_RANK": str(self.rank // self.ranks_per_host),
+            "GROUP_WORLD_SIZE": str(-(-self.world_size // self.ranks_per_host)),
             "ROLE_RANK": rank,
             "ROLE_WORLD_SIZE": size,
             "TORCHELASTIC_RESTART_COUNT": str(self.incarnation - 1),
@@ -136,6 +147,7 @@ class RankEnvironment:
             recovery_budget_ns=recovery_budget_ns(environment),
             progress_deadline_ns=progress_deadline_ns(environment),
             **_whereabouts(environment),
+            local_world_size=_number(environment, "LOCAL_WORLD_SIZE", absent=0),
         )
 
 
@@ -197,7 +209,9 @@ def host_memory_bytes(environment: Mapping[str, str]) -> int | None:
     return None if text is None else parse_size(text)
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _number(environment: Mapping[str, str], name: str, *, absent: int | None = None) -> int:
+    if absent is not None and name not in environment:
+        return absent
     text = environment.get(name, "")
     if not text.isdecimal() or len(text) > DIGITS_MAX:
         raise UserError(

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from zbmd.actors.hang_verdict import HangNotice
-from zbmd.actors.host import resident_bytes
 from zbmd.actors.host_events import (
     HostEvent,
     RankDown,
@@ -24,6 +23,7 @@ from zbmd.actors.host_events import (
     RunResult,
     ViewChanged,
 )
+from zbmd.actors.host_process import resident_bytes
 from zbmd.actors.view import USAGE_EXIT_CODE
 from zbmd.tools.console import Console
 from zbmd.tools.progress import Progress, Recovery

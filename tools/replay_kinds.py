@@ -6,11 +6,22 @@ from pathlib import Path
 
 from zbmd.actors.actor_capture import ACTOR
 from zbmd.actors.capture_kinds import MEMBERSHIP, SUPERVISION
+from zbmd.actors.cluster.cluster_kinds import CLUSTER, LOCAL_JOBS
 from zbmd.collectives.capture_kinds import OPERATIONS, STEP_COMMIT
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
 from zbmd.transport.hello_kind import HELLO
 
-__all__ = ["ACTOR", "HELLO", "MEMBERSHIP", "OPERATIONS", "STEP_COMMIT", "SUPERVISION", "secrets_for"]
+__all__ = [
+    "ACTOR",
+    "CLUSTER",
+    "HELLO",
+    "LOCAL_JOBS",
+    "MEMBERSHIP",
+    "OPERATIONS",
+    "STEP_COMMIT",
+    "SUPERVISION",
+    "secrets_for",
+]
 
 
 def secrets_for(cookie: Path | None) -> dict[str, bytes]:

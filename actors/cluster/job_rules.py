@@ -109,7 +109,7 @@ def _without_nodes(job: Job, removed: Collection[NodeKey]) -> Job:
 
 def _ended(entry: RankEntry, state: RankState) -> RankEntry:
     node = None if state is RankState.VACANT else entry.node
-    return dataclasses.replace(entry, state=state, node=node, address="", tcp_address="")
+    return dataclasses.replace(entry, state=state, node=node, address="", host="", tcp_address="")
 
 
 def _with_ranks(job: Job, ranks: Iterable[RankEntry], *, unsettled: bool = True) -> Job:
@@ -309,7 +309,13 @@ def _entry_of(job: Job | None, order: RankUp | RankDown, origin: NodeKey) -> Ran
 def _up(job: Job, entry: RankEntry, order: RankUp) -> Job:
     if entry.state is not RankState.STARTING:
         return job
-    up = dataclasses.replace(entry, state=RankState.UP, address=order.address, tcp_address=order.tcp_address)
+    up = dataclasses.replace(
+        entry,
+        state=RankState.UP,
+        address=order.address,
+        host=order.host,
+        tcp_address=order.tcp_address,
+    )
     return _with_rank(job, up)
 
 

@@ -101,7 +101,7 @@ class CommandRefused(UserError):
 
 
 def host_of(node: NodeKey) -> str:
-    """What the ranks of a node call their host."""
+    """What the ranks of a node are told that their host is called."""
     return f"node{node.id}"
 
 
@@ -122,7 +122,7 @@ LIVE = frozenset({RankState.STARTING, RankState.UP})
 class RankEntry:
     """A rank in the table. incarnation: of its process, 0 before the first; node: where that runs or ran.
 
-    address: the name its listener answers to on its host; tcp_address: where it listens for other hosts.
+    address, host, tcp_address: as in `zbmd.actors.view.Member`, once it is up.
     """
 
     rank: int
@@ -130,6 +130,7 @@ class RankEntry:
     incarnation: int = 0
     state: RankState = RankState.VACANT
     address: str = ""
+    host: str = ""
     tcp_address: str = ""
 
     @property
@@ -193,11 +194,11 @@ class Job:
                     rank=entry.rank,
                     incarnation=entry.incarnation,
                     address=entry.address,
-                    host=host_of(entry.node),
+                    host=entry.host,
                     tcp_address=entry.tcp_address,
                 )
                 for entry in self.ranks
-                if entry.state is RankState.UP and entry.node is not None
+                if entry.state is RankState.UP
             ),
             finished=tuple(entry.rank for entry in self.ranks if entry.state is RankState.FINISHED),
             lost=tuple(entry.rank for entry in self.ranks if entry.state is RankState.LOST),
@@ -274,6 +275,7 @@ class RankUp(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="up
     rank: int
     incarnation: int
     address: str
+    host: str = ""
     tcp_address: str = ""
 
 
@@ -313,8 +315,9 @@ def problem_of(order: Order) -> str:
             found = spec.problem()
         case Stop(reason=reason):
             found = _too_long("its reason", reason, REASON_CHARACTERS_MAX)
-        case RankUp(address=address, tcp_address=tcp_address):
-            found = _too_long("an address", max(address, tcp_address, key=len), ADDRESS_CHARACTERS_MAX)
+        case RankUp():
+            longest = max(order.address, order.host, order.tcp_address, key=len)
+            found = _too_long("an address", longest, ADDRESS_CHARACTERS_MAX)
         case RankDown(reason=reason):
             found = _too_long("its reason", reason, REASON_CHARACTERS_MAX)
     if found:

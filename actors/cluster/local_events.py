@@ -78,6 +78,7 @@ class Joined:
 
     key: RankKey
     address: str
+    host: str = ""
     tcp_address: str = ""
 
 

@@ -131,8 +131,8 @@ class LocalJobs:
                 self._forked(key, now_ns)
             case e.ForkFailed(key=key, reason=reason):
                 self._ended(key, None, reason)
-            case e.Joined(key=key):
-                self._joined(key, event.address, event.tcp_address)
+            case e.Joined():
+                self._joined(event)
             case e.Linked(key=key, epoch=epoch):
                 process = self._process(key)
                 if process is not None:
@@ -237,8 +237,8 @@ class LocalJobs:
             process.condemned = False
             self._condemn(self.jobs[key.job], process, now_ns, kill=process.killed)
 
-    def _joined(self, key: RankKey, address: str, tcp_address: str) -> None:
-        process = self._process(key)
+    def _joined(self, event: e.Joined) -> None:
+        key, process = event.key, self._process(event.key)
         if process is None or process.state is ProcessState.JOINED or process.condemned or process.told:
             return  # a join may come after its own death, or twice: it is another process that says so
         process.state = ProcessState.JOINED
@@ -246,8 +246,9 @@ class LocalJobs:
             job=key.job,
             rank=key.rank,
             incarnation=key.incarnation,
-            address=address,
-            tcp_address=tcp_address,
+            address=event.address,
+            host=event.host,
+            tcp_address=event.tcp_address,
         )
         self._do(e.Ask(order=up))
 

@@ -101,7 +101,8 @@ class Table:
 def ordered_up(job: Job, rank: int) -> tuple[NodeKey, Order]:
     entry = job.ranks[rank]
     assert entry.node is not None
-    up = RankUp(job=job.id, rank=rank, incarnation=entry.incarnation, address=f"a{rank}.{entry.incarnation}")
+    address, host = f"a{rank}.{entry.incarnation}", f"h{entry.node.id}"
+    up = RankUp(job=job.id, rank=rank, incarnation=entry.incarnation, address=address, host=host)
     return entry.node, up
 
 
@@ -139,7 +140,7 @@ def test_seats_are_spread_over_the_nodes_in_the_order_of_their_ids() -> None:
     t.up(5)
     view = t.job().view()
     assert view is not None and view.epoch == t.epoch and view.ranks == (0, 1, 2, 3, 4, 5)
-    assert {member.host for member in view.members} == {"node1", "node4", "node7"}
+    assert {member.host for member in view.members} == {"h1", "h4", "h7"}
 
 
 def test_the_next_job_goes_where_least_runs() -> None:

@@ -1,0 +1,40 @@
+"""The machines of a cluster's node as kinds that can be recorded and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from zbmd.actors.cluster import local_events, messages
+from zbmd.actors.cluster.local_jobs import LocalJobs
+from zbmd.actors.cluster.membership import ClusterMachine
+from zbmd.actors.cluster.nodes import Node
+from zbmd.transport.budget import derive
+from zbmd.transport.capture.registry import MachineKind, register
+
+
+def cluster_config(me: Node, recovery_budget_ns: int) -> dict[str, Any]:
+    """The configuration of a `ClusterMachine`, as it is recorded."""
+    return {"me": msgspec.to_builtins(me), "recovery_budget_ns": recovery_budget_ns}
+
+
+def _build_cluster(config: Mapping[str, Any]) -> ClusterMachine:
+    return ClusterMachine(msgspec.convert(config["me"], Node), derive(config["recovery_budget_ns"]))
+
+
+CLUSTER: MachineKind[messages.Event, messages.Action] = register(
+    "cluster", 1, _build_cluster, events=messages.Event, actions=messages.Action
+)
+"""One life of a node; its configuration: `cluster_config`."""
+
+
+def _build_jobs(config: Mapping[str, Any]) -> LocalJobs:
+    return LocalJobs()
+
+
+LOCAL_JOBS: MachineKind[local_events.Event, local_events.Action] = register(
+    "jobs", 1, _build_jobs, events=local_events.Event, actions=local_events.Action
+)
+"""The jobs of a node; it has no configuration."""

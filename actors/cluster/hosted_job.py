@@ -1,0 +1,237 @@
+"""One job on one node: where its ranks link up with their host, and what they say there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Final, Protocol
+
+import structlog
+
+from zbmd.actors.cluster import local_events as e
+from zbmd.actors.cluster.jobs import JobSpec, host_of
+from zbmd.actors.cluster.local_events import RankKey
+from zbmd.actors.cluster.local_jobs import LocalJob, ProcessState
+from zbmd.actors.cluster.nodes import NodeKey
+from zbmd.actors.hang_collector import HangCollector
+from zbmd.actors.hang_verdict import HangNotice, OnHang
+from zbmd.actors.host_contracts import Join, Linked, NodeStatus, RankStatus, Report, read_report
+from zbmd.actors.host_events import HostEvent, RankReport
+from zbmd.actors.host_links import HostLinks, host_identity
+from zbmd.actors.host_process import RankProcess, resident_bytes
+from zbmd.actors.runtime_env import RankEnvironment, progress_deadline_ns
+from zbmd.actors.template import ForkRequest
+from zbmd.actors.view import RankState
+from zbmd.transport.budget import derive
+from zbmd.transport.capture.recorder import Recorder
+from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.hlc import HybridClock
+from zbmd.transport.liveness import DeathNotice
+
+log: Final = structlog.stdlib.get_logger("zbmd.cluster.job")
+
+_SHOWN: Final = {
+    ProcessState.FORKING: RankState.WAITING,
+    ProcessState.STARTED: RankState.STARTING,
+    ProcessState.JOINED: RankState.JOINED,
+}
+
+
+class JobDesk(Protocol):
+    """What a job on this node needs of the node. Called on the loop; must not block."""
+
+    recorder: Recorder
+    clock: HybridClock
+
+    def put(self, event: e.Event) -> None:
+        """Tell the machine."""
+        ...
+
+    def local(self, job: int) -> LocalJob | None:
+        """What the machine knows of the job."""
+        ...
+
+    def process(self, key: RankKey) -> RankProcess | None:
+        """A process that is not reaped."""
+        ...
+
+    def noticed(self, key: RankKey, notice: DeathNotice) -> bool:
+        """The end of a process was seen; whether that is news."""
+        ...
+
+    def kill(self, key: RankKey) -> None:
+        """End a process at once."""
+        ...
+
+    def stop_job(self, job: int, reason: str) -> None:
+        """Have the cluster end a job."""
+        ...
+
+    def tell(self, job: int, event: HostEvent) -> None:
+        """Tell whoever runs the node."""
+        ...
+
+    @property
+    def template_pid(self) -> int:
+        """The template's process id."""
+        ...
+
+
+class HostedJob:
+    """The links and the watchdogs of one job's ranks. `listen`: where they accept members on other hosts."""
+
+    def __init__(self, spec: JobSpec, node: NodeKey, desk: JobDesk, *, listen: str) -> None:
+        self.spec = spec
+        self.address = f"zbmd-{os.getuid()}-{spec.job:016x}-{node.id:x}-{node.incarnation:x}"
+        self._node = node
+        self._listen = listen
+        self._desk = desk
+        self._began_ns = time.monotonic_ns()
+        self._deadlines = derive(spec.recovery_budget_ns)
+        self._environment = dict(spec.environment)
+        self._links: HostLinks | None = None
+        self._hangs: HangCollector | None = None
+
+    async def open(self) -> None:
+        """Start to listen. Raises `UserError` for an environment that cannot be, OSError, `OutOfMemory`."""
+        deadline_ns = progress_deadline_ns(self._environment)
+        self._links = HostLinks(
+            address=self.address,
+            identity=host_identity(self.spec.job),
+            clock=self._desk.clock,
+            deadlines=self._deadlines,
+            recorder=self._desk.recorder,
+            desk=self,
+        )
+        await self._links.open()
+        self._hangs = HangCollector(self.address, deadline_ns=deadline_ns, on_hang=OnHang.REPORT, desk=self)
+        self._hangs.open()
+
+    async def close(self) -> None:
+        """Give everything back. Idempotent."""
+        if self._hangs is not None:
+            self._hangs.close()
+        if self._links is not None:
+            links, self._links = self._links, None
+            await links.close()
+
+    @property
+    def links(self) -> HostLinks:
+        """To its ranks."""
+        assert self._links is not None, f"job {self.spec.job:x} is not open"
+        return self._links
+
+    def request(self, key: RankKey) -> ForkRequest:
+        """What the template is to fork."""
+        spec = self.spec
+        environment = RankEnvironment(
+            rank=key.rank,
+            world_size=spec.world_size,
+            local_world_size=spec.ranks_per_node,
+            incarnation=key.incarnation,
+            job=spec.job,
+            node_address=self.address,
+            arena_bytes=spec.arena_bytes,
+            recovery_budget_ns=spec.recovery_budget_ns,
+            progress_deadline_ns=progress_deadline_ns(self._environment),
+            host=host_of(self._node),
+            listen=self._listen,
+        )
+        return ForkRequest(
+            job=spec.job,
+            rank=key.rank,
+            incarnation=key.incarnation,
+            target=spec.target,
+            is_module=spec.is_module,
+            arguments=spec.arguments,
+            environment={**self._environment, **environment.variables()},
+        )
+
+    # -- what its ranks say (`HostDesk`) -----------------------------------------------------------------
+
+    def _key(self, rank: int, incarnation: int) -> RankKey:
+        return RankKey(self.spec.job, rank, incarnation)
+
+    def is_current(self, rank: int, incarnation: int) -> bool:
+        """See `HostDesk`."""
+        local = self._desk.local(self.spec.job)
+        return local is not None and local.living(rank, incarnation) is not None
+
+    def joined(self, message: Join) -> None:
+        """See `HostDesk`."""
+        key = self._key(message.rank, message.incarnation)
+        joined = e.Joined(
+            key=key, address=message.address, host=message.host, tcp_address=message.tcp_address
+        )
+        self._desk.put(joined)
+
+    def linked(self, message: Linked) -> None:
+        """See `HostDesk`."""
+        self._desk.put(e.Linked(key=self._key(message.rank, message.incarnation), epoch=message.epoch))
+
+    def reported(self, message: Report) -> None:
+        """See `HostDesk`."""
+        try:
+            payload = read_report(message.payload)
+        except RemoteProtocolError as error:
+            log.warning("report refused", job=self.spec.job, rank=message.rank, reason=str(error))
+            return
+        report = RankReport(rank=message.rank, incarnation=message.incarnation, payload=payload)
+        self._desk.tell(self.spec.job, report)
+
+    def noticed(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
+        """See `HostDesk`."""
+        key = self._key(rank, incarnation)
+        if self._desk.noticed(key, notice):
+            self._desk.put(e.LossProven(key=key))
+
+    async def status(self) -> NodeStatus:
+        """See `HostDesk`."""
+        local = self._desk.local(self.spec.job)
+        processes = [] if local is None else sorted(local.processes.values(), key=lambda p: p.key)
+        joined = [p.key.rank for p in processes if p.state is ProcessState.JOINED]
+        names = await asyncio.gather(*(self.links.actors(rank) for rank in joined))
+        actors = dict(zip(joined, names, strict=True))
+        ranks: list[RankStatus] = []
+        for process in processes:
+            found = self._desk.process(process.key)
+            pid = 0 if found is None else found.pid
+            ranks.append(
+                RankStatus(
+                    rank=process.key.rank,
+                    pid=pid,
+                    incarnation=process.key.incarnation,
+                    state=_SHOWN[process.state].value,
+                    restarts=process.key.incarnation - 1,
+                    memory_bytes=resident_bytes(pid),
+                    actors=actors.get(process.key.rank),
+                )
+            )
+        return NodeStatus(
+            address=self.address,
+            pid=os.getpid(),
+            template_pid=self._desk.template_pid,
+            target=self.spec.target,
+            on_loss=self.spec.on_loss.value,
+            epoch=0 if local is None else local.view.epoch,
+            restarts=sum(rank.restarts for rank in ranks),
+            uptime_s=(time.monotonic_ns() - self._began_ns) / 1e9,
+            hangs=() if self._hangs is None else tuple(notice.text for notice in self._hangs.notices),
+            ranks=tuple(ranks),
+        )
+
+    # -- what their watchdogs say (`HangDesk`) -----------------------------------------------------------
+
+    def hung(self, notice: HangNotice) -> None:
+        """See `HangDesk`."""
+        log.warning(notice.text, job=self.spec.job, stack=notice.stack, next_step=notice.next_step)
+        self._desk.tell(self.spec.job, notice)
+
+    def end_rank(self, rank: int, incarnation: int) -> None:
+        """See `HangDesk`."""
+        self._desk.kill(self._key(rank, incarnation))
+
+    def end_run(self, reason: str) -> None:
+        """See `HangDesk`."""
+        self._desk.stop_job(self.spec.job, reason)

@@ -10,7 +10,8 @@ from typing import Final, Protocol
 import structlog
 
 from zbmd.actors.cluster import local_events as e
-from zbmd.actors.cluster.jobs import JobSpec, host_of
+from zbmd.actors.cluster.jobs import JobSpec
+from zbmd.actors.cluster.local_deaths import boot_id
 from zbmd.actors.cluster.local_events import RankKey
 from zbmd.actors.cluster.local_jobs import LocalJob, ProcessState
 from zbmd.actors.cluster.nodes import NodeKey
@@ -36,6 +37,15 @@ _SHOWN: Final = {
     ProcessState.STARTED: RankState.STARTING,
     ProcessState.JOINED: RankState.JOINED,
 }
+
+
+def memory_domain() -> str:
+    """What processes that can share memory with us call their host, and no others.
+
+    They run under the same kernel and in the same network namespace, where abstract sockets are.
+    """
+    network = os.stat("/proc/self/ns/net").st_ino
+    return f"{boot_id() or os.uname().nodename}/{network}"
 
 
 class JobDesk(Protocol):
@@ -84,7 +94,6 @@ class HostedJob:
     def __init__(self, spec: JobSpec, node: NodeKey, desk: JobDesk, *, listen: str) -> None:
         self.spec = spec
         self.address = f"zbmd-{os.getuid()}-{spec.job:016x}-{node.id:x}-{node.incarnation:x}"
-        self._node = node
         self._listen = listen
         self._desk = desk
         self._began_ns = time.monotonic_ns()
@@ -135,7 +144,7 @@ class HostedJob:
             arena_bytes=spec.arena_bytes,
             recovery_budget_ns=spec.recovery_budget_ns,
             progress_deadline_ns=progress_deadline_ns(self._environment),
-            host=host_of(self._node),
+            host=memory_domain(),
             listen=self._listen,
         )
         return ForkRequest(

@@ -100,11 +100,6 @@ class CommandRefused(UserError):
     """No cluster would take this order; the message says why."""
 
 
-def host_of(node: NodeKey) -> str:
-    """What the ranks of a node are told that their host is called."""
-    return f"node{node.id}"
-
-
 class RankState(Enum):
     """Where a rank's current incarnation stands."""
 

@@ -80,7 +80,7 @@ class RankEnvironment:
     recovery_budget_ns: what its deadlines are derived from. host: which host this is, an opaque name that all
     ranks of it are given; empty if the job has but one. listen: where to accept members on other hosts,
     `host:port`, empty if there are none. progress_deadline_ns: what makes no progress for so long is told of,
-    0: nothing is. local_world_size: ranks of each host, 0 if all are on one.
+    0: nothing is. local_world_size: ranks of each host, 0 if all of them are on one.
     """
 
     rank: int
@@ -147,8 +147,14 @@ class RankEnvironment:
             recovery_budget_ns=recovery_budget_ns(environment),
             progress_deadline_ns=progress_deadline_ns(environment),
             **_whereabouts(environment),
-            local_world_size=_number(environment, "LOCAL_WORLD_SIZE", absent=0),
+            local_world_size=_ranks_of_each_host(environment),
         )
+
+
+def _ranks_of_each_host(environment: Mapping[str, str]) -> int:
+    """How many ranks each host has; 0 if it has all."""
+    count = _number(environment, "LOCAL_WORLD_SIZE", absent=0)
+    return 0 if count == _number(environment, "WORLD_SIZE") else count
 
 
 def _whereabouts(environment: Mapping[str, str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import uvloop
 from actor_recordings import assert_identical, events_of, record, recorded, until
+from counting_actor import Add, Counter, Crash, Nap, Never, Throw, Thrown, Total
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,74 +30,14 @@ from zbmd.transport import capture
 from zbmd.transport.errors import DeadlineExceeded, PeerLost
 
 
-class Add(Contract, id="replay.add"):
-    amount: int
-
-
-class Total(Contract, id="replay.total"):
-    value: int
-
-
-class Nap(Contract, id="replay.nap"):
-    seconds: float
-
-
 class Many(Contract, id="replay.many"):
     to: list[Ref]
     amount: int
     timeout: float
 
 
-class Crash(Contract, id="replay.crash"):
-    text: str
-
-
-class Throw(Contract, id="replay.throw"):
-    pass
-
-
-class Thrown(Contract, id="replay.thrown"):
-    values: list[float]
-    clock_ns: int
-    wall_ns: int
-
-
-class Never(Contract, id="replay.never"):
-    pass
-
-
 class Report(Contract, id="replay.report"):
     lines: list[str]
-
-
-class Counter(Actor):
-    """Adds up, and can do so slowly, wrongly, or not at all."""
-
-    def __init__(self, start: int = 0) -> None:
-        self.value = start
-
-    @on(Add)
-    async def add(self, message: Add) -> Total:
-        self.value += message.amount
-        return Total(self.value)
-
-    @on(Nap)
-    async def nap(self, message: Nap) -> Total:
-        await real_sleep(message.seconds)
-        return Total(self.value)
-
-    @on(Crash)
-    async def crash(self, message: Crash) -> None:
-        raise ValueError(message.text)
-
-    @on(Throw)
-    async def throw(self, _: Throw) -> Thrown:
-        values = [self.random.random() for _ in range(3)]
-        return Thrown(values, self.clock.monotonic_ns(), self.clock.wall_ns())
-
-    @on(Never)
-    async def never(self, _: Never) -> None:
-        await asyncio.get_running_loop().create_future()
 
 
 class Fan(Actor):
@@ -371,7 +312,7 @@ def test_actors_of_two_processes(tmp_path: Path, join: Callable[[ActorSystem, Ac
             await watcher.ask(Many(counters[:2], 3, 1), timeout=5)
             await there.terminate(journal)
             await here.terminate(counters[0])
-            await until_told(watcher, "undelivered replay.add/1 DeadActor")
+            await until_told(watcher, "undelivered counting.add/1 DeadActor")
             here.detach("rank1")
             await until_told(watcher, f"down {counters[1].actor} lost")
 

@@ -12,9 +12,11 @@ from asyncio import sleep as real_sleep  # nobody waits for it: actors' timers a
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
+import counting_actor
 import msgspec
 import pytest
 from actor_recordings import assert_identical, events_of, record, replayed, until
+from counting_actor import Add, Counter, Nap, Never, Throw, Thrown, Total
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,64 +25,11 @@ from zbmd.actors.actor_arguments import NotPlain, pack_arguments, unpack_argumen
 from zbmd.actors.actor_capture import ACTOR, CapturedSystem
 from zbmd.actors.actor_events import SaidCodec, said
 from zbmd.actors.actor_replay import allow_modules, find_actor_class
-from zbmd.actors.contracts import Contract
 from zbmd.actors.ref import Ref
 from zbmd.actors.wire import ReasonData, RefData
 from zbmd.transport import capture
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.hlc import HybridClock
-
-
-class Add(Contract, id="replayed.add"):
-    amount: int
-
-
-class Total(Contract, id="replayed.total"):
-    value: int
-
-
-class Nap(Contract, id="replayed.nap"):
-    seconds: float
-
-
-class Throw(Contract, id="replayed.throw"):
-    pass
-
-
-class Thrown(Contract, id="replayed.thrown"):
-    values: list[float]
-    clock_ns: int
-    wall_ns: int
-
-
-class Never(Contract, id="replayed.never"):
-    pass
-
-
-class Counter(Actor):
-    """Adds up, and can do so slowly, wrongly, or not at all."""
-
-    def __init__(self, start: int = 0) -> None:
-        self.value = start
-
-    @on(Add)
-    async def add(self, message: Add) -> Total:
-        self.value += message.amount
-        return Total(self.value)
-
-    @on(Nap)
-    async def nap(self, message: Nap) -> Total:
-        await real_sleep(message.seconds)
-        return Total(self.value)
-
-    @on(Throw)
-    async def throw(self, _: Throw) -> Thrown:
-        values = [self.random.random() for _ in range(3)]
-        return Thrown(values, self.clock.monotonic_ns(), self.clock.wall_ns())
-
-    @on(Never)
-    async def never(self, _: Never) -> None:
-        await asyncio.get_running_loop().create_future()
 
 
 class Relay(Actor):
@@ -153,11 +102,11 @@ def test_a_changed_handler_diverges_at_its_message(tmp_path: Path, monkeypatch: 
             self.value += message.amount + (message.amount == 3)
             return Total(self.value)
 
-    monkeypatch.setitem(globals(), "Counter", Changed)
+    monkeypatch.setattr(counting_actor, "Counter", Changed)
     verdict = diverged(tmp_path, "counter#1")
-    assert "replayed.add/1" in verdict.event
-    assert verdict.expected == """Replied(message='["replayed.total/1",16]')"""
-    assert verdict.actual == """Replied(message='["replayed.total/1",17]')"""
+    assert "counting.add/1" in verdict.event
+    assert verdict.expected == """Replied(message='["counting.total/1",16]')"""
+    assert verdict.actual == """Replied(message='["counting.total/1",17]')"""
     assert sum("Received" in line for line in verdict.story) == 3
 
 
@@ -194,7 +143,7 @@ def test_a_longer_sleep_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             await real_sleep(message.seconds + 60)
             return Total(self.value)
 
-    monkeypatch.setitem(globals(), "Counter", Slower)
+    monkeypatch.setattr(counting_actor, "Counter", Slower)
     verdict = diverged(tmp_path, "counter#1")
     assert verdict.event == "<- Resumed(strand=0)"
     assert verdict.actual.startswith("Stuck(at=")
@@ -208,7 +157,7 @@ def test_what_is_not_recorded_is_suspected(tmp_path: Path, capsys: pytest.Captur
 
     record(tmp_path, scenario)
     verdict = diverged(tmp_path, "impure#1")
-    assert "replayed.throw/1" in verdict.event
+    assert "counting.throw/1" in verdict.event
     told = capsys.readouterr().out
     assert re.search(
         r"the time module \(use self.clock\) at test_actor_replay_refusals.py:\d+ in throw", told
@@ -276,7 +225,7 @@ def test_a_log_does_not_make_us_import(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("zbmd.actors.actor_replay._allowed", set[str]())
-    for name in ("replay_job.actors:Lone", "os.path:join", "asyncio:Task", f"{__name__}:Add", "nowhere:X"):
+    for name in ("replay_job.actors:Lone", "os.path:join", "asyncio:Task", "counting_actor:Add", "nowhere:X"):
         with pytest.raises(capture.CaptureMismatch):
             find_actor_class(name)
     assert "replay_job" not in sys.modules
@@ -297,7 +246,7 @@ def test_a_log_does_not_make_us_import(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_class_or_contract_that_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path, counting)
     with monkeypatch.context() as patched:
-        patched.delitem(globals(), "Counter")
+        patched.delattr(counting_actor, "Counter")
         assert "no actor class Counter any more" in incomplete(tmp_path, "counter#1")
     monkeypatch.setattr("zbmd.actors.actor_replay.fingerprint", lambda _: "another")
     assert "has changed since it was recorded" in incomplete(tmp_path, "counter#1")

@@ -52,7 +52,19 @@ class Turns:
     def _record(self, said: Said[ActorEvent]) -> None:
         """End the turn that runs, if any, and begin one with this event."""
 
-class Strand(Coroutine[Any, Any, Any]):
+class Wrapped:
+    """What a debugger asks of a coroutine, answered by the one that is wrapped."""
+
+    @property
+    def cr_frame(self) -> FrameType | None: ...
+    @property
+    def cr_await(self) -> Any: ...
+    @property
+    def cr_code(self) -> CodeType | None: ...
+    @property
+    def cr_running(self) -> bool: ...
+
+class Strand(Wrapped, Coroutine[Any, Any, Any]):
     """A coroutine of an actor with its life in between: it is told of every turn, and may hold it back.
 
     begins: what lets it begin, if that is not `Resumed`; settles: whether its last turn ends with it.
@@ -77,16 +89,8 @@ class Strand(Coroutine[Any, Any, Any]):
     def __await__(self) -> Strand: ...
     def __iter__(self) -> Strand: ...
     def __next__(self) -> Any: ...
-    @property
-    def cr_frame(self) -> FrameType | None: ...
-    @property
-    def cr_await(self) -> Any: ...
-    @property
-    def cr_code(self) -> CodeType | None: ...
-    @property
-    def cr_running(self) -> bool: ...
 
-class Call(Coroutine[Any, Any, Any]):
+class Call(Wrapped, Coroutine[Any, Any, Any]):
     """An ask or a tell of a recorded actor: `coroutine`, which does it, with its life told of both ends."""
 
     def __init__(

@@ -274,14 +274,33 @@ cdef class Turns:
         return self._ref_text
 
 
-cdef class Strand:
+cdef class Wrapped:
+    cdef object _coroutine
+
+    @property
+    def cr_frame(self):
+        return getattr(self._coroutine, "cr_frame", None)
+
+    @property
+    def cr_await(self):
+        return getattr(self._coroutine, "cr_await", None)
+
+    @property
+    def cr_code(self):
+        return getattr(self._coroutine, "cr_code", None)
+
+    @property
+    def cr_running(self):
+        return bool(getattr(self._coroutine, "cr_running", False))
+
+
+cdef class Strand(Wrapped):
     cdef readonly int64_t number
     cdef public object begins
     cdef readonly bint settles
     cdef public bint busy
     cdef object _life
     cdef Turns _turns
-    cdef object _coroutine
     cdef object _held, _kept_value, _kept_error
 
     def __init__(self, life, number, awaitable, begins=None, settles=True):
@@ -347,26 +366,10 @@ cdef class Strand:
             self._life.settle()
         return 0
 
-    @property
-    def cr_frame(self):
-        return getattr(self._coroutine, "cr_frame", None)
 
-    @property
-    def cr_await(self):
-        return getattr(self._coroutine, "cr_await", None)
-
-    @property
-    def cr_code(self):
-        return getattr(self._coroutine, "cr_code", None)
-
-    @property
-    def cr_running(self):
-        return bool(getattr(self._coroutine, "cr_running", False))
-
-
-cdef class Call:
+cdef class Call(Wrapped):
     cdef Turns _life
-    cdef object _coroutine, _ref, _message, _wanted, _timeout
+    cdef object _ref, _message, _wanted, _timeout
     cdef bint _asks
     cdef int _state
     cdef int64_t _number
@@ -474,22 +477,6 @@ cdef class Call:
             self._life.call_failed(self._strand, self._number, failure)
         self._state = DONE
         return 0
-
-    @property
-    def cr_frame(self):
-        return getattr(self._coroutine, "cr_frame", None)
-
-    @property
-    def cr_await(self):
-        return getattr(self._coroutine, "cr_await", None)
-
-    @property
-    def cr_code(self):
-        return getattr(self._coroutine, "cr_code", None)
-
-    @property
-    def cr_running(self):
-        return bool(getattr(self._coroutine, "cr_running", False))
 
 
 cdef int _strand_send(self, value, PyObject **result) except -1:

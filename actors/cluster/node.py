@@ -21,6 +21,7 @@ from zbmd.actors.cluster.node_state import NodeState
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.word import COMMANDS_WAITING_MAX
 from zbmd.actors.contracts import Contract
+from zbmd.transport.urgency import ask_for_priority
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 
@@ -112,6 +113,8 @@ class ClusterNode:
 
     def _run_thread(self) -> None:
         error: BaseException | None = None
+        # Heartbeats that come late on a busy machine would be taken for a death.
+        log.debug("the cluster's thread has", urgency=ask_for_priority().value)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._main())

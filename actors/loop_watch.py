@@ -103,7 +103,9 @@ class LoopWatch:
         self.held += 1
         self.notices.append(notice)
         if self.held & (self.held - 1) == 0:  # the 1st, 2nd, 4th, 8th …
-            _log.warning(
+            # What is no actor's is ours, or a script's own: its user has nothing to put into a pool.
+            tell = _log.debug if cell is None else _log.warning
+            tell(
                 "the event loop is held: let the handler run in a pool, or await now and then",
                 actor=notice.actor,
                 contract=notice.contract,

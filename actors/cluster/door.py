@@ -7,6 +7,7 @@ has and whether anything stands against us is known before a life begins.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ DOORS_MAX: Final = 64
 AGAIN_S: Final = 0.1
 """From a try at a door that failed in a way that may pass to the next."""
 ANSWER_S: Final = 2.0
+_visitors: Final = itertools.count(1)
 
 
 class JoinFailed(UserError):
@@ -64,7 +66,7 @@ class Seeker:
 def visitor(cookie: bytes, deadlines: Deadlines) -> Endpoint:
     """The endpoint of a process that is no node."""
     identity = Identity(
-        name=f"visitor-{os.getpid()}",
+        name=f"visitor-{os.getpid()}-{next(_visitors)}",
         pid=os.getpid(),
         uid=os.getuid(),
         incarnation=1,

@@ -7,14 +7,15 @@ incarnation, and knocks where it knows members to be. Each life has a listener, 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import structlog
 
 from zbmd.actors.cluster.admission import Wish, advertised, has_namesake, is_loopback, refusal
+from zbmd.actors.cluster.cluster_contracts import TEXT_CHARS_MAX
 from zbmd.actors.cluster.door import (
     DOORS_MAX,
     Doorway,
@@ -24,31 +25,36 @@ from zbmd.actors.cluster.door import (
     loopback_name,
     own_addresses,
 )
-from zbmd.actors.cluster.jobs import CommandRefused, Order
+from zbmd.actors.cluster.job_output import JobOutput
+from zbmd.actors.cluster.jobs import CommandRefused, Order, Stop, Submit
 from zbmd.actors.cluster.members import ClusterView, quorum
 from zbmd.actors.cluster.membership import LEFT, State
 from zbmd.actors.cluster.node_contracts import (
     ADDRESSES_MAX,
-    DESK,
     MEMBERS_SHOWN_MAX,
     DoorReply,
     DoorRequest,
+    JobsReply,
+    JobsRequest,
     Leaving,
     MembersReply,
+    OrderReply,
+    OutputReply,
+    OutputRequest,
+    PrintedLine,
     TokenReply,
 )
-from zbmd.actors.cluster.node_desk import DeskActor
+from zbmd.actors.cluster.node_desk import Desk
 from zbmd.actors.cluster.node_life import NodeLife
 from zbmd.actors.cluster.node_state import NodeState
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.peer_links import process_name
-from zbmd.actors.cluster.roll_call import member_infos
+from zbmd.actors.cluster.roll_call import job_infos, member_infos
 from zbmd.actors.contracts import Contract, fingerprints
-from zbmd.actors.system import ActorSystem
 from zbmd.transport import tcp
 from zbmd.transport.budget import Deadlines, derive
 from zbmd.transport.endpoint import Endpoint
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.errors import UserError
 from zbmd.transport.hello import Identity
 from zbmd.transport.tcp_address import TcpAddress, parse_address
 from zbmd.transport.tcp_link import TcpLink
@@ -122,17 +128,32 @@ class Told:
 NodeEvent: TypeAlias = Hindered | Began | Acting | LifeOver | Told
 
 
-class Lives:
-    """See the module. tell: takes every `NodeEvent`, on the cluster's loop."""
+class LivesHost(Protocol):
+    """The process around the cluster's thread. Called there."""
 
-    def __init__(self, config: NodeConfig, state: NodeState, tell: Callable[[NodeEvent], None]) -> None:
+    output: JobOutput
+
+    def tell(self, event: NodeEvent) -> None:
+        """Take an event."""
+        ...
+
+    def order(self, order: Order) -> concurrent.futures.Future[int]:
+        """Give an order; its number. Fails with `CommandRefused`."""
+        ...
+
+
+class Lives:
+    """See the module."""
+
+    def __init__(self, config: NodeConfig, state: NodeState, host: LivesHost) -> None:
         self._config = config
         self._state = state
-        self._tell = tell
+        self._host = host
+        self._tell = host.tell
         self._deadlines = derive(*([config.recovery_budget_ns] if config.recovery_budget_ns else []))
         self._listen = config.listen
         self._life: NodeLife | None = None
-        self._system: ActorSystem | None = None
+        self._desk: Desk | None = None
         self._leaving = asyncio.Event()
         self._last_view: ClusterView | None = None
         self._namesake: Node | None = None
@@ -230,9 +251,8 @@ class Lives:
             address = str(advertised(listener.addresses, towards))
             me = Node(key, address, config.name)
             life = self._life = NodeLife(me, endpoint, config.settings, self, release=config.release)
-            system = self._system = ActorSystem(identity.name, incarnation=key.incarnation)
+            desk = self._desk = Desk(identity.name, key.incarnation, self)
             try:
-                await system.spawn(DeskActor, self, name=DESK)
                 self._open = True
                 self._state.running_at(address)
                 self._tell(Began(me=me))
@@ -243,8 +263,8 @@ class Lives:
             finally:
                 self._open = False
                 await life.close()
-                self._life = self._system = None
-                await system.stop()
+                self._life = self._desk = None
+                await desk.close()
         finally:
             listener.close()
             await listener.wait_closed()
@@ -282,7 +302,7 @@ class Lives:
         if self._life is not None:
             self._life.leave()
 
-    def order(self, key: NodeKey, order: Order) -> None:
+    def order_in(self, key: NodeKey, order: Order) -> None:
         """Ask for a command of this life; nothing if it is over."""
         if self._life is not None and self._life.me.key == key:
             try:
@@ -326,14 +346,10 @@ class Lives:
 
     def visited(self, link: TcpLink) -> None:
         """See `LifeDesk`."""
-        try:
-            if self._system is None:
-                link.close()
-            else:
-                self._system.attach(link)
-        except ZbmdError as error:
-            log.warning("link closed", name=link.peer.name, reason=str(error))
+        if self._desk is None:
             link.close()
+        else:
+            self._desk.serve(link)
 
     # -- what the desk asks: `NodeDesk` ------------------------------------------------------------------
 
@@ -388,6 +404,37 @@ class Lives:
         return TokenReply(
             addresses=tuple(dict.fromkeys(outside or addresses))[:ADDRESSES_MAX],
             recovery_budget_ns=self._deadlines.recovery_budget_ns,
+        )
+
+    async def order(self, order: Submit | Stop) -> OrderReply:
+        """See `NodeDesk`. The process's own loop numbers all orders of a life."""
+        me = self._living().me
+        try:
+            number = await asyncio.wrap_future(self._host.order(order))
+        except UserError as error:
+            return OrderReply(origin=me.key, number=0, refused=str(error)[:TEXT_CHARS_MAX])
+        return OrderReply(origin=me.key, number=number)
+
+    def jobs(self, request: JobsRequest) -> JobsReply:
+        """See `NodeDesk`."""
+        life = self._living()
+        view, me = life.machine.view, life.me.key
+        return JobsReply(
+            view=view.epoch,
+            jobs=job_infos(view, request.job),
+            applied=view.jobs.applied(me) >= request.number,
+            refused=view.jobs.refusal(me, request.number) or "",
+        )
+
+    def printed(self, request: OutputRequest) -> OutputReply:
+        """See `NodeDesk`."""
+        first, lines = self._host.output.since(request.job, request.number)
+        return OutputReply(
+            first=first,
+            lines=tuple(
+                PrintedLine(rank=line.rank, is_error=line.stream == "stderr", text=line.text)
+                for line in lines
+            ),
         )
 
     def _living(self) -> NodeLife:

@@ -6,6 +6,7 @@ So a loop that is busy for seconds, with output or a job's processes, delays nei
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable
 from typing import Final, assert_never
@@ -14,6 +15,7 @@ import structlog
 import uvloop
 
 from zbmd.actors.cluster.cluster_port import ClusterListener
+from zbmd.actors.cluster.job_output import JobOutput
 from zbmd.actors.cluster.jobs import CommandRefused, Order, problem_of
 from zbmd.actors.cluster.lives import Acting, Began, Hindered, LifeOver, Lives, NodeConfig, NodeEvent, Told
 from zbmd.actors.cluster.members import ClusterView
@@ -52,6 +54,8 @@ class ClusterNode:
         self._me: Node | None = None
         self._view = NO_VIEW
         self._ordered = 0
+        self.output = JobOutput()
+        """What jobs' ranks print here; commands read it."""
 
     async def run(self) -> None:
         """Live until the node has left. Raises `UserError`s, `JoinFailed` among them."""
@@ -92,7 +96,7 @@ class ClusterNode:
         if problem:
             raise CommandRefused(problem)
         self._ordered += 1
-        self._call(lambda: self._inside.order(me.key, order))
+        self._call(lambda: self._inside.order_in(me.key, order))
         return self._ordered
 
     def send(self, to: NodeKey, message: Contract) -> None:
@@ -127,13 +131,27 @@ class ClusterNode:
     async def _main(self) -> None:
         self._inner = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        self._lives = Lives(self._config, self._state, self._tell)
+        self._lives = Lives(self._config, self._state, self)
         if self._leaving:
             return
         await self._lives.run()
 
-    def _tell(self, event: NodeEvent) -> None:
+    def tell(self, event: NodeEvent) -> None:
+        """See `LivesHost`."""
         self._loop.call_soon_threadsafe(self._hear, event)
+
+    def order(self, order: Order) -> concurrent.futures.Future[int]:
+        """See `LivesHost`."""
+        answer: concurrent.futures.Future[int] = concurrent.futures.Future()
+
+        def give() -> None:
+            try:
+                answer.set_result(self.command(order))
+            except CommandRefused as error:
+                answer.set_exception(error)
+
+        self._loop.call_soon_threadsafe(give)
+        return answer
 
     @property
     def _inside(self) -> Lives:

@@ -7,7 +7,8 @@ from typing import Annotated, Final
 import msgspec
 
 from zbmd.actors.cluster.cluster_contracts import NAME_CHARS_MAX, TEXT_CHARS_MAX
-from zbmd.actors.cluster.nodes import Node
+from zbmd.actors.cluster.jobs import Stop, Submit
+from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.contracts import Contract
 
 DESK: Final = "desk"
@@ -75,6 +76,84 @@ class MembersReply(Contract, id="zbmd.node.members"):
     quorum: _Text
     story: tuple[str, ...]
     dropped: int
+
+
+class OrderRequest(Contract, id="zbmd.node.order_request"):
+    """Have the cluster agree on an order: a job to run, or to stop."""
+
+    order: Submit | Stop
+
+
+class OrderReply(Contract, id="zbmd.node.order"):
+    """It was taken on as that command of `origin`; or nobody would take it, for this reason."""
+
+    origin: NodeKey
+    number: int
+    refused: _Text = ""
+
+
+class JobsRequest(Contract, id="zbmd.node.jobs_request"):
+    """Which jobs are there? job: that one alone, 0 for all; number: what became of that command of ours?"""
+
+    job: int = 0
+    number: int = 0
+
+
+class RankInfo(Contract, id="zbmd.node.rank"):
+    """One rank of a job. node: what people call it; address: of that node; empty if none runs it."""
+
+    rank: int
+    state: _Name
+    incarnation: int
+    node: _Text
+    address: _Text
+
+
+class JobInfo(Contract, id="zbmd.node.job"):
+    """One job, as the newest view has it."""
+
+    job: int
+    target: _Text
+    phase: _Name
+    reason: _Text
+    outcome: _Name
+    submitter: _Text
+    epoch: int
+    restarts: int
+    nodes_min: int
+    nodes_max: int
+    ranks: tuple[RankInfo, ...]
+
+
+class JobsReply(Contract, id="zbmd.node.jobs"):
+    """Jobs, in the order of submission. applied: whether the command asked for is; refused: why not."""
+
+    view: int
+    jobs: tuple[JobInfo, ...]
+    applied: bool
+    refused: _Text = ""
+
+
+class OutputRequest(Contract, id="zbmd.node.output_request"):
+    """What have the ranks of a job printed on your host, from that line on?"""
+
+    job: int
+    number: _Natural
+
+
+class PrintedLine(Contract, id="zbmd.node.printed"):
+    """A line of a rank."""
+
+    rank: int
+    is_error: bool
+    text: bytes
+
+
+class OutputReply(Contract, id="zbmd.node.output"):
+    """Lines that have come since, and the number of the first: those before it are lost."""
+
+    first: int
+    lines: tuple[PrintedLine, ...]
 
 
 class LeaveRequest(Contract, id="zbmd.node.leave_request"):

@@ -155,9 +155,18 @@ class Nodes:
 
     async def members(self, name: str) -> dict[str, Any]:
         """What `zbmd-node members --json` says on the node's host."""
-        code, text = await self.command(name, "members", "--json")
+        found: dict[str, Any] = await self._json(name, "members")
+        return found
+
+    async def jobs(self, name: str) -> list[dict[str, Any]]:
+        """What `zbmd-node jobs --json` says on the node's host."""
+        found: list[dict[str, Any]] = (await self._json(name, "jobs"))["jobs"]
+        return found
+
+    async def _json(self, name: str, command: str) -> dict[str, Any]:
+        code, text = await self.command(name, command, "--json")
         assert code == 0, text
-        found: dict[str, Any] = json.loads(text)
+        found: dict[str, Any] = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
         return found
 
     def address(self, name: str) -> str:

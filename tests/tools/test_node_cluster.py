@@ -38,7 +38,7 @@ async def test_kills_of_any_node_the_founder_included_and_its_return(nodes: Node
 async def test_a_node_leaves_in_order_and_the_last_one_too(nodes: Nodes) -> None:
     _, second, third = await nodes.form("n1", "n2", "n3")
     code, text = await nodes.command("n1", "down")
-    assert code == 0 and text.endswith("has left the cluster"), text
+    assert code == 0 and "has left the cluster" in text, text
     assert await nodes.runs["n1"].ended() == 0
     await nodes.agreed("n2", "n3")
     second.signal(signal.SIGTERM)
@@ -77,13 +77,14 @@ async def test_all_nodes_restart_one_after_the_other_the_first_included(nodes: N
         await nodes.up(name, "--join", nodes.address(others[0]))
         await nodes.agreed(*names, after=marks | {name: 0})
     found = await nodes.members("n1")
-    assert [member["node"]["key"]["incarnation"] for member in found["members"]] == [2] * len(names)
+    assert all(member["node"]["key"]["incarnation"] >= 2 for member in found["members"])
 
 
 async def test_the_token_is_all_that_another_host_needs(nodes: Nodes, tmp_path: Path) -> None:
     first = await nodes.up("n1")
     await first.until("view 1: ")
     code, line = await nodes.command("n1", "token")
+    line = line.splitlines()[0]
     assert code == 0 and line.startswith("zbmd-node up --join "), line
     words = line.split()[2:]
     cookie = tmp_path / "elsewhere" / "cookie"
@@ -100,3 +101,20 @@ def check_cookie(cookie: Path, original: Path) -> None:
 
 def command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+async def test_a_job_is_given_to_any_node_shown_by_all_and_stopped_by_another(nodes: Nodes) -> None:
+    (nodes.directory / "train.py").write_text("print('hello')\n")
+    await nodes.form("n1", "n2")
+    code, text = await nodes.command("n2", "submit", "--no-follow", "--nnodes", "2", "-n", "1", "train.py")
+    assert code == 0, text
+    job = text.splitlines()[0]
+    found = await nodes.jobs("n1")
+    assert [(each["job"], each["submitter"], len(each["ranks"])) for each in found] == [(job, "n2", 2)]
+    code, text = await nodes.command("n1", "stop", job[:6])
+    assert code == 0 and f"zbmd-node: job {job} is being stopped" in text, text
+    assert (await nodes.jobs("n2"))[0]["reason"] == "zbmd-node stop"
+    code, text = await nodes.command("n1", "stop", "nosuchjob")
+    assert code == 2 and "no job begins with 'nosuchjob'" in text
+    code, text = await nodes.command("n1", "submit", "--nnodes", "99", "train.py")
+    assert code == 2 and "no cluster would take this job: the" in text, text

@@ -10,6 +10,8 @@ acceptor    a node's word in the agreement on the next view (Paxos, one decree a
 rounds      a question that travels down the tree, and the answers that come up merged
 word        what a member has to say
 reports     who has reported what, and what change follows
+tie_break   which half of a view may go on
+witness     asking a witness outside of the cluster for that
 membership  the view-change machine
 local_jobs  the machine of the jobs of one node: what runs there, and when a job's view is entered
 """

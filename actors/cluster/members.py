@@ -127,27 +127,46 @@ def _after(shared: _Shared, change: Change) -> ClusterView:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A decision and why."""
+    """A decision and why. `tied`: it would hold if the witness named one of those who are here."""
 
     holds: bool
     reason: str
+    tied: bool = False
 
 
-def quorum(view: ClusterView, present: Collection[int], proven: Collection[int] = ()) -> Verdict:
+LOWEST_ID = -1
+"""The tie-breaker of a view without a witness: its lowest id."""
+
+
+def quorum(
+    view: ClusterView,
+    present: Collection[int],
+    proven: Collection[int] = (),
+    *,
+    tie_breaker: int | None = LOWEST_ID,
+) -> Verdict:
     """Whether the members with ids `present` may decide for `view`.
 
-    A majority may; exactly half may with the lowest id of the view among them. So any two such parts share a
-    member, who knows what the other decided. All members but those who are proven dead may too: together
-    they know whatever anybody who lives knows, and no other part of the view is left.
+    A majority may; exactly half may with the tie-breaker among them, which is the lowest id of the view, or
+    whom the witness has named, or None while it has named nobody. So any two such parts share a member, who
+    knows what the other decided. All members but those who are proven dead may too: together they know
+    whatever anybody who lives knows, and no other part of the view is left.
     """
     size, here = len(view.nodes), sum(1 for node_id in view.ids if node_id in present)
     if 2 * here > size:
         return Verdict(True, f"{here} of {size} are a majority of view {view.epoch}")
-    if 2 * here == size and view.ids[0] in present:
-        return Verdict(
-            True, f"{here} of {size} are half of view {view.epoch}, with its lowest, {view.ids[0]}"
-        )
+    by_lowest = tie_breaker == LOWEST_ID
+    breaker = view.ids[0] if by_lowest and size else tie_breaker
+    half = size > 0 and 2 * here == size
+    if half and breaker in present:
+        why = f"its lowest, {breaker}" if by_lowest else f"{breaker}, whom the witness named"
+        return Verdict(True, f"{here} of {size} are half of view {view.epoch}, with {why}")
     if here and all(node_id in present or node_id in proven for node_id in view.ids):
         return Verdict(True, f"all others of view {view.epoch} are proven dead")
-    needed = size // 2 + (1 if size % 2 or (size and view.ids[0] not in present) else 0)
+    if half and not by_lowest:
+        named = "has named nobody" if breaker is None else f"named {breaker}"
+        return Verdict(
+            False, f"{here} of {size} are half of view {view.epoch}, and the witness {named}", True
+        )
+    needed = size // 2 + (1 if size % 2 or (size and breaker not in present) else 0)
     return Verdict(False, f"{here} of the {size} members of view {view.epoch} are here, {needed} are needed")

@@ -23,11 +23,12 @@ from typing import assert_never
 from zbmd.actors.cluster import messages as m
 from zbmd.actors.cluster.acceptor import Acceptor
 from zbmd.actors.cluster.agenda import Agenda
-from zbmd.actors.cluster.members import Change, ClusterView, quorum
+from zbmd.actors.cluster.members import Change, ClusterView
 from zbmd.actors.cluster.nodes import Node
 from zbmd.actors.cluster.overlay import overlay_of, tree_of
 from zbmd.actors.cluster.reports import Reports
 from zbmd.actors.cluster.rounds import Round
+from zbmd.actors.cluster.tie_break import TieBreak
 from zbmd.actors.cluster.word import OwnWord
 from zbmd.transport.budget import Deadlines
 from zbmd.transport.errors import LocalProtocolError
@@ -53,11 +54,11 @@ class State(Enum):
 class ClusterMachine:
     """The membership of one node's life.
 
-    me: who we are; deadlines: of the cluster, the same on all nodes. Raises `LocalProtocolError` for events
-    out of turn. After `Stopped` every event is ignored.
+    me: who we are; deadlines, witnessed (see `TieBreak`): of the cluster, the same on all nodes. Raises
+    `LocalProtocolError` for events out of turn. After `Stopped` every event is ignored.
     """
 
-    def __init__(self, me: Node, deadlines: Deadlines) -> None:
+    def __init__(self, me: Node, deadlines: Deadlines, *, witnessed: bool = False) -> None:
         self.me = me
         self.state = State.NEW
         self.view = ClusterView(epoch=0, nodes=())
@@ -74,6 +75,7 @@ class ClusterMachine:
         self._asked = 0
         self._word = OwnWord(me.key)
         self._unreachable: set[int] = set()
+        self._tie = TieBreak(witnessed=witnessed)
         self._reports = Reports(self.view)
         self._acceptor = Acceptor()
         self._number = 0
@@ -125,6 +127,8 @@ class ClusterMachine:
                     self._report(now_ns)
             case m.LeaveRequested():
                 self._leave(now_ns)
+            case m.WitnessGave():
+                self._tie.gave(event)
             case m.Ordered(order=order):
                 self._word.order(order)
                 self._report(now_ns)
@@ -346,7 +350,7 @@ class ClusterMachine:
             return
         if change is None:
             # Reported by too few to be believed. Are we the ones who are cut off?
-            heard = quorum(self.view, self.candidates(), self._reports.proven()).holds
+            heard = self._tie.quorum(self.view, self.candidates(), self._reports.proven()).holds
             if heard and now_ns - gathering_ns < self.lonely_ns:
                 self._agenda.put("propose", now_ns + self.retry_ns)
                 return
@@ -434,8 +438,9 @@ class ClusterMachine:
             place = self.view.ids.index(self.me.id)
             self._agenda.put("propose", now_ns + self.retry_ns * (1 + place % CANDIDATES_MAX))
             return
-        verdict = quorum(self.view, asked.present(), self._reports.proven())
+        verdict = self._tie.quorum(self.view, asked.present(), self._reports.proven())
         if not verdict.holds:
+            self._actions += self._tie.question(self.view, verdict)
             if self._lonely_since_ns is None:
                 self._lonely_since_ns = now_ns
             if now_ns - self._lonely_since_ns >= self.lonely_ns:
@@ -582,8 +587,6 @@ class ClusterMachine:
             if asked is not None and asked.echo_of(sender.id, echo):
                 self._finish(asked, now_ns)
                 return
-
-    # -- small parts -------------------------------------------------------------------------------------
 
     def _send(self, to: Node, message: m.Message) -> None:
         self._actions.append(m.Send(to=to, message=message))

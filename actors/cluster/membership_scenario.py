@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeAlias, assert_never
 
+from zbmd.actors.cluster import witness
 from zbmd.actors.cluster.detector import Detector
 from zbmd.actors.cluster.job_contracts import HostLinked
 from zbmd.actors.cluster.jobs import Submit
@@ -28,6 +29,7 @@ from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.membership import LEFT, ClusterMachine, State
 from zbmd.actors.cluster.messages import (
     Action,
+    AskWitness,
     Beat,
     Enter,
     Event,
@@ -44,6 +46,7 @@ from zbmd.actors.cluster.messages import (
     TimerFired,
     Trusted,
     Watch,
+    WitnessGave,
 )
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.transport import sim
@@ -55,6 +58,8 @@ Packet: TypeAlias = tuple[Node, NodeKey, Message | HostLinked]
 
 AGAIN_NS = 300_000_000
 """After its life has ended, a node tries again so much later."""
+WITNESS_NS = 1_000_000
+"""From a question to the witness to its answer."""
 LIVES_MAX = 1_000
 """Lives of one process; each tries to join anew."""
 SECOND_NS = 1_000_000_000
@@ -67,6 +72,23 @@ LIVENESS_NS = 30 * SECOND_NS
 
 
 @dataclass(slots=True)
+class WitnessStore:
+    """A witness: one record, changed by compare-and-swap. deaf: names of those that do not reach it."""
+
+    record: witness.Record = field(default_factory=lambda: witness.Record(epoch=0, holder=None, revision=0))
+    deaf: frozenset[str] = frozenset()
+
+    def do(self, request: witness.Read | witness.Swap) -> witness.Record:
+        """Serve a request, and tell what the record is then."""
+        if isinstance(request, witness.Swap) and request.revision == self.record.revision:
+            assert request.epoch > self.record.epoch, f"{request} goes back from {self.record}"
+            self.record = witness.Record(
+                epoch=request.epoch, holder=request.holder, revision=self.record.revision + 1
+            )
+        return self.record
+
+
+@dataclass(slots=True)
 class Cluster:
     """What is known of the cluster from outside of it."""
 
@@ -76,6 +98,7 @@ class Cluster:
     nodes: dict[str, NodeProcess] = field(default_factory=dict[str, "NodeProcess"])
     """By name, the process that lives, or lived last."""
     known: dict[int, ClusterView] = field(default_factory=dict[int, ClusterView])
+    witness: WitnessStore | None = None
     knows: dict[NodeKey, int] = field(default_factory=dict[NodeKey, int])
     """The newest epoch that each life has known."""
     begun: bool = False
@@ -127,7 +150,10 @@ class NodeProcess:
         self._lives += 1
         assert self._lives < LIVES_MAX
         self.me = node_at(self._id, self._base + self._lives)
-        self.machine = ClusterMachine(self.me, self.cluster.deadlines)
+        witnessed = self.cluster.witness is not None
+        self.machine = ClusterMachine(self.me, self.cluster.deadlines, witnessed=witnessed)
+        self._asking = witness.WitnessMachine(self.me.key, retry_ns=self.machine.retry_ns)
+        self._asked: witness.Read | witness.Swap | None = None
         self.detector = Detector(self.cluster.deadlines)
         self._observers: tuple[Node, ...] = ()
         self.acts_on: ClusterView | None = None
@@ -149,6 +175,10 @@ class NodeProcess:
                 self._feed(TimerFired(), now_ns)
             case sim.TimerFired(name="beat"):
                 self._beat(now_ns)
+            case sim.TimerFired(name="witness"):
+                self._hear_witness(now_ns)
+            case sim.TimerFired(name="witness again"):
+                self._ask_witness(witness.TimerFired(), now_ns)
             case sim.TimerFired(name="again"):
                 self._new_life()
                 self._start(now_ns)
@@ -214,10 +244,34 @@ class NodeProcess:
                 self.cluster.acts(self.me.key, view)
                 self.acts_on = view
                 self._effects.append(sim.Note(value=f"acts on {view}: {reason}"))
+            case AskWitness(epoch=epoch):
+                self._ask_witness(witness.Wanted(epoch=epoch), now_ns)
             case Stopped(reason=reason):
                 self._stopped(reason, now_ns)
             case _:
                 assert_never(action)
+
+    def _ask_witness(self, event: witness.Event, now_ns: int) -> None:
+        for action in self._asking.handle(event, now_ns=now_ns):
+            match action:
+                case witness.Read() | witness.Swap():
+                    self._asked = action
+                    self._effects.append(sim.SetTimer(name="witness", at_ns=now_ns + WITNESS_NS))
+                case witness.SetTimer(at_ns=at_ns):
+                    self._effects.append(sim.SetTimer(name="witness again", at_ns=at_ns))
+                case witness.Given(epoch=epoch, holder=holder, reason=reason):
+                    self._feed(WitnessGave(epoch=epoch, holder=holder, reason=reason), now_ns)
+                case _:
+                    assert_never(action)
+
+    def _hear_witness(self, now_ns: int) -> None:
+        store, asked, self._asked = self.cluster.witness, self._asked, None
+        if store is None or asked is None:
+            return
+        if name_of(self._id) in store.deaf:
+            self._ask_witness(witness.Failed(number=asked.number, reason="no answer"), now_ns)
+        else:
+            self._ask_witness(witness.Told(number=asked.number, record=store.do(asked)), now_ns)
 
     def _stopped(self, reason: str, now_ns: int) -> None:
         self._effects.append(sim.Note(value=f"stops: {reason}"))
@@ -242,10 +296,13 @@ def protected_of(rng: random.Random, size: int) -> frozenset[str]:
     return frozenset(name_of(node_id) for node_id in (0, *others))
 
 
-def build(seed: int | str, size: int) -> tuple[sim.Simulation[Packet], Cluster]:
-    """A cluster at its start: node 0 founds it, the others knock."""
+def build(
+    seed: int | str, size: int, store: WitnessStore | None = None
+) -> tuple[sim.Simulation[Packet], Cluster]:
+    """A cluster at its start: node 0 founds it, the others knock. store: its witness, if it has one."""
     simulation = sim.Simulation[Packet](seed)
-    cluster = Cluster(size=size, protected=protected_of(simulation.rng("protected"), size))
+    protected = protected_of(simulation.rng("protected"), size)
+    cluster = Cluster(size=size, protected=protected, witness=store)
     populate(simulation, size, partial(NodeProcess, cluster))
     return simulation, cluster
 

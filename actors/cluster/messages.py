@@ -185,12 +185,30 @@ class Ordered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WitnessGave:
+    """What the witness says to `AskWitness`: half of a view may agree on `epoch` if it holds `holder`."""
+
+    epoch: int
+    holder: NodeKey | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimerFired:
     """The time asked for by the last `SetTimer` has come."""
 
 
 Event: TypeAlias = (
-    Found | Enter | Received | Suspected | Trusted | Proven | LeaveRequested | Ordered | TimerFired
+    Found
+    | Enter
+    | Received
+    | Suspected
+    | Trusted
+    | Proven
+    | LeaveRequested
+    | Ordered
+    | WitnessGave
+    | TimerFired
 )
 
 
@@ -229,10 +247,17 @@ class Installed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskWitness:
+    """Half of the view is here and wants to agree on `epoch`: ask who may; answered by `WitnessGave`."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
     """This life is over: act on nothing any more. The last action."""
 
     reason: str
 
 
-Action: TypeAlias = Send | SetTimer | Watch | Installed | Stopped
+Action: TypeAlias = Send | SetTimer | Watch | Installed | AskWitness | Stopped

@@ -147,6 +147,8 @@ class NodeLife:
                 self.acting = view
                 self.deaths.forget_all_but({*self.hails, *(node.key for node in view.nodes)})
                 self._desk.acts_on(view, reason)
+            case m.AskWitness(epoch=epoch):
+                raise LocalProtocolError(f"there is no witness to ask for epoch {epoch}")
             case m.Stopped(reason=reason):
                 if not self.over.done():
                     self.over.set_result(reason)

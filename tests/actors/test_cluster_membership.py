@@ -17,6 +17,7 @@ from zbmd.actors.cluster.membership_scenario import (
     Cluster,
     MembershipScenario,
     Packet,
+    WitnessStore,
     build,
     in_one_view,
     name_of,
@@ -238,3 +239,76 @@ def test_the_limit_of_silence_follows_what_was_heard() -> None:
     assert detector.silent(last_ns + detector.limit_ns(steady)) == [], "told once"
     assert detector.heard(steady, last_ns + deadlines.suspicion_ns), "it was suspected"
     assert not detector.heard(NodeKey(3, 1), last_ns), "nobody observes it"
+
+
+def witnessed(seed: int, size: int, *, protected: frozenset[str]) -> tuple[World, WitnessStore]:
+    """A cluster in which a witness says who may go on with half of a view."""
+    store = WitnessStore()
+    simulation, cluster = build(seed, size, store)
+    cluster.protected = frozenset()
+    everybody = names(*range(size))
+    simulation.run(until=lambda: in_one_view(cluster, everybody), for_ns=LIVENESS_NS)
+    assert in_one_view(cluster, everybody)
+    cluster.protected = protected
+    return (simulation, cluster), store
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_with_a_witness_either_of_two_nodes_goes_on_alone(dead: int) -> None:
+    (simulation, cluster), store = witnessed(4, 2, protected=names(1 - dead))
+    at_ns = simulation.now_ns - sim.SIM_START_NS
+    simulation.apply(sim.Crash(process=name_of(dead), at_ns=at_ns, for_ns=3 * SECOND_NS))
+    settle((simulation, cluster), names(1 - dead))
+    assert store.record.holder is not None and store.record.holder.id == 1 - dead
+    simulation.run(for_ns=3 * SECOND_NS)
+    settle((simulation, cluster), names(0, 1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("size", [2, 4])
+def test_of_two_halves_one_goes_on_as_the_witness_says(seed: int, size: int) -> None:
+    world, store = witnessed(seed, size, protected=frozenset())
+    simulation, cluster = world
+    halves = tuple(tuple(sorted(names(*range(at, at + size // 2)))) for at in (0, size // 2))
+    store.deaf = frozenset(halves[seed % 2]) if seed < 4 else frozenset()
+    at_ns = simulation.now_ns - sim.SIM_START_NS
+    simulation.apply(sim.Partition(groups=halves, at_ns=at_ns, for_ns=10 * SECOND_NS))
+    simulation.run(for_ns=5 * SECOND_NS)
+    held = [half for half in halves if in_one_view(cluster, frozenset(half))]
+    assert len(held) == 1, [str(r) for r in simulation.history[-20:]]
+    assert held[0] == halves[1 - seed % 2] or seed >= 4, "who hears the witness"
+    simulation.run(for_ns=5 * SECOND_NS)
+    settle(world, names(*range(size)))
+
+
+def test_without_an_answer_of_the_witness_both_halves_stop() -> None:
+    (simulation, cluster), store = witnessed(7, 2, protected=frozenset())
+    store.deaf = names(0, 1)
+    at_ns = simulation.now_ns - sim.SIM_START_NS
+    simulation.apply(
+        sim.Partition(groups=(tuple(names(0)), tuple(names(1))), at_ns=at_ns, for_ns=4 * SECOND_NS)
+    )
+    simulation.run(until=lambda: len({key.id for key, _ in cluster.stops}) == 2, for_ns=4 * SECOND_NS)
+    reasons = {reason for _, reason in cluster.stops}
+    assert "it is cut off: 1 of 2 are half of view 2, and the witness has named nobody" in reasons
+    assert not any(node.acts_on for node in cluster.nodes.values())
+
+
+@given(seed=st.integers(0, 2**32), size=st.integers(2, 6))
+@settings(max_examples=25, deadline=None)
+def test_no_two_halves_decide_whatever_happens_to_them_and_to_the_witness(seed: int, size: int) -> None:
+    """`Cluster` holds all views against each other; nobody is protected, so everybody may have to stop."""
+    (simulation, cluster), store = witnessed(seed, size, protected=frozenset())
+    rng = simulation.rng("faults")
+    everybody = [name_of(node_id) for node_id in range(size)]
+    for _ in range(4):
+        at_ns = simulation.now_ns - sim.SIM_START_NS
+        cut = sorted(rng.sample(everybody, size // 2))
+        rest = tuple(name for name in everybody if name not in cut)
+        groups = (rest, tuple(cut))
+        simulation.apply(sim.Partition(groups=groups, at_ns=at_ns, for_ns=rng.randrange(2 * SECOND_NS)))
+        store.deaf = frozenset(rng.sample(everybody, rng.randrange(size + 1)))
+        if rng.random() < 0.5:
+            for_ns = rng.randrange(SECOND_NS)
+            simulation.apply(sim.Crash(process=rng.choice(everybody), at_ns=at_ns, for_ns=for_ns))
+        simulation.run(for_ns=rng.randrange(3 * SECOND_NS))

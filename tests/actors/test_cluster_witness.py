@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from zbmd.actors.cluster import witness as w
+from zbmd.actors.cluster.membership_scenario import WitnessStore
 from zbmd.actors.cluster.nodes import NodeKey
 from zbmd.transport.errors import LocalProtocolError
 
@@ -17,26 +18,12 @@ STEPS = 200
 
 
 @dataclass
-class Store:
-    """The record, changed only by compare-and-swap."""
-
-    record: w.Record = field(default_factory=lambda: w.Record(epoch=0, holder=None, revision=0))
-
-    def do(self, request: w.Read | w.Swap) -> w.Record:
-        if isinstance(request, w.Swap) and request.revision == self.record.revision:
-            assert request.epoch > self.record.epoch, "the record never goes back"
-            revision = self.record.revision + 1
-            self.record = w.Record(epoch=request.epoch, holder=request.holder, revision=revision)
-        return self.record
-
-
-@dataclass
 class World:
     """Nodes that ask one store over a network that loses and delays, by a seed."""
 
     rng: random.Random
     nodes: list[w.WitnessMachine]
-    store: Store = field(default_factory=Store)
+    store: WitnessStore = field(default_factory=WitnessStore)
     faulty: bool = True
     now_ns: int = 0
     requests: list[tuple[int, w.Read | w.Swap]] = field(default_factory=list[tuple[int, w.Read | w.Swap]])
@@ -119,7 +106,7 @@ def test_an_epoch_has_one_tie_breaker_whatever_is_lost(seed: int) -> None:
 
 
 def test_a_swap_whose_answer_was_lost_is_found_again() -> None:
-    machine, store = w.WitnessMachine(NodeKey(1, 3), retry_ns=RETRY_NS), Store()
+    machine, store = w.WitnessMachine(NodeKey(1, 3), retry_ns=RETRY_NS), WitnessStore()
     (read,) = machine.handle(w.Wanted(epoch=4), now_ns=0)
     assert isinstance(read, w.Read)
     (swap,) = machine.handle(w.Told(number=read.number, record=store.do(read)), now_ns=1)

@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run one of them; returns the exit code."""
     match arguments.command:
         case "up":
-            return uvloop.run(node_up.run_node(node_up.node_config(arguments)))
+            return uvloop.run(node_up.run_node(node_up.node_config(arguments), arguments.store))
         case "submit":
             return uvloop.run(node_submit.submit(arguments))
         case "token":

@@ -16,6 +16,7 @@ from zbmd.actors.cluster.lives import PORT_DEFAULT, Acting, Hindered, LifeOver, 
 from zbmd.actors.cluster.membership import LEFT
 from zbmd.actors.cluster.node import ClusterNode
 from zbmd.actors.cluster.node_state import NodeState
+from zbmd.tools.node_store import with_store
 from zbmd.tools.node_token import read_token
 from zbmd.transport.budget import RECOVERY_BUDGET_VARIABLE, parse_recovery_budget
 from zbmd.transport.cookie import load_or_create_cookie, store_cookie
@@ -33,6 +34,7 @@ examples:
   zbmd-node token                             the line to paste on the next host
   zbmd-node up --join 10.0.0.1:7000           join, with the cookie file copied by hand
   zbmd-node up                                again, after a reboot: back into the same cluster
+  zbmd-node up --store etcd://etcd0:2379/lab  found or join, as etcd says; either of two hosts may be lost
   zbmd-node up --new                          begin another cluster than the one it was in
 """
 
@@ -51,6 +53,12 @@ def add_arguments(up: argparse.ArgumentParser) -> None:
         default=[],
         metavar="HOST:PORT",
         help="a member of the cluster to join, any; may be repeated",
+    )
+    up.add_argument(
+        "--store",
+        metavar="URL",
+        default=os.environ.get("ZBMD_STORE"),
+        help="etcd://HOST:PORT[,…]/NAME: says whom to join, and which half of a cluster may go on",
     )
     up.add_argument("--token", metavar="TOKEN", help=f"from `zbmd-node token`; also in {TOKEN_VARIABLE}")
     up.add_argument(
@@ -141,10 +149,24 @@ def tell(event: NodeEvent) -> None:
             pass
 
 
-async def run_node(config: NodeConfig) -> int:
-    """Run the node on this terminal; returns the exit code."""
+async def run_node(config: NodeConfig, store: str | None = None) -> int:
+    """Run the node on this terminal; returns the exit code. store: an etcd that knows the cluster."""
+    if store is None:
+        return await _run_node(config, None)
+    async with with_store(config, store) as (found, superseded):
+        return await _run_node(found, superseded)
+
+
+async def _run_node(config: NodeConfig, superseded: asyncio.Future[str] | None) -> int:
     loop = asyncio.get_running_loop()
     node = ClusterNode(config, NodeState.open(), tell)
+
+    def end(reason: asyncio.Future[str]) -> None:
+        say(f"leaving: {reason.result()}")
+        node.leave()
+
+    if superseded is not None:
+        superseded.add_done_callback(end)
     running = loop.create_task(node.run())
     received: list[signal.Signals] = []
 

@@ -16,13 +16,15 @@ from zbmd.transport.tcp_address import TcpAddress
 class Wish:
     """What a node says of itself before it joins.
 
-    host: numeric, where it would be dialed; recovery_budget_ns: 0 to take the cluster's.
+    host: numeric, where it would be dialed; recovery_budget_ns: 0 to take the cluster's; witnessed: whether
+    it asks a witness who may go on with half of a view.
     """
 
     node_id: int
     name: str
     host: str
     recovery_budget_ns: int
+    witnessed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +40,25 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
-def refusal(wish: Wish, view: ClusterView, me: Node, own_host: str, budget_ns: int) -> Refusal | None:
+def refusal(
+    wish: Wish, view: ClusterView, me: Node, own_host: str, budget_ns: int, *, witnessed: bool = False
+) -> Refusal | None:
     """What stands against a node, in the view that we know.
 
-    own_host: where others dial us; budget_ns: the cluster's.
+    own_host: where others dial us; budget_ns, witnessed: the cluster's.
     """
     if wish.recovery_budget_ns not in (0, budget_ns):
         ours, theirs = format_duration(budget_ns), format_duration(wish.recovery_budget_ns)
         return Refusal(
             reason=f"the cluster's recovery budget is {ours}, this node's {theirs}, and all deadlines follow "
             f"from it: leave --recovery-budget (and {RECOVERY_BUDGET_VARIABLE}) away, or give {ours}",
+            passes=False,
+        )
+    if wish.witnessed != witnessed:
+        has = "asks a witness" if witnessed else "asks no witness"
+        do = "give this node the same --store" if witnessed else "leave --store away, or give it to all nodes"
+        return Refusal(
+            reason=f"the cluster {has} which half of it may go on, and all nodes have to do the same: {do}",
             passes=False,
         )
     if is_loopback(wish.host) and not is_loopback(own_host):

@@ -61,6 +61,7 @@ class Seeker:
     cookie: bytes
     settings: TcpSettings
     deadlines: Deadlines
+    witnessed: bool = False
 
 
 def visitor(cookie: bytes, deadlines: Deadlines) -> Endpoint:
@@ -143,6 +144,7 @@ async def _knock(door: TcpAddress, seeker: Seeker) -> Doorway | DoorReply:
             name=seeker.name,
             host=seeker.host or own_host,
             recovery_budget_ns=seeker.recovery_budget_ns,
+            witnessed=seeker.witnessed,
         )
         reply = await desk.ask(request, reply=DoorReply, timeout=ANSWER_S)
     finally:

@@ -45,7 +45,7 @@ from zbmd.actors.cluster.node_contracts import (
     TokenReply,
 )
 from zbmd.actors.cluster.node_desk import Desk
-from zbmd.actors.cluster.node_life import NodeLife
+from zbmd.actors.cluster.node_life import MakeWitness, NodeLife
 from zbmd.actors.cluster.node_state import NodeState
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.peer_links import process_name
@@ -73,7 +73,8 @@ class NodeConfig:
     """One node. name: what people call it; joins: members to join.
 
     Without `joins` it goes back to the cluster that it was in when it last ran; if there was none, or `anew`
-    is given, it founds one. recovery_budget_ns: None for the cluster's, or the default.
+    is given, it founds one. recovery_budget_ns: None for the cluster's, or the default; witness: makes each
+    life its own, if the cluster has one.
     """
 
     name: str
@@ -84,6 +85,7 @@ class NodeConfig:
     cookie: bytes = field(repr=False)
     settings: TcpSettings = field(default_factory=TcpSettings)
     release: str = ""
+    witness: MakeWitness | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +219,7 @@ class Lives:
             cookie=config.cookie,
             settings=config.settings,
             deadlines=deadlines,
+            witnessed=config.witness is not None,
         )
         try:
             found = await find_door(others, seeker, self._hindered, deadlines.view_ns)
@@ -250,7 +253,9 @@ class Lives:
             towards = None if doorway is None else doorway.own_host
             address = str(advertised(listener.addresses, towards))
             me = Node(key, address, config.name)
-            life = self._life = NodeLife(me, endpoint, config.settings, self, release=config.release)
+            life = self._life = NodeLife(
+                me, endpoint, config.settings, self, release=config.release, witness=config.witness
+            )
             desk = self._desk = Desk(identity.name, key.incarnation, self)
             try:
                 self._open = True
@@ -361,10 +366,12 @@ class Lives:
             name=request.name,
             host=request.host,
             recovery_budget_ns=request.recovery_budget_ns,
+            witnessed=request.witnessed,
         )
         own_host = parse_address(life.me.address).host
         budget_ns = self._deadlines.recovery_budget_ns
-        found = refusal(wish, life.machine.view, life.me, own_host, budget_ns)
+        witnessed = self._config.witness is not None
+        found = refusal(wish, life.machine.view, life.me, own_host, budget_ns, witnessed=witnessed)
         return DoorReply(
             node=life.me,
             member=life.machine.state is State.MEMBER,

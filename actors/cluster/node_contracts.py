@@ -27,6 +27,7 @@ class DoorRequest(Contract, id="zbmd.node.door_request"):
     name: _Name
     host: Annotated[str, msgspec.Meta(max_length=64)]
     recovery_budget_ns: _Natural
+    witnessed: bool = False
 
 
 class DoorReply(Contract, id="zbmd.node.door"):

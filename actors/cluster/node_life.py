@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol, assert_never
+from typing import Final, Protocol, TypeAlias, assert_never
 
 import structlog
 
@@ -23,6 +24,7 @@ from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.membership import ClusterMachine, State
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.peer_links import PeerLinks
+from zbmd.actors.cluster.witness import Given
 from zbmd.actors.contracts import Contract
 from zbmd.transport._native import now_ns
 from zbmd.transport.endpoint import Endpoint
@@ -54,6 +56,26 @@ class LifeDesk(Protocol):
         ...
 
 
+class Witness(Protocol):
+    """What is asked which half of a view may go on. Used on the life's loop; must not block."""
+
+    def want(self, epoch: int) -> None:
+        """Half of a view wants to agree on the view of `epoch`."""
+        ...
+
+    def over(self, epoch: int) -> None:
+        """The view of `epoch` is decided."""
+        ...
+
+    async def close(self) -> None:
+        """Ask nothing any more."""
+        ...
+
+
+MakeWitness: TypeAlias = Callable[[NodeKey, int, Callable[[Given], None]], Witness]
+"""Of who asks, after how many ns it asks again, and who takes the answers."""
+
+
 @dataclass(slots=True)
 class _Beaten:
     """What an observer was last told."""
@@ -66,10 +88,18 @@ class NodeLife:
     """From a key to the end of it. `over` is done with the reason."""
 
     def __init__(
-        self, me: Node, endpoint: Endpoint, settings: TcpSettings, desk: LifeDesk, *, release: str
+        self,
+        me: Node,
+        endpoint: Endpoint,
+        settings: TcpSettings,
+        desk: LifeDesk,
+        *,
+        release: str,
+        witness: MakeWitness | None = None,
     ) -> None:
         self.me = me
-        self.machine = ClusterMachine(me, endpoint.deadlines)
+        self.machine = machine = ClusterMachine(me, endpoint.deadlines, witnessed=witness is not None)
+        self._witness = None if witness is None else witness(me.key, machine.retry_ns, self._witness_gave)
         self.detector = Detector(endpoint.deadlines)
         self.links = PeerLinks(me.key, endpoint, settings, self)
         self.deaths = LocalDeaths(self._died)
@@ -121,6 +151,8 @@ class NodeLife:
             if timer is not None:
                 timer.cancel()
         self.deaths.close()
+        if self._witness is not None:
+            await self._witness.close()
         await self.links.flush()
         await self.links.close()
 
@@ -145,15 +177,21 @@ class NodeLife:
                 self._watch(subjects, observers)
             case m.Installed(view=view, reason=reason):
                 self.acting = view
+                if self._witness is not None:
+                    self._witness.over(view.epoch)
                 self.deaths.forget_all_but({*self.hails, *(node.key for node in view.nodes)})
                 self._desk.acts_on(view, reason)
             case m.AskWitness(epoch=epoch):
-                raise LocalProtocolError(f"there is no witness to ask for epoch {epoch}")
+                assert self._witness is not None, f"there is no witness to ask for epoch {epoch}"
+                self._witness.want(epoch)
             case m.Stopped(reason=reason):
                 if not self.over.done():
                     self.over.set_result(reason)
             case _:
                 assert_never(action)
+
+    def _witness_gave(self, given: Given) -> None:
+        self._feed(m.WitnessGave(epoch=given.epoch, holder=given.holder, reason=given.reason))
 
     def _watch(self, subjects: tuple[Node, ...], observers: tuple[Node, ...]) -> None:
         self.detector.watch((node.key for node in subjects), now_ns())

@@ -298,7 +298,7 @@ def test_without_an_answer_of_the_witness_both_halves_stop() -> None:
 @settings(max_examples=25, deadline=None)
 def test_no_two_halves_decide_whatever_happens_to_them_and_to_the_witness(seed: int, size: int) -> None:
     """`Cluster` holds all views against each other; nobody is protected, so everybody may have to stop."""
-    (simulation, cluster), store = witnessed(seed, size, protected=frozenset())
+    (simulation, _), store = witnessed(seed, size, protected=frozenset())
     rng = simulation.rng("faults")
     everybody = [name_of(node_id) for node_id in range(size)]
     for _ in range(4):

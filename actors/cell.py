@@ -34,7 +34,7 @@ TURN_NS = 100_000
 MESSAGES_PER_LOOK = 4
 LOOKS_PER_TURN = 16
 MESSAGES_PER_TURN = MESSAGES_PER_LOOK * LOOKS_PER_TURN
-"""How many it handles before that if it is fast with them."""
+"""How many it handles before that if it is fast with them, and nobody in the process waits for an answer."""
 LINKS_MAX = 65_536
 WATCHERS_MAX = 65_536
 
@@ -313,12 +313,13 @@ class ActorCell:
         """Handle signals and messages until there are none, or a stop is requested."""
         mailbox, handlers, actor, life = self.mailbox, self.handlers, self.actor, self.life
         self.turns += 1
+        deadlines = self.system.deadlines
         look, looks, until_ns = MESSAGES_PER_LOOK, LOOKS_PER_TURN, time.monotonic_ns() + TURN_NS
         while self._stop is None:
             if not look:
                 look = MESSAGES_PER_LOOK
                 looks -= 1
-                if not looks or time.monotonic_ns() > until_ns:
+                if not looks or deadlines.pending or time.monotonic_ns() > until_ns:
                     await asyncio.sleep(0)
                     self.turns += 1
                     looks, until_ns = LOOKS_PER_TURN, time.monotonic_ns() + TURN_NS

@@ -9,7 +9,7 @@ from typing import Any
 
 from zbmd.actors import wire
 from zbmd.actors._mailbox import Delivery, LocalReply, MailboxMemory
-from zbmd.actors.cell import ActorCell
+from zbmd.actors.cell import MESSAGES_PER_LOOK, ActorCell
 from zbmd.actors.context import current_cell, current_delivery
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.deadlines import DeadlineWheel, Expired
@@ -31,7 +31,9 @@ from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
 
 ASKS_PENDING_MAX = 65_536
 TELLS_PER_TURN = 64
-"""After how many tells to actors of this process the loop gets its turn, lest one sender keep it."""
+"""After how many tells to actors of this process the loop gets its turn, lest one sender keep it.
+
+At once, if somebody waits for an answer and the receiver has more than enough to do."""
 
 _U64 = (1 << 64) - 1
 
@@ -46,7 +48,7 @@ class Messaging:
         self.memory = MailboxMemory(mailbox_bytes_max, self._no_memory)
         self._cells: dict[str, ActorCell] = {}
         self._peers: dict[str, Peer] = {}
-        self._deadlines = DeadlineWheel(self.loop)
+        self.deadlines = DeadlineWheel(self.loop)
         self._stopped = False
         self._last_trace = 0
         self._tells_left = TELLS_PER_TURN
@@ -83,7 +85,7 @@ class Messaging:
             elif cell.task is None:
                 cell.wake()
             self._tells_left -= 1
-            if not self._tells_left:
+            if not self._tells_left or (self.deadlines.pending and len(cell.mailbox) >= MESSAGES_PER_LOOK):
                 self._tells_left = TELLS_PER_TURN
                 await asyncio.sleep(0)
         else:
@@ -95,10 +97,10 @@ class Messaging:
     async def _ask(self, ref: Ref, message: Contract, wanted: type[Any] | None, timeout: float | None) -> Any:
         trace_id, sender = self._envelope(message)
         deadline_ns, timeout_ns = self._deadline(timeout, ref)
-        if self._deadlines.pending >= ASKS_PENDING_MAX:
+        if self.deadlines.pending >= ASKS_PENDING_MAX:
             raise TooManyPending(f"{ASKS_PENDING_MAX} asks are pending in {self.name}")
         future: asyncio.Future[Any] = self.loop.create_future()
-        bucket = self._deadlines.add(future, deadline_ns, timeout_ns)
+        bucket = self.deadlines.add(future, deadline_ns, timeout_ns)
         cell: ActorCell | None = None
         peer: Peer | None = None
         delivery: Delivery | None = None
@@ -130,7 +132,7 @@ class Messaging:
                 raise DeadlineExceeded(what) from None
             raise
         finally:
-            self._deadlines.remove(future, bucket)
+            self.deadlines.remove(future, bucket)
             if peer is not None:
                 peer.close_call(call)
         if wanted is not None and type(reply) is not wanted:
@@ -210,11 +212,11 @@ class Messaging:
         if not deadline_ns:
             await room
             return
-        bucket = self._deadlines.add(room, deadline_ns, timeout_ns)
+        bucket = self.deadlines.add(room, deadline_ns, timeout_ns)
         try:
             await room
         finally:
-            self._deadlines.remove(room, bucket)
+            self.deadlines.remove(room, bucket)
 
     def _bind(self, data: wire.RefData) -> Ref:
         return Ref(self, data.process, data.process_incarnation, data.actor, data.incarnation)

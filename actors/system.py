@@ -133,7 +133,7 @@ class ActorSystem(Messaging):
         future: asyncio.Future[Any] = self.loop.create_future()
         call = peer.open_call(future, wants_ref=True)
         class_id = remote_class_id(cls)
-        bucket = self._deadlines.add(future, deadline_ns, timeout_ns)
+        bucket = self.deadlines.add(future, deadline_ns, timeout_ns)
         try:
             request = wire.Spawn(call, timeout_ns, class_id, name or "", parent_data, list(args))
             await peer.send_before(wire.encode(request), 0, future)
@@ -144,7 +144,7 @@ class ActorSystem(Messaging):
                 raise DeadlineExceeded(f"{process} did not spawn {class_id} in time") from None
             raise
         finally:
-            self._deadlines.remove(future, bucket)
+            self.deadlines.remove(future, bucket)
             peer.close_call(call)
         parent_cell = None if parent is None else self.find(parent.actor, parent.incarnation)
         if parent_cell is not None:
@@ -210,7 +210,7 @@ class ActorSystem(Messaging):
                 cell.kill(Reason(ReasonKind.KILLED, "the system stops"))
             for peer in list(self._peers.values()):
                 peer.close(None)
-            self._deadlines.close()
+            self.deadlines.close()
             unwatch_loop(self.watch_of_loop)
         await self.pools.close()
         if self._lingering:

@@ -1,6 +1,6 @@
 """Time actors through the public API: ask round trips, asks and tells a second, within and across processes.
 
-    python -m zbmd.tools.bench_actors [--seconds S] [--json]
+    zbmd bench actors [--seconds S] [--vs xoscar,ray,monarch] [--json]
 
 Everything is on: typed contracts, references, deadlines, bounded mailboxes, trace ids, frame headers. The
 other process is a plain child on the same host, reached over a shared-memory link; both run uvloop.
@@ -17,7 +17,8 @@ import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
+from typing import Any
 
 import uvloop
 
@@ -26,12 +27,17 @@ from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.mailbox import MailboxSpec
 from zbmd.actors.ref import Ref
 from zbmd.actors.system import ActorSystem
+from zbmd.tools.bench_actor_life import life
+from zbmd.tools.bench_row import Row, percentile, table
+from zbmd.tools.peers.actor_asks import EXIT_MISSING, LARGE_BYTES, LIBRARIES
+from zbmd.transport.errors import UserError
 from zbmd.transport.hello import Identity
 from zbmd.transport.shm import Endpoint, dial, listen
 from zbmd.transport.shm_link import ShmLink
 
 IN_FLIGHT = 1000
 TIMEOUT_S = 30.0
+SECONDS_MAX = 60.0
 BATCH = 200
 COOKIE = bytes(32)
 
@@ -70,18 +76,6 @@ class Echo(Actor):
         """Take note."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line of the table."""
-
-    what: str
-    where: str
-    p50_us: float = 0.0
-    p99_us: float = 0.0
-    per_second: float = 0.0
-    noise_percent: float = 0.0
-
-
 def _endpoint(name: str) -> Endpoint:
     identity = Identity(name=name, pid=os.getpid(), uid=os.getuid(), incarnation=1, contracts=fingerprints())
     return Endpoint(identity=identity, cookie=COOKIE)
@@ -107,7 +101,7 @@ async def _round_trips(ref: Ref, message: Ping, seconds: float) -> list[float]:
         after_ns = time.perf_counter_ns()
         times_us.append((after_ns - before_ns) / 1e3)
         before_ns = after_ns
-    return sorted(times_us)
+    return times_us
 
 
 async def _rate(seconds: float, one: Callable[[], Awaitable[object]], workers: int) -> float:
@@ -127,16 +121,19 @@ async def _rate(seconds: float, one: Callable[[], Awaitable[object]], workers: i
 
 async def _measure(ref: Ref, where: str, seconds: float) -> list[Row]:
     rows: list[Row] = []
-    for what, message in (("ask 1 B", Ping(1)), ("ask 64 KiB", Ping(1, bytes(1 << 16)))):
+    for what, message in (
+        ("ask 1 B", Ping(1, b"x")),
+        (f"ask {LARGE_BYTES:,} B", Ping(1, bytes(LARGE_BYTES))),
+    ):
         first = await _round_trips(ref, message, seconds)
         again = await _round_trips(ref, message, seconds)
-        p50_us, p50_again_us = first[len(first) // 2], again[len(again) // 2]
+        p50_us, p50_again_us = percentile(first, 0.5), percentile(again, 0.5)
         rows.append(
             Row(
                 what=what,
                 where=where,
                 p50_us=p50_us,
-                p99_us=first[len(first) * 99 // 100],
+                p99_us=percentile(first, 0.99),
                 per_second=len(first) / seconds,
                 noise_percent=abs(p50_us - p50_again_us) / p50_us * 100,
             )
@@ -178,27 +175,62 @@ async def _bench(seconds: float) -> list[Row]:
     return rows
 
 
+async def _beside(library: str, seconds: float) -> list[Row]:
+    """The same by another library, in processes of its own; that it is absent, if it is not installed."""
+    command = ("-m", "zbmd.tools.peers.actor_asks", library)
+    options = ("--seconds", str(seconds), "--in-flight", str(IN_FLIGHT))
+    peer = await asyncio.create_subprocess_exec(
+        sys.executable, *command, *options, stdout=asyncio.subprocess.PIPE
+    )
+    told, _ = await peer.communicate()
+    if peer.returncode == EXIT_MISSING:
+        return [Row(what=f"not installed here: {library}", where="", by=library)]
+    if peer.returncode != 0:
+        return [Row(what=f"it failed, with code {peer.returncode}", where="", by=library)]
+    rows: list[dict[str, Any]] = json.loads(told.splitlines()[-1])
+    return [replace(Row(**row), by=library) for row in rows]
+
+
+async def _all(seconds: float, libraries: list[str]) -> list[Row]:
+    rows = await _bench(seconds) + await life(seconds)
+    for library in libraries:
+        rows += await _beside(library, seconds)
+    return rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the benchmark."""
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--vs", default="", metavar="LIBRARIES", help=f"to run in turn, of {', '.join(LIBRARIES)}"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, and print a table, or JSON. Raises `UserError`."""
+    libraries = [name for name in options.vs.split(",") if name]
+    if unknown := [name for name in libraries if name not in LIBRARIES]:
+        raise UserError(f"--vs {unknown[0]} is not known: give some of {', '.join(LIBRARIES)}.")
+    if not 0 < options.seconds <= SECONDS_MAX:
+        raise UserError(f"--seconds {options.seconds:g} is out of range: give up to {SECONDS_MAX:g}.")
+    rows = uvloop.run(_all(options.seconds, libraries))
+    print(json.dumps([asdict(row) for row in rows]) if options.json else table(rows))
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark and print a table, or JSON."""
+    """Run the benchmark, or the other process of it."""
     parser = argparse.ArgumentParser(
         prog="bench_actors", description="Time actors, within and across processes."
     )
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement (default 1)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_arguments(parser)
     parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve is not None:
         uvloop.run(_serve(options.serve))
         return 0
-    rows = uvloop.run(_bench(options.seconds))
-    if options.json:
-        print(json.dumps([asdict(row) for row in rows]))
-        return 0
-    print(f"{'':24} {'':14} {'p50 us':>9} {'p99 us':>9} {'per second':>12} {'noise %':>8}")
-    for row in rows:
-        latency = f"{row.p50_us:9.1f} {row.p99_us:9.1f}" if row.p50_us else f"{'':9} {'':9}"
-        print(f"{row.what:24} {row.where:14} {latency} {row.per_second:12,.0f} {row.noise_percent:8.1f}")
-    return 0
+    return run(options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`zbmd bench`: time the transport through its public API, with peers in the same run."""
+"""`zbmd bench`: time the transport and actors through their public API, with peers in the same run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from zbmd.tools import bench_actors
 from zbmd.tools.bench_detect import TRIALS_MAX, DetectPlan, detect
 from zbmd.tools.bench_peers import PEERS, PeerMissing
 from zbmd.tools.bench_plot import check_plot, save_plot
@@ -33,6 +34,7 @@ EXAMPLES = """examples:
   zbmd bench put --sizes 1M:64M --vs memcpy --plot put.png
   zbmd bench put --transport tcp --sizes 16M --vs iperf3
   zbmd bench detect --trials 50 --json
+  zbmd bench actors --vs xoscar,ray,monarch
 
 exit codes: 0 measured; 1 a benchmarked program failed; 2 bad input; 3 a peer is not installed, and the
 message holds the command that installs it
@@ -44,7 +46,7 @@ def add_parser(commands: Any) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     bench = commands.add_parser(
         "bench",
-        help="time the transport, beside its peers",
+        help="time the transport and actors, beside their peers",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=raw,
@@ -70,6 +72,10 @@ def add_parser(commands: Any) -> None:
     )
     _add_output(found)
     found.set_defaults(run_command=_detect)
+    text = "asks and tells of actors; what they cost to spawn, to keep, to restart, to share a loop with"
+    actors = kinds.add_parser("actors", help=text, description=text, epilog=EXAMPLES, formatter_class=raw)
+    bench_actors.add_arguments(actors)
+    actors.set_defaults(run_command=bench_actors.run)
 
 
 def _add_measuring(kind: argparse.ArgumentParser, name: str) -> None:

@@ -1,0 +1,152 @@
+"""Time what actors cost apart from messages: to spawn, to keep, to restart, beside one that is flooded."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import structlog
+
+from zbmd.actors.actor import Actor, on
+from zbmd.actors.contracts import Contract
+from zbmd.actors.errors import ActorFailed
+from zbmd.actors.ref import Ref
+from zbmd.actors.supervision import INTENSITY_MAX
+from zbmd.actors.supervisor import ChildSpec
+from zbmd.actors.system import ActorSystem
+from zbmd.tools.bench_row import Row, percentile
+
+TIMEOUT_S = 30.0
+ACTORS = 20_000
+NEIGHBOURS = 50
+FLOODING = 1
+HERE = "this process"
+
+
+class Nudge(Contract, id="bench.nudge"):
+    """A message without meaning."""
+
+
+class Break(Contract, id="bench.break"):
+    """Make the actor fail."""
+
+
+class Idle(Actor):
+    """Waits to be asked."""
+
+    @on(Nudge)
+    async def nudge(self, _: Nudge) -> None:
+        """Answer."""
+
+
+class Fragile(Actor):
+    """Fails when told to, and notes when it began."""
+
+    began_ns: ClassVar[int] = 0
+    begun: ClassVar[asyncio.Event]
+
+    async def started(self) -> None:
+        """Take the time."""
+        Fragile.began_ns = time.perf_counter_ns()
+        Fragile.begun.set()
+
+    @on(Break)
+    async def fail(self, _: Break) -> None:
+        """Fail."""
+        raise RuntimeError("as told")
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+async def spawning(system: ActorSystem, count: int = ACTORS) -> list[Row]:
+    """Spawns a second, and resident bytes of an idle actor that has answered once."""
+    before_bytes = _resident_bytes()
+    began_s = time.perf_counter()
+    refs = [await system.spawn(Idle) for _ in range(count)]
+    rate = count / (time.perf_counter() - began_s)
+    for ref in refs:
+        await ref.ask(Nudge(), timeout=TIMEOUT_S)
+    nbytes = (_resident_bytes() - before_bytes) / count
+    for ref in reversed(refs):
+        await system.terminate(ref)
+    return [
+        Row(what="spawns", where=HERE, per_second=rate),
+        Row(what=f"bytes an idle actor, of {count:,}", where=HERE, amount=nbytes),
+    ]
+
+
+async def restarting(system: ActorSystem, times: int = 200) -> list[Row]:
+    """From a failure, as its asker learns of it, to `started()` of the next incarnation."""
+    Fragile.begun = asyncio.Event()
+    child = ChildSpec(name="fragile", actor=Fragile)
+    supervisor = await system.supervise([child], intensity=INTENSITY_MAX)
+    times_us: list[float] = []
+    for _ in range(times):
+        Fragile.begun.clear()
+        try:
+            await system.ref("fragile").ask(Break(), timeout=TIMEOUT_S)
+        except ActorFailed:
+            failed_ns = time.perf_counter_ns()
+        await Fragile.begun.wait()
+        times_us.append(max(0, Fragile.began_ns - failed_ns) / 1e3)
+    await system.terminate(supervisor)
+    p50_us, p99_us = percentile(times_us, 0.5), percentile(times_us, 0.99)
+    return [Row(what="restart of a crashed actor", where=HERE, p50_us=p50_us, p99_us=p99_us)]
+
+
+async def _asks_us(refs: list[Ref], seconds: float) -> list[float]:
+    times_us: list[float] = []
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        for ref in refs:
+            began_ns = time.perf_counter_ns()
+            await ref.ask(Nudge(), timeout=TIMEOUT_S)
+            times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
+    return times_us
+
+
+async def fairness(system: ActorSystem, seconds: float) -> list[Row]:
+    """Asks of quiet actors, alone and while another one in the process is told more than it can handle."""
+    flooded = await system.spawn(Idle, name="flooded")
+    quiet = [await system.spawn(Idle) for _ in range(NEIGHBOURS)]
+    alone_us = await _asks_us(quiet, seconds)
+
+    async def flood() -> None:
+        while True:
+            await flooded.tell(Nudge())
+
+    floods = [asyncio.create_task(flood()) for _ in range(FLOODING)]
+    handled = system.find("flooded", 0)
+    before = 0 if handled is None else handled.handled
+    beside_us = await _asks_us(quiet, seconds)
+    rate = ((0 if handled is None else handled.handled) - before) / seconds
+    for task in floods:
+        task.cancel()
+    await asyncio.gather(*floods, return_exceptions=True)
+    rows = [
+        Row(what=what, where=HERE, p50_us=percentile(times_us, 0.5), p99_us=percentile(times_us, 0.99))
+        for what, times_us in (("ask, alone", alone_us), ("ask, beside a flooded one", beside_us))
+    ]
+    rows.append(Row(what="messages of the flooded one", where=HERE, per_second=rate))
+    rows.append(Row(what="growth of the p99, times", where=HERE, amount=rows[1].p99_us / rows[0].p99_us))
+    return rows
+
+
+async def life(seconds: float) -> list[Row]:
+    """All of it, in a system of its own."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    system = ActorSystem("life")
+    try:
+        rows = await spawning(system)
+        rows += await restarting(system)
+        return rows + await fairness(system, seconds)
+    finally:
+        await system.stop()

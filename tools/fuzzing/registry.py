@@ -117,6 +117,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "transport/bulk_lanes.py": "reads what the kernel tells of its own socket and settings",
     "tools/bench*.py": "reads what processes that it has started itself tell of their times",
     "tools/peers/*.py": "are other systems' programs, run beside ours for comparison",
+    "tools/demo_hosts*.py": "reads the lines of processes that it has started itself",
     "tools/netns_switch.py": "reads what the laboratory that has started it says",
     "tools/demo.py": "reads the last line of a command that it has just run itself",
     "tools/sim_hunt.py": "reads the lines of workers that are forks of itself",

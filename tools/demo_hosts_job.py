@@ -1,0 +1,283 @@
+"""The training job over three hosts: one's cable is pulled and plugged in, one is killed; the bits stay.
+
+    python -m zbmd.tools.demo_hosts_job [--steps N] [--delay TIME] [--loss FRACTION] [--json]
+
+Each host is a network namespace with a node and one rank of the job (`demo_hosts_node`), reached over
+TCP. The last host's cable is pulled: the others go on with its shards. It is plugged in, comes back
+with its next life, and takes work again. Then it is killed with all that it runs, and started again. At
+the end the weights are compared with those of one plain process. Wants root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from zbmd.tools.bench_stats import median
+from zbmd.tools.netns_lab import Lab, LabHost
+from zbmd.transport.durations import parse_duration
+from zbmd.transport.errors import UserError, ZbmdError
+
+HOSTS: Final = 3
+PATIENCE_S: Final = 90.0
+PORT: Final = 29400
+STEPS_DEFAULT: Final = 600
+STEPS_BETWEEN: Final = 20
+"""Committed before each thing that is done to the last host."""
+STEPS_MIN: Final = 200
+NODE: Final = (sys.executable, "-m", "zbmd.tools.demo_hosts_node")
+MODEL: Final = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--evaluate-every", "0")
+ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}
+Event = dict[str, Any]
+
+
+class DemoFailed(ZbmdError):
+    """Something did not come about in time."""
+
+
+class Place:
+    """One host's node, and what it tells."""
+
+    def __init__(self, host: LabHost, cookie: str) -> None:
+        self.host = host
+        self.process: subprocess.Popen[bytes] | None = None
+        self._text = b""
+        path = host.home / "cookie"
+        path.touch(mode=0o600)
+        path.write_text(cookie)
+
+    @property
+    def fd(self) -> int:
+        """What it tells comes from there; -1 if it does not run."""
+        process = self.process
+        return -1 if process is None or process.stdout is None else process.stdout.fileno()
+
+    def start(self, join: str | None) -> None:
+        """Start its node."""
+        command = [*NODE, f"{self.host.address}:{PORT}", "--name", self.host.name]
+        command += [] if join is None else ["--join", join]
+        environment = {**ENVIRONMENT, "ZBMD_STATE_DIR": str(self.host.home / "node")}
+        self._text = b""
+        with (self.host.home / "errors").open("ab") as errors:
+            self.process = self.host.popen(
+                command, environment=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            )
+
+    def order(self, order: Event) -> None:
+        """Have it submit a job."""
+        assert self.process is not None and self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """End it and all that it runs, by SIGKILL of the node."""
+        if self.process is None:
+            return
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process = None
+
+    def read(self) -> list[Event]:
+        """What it tells now; its ranks' and its own plain lines are left out."""
+        data = os.read(self.fd, 1 << 16)
+        if not data:
+            raise DemoFailed(f"{self.host.name} has ended: {(self.host.home / 'errors').read_text()[-500:]}")
+        *lines, self._text = (self._text + data).split(b"\n")
+        return [json.loads(line) for line in lines if line.startswith(b'{"kind"')]
+
+
+class JobDemo:
+    """The hosts, the job, and what is done to them."""
+
+    def __init__(self, lab: Lab, steps: int) -> None:
+        cookie = secrets.token_hex()
+        self.places = [Place(host, cookie) for host in lab.hosts]
+        self.last = self.places[-1]
+        self.steps: list[tuple[int, int, int]] = []
+        """Of each commit: version, members, when (CLOCK_MONOTONIC, ns)."""
+        self.views: dict[str, tuple[str, ...]] = {}
+        self.result: Event | None = None
+        self.figures: dict[str, float] = {}
+        self._total = steps
+
+    def start(self, out: Path) -> None:
+        """Form the cluster, and submit the job."""
+        first, *others = self.places
+        first.start(None)
+        self._until(lambda: self.views.get(first.host.name) == (first.host.name,), "a cluster of one")
+        for place in others:
+            place.start(f"{first.host.address}:{PORT}")
+        self._all_agree(self.places)
+        first.order(
+            {
+                "target": "zbmd.training",
+                "is_module": True,
+                "arguments": job_arguments(out, self._total),
+                "nodes_min": HOSTS - 1,
+                "nodes_max": HOSTS,
+            }
+        )
+        self._commits(HOSTS)
+
+    def pull_and_plug(self) -> None:
+        """The last host's cable."""
+        begin_ns = time.monotonic_ns()
+        self.last.host.pull_cable()
+        self._all_agree(self.places[:-1])
+        self._note("cable pulled to new view, ms", begin_ns)
+        self._next_step(begin_ns, "cable pulled to the next committed step, ms")
+        self._commits(HOSTS - 1)
+        self.last.host.plug_cable()
+        self._joined("as the cut-off host joins: the longest time between two steps, ms")
+
+    def kill_and_start(self) -> None:
+        """The last host's processes."""
+        begin_ns = time.monotonic_ns()
+        self.last.kill()
+        self._next_step(begin_ns, "host killed to the next committed step, ms")
+        self._commits(HOSTS - 1)
+        self.last.start(f"{self.places[0].host.address}:{PORT}")
+        self._joined("as the killed host joins: the longest time between two steps, ms")
+
+    def finish(self) -> str:
+        """The digest of the weights at the end."""
+        self._until(lambda: self.result is not None, "the result of the job")
+        gaps = [(b[2] - a[2]) / 1e6 for a, b in pairwise(self.steps)]
+        self.figures["an ordinary step, ms"] = median(gaps)
+        assert self.result is not None
+        return str(self.result["weights_sha256"])
+
+    def close(self) -> None:
+        """Kill what runs."""
+        for place in self.places:
+            place.kill()
+
+    def _joined(self, what: str) -> None:
+        begin = len(self.steps) - 1
+        self._commits(HOSTS)
+        times_ns = [at_ns for _, _, at_ns in self.steps[begin:]]
+        self.figures[what] = max(b - a for a, b in pairwise(times_ns)) / 1e6
+
+    def _next_step(self, begin_ns: int, what: str) -> None:
+        after = len(self.steps)
+        self._until(lambda: any(n == HOSTS - 1 for _, n, _ in self.steps[after:]), "a step without it")
+        at_ns = next(at_ns for _, n, at_ns in self.steps[after:] if n == HOSTS - 1)
+        self.figures[what] = (at_ns - begin_ns) / 1e6
+
+    def _note(self, what: str, begin_ns: int) -> None:
+        self.figures[what] = (time.monotonic_ns() - begin_ns) / 1e6
+
+    def _commits(self, members: int) -> None:
+        """Wait for `STEPS_BETWEEN` steps in a row of so many members."""
+
+        def reached() -> bool:
+            latest = self.steps[-STEPS_BETWEEN:]
+            return len(latest) == STEPS_BETWEEN and all(n == members for _, n, _ in latest)
+
+        self._until(reached, f"{STEPS_BETWEEN} steps of {members} ranks")
+
+    def _all_agree(self, places: Sequence[Place]) -> None:
+        names = tuple(sorted(place.host.name for place in places))
+        self._until(lambda: all(self.views.get(name) == names for name in names), f"a view of {names}")
+
+    def _until(self, reached: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not reached():
+            running = {p.fd: p for p in self.places if p.fd >= 0}
+            ready = select.select(list(running), [], [], max(0.0, deadline_s - time.monotonic()))[0]
+            if not ready or (self.result is not None and not reached()):
+                raise DemoFailed(f"not within {PATIENCE_S:g} s, or before the job's end: {what}")
+            for fd in ready:
+                for event in running[fd].read():
+                    self._take(running[fd], event)
+
+    def _take(self, place: Place, event: Event) -> None:
+        match event["kind"]:
+            case "view":
+                self.views[place.host.name] = tuple(event["members"])
+            case "report" if event["payload"]["kind"] == "step":
+                payload = event["payload"]
+                self.steps.append((payload["version"], len(payload["members"]), event["at_ns"]))
+            case "report" if event["payload"]["kind"] == "result":
+                self.result = event["payload"]
+            case _:
+                pass
+
+
+def job_arguments(out: Path, steps: int) -> list[str]:
+    """Of `python -m zbmd.training`."""
+    return ["--out", str(out), "--steps", str(steps), "--checkpoint-every", "1000", *MODEL]
+
+
+def plain_digest(out: Path, steps: int) -> str:
+    """The weights of the same job in one plain process."""
+    command = [sys.executable, "-m", "zbmd.training", "--plain", *job_arguments(out, steps)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **ENVIRONMENT}
+    )
+    return str(json.loads(done.stdout.splitlines()[-1])["weights_sha256"])
+
+
+def run(
+    steps: int, *, delay_ms: float = 0.0, loss: float = 0.0, kill: bool = True
+) -> tuple[dict[str, float], bool]:
+    """All of it: the figures, and whether the weights are those of a plain run. Raises `DemoFailed`."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zbmd-demo-")))
+        shaped = bool(delay_ms or loss)
+        lab = stack.enter_context(Lab(HOSTS, shaped=shaped))
+        for host in lab.hosts if shaped else ():
+            host.shape(delay_ms=delay_ms, loss=loss)
+        demo = JobDemo(lab, steps)
+        stack.callback(demo.close)
+        demo.start(folder / "run")
+        demo.pull_and_plug()
+        if kill:
+            demo.kill_and_start()
+        digest = demo.finish()
+        demo.close()
+        return demo.figures, digest == plain_digest(folder / "plain", steps)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=STEPS_DEFAULT)
+    parser.add_argument("--delay", metavar="TIME", help="of what each host sends")
+    parser.add_argument("--loss", type=float, default=0.0, metavar="FRACTION")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.steps < STEPS_MIN:
+            raise UserError(f"--steps {arguments.steps}: give {STEPS_MIN} or more.")
+        delay_ms = 0.0 if arguments.delay is None else parse_duration(arguments.delay) * 1e3
+        figures, same = run(arguments.steps, delay_ms=delay_ms, loss=arguments.loss)
+    except ZbmdError as error:
+        print(f"demo_hosts_job: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    if arguments.json:
+        print(json.dumps({"figures": figures, "same_weights": same}))
+    else:
+        for what, value in figures.items():
+            print(f"{what:72}{value:>10,.0f}")
+        print(f"the weights are {'those' if same else 'NOT those'} of one plain process, bit for bit")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -28,6 +28,7 @@ from zbmd.transport.segment import PeerSegment, Segment
 ARENA_BYTES = 8 << 20
 INBOX_BYTES = 1 << 20
 PATIENCE_S = 60.0
+PIDS_BYTES_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Process:
     segment: Segment
     peers: dict[int, PeerMemory]
     bulks: dict[int, BulkPeer]
+    pids: list[int]
     event_fd: int
 
     def communicator(
@@ -75,7 +77,7 @@ def _child(rank: int, segments: list[Segment], wiring: Wiring, line: socket.sock
     wiring.close_all_but(rank)
     life = LifeThread(segments[rank])
     line.sendall(b"r")
-    line.recv(1)
+    pids: list[int] = json.loads(line.recv(PIDS_BYTES_MAX))
     plane, bulks, remote = wiring.connect(rank)
     mapped = {
         q: PeerSegment.attach(segments[q].fd, slot=q) for q in range(n) if q != rank and q not in remote
@@ -84,7 +86,7 @@ def _child(rank: int, segments: list[Segment], wiring: Wiring, line: socket.sock
     own = segments[rank]
     watches = [Watch(own.mapping, rank, peer.mapping, peer.slot, event_fd) for peer in mapped.values()]
     try:
-        answer = {"value": body(Process(rank, n, own, {**mapped, **remote}, bulks, event_fd))}
+        answer = {"value": body(Process(rank, n, own, {**mapped, **remote}, bulks, pids, event_fd))}
     except BaseException:  # noqa: BLE001 -- the parent gets it, whatever it is
         answer = {"error": traceback.format_exc()}
     line.sendall(json.dumps(answer).encode() + b"\n")
@@ -137,7 +139,7 @@ def _run_ranks(
         for line in lines:
             assert line.recv(1) == b"r", "a rank ended before it began"
         for line in lines:
-            line.sendall(b"g")
+            line.sendall(json.dumps(pids).encode())
         answers = [line.makefile("rb").readline() for line in lines]
     finally:
         for line in lines:

@@ -7,6 +7,7 @@ then the survivors form the next epoch's group on the same segments and it works
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,19 @@ def points_of(run_ranks: RunRanks, operation: Callable[[Any, Communicator], Arra
     [(name, n) for n in (2, 3) for name in OPERATIONS] + [("direct", 4), ("shard_tree", 4), ("eager", 4)],
 )
 def test_a_kill_at_any_instruction_leaves_no_mixed_result(run_ranks: RunRanks, name: str, n: int) -> None:
-    operation = OPERATIONS[name]
+    kill_at_every_point(run_ranks, OPERATIONS[name], n)
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [(name, (0, 1)) for name in ("ring", "eager", "tree_broadcast", "barrier")]
+    + [("shard_tree", (0, 0, 1)), ("direct", (0, 1, 2))],
+)
+def test_nor_does_it_between_hosts(run_ranks: RunRanks, name: str, hosts: tuple[int, ...]) -> None:
+    kill_at_every_point(partial(run_ranks, hosts=hosts), OPERATIONS[name], len(hosts))
+
+
+def kill_at_every_point(run_ranks: RunRanks, operation: Callable[[Any, Communicator], Array], n: int) -> None:
     points = points_of(run_ranks, operation, n)
     covered: set[tuple[int, int]] = set()
     for point in range(max(points)):

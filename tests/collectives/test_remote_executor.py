@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from zbmd.collectives._remote import RemoteGroup
+from zbmd.collectives._stepper import COUNTER_MAX, STATUS_ABORTED
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
+from zbmd.collectives.errors import Desynchronised, OperationAborted
 from zbmd.collectives.executor import DTYPES, REDUCTIONS
+from zbmd.collectives.remote_fetch import Ended, Fetcher
+from zbmd.collectives.remote_walk import Walk
+from zbmd.transport._native import now_ns
+from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError
 
 RunRanks = Callable[..., list[Any]]
 Array = NDArray[Any]
 COUNTS = (0, 1, 367, 1_001, 70_003)
 LAYOUTS = [(0, 1), (0, 1, 2), (0, 0, 1), (0, 1, 0, 1), (0, 1, 2, 3)]
+IN_OFFSETS_AT = 104
+"""In a descriptor: the offset of the first input."""
+ASIDE = 5
+"""A channel for tests to tell each other something."""
 ALGORITHMS = ("auto", "direct", "ring")
 
 
@@ -85,3 +99,157 @@ def test_the_bits_are_those_of_one_host(
         return [hashlib.sha256(x.tobytes()).hexdigest()[:16] for x in found]
 
     assert run_ranks(len(hosts), body, hosts=hosts) == run_ranks(len(hosts), body)
+
+
+def next_epoch_works(p: Any, epoch: int = 2) -> None:
+    """The members are still linked, and their memory is sound."""
+    total = p.communicator(epoch=epoch).all_reduce(np.full(90_000, p.rank, np.int64), deadline_ns=p.soon())
+    assert (total == sum(range(p.n))).all()
+
+
+def test_calls_that_differ_are_named(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> str:
+        c = p.communicator()
+        with pytest.raises(Desynchronised) as caught:
+            c.all_reduce(np.zeros(5 + p.rank, np.float32), deadline_ns=p.soon())
+        return str(caught.value)
+
+    texts = run_ranks(2, body, hosts=(0, 1))
+    assert all("all_reduce(float32[5]" in text and "all_reduce(float32[6]" in text for text in texts)
+
+
+def test_a_member_that_does_not_come_costs_no_more_than_the_deadline(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> str:
+        c = p.communicator()
+        outcome = ""
+        if p.rank == 0:
+            with pytest.raises(DeadlineExceeded) as caught:
+                c.all_reduce(np.zeros(70_000, np.float32), deadline_ns=now_ns() + 1)
+            outcome = str(caught.value)
+        else:
+            # The other gives up, and says so to whoever comes later.
+            p.segment.wait(0, 0, 1 << 32 | COUNTER_MAX, deadline_ns=p.soon())
+            with pytest.raises(OperationAborted):
+                c.all_reduce(np.zeros(70_000, np.float32), deadline_ns=p.soon())
+        next_epoch_works(p)
+        return outcome
+
+    assert "entering" in run_ranks(2, body, hosts=(0, 1))[0]
+
+
+def await_stop(pid: int) -> None:
+    """Return once that process is stopped."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        os.sched_yield()
+
+
+def test_what_a_member_answers_after_the_deadline_goes_nowhere(run_ranks: RunRanks) -> None:
+    """One that stands still is not lost: its host acknowledges what is sent to it."""
+
+    def body(p: Any) -> None:
+        def stand_still(_: Walk) -> None:
+            p.segment.wait(0, ASIDE, 1, deadline_ns=p.soon())  # the other has entered, too
+            os.kill(os.getpid(), signal.SIGSTOP)
+            raise Ended(STATUS_ABORTED)
+
+        c = p.communicator()
+        x = p.segment.arena.from_array(np.ones(900_000, np.float32))
+        asked: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            if p.rank == 1:
+                patch.setattr(Walk, "run", stand_still)
+                with pytest.raises(OperationAborted):
+                    c.all_reduce(x, deadline_ns=p.soon())
+            else:
+                ask = Fetcher.ask
+
+                def ask_one_that_is_stopped(self: Any) -> list[Any]:
+                    p.peers[1].notify(ASIDE, 1)
+                    await_stop(p.pids[1])
+                    found = ask(self)
+                    asked.append(len(found))
+                    self._deadline_ns = now_ns() + 1
+                    return found
+
+                patch.setattr(Fetcher, "ask", ask_one_that_is_stopped)
+                try:
+                    with pytest.raises(DeadlineExceeded):
+                        c.all_reduce(x, deadline_ns=p.soon())
+                    x[:] = 7
+                finally:
+                    os.kill(p.pids[1], signal.SIGCONT)
+                assert asked[0] > 0
+        next_epoch_works(p)
+        assert p.rank == 1 or (x == 7).all()
+
+    run_ranks(2, body, hosts=(0, 1))
+
+
+def test_who_gives_up_may_change_its_memory_at_once(run_ranks: RunRanks) -> None:
+    """Though it is being read: what has been promised goes out as it was, under its MAC."""
+
+    def body(p: Any) -> None:
+        x = p.segment.arena.from_array(np.ones(900_000, np.float32))
+        for epoch in range(1, 9):
+            c = p.communicator(epoch=epoch)
+            with pytest.MonkeyPatch.context() as patch:
+                if p.rank == 1:
+
+                    def give_up(self: Any, epoch: int = epoch) -> None:
+                        for _ in range(epoch * 1000):
+                            pass  # let the other get on, each time a little further
+                        raise Ended(STATUS_ABORTED)
+
+                    patch.setattr(Walk, "run", give_up)
+                with pytest.raises(OperationAborted):
+                    c.all_reduce(x, deadline_ns=p.soon())
+            for fill in range(5):
+                x[:] = fill
+            c.close()
+        next_epoch_works(p, 9)
+
+    run_ranks(2, body, hosts=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("lie", "error"),
+    [
+        (lambda true: 1 << 50, RemoteProtocolError),
+        (lambda true: 8, RemoteProtocolError),
+        (lambda true: true + 64, OperationAborted),
+    ],
+)
+def test_a_descriptor_is_not_trusted(
+    run_ranks: RunRanks, lie: Callable[[int], int], error: type[Exception]
+) -> None:
+    """Memory outside of the segment is refused here; memory that was not lent, by its owner."""
+
+    def body(p: Any) -> None:
+        c = p.communicator()
+        x = p.segment.arena.from_array(np.ones(70_000, np.float32))
+        if p.rank == 1:
+            descriptor = RemoteGroup.descriptor
+
+            class Lying:
+                def __init__(self, group: RemoteGroup) -> None:
+                    self._group = group
+
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(self._group, name)
+
+                def descriptor(self, program: Any) -> bytes:
+                    data = bytearray(descriptor(self._group, program))
+                    at = IN_OFFSETS_AT
+                    true = int.from_bytes(data[at : at + 8], "little")
+                    data[at : at + 8] = lie(true).to_bytes(8, "little")
+                    return bytes(data)
+
+            c._executor._group = Lying(c._executor._group)
+            with pytest.raises(OperationAborted):
+                c.all_reduce(x, x.copy(), algorithm="direct", deadline_ns=p.soon())
+        else:
+            with pytest.raises(error):
+                c.all_reduce(x, x.copy(), algorithm="direct", deadline_ns=p.soon())
+        next_epoch_works(p)
+
+    run_ranks(2, body, hosts=(0, 1))

@@ -19,6 +19,7 @@ BUILT = {
     "transport/_native",
     "transport/_recording",
     "transport/_region",
+    "actors/_mailbox",
     "actors/_turns",
     "collectives/_remote",
     "collectives/_stepper",

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
-import traceback
 from collections import deque
 from dataclasses import dataclass
 from time import monotonic_ns
@@ -21,12 +19,12 @@ import structlog
 
 if TYPE_CHECKING:
     from zbmd.actors.cell import ActorCell
+    from zbmd.actors.hang_wire import Frame
     from zbmd.actors.messaging import Messaging
 
 LOOK_S = 0.04
 """Held for so long at least, a loop is noticed, and after twice as long at most."""
 NOTICES_MAX = 16
-STACK_FRAMES_MAX = 32
 
 _log = structlog.get_logger("zbmd.actors")
 
@@ -42,7 +40,7 @@ class HeldNotice:
     actor: str
     contract: str
     held_ms: int
-    stack: tuple[str, ...]
+    stack: tuple[Frame, ...]
 
 
 class LoopWatch:
@@ -51,6 +49,9 @@ class LoopWatch:
     def __init__(self, system: Messaging) -> None:
         self.held = 0
         self.notices: deque[HeldNotice] = deque(maxlen=NOTICES_MAX)
+        from zbmd.actors.stacks import thread_frames  # which knows how a system asks
+
+        self._frames_of = thread_frames
         self._system = system
         self._loop = system.loop
         self._thread = threading.get_ident()
@@ -89,15 +90,13 @@ class LoopWatch:
         return None if task is None else self._system.serving(task)
 
     def _tell(self, task: asyncio.Task[object], cell: ActorCell | None) -> None:
-        frame = sys._current_frames().get(self._thread)
-        stack = traceback.format_stack(frame)[-STACK_FRAMES_MAX:] if frame is not None else []
         delivery = None if cell is None else cell.current
         contract = "" if delivery is None else str(delivery.message.__struct_config__.tag)
         notice = HeldNotice(
             actor=task.get_name() if cell is None else cell.ref.address,
             contract=contract,
             held_ms=(monotonic_ns() - self._asked_ns) // 1_000_000,
-            stack=tuple(stack),
+            stack=self._frames_of(self._thread),
         )
         self._told = True
         self.held += 1
@@ -111,7 +110,7 @@ class LoopWatch:
                 contract=notice.contract,
                 held_ms=notice.held_ms,
                 count=self.held,
-                stack="".join(notice.stack),
+                stack="\n".join(f"{frame.file}:{frame.line} in {frame.function}" for frame in notice.stack),
             )
 
 

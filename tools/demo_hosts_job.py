@@ -201,7 +201,10 @@ class JobDemo:
             running = {p.fd: p for p in self.places if p.fd >= 0}
             ready = select.select(list(running), [], [], max(0.0, deadline_s - time.monotonic()))[0]
             if not ready or (self.result is not None and not reached()):
-                raise DemoFailed(f"not within {PATIENCE_S:g} s, or before the job's end: {what}")
+                raise DemoFailed(
+                    f"not within {PATIENCE_S:g} s, or before the job's end: {what}. Last commits (version, "
+                    f"members): {[step[:2] for step in self.steps[-3:]]}; views: {self.views}"
+                )
             for fd in ready:
                 for event in running[fd].read():
                     self._take(running[fd], event)

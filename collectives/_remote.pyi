@@ -25,6 +25,9 @@ class RemoteGroup(NativeGroup):
         out_stride: int,
         scratch: int,
         scratch_bytes: int,
+        layout: NDArray[np.uint64] | None = None,
+        extents: NDArray[np.uint64] | None = None,
+        layout_digest: int = 0,
     ) -> None:
         """Publish the descriptor of the next operation in our segment. Arguments and errors: see `run`."""
     def own_extent(self, program: NativeProgram, buffer: int) -> tuple[int, int]:
@@ -43,7 +46,7 @@ class RemoteGroup(NativeGroup):
     def lost_mask(self) -> int:
         """The bits of the other members in a lost mask."""
     def tell(self, peer: int) -> int:
-        """Notify `peer`. Returns 0; but if it is on another host, what its cell is to be set to."""
+        """Notify `peer`, return 0; if it is on another host, count it and return what to set its cell to."""
     def meet(self, program: NativeProgram, deadline_ns: int) -> int:
         """Wait until all have entered and check that all called the same; returns a STATUS."""
     def walk(self, program: NativeProgram, kill_point: int, deadline_ns: int) -> int:
@@ -57,8 +60,8 @@ class RemoteGroup(NativeGroup):
 
         Addresses; but in a buffer of a member on another host, `pub` apart, bytes from its beginning.
         """
-    def perform(self, rows: NDArray[np.uint64], length: int) -> int:
-        """Do the first `length` of `rows` (dst, a, b or 0 for a copy, elements) without the GIL.
+    def perform(self, program: NativeProgram, rows: NDArray[np.uint64], length: int) -> int:
+        """Do the first `length` of `rows` (dst, a, b, elements, index of the instruction) without the GIL.
 
         Returns STATUS_ABORTED if the group is aborted meanwhile, else STATUS_DONE. The addresses are trusted.
         """

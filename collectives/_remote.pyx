@@ -4,10 +4,10 @@
 from cpython.buffer cimport PyBUF_WRITE
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
-from libc.string cimport memmove
 
 from zbmd.collectives._stepper cimport (
-    HEADER_BYTES, NativeGroup, NativeProgram, Header, PUB, PUT, REDUCE, Run, S_ABORTED, S_DONE, extent, locate
+    HEADER_BYTES, PUB, S_ABORTED, S_DONE, Header, NativeGroup, NativeProgram, Run, extent, published,
+    zbmd_apply, zbmd_move, zbmd_move_of, zbmd_place_of
 )
 
 cdef extern from "native.h" nogil:
@@ -24,30 +24,33 @@ cdef extern from *:
 
 
 cdef class RemoteGroup(NativeGroup):
-    """A group some of whose members are on other hosts: the same run, one phase at a time. See _stepper.pyi."""
+    """A group some of whose members are on other hosts: the same run, one phase at a time. See _remote.pyi."""
 
     cdef Run current
+    cdef const uint64_t[:, ::1] layout, extents  # the run points into them
 
     def begin(self, NativeProgram program not None, const uint64_t[::1] addresses not None, *,
               int operation, int dtype, int reduction, int root, uint64_t count, uint64_t total,
               uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,
-              uint64_t scratch_bytes):
+              uint64_t scratch_bytes, const uint64_t[:, ::1] layout=None,
+              const uint64_t[:, ::1] extents=None, uint64_t layout_digest=0):
         self._prepare(program, &self.current, addresses, operation, dtype, reduction, root, count, total,
-                      piece, in_stride, out_stride, scratch, scratch_bytes)
+                      piece, in_stride, out_stride, scratch, scratch_bytes, layout, extents, layout_digest)
+        self.layout, self.extents = layout, extents
         self._publish(program, &self.current)
 
     def own_extent(self, NativeProgram program not None, int buffer):
-        return self.own.offsets[buffer], extent(program, &self.current, &self.own, buffer, self.total[self.rank])
+        return self.own.offsets[buffer], extent(program, &self.current, &self.own, self.rank, buffer, self.total[self.rank])
 
     def extent(self, NativeProgram program not None, int rank, int buffer):
         cdef Header *h = &self.headers[rank]
-        return h.offsets[buffer], extent(program, &self.current, h, buffer, self.total[rank])
+        return h.offsets[buffer], extent(program, &self.current, h, rank, buffer, self.total[rank])
 
     def descriptor(self, NativeProgram program not None):
         cdef char *mine = self._descriptor(self.rank)
         cdef uint64_t nbytes = HEADER_BYTES
         if program.eager and self.current.address[self.rank][PUB] != NULL:
-            nbytes += self.current.count * self.current.item
+            nbytes += published(&self.current, self.rank)
         return mine[:nbytes]
 
     @property
@@ -97,38 +100,33 @@ cdef class RemoteGroup(NativeGroup):
         self.pc = pc
 
     def place(self, NativeProgram program not None, int64_t index):
-        cdef const int32_t *row
-        cdef Run *run = &self.current
-        cdef int block
-        cdef uint64_t j, first, end
+        cdef zbmd_move move
         if not 0 <= index < program.length:
             raise IndexError(index)
-        row = &program.code[index, 0]
-        block, j = row[1] // run.per_block, row[1] % run.per_block
-        first = j * run.count // run.per_block
-        end = (j + 1) * run.count // run.per_block
-        return (
-            <uintptr_t>locate(run, row[2] if row[0] == PUT else self.rank, row[4], row[5], block, first),
-            <uintptr_t>locate(run, row[6], row[7], row[8], block, first),
-            <uintptr_t>locate(run, row[9], row[10], row[11], block, first) if row[0] == REDUCE else 0,
-            end - first,
-        )
+        move = zbmd_move_of(&self.current, &program.code[index, 0], self.rank)
+        return <uintptr_t>move.dst.at, <uintptr_t>move.a.at, <uintptr_t>move.b.at, move.count
 
-    def perform(self, const uint64_t[:, ::1] rows not None, int64_t length):
-        cdef Run *run = &self.current
+    def perform(self, NativeProgram program not None, const uint64_t[:, ::1] rows not None, int64_t length):
+        cdef const int32_t *row
+        cdef zbmd_move move
         cdef int64_t i
         cdef int status = S_DONE
-        if rows.shape[1] != 4 or not 0 <= length <= rows.shape[0]:
-            raise ValueError("rows of four columns are needed, and no more than there are")
+        if rows.shape[1] != 5 or not 0 <= length <= rows.shape[0]:
+            raise ValueError("rows of five columns are needed, and no more than there are")
+        for i in range(length):
+            if rows[i, 4] >= <uint64_t>program.length:
+                raise IndexError(rows[i, 4])
         with nogil:
             for i in range(length):
                 if zbmd_load64(self.base[self.rank], zbmd_abort_offset(self.channel)) >> 32 >= self.epoch:
                     status = S_ABORTED
                     break
-                if rows[i, 2]:
-                    run.kernel(<void *>rows[i, 0], <void *>rows[i, 1], <void *>rows[i, 2], rows[i, 3])
-                else:
-                    memmove(<void *>rows[i, 0], <void *>rows[i, 1], rows[i, 3] * run.item)
+                row = &program.code[<int64_t>rows[i, 4], 0]
+                move.dst = zbmd_place_of(row[4], <char *>rows[i, 0])
+                move.a = zbmd_place_of(row[7], <char *>rows[i, 1])
+                move.b = zbmd_place_of(row[10], <char *>rows[i, 2])
+                move.count = rows[i, 3]
+                zbmd_apply(&self.current, row, move)
         return status
 
     def window(self, uintptr_t address, Py_ssize_t nbytes):

@@ -4,21 +4,48 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_
 
 ctypedef void (*zbmd_kernel)(void *dst, const void *a, const void *b, size_t count) noexcept nogil
 
-# The encoding of a program (program.encode holds the same numbers).
-cdef enum:
-    WIDTH = 12
-    PUT = 0
-    NOTIFY = 1
-    WAIT = 2
-    REDUCE = 3
-    COPY = 4
-    OUT = 0
-    SCRATCH = 1
-    INBOX = 2
-    PUB = 3
-    IN = 4
-    BUFFERS = 32
-    RANKS = 64
+cdef extern from "run.h" nogil:
+    enum:
+        RANKS "ZBMD_GROUP_MAX"
+        BUFFERS "ZBMD_BUFFERS"
+        WIDTH "ZBMD_WIDTH"
+        WIDE_BYTES "ZBMD_WIDE_BYTES"
+        LENGTH "ZBMD_LENGTH"
+        LAYOUT_ROWS "ZBMD_LAYOUT_ROWS"
+        PUT "ZBMD_PUT"
+        NOTIFY "ZBMD_NOTIFY"
+        WAIT "ZBMD_WAIT"
+        REDUCE "ZBMD_REDUCE"
+        COPY "ZBMD_COPY"
+        OUT "ZBMD_OUT"
+        SCRATCH "ZBMD_SCRATCH"
+        INBOX "ZBMD_INBOX"
+        PUB "ZBMD_PUB"
+        IN "ZBMD_IN"
+    ctypedef struct Run "zbmd_run":
+        char *(*address)[32]
+        uint64_t *in_stride
+        uint64_t *out_stride
+        uint64_t *seen
+        char *scratch
+        uint64_t count, slot_bytes, item, blocks, pub_bytes
+        int per_block, dtype, narrow
+        uint32_t divisor
+        const uint64_t *layout
+        const uint64_t *extents
+        zbmd_kernel kernel
+    ctypedef struct zbmd_place:
+        char *at
+    ctypedef struct zbmd_move:
+        zbmd_place dst
+        zbmd_place a
+        zbmd_place b
+        uint64_t count
+    int zbmd_is_narrow(int dtype)
+    zbmd_place zbmd_place_of(int buffer, char *at) noexcept
+    zbmd_move zbmd_move_of(const Run *run, const int32_t *row, int own) noexcept
+    void zbmd_apply(const Run *run, const int32_t *row, zbmd_move move) noexcept
+    void zbmd_perform(const Run *run, const int32_t *row, int own) noexcept
 
 # A channel's descriptors: two, used in turn. An operation's is not overwritten before its successor's
 # successor begins, when every peer has ended this one.
@@ -46,7 +73,7 @@ cdef struct Header:
     uint8_t reduction
     uint8_t root
     uint32_t piece
-    uint64_t in_stride       # elements from block to block
+    uint64_t in_stride       # elements from block to block; under a layout: 1 if staged, else 0
     uint64_t out_stride
     uint64_t offsets[BUFFERS]
 
@@ -67,32 +94,12 @@ cdef class NativeProgram:
     cdef _use(self, int rank, int buffer)
 
 
-cdef struct Run:
-    # One execution: the resolved addresses, and what it needs of the group.
-    char *address[RANKS][BUFFERS]
-    uint64_t in_stride[RANKS]
-    uint64_t out_stride[RANKS]
-    char *scratch
-    uint64_t count, slot_bytes, item
-    uint64_t seen[RANKS]
-    int per_block
-    zbmd_kernel kernel
+cdef inline uint64_t published(const Run *run, int rank) noexcept nogil:
+    """The bytes that a rank publishes with its descriptor, if its input travels with it."""
+    return (run.count if run.layout == NULL else run.extents[4 * rank + 1]) * run.item
 
 
-cdef inline char *locate(Run *run, int rank, int buffer, int index, int block, uint64_t first) noexcept nogil:
-    cdef uint64_t at = first
-    if buffer == SCRATCH:
-        return run.scratch + <uint64_t>index * run.slot_bytes
-    if buffer == INBOX:
-        return run.address[rank][INBOX] + <uint64_t>index * run.slot_bytes
-    if buffer == OUT:
-        at += <uint64_t>block * run.out_stride[rank]
-    elif buffer == IN:
-        at += <uint64_t>block * run.in_stride[rank]
-    return run.address[rank][buffer] + at * run.item
-
-
-cdef inline uint64_t extent(NativeProgram program, Run *run, const Header *h, int buffer,
+cdef inline uint64_t extent(NativeProgram program, Run *run, const Header *h, int rank, int buffer,
                             uint64_t high) noexcept nogil:
     """The bytes of one of a rank's buffers, as its descriptor has it; beyond `high` if that overflows."""
     cdef uint64_t stride = 0
@@ -103,6 +110,8 @@ cdef inline uint64_t extent(NativeProgram program, Run *run, const Header *h, in
         stride = h.out_stride
     elif buffer == IN:
         stride = h.in_stride
+    if run.layout != NULL and (buffer == OUT or buffer == IN):
+        return run.extents[4 * rank + (2 if buffer == OUT else 0) + stride] * run.item if stride <= 1 else high + 1
     if stride > high or need > high:
         return high + 1
     return need + (program.blocks - 1) * stride * run.item
@@ -126,7 +135,11 @@ cdef class NativeGroup:
 
     cdef _prepare(self, NativeProgram program, Run *run, const uint64_t[::1] addresses,
                   int operation, int dtype, int reduction, int root, uint64_t count,
-                  uint64_t total, uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch, uint64_t scratch_bytes)
+                  uint64_t total, uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,
+                  uint64_t scratch_bytes, const uint64_t[:, ::1] layout,
+                  const uint64_t[:, ::1] extents, uint64_t layout_digest)
+    cdef _check_layout(self, NativeProgram program, const uint64_t[:, ::1] layout,
+                       const uint64_t[:, ::1] extents, uint64_t count, uint64_t in_staged, uint64_t out_staged)
     cdef uint64_t _fingerprint(self, Header *h) noexcept
     cdef char *_descriptor(self, int rank) noexcept nogil
     cdef uint64_t _descriptor_offset(self) noexcept nogil

@@ -107,6 +107,9 @@ class NativeGroup:
         scratch_bytes: int,
         deadline_ns: int,
         kill_point: int,
+        layout: NDArray[np.uint64] | None = None,
+        extents: NDArray[np.uint64] | None = None,
+        layout_digest: int = 0,
     ) -> int:
         """Enter and run one operation without the GIL; returns a STATUS.
 
@@ -114,5 +117,7 @@ class NativeGroup:
         long as the program needs. Those that peers read must lie in our segment. `count` and the strides
         are in elements. `kill_point` k >= 0 ends this process by SIGKILL: 0 before the entry, k in
         1..n-1 before the k-th entry notification, n + i before instruction i, n + length after the
-        last. Raises ValueError on arguments out of bounds.
+        last. `layout` and `extents` are those of a `layout.Piece`; then `count` is its longest block and a
+        stride says whether our array is staged (1) or used in place (0). An average is divided, and a 16-bit
+        float rounded, when a reduction writes `out`. Raises ValueError on arguments out of bounds.
         """

@@ -21,7 +21,7 @@ cdef extern from "native.h" nogil:
                   uint64_t deadline_ns, uint32_t spins)
 
 cdef extern from "kernels.h" nogil:
-    int ZBMD_DTYPES, ZBMD_REDUCTIONS
+    int ZBMD_DTYPES, ZBMD_REDUCTIONS, ZBMD_AVG
     const size_t *zbmd_itemsize
     zbmd_kernel zbmd_kernel_of(int dtype, int reduction)
 
@@ -156,22 +156,6 @@ cdef class NativeProgram:
         self.used += 1
 
 
-cdef inline void perform(Run *run, const int32_t *row, int own) noexcept nogil:
-    """Move or reduce the data of a put, reduce or copy."""
-    cdef int block = row[1] // run.per_block
-    cdef uint64_t j = row[1] % run.per_block
-    cdef uint64_t first = j * run.count // run.per_block
-    cdef uint64_t end = (j + 1) * run.count // run.per_block
-    cdef char *dst = locate(run, row[2] if row[0] == PUT else own, row[4], row[5], block, first)
-    cdef char *a = locate(run, row[6], row[7], row[8], block, first)
-    if end == first:
-        return
-    if row[0] == REDUCE:
-        run.kernel(dst, a, locate(run, row[9], row[10], row[11], block, first), end - first)
-    elif dst != a:
-        memmove(dst, a, (end - first) * run.item)
-
-
 cdef inline uint64_t mix(uint64_t x) noexcept nogil:
     # The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
     x ^= x >> 30
@@ -249,11 +233,12 @@ cdef class NativeGroup:
     def run(self, NativeProgram program not None, const uint64_t[::1] addresses not None, *,
             int operation, int dtype, int reduction, int root, uint64_t count, uint64_t total,
             uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,
-            uint64_t scratch_bytes, uint64_t deadline_ns, int64_t kill_point):
+            uint64_t scratch_bytes, uint64_t deadline_ns, int64_t kill_point,
+            const uint64_t[:, ::1] layout=None, const uint64_t[:, ::1] extents=None, uint64_t layout_digest=0):
         cdef Run run
         cdef int status
         self._prepare(program, &run, addresses, operation, dtype, reduction, root, count, total, piece,
-                      in_stride, out_stride, scratch, scratch_bytes)
+                      in_stride, out_stride, scratch, scratch_bytes, layout, extents, layout_digest)
         with nogil:
             status = self._enter(program, &run, kill_point, deadline_ns)
             if status == S_DONE:
@@ -270,7 +255,8 @@ cdef class NativeGroup:
 
     cdef _prepare(self, NativeProgram program, Run *run, const uint64_t[::1] addresses, int operation,
                   int dtype, int reduction, int root, uint64_t count, uint64_t total, uint32_t piece,
-                  uint64_t in_stride, uint64_t out_stride, uintptr_t scratch, uint64_t scratch_bytes):
+                  uint64_t in_stride, uint64_t out_stride, uintptr_t scratch, uint64_t scratch_bytes,
+                  const uint64_t[:, ::1] layout, const uint64_t[:, ::1] extents, uint64_t layout_digest):
         """Check the call, and fill in the run and our descriptor."""
         cdef Header *own = &self.own
         cdef int i
@@ -278,22 +264,43 @@ cdef class NativeGroup:
             raise ValueError("the program is of another group or the addresses are incomplete")
         if not 0 <= dtype < ZBMD_DTYPES or not 0 <= reduction < ZBMD_REDUCTIONS:
             raise ValueError("no such dtype or reduction")
-        run.item, run.count = zbmd_itemsize[dtype], count
+        run.item, run.count, run.dtype = zbmd_itemsize[dtype], count, dtype
+        run.narrow = zbmd_is_narrow(dtype)
+        run.divisor = self.n if reduction == ZBMD_AVG and self.n > 1 else 0
         run.per_block = program.chunks // program.blocks
-        run.slot_bytes = ((count + run.per_block - 1) // run.per_block * run.item + 63) // 64 * 64
+        run.slot_bytes = ((count + run.per_block - 1) // run.per_block
+                          * (WIDE_BYTES if run.narrow else run.item) + 63) // 64 * 64
         run.kernel = zbmd_kernel_of(dtype, reduction)
+        if run.kernel == NULL:
+            raise ValueError("this reduction means nothing for this dtype")
+        run.blocks, run.layout, run.extents = program.blocks, NULL, NULL
+        if layout is not None:
+            self._check_layout(program, layout, extents, count, in_stride, out_stride)
+            run.layout, run.extents = &layout[0, 0], &extents[0, 0]
+        run.pub_bytes = published(run, self.rank)
         run.scratch = <char *>scratch
         if count >= <uint64_t>1 << 48 or program.scratch_slots * run.slot_bytes > scratch_bytes:
             raise ValueError("too many elements, or too little scratch")
-        if program.eager and count * run.item > PAYLOAD_BYTES:
+        if program.eager and run.pub_bytes > PAYLOAD_BYTES:
             raise ValueError(f"an eager operation has at most {PAYLOAD_BYTES} bytes")
-        own.plan, own.count, own.total = program.plan, count, total
+        own.plan, own.count, own.total = program.plan ^ layout_digest, count, total
         own.operation, own.dtype, own.reduction, own.root = operation, dtype, reduction, root
         own.piece, own.in_stride, own.out_stride = piece, in_stride, out_stride
         for i in range(BUFFERS):
             run.address[self.rank][i] = <char *><uintptr_t>addresses[i]
             own.offsets[i] = self._offset(addresses[i])
         own.fingerprint = self._fingerprint(own)
+
+    cdef _check_layout(self, NativeProgram program, const uint64_t[:, ::1] layout,
+                       const uint64_t[:, ::1] extents, uint64_t count, uint64_t in_staged, uint64_t out_staged):
+        """That every block lies within the extents is the caller's to see to."""
+        if extents is None or layout.shape[0] != LAYOUT_ROWS or layout.shape[1] != program.blocks:
+            raise ValueError("the layout is not of this program")
+        if extents.shape[0] != self.n or extents.shape[1] != 4 or in_staged > 1 or out_staged > 1:
+            raise ValueError("the layout's extents are not of this group")
+        for i in range(program.blocks):
+            if layout[LENGTH, i] > count:
+                raise ValueError(f"block {i} is longer than the longest")
 
     cdef uint64_t _fingerprint(self, Header *h) noexcept:
         cdef uint64_t call = (<uint64_t>h.operation | <uint64_t>h.dtype << 8 | <uint64_t>h.reduction << 16
@@ -370,7 +377,7 @@ cdef class NativeGroup:
         self.own.word = self.own.withdrawn = 0
         memcpy(mine, &self.own, sizeof(Header))
         if program.eager and run.address[self.rank][PUB] != NULL:
-            memcpy(mine + HEADER_BYTES, run.address[self.rank][PUB], run.count * run.item)
+            memcpy(mine + HEADER_BYTES, run.address[self.rank][PUB], run.pub_bytes)
         self.own.word = self._word()
         zbmd_store64(mine, 0, self.own.word)
 
@@ -417,12 +424,12 @@ cdef class NativeGroup:
         cdef uint64_t need
         if buffer == PUB:
             run.address[rank][PUB] = self._descriptor(rank) + HEADER_BYTES
-            return run.count * run.item <= PAYLOAD_BYTES
+            return published(run, rank) <= PAYLOAD_BYTES
         if buffer == INBOX:
             low, high = ZBMD_OFF_END, self.inbox_end[rank]
         # Of a rank on another host: 0, so that places in the buffer are counted from its beginning.
         run.address[rank][buffer] = self.base[rank] + begin if self.base[rank] != NULL else NULL
-        need = extent(program, run, h, buffer, high)
+        need = extent(program, run, h, rank, buffer, high)
         return need == 0 or (low <= begin <= high and need <= high - begin)
 
     cdef int _walk(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
@@ -450,11 +457,10 @@ cdef class NativeGroup:
             if row[0] == PUT or row[0] >= REDUCE:
                 if zbmd_load64(self.base[self.rank], zbmd_abort_offset(self.channel)) >> 32 >= self.epoch:
                     return S_ABORTED
-                perform(run, row, self.rank)
+                zbmd_perform(run, row, self.rank)
             if row[0] <= NOTIFY:
                 self._signal(row[2])
             self.pc += 1
         for peer in range(self.n):
             self.received[peer] += program.awaited[peer]
         return S_DONE
-

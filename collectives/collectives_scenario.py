@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from zbmd.collectives.algorithms import ALGORITHMS, Operation, Request, algorithm_of, build, spec_of
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
+from zbmd.collectives.layout import Layout, even_layout
 from zbmd.collectives.program import IN, OUT, PUB, Operand, chunk_extent, input_buffer
 from zbmd.collectives.simulate import Outcome, Result, Simulation
 from zbmd.collectives.spec import Spec, Tree
@@ -53,30 +54,36 @@ class Case:
 
     request: Request
     count: int
+    layout: Layout | None
     buffers: tuple[Buffers, ...]
     expected: tuple[Array | None, ...]
 
 
-def draw_case(rng: random.Random, n: int) -> Case:
-    """Draw an operation over `n` ranks, of any algorithm, in place or not, with random inputs."""
-    operation, algorithm = rng.choice(KINDS)
+def draw_case(
+    rng: random.Random, n: int, *, kind: tuple[Operation, str] | None = None, count: int | None = None
+) -> Case:
+    """Draw an operation over `n` ranks, of any algorithm unless told, in place or not, with random inputs.
+
+    `count`, elements a block, is drawn too unless given.
+    """
+    operation, algorithm = rng.choice(KINDS) if kind is None else kind
     entry = ALGORITHMS[operation, algorithm]
-    chunks = n * rng.randint(1, CHUNKS_A_RANK_MAX) if entry.blocked else rng.randint(1, 2 * n)
+    blank = Request(operation=operation, algorithm=algorithm, n=n)
+    chunks = blank.blocks * rng.randint(1, CHUNKS_A_RANK_MAX) if entry.blocked else rng.randint(1, 2 * n)
     shards = rng.randint(1, SHARDS_MAX) if operation is Operation.ALL_REDUCE_SHARDS else 0
-    request = Request(
-        operation=operation,
-        algorithm=algorithm,
-        n=n,
+    request = replace(
+        blank,
         chunks=1 if operation is Operation.BARRIER else chunks,
         root=rng.randrange(n),
         shards=shards,
         assignment=assign_shards(shards, n) if shards else (),
     )
-    count = rng.randint(0, COUNT_MAX)
+    count = rng.randint(0, COUNT_MAX) if count is None else count
     in_place = not entry.eager and rng.random() < 0.5
     values = np.random.default_rng(rng.randrange(1 << 32))
     buffers = tuple(_buffers(request, rank, count, in_place, values) for rank in range(n))
-    return Case(request, count, buffers, _expected(request, count, in_place, buffers))
+    layout = even_layout(request, count)
+    return Case(request, count, layout, buffers, _expected(request, count, layout, in_place, buffers))
 
 
 def _buffers(request: Request, rank: int, count: int, in_place: bool, values: np.random.Generator) -> Buffers:
@@ -86,6 +93,7 @@ def _buffers(request: Request, rank: int, count: int, in_place: bool, values: np
         return values.standard_normal(size).astype(np.float32)
 
     n, eager = request.n, algorithm_of(request).eager
+    at_root = rank == request.root
     own = slice(rank * count, (rank + 1) * count)
     match request.operation:
         case Operation.ALL_REDUCE:
@@ -93,7 +101,20 @@ def _buffers(request: Request, rank: int, count: int, in_place: bool, values: np
             return {PUB if eager else IN: given, OUT: given if in_place else np.zeros_like(given)}
         case Operation.REDUCE_SCATTER:
             given = fresh(n * count)
-            return {IN: given, OUT: given[own] if in_place else np.zeros(count, np.float32)}
+            return {PUB if eager else IN: given, OUT: given[own] if in_place else np.zeros(count, np.float32)}
+        case Operation.REDUCE:
+            given = fresh(count)
+            mine = {PUB if eager else IN: given}
+            return mine | {OUT: given if in_place else np.zeros_like(given)} if at_root else mine
+        case Operation.GATHER:
+            given = fresh(count)
+            mine = {PUB if eager else IN: given}
+            return mine | {OUT: np.zeros(n * count, np.float32)} if at_root else mine
+        case Operation.SCATTER:
+            taken = {OUT: np.zeros(count, np.float32)}
+            return taken | {PUB if eager else IN: fresh(n * count)} if at_root else taken
+        case Operation.ALL_TO_ALL:
+            return {PUB if eager else IN: fresh(n * count), OUT: np.zeros(n * count, np.float32)}
         case Operation.ALL_GATHER:
             out, given = np.zeros(n * count, np.float32), fresh(count)
             if in_place:
@@ -116,7 +137,7 @@ def _buffers(request: Request, rank: int, count: int, in_place: bool, values: np
 
 
 def _expected(
-    request: Request, count: int, in_place: bool, buffers: Sequence[Buffers]
+    request: Request, count: int, layout: Layout | None, in_place: bool, buffers: Sequence[Buffers]
 ) -> tuple[Array | None, ...]:
     """What each rank's `out` must hold, as the operation's contract says."""
     spec = spec_of(request, in_place=in_place)
@@ -126,24 +147,31 @@ def _expected(
 
     def evaluate(tree: Tree, chunk: int) -> Array:
         if isinstance(tree, int):
-            return _chunk(spec, count, given, places[tree, chunk])
+            return _chunk(spec, count, layout, given, places[tree, chunk])
         total: Array = np.add(evaluate(tree[0], chunk), evaluate(tree[1], chunk))
         return total
 
     for output in spec.outputs:
         out = expected[output.place.rank]
         assert out is not None
-        target = _chunk(spec, count, {output.place.rank: {OUT: out}}, output.place)
+        target = _chunk(spec, count, layout, {output.place.rank: {OUT: out}}, output.place)
         target[...] = evaluate(output.tree, output.place.number)
     return tuple(expected)
 
 
 def _chunk(
-    spec: Spec, count: int, buffers: Sequence[Buffers] | Mapping[int, Buffers], place: Operand
+    spec: Spec,
+    count: int,
+    layout: Layout | None,
+    buffers: Sequence[Buffers] | Mapping[int, Buffers],
+    place: Operand,
 ) -> Array:
     block, first, end = chunk_extent(place.number, count=count, blocks=spec.blocks, chunks=spec.chunks)
     array = buffers[place.rank][place.buffer]
     base = block * count if array.size > count else 0
+    if layout is not None:
+        sides = layout.targets if place.buffer == OUT else layout.sources
+        base = layout.offsets(layout.lengths, sides)[0][block]
     return array[base + first : base + end]
 
 
@@ -283,7 +311,9 @@ class CollectiveWorld:
         rng = random.Random(f"{self.seed}/round {number}/{members}")
         case = draw_case(rng, len(members))
         programs = [build(case.request, rank) for rank in range(len(members))]
-        simulation = Simulation(programs, case.buffers, case.count, seed=rng.randrange(1 << 32))
+        simulation = Simulation(
+            programs, case.buffers, case.count, seed=rng.randrange(1 << 32), layout=case.layout
+        )
         self._round = Round(number, members, case, simulation)
         self._note(f"round {number} of {', '.join(members)}: {case.request}, {case.count} elements")
 

@@ -59,6 +59,8 @@ class Flaw(Enum):
     UNBALANCED = "notifications do not balance"
     WRONG_OUTPUT = "output does not hold its contributions"
     WRONG_ORDER = "output is reduced in another order"
+    PARTIAL_OUTPUT = "reduces what is no end result into the output"
+    UNFINISHED = "output holds a copy of a sum that was never finished"
     NOT_SYNCHRONISED = "may complete before another rank has begun"
 
 

@@ -29,18 +29,16 @@ from zbmd.collectives.errors import (
     MembersLost,
     OperationAborted,
 )
+from zbmd.collectives.layout import Piece
 from zbmd.collectives.plan import Plan
 from zbmd.collectives.program import BUFFERS, INBOX, hash_text
+from zbmd.collectives.reductions import DTYPE_NAMES, REDUCTIONS, slot_itemsize
 from zbmd.transport import faults
 from zbmd.transport._native import address_of
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, RemoteProtocolError, ZbmdError
 from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.segment import PeerSegment, Segment
 
-DTYPES = tuple(np.dtype(name) for name in ("float32", "float64", "int32", "int64", "uint8"))
-"""The dtypes of the reduction kernels, by code."""
-REDUCTIONS = ("sum", "prod", "min", "max")
-"""The reductions, by code."""
 COLLECTIVE_POINT = faults.declare(
     "collective.point", "in a collective: before it enters, between any two instructions, or at its end"
 )
@@ -55,7 +53,11 @@ _OPERATIONS = {operation.value: operation.name.lower() for operation in Operatio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One native run: a whole operation, or one piece of it. Counts and strides in elements of a block."""
+    """One native run: a whole operation, or one piece of it. Counts and strides in elements of a block.
+
+    With `layout` the blocks lie where it says: `count` is the longest of this piece, `total` that of the
+    whole operation, and a stride is 1 for a staged array and 0 for one used in place.
+    """
 
     dtype: int
     reduction: int
@@ -64,6 +66,7 @@ class Call:
     piece: int
     in_stride: int
     out_stride: int
+    layout: Piece | None = None
 
 
 class Executor(ABC):
@@ -144,7 +147,7 @@ class Executor(ABC):
         if not program.scratch_slots and not program.inbox_slots:
             return
         per_block = program.chunks // program.blocks
-        slot_bytes = -(-(-(-call.count // per_block) * DTYPES[call.dtype].itemsize) // 64) * 64
+        slot_bytes = -(-(-(-call.count // per_block) * slot_itemsize(call.dtype)) // 64) * 64
         if self._scratch.nbytes < program.scratch_slots * slot_bytes:
             self._scratch = np.empty(program.scratch_slots * slot_bytes, np.uint8)
         if self._inbox.nbytes < program.inbox_slots * slot_bytes:
@@ -197,7 +200,7 @@ class Executor(ABC):
         """A call as its rank's descriptor tells it (untrusted, so nothing is looked up unchecked)."""
         fields = _HEADER.unpack(self._native.header(index))
         plan, count, total, operation, dtype, reduction, root, piece = fields[3:11]
-        kind = DTYPES[dtype].name if dtype < len(DTYPES) else f"dtype {dtype}"
+        kind = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else f"dtype {dtype}"
         how = REDUCTIONS[reduction] if reduction < len(REDUCTIONS) else f"reduction {reduction}"
         text = f"{_OPERATIONS.get(operation, f'operation {operation}')}({kind}[{total}], {how}, root={root})"
         if count != total:
@@ -260,6 +263,9 @@ class MappedExecutor(Executor):
             scratch_bytes=self._scratch.nbytes,
             deadline_ns=deadline_ns,
             kill_point=kill_point,
+            layout=None if call.layout is None else call.layout.table,
+            extents=None if call.layout is None else call.layout.extents,
+            layout_digest=0 if call.layout is None else call.layout.digest,
         )
 
 

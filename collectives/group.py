@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -101,13 +101,13 @@ class Group:
 
     async def all_reduce(
         self,
-        x: Array,
+        x: Any,
         *,
-        out: Array | None = None,
+        out: Any = None,
         op: str = "sum",
         algorithm: str = "auto",
         timeout: float | None = None,
-    ) -> Array:
+    ) -> Any:
         """Reduce `x` over all members, elementwise, and return the result, the same bits on every rank.
 
         In place (`x` is overwritten) without `out`: after an error `x` is to be computed again. With `out`,
@@ -116,22 +116,75 @@ class Group:
         end_ns = self.deadline_ns(timeout)
         return await self.run(lambda c: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=end_ns))
 
-    async def broadcast(self, x: Array, root: int, *, timeout: float | None = None) -> Array:
+    async def reduce(
+        self, x: Any, root: int, *, out: Any = None, op: str = "sum", timeout: float | None = None
+    ) -> Any:
+        """Reduce `x` over all members at rank `root`, which returns the result (in `x` without `out`)."""
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(lambda c: c.reduce(x, root, out, op=op, deadline_ns=end_ns))
+
+    async def broadcast(self, x: Any, root: int, *, timeout: float | None = None) -> Any:
         """Copy `x` of rank `root` to all members' `x`, and return it."""
         end_ns = self.deadline_ns(timeout)
         return await self.run(lambda c: c.broadcast(x, root, deadline_ns=end_ns))
 
-    async def all_gather(self, x: Array, *, out: Array | None = None, timeout: float | None = None) -> Array:
+    async def all_gather(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
         """Return (size, *x.shape): every member's `x`, in rank order."""
         end_ns = self.deadline_ns(timeout)
         return await self.run(lambda c: c.all_gather(x, out, deadline_ns=end_ns))
 
-    async def reduce_scatter(
-        self, x: Array, *, out: Array | None = None, timeout: float | None = None
-    ) -> Array:
-        """Sum `x`, (size, ...), over all members and return this member's part of it."""
+    async def all_gather_v(self, x: Any, *, timeout: float | None = None) -> Array:
+        """Every member's rows `x`, (rows, ...), of which each may have another number, in rank order."""
         end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: c.reduce_scatter(x, out, deadline_ns=end_ns))
+        return await self.run(lambda c: c.all_gather_v(x, deadline_ns=end_ns))
+
+    async def gather(self, x: Any, root: int, *, out: Any = None, timeout: float | None = None) -> Any:
+        """As `all_gather`, at rank `root` alone; None elsewhere."""
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(lambda c: c.gather(x, root, out, deadline_ns=end_ns))
+
+    async def scatter(self, x: Any, root: int, *, out: Any = None, timeout: float | None = None) -> Any:
+        """Return this member's part of the `x` of rank `root`, (size, ...); others pass None and `out`."""
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(lambda c: c.scatter(x, root, out, deadline_ns=end_ns))
+
+    async def reduce_scatter(
+        self, x: Any, *, out: Any = None, op: str = "sum", timeout: float | None = None
+    ) -> Any:
+        """Reduce `x`, (size, ...), over all members and return this member's part of it."""
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(lambda c: c.reduce_scatter(x, out, op=op, deadline_ns=end_ns))
+
+    async def reduce_scatter_v(
+        self,
+        x: Any,
+        rows: Sequence[int],
+        *,
+        out: Any = None,
+        op: str = "sum",
+        timeout: float | None = None,
+    ) -> Any:
+        """Reduce `x` over all members and return this member's rows of it: `rows[r]` for the r-th."""
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(lambda c: c.reduce_scatter_v(x, rows, out, op=op, deadline_ns=end_ns))
+
+    async def all_to_all(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
+        """Send block d of `x`, (size, ...), to member d, and return the blocks that came, in rank order."""
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(lambda c: c.all_to_all(x, out, deadline_ns=end_ns))
+
+    async def all_to_all_v(
+        self,
+        x: Any,
+        send_rows: Sequence[int],
+        receive_rows: Sequence[int],
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """As `all_to_all`, with `send_rows[d]` rows to member d and `receive_rows[s]` from member s."""
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(lambda c: c.all_to_all_v(x, send_rows, receive_rows, out, deadline_ns=end_ns))
 
     async def barrier(self, *, timeout: float | None = None) -> None:
         """Return once every member has called this."""

@@ -22,7 +22,8 @@ from zbmd.collectives.capture_kinds import (
     OperationEvent,
     OperationLog,
 )
-from zbmd.collectives.communicator import Communicator, FlightRecord, FlightState
+from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.flight import FlightRecord, FlightState
 from zbmd.transport.capture.recorder import BULK_WHOLE_BYTES_MAX, Detail, Recorder
 from zbmd.transport.capture.tap import Tap
 

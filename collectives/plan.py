@@ -71,28 +71,30 @@ def plan_of(request: Request, rank: int) -> Plan:
     )
 
 
-def choose_algorithm(operation: Operation, block_bytes: int) -> str:
-    """What "auto" stands for: small vectors travel with the descriptor, others are read in place."""
+def choose_algorithm(operation: Operation, published_bytes: int) -> str:
+    """What "auto" stands for: small vectors travel with the descriptor, others are read in place.
+
+    `published_bytes`: what a rank would publish, if all of its input travelled.
+    """
     match operation:
         case Operation.BARRIER:
             return "dissemination"
         case Operation.ALL_REDUCE_SHARDS:
             return "shard_tree"
-        case Operation.REDUCE_SCATTER:
-            return "direct"
         case _:
-            return "eager" if block_bytes <= PUB_BYTES_MAX else "direct"
+            return "eager" if published_bytes <= PUB_BYTES_MAX else "direct"
 
 
 def chunks_for(request: Request, block_bytes: int) -> int:
-    """How many chunks to cut the full vector into, for `block_bytes` a block.
+    """How many chunks to cut the full vector into, for `block_bytes` a block, the longest if they differ.
 
     Slices and blocks get the same number of chunks, a power of two, of at most `CHUNK_BYTES` each.
     """
     algorithm = algorithm_of(request)
     if request.operation is Operation.BARRIER or (algorithm.eager and not algorithm.blocked):
         return 1
-    parts = 1 if request.operation is Operation.BROADCAST else request.n
+    sliced = request.operation not in (Operation.BROADCAST, Operation.REDUCE)
+    parts = request.blocks if algorithm.blocked else request.n if sliced else 1
     part_bytes = block_bytes if algorithm.blocked else -(-block_bytes // parts)
     per_part = 1
     while part_bytes > per_part * CHUNK_BYTES:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from zbmd.collectives._stepper import BLOCKED, DONE, Stepper
 from zbmd.collectives.errors import CollectiveError
+from zbmd.collectives.layout import Layout
 from zbmd.collectives.program import (
     INBOX,
     MAX_RANKS,
@@ -86,7 +87,8 @@ class Simulation:
     `buffers[r]` holds the caller's arrays of rank r by buffer number (`in…`, `out`, `pub`), one-dimensional;
     an array of `blocks * count` elements is the full vector, one of `count` a single block.
     `kills` maps a rank to the number of its steps after which it dies. `combine` is the reduction, as a
-    ufunc. `history` tells what happened, one line a step; equal seeds give equal histories.
+    ufunc. With `layout` the blocks of `in`, `out` and `pub` lie where it says, and `count` is the longest.
+    `history` tells what happened, one line a step; equal seeds give equal histories.
     """
 
     def __init__(
@@ -98,10 +100,12 @@ class Simulation:
         seed: int,
         kills: Mapping[int, int] | None = None,
         combine: Callable[..., Array] = np.add,
+        layout: Layout | None = None,
     ) -> None:
         self._random = random.Random(seed)
         self._kills = dict(kills or {})
         self._combine = combine
+        self._layout = None if layout is None else layout.pieces(max(1, layout.longest))[0].table
         self._count = count
         self._notices: list[int] = []
         self.history: list[str] = []
@@ -224,11 +228,11 @@ class Simulation:
         return True
 
     def _move(self, rank: _Rank, instruction: Put | Reduce | Copy) -> None:
-        block, first, end = chunk_extent(
-            instruction.chunk,
-            count=self._count,
-            blocks=rank.program.blocks,
-            chunks=rank.program.chunks,
+        program, layout = rank.program, self._layout
+        block = instruction.chunk // (program.chunks // program.blocks)
+        length = self._count if layout is None else int(layout[0, block])
+        _, first, end = chunk_extent(
+            instruction.chunk, count=length, blocks=program.blocks, chunks=program.chunks
         )
         middle = (end - first + 1) // 2
         half = slice(middle, end - first) if rank.half_done else slice(0, middle)
@@ -238,7 +242,10 @@ class Simulation:
             if operand.buffer in owner.slots:
                 return owner.slots[operand.buffer][operand.number][: end - first][half]
             array = owner.buffers[operand.buffer]
-            base = block * self._count if array.size > self._count else 0
+            if layout is not None:
+                base = int(layout[3 if operand.buffer == OUT else 1, block])
+            else:
+                base = block * self._count if array.size > self._count else 0
             return array[base + first : base + end][half]
 
         if isinstance(instruction, Reduce):

@@ -7,7 +7,7 @@ which order labels are combined: a label, or a pair of trees; `(a, b)` is `a op 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, Union
 
 from zbmd.collectives.program import IN, OUT, PUB, Operand
@@ -73,7 +73,7 @@ def all_reduce_spec(n: int, chunks: int, *, order: Order, in_place: bool, eager:
     )
 
 
-def reduce_scatter_spec(n: int, chunks: int, *, order: Order, in_place: bool) -> Spec:
+def reduce_scatter_spec(n: int, chunks: int, *, order: Order, in_place: bool, eager: bool = False) -> Spec:
     """Rank r ends with block r of the reduction, chunk c as the tree `order(c)` over ranks."""
     own = [(c // (chunks // n), c) for c in range(chunks)]
     return Spec(
@@ -81,7 +81,9 @@ def reduce_scatter_spec(n: int, chunks: int, *, order: Order, in_place: bool) ->
         blocks=n,
         chunks=chunks,
         labels=rank_labels(n),
-        inputs={Operand(rank, IN, chunk): rank for rank in range(n) for chunk in range(chunks)},
+        inputs={
+            Operand(rank, PUB if eager else IN, chunk): rank for rank in range(n) for chunk in range(chunks)
+        },
         outputs=tuple(Output(place=Operand(rank, OUT, chunk), tree=order(chunk)) for rank, chunk in own),
         aliases={Operand(r, OUT, c): Operand(r, IN, c) for r, c in own} if in_place else {},
     )
@@ -116,6 +118,56 @@ def broadcast_spec(n: int, chunks: int, *, root: int, eager: bool = False) -> Sp
         inputs=sources,
         outputs=tuple(
             Output(place=Operand(rank, OUT, chunk), tree=root) for rank in range(n) for chunk in range(chunks)
+        ),
+    )
+
+
+def reduce_spec(n: int, chunks: int, *, root: int, order: Order, in_place: bool, eager: bool = False) -> Spec:
+    """The root ends with the reduction of all inputs, chunk c as the tree `order(c)` over ranks."""
+    every = all_reduce_spec(n, chunks, order=order, in_place=in_place, eager=eager)
+    return replace(
+        every,
+        outputs=tuple(output for output in every.outputs if output.place.rank == root),
+        aliases={place: same for place, same in every.aliases.items() if place.rank == root},
+    )
+
+
+def gather_spec(n: int, chunks: int, *, root: int, in_place: bool, eager: bool = False) -> Spec:
+    """The root ends with all inputs, block r being that of rank r."""
+    every = all_gather_spec(n, chunks, in_place=in_place, eager=eager)
+    return replace(
+        every,
+        outputs=tuple(output for output in every.outputs if output.place.rank == root),
+        aliases={place: same for place, same in every.aliases.items() if place.rank == root},
+    )
+
+
+def scatter_spec(n: int, chunks: int, *, root: int, in_place: bool, eager: bool = False) -> Spec:
+    """Rank r ends with block r of the root's input."""
+    own = [(c // (chunks // n), c) for c in range(chunks)]
+    return Spec(
+        n=n,
+        blocks=n,
+        chunks=chunks,
+        labels=rank_labels(n),
+        inputs={Operand(root, PUB if eager else IN, chunk): root for chunk in range(chunks)},
+        outputs=tuple(Output(place=Operand(rank, OUT, chunk), tree=root) for rank, chunk in own),
+        aliases={Operand(r, OUT, c): Operand(r, IN, c) for r, c in own if r == root} if in_place else {},
+    )
+
+
+def all_to_all_spec(n: int, chunks: int, *, eager: bool = False) -> Spec:
+    """Block s*n + d goes from rank s to rank d."""
+    per_block = chunks // (n * n)
+    routes = [(c, *divmod(c // per_block, n)) for c in range(chunks)]
+    return Spec(
+        n=n,
+        blocks=n * n,
+        chunks=chunks,
+        labels=rank_labels(n),
+        inputs={Operand(source, PUB if eager else IN, chunk): source for chunk, source, _ in routes},
+        outputs=tuple(
+            Output(place=Operand(target, OUT, chunk), tree=source) for chunk, source, target in routes
         ),
     )
 

@@ -6,10 +6,11 @@ so control does not depend on timing: one run finds every deadlock, and one happ
 every data race (epochs as in Flanagan and Freund, "FastTrack", PLDI 2009).
 
 What is proved: each output holds each contribution exactly once, in the promised order, the same on all
-ranks; no deadlock; no data race under put / notify / wait, where the completion of a rank counts as a
-write to all its buffers but `pub`, since the caller may reuse them; no slot is overwritten before it was
-consumed; notifications balance, so counters of the next operation begin where these end; every operand
-is in bounds and accessible.
+ranks; no deadlock; no data race under put / notify / wait, where the completion of a rank counts as a write
+to all its buffers but `pub`, since the caller may reuse them; no slot is overwritten before it was consumed;
+notifications balance, so counters of the next operation begin where these end; every operand is in bounds and
+accessible. A reduction writes `out` last of all on its chunk, for there averages are divided and 16-bit
+floats rounded.
 """
 
 from __future__ import annotations
@@ -144,6 +145,18 @@ class _Expressions:
             return self.leaf(tree, chunk)
         return self.node(self.tree(tree[0], chunk), self.tree(tree[1], chunk))
 
+    def result(self, node: int) -> int:
+        """A reduction's end result, divided and rounded as its dtype wants it."""
+        return self._intern((node, -1, 0), self.members[node], self.chunk[node])
+
+    def output(self, tree: Tree, chunk: int) -> int:
+        """What an output must hold."""
+        value = self.tree(tree, chunk)
+        return value if isinstance(tree, int) else self.result(value)
+
+    def is_result(self, value: int) -> bool:
+        return self._parts[value][1] == -1
+
     def names(self, members: int) -> str:
         return ", ".join(name for i, name in enumerate(self._labels) if members >> i & 1) or "nothing"
 
@@ -187,6 +200,9 @@ class _Run:
         self._programs = programs
         self._spec = spec
         self._values = _Expressions(spec.labels)
+        self._expected = {
+            output.place: self._values.output(output.tree, output.place.number) for output in spec.outputs
+        }
         self._walkers = [_Walker([int(q == rank) for q in range(spec.n)]) for rank in range(spec.n)]
         for place, label in spec.inputs.items():
             cell = self._cell(place)
@@ -222,7 +238,7 @@ class _Run:
         """Every output is the tree that the specification promises."""
         for output in self._spec.outputs:
             rank, value = output.place.rank, self._cell(output.place).value
-            expected = self._values.tree(output.tree, output.place.number)
+            expected = self._expected[output.place]
             if value == expected:
                 continue
             if value is None:
@@ -236,6 +252,8 @@ class _Run:
                 if held & ~wanted:
                     detail += f" and holds {self._values.names(held & ~wanted)}"
                 raise VerificationError(Flaw.WRONG_OUTPUT, rank, None, detail)
+            if self._values.is_result(expected) and not self._values.is_result(value):
+                raise VerificationError(Flaw.UNFINISHED, rank, None, f"{output.place}")
             raise VerificationError(Flaw.WRONG_ORDER, rank, None, f"{output.place}")
 
     def _deadlock(self, ranks: list[int]) -> VerificationError:
@@ -279,7 +297,10 @@ class _Run:
                     self._write(rank, dst, self._read(rank, src, chunk))
                     self._notify(rank, dst.rank)
                 case Reduce(chunk, dst, a, b):
-                    self._write(rank, dst, self._combine(rank, chunk, a, b))
+                    total = self._combine(rank, chunk, a, b)
+                    if dst.buffer == OUT:
+                        total = self._finish(rank, dst, total)
+                    self._write(rank, dst, total)
                 case Copy(chunk, dst, src):
                     value = self._read(rank, src, chunk)
                     if self._cell(dst) is not self._cell(src):  # in place, the executor copies nothing
@@ -308,6 +329,12 @@ class _Run:
         if twice:
             raise self._fail(Flaw.DUPLICATE, rank, f"{self._values.names(twice)} would count twice")
         return self._values.node(left, right)
+
+    def _finish(self, rank: int, dst: Operand, total: int) -> int:
+        held, wanted = self._values.members[total], self._values.members[self._expected[dst]]
+        if held != wanted:
+            raise self._fail(Flaw.PARTIAL_OUTPUT, rank, f"it lacks {self._values.names(wanted & ~held)}")
+        return self._values.result(total)
 
     def _read(self, rank: int, place: Operand, chunk: int) -> int:
         cell, walker = self._cell(place), self._walkers[rank]

@@ -8,7 +8,7 @@ from enum import Enum
 from functools import partial
 from types import MappingProxyType
 
-from zbmd.collectives.algorithms import direct, ring, shard_tree, tree
+from zbmd.collectives.algorithms import direct, exchange, ring, rooted, shard_tree, tree
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.program import IN, MAX_CHUNKS, MAX_RANKS, OUT, Program, hash_text, input_buffer
@@ -16,10 +16,14 @@ from zbmd.collectives.spec import (
     Spec,
     all_gather_spec,
     all_reduce_spec,
+    all_to_all_spec,
     barrier_spec,
     broadcast_spec,
+    gather_spec,
     left_fold,
     reduce_scatter_spec,
+    reduce_spec,
+    scatter_spec,
 )
 
 
@@ -32,6 +36,10 @@ class Operation(Enum):
     REDUCE_SCATTER = 4
     BARRIER = 5
     ALL_REDUCE_SHARDS = 6
+    REDUCE = 7
+    GATHER = 8
+    SCATTER = 9
+    ALL_TO_ALL = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +54,17 @@ class Request:
     shards: int = 0
     assignment: Assignment = ()
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of the full vector: one, one a rank, or one a pair of ranks."""
+        match self.operation:
+            case Operation.ALL_TO_ALL:
+                return self.n * self.n
+            case Operation.ALL_GATHER | Operation.REDUCE_SCATTER | Operation.GATHER | Operation.SCATTER:
+                return self.n
+            case _:
+                return 1
+
     def __str__(self) -> str:
         ranges = ",".join(f"{lo}:{hi}" for lo, hi in self.assignment)
         return (
@@ -58,7 +77,7 @@ class Request:
         return hash_text(f"{self} v{PROGRAMS_VERSION}")
 
 
-PROGRAMS_VERSION = 1
+PROGRAMS_VERSION = 2
 """Raised whenever an algorithm's programs change: it enters `Request.digest`."""
 
 
@@ -67,7 +86,8 @@ class Algorithm:
     """One entry of the catalogue.
 
     `exposes` gives the buffers of a rank that its peers read: these must lie in the arena. The full
-    vector of a `blocked` one has a block a rank. An `eager` one reads inputs from the descriptors.
+    vector of a `blocked` one has a block a rank, or one a pair of ranks. An `eager` one reads inputs from the
+    descriptors. One that is `laid_out` always finds its blocks by a `Layout`.
     """
 
     build: Callable[[Request, int], Program]
@@ -75,14 +95,15 @@ class Algorithm:
     exposes: Callable[[Request, int], frozenset[int]]
     blocked: bool = False
     eager: bool = False
+    laid_out: bool = False
 
 
 def _exposes(*buffers: int) -> Callable[[Request, int], frozenset[int]]:
     return lambda request, rank: frozenset(buffers)
 
 
-def _exposes_root(request: Request, rank: int) -> frozenset[int]:
-    return frozenset((OUT,)) if rank == request.root else frozenset()
+def _exposes_at_root(buffer: int) -> Callable[[Request, int], frozenset[int]]:
+    return lambda request, rank: frozenset((buffer,)) if rank == request.root else frozenset()
 
 
 def _exposes_partials(request: Request, rank: int) -> frozenset[int]:
@@ -105,9 +126,35 @@ def _reduce_in_rank_order(request: Request, in_place: bool, *, eager: bool = Fal
     )
 
 
-def _scatter_in_rank_order(request: Request, in_place: bool) -> Spec:
+def _scatter_in_rank_order(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
     order = left_fold(range(request.n))
-    return reduce_scatter_spec(request.n, request.chunks, order=lambda chunk: order, in_place=in_place)
+    return reduce_scatter_spec(
+        request.n, request.chunks, order=lambda chunk: order, in_place=in_place, eager=eager
+    )
+
+
+def _reduce_to_root(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
+    order = left_fold(range(request.n))
+    return reduce_spec(
+        request.n,
+        request.chunks,
+        root=request.root,
+        order=lambda chunk: order,
+        in_place=in_place,
+        eager=eager,
+    )
+
+
+def _gather_to_root(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
+    return gather_spec(request.n, request.chunks, root=request.root, in_place=in_place, eager=eager)
+
+
+def _scatter_from_root(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
+    return scatter_spec(request.n, request.chunks, root=request.root, in_place=in_place, eager=eager)
+
+
+def _all_to_all(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
+    return all_to_all_spec(request.n, request.chunks, eager=eager)
 
 
 def _reduce_in_ring_order(request: Request, in_place: bool) -> Spec:
@@ -157,7 +204,7 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
             eager=True,
         ),
         (Operation.BROADCAST, "direct"): Algorithm(
-            build=_rooted(direct.direct_broadcast), spec=_broadcast, exposes=_exposes_root
+            build=_rooted(direct.direct_broadcast), spec=_broadcast, exposes=_exposes_at_root(OUT)
         ),
         (Operation.BROADCAST, "tree"): Algorithm(
             build=_rooted(tree.tree_broadcast), spec=_broadcast, exposes=_exposes(OUT)
@@ -187,6 +234,68 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
             exposes=_exposes(),
             blocked=True,
         ),
+        (Operation.REDUCE_SCATTER, "eager"): Algorithm(
+            build=_plain(direct.eager_reduce_scatter),
+            spec=partial(_scatter_in_rank_order, eager=True),
+            exposes=_exposes(),
+            blocked=True,
+            eager=True,
+            laid_out=True,
+        ),
+        (Operation.REDUCE, "eager"): Algorithm(
+            build=_rooted(rooted.eager_reduce),
+            spec=partial(_reduce_to_root, eager=True),
+            exposes=_exposes(),
+            eager=True,
+        ),
+        (Operation.REDUCE, "direct"): Algorithm(
+            build=_rooted(rooted.direct_reduce), spec=_reduce_to_root, exposes=_exposes(IN)
+        ),
+        (Operation.GATHER, "eager"): Algorithm(
+            build=_rooted(rooted.eager_gather),
+            spec=partial(_gather_to_root, eager=True),
+            exposes=_exposes(),
+            blocked=True,
+            eager=True,
+            laid_out=True,
+        ),
+        (Operation.GATHER, "direct"): Algorithm(
+            build=_rooted(rooted.direct_gather),
+            spec=_gather_to_root,
+            exposes=_exposes(IN),
+            blocked=True,
+            laid_out=True,
+        ),
+        (Operation.SCATTER, "eager"): Algorithm(
+            build=_rooted(rooted.eager_scatter),
+            spec=partial(_scatter_from_root, eager=True),
+            exposes=_exposes(),
+            blocked=True,
+            eager=True,
+            laid_out=True,
+        ),
+        (Operation.SCATTER, "direct"): Algorithm(
+            build=_rooted(rooted.direct_scatter),
+            spec=_scatter_from_root,
+            exposes=_exposes_at_root(IN),
+            blocked=True,
+            laid_out=True,
+        ),
+        (Operation.ALL_TO_ALL, "eager"): Algorithm(
+            build=_plain(exchange.eager_all_to_all),
+            spec=partial(_all_to_all, eager=True),
+            exposes=_exposes(),
+            blocked=True,
+            eager=True,
+            laid_out=True,
+        ),
+        (Operation.ALL_TO_ALL, "direct"): Algorithm(
+            build=_plain(exchange.direct_all_to_all),
+            spec=_all_to_all,
+            exposes=_exposes(IN),
+            blocked=True,
+            laid_out=True,
+        ),
         (Operation.BARRIER, "dissemination"): Algorithm(
             build=lambda request, rank: tree.dissemination_barrier(request.n, rank),
             spec=lambda request, in_place: barrier_spec(request.n),
@@ -214,10 +323,10 @@ def algorithm_of(request: Request) -> Algorithm:
         )
     if not 1 <= request.n <= MAX_RANKS:
         raise ProgramError(f"a group has 1..{MAX_RANKS} ranks, not {request.n}")
-    if not 1 <= request.chunks <= MAX_CHUNKS or (algorithm.blocked and request.chunks % request.n):
+    if not 1 <= request.chunks <= MAX_CHUNKS or (algorithm.blocked and request.chunks % request.blocks):
         raise ProgramError(
             f"{request.chunks} chunks: there must be 1..{MAX_CHUNKS}, "
-            "and a multiple of the ranks for gather and scatter"
+            f"and a multiple of the {request.blocks} blocks"
         )
     if not 0 <= request.root < request.n:
         raise ProgramError(f"the root is rank {request.root} of a group of {request.n}")

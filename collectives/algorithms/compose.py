@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from zbmd.collectives.program import (
     OUT,
@@ -11,6 +11,7 @@ from zbmd.collectives.program import (
     Instruction,
     Notify,
     Operand,
+    Program,
     Reduce,
     Wait,
     chunk_range,
@@ -94,3 +95,27 @@ def part_from_all(n: int, rank: int) -> list[Instruction]:
         *(Notify(peer) for peer in peers_after(rank, n)),
         *(Wait(peer, 1) for peer in peers_after(rank, n)),
     ]
+
+
+def finish_program(
+    algorithm: str,
+    n: int,
+    rank: int,
+    blocks: int,
+    chunks: int,
+    instructions: Iterable[Instruction],
+    *,
+    scratch_slots: int = 0,
+    inbox_slots: int = 0,
+) -> Program:
+    """The program of these instructions."""
+    return Program(
+        algorithm=algorithm,
+        n=n,
+        rank=rank,
+        blocks=blocks,
+        chunks=chunks,
+        scratch_slots=scratch_slots,
+        inbox_slots=inbox_slots,
+        instructions=tuple(instructions),
+    )

@@ -5,7 +5,13 @@ Reductions combine ranks in the fixed order ((x0 + x1) + x2) + … on every chun
 
 from __future__ import annotations
 
-from zbmd.collectives.algorithms.compose import Leaf, TreeReduction, exchange_slices, part_from_all
+from zbmd.collectives.algorithms.compose import (
+    Leaf,
+    TreeReduction,
+    exchange_slices,
+    finish_program,
+    part_from_all,
+)
 from zbmd.collectives.program import (
     IN,
     OUT,
@@ -15,7 +21,6 @@ from zbmd.collectives.program import (
     Notify,
     Operand,
     Program,
-    Reduce,
     Wait,
     chunk_range,
     peers_after,
@@ -39,7 +44,9 @@ def direct_all_reduce(n: int, rank: int, chunks: int) -> Program:
     for chunk in chunk_range(rank, n, chunks):
         instructions += reduction.emit(order, chunk, _input_at(chunk), Operand(rank, OUT, chunk))
     instructions += exchange_slices(n, rank, chunks)
-    return _program("direct_all_reduce", n, rank, 1, chunks, instructions, scratch_slots=reduction.slots)
+    return finish_program(
+        "direct_all_reduce", n, rank, 1, chunks, instructions, scratch_slots=reduction.slots
+    )
 
 
 def direct_reduce_scatter(n: int, rank: int, chunks: int) -> Program:
@@ -50,7 +57,9 @@ def direct_reduce_scatter(n: int, rank: int, chunks: int) -> Program:
     for chunk in chunk_range(rank, n, chunks):
         instructions += reduction.emit(order, chunk, _input_at(chunk), Operand(rank, OUT, chunk))
     instructions += part_from_all(n, rank)
-    return _program("direct_reduce_scatter", n, rank, n, chunks, instructions, scratch_slots=reduction.slots)
+    return finish_program(
+        "direct_reduce_scatter", n, rank, n, chunks, instructions, scratch_slots=reduction.slots
+    )
 
 
 def direct_all_gather(n: int, rank: int, chunks: int) -> Program:
@@ -61,7 +70,7 @@ def direct_all_gather(n: int, rank: int, chunks: int) -> Program:
         for chunk in chunk_range(owner, n, chunks)
     ]
     instructions += part_from_all(n, rank)
-    return _program("direct_all_gather", n, rank, n, chunks, instructions)
+    return finish_program("direct_all_gather", n, rank, n, chunks, instructions)
 
 
 def direct_broadcast(n: int, rank: int, chunks: int, root: int) -> Program:
@@ -73,7 +82,7 @@ def direct_broadcast(n: int, rank: int, chunks: int, root: int) -> Program:
             Copy(chunk, Operand(rank, OUT, chunk), Operand(root, OUT, chunk)) for chunk in range(chunks)
         ]
         instructions.append(Notify(root))
-    return _program("direct_broadcast", n, rank, 1, chunks, instructions)
+    return finish_program("direct_broadcast", n, rank, 1, chunks, instructions)
 
 
 def eager_all_reduce(n: int, rank: int, chunks: int) -> Program:
@@ -81,15 +90,23 @@ def eager_all_reduce(n: int, rank: int, chunks: int) -> Program:
 
     Order: left fold over ranks 0..n-1, the same bits as `direct_all_reduce`.
     """
+    return _eager_reduction("eager_all_reduce", n, rank, 1, chunks, range(chunks))
+
+
+def eager_reduce_scatter(n: int, rank: int, chunks: int) -> Program:
+    """`direct_reduce_scatter` from the descriptors."""
+    own = chunk_range(rank, n, chunks)
+    return _eager_reduction("eager_reduce_scatter", n, rank, n, chunks, own)
+
+
+def _eager_reduction(name: str, n: int, rank: int, blocks: int, chunks: int, own: range) -> Program:
+    reduction = TreeReduction(rank)
+    order = left_fold(range(n))
     instructions: list[Instruction] = []
-    for chunk in range(chunks):
-        out = Operand(rank, OUT, chunk)
-        if n == 1:
-            instructions.append(Copy(chunk, out, Operand(0, PUB, chunk)))
-        for peer in range(1, n):
-            a = out if peer > 1 else Operand(0, PUB, chunk)
-            instructions.append(Reduce(chunk, out, a, Operand(peer, PUB, chunk)))
-    return _program("eager_all_reduce", n, rank, 1, chunks, instructions)
+    for chunk in own:
+        places = [Operand(peer, PUB, chunk) for peer in range(n)]
+        instructions += reduction.emit(order, chunk, places.__getitem__, Operand(rank, OUT, chunk))
+    return finish_program(name, n, rank, blocks, chunks, instructions, scratch_slots=reduction.slots)
 
 
 def eager_all_gather(n: int, rank: int, chunks: int) -> Program:
@@ -99,7 +116,7 @@ def eager_all_gather(n: int, rank: int, chunks: int) -> Program:
         for owner in range(n)
         for chunk in chunk_range(owner, n, chunks)
     ]
-    return _program("eager_all_gather", n, rank, n, chunks, instructions)
+    return finish_program("eager_all_gather", n, rank, n, chunks, instructions)
 
 
 def eager_broadcast(n: int, rank: int, chunks: int, root: int) -> Program:
@@ -109,26 +126,4 @@ def eager_broadcast(n: int, rank: int, chunks: int, root: int) -> Program:
         for chunk in range(chunks)
         if rank != root
     ]
-    return _program("eager_broadcast", n, rank, 1, chunks, instructions)
-
-
-def _program(
-    algorithm: str,
-    n: int,
-    rank: int,
-    blocks: int,
-    chunks: int,
-    instructions: list[Instruction] | list[Copy],
-    *,
-    scratch_slots: int = 0,
-) -> Program:
-    return Program(
-        algorithm=algorithm,
-        n=n,
-        rank=rank,
-        blocks=blocks,
-        chunks=chunks,
-        scratch_slots=scratch_slots,
-        inbox_slots=0,
-        instructions=tuple(instructions),
-    )
+    return finish_program("eager_broadcast", n, rank, 1, chunks, instructions)

@@ -151,7 +151,8 @@ def _from(rank: int, buffer: int) -> Callable[[int, int], Operand]:
 def ring_all_reduce(n: int, rank: int, chunks: int) -> Program:
     """Reduce-scatter round the ring, then all-gather round the ring; in place or not.
 
-    Order (`ring_order`): a chunk of block b is the left fold over ranks b, b+1, …, b-1 (mod n).
+    Order (`ring_order`): a chunk of block b is the left fold over ranks b, b+1, …, b-1 (mod n). Partial sums
+    travel from scratch to inbox, so they are not rounded on the way.
     """
 
     def hops_of(r: int) -> list[_Hop]:
@@ -159,14 +160,20 @@ def ring_all_reduce(n: int, rank: int, chunks: int) -> Program:
             return chunk_range(b % n, n, chunks)
 
         reducing = [
-            _Hop(block(r - s), block(r - s - 1), _from(r, OUT if s else IN), _add_to_out(r))
+            _Hop(
+                block(r - s),
+                block(r - s - 1),
+                _from(r, SCRATCH if s else IN),
+                _add_to_scratch(r) if s < n - 2 else _add_to_out(r),
+            )
             for s in range(n - 1)
         ]
         gathering = [_Hop(block(r + 1 - s), block(r - s), _from(r, OUT), _keep(r)) for s in range(n - 1)]
         return reducing + gathering
 
     alone = [Copy(c, Operand(rank, OUT, c), Operand(rank, IN, c)) for c in range(chunks) if n == 1]
-    return _program("ring_all_reduce", n, rank, 1, chunks, hops_of, alone)
+    slots = -(-chunks // n) if n > 2 else 0
+    return _program("ring_all_reduce", n, rank, 1, chunks, hops_of, alone, slots)
 
 
 def ring_order(n: int, chunks: int, chunk: int) -> Tree:

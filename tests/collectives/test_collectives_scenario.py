@@ -58,6 +58,17 @@ def test_what_is_expected_is_what_the_operation_means(seed: int, n: int) -> None
             partials = [array for own in case.buffers for buffer, array in own.items() if buffer >= IN]
             for out in outs:
                 np.testing.assert_allclose(out, np.sum(partials, axis=0), rtol=1e-4, atol=1e-5)
+        case Operation.REDUCE:
+            np.testing.assert_allclose(outs[0], np.sum(given, axis=0), rtol=1e-4, atol=1e-5)
+            return
+        case Operation.GATHER:
+            np.testing.assert_array_equal(outs[0], np.concatenate(given))
+            return
+        case Operation.SCATTER:
+            np.testing.assert_array_equal(np.concatenate(outs), given[0])
+        case Operation.ALL_TO_ALL:
+            blocks = np.stack(given).reshape(n, n, case.count)
+            np.testing.assert_array_equal(np.stack(outs).reshape(n, n, case.count), blocks.swapaxes(0, 1))
         case Operation.BARRIER:
             assert case.expected == (None,) * n
             return

@@ -87,7 +87,7 @@ def points_of(run_ranks: RunRanks, operation: Callable[[Any, Communicator], Arra
             return plans[-1]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("zbmd.collectives.communicator.plan_of", remember)
+            patch.setattr("zbmd.collectives.pieces.plan_of", remember)
             operation(p, p.communicator())
         return plans[-1].kill_points
 

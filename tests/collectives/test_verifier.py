@@ -27,10 +27,10 @@ from zbmd.collectives.program import (
     format_program,
     parse_program,
 )
-from zbmd.collectives.spec import Spec
 from zbmd.collectives.verifier import verify
 
 KINDS = sorted(ALGORITHMS, key=str)
+ROOTED = (Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER)
 
 
 def requests_for(operation: Operation, algorithm: str, n: int) -> Iterator[Request]:
@@ -41,9 +41,9 @@ def requests_for(operation: Operation, algorithm: str, n: int) -> Iterator[Reque
         return
     counts = (1, 3) if ALGORITHMS[operation, algorithm].eager else (1, n, 2 * n + 1)
     if ALGORITHMS[operation, algorithm].blocked:
-        counts = (n, 3 * n)
+        counts = (base.blocks, 3 * base.blocks)
     for chunks in counts:
-        if operation is Operation.BROADCAST:
+        if operation in ROOTED:
             for root in {0, n // 2, n - 1}:
                 yield replace(base, chunks=chunks, root=root)
         elif operation is Operation.ALL_REDUCE_SHARDS:
@@ -81,8 +81,9 @@ def test_short_rings_need_no_credits(n: int) -> None:
 @pytest.mark.parametrize(("operation", "algorithm"), KINDS)
 def test_every_algorithm_is_right_for_64_ranks(operation: Operation, algorithm: str) -> None:
     eager = ALGORITHMS[operation, algorithm].eager
-    chunks = 64 if ALGORITHMS[operation, algorithm].blocked else (1 if eager else 5)
-    request = Request(operation=operation, algorithm=algorithm, n=64, chunks=chunks, root=37)
+    request = Request(operation=operation, algorithm=algorithm, n=64, root=37)
+    chunks = request.blocks if ALGORITHMS[operation, algorithm].blocked else (1 if eager else 5)
+    request = replace(request, chunks=chunks)
     if operation is Operation.ALL_REDUCE_SHARDS:
         request = replace(request, shards=100, assignment=assign_shards(100, 64))
     verify(programs_of(request), spec_of(request))
@@ -185,6 +186,10 @@ DIRECT = Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=3, chunks
 RING = Request(operation=Operation.ALL_REDUCE, algorithm="ring", n=6, chunks=18)
 TREE = Request(operation=Operation.BROADCAST, algorithm="tree", n=4, chunks=2, root=1)
 GATHER = Request(operation=Operation.ALL_GATHER, algorithm="direct", n=3, chunks=6)
+TO_ROOT = Request(operation=Operation.GATHER, algorithm="direct", n=3, chunks=6, root=1)
+FROM_ROOT = Request(operation=Operation.SCATTER, algorithm="direct", n=3, chunks=3, root=1)
+REDUCE = Request(operation=Operation.REDUCE, algorithm="direct", n=3, chunks=2, root=1)
+EXCHANGE = Request(operation=Operation.ALL_TO_ALL, algorithm="direct", n=3, chunks=9)
 BARRIER = Request(operation=Operation.BARRIER, algorithm="dissemination", n=5)
 SHARDS = Request(
     operation=Operation.ALL_REDUCE_SHARDS,
@@ -253,6 +258,47 @@ def contribution_left_out(p: Programs) -> Programs:
 def reversed_on_one_rank(p: Programs) -> Programs:
     at = find(p[1], Reduce)
     return put_at(p, 1, at, Reduce(2, Operand(1, SCRATCH, 0), Operand(1, IN, 2), Operand(0, IN, 2)))
+
+
+def total_copied_from_scratch(p: Programs) -> Programs:
+    at = find(p[0], Reduce, 1)
+    last = p[0].instructions[at]
+    assert isinstance(last, Reduce) and last.dst.buffer == OUT
+    scratch = Operand(0, SCRATCH, 0)
+    return put_at(p, 0, at, replace(last, dst=scratch), Copy(last.chunk, last.dst, scratch))
+
+
+def gathered_at_another_root(p: Programs) -> Programs:
+    return [build(replace(TO_ROOT, root=2), rank) for rank in range(3)]
+
+
+def root_lets_go_too_early(p: Programs) -> Programs:
+    at = find(p[1], Notify)
+    return put_at(put_at(p, 1, at), 1, 0, p[1].instructions[at], drop=0)
+
+
+def leaves_before_the_root_has_read(p: Programs) -> Programs:
+    return put_at(p, 0, find(p[0], Wait))
+
+
+def scattered_block_of_a_neighbour(p: Programs) -> Programs:
+    at = find(p[2], Copy)
+    copy = p[2].instructions[at]
+    assert isinstance(copy, Copy)
+    return put_at(p, 2, at, Copy(0, Operand(2, OUT, 0), Operand(1, IN, 0)))
+
+
+def exchanged_the_wrong_way_round(p: Programs) -> Programs:
+    """Rank 0 fetches what rank 1 sends to itself."""
+    at = find(p[0], Copy, 1)
+    return put_at(p, 0, at, Copy(4, Operand(0, OUT, 4), Operand(1, IN, 4)))
+
+
+def exchange_block_from_a_third(p: Programs) -> Programs:
+    at = find(p[0], Copy, 1)
+    copy = p[0].instructions[at]
+    assert isinstance(copy, Copy)
+    return put_at(p, 0, at, replace(copy, src=copy.src._replace(rank=2)))
 
 
 def no_final_sync(p: Programs) -> Programs:
@@ -413,6 +459,16 @@ PLANTS: list[tuple[Callable[[Programs], Programs], Request, set[Flaw]]] = [
     (input_taken_twice, DIRECT, {Flaw.DUPLICATE}),
     (contribution_left_out, DIRECT, {Flaw.WRONG_OUTPUT}),
     (reversed_on_one_rank, DIRECT, {Flaw.WRONG_ORDER}),
+    (total_copied_from_scratch, DIRECT, {Flaw.UNFINISHED}),
+    (gathered_at_another_root, TO_ROOT, {Flaw.NOT_ACCESSIBLE}),
+    (root_lets_go_too_early, TO_ROOT, {Flaw.RACE}),
+    (leaves_before_the_root_has_read, TO_ROOT, {Flaw.RACE, Flaw.UNBALANCED}),
+    (root_lets_go_too_early, REDUCE, {Flaw.RACE}),
+    (leaves_before_the_root_has_read, REDUCE, {Flaw.RACE, Flaw.UNBALANCED}),
+    (scattered_block_of_a_neighbour, FROM_ROOT, {Flaw.NOT_ACCESSIBLE}),
+    (exchanged_the_wrong_way_round, EXCHANGE, {Flaw.NOT_ACCESSIBLE}),
+    (exchange_block_from_a_third, EXCHANGE, {Flaw.UNINITIALISED}),
+    (leaves_before_the_root_has_read, EXCHANGE, {Flaw.RACE, Flaw.UNBALANCED}),
     (no_final_sync, DIRECT, {Flaw.RACE}),
     (final_wait_too_low, DIRECT, {Flaw.RACE}),
     (wait_too_high, DIRECT, {Flaw.DEADLOCK}),
@@ -460,8 +516,8 @@ def test_planted_wrong_programs_are_rejected(
     assert caught.value.flaw in flaws, str(caught.value)
 
 
-def test_accumulating_in_the_output_is_wrong_in_place_only() -> None:
-    """The hazard for which `direct_all_reduce` accumulates in scratch."""
+def test_partial_sums_are_kept_out_of_the_output() -> None:
+    """There they would be rounded too early, and in place they would overwrite what peers still read."""
 
     def accumulate(rank: int) -> list[Instruction]:
         out = Operand(rank, OUT, rank)
@@ -474,11 +530,9 @@ def test_accumulating_in_the_output_is_wrong_in_place_only() -> None:
     programs: Sequence[Program] = programs_of(request)
     for rank in range(3):
         programs = put_at(list(programs), rank, 0, *accumulate(rank), drop=2)
-    verify(programs, spec_of(request))
-    in_place: Spec = spec_of(request, in_place=True)
     with pytest.raises(VerificationError) as caught:
-        verify(programs, in_place)
-    assert caught.value.flaw is Flaw.DUPLICATE
+        verify(programs, spec_of(request))
+    assert caught.value.flaw is Flaw.PARTIAL_OUTPUT
 
 
 def test_an_error_names_rank_instruction_and_reason() -> None:

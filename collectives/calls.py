@@ -1,0 +1,90 @@
+"""Pieces that the operations of a communicator are made of: arguments in, jobs out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.algorithms.shard_tree import Assignment
+from zbmd.collectives.arrays import Array, Target, as_array, require_size
+from zbmd.collectives.layout import Layout
+from zbmd.collectives.pieces import Ask, Job, Side, shape_of
+from zbmd.collectives.program import IN, OUT, PUB
+from zbmd.collectives.reductions import BYTES_CODE
+from zbmd.collectives.runs import Runs
+from zbmd.transport.errors import UserError
+
+
+class Calls(Runs):
+    """One member's end of a group, with what turns a call's arguments into a job."""
+
+    def _ask(
+        self,
+        operation: Operation,
+        algorithm: str,
+        count: int,
+        dtype: int,
+        *,
+        published: int = 0,
+        root: int = 0,
+        shards: int = 0,
+        assignment: Assignment = (),
+    ) -> Ask:
+        return Ask(
+            operation=operation,
+            algorithm=algorithm,
+            n=self.size,
+            place=self.place,
+            count=count,
+            dtype=dtype,
+            published=published,
+            root=root,
+            shards=shards,
+            assignment=assignment,
+        )
+
+    def _place_of(self, root: int) -> int:
+        """A member's place. Raises `UserError` if `root` is not one."""
+        if root not in self.members:
+            raise UserError(f"the root {root} is not one of the members {self.members}")
+        return self.members.index(root)
+
+    def _output(self, out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, Target]:
+        """What the caller gets back, and the array to write: `out`, or a new one of `shape` if it is None."""
+        result = np.empty(shape, dtype) if out is None else out
+        size = int(np.prod(shape, dtype=np.int64))
+        return result, Target(require_size(as_array(result, "out"), dtype, size, "out"), "out")
+
+    def _blocks_of(self, x: Array) -> Array:
+        """`x` itself. Raises `UserError` unless its first extent is the group's size."""
+        if x.ndim == 0 or x.shape[0] != self.size:
+            raise UserError(f"x has shape {x.shape}; its first extent must be the group's size, {self.size}")
+        return x
+
+    def _laid_out(
+        self,
+        operation: Operation,
+        algorithm: str,
+        layout: Layout,
+        source: Array | None,
+        target: Array | None,
+        *,
+        dtype: int = BYTES_CODE,
+        reduction: int = 0,
+        root: int = 0,
+    ) -> Job:
+        """The job over blocks that lie by a layout; a side that this rank has no part in is None."""
+        published = layout.published_max
+        shape = shape_of(
+            self._ask(operation, algorithm, layout.longest, dtype, published=published, root=root)
+        )
+        sides: list[Side] = []
+        if source is not None:
+            sides.append(Side((PUB if shape.plan.eager else IN,), source, 1, source))
+        if target is not None:
+            sides.append(Side((OUT,), target, 1, None, target))
+        return Job(
+            shape=shape, sides=sides, count=layout.longest, dtype=dtype, reduction=reduction, layout=layout
+        )

@@ -1,0 +1,237 @@
+"""One operation as a sequence of native runs: pieces of bounded size, staged in the arena where needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from zbmd.collectives.algorithms import Operation, Request, algorithm_of
+from zbmd.collectives.algorithms.shard_tree import Assignment
+from zbmd.collectives.arrays import Array
+from zbmd.collectives.errors import ProgramError
+from zbmd.collectives.executor import Call, Executor
+from zbmd.collectives.layout import Layout, Piece
+from zbmd.collectives.plan import PIECE_BYTES, PLANS_MAX, Plan, choose_algorithm, chunks_for, plan_of
+from zbmd.collectives.program import IN, OUT, PUB
+from zbmd.collectives.reductions import itemsize
+from zbmd.transport._native import address_of
+from zbmd.transport.errors import UserError
+from zbmd.transport.segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """An array's part in an operation: `buffers` are its numbers, `array` is flat, `blocks` of equal length.
+
+    `load` is copied in before and `store` copied out after each piece, when the memory used is not theirs.
+    """
+
+    buffers: tuple[int, ...]
+    array: Array
+    blocks: int = 1
+    load: Array | None = None
+    store: Array | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Everything that the choice of a plan depends on. `count` elements a block at most."""
+
+    operation: Operation
+    algorithm: str
+    n: int
+    place: int
+    count: int
+    dtype: int
+    published: int = 0
+    """Elements that a rank would publish in its descriptor, at most."""
+    root: int = 0
+    shards: int = 0
+    assignment: Assignment = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The plans of one operation: whole pieces of `piece` elements a block, and the last, shorter one."""
+
+    piece: int
+    plan: Plan
+    last: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One operation, ready to run. `layout`: where the blocks lie, if not one stride apart."""
+
+    shape: Shape
+    sides: Sequence[Side]
+    count: int
+    dtype: int
+    reduction: int = 0
+    layout: Layout | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block, the longest if they differ."""
+        return self.count * itemsize(self.dtype)
+
+
+@lru_cache(maxsize=PLANS_MAX)
+def shape_of(ask: Ask) -> Shape:
+    """The plans: pieces of at most `PIECE_BYTES` over all blocks of a rank. Raises `UserError`."""
+    item = itemsize(ask.dtype)
+    published_bytes = max(ask.published, ask.count) * item
+    auto = choose_algorithm(ask.operation, published_bytes)
+    name = auto if ask.algorithm == "auto" else ask.algorithm
+    if name == "eager" and auto != name:
+        raise UserError(f"algorithm 'eager' does not take {published_bytes} bytes; use 'auto'")
+
+    def plan(elements: int) -> Plan:
+        request = Request(
+            operation=ask.operation,
+            algorithm=name,
+            n=ask.n,
+            root=ask.root,
+            shards=ask.shards,
+            assignment=ask.assignment,
+        )
+        try:
+            request = replace(request, chunks=request.blocks)
+            return plan_of(replace(request, chunks=chunks_for(request, elements * item)), ask.place)
+        except ProgramError as error:
+            raise UserError(str(error)) from None
+
+    a_rank = 1 if not _blocked(ask, name) else ask.n
+    piece = min(ask.count, max(1, PIECE_BYTES // (item * a_rank)))
+    whole = plan(piece)
+    rest = ask.count % piece if piece else 0
+    return Shape(piece, whole, plan(rest) if rest else whole)
+
+
+def _blocked(ask: Ask, name: str) -> bool:
+    try:
+        return algorithm_of(
+            Request(operation=ask.operation, algorithm=name, n=ask.n, chunks=ask.n**2)
+        ).blocked
+    except ProgramError as error:
+        raise UserError(str(error)) from None
+
+
+class PieceRunner:
+    """Runs jobs on one executor, staging in the arena what peers must read and cannot where it lies."""
+
+    def __init__(self, segment: Segment, executor: Executor, place: int) -> None:
+        self._segment = segment
+        self._executor = executor
+        self._place = place
+
+    def run(self, job: Job, deadline_ns: int) -> None:
+        """Run all pieces. Raises what `Executor.run` does."""
+        if job.layout is None:
+            self._run_even(job, deadline_ns)
+        else:
+            self._run_laid_out(job, job.layout, deadline_ns)
+
+    def _run_even(self, job: Job, deadline_ns: int) -> None:
+        shape, count = job.shape, job.count
+        lengths = [min(shape.piece, count) * side.blocks for side in job.sides]
+        staging = self._allocate(job, lengths)
+        for piece, begin in enumerate(range(0, max(count, 1), max(shape.piece, 1))):
+            length = min(shape.piece, count - begin)
+            addresses: dict[int, int] = {}
+            strides = {IN: 0, OUT: 0}
+            for side, staged in zip(job.sides, staging, strict=True):
+                if staged is None:
+                    address = address_of(side.array) + begin * itemsize(job.dtype)
+                    stride = count
+                    _copy_piece(side.load, side.array, side.blocks, begin, begin, length)
+                else:
+                    address, stride = address_of(staged), staged.size // side.blocks
+                    _copy_piece(side.load, staged, side.blocks, begin, 0, length)
+                for buffer in side.buffers:
+                    addresses[buffer], strides[buffer] = address, stride if side.blocks > 1 else 0
+            call = Call(
+                dtype=job.dtype,
+                reduction=job.reduction,
+                count=length,
+                total=count,
+                piece=piece,
+                in_stride=strides[IN],
+                out_stride=strides[OUT],
+            )
+            plan = shape.plan if length == shape.piece else shape.last
+            self._executor.run(plan, call, addresses, deadline_ns=deadline_ns)
+            for side, staged in zip(job.sides, staging, strict=True):
+                if staged is not None:
+                    _copy_piece(staged, side.store, side.blocks, 0, begin, length)
+
+    def _run_laid_out(self, job: Job, layout: Layout, deadline_ns: int) -> None:
+        pieces = layout.pieces(job.shape.piece)
+        most = [
+            max(int(p.extents[self._place, 1 if side.buffers[0] == IN else 3]) for p in pieces)
+            for side in job.sides
+        ]
+        staging = self._allocate(job, most)
+        for number, piece in enumerate(pieces):
+            addresses = dict.fromkeys((IN, OUT), 0)
+            staged_flags = {IN: 0, OUT: 0}
+            for side, staged in zip(job.sides, staging, strict=True):
+                buffer = side.buffers[0]
+                addresses[buffer] = address_of(side.array if staged is None else staged)
+                if staged is not None:
+                    staged_flags[buffer] = 1
+                    self._move_blocks(layout, piece, buffer, side.load, staged, into=True)
+            call = Call(
+                dtype=job.dtype,
+                reduction=job.reduction,
+                count=piece.longest,
+                total=job.count,
+                piece=number,
+                in_stride=staged_flags[IN],
+                out_stride=staged_flags[OUT],
+                layout=piece,
+            )
+            self._executor.run(job.shape.plan, call, addresses, deadline_ns=deadline_ns)
+            for side, staged in zip(job.sides, staging, strict=True):
+                if staged is not None:
+                    self._move_blocks(layout, piece, side.buffers[0], side.store, staged, into=False)
+
+    def _move_blocks(
+        self, layout: Layout, piece: Piece, buffer: int, array: Array | None, staged: Array, *, into: bool
+    ) -> None:
+        """Copy this rank's part of every block between a whole array and the memory it is staged in."""
+        if array is None:
+            return
+        row = 1 if buffer == IN else 3
+        for block in layout.blocks_in(self._place) if buffer == IN else layout.blocks_out(self._place):
+            length, at, packed_at = (int(piece.table[i, block]) for i in (0, row, row + 1))
+            whole, packed = array[at : at + length], staged[packed_at : packed_at + length]
+            if into:
+                packed[...] = whole
+            else:
+                whole[...] = packed
+
+    def _allocate(self, job: Job, lengths: Sequence[int]) -> list[Array | None]:
+        """Memory in the arena for each side that peers read and that does not lie there."""
+        arena, exposed = self._segment.arena, job.shape.plan.exposed
+        return [
+            arena.empty(length, side.array.dtype)
+            if any(buffer in exposed for buffer in side.buffers) and arena.offset_of(side.array) is None
+            else None
+            for side, length in zip(job.sides, lengths, strict=True)
+        ]
+
+
+def _copy_piece(
+    source: Array | None, target: Array | None, blocks: int, source_begin: int, target_begin: int, length: int
+) -> None:
+    if source is None or target is None or source is target:
+        return
+    rows_from = source.reshape(blocks, -1)[:, source_begin : source_begin + length]
+    target.reshape(blocks, -1)[:, target_begin : target_begin + length] = rows_from
+
+
+def published_side(array: Array) -> Side:
+    """An input that travels with the descriptor."""
+    return Side((PUB,), array)

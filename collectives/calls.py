@@ -43,6 +43,9 @@ class Calls(Runs):
             root=root,
             shards=shards,
             assignment=assignment,
+            hosts=self.hosts,
+            model=self.model,
+            wish=self._wish,
         )
 
     def _place_of(self, root: int) -> int:

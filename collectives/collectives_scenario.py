@@ -40,6 +40,7 @@ GROUP_MAX = 16
 """Ranks beyond these take no part: the programs' number grows with their square."""
 COUNT_MAX = 23
 SHARDS_MAX = 9
+HOSTS_MAX = 3
 CHUNKS_A_RANK_MAX = 2
 STORY_RECORDS = 40
 STEPS_A_MEMBER = 12
@@ -77,6 +78,7 @@ def draw_case(
         root=rng.randrange(n),
         shards=shards,
         assignment=assign_shards(shards, n) if shards else (),
+        hosts=tuple(rng.randrange(HOSTS_MAX) for _ in range(n)) if algorithm == "hierarchical" else (),
     )
     count = rng.randint(0, COUNT_MAX) if count is None else count
     in_place = not entry.eager and rng.random() < 0.5

@@ -36,10 +36,12 @@ from zbmd.collectives.arrays import (
     require_apart,
     require_size,
 )
+from zbmd.collectives.cost_model import Model
 from zbmd.collectives.layout import gather_layout, reduce_scatter_layout, scatter_layout
 from zbmd.collectives.pieces import Job, Side, shape_of
 from zbmd.collectives.program import IN, OUT, PUB, input_buffer
 from zbmd.collectives.reductions import BYTES_CODE, dtype_code, reduction_code
+from zbmd.collectives.tuning import agree_on_model
 from zbmd.collectives.uneven import UnevenOperations
 from zbmd.transport.errors import UserError
 
@@ -47,9 +49,17 @@ from zbmd.transport.errors import UserError
 class Communicator(UnevenOperations):
     """The collective operations of `members` at `epoch`, from the side of process `rank`.
 
-    `peers` maps every other member to its memory. Two communicators of a process that are alive at once
-    need different channels (0..15).
+    `peers` maps every other member to its memory. Two communicators of a process that are alive at once need
+    different channels (0..15). `hosts` numbers the host of each member, in their order; empty: all on one.
     """
+
+    def tune(self, *, deadline_ns: int = 0) -> Model:
+        """Measure the group's link, unless its first member knows such groups; all members must call this.
+
+        From now on "auto" goes by the first member's numbers, on all ranks. Takes some 10 ms, once.
+        """
+        self.model = agree_on_model(self, deadline_ns)
+        return self.model
 
     def all_reduce(
         self, x: Any, out: Any = None, *, op: str = "sum", algorithm: str = "auto", deadline_ns: int = 0
@@ -57,7 +67,8 @@ class Communicator(UnevenOperations):
         """Combine every rank's `x` element by element; all ranks get the result in `out` (default: `x`).
 
         `x`: any shape, the same dtype and size on all ranks. `op`: sum, prod, min, max, avg, band, bor or
-        bxor, as far as the dtype has it (`reductions`). `algorithm`: auto, eager, direct or ring.
+        bxor, as far as the dtype has it (`reductions`). `algorithm`: auto, eager, direct, ring,
+        bidirectional_ring, halving_doubling, tree, double_tree or hierarchical.
         """
         given = as_array(x, "x")
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)

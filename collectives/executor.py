@@ -7,7 +7,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from zbmd.collectives.errors import (
     MembersLost,
     OperationAborted,
 )
-from zbmd.collectives.layout import Piece
+from zbmd.collectives.layout import Piece, Table
 from zbmd.collectives.plan import Plan
 from zbmd.collectives.program import BUFFERS, INBOX, hash_text
 from zbmd.collectives.reductions import DTYPE_NAMES, REDUCTIONS, slot_itemsize
@@ -67,6 +67,14 @@ class Call:
     in_stride: int
     out_stride: int
     layout: Piece | None = None
+
+
+class LayoutArguments(TypedDict):
+    """See `NativeGroup.run`."""
+
+    layout: Table | None
+    extents: Table | None
+    layout_digest: int
 
 
 class Executor(ABC):
@@ -263,10 +271,16 @@ class MappedExecutor(Executor):
             scratch_bytes=self._scratch.nbytes,
             deadline_ns=deadline_ns,
             kill_point=kill_point,
-            layout=None if call.layout is None else call.layout.table,
-            extents=None if call.layout is None else call.layout.extents,
-            layout_digest=0 if call.layout is None else call.layout.digest,
+            **layout_arguments(call),
         )
+
+
+def layout_arguments(call: Call) -> LayoutArguments:
+    """The native arguments that say where a call's blocks lie."""
+    piece = call.layout
+    if piece is None:
+        return LayoutArguments(layout=None, extents=None, layout_digest=0)
+    return LayoutArguments(layout=piece.table, extents=piece.extents, layout_digest=piece.digest)
 
 
 def group_identity(members: tuple[int, ...], epoch: int) -> int:

@@ -210,12 +210,18 @@ class Group:
 
 
 async def group(node: Node, *, after: int = 0, channel: int = 0) -> Group:
-    """The group of the first view with an epoch greater than `after`; waits for it.
+    """The group of the first view with an epoch greater than `after`; waits for it and for its members.
+
+    They measure how fast they reach each other, once a process: "auto" chooses by that (`Communicator.tune`).
 
     Each group of a process at one time needs a channel of its own.
     """
     view = await node.view(after=after)
-    return group_of(node, view, channel=channel)
+    made = group_of(node, view, channel=channel)
+    if made.size > 1:
+        end_ns = made.deadline_ns()
+        await made.run(lambda c: c.tune(deadline_ns=end_ns))
+    return made
 
 
 def group_of(node: Node, view: View, *, channel: int = 0) -> Group:

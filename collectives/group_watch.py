@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from zbmd.actors.hang_wire import PlaceKind, Position
 from zbmd.actors.progress import Sample
 from zbmd.actors.watched import Described, Watched
-from zbmd.collectives.communicator import Communicator, FlightState
+from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.flight import FlightState
 
 
 class GroupWatch:

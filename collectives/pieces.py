@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from zbmd.collectives._stepper import PUB_BYTES_MAX
 from zbmd.collectives.algorithms import Operation, Request, algorithm_of
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.arrays import Array
+from zbmd.collectives.choice import Choice, choose
+from zbmd.collectives.cost_model import ONE_HOST, Model
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.executor import Call, Executor
 from zbmd.collectives.layout import Layout, Piece
-from zbmd.collectives.plan import PIECE_BYTES, PLANS_MAX, Plan, choose_algorithm, chunks_for, plan_of
+from zbmd.collectives.plan import PIECE_BYTES, PLANS_MAX, Plan, chunks_for, plan_of
 from zbmd.collectives.program import IN, OUT, PUB
 from zbmd.collectives.reductions import itemsize
 from zbmd.transport._native import address_of
@@ -49,6 +52,11 @@ class Ask:
     root: int = 0
     shards: int = 0
     assignment: Assignment = ()
+    hosts: tuple[int, ...] = ()
+    """The host of each rank, by number; empty: all on one."""
+    model: Model = ONE_HOST
+    wish: str = ""
+    """The value of `ZBMD_ALGORITHM`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +85,30 @@ class Job:
         return self.count * itemsize(self.dtype)
 
 
+def choice_of(ask: Ask) -> Choice:
+    """What "auto" stands for here. Raises `UserError` if `ZBMD_ALGORITHM` names no algorithm."""
+    item = itemsize(ask.dtype)
+    count = max(ask.published, ask.count)
+    if ask.operation is Operation.ALL_GATHER:
+        count = ask.count * ask.n
+    return choose(
+        ask.operation,
+        n=ask.n,
+        nbytes=count * item,
+        published_bytes=max(ask.published, ask.count) * item,
+        hosts=max(1, len(set(ask.hosts))),
+        model=ask.model,
+        wish=ask.wish,
+    )
+
+
 @lru_cache(maxsize=PLANS_MAX)
 def shape_of(ask: Ask) -> Shape:
     """The plans: pieces of at most `PIECE_BYTES` over all blocks of a rank. Raises `UserError`."""
     item = itemsize(ask.dtype)
     published_bytes = max(ask.published, ask.count) * item
-    auto = choose_algorithm(ask.operation, published_bytes)
-    name = auto if ask.algorithm == "auto" else ask.algorithm
-    if name == "eager" and auto != name:
+    name = choice_of(ask).algorithm if ask.algorithm == "auto" else ask.algorithm
+    if name == "eager" and published_bytes > PUB_BYTES_MAX:
         raise UserError(f"algorithm 'eager' does not take {published_bytes} bytes; use 'auto'")
 
     def plan(elements: int) -> Plan:
@@ -95,6 +119,7 @@ def shape_of(ask: Ask) -> Shape:
             root=ask.root,
             shards=ask.shards,
             assignment=ask.assignment,
+            hosts=ask.hosts if name == "hierarchical" else (),
         )
         try:
             request = replace(request, chunks=request.blocks)

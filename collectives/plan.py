@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives._stepper import PUB_BYTES_MAX, NativeProgram
+from zbmd.collectives._stepper import NativeProgram
 from zbmd.collectives.algorithms import Operation, Request, algorithm_of, build
 from zbmd.collectives.program import Program, encode
 
@@ -69,20 +69,6 @@ def plan_of(request: Request, rank: int) -> Plan:
         exposed=algorithm.exposes(request, rank),
         eager=algorithm.eager,
     )
-
-
-def choose_algorithm(operation: Operation, published_bytes: int) -> str:
-    """What "auto" stands for: small vectors travel with the descriptor, others are read in place.
-
-    `published_bytes`: what a rank would publish, if all of its input travelled.
-    """
-    match operation:
-        case Operation.BARRIER:
-            return "dissemination"
-        case Operation.ALL_REDUCE_SHARDS:
-            return "shard_tree"
-        case _:
-            return "eager" if published_bytes <= PUB_BYTES_MAX else "direct"
 
 
 def chunks_for(request: Request, block_bytes: int) -> int:

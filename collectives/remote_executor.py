@@ -19,11 +19,11 @@ import numpy as np
 from zbmd.collectives._remote import RemoteGroup
 from zbmd.collectives._stepper import COUNTER_MAX, STATUS_ABORTED, STATUS_DONE, STATUS_LOST
 from zbmd.collectives.executor import (
-    DTYPES,
     SPINS_SHARED,
     Call,
     Executor,
     group_identity,
+    layout_arguments,
     no_executor,
 )
 from zbmd.collectives.plan import Plan
@@ -123,6 +123,7 @@ class RemoteExecutor(Executor):
             out_stride=call.out_stride,
             scratch=address_of(self._scratch),
             scratch_bytes=self._scratch.nbytes,
+            **layout_arguments(call),
         )
         fetcher = Fetcher(plan, self._group, self._remote, self._landings, self._staging, deadline_ns)
         lent: list[RegionHandle] = []
@@ -157,7 +158,7 @@ class RemoteExecutor(Executor):
             fetcher,
             remote=self._remote,
             channel=self._channel,
-            itemsize=DTYPES[call.dtype].itemsize,
+            dtype=call.dtype,
             deadline_ns=deadline_ns,
             kill_index=kill_point - len(self.members) if kill_point >= len(self.members) else -1,
         ).run()

@@ -20,8 +20,21 @@ import numpy as np
 from zbmd.collectives._remote import RemoteGroup
 from zbmd.collectives._stepper import BLOCKED, DONE, STATUS_DONE, STATUS_LOST, Stepper
 from zbmd.collectives.plan import Plan
-from zbmd.collectives.program import INBOX, MAX_RANKS, PUB, Copy, Notify, Operand, Put, Reduce, Wait
+from zbmd.collectives.program import (
+    INBOX,
+    MAX_RANKS,
+    PUB,
+    SCRATCH,
+    Copy,
+    Notify,
+    Operand,
+    Put,
+    Reduce,
+    Wait,
+)
+from zbmd.collectives.reductions import itemsize, slot_itemsize
 from zbmd.collectives.remote_fetch import STAGING_BYTES_MAX, Ended, Fetch, Fetched, Fetcher
+from zbmd.transport._native import address_of
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.remote_memory import RemoteMemory
 
@@ -43,7 +56,7 @@ class _Move:
 
 
 class Walk:
-    """One run of a plan; `channel` is the group's. kill_index: where to die, or -1."""
+    """One run of a plan; `channel` is the group's, `dtype` a code. kill_index: where to die, or -1."""
 
     def __init__(
         self,
@@ -53,7 +66,7 @@ class Walk:
         *,
         remote: Mapping[int, RemoteMemory],
         channel: int,
-        itemsize: int,
+        dtype: int,
         deadline_ns: int,
         kill_index: int,
     ) -> None:
@@ -62,10 +75,11 @@ class Walk:
         self._fetcher = fetcher
         self._remote = remote
         self._channel = channel
-        self._itemsize = itemsize
+        self._itemsize = itemsize(dtype)
+        self._slot_itemsize = slot_itemsize(dtype)
         self._deadline_ns = deadline_ns
         self._kill_index = kill_index
-        self._rows = np.zeros((ROWS_MAX, 4), np.uint64)
+        self._rows = np.zeros((ROWS_MAX, 5), np.uint64)
         self._rows_used = 0
         self._flying: list[Fetch] = []
         """Copies that are not known to have come."""
@@ -130,7 +144,7 @@ class Walk:
             instruction = instructions[index]
             if move is not None and not isinstance(instruction, Put):
                 if not move.done_by_fetch and move.count:
-                    self._row(move.dst, move.a, move.b, move.count)
+                    self._row(index, move.dst, move.a, move.b, move.count)
                 continue
             self._flush()
             self._settle()
@@ -138,7 +152,7 @@ class Walk:
             if isinstance(instruction, Notify):
                 self._notify(instruction.peer)
             elif move is not None:
-                self._put(move)
+                self._put(index, move)
         self._flush()
 
     # -- operands ------------------------------------------------------------------------------------
@@ -146,11 +160,21 @@ class Walk:
     def _is_remote(self, operand: Operand) -> bool:
         return operand.rank in self._remote and operand.buffer != PUB
 
+    def _nbytes(self, operand: Operand, count: int) -> int:
+        """Bytes of so many elements: a 16-bit float is wider in a slot."""
+        return count * (self._slot_itemsize if operand.buffer in (SCRATCH, INBOX) else self._itemsize)
+
+    def _lands(self, instruction: Put | Reduce | Copy) -> bool:
+        """Whether it is a copy from another host whose bytes are those of its destination."""
+        if not isinstance(instruction, Copy) or not self._is_remote(instruction.src):
+            return False
+        return self._nbytes(instruction.dst, 1) == self._nbytes(instruction.src, 1)
+
     def _add_fetches(self, move: _Move, *, direct: bool) -> None:
         """Have the operands fetched that are on other hosts."""
         for name, operand in _sources(move.instruction):
             if move.count and self._is_remote(operand):
-                move.done_by_fetch = direct and isinstance(move.instruction, Copy)
+                move.done_by_fetch = direct and self._lands(move.instruction)
                 at = move.a if name == "a" else move.b
                 assert isinstance(at, int)
                 fetched = self._fetcher.add(
@@ -166,21 +190,21 @@ class Walk:
         """Whether every copy from another host can be received in place, whenever it comes."""
         ranges = [(fetch.address, fetch.address + fetch.nbytes, True) for fetch in self._flying]
         for move in moves:
-            instruction, nbytes = move.instruction, move.count * self._itemsize
-            lands = isinstance(instruction, Copy) and self._is_remote(instruction.src)
+            instruction = move.instruction
             if not (isinstance(instruction, Put) and instruction.dst.rank in self._remote):
-                ranges.append((move.dst, move.dst + nbytes, lands))
+                nbytes = self._nbytes(instruction.dst, move.count)
+                ranges.append((move.dst, move.dst + nbytes, self._lands(instruction)))
             for name, operand in _sources(instruction):
                 if not self._is_remote(operand):
                     at = move.a if name == "a" else move.b
                     assert isinstance(at, int)
-                    ranges.append((at, at + nbytes, False))
+                    ranges.append((at, at + self._nbytes(operand, move.count), False))
         return _apart(sorted(ranges))
 
     # -- doing it ------------------------------------------------------------------------------------
 
-    def _row(self, dst: int, a: int | Fetched, b: int | Fetched, count: int) -> None:
-        """Perform it, with others, before anybody can tell that it is not done."""
+    def _row(self, index: int, dst: int, a: int | Fetched, b: int | Fetched, count: int) -> None:
+        """Perform instruction `index`, with others, before anybody can tell that it is not done."""
         missing = [x.fetch for x in (a, b) if isinstance(x, Fetched) and not self._fetcher.is_here(x.fetch)]
         if missing or self._rows_used == ROWS_MAX:
             self._flush()
@@ -188,36 +212,46 @@ class Walk:
             if isinstance(operand, Fetched):
                 self._fetcher.wait((operand.fetch,))
         at = [x.address if isinstance(x, Fetched) else x for x in (a, b)]
-        self._rows[self._rows_used] = dst, *at, count
+        self._rows[self._rows_used] = dst, *at, count, index
         self._rows_used += 1
 
     def _flush(self) -> None:
         """Perform what is due."""
         rows, self._rows_used = self._rows_used, 0
         if rows:
-            self._require(self._group.perform(self._rows, rows))
+            self._require(self._group.perform(self._plan.native, self._rows, rows))
 
     def _settle(self) -> None:
         """Wait for all copies."""
         flying, self._flying = self._flying, []
         self._fetcher.wait(flying)
 
-    def _put(self, move: _Move) -> None:
+    def _put(self, index: int, move: _Move) -> None:
         instruction = move.instruction
         assert isinstance(instruction, Put)
-        peer, nbytes = instruction.dst.rank, move.count * self._itemsize
+        peer, nbytes = instruction.dst.rank, self._nbytes(instruction.dst, move.count)
         if peer not in self._remote or not nbytes:
             if nbytes:
-                self._row(move.dst, move.a, 0, move.count)
+                self._row(index, move.dst, move.a, 0, move.count)
                 self._flush()
             self._notify(peer)
             return
         assert isinstance(move.a, int), "a put sends what is here"
         # A copy: the program may overwrite the source as soon as it has been put.
-        data = bytes(self._group.window(move.a, nbytes))
+        if nbytes == self._nbytes(instruction.src, move.count):
+            data = bytes(self._group.window(move.a, nbytes))
+        else:
+            data = self._widened(index, move, nbytes)
         value = self._group.tell(peer)
         region = self._fetcher.region(peer, INBOX, writable=True)
         reach(peer, lambda: region.put(data, move.dst, channel=self._channel, value=value))
+
+    def _widened(self, index: int, move: _Move, nbytes: int) -> bytes:
+        """What a put brings to a slot from an array of 16-bit floats."""
+        room = np.empty(nbytes, np.uint8)
+        self._row(index, address_of(room), move.a, 0, move.count)
+        self._flush()
+        return room.tobytes()
 
     def _notify(self, peer: int) -> None:
         value = self._group.tell(peer)

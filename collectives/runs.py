@@ -9,12 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from zbmd.collectives.arrays import Array
+from zbmd.collectives.choice import wish_of_environment
+from zbmd.collectives.cost_model import MANY_HOSTS, ONE_HOST
 from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.executors import make_executor
 from zbmd.collectives.flight import FLIGHT_RECORDS_MAX, FlightRecord, FlightState
 from zbmd.collectives.pieces import Job, PieceRunner
 from zbmd.collectives.turnstile import Turnstile
 from zbmd.transport._native import now_ns
+from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.segment import Segment
 
@@ -34,7 +37,10 @@ class Runs:
         rank: int,
         epoch: int,
         channel: int,
+        hosts: tuple[int, ...] = (),
     ) -> None:
+        if hosts and len(hosts) != len(members):
+            raise LocalProtocolError(f"hosts are given for {len(hosts)} of the members {members}")
         self._executor = make_executor(
             segment=segment, peers=peers, members=members, rank=rank, epoch=epoch, channel=channel
         )
@@ -42,6 +48,9 @@ class Runs:
         self.rank = rank
         self.epoch = epoch
         self.channel = channel
+        self.hosts = hosts
+        self.model = MANY_HOSTS if len(set(hosts)) > 1 else ONE_HOST
+        self._wish = wish_of_environment()
         self.size = len(members)
         self.place = members.index(rank)
         self.flight: deque[FlightRecord] = deque(maxlen=FLIGHT_RECORDS_MAX)

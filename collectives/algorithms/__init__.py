@@ -8,7 +8,18 @@ from enum import Enum
 from functools import partial
 from types import MappingProxyType
 
-from zbmd.collectives.algorithms import direct, exchange, ring, rooted, shard_tree, tree
+from zbmd.collectives.algorithms import (
+    bruck,
+    direct,
+    exchange,
+    halving,
+    hierarchical,
+    reduction_trees,
+    ring,
+    rooted,
+    shard_tree,
+    tree,
+)
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.program import IN, MAX_CHUNKS, MAX_RANKS, OUT, Program, hash_text, input_buffer
@@ -44,7 +55,10 @@ class Operation(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Everything that decides the programs of all ranks. `chunks` counts those of the full vector."""
+    """Everything that decides the programs of all ranks. `chunks` counts those of the full vector.
+
+    `hosts[r]` numbers the host of rank r, for a hierarchical algorithm; empty: one host.
+    """
 
     operation: Operation
     algorithm: str
@@ -53,6 +67,7 @@ class Request:
     root: int = 0
     shards: int = 0
     assignment: Assignment = ()
+    hosts: tuple[int, ...] = ()
 
     @property
     def blocks(self) -> int:
@@ -67,10 +82,11 @@ class Request:
 
     def __str__(self) -> str:
         ranges = ",".join(f"{lo}:{hi}" for lo, hi in self.assignment)
-        return (
+        text = (
             f"{self.operation.name.lower()}/{self.algorithm} n={self.n} chunks={self.chunks} "
             f"root={self.root} shards={self.shards} assignment={ranges}"
         )
+        return f"{text} hosts={','.join(map(str, self.hosts))}" if self.hosts else text
 
     def digest(self) -> int:
         """64 bits that ranks compare: equal requests mean matching programs."""
@@ -169,6 +185,40 @@ def _scatter_in_ring_order(request: Request, in_place: bool) -> Spec:
     )
 
 
+def _reduce_both_ways(request: Request, in_place: bool) -> Spec:
+    order = partial(ring.bidirectional_order, request.n, request.chunks)
+    return all_reduce_spec(request.n, request.chunks, order=order, in_place=in_place)
+
+
+def _reduce_by_halves(request: Request, in_place: bool) -> Spec:
+    order = partial(halving.halving_order, request.n, request.chunks)
+    return all_reduce_spec(request.n, request.chunks, order=order, in_place=in_place)
+
+
+def _reduce_up_a_tree(request: Request, in_place: bool) -> Spec:
+    order = reduction_trees.tree_order(reduction_trees.balanced_tree(request.n))
+    return all_reduce_spec(request.n, request.chunks, order=lambda chunk: order, in_place=in_place)
+
+
+def _reduce_up_two_trees(request: Request, in_place: bool) -> Spec:
+    orders = [reduction_trees.tree_order(tree) for tree in reduction_trees.two_trees(request.n)]
+    return all_reduce_spec(
+        request.n, request.chunks, order=lambda chunk: orders[chunk % 2], in_place=in_place
+    )
+
+
+def _reduce_up_to_root(request: Request, in_place: bool) -> Spec:
+    n, chunks, root = request.n, request.chunks, request.root
+    order = reduction_trees.tree_order(reduction_trees.balanced_tree(n, root))
+    return reduce_spec(n, chunks, root=root, order=lambda chunk: order, in_place=in_place)
+
+
+def _reduce_over_hosts(request: Request, in_place: bool) -> Spec:
+    n, chunks = request.n, request.chunks
+    order = partial(hierarchical.hierarchical_order, n, chunks, request.hosts)
+    return all_reduce_spec(n, chunks, order=order, in_place=in_place)
+
+
 def _gather(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
     return all_gather_spec(request.n, request.chunks, in_place=in_place, eager=eager)
 
@@ -196,6 +246,39 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
         ),
         (Operation.ALL_REDUCE, "ring"): Algorithm(
             build=_plain(ring.ring_all_reduce), spec=_reduce_in_ring_order, exposes=_exposes()
+        ),
+        (Operation.ALL_REDUCE, "bidirectional_ring"): Algorithm(
+            build=_plain(ring.bidirectional_ring_all_reduce), spec=_reduce_both_ways, exposes=_exposes()
+        ),
+        (Operation.ALL_REDUCE, "halving_doubling"): Algorithm(
+            build=_plain(halving.halving_doubling_all_reduce),
+            spec=_reduce_by_halves,
+            exposes=_exposes(IN, OUT),
+        ),
+        (Operation.ALL_REDUCE, "tree"): Algorithm(
+            build=_plain(reduction_trees.tree_all_reduce), spec=_reduce_up_a_tree, exposes=_exposes(OUT)
+        ),
+        (Operation.ALL_REDUCE, "double_tree"): Algorithm(
+            build=_plain(reduction_trees.double_tree_all_reduce),
+            spec=_reduce_up_two_trees,
+            exposes=_exposes(OUT),
+        ),
+        (Operation.ALL_REDUCE, "hierarchical"): Algorithm(
+            build=lambda request, rank: hierarchical.hierarchical_all_reduce(
+                request.n, rank, request.chunks, request.hosts
+            ),
+            spec=_reduce_over_hosts,
+            exposes=_exposes(IN, OUT),
+        ),
+        (Operation.REDUCE, "tree"): Algorithm(
+            build=_rooted(reduction_trees.tree_reduce), spec=_reduce_up_to_root, exposes=_exposes()
+        ),
+        (Operation.ALL_TO_ALL, "bruck"): Algorithm(
+            build=_plain(bruck.bruck_all_to_all),
+            spec=_all_to_all,
+            exposes=_exposes(),
+            blocked=True,
+            laid_out=True,
         ),
         (Operation.BROADCAST, "eager"): Algorithm(
             build=_rooted(direct.eager_broadcast),

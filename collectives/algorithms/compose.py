@@ -29,16 +29,17 @@ class TreeReduction:
     about log2 L.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, first_slot: int = 0) -> None:
         self._rank = rank
+        self._first_slot = first_slot
         self._free: list[int] = []
         self.slots = 0
 
-    def emit(self, tree: Tree, chunk: int, leaf: Leaf, dst: Operand) -> list[Instruction]:
+    def emit(self, tree: Tree, chunk: int, leaf: Leaf, dst: Operand) -> list[Reduce | Copy]:
         """Instructions for `dst = tree`, where `leaf(label)` is the place of a contribution."""
         if isinstance(tree, int):
             return [Copy(chunk, dst, leaf(tree))]
-        instructions: list[Instruction] = []
+        instructions: list[Reduce | Copy] = []
         a = self._evaluate(tree[0], chunk, leaf, instructions)
         b = self._evaluate(tree[1], chunk, leaf, instructions)
         instructions.append(Reduce(chunk, dst, a, b))
@@ -46,7 +47,7 @@ class TreeReduction:
         self._release(b)
         return instructions
 
-    def _evaluate(self, tree: Tree, chunk: int, leaf: Leaf, instructions: list[Instruction]) -> Operand:
+    def _evaluate(self, tree: Tree, chunk: int, leaf: Leaf, instructions: list[Reduce | Copy]) -> Operand:
         if isinstance(tree, int):
             return leaf(tree)
         a = self._evaluate(tree[0], chunk, leaf, instructions)
@@ -63,7 +64,7 @@ class TreeReduction:
 
     def _acquire(self) -> Operand:
         if not self._free:
-            self._free.append(self.slots)
+            self._free.append(self._first_slot + self.slots)
             self.slots += 1
         return Operand(self._rank, SCRATCH, self._free.pop())
 

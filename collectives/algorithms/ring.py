@@ -10,9 +10,12 @@ must have taken t - n.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
+from zbmd.collectives.algorithms.compose import finish_program
+from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
 from zbmd.collectives.program import (
     IN,
     INBOX,
@@ -25,7 +28,6 @@ from zbmd.collectives.program import (
     Program,
     Put,
     Reduce,
-    Wait,
     chunk_range,
 )
 from zbmd.collectives.spec import Tree, left_fold
@@ -34,77 +36,58 @@ WINDOW_SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Signal:
-    """A put or notify to be told apart by `tag` from the others to the same peer."""
-
-    instruction: Put | Notify
-    tag: Hashable
-
-    @property
-    def peer(self) -> int:
-        return self.instruction.dst.rank if isinstance(self.instruction, Put) else self.instruction.peer
-
-
-@dataclass(frozen=True, slots=True)
-class _Await:
-    """A wait for the notification of `peer` that carries `tag`."""
-
-    peer: int
-    tag: Hashable
-
-
-_Draft = list[_Signal | _Await | Reduce | Copy]
-
-
-@dataclass(frozen=True, slots=True)
-class _Hop:
+class Hop:
     """One step of a rank: the chunks it sends and receives, where from and what it does with them."""
 
-    send: range
-    receive: range
+    send: Sequence[int]
+    receive: Sequence[int]
     source: Callable[[int, int], Operand]
     take: Callable[[int, int, Operand], Reduce | Copy]
 
 
-def _walk(n: int, rank: int, hops: list[_Hop]) -> _Draft:
-    following, preceding = (rank + 1) % n, (rank - 1) % n
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's place in a ring of `size` ranks, whose puts fill the inbox slots from `first_slot` on."""
+
+    rank: int
+    following: int
+    preceding: int
+    size: int
+    first_slot: int = 0
+
+
+def walk_ring(at: Place, hops: Sequence[Hop]) -> Draft:
+    """What a rank does, chunk by chunk: put one, take one."""
+    return [item for hop in ring_turns(at, hops) for turn in hop for item in turn]
+
+
+def ring_turns(at: Place, hops: Sequence[Hop]) -> list[list[Draft]]:
+    """The turns of each hop: put one, take one. Tags hold the first slot, so that rings can share peers."""
     total = sum(len(hop.receive) for hop in hops)
     even = len({len(hop.send) for hop in hops}) == 1
-    credits = n > WINDOW_SLOTS or not even
-    draft: _Draft = []
+    credits = at.size > WINDOW_SLOTS or not even
+    turns: list[list[Draft]] = []
     sent = received = 0
     for hop in hops:
+        turns.append([])
         for j in range(max(len(hop.send), len(hop.receive))):
+            turn: Draft = []
             if j < len(hop.send):
                 if credits and sent >= WINDOW_SLOTS:
-                    draft.append(_Await(following, ("free", sent - WINDOW_SLOTS)))
-                slot = Operand(following, INBOX, sent % WINDOW_SLOTS)
+                    turn.append(Await(at.following, ("free", at.first_slot, sent - WINDOW_SLOTS)))
+                slot = Operand(at.following, INBOX, at.first_slot + sent % WINDOW_SLOTS)
                 chunk = hop.send[j]
-                draft.append(_Signal(Put(chunk, slot, hop.source(chunk, j)), ("data", sent)))
+                turn.append(Signal(Put(chunk, slot, hop.source(chunk, j)), ("data", at.first_slot, sent)))
                 sent += 1
             if j < len(hop.receive):
-                draft.append(_Await(preceding, ("data", received)))
-                slot = Operand(rank, INBOX, received % WINDOW_SLOTS)
-                draft.append(hop.take(hop.receive[j], j, slot))
+                turn.append(Await(at.preceding, ("data", at.first_slot, received)))
+                slot = Operand(at.rank, INBOX, at.first_slot + received % WINDOW_SLOTS)
+                turn.append(hop.take(hop.receive[j], j, slot))
                 if credits and received + WINDOW_SLOTS < total:
-                    draft.append(_Signal(Notify(preceding), ("free", received)))
+                    turn.append(Signal(Notify(at.preceding), ("free", at.first_slot, received)))
                 received += 1
-    return draft
-
-
-def _number_waits(draft_of: Callable[[int], _Draft], n: int, rank: int) -> Iterator[Instruction]:
-    """Turn tags into counts: a peer's k-th notification to us is the one to wait for."""
-    counts: dict[tuple[int, Hashable], int] = {}
-    for peer in {(rank + 1) % n, (rank - 1) % n}:
-        signals = (i for i in draft_of(peer) if isinstance(i, _Signal) and i.peer == rank)
-        counts |= {(peer, signal.tag): count for count, signal in enumerate(signals, 1)}
-    for item in draft_of(rank):
-        if isinstance(item, _Await):
-            yield Wait(item.peer, counts[item.peer, item.tag])
-        elif isinstance(item, _Signal):
-            yield item.instruction
-        else:
-            yield item
+            turns[-1].append(turn)
+    return turns
 
 
 def _program(
@@ -113,22 +96,22 @@ def _program(
     rank: int,
     blocks: int,
     chunks: int,
-    hops_of: Callable[[int], list[_Hop]],
+    hops_of: Callable[[int], list[Hop]],
     first: list[Copy],
     scratch_slots: int = 0,
 ) -> Program:
     walk: list[Instruction] = []
     if n > 1:
-        walk = list(_number_waits(lambda r: _walk(n, r, hops_of(r)), n, rank))
-    return Program(
-        algorithm=algorithm,
-        n=n,
-        rank=rank,
-        blocks=blocks,
-        chunks=chunks,
+        walk = number_waits(lambda r: walk_ring(Place(r, (r + 1) % n, (r - 1) % n, n), hops_of(r)), rank)
+    return finish_program(
+        algorithm,
+        n,
+        rank,
+        blocks,
+        chunks,
+        (*first, *walk),
         scratch_slots=scratch_slots,
         inbox_slots=WINDOW_SLOTS if n > 1 else 0,
-        instructions=(*first, *walk),
     )
 
 
@@ -155,12 +138,12 @@ def ring_all_reduce(n: int, rank: int, chunks: int) -> Program:
     travel from scratch to inbox, so they are not rounded on the way.
     """
 
-    def hops_of(r: int) -> list[_Hop]:
+    def hops_of(r: int) -> list[Hop]:
         def block(b: int) -> range:
             return chunk_range(b % n, n, chunks)
 
         reducing = [
-            _Hop(
+            Hop(
                 block(r - s),
                 block(r - s - 1),
                 _from(r, SCRATCH if s else IN),
@@ -168,7 +151,7 @@ def ring_all_reduce(n: int, rank: int, chunks: int) -> Program:
             )
             for s in range(n - 1)
         ]
-        gathering = [_Hop(block(r + 1 - s), block(r - s), _from(r, OUT), _keep(r)) for s in range(n - 1)]
+        gathering = [Hop(block(r + 1 - s), block(r - s), _from(r, OUT), _keep(r)) for s in range(n - 1)]
         return reducing + gathering
 
     alone = [Copy(c, Operand(rank, OUT, c), Operand(rank, IN, c)) for c in range(chunks) if n == 1]
@@ -188,12 +171,12 @@ def ring_reduce_scatter(n: int, rank: int, chunks: int) -> Program:
     Order (`ring_scatter_order`): block b is the left fold over ranks b+1, b+2, …, b (mod n).
     """
 
-    def hops_of(r: int) -> list[_Hop]:
+    def hops_of(r: int) -> list[Hop]:
         def block(b: int) -> range:
             return chunk_range(b % n, n, chunks)
 
         return [
-            _Hop(
+            Hop(
                 block(r - 1 - s),
                 block(r - 2 - s),
                 _from(r, SCRATCH if s else IN),
@@ -216,11 +199,83 @@ def ring_scatter_order(n: int, chunks: int, chunk: int) -> Tree:
 def ring_all_gather(n: int, rank: int, chunks: int) -> Program:
     """All-gather round the ring: block r sets out from rank r."""
 
-    def hops_of(r: int) -> list[_Hop]:
+    def hops_of(r: int) -> list[Hop]:
         def block(b: int) -> range:
             return chunk_range(b % n, n, chunks)
 
-        return [_Hop(block(r - s), block(r - s - 1), _from(r, OUT), _keep(r)) for s in range(n - 1)]
+        return [Hop(block(r - s), block(r - s - 1), _from(r, OUT), _keep(r)) for s in range(n - 1)]
 
     own = [Copy(c, Operand(rank, OUT, c), Operand(rank, IN, c)) for c in chunk_range(rank, n, chunks)]
     return _program("ring_all_gather", n, rank, n, chunks, hops_of, own)
+
+
+def bidirectional_ring_all_reduce(n: int, rank: int, chunks: int) -> Program:
+    """Two rings in opposite directions, each with half of the chunks of every block.
+
+    Order (`bidirectional_order`): up the ranks from b for the first half of block b, down from b for the
+    rest.
+    """
+    slots = [_half_slots(n, chunks, way) if n > 2 else 0 for way in (1, -1)]
+
+    def draft_of(r: int) -> Draft:
+        both = [
+            ring_turns(
+                Place(r, (r + way) % n, (r - way) % n, n, first_slot=i * WINDOW_SLOTS),
+                _reducing_hops(n, r, chunks, way, first_scratch=i * slots[0]),
+            )
+            for i, way in enumerate((1, -1))
+        ]
+        draft: Draft = []
+        for hops in zip(*both, strict=True):
+            for up, down in zip_longest(*hops, fillvalue=[]):
+                draft += [*up, *down]
+        return draft
+
+    alone = [Copy(c, Operand(rank, OUT, c), Operand(rank, IN, c)) for c in range(chunks) if n == 1]
+    return finish_program(
+        "bidirectional_ring_all_reduce",
+        n,
+        rank,
+        1,
+        chunks,
+        (*alone, *(number_waits(draft_of, rank) if n > 1 else [])),
+        scratch_slots=sum(slots),
+        inbox_slots=2 * WINDOW_SLOTS if n > 1 else 0,
+    )
+
+
+def bidirectional_order(n: int, chunks: int, chunk: int) -> Tree:
+    """The order in which `bidirectional_ring_all_reduce` combines ranks on `chunk`."""
+    block = next(b for b in range(n) if chunk in chunk_range(b, n, chunks))
+    way = 1 if chunk in _half(block, n, chunks, 1) else -1
+    return left_fold((block + way * i) % n for i in range(n))
+
+
+def _half(block: int, n: int, chunks: int, way: int) -> range:
+    """The chunks of a block that go up the ranks (`way` 1) or down (-1)."""
+    whole = chunk_range(block % n, n, chunks)
+    middle = len(whole) - len(whole) // 2
+    return whole[:middle] if way > 0 else whole[middle:]
+
+
+def _half_slots(n: int, chunks: int, way: int) -> int:
+    return max(len(_half(block, n, chunks, way)) for block in range(n))
+
+
+def _reducing_hops(n: int, r: int, chunks: int, way: int, first_scratch: int) -> list[Hop]:
+    """Reduce-scatter, then all-gather, of one half of the chunks round the ring in direction `way`."""
+
+    def half(steps: int) -> range:
+        return _half(r + way * steps, n, chunks, way)
+
+    def partial_sum(chunk: int, j: int) -> Operand:
+        return Operand(r, SCRATCH, first_scratch + j)
+
+    def add(chunk: int, j: int, slot: Operand) -> Reduce:
+        return Reduce(chunk, partial_sum(chunk, j), slot, Operand(r, IN, chunk))
+
+    reducing = [
+        Hop(half(-s), half(-s - 1), partial_sum if s else _from(r, IN), add if s < n - 2 else _add_to_out(r))
+        for s in range(n - 1)
+    ]
+    return reducing + [Hop(half(1 - s), half(-s), _from(r, OUT), _keep(r)) for s in range(n - 1)]

@@ -26,7 +26,7 @@ from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.segment import PeerSegment, Segment
 
 ARENA_BYTES = 8 << 20
-INBOX_BYTES = 1 << 20
+INBOX_BYTES = 4 << 20
 PATIENCE_S = 60.0
 PIDS_BYTES_MAX = 4096
 
@@ -44,7 +44,12 @@ class Process:
     event_fd: int
 
     def communicator(
-        self, *, members: tuple[int, ...] | None = None, epoch: int = 1, channel: int = 0
+        self,
+        *,
+        members: tuple[int, ...] | None = None,
+        epoch: int = 1,
+        channel: int = 0,
+        hosts: tuple[int, ...] = (),
     ) -> Communicator:
         return Communicator(
             segment=self.segment,
@@ -53,6 +58,7 @@ class Process:
             rank=self.rank,
             epoch=epoch,
             channel=channel,
+            hosts=hosts,
         )
 
     def soon(self) -> int:

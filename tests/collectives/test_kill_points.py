@@ -68,6 +68,8 @@ def barrier(p: Any, c: Communicator) -> Array:
 OPERATIONS: dict[str, Callable[[Any, Communicator], Array]] = {
     "direct": all_reduce("direct"),
     "ring": all_reduce("ring"),
+    "halving_doubling": all_reduce("halving_doubling"),
+    "double_tree": all_reduce("double_tree"),
     "eager": eager,
     "shard_tree": shard_tree,
     "tree_broadcast": tree_broadcast,

@@ -22,6 +22,7 @@ RunRanks = Callable[..., list[Any]]
 Array = NDArray[Any]
 COUNTS = (0, 1, 7, 1_003)
 LARGE = 45_001
+BRUCK_BYTES_MAX = 64 << 10
 NARROW = ("float16", "bfloat16")
 UFUNCS: dict[str, Callable[..., Array]] = {
     "sum": np.add,
@@ -98,7 +99,7 @@ def test_reductions_are_numpys(run_ranks: RunRanks, n: int) -> None:
     """all_reduce, reduce and reduce_scatter; "direct" and "eager" bit for bit."""
 
     def body(p: Any) -> None:
-        c: Communicator = p.communicator()
+        c: Communicator = p.communicator(hosts=tuple(r % 2 for r in range(n)))
         for dtype in dtypes():
             for op in reductions_of(dtype):
                 # Complex products of numpy may be fused.
@@ -108,10 +109,11 @@ def test_reductions_are_numpys(run_ranks: RunRanks, n: int) -> None:
                     expected = reduced(op, inputs)
                     mine = inputs[p.rank]
                     for algorithm in algorithms(Operation.ALL_REDUCE):
-                        exact = closed and algorithm in ("auto", "direct")
                         kept = c.all_reduce(
                             mine, np.empty_like(mine), op=op, algorithm=algorithm, deadline_ns=p.soon()
                         )
+                        # What "auto" stands for between hosts is for the model to say.
+                        exact = closed and c.flight[-1].algorithm in ("eager", "direct")
                         check(kept, expected, exact=exact)
                         check(c.all_reduce(mine.copy(), op=op, algorithm=algorithm), kept, exact=True)
                     for algorithm in algorithms(Operation.REDUCE):
@@ -176,6 +178,8 @@ def check_moves(
         else:
             c.scatter(None, root, out, algorithm=algorithm)
     for algorithm in algorithms(Operation.ALL_TO_ALL):
+        if algorithm == "bruck" and mine.nbytes > BRUCK_BYTES_MAX:
+            continue  # every block on its way has a slot of its own in the inbox
         got = c.all_to_all(make(mine), algorithm=algorithm)
         assert got.tobytes() == b"".join(whole[r][p.rank].tobytes() for r in range(n))
     for algorithm in algorithms(Operation.ALL_GATHER):

@@ -17,11 +17,11 @@ from zbmd.collectives._remote import RemoteGroup
 from zbmd.collectives._stepper import COUNTER_MAX, STATUS_ABORTED
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
 from zbmd.collectives.errors import Desynchronised, OperationAborted
-from zbmd.collectives.executor import DTYPES, REDUCTIONS
+from zbmd.collectives.reductions import REDUCTIONS, dtypes, reduction_code
 from zbmd.collectives.remote_fetch import Ended, Fetcher
 from zbmd.collectives.remote_walk import Walk
 from zbmd.transport._native import now_ns
-from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError
+from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
 
 RunRanks = Callable[..., list[Any]]
 Array = NDArray[Any]
@@ -31,22 +31,33 @@ IN_OFFSETS_AT = 104
 """In a descriptor: the offset of the first input."""
 ASIDE = 5
 """A channel for tests to tell each other something."""
-ALGORITHMS = ("auto", "direct", "ring")
+ALGORITHMS = ("auto", "direct", "ring", "bidirectional_ring", "halving_doubling", "tree", "double_tree")
+DTYPES = tuple(dtypes())
 
 
 def values(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
     draw = np.random.default_rng([rank, count])
-    if dtype.kind == "f":
+    if dtype.kind in "fVc":
         return draw.standard_normal(count).astype(dtype)
     return draw.integers(0, 100, count).astype(dtype)
+
+
+def has(op: str, dtype: np.dtype[Any]) -> bool:
+    try:
+        reduction_code(op, dtype)
+    except UserError:
+        return False
+    return True
 
 
 def all_reduces(p: Any, c: Any) -> list[Array]:
     found: list[Array] = []
     for count in COUNTS:
-        for dtype in DTYPES:
+        for d, dtype in enumerate(DTYPES):
             for k, op in enumerate(REDUCTIONS):
-                algorithm = ALGORITHMS[(k + count) % 3]
+                if (k + d) % 3 or not has(op, dtype):
+                    continue
+                algorithm = ALGORITHMS[(k + d + count) % len(ALGORITHMS)]
                 make = p.segment.arena.from_array if k % 2 else np.copy
                 x = make(values(p.rank, count, dtype))
                 out = make(np.zeros_like(x))
@@ -72,6 +83,28 @@ def others(p: Any, c: Any) -> list[Array]:
     return found
 
 
+def uneven(p: Any, c: Any) -> list[Array]:
+    """Operations whose blocks lie by a layout, and those with a root."""
+    found: list[Array] = []
+    n = c.size
+    for count in (0, 1, 367, 9_001):
+        for make in (p.segment.arena.from_array, np.copy):
+            x = make(values(p.rank, count * n, np.dtype(np.float16)).reshape(n, count))
+            root = c.members[count % n]
+            for algorithm in ("auto", "direct", "bruck"):
+                found.append(c.all_to_all(x, algorithm=algorithm, deadline_ns=p.soon()))
+            for algorithm in ("auto", "direct"):
+                found.append(c.gather(x, root, algorithm=algorithm))
+                found.append(c.scatter(x if p.rank == root else None, root, np.zeros(count, np.float16)))
+            for algorithm in ("auto", "direct", "tree"):
+                found.append(c.reduce(x, root, np.zeros_like(x), algorithm=algorithm))
+            rows = [[(s + 2 * d) % 3 * count for d in range(n)] for s in range(n)]
+            sent = make(values(p.rank, sum(rows[c.place]), np.dtype(np.float64)))
+            found.append(c.all_to_all_v(sent, rows[c.place], [rows[s][c.place] for s in range(n)]))
+            found.append(c.all_gather_v(sent))
+    return [x for x in found if x is not None]
+
+
 def shards(p: Any, c: Any) -> list[Array]:
     found: list[Array] = []
     for count in (5, 70_003):
@@ -90,7 +123,7 @@ def shards(p: Any, c: Any) -> list[Array]:
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS)
-@pytest.mark.parametrize("operations", [all_reduces, others, shards])
+@pytest.mark.parametrize("operations", [all_reduces, others, uneven, shards])
 def test_the_bits_are_those_of_one_host(
     run_ranks: RunRanks, operations: Callable[[Any, Any], list[Array]], hosts: Sequence[int]
 ) -> None:

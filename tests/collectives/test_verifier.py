@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from zbmd.collectives.algorithms import ALGORITHMS, Operation, Request, algorithm_of, build, spec_of
+from zbmd.collectives.algorithms.reduction_trees import two_trees
 from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.collectives.errors import Flaw, ProgramError, VerificationError
 from zbmd.collectives.program import (
@@ -30,6 +31,7 @@ from zbmd.collectives.program import (
 from zbmd.collectives.verifier import verify
 
 KINDS = sorted(ALGORITHMS, key=str)
+SAMPLED = (14, 15, 16, 17, 19, 22, 24, 29, 31, 32, 33, 47)
 ROOTED = (Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER)
 
 
@@ -46,6 +48,9 @@ def requests_for(operation: Operation, algorithm: str, n: int) -> Iterator[Reque
         if operation in ROOTED:
             for root in {0, n // 2, n - 1}:
                 yield replace(base, chunks=chunks, root=root)
+        elif algorithm == "hierarchical":
+            for hosts in ((), tuple(r // 4 for r in range(n)), tuple(r % 3 for r in range(n))):
+                yield replace(base, chunks=chunks, hosts=hosts)
         elif operation is Operation.ALL_REDUCE_SHARDS:
             for shards in (1, 12, 13):
                 yield replace(base, chunks=chunks, shards=shards, assignment=assign_shards(shards, n))
@@ -65,11 +70,20 @@ def check(request: Request) -> None:
         verify(programs, spec_of(request, in_place=in_place))
 
 
-@pytest.mark.parametrize("n", [*range(1, 17), 23, 31])
+@pytest.mark.parametrize("n", range(1, 14))
 @pytest.mark.parametrize(("operation", "algorithm"), KINDS)
 def test_every_algorithm_is_right(operation: Operation, algorithm: str, n: int) -> None:
     for request in requests_for(operation, algorithm, n):
         check(request)
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), KINDS)
+def test_every_algorithm_is_right_for_more_ranks(operation: Operation, algorithm: str) -> None:
+    """Some numbers of ranks up to 64, some chunk counts: `tools/verify_sweep.py` goes through all."""
+    for n in SAMPLED[len(algorithm) % 3 :: 3]:
+        requests = list(requests_for(operation, algorithm, n))
+        request = requests[n % len(requests)]
+        verify(programs_of(request), spec_of(request, in_place=n % 2 == 0))
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -190,6 +204,14 @@ TO_ROOT = Request(operation=Operation.GATHER, algorithm="direct", n=3, chunks=6,
 FROM_ROOT = Request(operation=Operation.SCATTER, algorithm="direct", n=3, chunks=3, root=1)
 REDUCE = Request(operation=Operation.REDUCE, algorithm="direct", n=3, chunks=2, root=1)
 EXCHANGE = Request(operation=Operation.ALL_TO_ALL, algorithm="direct", n=3, chunks=9)
+BOTH_WAYS = Request(operation=Operation.ALL_REDUCE, algorithm="bidirectional_ring", n=5, chunks=20)
+HALVING = Request(operation=Operation.ALL_REDUCE, algorithm="halving_doubling", n=6, chunks=12)
+UP_AND_DOWN = Request(operation=Operation.ALL_REDUCE, algorithm="tree", n=7, chunks=5)
+TWO_TREES = Request(operation=Operation.ALL_REDUCE, algorithm="double_tree", n=6, chunks=6)
+BRUCK = Request(operation=Operation.ALL_TO_ALL, algorithm="bruck", n=5, chunks=25)
+HOSTS = Request(
+    operation=Operation.ALL_REDUCE, algorithm="hierarchical", n=5, chunks=8, hosts=(0, 0, 1, 1, 1)
+)
 BARRIER = Request(operation=Operation.BARRIER, algorithm="dissemination", n=5)
 SHARDS = Request(
     operation=Operation.ALL_REDUCE_SHARDS,
@@ -299,6 +321,101 @@ def exchange_block_from_a_third(p: Programs) -> Programs:
     copy = p[0].instructions[at]
     assert isinstance(copy, Copy)
     return put_at(p, 0, at, replace(copy, src=copy.src._replace(rank=2)))
+
+
+def put_into_the_other_rings_slot(p: Programs) -> Programs:
+    at = find(p[0], Put, 1)
+    put = p[0].instructions[at]
+    assert isinstance(put, Put)
+    return put_at(p, 0, at, replace(put, dst=put.dst._replace(number=put.dst.number % 4)))
+
+
+def one_slot_for_both_turns(p: Programs) -> Programs:
+    """Rank 1's second put of a round goes where its first may still lie."""
+    at = find(p[1], Put, 1)
+    put = p[1].instructions[at]
+    assert isinstance(put, Put)
+    return put_at(p, 1, at, replace(put, dst=put.dst._replace(number=put.dst.number - 1)))
+
+
+def neighbour_not_folded_in(p: Programs) -> Programs:
+    at = find(p[1], Reduce)
+    fold = p[1].instructions[at]
+    assert isinstance(fold, Reduce) and fold.a.rank == 0
+    return put_at(p, 1, at, Copy(fold.chunk, fold.dst, fold.b))
+
+
+def halves_in_another_order(p: Programs) -> Programs:
+    at = find(p[3], Reduce)
+    add = p[3].instructions[at]
+    assert isinstance(add, Reduce)
+    return put_at(p, 3, at, replace(add, a=add.b, b=add.a))
+
+
+def read_before_the_neighbour_has_doubled(p: Programs) -> Programs:
+    first = find(p[0], Copy)
+    wait, copy = p[0].instructions[first - 1], p[0].instructions[first]
+    return put_at(p, 0, first - 1, copy, wait, drop=2)
+
+
+def second_child_left_out(p: Programs) -> Programs:
+    first, second = p[0].instructions[find(p[0], Reduce)], find(p[0], Reduce, 1)
+    assert isinstance(first, Reduce)
+    broken = put_at(p, 0, second)
+    return put_at(broken, 0, find(p[0], Reduce), replace(first, dst=Operand(0, OUT, first.chunk)))
+
+
+def childs_slot_freed_before_it_was_added(p: Programs) -> Programs:
+    at = find(p[1], Notify)
+    assert isinstance(p[1].instructions[at - 1], Reduce)
+    return put_at(p, 1, at - 1, p[1].instructions[at], p[1].instructions[at - 1], drop=2)
+
+
+def total_announced_before_it_is_here(p: Programs) -> Programs:
+    at = find(p[1], Copy)
+    assert isinstance(p[1].instructions[at + 1], Notify)
+    return put_at(p, 1, at, p[1].instructions[at + 1], p[1].instructions[at], drop=2)
+
+
+def sum_sent_up_the_other_tree(p: Programs) -> Programs:
+    parents = {put.dst.rank for put in p[2].instructions if isinstance(put, Put)}
+    at = find(p[2], Put)
+    put = p[2].instructions[at]
+    assert isinstance(put, Put) and len(parents) == 2
+    (other,) = parents - {put.dst.rank}
+    return put_at(p, 2, at, replace(put, dst=put.dst._replace(rank=other)))
+
+
+def moved_on_from_the_input(p: Programs) -> Programs:
+    """A block that came from another rank is sent on as if it were the own one."""
+    at, put = next(
+        (i, found)
+        for i, found in enumerate(p[1].instructions)
+        if isinstance(found, Put) and found.src.buffer == INBOX
+    )
+    return put_at(p, 1, at, replace(put, src=Operand(1, IN, put.chunk)))
+
+
+def two_blocks_in_one_slot(p: Programs) -> Programs:
+    at, other = find(p[0], Put), p[0].instructions[find(p[0], Put, 1)]
+    put = p[0].instructions[at]
+    assert isinstance(put, Put) and isinstance(other, Put)
+    return put_at(p, 0, at, replace(put, dst=other.dst))
+
+
+def host_adds_itself_alone(p: Programs) -> Programs:
+    """A worker passes its own input on for that of its host."""
+    at = find(p[0], Reduce)
+    add = p[0].instructions[at]
+    assert isinstance(add, Reduce)
+    return put_at(p, 0, at, Copy(add.chunk, add.dst, add.a))
+
+
+def reads_the_slice_of_a_rank_on_another_host(p: Programs) -> Programs:
+    at = find(p[4], Copy, -1)
+    copy = p[4].instructions[at]
+    assert isinstance(copy, Copy) and copy.src.rank in (2, 3)
+    return put_at(p, 4, at, replace(copy, src=copy.src._replace(rank=copy.src.rank - 2)))
 
 
 def no_final_sync(p: Programs) -> Programs:
@@ -469,6 +586,20 @@ PLANTS: list[tuple[Callable[[Programs], Programs], Request, set[Flaw]]] = [
     (exchanged_the_wrong_way_round, EXCHANGE, {Flaw.NOT_ACCESSIBLE}),
     (exchange_block_from_a_third, EXCHANGE, {Flaw.UNINITIALISED}),
     (leaves_before_the_root_has_read, EXCHANGE, {Flaw.RACE, Flaw.UNBALANCED}),
+    (put_into_the_other_rings_slot, BOTH_WAYS, {Flaw.OVERWRITTEN, Flaw.RACE, Flaw.UNINITIALISED}),
+    (last_put_not_consumed, BOTH_WAYS, {Flaw.UNCONSUMED}),
+    (one_slot_for_both_turns, HALVING, {Flaw.OVERWRITTEN, Flaw.RACE, Flaw.UNINITIALISED}),
+    (neighbour_not_folded_in, HALVING, {Flaw.PARTIAL_OUTPUT}),
+    (halves_in_another_order, HALVING, {Flaw.WRONG_ORDER}),
+    (read_before_the_neighbour_has_doubled, HALVING, {Flaw.RACE, Flaw.UNINITIALISED}),
+    (second_child_left_out, UP_AND_DOWN, {Flaw.PARTIAL_OUTPUT}),
+    (childs_slot_freed_before_it_was_added, UP_AND_DOWN, {Flaw.RACE, Flaw.OVERWRITTEN}),
+    (total_announced_before_it_is_here, UP_AND_DOWN, {Flaw.RACE, Flaw.UNINITIALISED}),
+    (sum_sent_up_the_other_tree, TWO_TREES, {Flaw.DEADLOCK, Flaw.OVERWRITTEN, Flaw.RACE, Flaw.WRONG_CHUNK}),
+    (moved_on_from_the_input, BRUCK, {Flaw.UNINITIALISED}),
+    (two_blocks_in_one_slot, BRUCK, {Flaw.OVERWRITTEN}),
+    (host_adds_itself_alone, HOSTS, {Flaw.PARTIAL_OUTPUT}),
+    (reads_the_slice_of_a_rank_on_another_host, HOSTS, {Flaw.RACE, Flaw.UNINITIALISED}),
     (no_final_sync, DIRECT, {Flaw.RACE}),
     (final_wait_too_low, DIRECT, {Flaw.RACE}),
     (wait_too_high, DIRECT, {Flaw.DEADLOCK}),
@@ -514,6 +645,16 @@ def test_planted_wrong_programs_are_rejected(
     with pytest.raises(VerificationError) as caught:
         verify(broken, spec)
     assert caught.value.flaw in flaws, str(caught.value)
+
+
+def test_nobody_has_two_children_in_both_of_two_trees() -> None:
+    for n in range(1, 65):
+        first, second = two_trees(n)
+        for tree in (first, second):
+            assert sorted(r for of in tree.children for r in of) == [r for r in range(n) if r != tree.root]
+            assert tree.height <= max(1, n.bit_length())
+        inner = [{r for r in range(n) if len(tree.children[r]) == 2} for tree in (first, second)]
+        assert not inner[0] & inner[1]
 
 
 def test_partial_sums_are_kept_out_of_the_output() -> None:

@@ -1,0 +1,58 @@
+"""Drafts: programs in which waits name what they wait for, and not yet how many notifications that makes.
+
+A rank's k-th notification to a peer is told apart from the others by a tag that is unique between the two.
+Who waits for it must know k, so the drafts of the peers it waits for are made as well, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from zbmd.collectives.program import Copy, Instruction, Notify, Put, Reduce, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """A put or notify, with the tag by which its peer waits for it."""
+
+    instruction: Put | Notify
+    tag: Hashable
+
+    @property
+    def peer(self) -> int:
+        """Who is notified."""
+        return self.instruction.dst.rank if isinstance(self.instruction, Put) else self.instruction.peer
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """A wait for the notification of `peer` that carries `tag`."""
+
+    peer: int
+    tag: Hashable
+
+
+Draft = list[Signal | Await | Reduce | Copy]
+
+
+def number_waits(draft_of: Callable[[int], Draft], rank: int) -> list[Instruction]:
+    """The instructions of `rank`: tags become counts. A wait that an earlier one implies is left out."""
+    own = draft_of(rank)
+    counts: dict[tuple[int, Hashable], int] = {}
+    for peer in {item.peer for item in own if isinstance(item, Await)}:
+        signals = [item for item in draft_of(peer) if isinstance(item, Signal) and item.peer == rank]
+        counts |= {(peer, signal.tag): count for count, signal in enumerate(signals, 1)}
+    instructions: list[Instruction] = []
+    waited: dict[int, int] = {}
+    for item in own:
+        if isinstance(item, Await):
+            count = counts[item.peer, item.tag]
+            if count > waited.get(item.peer, 0):
+                waited[item.peer] = count
+                instructions.append(Wait(item.peer, count))
+        elif isinstance(item, Signal):
+            instructions.append(item.instruction)
+        else:
+            instructions.append(item)
+    return instructions

@@ -1,0 +1,94 @@
+"""The choice of an algorithm, and why: what the caller says, else `ZBMD_ALGORITHM`, else the cost model.
+
+All ranks must choose alike. The caller's word and the environment are the same on all, or the first operation
+ends as `Desynchronised`; the model is one rank's measurement, agreed at the group's creation and pinned for
+its epoch (`tuning`), or the same constants everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+from zbmd.collectives._stepper import PUB_BYTES_MAX
+from zbmd.collectives.algorithms import ALGORITHMS, Operation
+from zbmd.collectives.cost_model import FORMULAS, Case, Model
+from zbmd.transport.errors import UserError
+
+VARIABLE = "ZBMD_ALGORITHM"
+"""`ring`, or `all_reduce=ring,broadcast=tree`: a name alone is for every operation that has it."""
+CHOICES_MAX = 4096
+"""Choices kept; the least recently used is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """An algorithm, the reason, and what each was predicted to take (ns), the quickest first."""
+
+    algorithm: str
+    reason: str
+    predicted_ns: tuple[tuple[str, float], ...] = ()
+
+
+@lru_cache(maxsize=CHOICES_MAX)
+def choose(
+    operation: Operation, *, n: int, nbytes: int, published_bytes: int, hosts: int, model: Model, wish: str
+) -> Choice:
+    """What "auto" stands for.
+
+    `nbytes`: a rank's largest array. `published_bytes`: what a rank would publish, if all of its input
+    travelled. `hosts`: how many. `wish`: the value of `ZBMD_ALGORITHM`. Raises `UserError` if the wish cannot
+    be.
+    """
+    fits = published_bytes <= PUB_BYTES_MAX
+    wished = _wished(operation, wish)
+    if wished and (fits or wished != "eager"):
+        return Choice(algorithm=wished, reason=f"{VARIABLE}={wish}")
+    if operation is Operation.BARRIER:
+        return Choice(algorithm="dissemination", reason="there is one algorithm")
+    if operation is Operation.ALL_REDUCE_SHARDS:
+        return Choice(algorithm="shard_tree", reason="there is one algorithm")
+    case = Case(n=n, nbytes=nbytes, hosts=hosts, model=model)
+    costs = {
+        name: formula(case)
+        for (of, name), formula in FORMULAS.items()
+        if of is operation and (fits or name != "eager") and (hosts > 1 or name != "hierarchical")
+    }
+    ranked = tuple(sorted(costs.items(), key=lambda item: item[1]))
+    best, cost = ranked[0]
+    if fits:
+        return Choice(
+            algorithm="eager",
+            reason=f"{published_bytes} bytes travel with the descriptor (at most {PUB_BYTES_MAX})",
+            predicted_ns=ranked,
+        )
+    reason = f"predicted to take {cost / 1e3:.1f} us"
+    if len(ranked) > 1:
+        reason += f", before {ranked[1][0]} with {ranked[1][1] / 1e3:.1f} us"
+    return Choice(algorithm=best, reason=reason, predicted_ns=ranked)
+
+
+def wish_of_environment() -> str:
+    """The value of `ZBMD_ALGORITHM`."""
+    return os.environ.get(VARIABLE, "")
+
+
+def _wished(operation: Operation, wish: str) -> str:
+    """The algorithm that the wish names for an operation, or nothing. Raises `UserError` on an unknown name.
+    """
+    found = ""
+    for part in filter(None, (part.strip() for part in wish.split(","))):
+        name, separator, algorithm = part.partition("=")
+        if not separator:
+            name, algorithm = operation.name.lower(), name
+            if not any(known == algorithm for _, known in ALGORITHMS):
+                raise UserError(f"{VARIABLE}={wish}: there is no algorithm {algorithm!r}")
+            if (operation, algorithm) not in ALGORITHMS:
+                continue
+        operations = {known.name.lower(): known for known, _ in ALGORITHMS}
+        if name not in operations or (operations[name], algorithm) not in ALGORITHMS:
+            raise UserError(f"{VARIABLE}={wish}: there is no algorithm {algorithm!r} for {name!r}")
+        if operations[name] is operation:
+            found = algorithm
+    return found

@@ -85,7 +85,7 @@ def others(p: Any, c: Any) -> list[Array]:
 
 def uneven(p: Any, c: Any) -> list[Array]:
     """Operations whose blocks lie by a layout, and those with a root."""
-    found: list[Array] = []
+    found: list[Array | None] = []
     n = c.size
     for count in (0, 1, 367, 9_001):
         for make in (p.segment.arena.from_array, np.copy):

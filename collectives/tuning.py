@@ -1,5 +1,4 @@
-"""Measures a group's link once, and agrees on it: the first member's numbers are everybody's for the epoch.
-"""
+"""Measures a group's link once, and agrees on it: the first member's numbers are everybody's for an epoch."""
 
 from __future__ import annotations
 

@@ -98,8 +98,7 @@ def _all_reduce_draft(partition: _Partition, rank: int) -> Draft:
 
 
 def _reduce_in_host(partition: _Partition, rank: int, h: int, i: int) -> Draft:
-    """The sum over the host of slice i: into scratch, one slot a chunk, or into `out` if there is one host.
-    """
+    """The sum over the host of slice i: into scratch, a slot a chunk, or into `out` if there is one host."""
     many, host = len(partition.hosts) > 1, partition.hosts[h]
     if many and len(host) == 1:
         return []

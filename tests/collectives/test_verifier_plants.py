@@ -1,6 +1,4 @@
-"""The verifier rejects planted wrong programs: of each family of algorithms, in each way that one can be
-wrong.
-"""
+"""The verifier rejects planted wrong programs, of each family of algorithms, wrong in one way each."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def wish_of_environment() -> str:
 
 
 def _wished(operation: Operation, wish: str) -> str:
-    """The algorithm that the wish names for an operation, or nothing. Raises `UserError` on an unknown one."""
+    """The algorithm that the wish names for an operation, or "". Raises `UserError` on an unknown one."""
     found = ""
     for part in filter(None, (part.strip() for part in wish.split(","))):
         name, separator, algorithm = part.partition("=")

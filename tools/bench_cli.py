@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from zbmd.tools import bench_actors
+from zbmd.tools import bench_actors, bench_collectives
 from zbmd.tools.bench_detect import TRIALS_MAX, DetectPlan, detect
 from zbmd.tools.bench_peers import PEERS, PeerMissing
 from zbmd.tools.bench_plot import check_plot, save_plot
@@ -59,6 +59,7 @@ def add_parser(commands: Any) -> None:
         kind = kinds.add_parser(name, help=text, description=text, epilog=EXAMPLES, formatter_class=raw)
         _add_measuring(kind, name)
         kind.set_defaults(run_command=_transfers, benchmark=name)
+    bench_collectives.add_parser(kinds, rounds_default=ROUNDS_DEFAULT)
     text = "time from kill -9 to the survivor's notice, with the floor"
     found = kinds.add_parser("detect", help=text, description=text, epilog=EXAMPLES, formatter_class=raw)
     found.add_argument(

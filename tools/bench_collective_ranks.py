@@ -1,0 +1,126 @@
+"""Our ranks at collectives: `python -m … --control NAME --ranks N --bytes-max B` forks them, with a segment
+each.
+
+What is timed is the blocking call of a communicator, on one thread a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.actors.prctl import end_with_parent
+from zbmd.collectives.communicator import Communicator
+from zbmd.tools.peers.collective_cases import elements
+from zbmd.tools.peers.control import serve
+from zbmd.tools.peers.patterns import timed
+from zbmd.transport.segment import PeerSegment, Segment
+
+INBOX_BYTES = 16 << 20
+SPARE_BYTES = 32 << 20
+"""Of each arena, for what is staged."""
+
+Array = NDArray[np.float32]
+
+
+class Rank:
+    """One rank, and the arrays of one measurement after the other."""
+
+    def __init__(self, segments: list[Segment], rank: int) -> None:
+        own = segments[rank]
+        peers = {
+            place: PeerSegment.attach(segment.fd, slot=place)
+            for place, segment in enumerate(segments)
+            if place != rank
+        }
+        self._arena = own.arena
+        self._communicator = Communicator(
+            segment=own, peers=peers, members=tuple(range(len(segments))), rank=rank, epoch=1, channel=0
+        )
+
+    def measure(self, what: str, nbytes: int, iterations: int) -> list[float]:
+        """Nanoseconds an operation."""
+        operation = self._operation(what, nbytes)
+        self._communicator.barrier()
+        return timed(iterations, operation, 1)
+
+    def _operation(self, what: str, nbytes: int) -> Callable[[], object]:
+        c = self._communicator
+        count, block = elements(nbytes, c.size)
+        if what == "all-reduce-foreign":
+            plain = np.zeros(count, np.float32)
+            return lambda: c.all_reduce(plain)
+        if what.startswith("all-reduce") or what in ("broadcast", "reduce"):
+            return self._of_one_array(what, self._zeros(count))
+        large, small, root = self._zeros(c.size, block), self._zeros(block), c.place == 0
+        if what == "all-to-all":
+            other = self._zeros(c.size, block)
+            return lambda: c.all_to_all(large, other)
+        table: dict[str, Callable[[], object]] = {
+            "reduce-scatter": lambda: c.reduce_scatter(large, small),
+            "all-gather": lambda: c.all_gather(small, large),
+            "gather": lambda: c.gather(small, 0, large if root else None),
+            "scatter": lambda: c.scatter(large if root else None, 0, small),
+        }
+        return table[what]
+
+    def _of_one_array(self, what: str, x: Array) -> Callable[[], object]:
+        c = self._communicator
+        if what == "broadcast":
+            return lambda: c.broadcast(x, 0)
+        if what == "all-reduce":
+            return lambda: c.all_reduce(x)
+        out = self._zeros(x.size)
+        if what == "reduce":
+            return lambda: c.reduce(x, 0, out)
+        return lambda: c.all_reduce(x, out)
+
+    def _zeros(self, *shape: int) -> Array:
+        found: Array = self._arena.empty(shape, np.float32)
+        found.fill(0)
+        return found
+
+
+def _serve(segments: list[Segment], rank: int, control: str) -> None:
+    end_with_parent(os.getppid())
+    serve(control, rank, Rank(segments, rank).measure)
+
+
+def main() -> None:
+    """Fork the ranks and wait for them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--control", required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--bytes-max", type=int, required=True)
+    arguments = parser.parse_args()
+    end_with_parent(os.getppid())
+    segments = [
+        Segment.create(
+            slot=rank,
+            incarnation=1,
+            arena_bytes=3 * arguments.bytes_max + SPARE_BYTES,
+            inbox_bytes=INBOX_BYTES,
+        )
+        for rank in range(arguments.ranks)
+    ]
+    children: list[int] = []
+    for rank in range(arguments.ranks):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                _serve(segments, rank, arguments.control)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    raise SystemExit(max(map(abs, codes)))
+
+
+if __name__ == "__main__":
+    main()

@@ -199,7 +199,7 @@ class PieceRunner:
         ]
         staging = self._allocate(job, most)
         for number, piece in enumerate(pieces):
-            addresses = dict.fromkeys((IN, OUT), 0)
+            addresses: dict[int, int] = {}
             staged_flags = {IN: 0, OUT: 0}
             for side, staged in zip(job.sides, staging, strict=True):
                 buffer = side.buffers[0]

@@ -16,6 +16,7 @@ Once the faults have ended, all must act on the one view that holds them all.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +50,7 @@ from zbmd.actors.cluster.messages import (
     WitnessGave,
 )
 from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.contracts import Contract
 from zbmd.transport import sim
 from zbmd.transport.budget import Deadlines, derive
 from zbmd.transport.errors import LocalProtocolError
@@ -68,6 +70,7 @@ SHORT_NS_MAX = 90_000_000
 """A pause of a protected node: shorter than any suspicion."""
 EVERYBODY_OBSERVES_MAX = 11
 """Up to this many nodes, a minority of deaf ones can never make up most of a member's observers."""
+DOORS_MAX = 32
 LIVENESS_NS = 30 * SECOND_NS
 
 
@@ -106,6 +109,14 @@ class Cluster:
     acted_on: int = 0
     """The newest epoch that anybody has acted on."""
     stops: list[tuple[NodeKey, str]] = field(default_factory=list[tuple[NodeKey, str]])
+    sent: Counter[type[Contract]] = field(default_factory=Counter[type[Contract]])
+    """Messages by their kind."""
+
+    def doors(self, node_id: int, lives: int) -> tuple[Node, ...]:
+        """Where a node knocks, one after the other: some others, and later others."""
+        start = node_id + lives
+        ids = [(start + step) % self.size for step in range(min(self.size, DOORS_MAX + 1))]
+        return tuple(node_at(door, 0) for door in ids if door != node_id)[:DOORS_MAX]
 
     def learnt(self, key: NodeKey, view: ClusterView) -> None:
         """A node knows a view."""
@@ -200,9 +211,7 @@ class NodeProcess:
             self._effects.append(sim.SetTimer(name="again", at_ns=now_ns + AGAIN_NS))
             return
         else:
-            others = [i for i in range(self.cluster.size) if i != self._id]
-            turn = (self._id + self._lives) % len(others) if others else 0
-            doors = tuple(node_at(i, 0) for i in others[turn:] + others[:turn])
+            doors = self.cluster.doors(self._id, self._lives)
             self._feed(Enter(doors=doors), now_ns)
         self._beat(now_ns)
 
@@ -284,6 +293,7 @@ class NodeProcess:
         self._effects.append(sim.SetTimer(name="again", at_ns=now_ns + AGAIN_NS))
 
     def _send(self, to: Node, message: Message | HostLinked) -> None:
+        self.cluster.sent[type(message)] += 1
         nbytes = 64 if isinstance(message, Beat) else 512
         self._effects.append(sim.Send(to=name_of(to.id), message=(self.me, to.key, message), nbytes=nbytes))
 
@@ -297,13 +307,16 @@ def protected_of(rng: random.Random, size: int) -> frozenset[str]:
 
 
 def build(
-    seed: int | str, size: int, store: WitnessStore | None = None
+    seed: int | str, size: int, store: WitnessStore | None = None, *, spare: int = 0
 ) -> tuple[sim.Simulation[Packet], Cluster]:
-    """A cluster at its start: node 0 founds it, the others knock. store: its witness, if it has one."""
+    """A cluster at its start: node 0 founds it, the others knock; `spare` more are not started.
+
+    store: its witness, if it has one.
+    """
     simulation = sim.Simulation[Packet](seed)
     protected = protected_of(simulation.rng("protected"), size)
     cluster = Cluster(size=size, protected=protected, witness=store)
-    populate(simulation, size, partial(NodeProcess, cluster))
+    populate(simulation, size, partial(NodeProcess, cluster), spare=spare)
     return simulation, cluster
 
 
@@ -315,14 +328,14 @@ class MakesNode(Protocol):
         ...
 
 
-def populate(simulation: sim.Simulation[Packet], size: int, make: MakesNode) -> None:
-    """Add the processes of all nodes."""
+def populate(simulation: sim.Simulation[Packet], size: int, make: MakesNode, *, spare: int = 0) -> None:
+    """Add the processes of all nodes, and of `spare` more that are not started."""
 
     def factory(node_id: int) -> Callable[[int], NodeProcess]:
         return lambda incarnation: make(node_id, incarnation, founds=node_id == 0 and incarnation == 1)
 
-    for node_id in range(size):
-        simulation.add(name_of(node_id), factory(node_id))
+    for node_id in range(size + spare):
+        simulation.add(name_of(node_id), factory(node_id), start=node_id < size)
 
 
 def in_one_view(cluster: Cluster, names: frozenset[str]) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 from zbmd.actors.cluster.detector import Detector
 from zbmd.actors.cluster.jobs import CommandRefused, JobSpec, Stop, Submit
 from zbmd.actors.cluster.membership import ClusterMachine
+from zbmd.actors.cluster.membership_exploration import STORIES, explore
 from zbmd.actors.cluster.membership_scenario import (
     LIVENESS_NS,
     SECOND_NS,
@@ -66,31 +65,12 @@ def test_clusters_stand_faults(seed: int, ranks: int, length: int, faults: int) 
     assert report.outcome is Outcome.OK, report
 
 
-@pytest.mark.parametrize("size", [3, 4])
-def test_every_single_kill_while_a_death_is_agreed_on(size: int) -> None:
-    """A node dies; then, in a run for each, any other dies between any two effects of what follows."""
-
-    def play(then: Callable[[sim.Simulation[Packet]], None]) -> World:
-        simulation, cluster = formed(size, size, protected=frozenset())
-        then(simulation)
-        simulation.crash(name_of(size - 1))
-        simulation.run(for_ns=SECOND_NS)
-        return simulation, cluster
-
-    calm, _ = play(lambda simulation: None)
-    begun, _ = formed(size, size, protected=frozenset())
-    after = dict.fromkeys(names(*range(size)), 0)
-    for point in begun.kill_points():
-        after[point.process] = max(after[point.process], point.delivery)
-    points = [p for p in calm.kill_points() if p.delivery > after[p.process] and p.effects]
-    assert len(points) > 100
-    for point in points[:: max(1, len(points) // 150)]:
-        simulation, cluster = play(lambda s, point=point: s.crash_during(point))  # type: ignore[misc]
-        left = names(*(i for i in range(size) if simulation.lives(name_of(i))))
-        if len(left) > size // 2:
-            settle((simulation, cluster), left)
-        else:
-            simulation.run(for_ns=3 * SECOND_NS)  # nobody may decide; nothing unsafe may happen
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("story", STORIES)
+def test_kills_at_any_point_of_any_story(story: str, size: int) -> None:
+    """A few of them; `python -m zbmd.tools.explore_membership kills` tries them all."""
+    found = explore(story, size, points_max=15)
+    assert found.points_all >= found.points >= 15
 
 
 def test_the_half_with_the_lowest_id_goes_on_and_the_other_stops() -> None:

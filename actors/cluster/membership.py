@@ -520,12 +520,14 @@ class ClusterMachine:
         place = line.index(self.me.id) if self.me.id in line else len(line)
         waited = (now_ns - self._known_ns) // self.retry_ns
         self._agenda.put("confirm", now_ns + self.retry_ns)
-        if self._own is None and (place == 0 or waited > min(place, CANDIDATES_MAX)):
+        if self._own is None and (place == 0 or waited > place):  # one more a turn, never all at once
             self._ask(m.Phase.LEARN, m.Ballot(waited, self.me.id), now_ns, self._change)
 
     def _learned_by(self, asked: Round, result: m.Echo, now_ns: int) -> None:
-        if result.missing:
-            return  # `confirm` asks again, or their observers report them
+        if result.missing:  # `confirm` asks again, unless their observers have reported them
+            self._agenda.put("confirm", now_ns + self.retry_ns)
+            self._propose(now_ns)
+            return
         cast = m.Cast(
             phase=m.Phase.ENTER,
             epoch=self.view.epoch,

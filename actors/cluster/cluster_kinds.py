@@ -15,13 +15,15 @@ from zbmd.transport.budget import derive
 from zbmd.transport.capture.registry import MachineKind, register
 
 
-def cluster_config(me: Node, recovery_budget_ns: int) -> dict[str, Any]:
+def cluster_config(me: Node, recovery_budget_ns: int, *, witnessed: bool) -> dict[str, Any]:
     """The configuration of a `ClusterMachine`, as it is recorded."""
-    return {"me": msgspec.to_builtins(me), "recovery_budget_ns": recovery_budget_ns}
+    named = msgspec.to_builtins(me)
+    return {"me": named, "recovery_budget_ns": recovery_budget_ns, "witnessed": witnessed}
 
 
 def _build_cluster(config: Mapping[str, Any]) -> ClusterMachine:
-    return ClusterMachine(msgspec.convert(config["me"], Node), derive(config["recovery_budget_ns"]))
+    me, deadlines = msgspec.convert(config["me"], Node), derive(config["recovery_budget_ns"])
+    return ClusterMachine(me, deadlines, witnessed=config["witnessed"])
 
 
 CLUSTER: MachineKind[messages.Event, messages.Action] = register(

@@ -27,9 +27,9 @@ class Recording:
 class RecordedCluster(ClusterMachine):
     """A machine that is recorded."""
 
-    def __init__(self, me: Node, deadlines: Deadlines) -> None:
-        super().__init__(me, deadlines)
-        config = cluster_config(me, deadlines.recovery_budget_ns)
+    def __init__(self, me: Node, deadlines: Deadlines, *, witnessed: bool = False) -> None:
+        super().__init__(me, deadlines, witnessed=witnessed)
+        config = cluster_config(me, deadlines.recovery_budget_ns, witnessed=witnessed)
         self._stream = Recording.log.declare_machine(CLUSTER, str(me.key), config)
 
     def handle(self, event: messages.Event, *, now_ns: int) -> list[messages.Action]:

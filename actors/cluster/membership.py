@@ -525,8 +525,8 @@ class ClusterMachine:
 
     def _learned_by(self, asked: Round, result: m.Echo, now_ns: int) -> None:
         if result.missing:  # `confirm` asks again, unless their observers have reported them
-            self._agenda.put("confirm", now_ns + self.retry_ns)
-            return self._propose(now_ns)
+            self._propose(now_ns)
+            return
         cast = m.Cast(
             phase=m.Phase.ENTER,
             epoch=self.view.epoch,

@@ -7,6 +7,7 @@ number of ranks, so the update is too.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -29,13 +30,17 @@ from zbmd.training.recipe import Recipe
 from zbmd.training.store import Store
 from zbmd.training.xp import Array
 from zbmd.transport import faults
-from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport._native import now_ns
+from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, RemoteProtocolError
 from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.region import RegionHandle, RemoteRegion
+from zbmd.transport.remote_memory import RemoteMemory
 from zbmd.transport.segment import Segment
 
 FETCH_ELEMENTS = 1 << 18
 """A pull looks for its cancellation after every MiB."""
+FETCH_LOOK_NS = 100_000_000
+"""And as often as this, while nothing comes."""
 
 HELD_OUT_WINDOWS = 96
 """Held-out windows evaluated on the way, all ranks together."""
@@ -210,23 +215,25 @@ class TrainingWorkload:
         """Pull a version from a peer's slot into `work.slot`; see `Workload`."""
         faults.hit(FETCH_BEGIN)
         target = self.store.slots[work.slot].flat
-        region = self._source(work, target.nbytes)
+        region, memory = self._source(work, target.nbytes)
         for start in range(0, len(target), FETCH_ELEMENTS):
             cancellation.check()
-            region.get(target[start : start + FETCH_ELEMENTS], start * target.itemsize).wait()
+            into = target[start : start + FETCH_ELEMENTS]
+            _pull(region, memory, into, start * target.itemsize, cancellation, source=work.source)
             if start <= len(target) // 2 < start + FETCH_ELEMENTS:
                 faults.hit(FETCH_MIDDLE)
         digest = self.store.digest(work.slot)
         faults.hit(FETCH_END)
         return digest
 
-    def _source(self, work: cm.Fetch, nbytes: int) -> RemoteRegion:
-        """The peer's slot that `work` names, which must have `nbytes`."""
+    def _source(self, work: cm.Fetch, nbytes: int) -> tuple[RemoteRegion, PeerMemory]:
+        """The peer's slot that `work` names, which must have `nbytes`, and all of its memory."""
         peer = self.node.peers.get(work.source)
         if peer is None:
             raise RemoteProtocolError(f"rank {work.source} is to be read, and is no peer")
-        own = self.node.segment
-        return open_state(work.handle, work.source_slot, peer.memory, own, rank=work.source, nbytes=nbytes)
+        own, memory = self.node.segment, peer.memory
+        found = open_state(work.handle, work.source_slot, memory, own, rank=work.source, nbytes=nbytes)
+        return found, memory
 
     def recall(self, work: cm.Recall, cancellation: Cancellation) -> bytes | None:
         """Read the last checkpoint into `work.slot` if it holds the last version; see `Workload`."""
@@ -271,6 +278,30 @@ class TrainingWorkload:
     async def preserve(self, version: int) -> None:
         """Write the last checkpoint and wait until it is durable."""
         await self.journal.preserve(version, self.store.current)
+
+
+def _pull(
+    region: RemoteRegion,
+    memory: PeerMemory,
+    into: Array,
+    offset: int,
+    cancellation: Cancellation,
+    *,
+    source: int,
+) -> None:
+    """Fill `into` from byte `offset`; a source that stands still holds us no longer than our epoch lasts."""
+    transfer = region.get(into, offset)
+    try:
+        while not transfer.done:
+            cancellation.check()
+            with contextlib.suppress(DeadlineExceeded):
+                transfer.wait(now_ns() + FETCH_LOOK_NS)
+        transfer.wait()
+    except LinkClosed as error:
+        raise PeerLost(source, str(error)) from error
+    finally:
+        if not transfer.done and isinstance(memory, RemoteMemory):
+            memory.let_go((transfer,))
 
 
 def open_state(

@@ -28,13 +28,17 @@ StreamName = Literal["stdout", "stderr"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLine:
-    """One line of a rank, without its newline. `last_words`: the rank says why it ends (`last_words.py`)."""
+    """One line of a rank, without its newline.
+
+    last_words: the rank says why it ends (`last_words.py`); job: 0 where there is but one.
+    """
 
     rank: int
     incarnation: int
     stream: StreamName
     text: bytes
     last_words: bool = False
+    job: int = 0
 
 
 class OutputSink(Protocol):
@@ -75,8 +79,11 @@ class LineAssembler:
 class OutputPump:
     """Reads one pipe until its end, or until `finish` says that its writer is dead."""
 
-    def __init__(self, fd: int, *, rank: int, incarnation: int, stream: StreamName, sink: OutputSink) -> None:
+    def __init__(
+        self, fd: int, *, rank: int, incarnation: int, stream: StreamName, sink: OutputSink, job: int = 0
+    ) -> None:
         os.set_blocking(fd, False)
+        self._job = job
         self._fd = fd
         self._rank = rank
         self._incarnation = incarnation
@@ -140,6 +147,7 @@ class OutputPump:
             stream=self._stream,
             text=text,
             last_words=last_words,
+            job=self._job,
         )
         await self._sink.write_line(line)
 

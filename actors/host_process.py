@@ -51,8 +51,8 @@ class RankProcess:
         out_read, self.stdout_fd = os.pipe2(os.O_CLOEXEC)
         err_read, self.stderr_fd = os.pipe2(os.O_CLOEXEC)
         self._pumps = [
-            OutputPump(out_read, rank=rank, incarnation=incarnation, stream="stdout", sink=sink),
-            OutputPump(err_read, rank=rank, incarnation=incarnation, stream="stderr", sink=sink),
+            OutputPump(out_read, rank=rank, incarnation=incarnation, stream="stdout", sink=sink, job=job),
+            OutputPump(err_read, rank=rank, incarnation=incarnation, stream="stderr", sink=sink, job=job),
         ]
 
     @property

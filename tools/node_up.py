@@ -11,16 +11,22 @@ import sys
 from typing import Final
 
 import zbmd
+from zbmd.actors.capture import CaptureSettings, ProcessCapture
 from zbmd.actors.cluster.cluster_contracts import is_name
+from zbmd.actors.cluster.job_host import JobHost
 from zbmd.actors.cluster.lives import PORT_DEFAULT, Acting, Hindered, LifeOver, NodeConfig, NodeEvent
 from zbmd.actors.cluster.membership import LEFT
 from zbmd.actors.cluster.node import ClusterNode
 from zbmd.actors.cluster.node_state import NodeState
+from zbmd.actors.host import PRELOAD
+from zbmd.actors.host_links import host_identity
+from zbmd.tools.node_run import MORE_PRELOADS
 from zbmd.tools.node_store import with_store
 from zbmd.tools.node_token import read_token
 from zbmd.transport.budget import RECOVERY_BUDGET_VARIABLE, parse_recovery_budget
 from zbmd.transport.cookie import load_or_create_cookie, store_cookie
 from zbmd.transport.errors import UserError
+from zbmd.transport.hlc import HybridClock
 from zbmd.transport.tcp_address import TcpAddress, parse_address
 from zbmd.transport.tcp_settings import tcp_settings
 
@@ -150,7 +156,10 @@ def tell(event: NodeEvent) -> None:
 
 
 async def run_node(config: NodeConfig, store: str | None = None) -> int:
-    """Run the node on this terminal; returns the exit code. store: an etcd that knows the cluster."""
+    """Run the node and its jobs on this terminal; returns the exit code.
+
+    store: an etcd that knows the cluster.
+    """
     if store is None:
         return await _run_node(config, None)
     async with with_store(config, store) as (found, superseded):
@@ -158,8 +167,17 @@ async def run_node(config: NodeConfig, store: str | None = None) -> int:
 
 
 async def _run_node(config: NodeConfig, superseded: asyncio.Future[str] | None) -> int:
-    loop = asyncio.get_running_loop()
+    clock, settings = HybridClock(), CaptureSettings.read(os.environ, job=0)
     node = ClusterNode(config, NodeState.open(), tell)
+    capture = ProcessCapture(host_identity(0), clock, settings)
+    jobs = JobHost(
+        node,
+        recorder=capture.recorder,
+        clock=clock,
+        output=node.output,
+        listen_host=_ranks_host(config.listen),
+        preload=(*PRELOAD, *MORE_PRELOADS),
+    )
 
     def end(reason: asyncio.Future[str]) -> None:
         say(f"leaving: {reason.result()}")
@@ -167,7 +185,28 @@ async def _run_node(config: NodeConfig, superseded: asyncio.Future[str] | None) 
 
     if superseded is not None:
         superseded.add_done_callback(end)
+    try:
+        return await _run(node, jobs)
+    except BaseException as error:
+        capture.failed(error)
+        raise
+    finally:
+        if superseded is not None:
+            superseded.remove_done_callback(end)
+        await jobs.close()
+        capture.close("the node has ended")
+
+
+def _ranks_host(listen: TcpAddress) -> str:
+    """Where ranks listen for other hosts: where the node does."""
+    return f"[{listen.host}]" if ":" in listen.host else listen.host
+
+
+async def _run(node: ClusterNode, jobs: JobHost) -> int:
+    """Until the node has left, a signal ends it, or its jobs cannot be run any more."""
+    loop = asyncio.get_running_loop()
     running = loop.create_task(node.run())
+    hosting = loop.create_task(_host(jobs))
     received: list[signal.Signals] = []
 
     def on_signal(number: signal.Signals) -> None:
@@ -181,6 +220,9 @@ async def _run_node(config: NodeConfig, superseded: asyncio.Future[str] | None) 
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
     try:
+        await asyncio.wait([running, hosting], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            hosting.result()  # it only ever ends by an error
         await running
     except asyncio.CancelledError:
         if not received:
@@ -189,4 +231,13 @@ async def _run_node(config: NodeConfig, superseded: asyncio.Future[str] | None) 
     finally:
         for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
+        for task in (running, hosting):
+            task.cancel()
+        await asyncio.wait([running, hosting])
     return 0
+
+
+async def _host(jobs: JobHost) -> None:
+    """Run jobs until that fails."""
+    await jobs.open()
+    await jobs.failed()

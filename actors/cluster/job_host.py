@@ -16,6 +16,7 @@ from zbmd.actors.cluster import local_events as e
 from zbmd.actors.cluster.cluster_kinds import LOCAL_JOBS
 from zbmd.actors.cluster.cluster_port import ClusterPort
 from zbmd.actors.cluster.hosted_job import HostedJob
+from zbmd.actors.cluster.job_code import check_code
 from zbmd.actors.cluster.job_contracts import HostLinked
 from zbmd.actors.cluster.jobs import REASON_CHARACTERS_MAX, CommandRefused, JobSpec, Order, RankUp, Stop
 from zbmd.actors.cluster.local_events import RankKey
@@ -226,7 +227,13 @@ class JobHost:
     def _open(self, spec: JobSpec) -> None:
         assert self._me is not None
         hosted = self._jobs[spec.job] = HostedJob(spec, self._me, self, listen=self._listen)
-        self._opened[spec.job] = self._loop.create_task(hosted.open())
+        self._opened[spec.job] = self._loop.create_task(self._open_checked(hosted))
+
+    async def _open_checked(self, hosted: HostedJob) -> None:
+        """Open a job once its code is found to be what was submitted. Raises `CodeDiffers`."""
+        if hosted.spec.code:
+            await self._loop.run_in_executor(None, check_code, hosted.spec)
+        await hosted.open()
 
     def _close_job(self, job: int) -> None:
         self._task(self._closing, _close_once_open(self._opened.pop(job), self._jobs.pop(job)))

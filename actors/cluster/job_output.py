@@ -29,15 +29,15 @@ class _Kept:
 
 
 class JobOutput:
-    """The lines of all jobs of this node. For any thread."""
+    """The lines of all jobs of this node: their `OutputSink`. For any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: OrderedDict[int, _Kept] = OrderedDict()
 
-    def sink(self, job: int) -> JobSink:
-        """Takes the lines of one job."""
-        return JobSink(self, job)
+    async def write_line(self, line: OutputLine) -> None:
+        """See `OutputSink`; never waits."""
+        self.add(line.job, line)
 
     def add(self, job: int, line: OutputLine) -> None:
         """Keep a line."""
@@ -68,15 +68,3 @@ class JobOutput:
                     break
                 found.append(line)
             return first, found
-
-
-@dataclass(frozen=True, slots=True)
-class JobSink:
-    """See `zbmd.actors.host_output.OutputSink`."""
-
-    output: JobOutput
-    job: int
-
-    async def write_line(self, line: OutputLine) -> None:
-        """Keep it; never waits."""
-        self.output.add(self.job, line)

@@ -122,13 +122,13 @@ class Nodes:
             "COLUMNS": "200",
         }
 
-    async def start(self, name: str, *argv: str, **variables: str) -> Run:
+    async def start(self, name: str, *argv: str, cwd: Path | None = None, **variables: str) -> Run:
         """Start `zbmd-node` as on the node's host."""
         out, errors = os.pipe(), os.pipe()
         request = {
             "argv": argv,
             "environment": {**self.environment(name), **variables},
-            "cwd": str(self.directory),
+            "cwd": str(cwd or self.directory),
         }
         async with self._starting:
             socket.send_fds(self._template, [json.dumps(request).encode()], [out[1], errors[1]])
@@ -142,10 +142,17 @@ class Nodes:
         await run.read(errors[0])
         return run
 
-    async def up(self, name: str, *argv: str, listen: str = "127.0.0.1:0", **variables: str) -> Run:
+    async def up(
+        self,
+        name: str,
+        *argv: str,
+        listen: str = "127.0.0.1:0",
+        cwd: Path | None = None,
+        **variables: str,
+    ) -> Run:
         """Start a node; it has its own state directory."""
-        run = await self.start(name, "up", "--listen", listen, "--name", name, *argv, **variables)
-        self.runs[name] = run
+        options = ("--listen", listen, "--name", name, *argv)
+        run = self.runs[name] = await self.start(name, "up", *options, cwd=cwd, **variables)
         return run
 
     async def command(self, name: str, *argv: str, **variables: str) -> tuple[int, str]:

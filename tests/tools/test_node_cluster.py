@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from cluster_nodes import Nodes, nodes_in
+from cluster_nodes import BUDGET, Nodes, nodes_in
 
 FIVE = ("n1", "n2", "n3", "n4", "n5")
 
@@ -103,14 +103,43 @@ def command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-async def test_a_job_is_given_to_any_node_shown_by_all_and_stopped_by_another(nodes: Nodes) -> None:
-    (nodes.directory / "train.py").write_text("print('hello')\n")
+JOB = """
+import asyncio, os, sys
+from zbmd.actors.member import join
+
+async def main():
+    async with join() as node:
+        size, where = len(node.peers) + 1, os.environ["WHERE"]
+        print("rank", node.rank, "of", size, where, *sys.argv[1:], flush=True)
+        while not os.path.exists("done"):
+            await asyncio.sleep(0.02)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_job_runs_over_two_nodes_and_what_it_prints_reaches_who_follows(nodes: Nodes) -> None:
+    (nodes.directory / "train.py").write_text(JOB)
     await nodes.form("n1", "n2")
-    code, text = await nodes.command("n2", "submit", "--no-follow", "--nnodes", "2", "-n", "1", "train.py")
+    options = ("--nnodes", "2", "-n", "1", "--arena", "1MiB", "--env", "WHERE=here")
+    follower = await nodes.start("n2", "submit", "--follow", *options, "train.py", "--lr", "3")
+    for rank in range(2):
+        await follower.until(rf"\[rank{rank}\]: rank {rank} of 2 here --lr 3")
+    found = await nodes.jobs("n1")
+    assert [(each["submitter"], each["phase"]) for each in found] == [("n2", "running")]
+    assert {rank["node"] for rank in found[0]["ranks"]} == {"n1", "n2"}
+    (nodes.directory / "done").touch()
+    await follower.until("job .* is ended, succeeded")
+    assert await follower.ended() == 0, str(follower)
+
+
+async def test_a_job_is_stopped_by_any_node_and_what_cannot_be_is_refused(nodes: Nodes) -> None:
+    (nodes.directory / "train.py").write_text(JOB)
+    await nodes.form("n1", "n2")
+    options = ("--no-follow", "--arena", "1MiB", "-n", "1", "--env", "WHERE=here")
+    code, text = await nodes.command("n2", "submit", *options, "train.py")
     assert code == 0, text
     job = text.splitlines()[0]
-    found = await nodes.jobs("n1")
-    assert [(each["job"], each["submitter"], len(each["ranks"])) for each in found] == [(job, "n2", 2)]
     code, text = await nodes.command("n1", "stop", job[:6])
     assert code == 0 and f"zbmd-node: job {job} is being stopped" in text, text
     assert (await nodes.jobs("n2"))[0]["reason"] == "zbmd-node stop"
@@ -118,3 +147,24 @@ async def test_a_job_is_given_to_any_node_shown_by_all_and_stopped_by_another(no
     assert code == 2 and "no job begins with 'nosuchjob'" in text
     code, text = await nodes.command("n1", "submit", "--nnodes", "99", "train.py")
     assert code == 2 and "no cluster would take this job: the" in text, text
+
+
+async def test_a_host_with_other_code_says_which_files_differ(nodes: Nodes) -> None:
+    first = await nodes.up("n1", "--recovery-budget", BUDGET, cwd=package(nodes.directory / "a", "1"))
+    await first.until("view 1: ")
+    await nodes.up("n2", "--join", nodes.address("n1"), cwd=package(nodes.directory / "b", "2"))
+    await nodes.agreed("n1", "n2")
+    options = ("--follow", "--nnodes", "2", "-n", "1", "--arena", "1MiB", "--max-restarts", "0")
+    follower = await nodes.start("n1", "submit", *options, "-m", "job", cwd=nodes.directory / "a")
+    await follower.until(
+        r"ended, failed.*these files differ: job/part\.py\. Copy the same files to every host"
+    )
+    assert await follower.ended() == 1
+
+
+def package(directory: Path, text: str) -> Path:
+    (directory / "job").mkdir(parents=True)
+    (directory / "job" / "__main__.py").write_text("import time\nfrom zbmd.actors.member import join\n")
+    (directory / "job" / "__init__.py").write_text("")
+    (directory / "job" / "part.py").write_text(f"PART = {text}\n")
+    return directory

@@ -14,4 +14,18 @@ tie_break   which half of a view may go on
 witness     asking a witness outside of the cluster for that
 membership  the view-change machine
 local_jobs  the machine of the jobs of one node: what runs there, and when a job's view is entered
+
+and what runs them over real links:
+
+node               a node as its process has it; the cluster's work has a thread of its own
+lives, node_life   the lives of a node, and one of them: machine, detector, heartbeats
+peer_links         the links to other nodes
+cluster_contracts  what nodes say beside `messages`, and the check of all that they say
+local_deaths       the kernel's word on nodes of this host
+node_state         what a node keeps from life to life
+door, admission    finding a member to join by, and what stands against it
+node_desk          what commands ask a node (`node_contracts`); `roll_call` has the answers
+job_host           the jobs of one node, with real processes
+job_code           whether a host has the code that was submitted
+job_output         what ranks print, for whoever follows
 """

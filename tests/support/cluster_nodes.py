@@ -157,7 +157,7 @@ class Nodes:
 
     async def command(self, name: str, *argv: str, **variables: str) -> tuple[int, str]:
         """Run another command as on the node's host, to its end: exit code and all that it printed."""
-        run = await self.start(name, *argv, **variables)
+        run = await self.start(name, *argv, cwd=None, **variables)
         return await run.ended(), str(run)
 
     async def members(self, name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import Final
 
+from zbmd.actors.cluster.jobs import JobPhase
 from zbmd.actors.cluster.node_contracts import JobInfo, OutputReply, OutputRequest, PrintedLine
 from zbmd.actors.host_output import OutputLine, StreamName
 from zbmd.actors.view import Outcome
@@ -85,7 +86,7 @@ async def follow(line: Line, job: int) -> int:
                 for rank in now.ranks:
                     if rank.address and rank.address not in hosts:
                         hosts[rank.address] = _Host(job, rank.node, rank.address, console)
-                if now.outcome:
+                if now.phase == JobPhase.ENDED.value:
                     break
                 await asyncio.sleep(LOOK_S)
             for host in hosts.values():

@@ -56,6 +56,8 @@ class _Worker:
         except (OSError, asyncio.IncompleteReadError) as error:
             code = await self._process.wait()
             raise PoolFailed(f"the process of the pool ended with code {code}") from error
+        except msgspec.MsgspecError as error:
+            raise PoolFailed(f"the process of the pool gave no answer that can be read: {error}") from error
         return answer
 
     async def end(self) -> None:

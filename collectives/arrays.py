@@ -48,7 +48,7 @@ def as_bytes(flat: Array, name: str) -> Array:
 
 
 class Target:
-    """An array that an operation writes: `flat` takes the result, `unpack` brings it home."""
+    """An array that an operation writes: `flat` takes the result, `bring_home` copies it from there."""
 
     __slots__ = ("_home", "flat")
 
@@ -62,7 +62,7 @@ class Target:
         else:
             self.flat = packed(x) if load else np.empty(x.size, x.dtype)
 
-    def unpack(self) -> None:
+    def bring_home(self) -> None:
         """Write the result to where it belongs, unless it is there."""
         if self._home is not None:
             self._home[...] = self.flat.reshape(self._home.shape)

@@ -91,7 +91,7 @@ class Communicator(UnevenOperations):
             sides = [Side((IN,), source, 1, source), Side((OUT,), flat, 1, None, flat)]
         job = Job(shape=shape, sides=sides, count=source.size, dtype=dtype, reduction=reduction)
         self._perform(job, deadline_ns)
-        target.unpack()
+        target.bring_home()
         return x if out is None else out
 
     def reduce(
@@ -130,7 +130,7 @@ class Communicator(UnevenOperations):
         self._perform(job, deadline_ns)
         if target is None:
             return None
-        target.unpack()
+        target.bring_home()
         return x if out is None else out
 
     def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
@@ -149,7 +149,7 @@ class Communicator(UnevenOperations):
             sides.append(Side((PUB,), flat))
         self._perform(Job(shape=shape, sides=sides, count=flat.size, dtype=BYTES_CODE), deadline_ns)
         if target is not None:
-            target.unpack()
+            target.bring_home()
         return x
 
     def all_gather(self, x: Any, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
@@ -167,7 +167,7 @@ class Communicator(UnevenOperations):
         first = (PUB,) if shape.plan.eager else (IN,)
         sides = [Side(first, source, 1, source), Side((OUT,), flat, self.size, None, flat)]
         self._perform(Job(shape=shape, sides=sides, count=source.size, dtype=BYTES_CODE), deadline_ns)
-        target.unpack()
+        target.bring_home()
         return result
 
     def gather(
@@ -192,7 +192,7 @@ class Communicator(UnevenOperations):
             require_apart(source, flat)
         job = self._laid_out(Operation.GATHER, algorithm, layout, source, flat, root=place)
         self._perform(job, deadline_ns)
-        target.unpack()
+        target.bring_home()
         return result
 
     def scatter(
@@ -220,7 +220,7 @@ class Communicator(UnevenOperations):
         layout = scatter_layout((flat.size,) * self.size, place)
         job = self._laid_out(Operation.SCATTER, algorithm, layout, source, flat, root=place)
         self._perform(job, deadline_ns)
-        target.unpack()
+        target.bring_home()
         return result
 
     def reduce_scatter(
@@ -249,7 +249,7 @@ class Communicator(UnevenOperations):
             sides = [Side((IN,), source, self.size, source), Side((OUT,), flat, 1, None, flat)]
             job = Job(shape=shape, sides=sides, count=flat.size, dtype=dtype, reduction=reduction)
         self._perform(job, deadline_ns)
-        target.unpack()
+        target.bring_home()
         return result
 
     def barrier(self, *, deadline_ns: int = 0) -> None:
@@ -291,5 +291,5 @@ class Communicator(UnevenOperations):
             Operation.ALL_REDUCE_SHARDS, "auto", out.size, dtype, shards=shards, assignment=tuple(assignment)
         )
         self._perform(Job(shape=shape_of(ask), sides=sides, count=out.size, dtype=dtype), deadline_ns)
-        target.unpack()
+        target.bring_home()
         return out

@@ -39,7 +39,7 @@ class UnevenOperations(Calls):
         require_apart(source, flat)
         layout = all_to_all_layout(((source.size // self.size,) * self.size,) * self.size)
         self._perform(self._laid_out(Operation.ALL_TO_ALL, algorithm, layout, source, flat), deadline_ns)
-        target.unpack()
+        target.bring_home()
         return result
 
     def all_to_all_v(
@@ -74,7 +74,7 @@ class UnevenOperations(Calls):
             layout = all_to_all_layout(counts)
             job = self._laid_out(Operation.ALL_TO_ALL, algorithm, layout, source, flat)
             self._perform_in_turn(job, deadline_ns)
-        target.unpack()
+        target.bring_home()
         return result
 
     def all_gather_v(self, x: Any, *, algorithm: str = "auto", deadline_ns: int = 0) -> Array:
@@ -125,7 +125,7 @@ class UnevenOperations(Calls):
             Operation.REDUCE_SCATTER, algorithm, layout, source, target.flat, dtype=dtype, reduction=reduction
         )
         self._perform(job, deadline_ns)
-        target.unpack()
+        target.bring_home()
         return result
 
     def _rows(self, rows: Sequence[int], name: str) -> Counts:

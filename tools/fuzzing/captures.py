@@ -15,6 +15,10 @@ import msgspec
 
 from zbmd.actors import view
 from zbmd.actors.actor_capture import CapturedSystem
+from zbmd.actors.cluster import messages as cluster
+from zbmd.actors.cluster.cluster_kinds import cluster_config
+from zbmd.actors.cluster.jobs import JobSpec, Submit
+from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives.capture_kinds import commit_config
 from zbmd.collectives.commit import StepCommit
@@ -23,8 +27,9 @@ from zbmd.tools.fuzzing import wires
 from zbmd.tools.fuzzing.actors import Echo, Ping
 from zbmd.tools.fuzzing.script import Script
 from zbmd.tools.fuzzing.target import Broken, Target
-from zbmd.tools.replay_kinds import HELLO, MEMBERSHIP, STEP_COMMIT
+from zbmd.tools.replay_kinds import CLUSTER, HELLO, MEMBERSHIP, STEP_COMMIT
 from zbmd.transport import capture, hello
+from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, SECOND_NS
 from zbmd.transport.capture import format as fmt
 from zbmd.transport.capture.errors import CaptureDamaged, CaptureError
 from zbmd.transport.capture.index import SegmentIndex, unpack_index
@@ -61,6 +66,7 @@ async def _record(directory: Path) -> None:
     _record_hello(log)
     _record_membership(log)
     _record_commit(log)
+    _record_cluster(log)
     link = log.link("rank1", 3)
     frame = wires.frame(b"payload")
     log.frame_in(link, frame, wires.WALL_NS)
@@ -121,6 +127,22 @@ def _record_commit(log: capture.Recorder) -> None:
     ]
     for number, event in enumerate(events):
         tap.handle(event, now_ns=number)
+
+
+def _record_cluster(log: capture.Recorder) -> None:
+    me, other = Node(NodeKey(1, 1), "a:1", "one"), Node(NodeKey(2, 1), "b:2", "two")
+    config = cluster_config(me, RECOVERY_BUDGET_NS_DEFAULT, witnessed=False)
+    tap = log.machine(CLUSTER, "cluster", CLUSTER.build(config), config)
+    events: list[cluster.Event] = [
+        cluster.Found(),
+        cluster.Ordered(order=Submit(spec=JobSpec(job=1, target="train.py"))),
+        cluster.Received(sender=other, message=cluster.Join(node=other)),
+        cluster.TimerFired(),
+        cluster.Suspected(key=other.key, reason="silent"),
+        cluster.LeaveRequested(),
+    ]
+    for number, event in enumerate(events):
+        tap.handle(event, now_ns=number * SECOND_NS)
 
 
 def _segment_file() -> tuple[str, bytes]:

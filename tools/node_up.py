@@ -18,6 +18,7 @@ from zbmd.actors.cluster.lives import PORT_DEFAULT, Acting, Hindered, LifeOver, 
 from zbmd.actors.cluster.membership import LEFT
 from zbmd.actors.cluster.node import ClusterNode
 from zbmd.actors.cluster.node_state import NodeState
+from zbmd.actors.cluster.nodes import Node
 from zbmd.actors.host import PRELOAD
 from zbmd.actors.host_links import host_identity
 from zbmd.tools.node_run import MORE_PRELOADS
@@ -139,20 +140,29 @@ def say(text: str) -> None:
     print(f"[zbmd]: {text}", file=sys.stderr, flush=True)
 
 
-def tell(event: NodeEvent) -> None:
-    """Say what happens."""
-    match event:
-        case Hindered(text=text):
-            say(f"not let in yet: {text}")
-        case Acting(me=me, view=view, reason=reason):
-            names = ", ".join(node.name or str(node.key) for node in view.nodes[:16])
-            more = f" and {len(view.nodes) - 16} more" if len(view.nodes) > 16 else ""
-            say(f"{me} at {me.address}: view {view.epoch}: {names}{more} ({reason})")
-        case LifeOver(key=key, reason=reason):
-            again = "" if reason == LEFT else "; it will try to come back"
-            say(f"{key} stops: {reason}{again}")
-        case _:
-            pass
+class Teller:
+    """Says what happens to a node."""
+
+    def __init__(self) -> None:
+        self._members: tuple[Node, ...] = ()
+
+    def __call__(self, event: NodeEvent) -> None:
+        """A line for what its user should know."""
+        match event:
+            case Hindered(text=text):
+                say(f"not let in yet: {text}")
+            case Acting(me=me, view=view, reason=reason):
+                if view.nodes == self._members:
+                    return  # it is about jobs
+                self._members = view.nodes
+                names = ", ".join(node.name or str(node.key) for node in view.nodes[:16])
+                more = f" and {len(view.nodes) - 16} more" if len(view.nodes) > 16 else ""
+                say(f"{me} at {me.address}: view {view.epoch}: {names}{more} ({reason})")
+            case LifeOver(key=key, reason=reason):
+                again = "" if reason == LEFT else "; it will try to come back"
+                say(f"{key} stops: {reason}{again}")
+            case _:
+                pass
 
 
 async def run_node(config: NodeConfig, store: str | None = None) -> int:
@@ -168,7 +178,7 @@ async def run_node(config: NodeConfig, store: str | None = None) -> int:
 
 async def _run_node(config: NodeConfig, superseded: asyncio.Future[str] | None) -> int:
     clock, settings = HybridClock(), CaptureSettings.read(os.environ, job=0)
-    node = ClusterNode(config, NodeState.open(), tell)
+    node = ClusterNode(config, NodeState.open(), Teller())
     capture = ProcessCapture(host_identity(0), clock, settings)
     jobs = JobHost(
         node,

@@ -60,6 +60,7 @@ CLOCKS = frozenset(
 MACHINE_METHODS = frozenset({"handle", "check_invariants"})
 
 UNFINISHED = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
+MERGE_MARKERS = ("<" * 7 + " ", ">" * 7 + " ")
 HOME_PATH = re.compile(r"(?<![\w.}])/(?:home|root|Users)/[A-Za-z0-9_.-]+")
 CYTHON_FUNCTION = re.compile(r"^(?P<indent>\s*)(?:(?:async\s+)?def|cdef(?!\s+class\b)|cpdef)\b[^=]*\(")
 
@@ -293,6 +294,13 @@ def home_paths(source: Source) -> Iterator[Breach]:
             yield source.breach(number, "home-path", f"{found[0]} is one machine's; make it relative")
 
 
+def merge_markers(source: Source) -> Iterator[Breach]:
+    """Nothing that a merge has left to decide."""
+    for number, line in enumerate(source.text.splitlines(), 1):
+        if line.startswith(MERGE_MARKERS):
+            yield source.breach(number, "merge-marker", "decide which side holds, and remove the other")
+
+
 def sleeping_tests(source: Source) -> Iterator[Breach]:
     """A test waits for the thing itself, never for a while."""
     if source.tree is None or not source.is_test or matches(source.path, VIRTUAL_TIME):
@@ -370,6 +378,7 @@ RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
     swallowed_errors,
     unfinished_work,
     home_paths,
+    merge_markers,
     sleeping_tests,
     timing_assertions,
 )

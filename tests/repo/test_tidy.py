@@ -56,6 +56,8 @@ PLANTED = [
     ("tests/test_a.py", "with suppress(Exception):\n    f()\n", 1, "swallowed-error"),
     ("actors/a.py", f"x = 1  # {'TO' + 'DO'}: later\n", 1, "unfinished"),
     ("transport/a.h", f"/* {'FIX' + 'ME'} */\n", 1, "unfinished"),
+    ("docs/a.md", f"text\n{'<' * 7} HEAD\n", 2, "merge-marker"),
+    ("actors/a.pyx", f"{'>' * 7} main\n", 1, "merge-marker"),
     ("docs/a.md", f"Run /{'home'}/ada/zbmd.\n", 1, "home-path"),
     ("tools/a.py", f'x = "/{"root"}/.cache"\n', 1, "home-path"),
     ("tests/actors/test_a.py", "import time\ntime.sleep(0.1)\n", 2, "test-sleep"),

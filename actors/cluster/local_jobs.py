@@ -186,15 +186,19 @@ class LocalJobs:
                 self._condemn(local, process, now_ns, kill=False)
             elif job is not None and job.phase is JobPhase.STOPPING:
                 self._condemn(local, process, now_ns, kill=job.kill)
-        if job is None or job.phase is not JobPhase.RUNNING:
-            return
-        for entry in job.ranks:
+        for entry in job.ranks if job is not None else ():
             starts = entry.node == me and entry.state is RankState.STARTING
-            if starts and entry.incarnation > local.started.get(entry.rank, 0):
-                key = RankKey(job.id, entry.rank, entry.incarnation)
+            if not starts or entry.incarnation <= local.started.get(entry.rank, 0):
+                continue
+            assert job is not None
+            key = RankKey(job.id, entry.rank, entry.incarnation)
+            if job.phase is JobPhase.RUNNING:
                 local.started[entry.rank] = entry.incarnation
                 local.processes[entry.rank, entry.incarnation] = Process(key)
                 self._do(e.Fork(key=key, reason=job.reason))
+            elif job.phase is JobPhase.STOPPING:  # the view that gave it to us was never acted on here
+                local.started[entry.rank] = entry.incarnation
+                self._do(e.Ask(order=_never_started(key)))
 
     def _end_life(self, now_ns: int) -> None:
         """Nothing that runs here may go on."""
@@ -399,3 +403,8 @@ class LocalJobs:
 
 def _is_gone(entry: RankEntry, incarnation: int) -> bool:
     return entry.state is not RankState.UP or entry.incarnation != incarnation
+
+
+def _never_started(key: RankKey) -> RankDown:
+    reason = "its job was being ended before it was started"
+    return RankDown(job=key.job, rank=key.rank, incarnation=key.incarnation, code=None, reason=reason)

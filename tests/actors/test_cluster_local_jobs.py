@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zbmd.actors.cluster import local_events as e
 from zbmd.actors.cluster.job_contracts import HostLinked
-from zbmd.actors.cluster.jobs import Command, JobSpec, Order, RankDown, RankUp, Stop, Submit
+from zbmd.actors.cluster.jobs import Command, JobPhase, JobSpec, Order, RankDown, RankUp, Stop, Submit
 from zbmd.actors.cluster.local_events import RankKey
 from zbmd.actors.cluster.local_jobs import LocalJobs
 from zbmd.actors.cluster.members import Change, ClusterView
@@ -115,6 +115,22 @@ def test_a_job_from_its_first_view_to_its_end() -> None:
     one = RankDown(job=JOB, rank=1, incarnation=1, code=0, reason="exit code 0")
     hosts.change((0, down.order), (1, one))
     assert hosts.act(0)[0] == [e.Close(job=JOB)]
+
+
+def test_a_rank_that_was_given_in_a_view_never_acted_on_here_is_told_to_have_never_run() -> None:
+    """Else the job would wait for its end for ever."""
+    hosts = Hosts(2)
+    first = hosts.hosts[0]
+    hosts.change((1, Stop(job=JOB, reason="at once")))
+    opened, asked = hosts.act(0)[0]
+    assert isinstance(opened, e.Open) and isinstance(asked, e.Ask)
+    assert isinstance(asked.order, RankDown) and (asked.order.rank, asked.order.code) == (0, None)
+    hosts.change()
+    assert first.put(e.ViewActedOn(view=hosts.view)) == [], "once"
+    hosts.change((0, asked.order), (1, RankDown(job=JOB, rank=1, incarnation=1, code=0, reason="")))
+    assert hosts.act(0)[0] == [e.Close(job=JOB)]
+    job = hosts.view.jobs.job(JOB)
+    assert job is not None and job.phase is JobPhase.ENDED
 
 
 def test_who_misses_a_word_asks_for_it() -> None:

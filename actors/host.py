@@ -26,6 +26,7 @@ from zbmd.actors.host_contracts import (
     EnterView,
     Join,
     Linked,
+    LinkLost,
     MemberDown,
     NodeStatus,
     RankStatus,
@@ -238,6 +239,10 @@ class Host:
     def linked(self, message: Linked) -> None:
         """See `HostDesk`."""
         self._put(membership.Linked(rank=message.rank, incarnation=message.incarnation, epoch=message.epoch))
+
+    def link_lost(self, message: LinkLost) -> None:
+        """See `HostDesk`. All ranks run here: the end of one is known, and needs no link to tell of it."""
+        log.warning("a link between ranks of this host has ended", rank=message.rank, peer=message.peer)
 
     def reported(self, message: Report) -> None:
         """See `HostDesk`."""

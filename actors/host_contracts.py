@@ -40,6 +40,18 @@ class Linked(Contract, id="zbmd.host.linked"):
     epoch: int
 
 
+class LinkLost(Contract, id="zbmd.host.link_lost"):
+    """A rank to its host: its link to a member on another host has ended, in the view of `epoch`.
+
+    That is so when the member, or its host, is gone; if nobody tells of that, the network has done it.
+    """
+
+    rank: int
+    incarnation: int
+    epoch: int
+    peer: int
+
+
 class EnterView(Contract, id="zbmd.host.enter"):
     """The host to each member: all are linked, the view may be entered."""
 

@@ -19,6 +19,7 @@ from zbmd.actors.host_contracts import (
     ActorsRequest,
     Join,
     Linked,
+    LinkLost,
     NodeStatus,
     Report,
     StatusRequest,
@@ -64,6 +65,10 @@ class HostDesk(Protocol):
         """A rank waits to enter a view."""
         ...
 
+    def link_lost(self, message: LinkLost) -> None:
+        """A rank has lost its link to a member on another host."""
+        ...
+
     def reported(self, message: Report) -> None:
         """A rank reports."""
         ...
@@ -98,6 +103,11 @@ class HostActor(Actor):
     async def linked(self, message: Linked) -> None:
         """A rank is linked up."""
         self._desk.linked(message)
+
+    @on(LinkLost)
+    async def link_lost(self, message: LinkLost) -> None:
+        """A rank has lost a link."""
+        self._desk.link_lost(message)
 
     @on(Report)
     async def report(self, message: Report) -> None:

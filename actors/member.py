@@ -39,6 +39,7 @@ from zbmd.actors.host_contracts import (
     EnterView,
     Join,
     Linked,
+    LinkLost,
     MemberDown,
     Report,
     ViewInstalled,
@@ -185,6 +186,8 @@ class Node:
         self._reports_dropped = 0
         self._reports_changed = asyncio.Event()
         self._leaving = False
+        self._telling: set[asyncio.Task[None]] = set()
+        """One for each member that is lost, at most."""
         self._reporter: asyncio.Task[None] | None = None
         log_directory = os.environ.get("ZBMD_LOG_DIR")
         self._log_file = (
@@ -270,6 +273,8 @@ class Node:
             self._reporter = None
         await self._links.close()
         await self.system.stop()
+        if self._telling:
+            await asyncio.wait(self._telling)
         await self._links.drain()
         self.progress.close()
         self._watch.close()
@@ -348,10 +353,10 @@ class Node:
             if entered.get(rank) is not peer:
                 peer.memory.close()
         self._peers = entered
+        self.epoch = view.epoch
         for peer in entered.values():
             if not self._links.is_linked(peer.rank, peer.incarnation):
                 self._link_lost(peer.rank, peer.incarnation, False)
-        self.epoch = view.epoch
         members = ", ".join(f"{child_id(m.rank)}#{m.incarnation}" for m in view.members)
         self.recorder.note(f"entered the view of epoch {view.epoch}: {members}")
 
@@ -362,13 +367,28 @@ class Node:
             self.segment.end_proven(rank)
 
     def _link_lost(self, rank: int, incarnation: int, clean: bool) -> None:
-        """The link to a member on another host has ended: that is the notice of its death."""
+        """The link to a member on another host has ended: that is the notice of its death.
+
+        Or of a fault of the network: the host is told, for it knows who lives.
+        """
         peer = self._peers.get(rank)
         if peer is None or peer.incarnation != incarnation or isinstance(peer.memory, PeerSegment):
             return
         self.segment.set_lost(rank)
         notice = DeathNotice(at_ns=now_ns(), clean=clean)
-        asyncio.get_running_loop().call_soon(self._noticed(incarnation, "its link ended"), rank, notice)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._noticed(incarnation, "its link ended"), rank, notice)
+        if not clean and not self._leaving:
+            task = loop.create_task(self._tell_of_lost_link(rank, self.epoch), name="link lost")
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+
+    async def _tell_of_lost_link(self, peer: int, epoch: int) -> None:
+        lost = LinkLost(rank=self.rank, incarnation=self.incarnation, epoch=epoch, peer=peer)
+        try:
+            await self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}").tell(lost)
+        except ZbmdError as error:
+            log.info("the host is not told of a lost link", peer=child_id(peer), reason=str(error))
 
     def _noticed(
         self, incarnation: int, reason: str = "its life thread ended"

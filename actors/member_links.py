@@ -22,6 +22,9 @@ from zbmd.transport.tcp_link import TcpLink
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
 
+REDIAL_PAUSE_S: Final = 0.05
+"""From a dial of another host that failed to the next; doubled with each."""
+
 OnConfirmed = Callable[[int, int], None]
 """Takes the rank and incarnation of one that is proven gone, perhaps more than once."""
 OnLost = Callable[[int, int, bool], None]
@@ -57,6 +60,8 @@ class MemberLinks:
         self._changed = asyncio.Event()
         self._installed_s = 0.0
         self._may_enter = 0
+        self._closing = False
+        self._ended_early: dict[MemberKey, int] = {}  # links of this view that ended before it was entered
         self._tcp = MemberTcp(system, endpoint, on_change=self._changed.set, on_gone=self._memory_ended)
         self._reason = ""
         self.view = View(epoch=0, members=())
@@ -80,6 +85,7 @@ class MemberLinks:
         for key in gone:
             self._tcp.give_up(key)
         self.view = view
+        self._ended_early.clear()
         self._installed_s = self._loop.time()
         for key, task in list(self._dials.items()):
             if key not in now:
@@ -93,7 +99,7 @@ class MemberLinks:
                 del self._early[member.rank]
                 self._take(early, member)
             elif member.rank < self._rank:
-                self._dials[key] = self._loop.create_task(self._dial(member), name=f"dial {member.address}")
+                self._start_dial(member)
         self._changed.set()
 
     def confirmed(self, rank: int, incarnation: int) -> None:
@@ -152,6 +158,7 @@ class MemberLinks:
 
     async def close(self) -> None:
         """Stop to listen and dial; links that are in use are the actor system's to close."""
+        self._closing = True
         if self._listener is not None:
             self._listener.close()
             await self._listener.wait_closed()
@@ -188,12 +195,19 @@ class MemberLinks:
         lacking += [f"no memory of {child_id(r)}#{i}" for r, i, memory in self._memories() if memory is None]
         return lacking + [f"{child_id(r)}#{i} is not proven gone" for r, i in sorted(self._unconfirmed)]
 
-    async def _dial(self, member: Member) -> None:
+    def _start_dial(self, member: Member, *, pause_s: float = 0.0) -> None:
+        key = (member.rank, member.incarnation)
+        self._dials[key] = self._loop.create_task(
+            self._dial(member, pause_s), name=f"dial {child_id(member.rank)}"
+        )
+
+    async def _dial(self, member: Member, pause_s: float) -> None:
         key = (member.rank, member.incarnation)
         try:
+            await asyncio.sleep(pause_s)
             link: Link
             if self._is_remote(member):
-                link = await self._tcp.dial(member.tcp_address)
+                link = await self._dial_remote(member)
             else:
                 link = await dial(member.address, self._endpoint)
         except ZbmdError as error:
@@ -207,6 +221,24 @@ class MemberLinks:
             link.close()
             return
         self._take(link, member)
+
+    async def _dial_remote(self, member: Member) -> Link:
+        """Dial until it answers or the view's time is up: a network may lose what is first said."""
+        pause_s = REDIAL_PAUSE_S
+        while True:
+            try:
+                return await self._tcp.dial(member.tcp_address)
+            except ZbmdError as error:
+                if not self._has_time(pause_s):
+                    raise
+                log.info("dial failed, and is tried again", to=child_id(member.rank), reason=str(error))
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+
+    def _has_time(self, pause_s: float) -> bool:
+        """Whether a link that is begun so much later can still be part of the view."""
+        limit_s = self._installed_s + self._endpoint.deadlines.view_ns / 1e9
+        return self._may_enter < self.view.epoch and self._loop.time() + pause_s < limit_s
 
     def _is_remote(self, member: Member) -> bool:
         choice = choose_between(self._host, member.host)
@@ -265,9 +297,20 @@ class MemberLinks:
         del self._links[key]
         if isinstance(link, TcpLink):
             self._on_lost(*key, error is None)
+            self._link_anew(key)
             if self._tcp.link_closed(key):
                 return
         self.confirmed(*key)
+
+    def _link_anew(self, key: MemberKey) -> None:
+        """A link that ends before the view is entered is made again, if it is ours to dial."""
+        member = self.view.member(key[0])
+        if member is None or member.incarnation != key[1] or member.rank > self._rank:
+            return
+        pause_s = REDIAL_PAUSE_S * 2 ** self._ended_early.get(key, 0)
+        if key not in self._dials and not self._closing and self._has_time(pause_s):
+            self._ended_early[key] = self._ended_early.get(key, 0) + 1
+            self._start_dial(member, pause_s=pause_s)
 
     def _memory_ended(self, key: MemberKey) -> None:
         self.confirmed(*key)

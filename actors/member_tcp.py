@@ -142,6 +142,7 @@ class MemberTcp:
                 raise LocalProtocolError("a member without memory of its own cannot join that of others")
             if self._plane is None:
                 self._plane = DataPlane()
+            await self._until_ended(key)
             bulk = await join_bulk(link, self._endpoint, self._plane, slot=rank)
             self._bulks[key] = bulk
             bulk.ended.then(lambda: self._ended_on_thread(key, bulk))
@@ -162,6 +163,15 @@ class MemberTcp:
                 mirror.close()
             if self._joins.get(key) is asyncio.current_task():
                 del self._joins[key], self._offers[key]
+
+    async def _until_ended(self, key: MemberKey) -> None:
+        """A member that is linked anew: what was under way with it before ends first."""
+        before = self._bulks.get(key)
+        if before is not None:
+            before.abort(PeerLost(child_id(key[0]), "it has been linked anew"))
+            with contextlib.suppress(ZbmdError):
+                await before.ended
+            self._ended(key, before)
 
     async def _offer(self, rank: int, segment: Segment, mirror: Mirror) -> None:
         offer = MemoryOffered(

@@ -17,7 +17,7 @@ from zbmd.actors.cluster.local_jobs import LocalJob, ProcessState
 from zbmd.actors.cluster.nodes import NodeKey
 from zbmd.actors.hang_collector import HangCollector
 from zbmd.actors.hang_verdict import HangNotice, OnHang
-from zbmd.actors.host_contracts import Join, Linked, NodeStatus, RankStatus, Report, read_report
+from zbmd.actors.host_contracts import Join, Linked, LinkLost, NodeStatus, RankStatus, Report, read_report
 from zbmd.actors.host_events import HostEvent, RankReport
 from zbmd.actors.host_links import HostLinks, host_identity
 from zbmd.actors.host_process import RankProcess, resident_bytes
@@ -178,6 +178,10 @@ class HostedJob:
     def linked(self, message: Linked) -> None:
         """See `HostDesk`."""
         self._desk.put(e.Linked(key=self._key(message.rank, message.incarnation), epoch=message.epoch))
+
+    def link_lost(self, message: LinkLost) -> None:
+        """See `HostDesk`."""
+        self._desk.put(e.LinkLost(key=self._key(message.rank, message.incarnation), epoch=message.epoch))
 
     def reported(self, message: Report) -> None:
         """See `HostDesk`."""

@@ -39,6 +39,7 @@ from zbmd.actors.cluster.jobs import (
     RankState,
     RankUp,
     Refusal,
+    Relink,
     Stop,
     Submit,
     order_bytes,
@@ -252,6 +253,11 @@ def _apply(table: JobTable, command: Command) -> JobTable:
                     else:
                         job = _down(job, entry, order, table.age_ns)
                     table = _with_job(table, job)
+            case Relink(job=job_id, epoch=epoch):
+                job = table.job(job_id)
+                # A view that is due for another reason, or has come meanwhile, gives new links as well.
+                if job is not None and job.epoch == epoch and origin in job.nodes():
+                    table = _with_job(table, dataclasses.replace(job, unsettled=True))
             case _:
                 assert_never(order)
     return _noted(table, command, refused)

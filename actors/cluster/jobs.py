@@ -287,7 +287,14 @@ class RankDown(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
     reason: str
 
 
-Order: TypeAlias = Submit | Stop | RankUp | RankDown
+class Relink(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="relink"):
+    """Members of the job's view of `epoch` have lost the links between them: give it another view."""
+
+    job: int
+    epoch: int
+
+
+Order: TypeAlias = Submit | Stop | RankUp | RankDown | Relink
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -315,6 +322,8 @@ def problem_of(order: Order) -> str:
             found = _too_long("an address", longest, ADDRESS_CHARACTERS_MAX)
         case RankDown(reason=reason):
             found = _too_long("its reason", reason, REASON_CHARACTERS_MAX)
+        case Relink():
+            found = ""
     if found:
         return found
     nbytes = order_bytes(order)

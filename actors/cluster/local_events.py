@@ -91,6 +91,14 @@ class Linked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLost:
+    """The process has lost its link to a member on another host, in the view of `epoch`."""
+
+    key: RankKey
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossProven:
     """The kernel says that the process died without a goodbye; its exit status is not known yet."""
 
@@ -120,6 +128,7 @@ Event: TypeAlias = (
     | ForkFailed
     | Joined
     | Linked
+    | LinkLost
     | LossProven
     | Exited
     | TimerFired

@@ -12,6 +12,10 @@ another host says that it went on without a promise: then nobody can have entere
 recovery budget after it has lost touch with a quorum, so ranks of a node that was cut off outlive the view
 that gave their work to others by little more than that; they are in an older epoch of their job, and no
 member of the newer one listens to them.
+
+**Links between ranks that live can break.** A rank that lost one waits for a view. If none comes although
+there was time to agree on any death, its host asks for another view of the same members, in which they link
+up anew.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from zbmd.actors.cluster.jobs import (
     RankEntry,
     RankState,
     RankUp,
+    Relink,
 )
 from zbmd.actors.cluster.local_events import RankKey
 from zbmd.actors.cluster.members import ClusterView
@@ -91,6 +96,10 @@ class LocalJob:
     words: dict[tuple[int, NodeKey], bool] = field(default_factory=dict[tuple[int, NodeKey], bool])
     """By epoch and host, whether it has promised, or has gone on without."""
     ask_at_ns: int | None = None
+    relink_at_ns: int | None = None
+    """When another view is asked for: a member of ours has lost a link in the one that was entered."""
+    relinked: int = 0
+    """The epoch of the newest view that another was asked for."""
 
     def living(self, rank: int, incarnation: int) -> Process | None:
         """The process, if nothing speaks against its being alive."""
@@ -137,6 +146,8 @@ class LocalJobs:
                 process = self._process(key)
                 if process is not None:
                     process.linked = max(process.linked, epoch)
+            case e.LinkLost(key=key, epoch=epoch):
+                self._link_lost(key, epoch, now_ns)
             case e.LossProven(key=key):
                 self._loss_proven(key)
             case e.Exited(key=key, code=code, reason=reason):
@@ -208,6 +219,7 @@ class LocalJobs:
                 process.told = True
                 self._condemn(local, process, now_ns, kill=True)
             local.view, local.hosts, local.entered, local.ask_at_ns = NO_VIEW, frozenset(), 0, None
+            local.relink_at_ns = None
             local.promised.clear()
             local.words.clear()
 
@@ -264,6 +276,14 @@ class LocalJobs:
         process.condemned = process.killed = True  # there is nothing left to end
         process.kill_at_ns = None
         self._announce(key, KILLED, confirmed=False)
+
+    def _link_lost(self, key: RankKey, epoch: int, now_ns: int) -> None:
+        local = self.jobs.get(key.job)
+        if local is None or local.living(key.rank, key.incarnation) is None:
+            return
+        if epoch == local.entered and epoch > local.relinked and local.relink_at_ns is None:
+            deadlines = local.deadlines
+            local.relink_at_ns = now_ns + deadlines.suspicion_ns + deadlines.agreement_ns
 
     def _ended(self, key: RankKey, code: int | None, reason: str) -> None:
         process = self._process(key)
@@ -347,7 +367,7 @@ class LocalJobs:
             for host in sorted(local.hosts):
                 self._do(e.Tell(to=host, word=HostLinked(job=job.id, epoch=passed, linked=False)))
         hosts = {job.ranks[member.rank].node for member in view.members}
-        local.view, local.ask_at_ns = view, None
+        local.view, local.ask_at_ns, local.relink_at_ns = view, None, None
         local.hosts = frozenset(host for host in hosts if host is not None and host != me)
         local.words = {key: word for key, word in local.words.items() if key[0] >= view.epoch}
         to = tuple(process.key.rank for process in self._own_members(local) if process is not None)
@@ -381,6 +401,9 @@ class LocalJobs:
             for process in local.processes.values():
                 if process.kill_at_ns is not None and process.kill_at_ns <= now_ns:
                     self._condemn(local, process, now_ns, kill=True)
+            if local.relink_at_ns is not None and local.relink_at_ns <= now_ns:
+                local.relink_at_ns, local.relinked = None, local.entered
+                self._do(e.Ask(order=Relink(job=local.spec.job, epoch=local.entered)))
             if local.ask_at_ns is not None and local.ask_at_ns <= now_ns:
                 local.ask_at_ns = now_ns + local.deadlines.agreement_ns
                 epoch = local.view.epoch
@@ -391,6 +414,7 @@ class LocalJobs:
 
     def _set_timer(self) -> None:
         times = [local.ask_at_ns for local in self.jobs.values()]
+        times += [local.relink_at_ns for local in self.jobs.values()]
         times += [p.kill_at_ns for local in self.jobs.values() for p in local.processes.values()]
         due_ns = min((at_ns for at_ns in times if at_ns is not None), default=None)
         if due_ns is not None and due_ns != self._timer_ns:

@@ -248,3 +248,59 @@ def test_a_death_is_told_before_its_exit_status_is_known_and_once() -> None:
     assert kinds(hosts.act(0)[0]) == ["Fork"], "the next one need not wait for the last one's memory to go"
     (confirmed,) = host.put(e.Exited(key=key_of(1), code=-11, reason="killed (SIGSEGV)"))
     assert isinstance(confirmed, e.AnnounceDown) and confirmed.confirmed
+
+
+def entered(hosts: Hosts) -> int:
+    """Bring a job's first view to where all hosts have entered it; its epoch."""
+    (install,) = hosts.up()[0]
+    assert isinstance(install, e.InstallView)
+    epoch = install.view.epoch
+    for node_id, host in enumerate(hosts.hosts):
+        host.put(e.Linked(key=key_of(node_id), epoch=epoch))
+    for node_id in range(len(hosts.hosts)):
+        for other in range(len(hosts.hosts)):
+            if other != node_id:
+                hosts.say(other, node_id, epoch)
+    return epoch
+
+
+def lose_link(host: Host, epoch: int) -> list[e.Action]:
+    """A rank tells of a link that it lost; what its host does once its patience has ended."""
+    (timer,) = host.put(e.LinkLost(key=key_of(host.me.id), epoch=epoch))
+    assert isinstance(timer, e.SetTimer)
+    host.now_ns = timer.at_ns
+    return host.put(e.TimerFired())
+
+
+def test_ranks_that_lost_a_link_and_live_get_another_view() -> None:
+    hosts = Hosts(2)
+    epoch = entered(hosts)
+    (ask,) = lose_link(hosts.hosts[1], epoch)
+    assert isinstance(ask, e.Ask)
+    members = hosts.view.jobs.jobs[0].view()
+    hosts.change((1, ask.order))
+    job = hosts.view.jobs.jobs[0]
+    view = job.view()
+    assert members is not None and view is not None
+    assert view.epoch > epoch and view.members == members.members
+    for actions in hosts.act(0, 1).values():
+        assert kinds(actions) == ["InstallView"]
+    assert not hosts.hosts[1].put(e.LinkLost(key=key_of(1), epoch=epoch)), "that view is over"
+    hosts.change((1, ask.order))
+    assert hosts.view.jobs.jobs[0].view() == view, "an order about an older view changes nothing"
+
+
+def test_a_link_that_a_death_took_asks_for_no_view_of_its_own() -> None:
+    hosts = Hosts(2)
+    epoch = entered(hosts)
+    survivor = hosts.hosts[0]
+    assert kinds(survivor.put(e.LinkLost(key=key_of(0), epoch=epoch))) == ["SetTimer"]
+    (down,) = hosts.hosts[1].put(e.Exited(key=key_of(1), code=-9, reason="killed"))
+    assert isinstance(down, e.Ask)
+    hosts.change((1, down.order))
+    forks = hosts.act(0, 1)[1]
+    orders = hosts.hosts[1].start(forks)
+    hosts.change(*((1, order) for order in orders))
+    assert "InstallView" in kinds(hosts.act(0, 1)[0])
+    survivor.now_ns += 60 * GRACE_NS
+    assert not survivor.put(e.TimerFired())

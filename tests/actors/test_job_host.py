@@ -29,11 +29,22 @@ TIMEOUT_S = 60.0
 JOB = 11
 
 FOLLOWS_VIEWS = """
-import asyncio, os
+import asyncio, os, signal, socket
 from zbmd.actors.member import join
 
+def cut_connections():
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with sock:
+            if sock.family == socket.AF_INET and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                sock.shutdown(socket.SHUT_RDWR)
+
 async def main():
-    async with join(inbox_bytes=1 << 16) as node:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, cut_connections)
+    async with join(inbox_bytes=1 << 18) as node:
         while True:
             view = node.latest
             members = ",".join(f"{m.rank}#{m.incarnation}" for m in view.members if node.epoch == view.epoch)
@@ -173,6 +184,26 @@ async def test_a_job_over_two_nodes_with_a_rank_killed(tmp_path: Path) -> None:
         assert (down.rank, down.code, down.expected) == (3, -9, False)
         job = w.job()
         assert job is not None and job.restarts_total == 1
+
+
+async def test_ranks_whose_links_break_link_up_anew(tmp_path: Path) -> None:
+    def epochs(rank: int) -> list[int]:
+        found = (re.fullmatch(rf"{rank}#1: (\d+) 0 0#1,1#1", line) for p in w.places for line in p.lines)
+        return [int(match[1]) for match in found if match]
+
+    async with world(tmp_path, 2) as w:
+        environment = (("DONE", str(w.done)), ("ZBMD_LINKS", "tcp"))
+        w.submit(nodes_min=2, nodes_max=2, environment=environment)
+        for times in (1, 2, 3):
+            await w.until(
+                lambda times=times: len(epochs(0)) == len(epochs(1)) == times,  # type: ignore[misc]
+                "they are not linked",
+            )
+            os.kill(w.places[times % 2].pid(times % 2), signal.SIGUSR1)
+        assert epochs(0)[:3] == epochs(1)[:3] == sorted(epochs(1)[:3])
+        job = w.job()
+        assert job is not None and job.restarts_total == 0
+        assert not any(place.of(RankDown) for place in w.places)
 
 
 async def test_a_job_ends_when_all_of_its_ranks_have(tmp_path: Path) -> None:

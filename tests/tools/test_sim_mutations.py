@@ -204,8 +204,8 @@ MUTATIONS = [
         (
             Edit(
                 f"{SUPERVISION}._restart",
-                "group = self._order[c.index :]",
-                "group = self._order[c.index : c.index + 1]",
+                "group = self._order[self._order.index(c) :]",
+                "group = [c]",
             ),
         ),
         BROKEN,

@@ -130,8 +130,8 @@ def child(directory: Path, body: str) -> subprocess.CompletedProcess[str]:
     ("body", "code", "reason"),
     [
         ("raise ValueError('odd')", 1, "ValueError: odd"),
-        ("os.kill(os.getpid(), signal.SIGABRT)\nsignal.pause()", -signal.SIGABRT, "ended by SIGABRT"),
-        ("os.kill(os.getpid(), signal.SIGQUIT)\nsignal.pause()", -signal.SIGQUIT, "ended by SIGQUIT"),
+        ("signal.raise_signal(signal.SIGABRT)\nsignal.pause()", -signal.SIGABRT, "ended by SIGABRT"),
+        ("signal.raise_signal(signal.SIGQUIT)\nsignal.pause()", -signal.SIGQUIT, "ended by SIGQUIT"),
         (
             "t = threading.Thread(target=lambda: 1 / 0, name='worker')\nt.start(); t.join()",
             0,

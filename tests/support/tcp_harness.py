@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 
-from link_harness import COOKIE, Listening, OnLink, RealHarness, Who
+from link_harness import COOKIE, SMALL, Fork, Listening, OnLink, Other, PeerScenario, RealHarness, Who
 from tcp_certificates import job_tls
 
 from zbmd.transport import tcp
 from zbmd.transport.byte_socket import ByteSocket
 from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.link import LinkLimits
 from zbmd.transport.link_side import LinkSide
 from zbmd.transport.session import Protection
 from zbmd.transport.tcp_settings import TcpSettings
@@ -34,6 +35,12 @@ class TcpHarness(RealHarness):
 
     async def dial(self, address: str, who: Who) -> LinkSide:
         return await tcp.dial(address, self._endpoint(who), settings=self._settings())
+
+    def run_with_peer(
+        self, fork: Fork, scenario: PeerScenario, other: Other, *, ours: LinkLimits = SMALL
+    ) -> None:
+        self._settings()  # the job's certificates, before there are two processes that would make their own
+        super().run_with_peer(fork, scenario, other, ours=ours)
 
     def die_at_message(self, number: int) -> None:
         send, sent = ByteSocket.send, 0

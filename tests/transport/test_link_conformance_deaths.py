@@ -42,18 +42,15 @@ def assert_unbroken(payloads: list[bytes]) -> None:
     assert payloads == [numbered(number) for number in range(len(payloads))]
 
 
-async def send_numbered(link: LinkSide, count: int) -> int:
-    """Send numbered frames of many sizes; how often the queue was full."""
-    full = 0
+async def send_numbered(link: LinkSide, count: int) -> None:
+    """Send numbered frames of many sizes, waiting whenever the queue is full."""
     for number in range(count):
         while True:
             try:
                 link.send(numbered(number))
                 break
             except LinkFull:
-                full += 1
                 await link.writable()
-    return full
 
 
 async def until_the_end(link: LinkSide, life: Life) -> None:
@@ -78,13 +75,13 @@ async def lost(ear: Ear, link: LinkSide) -> None:
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["accepted", "dialed"])
-def test_frames_both_ways_with_back_pressure(harness: LinkHarness, fork: Fork, listens: bool) -> None:
-    async def exchange(link: LinkSide) -> int:
+def test_frames_both_ways_through_small_queues(harness: LinkHarness, fork: Fork, listens: bool) -> None:
+    # How often a queue fills up is decided by who gets the processor: `fill` shows that it does.
+    async def exchange(link: LinkSide) -> None:
         ear = Ear(link)
-        full = await send_numbered(link, FRAMES)
+        await send_numbered(link, FRAMES)
         await link.flush()
         assert_unbroken(await ear.frames(FRAMES))
-        return full
 
     async def serve(link: LinkSide, life: Life) -> None:
         await exchange(link)
@@ -93,7 +90,7 @@ def test_frames_both_ways_with_back_pressure(harness: LinkHarness, fork: Fork, l
     async def scenario(peer: Peer) -> None:
         link = await peer.link()
         assert (link.peer.name, link.peer.incarnation) == ("them", 1)
-        assert await exchange(link) > 0, "the small queue was full at times"
+        await exchange(link)
         link.close()
         assert await Ear(link).end() is None
 

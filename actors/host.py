@@ -344,19 +344,7 @@ class Host:
 
     def _report_down(self, process: RankProcess, code: int, next_step: str, *, expected: bool) -> None:
         """Tell of an end; the last lines it printed are known."""
-        down = RankDown(
-            rank=process.rank,
-            incarnation=process.incarnation,
-            pid=process.pid,
-            code=code,
-            reason=describe_exit(code),
-            normal=code == 0,
-            expected=expected,
-            noticed_ns=process.notice.at_ns if process.notice is not None else None,
-            confirmed_ns=process.confirmed_ns,
-            tail=process.tail,
-            next_step=next_step,
-        )
+        down = process.down(code, expected=expected, next_step=next_step)
         if not down.expected:
             self._failures.append(down)
         self._tell(down)

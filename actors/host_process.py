@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from zbmd.actors.host_events import RankDown
 from zbmd.actors.host_output import OutputPump, OutputSink
 from zbmd.transport.liveness import DeathNotice
 
@@ -64,6 +65,22 @@ class RankProcess:
     def tail(self) -> tuple[str, ...]:
         """The last lines of its standard error."""
         return tuple(self._pumps[1].tail)
+
+    def down(self, code: int, *, expected: bool, next_step: str) -> RankDown:
+        """What is told of its end, once its last lines are known."""
+        return RankDown(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            pid=self.pid,
+            code=code,
+            reason=describe_exit(code),
+            normal=code == 0,
+            expected=expected,
+            noticed_ns=self.notice.at_ns if self.notice is not None else None,
+            confirmed_ns=self.confirmed_ns,
+            tail=self.tail,
+            next_step=next_step,
+        )
 
     def release_child_ends(self) -> None:
         """Close our copies of the child's ends of the pipes."""

@@ -61,7 +61,7 @@ class MemberLinks:
         self._installed_s = 0.0
         self._may_enter = 0
         self._closing = False
-        self._ended_early: dict[MemberKey, int] = {}  # links of this view that ended before it was entered
+        self._redials: dict[MemberKey, int] = {}  # for this view
         self._tcp = MemberTcp(system, endpoint, on_change=self._changed.set, on_gone=self._memory_ended)
         self._reason = ""
         self.view = View(epoch=0, members=())
@@ -85,7 +85,7 @@ class MemberLinks:
         for key in gone:
             self._tcp.give_up(key)
         self.view = view
-        self._ended_early.clear()
+        self._redials.clear()
         self._installed_s = self._loop.time()
         for key, task in list(self._dials.items()):
             if key not in now:
@@ -203,42 +203,40 @@ class MemberLinks:
 
     async def _dial(self, member: Member, pause_s: float) -> None:
         key = (member.rank, member.incarnation)
+        link: Link | None = None
         try:
             await asyncio.sleep(pause_s)
-            link: Link
             if self._is_remote(member):
-                link = await self._dial_remote(member)
+                link = await self._tcp.dial(member.tcp_address)
             else:
                 link = await dial(member.address, self._endpoint)
         except ZbmdError as error:
             # If it died, another view will come; if not, `ready` names it when its time is up.
             log.warning("dial failed", to=child_id(member.rank), reason=str(error))
-            return
         finally:
             del self._dials[key]
+        if link is None:
+            self._dial_again(key)
+            return
         if (link.peer.name, link.peer.incarnation) != (child_id(member.rank), member.incarnation):
             log.warning("dialed another process", wanted=child_id(member.rank), found=link.peer.name)
             link.close()
             return
         self._take(link, member)
 
-    async def _dial_remote(self, member: Member) -> Link:
-        """Dial until it answers or the view's time is up: a network may lose what is first said."""
-        pause_s = REDIAL_PAUSE_S
-        while True:
-            try:
-                return await self._tcp.dial(member.tcp_address)
-            except ZbmdError as error:
-                if not self._has_time(pause_s):
-                    raise
-                log.info("dial failed, and is tried again", to=child_id(member.rank), reason=str(error))
-            await asyncio.sleep(pause_s)
-            pause_s *= 2
-
-    def _has_time(self, pause_s: float) -> bool:
-        """Whether a link that is begun so much later can still be part of the view."""
+    def _dial_again(self, key: MemberKey) -> None:
+        """A member on another host, ours to dial, could not be linked, or its link ended before the view is
+        entered: a network may have done it. Until the view's time is up.
+        """
+        member = self.view.member(key[0])
+        if member is None or member.incarnation != key[1] or member.rank > self._rank:
+            return
+        pause_s = REDIAL_PAUSE_S * 2 ** self._redials.get(key, 0)
         limit_s = self._installed_s + self._endpoint.deadlines.view_ns / 1e9
-        return self._may_enter < self.view.epoch and self._loop.time() + pause_s < limit_s
+        is_due = self._may_enter < self.view.epoch and self._loop.time() + pause_s < limit_s
+        if is_due and key not in self._dials and not self._closing and self._is_remote(member):
+            self._redials[key] = self._redials.get(key, 0) + 1
+            self._start_dial(member, pause_s=pause_s)
 
     def _is_remote(self, member: Member) -> bool:
         choice = choose_between(self._host, member.host)
@@ -297,20 +295,10 @@ class MemberLinks:
         del self._links[key]
         if isinstance(link, TcpLink):
             self._on_lost(*key, error is None)
-            self._link_anew(key)
+            self._dial_again(key)
             if self._tcp.link_closed(key):
                 return
         self.confirmed(*key)
-
-    def _link_anew(self, key: MemberKey) -> None:
-        """A link that ends before the view is entered is made again, if it is ours to dial."""
-        member = self.view.member(key[0])
-        if member is None or member.incarnation != key[1] or member.rank > self._rank:
-            return
-        pause_s = REDIAL_PAUSE_S * 2 ** self._ended_early.get(key, 0)
-        if key not in self._dials and not self._closing and self._has_time(pause_s):
-            self._ended_early[key] = self._ended_early.get(key, 0) + 1
-            self._start_dial(member, pause_s=pause_s)
 
     def _memory_ended(self, key: MemberKey) -> None:
         self.confirmed(*key)

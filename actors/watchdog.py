@@ -27,7 +27,6 @@ from zbmd.actors.hang_wire import (
     FromRank,
     Hello,
     Place,
-    PlaceKind,
     Standing,
     decode_from_host,
     encode,
@@ -51,7 +50,6 @@ log: Final = structlog.stdlib.get_logger("zbmd.actors.watchdog")
 
 CONNECT_S: Final = 5.0
 ALLOWANCES_MAX: Final = 1024
-_KIND_ORDER: Final = (PlaceKind.OPERATION, PlaceKind.HANDLER, PlaceKind.ACTIVITY, PlaceKind.LOOP)
 
 
 class Watchdog:

@@ -23,7 +23,6 @@ ACTOR_NAME_CHARS_MAX = 128
 SPAWN_ARGUMENTS_MAX = 64
 CAST_ADDRESSEES_MAX = 256
 
-U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 # Up to 2**63 - 1: msgspec's constraints end there, and no counter here gets near.
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]

@@ -69,9 +69,20 @@ class Call:
     layout: Piece | None = None
 
 
-class LayoutArguments(TypedDict):
+class RunArguments(TypedDict):
     """See `NativeGroup.run`."""
 
+    operation: int
+    dtype: int
+    reduction: int
+    root: int
+    count: int
+    total: int
+    piece: int
+    in_stride: int
+    out_stride: int
+    scratch: int
+    scratch_bytes: int
     layout: Table | None
     extents: Table | None
     layout_digest: int
@@ -99,6 +110,25 @@ class Executor(ABC):
     @abstractmethod
     def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
         """Enter and run one operation over `_addresses`; returns a STATUS."""
+
+    def _arguments(self, plan: Plan, call: Call) -> RunArguments:
+        piece = call.layout
+        return RunArguments(
+            operation=plan.request.operation.value,
+            dtype=call.dtype,
+            reduction=call.reduction,
+            root=plan.request.root,
+            count=call.count,
+            total=call.total,
+            piece=call.piece,
+            in_stride=call.in_stride,
+            out_stride=call.out_stride,
+            scratch=address_of(self._scratch),
+            scratch_bytes=self._scratch.nbytes,
+            layout=None if piece is None else piece.table,
+            extents=None if piece is None else piece.extents,
+            layout_digest=0 if piece is None else piece.digest,
+        )
 
     @property
     def sequence(self) -> int:
@@ -258,29 +288,10 @@ class MappedExecutor(Executor):
         return self._native.run(
             plan.native,
             self._addresses,
-            operation=plan.request.operation.value,
-            dtype=call.dtype,
-            reduction=call.reduction,
-            root=plan.request.root,
-            count=call.count,
-            total=call.total,
-            piece=call.piece,
-            in_stride=call.in_stride,
-            out_stride=call.out_stride,
-            scratch=address_of(self._scratch),
-            scratch_bytes=self._scratch.nbytes,
             deadline_ns=deadline_ns,
             kill_point=kill_point,
-            **layout_arguments(call),
+            **self._arguments(plan, call),
         )
-
-
-def layout_arguments(call: Call) -> LayoutArguments:
-    """The native arguments that say where a call's blocks lie."""
-    piece = call.layout
-    if piece is None:
-        return LayoutArguments(layout=None, extents=None, layout_digest=0)
-    return LayoutArguments(layout=piece.table, extents=piece.extents, layout_digest=piece.digest)
 
 
 def group_identity(members: tuple[int, ...], epoch: int) -> int:

@@ -16,7 +16,7 @@ from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.executor import Call, Executor
 from zbmd.collectives.layout import Layout, Piece
 from zbmd.collectives.plan import PIECE_BYTES, PLANS_MAX, Plan, chunks_for, plan_of
-from zbmd.collectives.program import IN, OUT, PUB
+from zbmd.collectives.program import IN, OUT
 from zbmd.collectives.reductions import itemsize
 from zbmd.transport._native import address_of
 from zbmd.transport.errors import UserError
@@ -255,8 +255,3 @@ def _copy_piece(
         return
     rows_from = source.reshape(blocks, -1)[:, source_begin : source_begin + length]
     target.reshape(blocks, -1)[:, target_begin : target_begin + length] = rows_from
-
-
-def published_side(array: Array) -> Side:
-    """An input that travels with the descriptor."""
-    return Side((PUB,), array)

@@ -23,14 +23,12 @@ from zbmd.collectives.executor import (
     Call,
     Executor,
     group_identity,
-    layout_arguments,
     no_executor,
 )
 from zbmd.collectives.plan import Plan
 from zbmd.collectives.program import INBOX
 from zbmd.collectives.remote_fetch import Ended, Fetcher, Landings, Staging
 from zbmd.collectives.remote_walk import Walk, reach
-from zbmd.transport._native import address_of
 from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.region import RegionHandle
 from zbmd.transport.remote_memory import RemoteMemory
@@ -112,18 +110,7 @@ class RemoteExecutor(Executor):
         self._group.begin(
             plan.native,
             self._addresses,
-            operation=plan.request.operation.value,
-            dtype=call.dtype,
-            reduction=call.reduction,
-            root=plan.request.root,
-            count=call.count,
-            total=call.total,
-            piece=call.piece,
-            in_stride=call.in_stride,
-            out_stride=call.out_stride,
-            scratch=address_of(self._scratch),
-            scratch_bytes=self._scratch.nbytes,
-            **layout_arguments(call),
+            **self._arguments(plan, call),
         )
         fetcher = Fetcher(plan, self._group, self._remote, self._landings, self._staging, deadline_ns)
         lent: list[RegionHandle] = []

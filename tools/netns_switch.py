@@ -45,7 +45,6 @@ _TUNSETCARRIER: Final = 0x400454E2
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _OFFLOADS: Final = 0x01 | 0x02 | 0x04  # checksum, TCP over IPv4 and IPv6
 _HEADER_BYTES: Final = 10  # struct virtio_net_hdr, in front of each frame
-_BROADCAST: Final = b"\xff" * 6
 
 
 class Cable(msgspec.Struct, frozen=True, kw_only=True):

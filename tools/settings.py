@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zbmd.actors.capture import parse_bulk
 from zbmd.actors.hang_verdict import OnHang
@@ -66,22 +66,25 @@ def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= DIGITS_MAX
 
 
+PolicyT = TypeVar("PolicyT", OnLoss, OnHang)
+
+
 def parse_on_loss(text: str) -> OnLoss:
     """The policy's name. Raises `UserError`."""
-    try:
-        return OnLoss(text)
-    except ValueError:
-        choices = ", ".join(policy.value for policy in OnLoss)
-        raise UserError(f"{text!r} is no policy for a lost rank. Choose one of: {choices}.") from None
+    return _policy(OnLoss, text, "a lost rank")
 
 
 def parse_on_hang(text: str) -> OnHang:
     """The policy's name. Raises `UserError`."""
+    return _policy(OnHang, text, "a hang")
+
+
+def _policy(kind: type[PolicyT], text: str, what: str) -> PolicyT:
     try:
-        return OnHang(text)
+        return kind(text)
     except ValueError:
-        choices = ", ".join(policy.value for policy in OnHang)
-        raise UserError(f"{text!r} is no policy for a hang. Choose one of: {choices}.") from None
+        choices = ", ".join(str(policy.value) for policy in kind)
+        raise UserError(f"{text!r} is no policy for {what}. Choose one of: {choices}.") from None
 
 
 def parse_progress(text: str) -> float:

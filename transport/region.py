@@ -201,11 +201,12 @@ class Regions:
                 f"{self._slot}, incarnation {self._incarnation}"
             )
         with self._lock:
-            region = self._regions.get(handle)
-            array = self._lent[handle][0] if region is None and handle in self._lent else None
+            region, lent = self._regions.get(handle), self._lent.get(handle)
         if region is not None:
             array = region.array
-        if array is None:
+        elif lent is not None:
+            array = lent[0]
+        else:
             raise RemoteProtocolError(
                 f"a region handle names bytes {handle.offset}+{handle.nbytes}: no region"
             )

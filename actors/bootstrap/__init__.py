@@ -7,6 +7,5 @@ slurm        a step of a Slurm job
 mpi          Open MPI, and what speaks PMI (MPICH's Hydra, Intel MPI)
 kubernetes   a StatefulSet or an indexed Job behind a headless service
 merge        all sources together, in a stated order, each fact with where it came from
-names        from names to addresses: which doors are others', and who holds the first
 etcd*        etcd as a store of doors, and as the witness between two hosts
 """

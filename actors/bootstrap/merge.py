@@ -69,12 +69,12 @@ class Bootstrap:
     nodes: NodeRange
     node: int | None
     processes: int | None
-    doors: tuple[TcpAddress, ...]
-    port: int
+    doors: tuple[TcpAddress, ...] = ()
+    port: int = 0
     job: str
-    name: str
-    local: str
-    store: str
+    name: str = ""
+    local: str = ""
+    store: str = ""
     facts: tuple[Fact, ...]
     notes: tuple[str, ...]
 
@@ -201,12 +201,7 @@ def _alone(reading: Reading) -> Bootstrap:
         nodes=NodeRange(least=1, most=1),
         node=0,
         processes=None if reading.processes is None else reading.processes.value,
-        doors=(),
-        port=0,
         job="" if reading.job is None else reading.job.value,
-        name="",
-        local="",
-        store="",
         facts=(*facts, Fact(name="role", value="alone", source="it needs no cluster")),
         notes=tuple(notes),
     )
@@ -222,12 +217,7 @@ def _extra(launcher: Reading) -> Bootstrap:
         nodes=NodeRange(least=1, most=1) if launcher.nodes is None else launcher.nodes.value,
         node=None,
         processes=0,
-        doors=(),
-        port=0,
         job="" if launcher.job is None else launcher.job.value,
-        name="",
-        local="",
-        store="",
         facts=(Fact(name="role", value="extra", source=source),),
         notes=launcher.notes,
     )

@@ -26,7 +26,7 @@ from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.contracts import Contract
 from zbmd.actors.host import PRELOAD
 from zbmd.actors.host_contracts import EnterView, MemberDown, ViewInstalled
-from zbmd.actors.host_events import HostEvent, RankDown, RankStarted, ViewChanged
+from zbmd.actors.host_events import HostEvent, RankStarted, ViewChanged
 from zbmd.actors.host_output import LineWriter, OutputSink
 from zbmd.actors.host_process import RankProcess, describe_exit
 from zbmd.actors.host_processes import RankProcesses
@@ -331,7 +331,8 @@ class JobHost:
         known = None if local is None else local.processes.get((key.rank, key.incarnation))
         expected = code == 0 or (known is not None and known.condemned and process.notice is None)
         self.put(e.Exited(key=key, code=code, reason=reason))
-        return lambda: self.tell(key.job, _down_of(process, code, expected=expected))
+        next_step = "the cluster decides what follows"
+        return lambda: self.tell(key.job, process.down(code, expected=expected, next_step=next_step))
 
     def template_lost(self, error: TemplateLost) -> None:
         """See `ProcessDesk`: another template takes its place."""
@@ -357,19 +358,3 @@ async def _close_once_empty(processes: RankProcesses) -> None:
     await processes.empty()
     await processes.settle()
     await processes.close()
-
-
-def _down_of(process: RankProcess, code: int, *, expected: bool) -> RankDown:
-    return RankDown(
-        rank=process.rank,
-        incarnation=process.incarnation,
-        pid=process.pid,
-        code=code,
-        reason=describe_exit(code),
-        normal=code == 0,
-        expected=expected,
-        noticed_ns=process.notice.at_ns if process.notice is not None else None,
-        confirmed_ns=process.confirmed_ns,
-        tail=process.tail,
-        next_step="the cluster decides what follows",
-    )

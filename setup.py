@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
@@ -16,7 +17,8 @@ def extension(layer: str, name: str) -> Extension:
     return Extension(
         f"zbmd.{layer}.{name}",
         [f"src/zbmd/{layer}/{name}.pyx"],
-        include_dirs=LAYERS,
+        include_dirs=[*LAYERS, np.get_include()],
+        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         depends=HEADERS,
         # No fused multiply-add: the bits of a reduction must not depend on the machine.
         extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-ffp-contract=off"],
@@ -33,6 +35,8 @@ setup(
             extension("actors", "_turns"),
             extension("collectives", "_stepper"),
             extension("collectives", "_remote"),
+            extension("collectives", "_flight"),
+            extension("collectives", "_lane"),
         ],
         language_level=3,
         include_path=["src"],

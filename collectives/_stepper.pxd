@@ -51,6 +51,7 @@ cdef extern from "run.h" nogil:
 # successor begins, when every peer has ended this one.
 cdef enum:
     DESCRIPTOR_BYTES = 1792
+    HEAD_BYTES = 64          # of a header: what programs need that read nothing of a peer but what it publishes
     HEADER_BYTES = 384
     PAYLOAD_BYTES = 1408
 
@@ -82,7 +83,7 @@ cdef class NativeProgram:
     cdef const int32_t[:, ::1] code
     cdef int64_t length
     cdef int n, rank, blocks, chunks, scratch_slots, inbox_slots, used
-    cdef bint eager
+    cdef bint eager, head_only
     cdef uint64_t plan
     cdef uint64_t sent[RANKS]
     cdef uint64_t awaited[RANKS]
@@ -128,10 +129,11 @@ cdef class NativeGroup:
     cdef Header headers[RANKS]
     cdef Header own
     cdef int n, rank
-    cdef uint32_t channel, epoch, sequence, spins
+    cdef uint32_t channel, epoch, sequence, spins, yields
     cdef uint64_t mask, identity
     cdef readonly int64_t pc
     cdef readonly int culprit
+    cdef readonly uint64_t met_ns
 
     cdef _prepare(self, NativeProgram program, Run *run, const uint64_t[::1] addresses,
                   int operation, int dtype, int reduction, int root, uint64_t count,
@@ -150,8 +152,10 @@ cdef class NativeGroup:
     cdef void _signal(self, int peer) noexcept nogil
     cdef int _await(self, int peer, uint64_t count, uint64_t deadline_ns) noexcept nogil
     cdef uint64_t _offset(self, uint64_t address) noexcept
-    cdef int _enter(self, NativeProgram program, Run *run, int64_t kill_point,
-                   uint64_t deadline_ns) noexcept nogil
+    cdef void _announce(self, NativeProgram program, Run *run, int64_t kill_point) noexcept nogil
+    cdef int _complete(self, NativeProgram program, Run *run, int64_t kill_point,
+                       uint64_t deadline_ns) noexcept nogil
+    cdef bint _all_are_here(self, uint32_t looks) noexcept nogil
     cdef void _publish(self, NativeProgram program, Run *run) noexcept nogil
     cdef int _await_all(self, uint64_t deadline_ns) noexcept nogil
     cdef int _agree(self, NativeProgram program, Run *run) noexcept nogil

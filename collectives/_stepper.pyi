@@ -60,6 +60,9 @@ class NativeGroup:
     """The instruction at which the last run stood, -1 in the entry."""
     culprit: int
     """The first rank that called another operation or sent a bad descriptor, or -1."""
+    met_ns: int
+    """When all members had first entered since `meet_anew`, CLOCK_MONOTONIC; 0 if they have not, or if the
+    program reads nothing but what is published, and ends as they meet."""
 
     def __init__(
         self,
@@ -70,12 +73,18 @@ class NativeGroup:
         epoch: int,
         identity: int,
         spins: int,
+        yields: int = 0,
         mirrors: dict[int, int] | None = None,
     ) -> None:
-        """mirrors: for ranks whose base is 0, the address here at which they put their descriptors."""
+        """spins: looks before a wait parks. yields: how often it looks so many times, and lets others have the
+        core, before that.
+
+        mirrors: for ranks whose base is 0, the address here at which they put their descriptors."""
     @property
     def sequence_number(self) -> int:
         """Operations begun in this epoch."""
+    def meet_anew(self) -> None:
+        """Forget `met_ns`."""
     def lost(self) -> list[int]:
         """The ranks that are known to be dead."""
     def abort(self) -> None:

@@ -17,8 +17,13 @@ cdef extern from "native.h" nogil:
     void zbmd_notify(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint64_t value)
     void zbmd_end_channel(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint32_t epoch)
     void zbmd_abort_channel(zbmd_base own, uint32_t channel, uint32_t epoch)
+    uint64_t zbmd_now_ns()
+    int zbmd_spin(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value, uint32_t looks, uint32_t *used)
     int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value, uint64_t group_mask,
                   uint64_t deadline_ns, uint32_t spins)
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
 
 cdef extern from "kernels.h" nogil:
     int ZBMD_DTYPES, ZBMD_REDUCTIONS, ZBMD_AVG
@@ -30,10 +35,12 @@ cdef extern from *:
     #include <signal.h>
     static inline void zbmd_fence(void) { atomic_thread_fence(memory_order_seq_cst); }
     static inline void zbmd_fence_acquire(void) { atomic_thread_fence(memory_order_acquire); }
+    static inline void zbmd_fence_release(void) { atomic_thread_fence(memory_order_release); }
     static inline void zbmd_die(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
     """
     void zbmd_fence() nogil
     void zbmd_fence_acquire() nogil
+    void zbmd_fence_release() nogil
     void zbmd_die() nogil
 
 BLOCKED = -1
@@ -99,7 +106,7 @@ cdef class NativeProgram:
         self.code, self.length = encoding, encoding.shape[0]
         self.n, self.rank, self.blocks, self.chunks = n, rank, blocks, chunks
         self.scratch_slots, self.inbox_slots = scratch_slots, inbox_slots
-        self.eager, self.plan, self.used = eager, plan, 0
+        self.eager, self.plan, self.used, self.head_only = eager, plan, 0, eager
         memset(self.sent, 0, sizeof(self.sent))
         memset(self.awaited, 0, sizeof(self.awaited))
         if eager:
@@ -151,6 +158,8 @@ cdef class NativeProgram:
         for k in range(self.used):
             if self.used_rank[k] == rank and self.used_buffer[k] == buffer:
                 return
+        if rank != self.rank and buffer != PUB:
+            self.head_only = False
         self.used_rank[self.used] = rank
         self.used_buffer[self.used] = buffer
         self.used += 1
@@ -169,14 +178,14 @@ cdef class NativeGroup:
     """This process's end of a group: peers' mappings, counters, descriptors."""
 
     def __init__(self, list ranges not None, *, int rank, uint32_t channel, uint32_t epoch,
-                 uint64_t identity, uint32_t spins, dict mirrors=None):
+                 uint64_t identity, uint32_t spins, uint32_t yields=0, dict mirrors=None):
         if not 1 <= len(ranges) <= RANKS or not 0 <= rank < len(ranges) or channel >= <uint32_t>ZBMD_CHANNELS:
             raise ValueError("rank, number of ranks or channel out of bounds")
         if epoch < 1:
             raise ValueError("epochs begin at 1")
         self.n, self.rank, self.channel, self.epoch = len(ranges), rank, channel, epoch
-        self.identity, self.spins, self.sequence, self.mask = identity, spins, 0, 0
-        self.pc, self.culprit = 0, -1
+        self.identity, self.spins, self.yields, self.sequence, self.mask = identity, spins, yields, 0, 0
+        self.pc, self.culprit, self.met_ns = 0, -1, 0
         memset(self.sent, 0, sizeof(self.sent))
         memset(self.received, 0, sizeof(self.received))
         for i, (base, slot, inbox_end, total) in enumerate(ranges):
@@ -201,6 +210,9 @@ cdef class NativeGroup:
     @property
     def sequence_number(self):
         return self.sequence
+
+    def meet_anew(self):
+        self.met_ns = 0
 
     def lost(self):
         cdef uint64_t mask = zbmd_load64(self.base[self.rank], ZBMD_OFF_LOST)
@@ -240,17 +252,23 @@ cdef class NativeGroup:
         self._prepare(program, &run, addresses, operation, dtype, reduction, root, count, total, piece,
                       in_stride, out_stride, scratch, scratch_bytes, layout, extents, layout_digest)
         with nogil:
-            status = self._enter(program, &run, kill_point, deadline_ns)
-            if status == S_DONE:
-                status = self._agree(program, &run)
-            if status == S_DONE:
-                status = self._walk(program, &run, kill_point, deadline_ns)
-            if status == S_DONE and not self._still_valid():
-                status = S_ABORTED
-            if status != S_DONE:
-                self._withdraw()
-            elif kill_point == self.n + program.length:
-                zbmd_die()
+            self._announce(program, &run, kill_point)
+            status = self._complete(program, &run, kill_point, deadline_ns)
+        return status
+
+    cdef int _complete(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
+        """Everything behind the announcement."""
+        cdef int status = self._await_all(deadline_ns)
+        if status == S_DONE:
+            status = self._agree(program, run)
+        if status == S_DONE:
+            status = self._walk(program, run, kill_point, deadline_ns)
+        if status == S_DONE and not self._still_valid():
+            status = S_ABORTED
+        if status != S_DONE:
+            self._withdraw()
+        elif kill_point == self.n + program.length:
+            zbmd_die()
         return status
 
     cdef _prepare(self, NativeProgram program, Run *run, const uint64_t[::1] addresses, int operation,
@@ -346,17 +364,24 @@ cdef class NativeGroup:
                     <uint64_t>self.epoch << 32 | self.sent[peer])
 
     cdef int _await(self, int peer, uint64_t count, uint64_t deadline_ns) noexcept nogil:
-        return zbmd_wait(self.base[self.rank], self.slot[peer], self.channel,
-                         <uint64_t>self.epoch << 32 | count, self.mask, deadline_ns, self.spins)
+        cdef char *own = self.base[self.rank]
+        cdef uint64_t value = <uint64_t>self.epoch << 32 | count
+        cdef uint32_t used
+        cdef int result
+        for _ in range(self.yields):
+            result = zbmd_spin(own, self.slot[peer], self.channel, value, self.spins, &used)
+            if result >= 0:
+                return result
+            sched_yield()
+        return zbmd_wait(own, self.slot[peer], self.channel, value, self.mask, deadline_ns, self.spins)
 
     cdef uint64_t _offset(self, uint64_t address) noexcept:
         """What peers are told of our memory: its offset if it lies in the segment, or 0."""
         cdef uint64_t base = <uint64_t><uintptr_t>self.base[self.rank]
         return address - base if base < address < base + self.total[self.rank] else 0
 
-    cdef int _enter(self, NativeProgram program, Run *run, int64_t kill_point,
-                    uint64_t deadline_ns) noexcept nogil:
-        """Publish the descriptor, tell every peer, wait for theirs."""
+    cdef void _announce(self, NativeProgram program, Run *run, int64_t kill_point) noexcept nogil:
+        """Publish the descriptor, and tell every peer."""
         cdef int k
         if kill_point == 0:
             zbmd_die()
@@ -365,21 +390,33 @@ cdef class NativeGroup:
             if kill_point == k:
                 zbmd_die()
             self._signal((self.rank + k) % self.n)
-        return self._await_all(deadline_ns)
 
     cdef void _publish(self, NativeProgram program, Run *run) noexcept nogil:
         cdef char *mine
         self.pc = self.culprit = -1
         self.sequence += 1
         mine = self._descriptor(self.rank)
+        # A reader that finds the word of this run before and after its look has read of this run (Boehm,
+        # "Can seqlocks get along with programming language memory models?", MSPC 2012).
         zbmd_store64(mine, 0, 0)
-        zbmd_fence()
+        zbmd_fence_release()
         self.own.word = self.own.withdrawn = 0
-        memcpy(mine, &self.own, sizeof(Header))
+        memcpy(mine, &self.own, HEAD_BYTES if program.head_only else sizeof(Header))
         if program.eager and run.address[self.rank][PUB] != NULL:
             memcpy(mine + HEADER_BYTES, run.address[self.rank][PUB], run.pub_bytes)
         self.own.word = self._word()
         zbmd_store64(mine, 0, self.own.word)
+
+    cdef bint _all_are_here(self, uint32_t looks) noexcept nogil:
+        """Look for the announcements of all peers, for so many looks at each."""
+        cdef uint32_t used
+        cdef int k, peer
+        for k in range(1, self.n):
+            peer = (self.rank + k) % self.n
+            if zbmd_spin(self.base[self.rank], self.slot[peer], self.channel,
+                         <uint64_t>self.epoch << 32 | (self.received[peer] + 1), looks, &used) < 0:
+                return False
+        return True
 
     cdef int _await_all(self, uint64_t deadline_ns) noexcept nogil:
         cdef int k, peer, status
@@ -394,8 +431,10 @@ cdef class NativeGroup:
     cdef int _agree(self, NativeProgram program, Run *run) noexcept nogil:
         """Check that all called the same, then resolve and bound every buffer the program touches."""
         cdef int i, k, rank
+        memcpy(&self.headers[self.rank], &self.own, sizeof(Header))
         for i in range(self.n):
-            memcpy(&self.headers[i], self._descriptor(i), sizeof(Header))
+            if i != self.rank:
+                memcpy(&self.headers[i], self._descriptor(i), HEAD_BYTES if program.head_only else sizeof(Header))
         if not self._still_there():
             return S_ABORTED
         for i in range(self.n):
@@ -414,6 +453,8 @@ cdef class NativeGroup:
             run.in_stride[i] = self.headers[i].in_stride
             run.out_stride[i] = self.headers[i].out_stride
             run.seen[i] = 0
+        if not program.eager and self.met_ns == 0:
+            self.met_ns = zbmd_now_ns()
         return S_DONE
 
     cdef bint _resolve(self, NativeProgram program, Run *run, int rank, int buffer) noexcept nogil:

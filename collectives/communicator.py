@@ -22,7 +22,7 @@ is absolute CLOCK_MONOTONIC, 0 for none.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.algorithms.shard_tree import Assignment, Node, shard_tree_nodes
@@ -43,8 +43,18 @@ from zbmd.collectives.program import IN, OUT, PUB, input_buffer
 from zbmd.collectives.reductions import BYTES_CODE, dtype_code, reduction_code
 from zbmd.collectives.tuning import agree_on_model
 from zbmd.collectives.uneven import UnevenOperations
+from zbmd.collectives.runs import Said
 from zbmd.transport.errors import UserError
 
+_ALL_REDUCE: Final = Operation.ALL_REDUCE.value
+_REDUCE: Final = Operation.REDUCE.value
+_BROADCAST: Final = Operation.BROADCAST.value
+_ALL_GATHER: Final = Operation.ALL_GATHER.value
+_GATHER: Final = Operation.GATHER.value
+_SCATTER: Final = Operation.SCATTER.value
+_REDUCE_SCATTER: Final = Operation.REDUCE_SCATTER.value
+_BARRIER: Final = Operation.BARRIER.value
+NO_ROOT: Final = -1
 
 class Communicator(UnevenOperations):
     """The collective operations of `members` at `epoch`, from the side of process `rank`.
@@ -70,6 +80,9 @@ class Communicator(UnevenOperations):
         bxor, as far as the dtype has it (`reductions`). `algorithm`: auto, eager, direct, ring,
         bidirectional_ring, halving_doubling, tree, double_tree or hierarchical.
         """
+        done = self.lane.run(_ALL_REDUCE, x, out, op, algorithm, NO_ROOT, deadline_ns)
+        if done is not None:
+            return (x if out is None else out) if done else self.lane_failed()
         given = as_array(x, "x")
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
         if out is None:
@@ -90,7 +103,7 @@ class Communicator(UnevenOperations):
         else:
             sides = [Side((IN,), source, 1, source), Side((OUT,), flat, 1, None, flat)]
         job = Job(shape=shape, sides=sides, count=source.size, dtype=dtype, reduction=reduction)
-        self._perform(job, deadline_ns)
+        self._perform(job, deadline_ns, Said(Operation.ALL_REDUCE, x, out, op, algorithm, NO_ROOT))
         target.bring_home()
         return x if out is None else out
 
@@ -109,6 +122,9 @@ class Communicator(UnevenOperations):
         Returns the result at the root and None elsewhere, where `x` stays intact and `out` is not used.
         `algorithm`: auto, eager or direct.
         """
+        done = self.lane.run(_REDUCE, x, out, op, algorithm, root, deadline_ns)
+        if done is not None:
+            return self._at_root(root, x if out is None else out) if done else self.lane_failed()
         given, place = as_array(x, "x"), self._place_of(root)
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
         at_root, source = place == self.place, packed(given)
@@ -127,7 +143,7 @@ class Communicator(UnevenOperations):
         elif target is not None:
             sides.append(Side((OUT,), target.flat, 1, None, target.flat))
         job = Job(shape=shape, sides=sides, count=source.size, dtype=dtype, reduction=reduction)
-        self._perform(job, deadline_ns)
+        self._perform(job, deadline_ns, Said(Operation.REDUCE, x, out, op, algorithm, root))
         if target is None:
             return None
         target.bring_home()
@@ -138,6 +154,9 @@ class Communicator(UnevenOperations):
 
         `algorithm`: auto, eager, direct or tree.
         """
+        done = self.lane.run(_BROADCAST, x, None, "sum", algorithm, root, deadline_ns)
+        if done is not None:
+            return x if done else self.lane_failed()
         place = self._place_of(root)
         given = as_array(x, "x")
         # The root's array is only read, so it need not be writeable.
@@ -147,7 +166,8 @@ class Communicator(UnevenOperations):
         sides = [Side((OUT,), flat, 1, flat, flat)]
         if shape.plan.eager:
             sides.append(Side((PUB,), flat))
-        self._perform(Job(shape=shape, sides=sides, count=flat.size, dtype=BYTES_CODE), deadline_ns)
+        job = Job(shape=shape, sides=sides, count=flat.size, dtype=BYTES_CODE)
+        self._perform(job, deadline_ns, Said(Operation.BROADCAST, x, None, "sum", algorithm, root))
         if target is not None:
             target.bring_home()
         return x
@@ -158,6 +178,9 @@ class Communicator(UnevenOperations):
         `x` may be the rank's own part of `out`. Any dtype without objects. `algorithm`: auto, eager,
         direct or ring.
         """
+        done = self.lane.run(_ALL_GATHER, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
+        if done is not None:
+            return out if done else self.lane_failed()
         given = as_array(x, "x")
         result, target = self._output(out, (self.size, *given.shape), given.dtype)
         source, flat = as_bytes(packed(given), "x"), as_bytes(target.flat, "out")
@@ -166,7 +189,8 @@ class Communicator(UnevenOperations):
         shape = shape_of(self._ask(Operation.ALL_GATHER, algorithm, source.size, BYTES_CODE))
         first = (PUB,) if shape.plan.eager else (IN,)
         sides = [Side(first, source, 1, source), Side((OUT,), flat, self.size, None, flat)]
-        self._perform(Job(shape=shape, sides=sides, count=source.size, dtype=BYTES_CODE), deadline_ns)
+        job = Job(shape=shape, sides=sides, count=source.size, dtype=BYTES_CODE)
+        self._perform(job, deadline_ns, Said(Operation.ALL_GATHER, x, out, "sum", algorithm, NO_ROOT))
         target.bring_home()
         return result
 
@@ -179,19 +203,22 @@ class Communicator(UnevenOperations):
         Returns `out` at the root and None elsewhere, where `out` is not used. At the root `x` may be its part
         of `out`. Any dtype without objects. `algorithm`: auto, eager or direct.
         """
+        done = self.lane.run(_GATHER, x, out, "sum", algorithm, root, deadline_ns)
+        if done is not None:
+            return self._at_root(root, out) if done else self.lane_failed()
         given, place = as_array(x, "x"), self._place_of(root)
         source = as_bytes(packed(given), "x")
         layout = gather_layout((source.size,) * self.size, place)
         if place != self.place:
             job = self._laid_out(Operation.GATHER, algorithm, layout, source, None, root=place)
-            self._perform(job, deadline_ns)
+            self._perform(job, deadline_ns, Said(Operation.GATHER, x, out, "sum", algorithm, root))
             return None
         result, target = self._output(out, (self.size, *given.shape), given.dtype)
         flat = as_bytes(target.flat, "out")
         if not is_block(source, flat, place * source.size):
             require_apart(source, flat)
         job = self._laid_out(Operation.GATHER, algorithm, layout, source, flat, root=place)
-        self._perform(job, deadline_ns)
+        self._perform(job, deadline_ns, Said(Operation.GATHER, x, out, "sum", algorithm, root))
         target.bring_home()
         return result
 
@@ -204,6 +231,9 @@ class Communicator(UnevenOperations):
         others pass None for `x`, and an `out`, shape (…). Any dtype without objects. `algorithm`: auto, eager
         or direct. Returns `out`.
         """
+        done = self.lane.run(_SCATTER, x, out, "sum", algorithm, root, deadline_ns)
+        if done is not None:
+            return out if done else self.lane_failed()
         place = self._place_of(root)
         source: Array | None = None
         if place == self.place:
@@ -219,7 +249,7 @@ class Communicator(UnevenOperations):
         flat = as_bytes(target.flat, "out")
         layout = scatter_layout((flat.size,) * self.size, place)
         job = self._laid_out(Operation.SCATTER, algorithm, layout, source, flat, root=place)
-        self._perform(job, deadline_ns)
+        self._perform(job, deadline_ns, Said(Operation.SCATTER, x, out, "sum", algorithm, root))
         target.bring_home()
         return result
 
@@ -231,6 +261,9 @@ class Communicator(UnevenOperations):
         `out` may be the rank's own block of `x`. `op` as in `all_reduce`. `algorithm`: auto, eager, direct or
         ring.
         """
+        done = self.lane.run(_REDUCE_SCATTER, x, out, op, algorithm, NO_ROOT, deadline_ns)
+        if done is not None:
+            return out if done else self.lane_failed()
         given = as_array(x, "x")
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
         self._blocks_of(given)
@@ -248,14 +281,21 @@ class Communicator(UnevenOperations):
         else:
             sides = [Side((IN,), source, self.size, source), Side((OUT,), flat, 1, None, flat)]
             job = Job(shape=shape, sides=sides, count=flat.size, dtype=dtype, reduction=reduction)
-        self._perform(job, deadline_ns)
+        self._perform(job, deadline_ns, Said(Operation.REDUCE_SCATTER, x, out, op, algorithm, NO_ROOT))
         target.bring_home()
         return result
 
     def barrier(self, *, deadline_ns: int = 0) -> None:
         """Return once every member has called it."""
+        done = self.lane.run(_BARRIER, None, None, "sum", "auto", NO_ROOT, deadline_ns)
+        if done is not None:
+            return None if done else self.lane_failed()
         shape = shape_of(self._ask(Operation.BARRIER, "auto", 0, BYTES_CODE))
-        self._perform(Job(shape=shape, sides=[], count=0, dtype=BYTES_CODE), deadline_ns)
+        job = Job(shape=shape, sides=[], count=0, dtype=BYTES_CODE)
+        self._perform(job, deadline_ns, Said(Operation.BARRIER, None, None, "sum", "auto", NO_ROOT))
+
+    def _at_root(self, root: int, result: Any) -> Any:
+        return result if root == self.rank else None
 
     def all_reduce_shards(
         self,

@@ -46,6 +46,8 @@ SPINS_ALONE = 4000
 """Polls before a wait parks, when every rank has a core of its own: some 100 µs."""
 SPINS_SHARED = 64
 """Polls before a wait parks, when ranks share cores and the one waited for may need ours."""
+YIELDS_SHARED = 100
+"""How often a wait polls so and then lets others have the core, before it parks: some 100 µs."""
 
 _HEADER = struct.Struct("=6Q4BI2Q32Q")
 _OPERATIONS = {operation.value: operation.name.lower() for operation in Operation}
@@ -100,9 +102,9 @@ class Executor(ABC):
         self.members = members
         self.place = members.index(rank)
         self.epoch = epoch
-        self._native = native
+        self.native = native
         self._segment = segment
-        self._scratch = np.empty(0, np.uint8)
+        self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._inbox: NDArray[Any] = np.empty(0, np.uint8)
         self._addresses = np.zeros(BUFFERS, np.uint64)
         self._kill_at: tuple[int, int] | None = None
@@ -131,9 +133,19 @@ class Executor(ABC):
         )
 
     @property
+    def scratch(self) -> NDArray[np.uint8]:
+        """The memory for partial results; a later run may take more, elsewhere."""
+        return self._scratch
+
+    @property
+    def addresses(self) -> NDArray[np.uint64]:
+        """Where the buffers of the latest run began."""
+        return self._addresses
+
+    @property
     def sequence(self) -> int:
         """Native runs begun in this epoch."""
-        return self._native.sequence_number
+        return self.native.sequence_number
 
     def kill_at(self, sequence: int, point: int) -> None:
         """Fault injection: SIGKILL this process at `point` of the run with this sequence number."""
@@ -141,14 +153,14 @@ class Executor(ABC):
 
     def abort(self) -> None:
         """End the running operation, and every later one; from any thread, within microseconds."""
-        self._native.abort()
+        self.native.abort()
 
     def give_up(self) -> None:
         """Take part in nothing more, and let the peers know: whoever waits for us ends as aborted.
 
         Call it while no operation runs.
         """
-        self._native.give_up()
+        self.native.give_up()
 
     def release(self) -> None:
         """Give back inbox and scratch."""
@@ -161,7 +173,7 @@ class Executor(ABC):
         `RemoteProtocolError` (a peer's descriptor is out of bounds), `EpochExhausted`, and `ArenaFull` if
         the inbox cannot hold the algorithm's slots.
         """
-        if self._native.capacity_left(plan.native) < 1:
+        if self.native.capacity_left(plan.native) < 1:
             raise EpochExhausted(
                 f"epoch {self.epoch} has used up its notification counters: install a new view"
             )
@@ -178,7 +190,7 @@ class Executor(ABC):
             point = faults.reserve(COLLECTIVE_POINT, plan.kill_points)
         status = self._execute(plan, call, deadline_ns=deadline_ns, kill_point=point)
         if status != STATUS_DONE:
-            raise self._error(status, plan)
+            raise self.error_of(status, plan)
 
     def _make_room(self, plan: Plan, call: Call) -> None:
         program = plan.program
@@ -193,14 +205,15 @@ class Executor(ABC):
             self._inbox = self._segment.inbox.empty(program.inbox_slots * slot_bytes, np.uint8)
 
     def _where(self, plan: Plan) -> str:
-        pc, program = self._native.pc, plan.program
+        pc, program = self.native.pc, plan.program
         at = "entering" if pc < 0 else f"at instruction {pc} of {len(program.instructions)}"
         if 0 <= pc < len(program.instructions):
             at += f" ({program.instructions[pc]})"
         rank = self.members[self.place]
         return f"{program.algorithm} #{self.sequence} of epoch {self.epoch}, rank {rank} {at}"
 
-    def _error(self, status: int, plan: Plan) -> ZbmdError:
+    def error_of(self, status: int, plan: Plan) -> ZbmdError:
+        """What to raise for a native run that ended so."""
         where = self._where(plan)
         if status == STATUS_LOST:
             lost = tuple(self.members[i] for i in self._lost())
@@ -214,20 +227,20 @@ class Executor(ABC):
         if status == STATUS_DESYNCHRONISED:
             return self._desynchronised()
         if status == STATUS_BAD_DESCRIPTOR:
-            peer = self.members[self._native.culprit]
+            peer = self.members[self.native.culprit]
             return RemoteProtocolError(
                 f"rank {peer} described memory outside its segment",
-                story=(where, self._describe(self._native.culprit)),
+                story=(where, self._describe(self.native.culprit)),
             )
         return CollectiveError(f"{where}: the executor returned the unknown status {status}")
 
     def _lost(self) -> list[int]:
         """The places of the members that are known to be gone."""
-        return self._native.lost()
+        return self.native.lost()
 
     def _desynchronised(self) -> Desynchronised:
         calls = {member: self._describe(i) for i, member in enumerate(self.members)}
-        mine, culprit = self.members[self.place], self.members[self._native.culprit]
+        mine, culprit = self.members[self.place], self.members[self.native.culprit]
         return Desynchronised(
             f"operation #{self.sequence} of epoch {self.epoch}: rank {mine} called {calls[mine]}, "
             f"rank {culprit} called {calls[culprit]}; every rank must make the same calls in the same order",
@@ -236,7 +249,7 @@ class Executor(ABC):
 
     def _describe(self, index: int) -> str:
         """A call as its rank's descriptor tells it (untrusted, so nothing is looked up unchecked)."""
-        fields = _HEADER.unpack(self._native.header(index))
+        fields = _HEADER.unpack(self.native.header(index))
         plan, count, total, operation, dtype, reduction, root, piece = fields[3:11]
         kind = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else f"dtype {dtype}"
         how = REDUCTIONS[reduction] if reduction < len(REDUCTIONS) else f"reduction {reduction}"
@@ -277,6 +290,7 @@ class MappedExecutor(Executor):
                 epoch=epoch,
                 identity=group_identity(members, epoch),
                 spins=spins_for(len(members)),
+                yields=0 if a_core_each(len(members)) else YIELDS_SHARED,
             )
         except ValueError as error:
             raise no_executor(members, epoch, error) from None
@@ -285,7 +299,7 @@ class MappedExecutor(Executor):
         self._mappings = (segment.mapping, *(peer.mapping for peer in peers.values()))
 
     def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
-        return self._native.run(
+        return self.native.run(
             plan.native,
             self._addresses,
             deadline_ns=deadline_ns,
@@ -301,7 +315,12 @@ def group_identity(members: tuple[int, ...], epoch: int) -> int:
 
 def spins_for(members: int) -> int:
     """Polls before a wait parks, in a group of so many on one host."""
-    return SPINS_ALONE if members <= len(os.sched_getaffinity(0)) else SPINS_SHARED
+    return SPINS_ALONE if a_core_each(members) else SPINS_SHARED
+
+
+def a_core_each(members: int) -> bool:
+    """Whether so many on one host need not share cores."""
+    return members <= len(os.sched_getaffinity(0))
 
 
 def no_executor(members: tuple[int, ...], epoch: int, error: ValueError) -> LocalProtocolError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -143,16 +143,30 @@ def _blocked(ask: Ask, name: str) -> bool:
         raise UserError(str(error)) from None
 
 
+@dataclass(frozen=True, slots=True)
+class Single:
+    """The one native run that a job was, over arrays where they lay."""
+
+    plan: Plan
+    call: Call
+    addresses: Mapping[int, int]
+
+
 class PieceRunner:
-    """Runs jobs on one executor, staging in the arena what peers must read and cannot where it lies."""
+    """Runs jobs on one executor, staging in the arena what peers must read and cannot where it lies.
+
+    single: the latest job's only run, if it was one, and nothing was copied for it.
+    """
 
     def __init__(self, segment: Segment, executor: Executor, place: int) -> None:
         self._segment = segment
         self._executor = executor
         self._place = place
+        self.single: Single | None = None
 
     def run(self, job: Job, deadline_ns: int) -> None:
         """Run all pieces. Raises what `Executor.run` does."""
+        self.single = None
         if job.layout is None:
             self._run_even(job, deadline_ns)
         else:
@@ -187,6 +201,8 @@ class PieceRunner:
             )
             plan = shape.plan if length == shape.piece else shape.last
             self._executor.run(plan, call, addresses, deadline_ns=deadline_ns)
+            if length == count and _nothing_is_copied(job, staging):
+                self.single = Single(plan, call, addresses)
             for side, staged in zip(job.sides, staging, strict=True):
                 if staged is not None:
                     _copy_piece(staged, side.store, side.blocks, 0, begin, length)
@@ -218,6 +234,8 @@ class PieceRunner:
                 layout=piece,
             )
             self._executor.run(job.shape.plan, call, addresses, deadline_ns=deadline_ns)
+            if len(pieces) == 1 and _nothing_is_copied(job, staging):
+                self.single = Single(job.shape.plan, call, addresses)
             for side, staged in zip(job.sides, staging, strict=True):
                 if staged is not None:
                     self._move_blocks(layout, piece, side.buffers[0], side.store, staged, into=False)
@@ -246,6 +264,12 @@ class PieceRunner:
             else None
             for side, length in zip(job.sides, lengths, strict=True)
         ]
+
+
+def _nothing_is_copied(job: Job, staging: Sequence[Array | None]) -> bool:
+    return all(staged is None for staged in staging) and all(
+        other is None or other is side.array for side in job.sides for other in (side.load, side.store)
+    )
 
 
 def _copy_piece(

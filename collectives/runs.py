@@ -4,25 +4,44 @@ error.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
+import numpy as np
+
+from zbmd.collectives._flight import COMPLETE, FAILED
+from zbmd.collectives._lane import Lane, Turnstile
+from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.arrays import Array
 from zbmd.collectives.choice import wish_of_environment
 from zbmd.collectives.cost_model import MANY_HOSTS, ONE_HOST
 from zbmd.collectives.errors import MembersLost, OperationAborted
+from zbmd.collectives.executor import MappedExecutor, a_core_each, layout_arguments
 from zbmd.collectives.executors import make_executor
-from zbmd.collectives.flight import FLIGHT_RECORDS_MAX, FlightRecord, FlightState
-from zbmd.collectives.pieces import Job, PieceRunner
-from zbmd.collectives.turnstile import Turnstile
-from zbmd.transport._native import now_ns
+from zbmd.collectives.flight import FlightLog, FlightRecord
+from zbmd.collectives.pieces import Job, PieceRunner, Single
+from zbmd.collectives.program import IN, OUT, PUB
+from zbmd.transport import faults
+from zbmd.transport._native import address_of, now_ns
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.segment import Segment
 
+_LANE_BUFFERS = frozenset((OUT, PUB, IN))
+
 OnFlight: TypeAlias = Callable[[FlightRecord, Sequence[Array]], None]
 """Takes an operation as it begins, without results, and again as it ends, with them."""
+
+
+class Said(NamedTuple):
+    """A call as its caller put it. `root`: a member's rank, or -1."""
+
+    operation: Operation
+    x: Any
+    out: Any
+    op: str
+    algorithm: str
+    root: int
 
 
 class Runs:
@@ -53,13 +72,32 @@ class Runs:
         self._wish = wish_of_environment()
         self.size = len(members)
         self.place = members.index(rank)
-        self.flight: deque[FlightRecord] = deque(maxlen=FLIGHT_RECORDS_MAX)
-        self.on_flight: OnFlight | None = None
+        self.flight = FlightLog()
+        self._on_flight: OnFlight | None = None
         self._segment = segment
         self._runner = PieceRunner(segment, self._executor, self.place)
         self._turnstile = Turnstile()
+        self.lane = Lane(
+            self._executor.native,
+            self._turnstile,
+            self.flight.ring,
+            arena_begin=segment.base + segment.nbytes - segment.arena.capacity_bytes,
+            arena_end=segment.base + segment.nbytes,
+            held=a_core_each(len(members)),
+        )
+        self.lane.open = isinstance(self._executor, MappedExecutor) and not faults.armed()
         self._ended = ""
         self._closed = False
+
+    @property
+    def on_flight(self) -> OnFlight | None:
+        """Who hears of each operation as it begins and ends. The lane, which tells nobody, is then closed."""
+        return self._on_flight
+
+    @on_flight.setter
+    def on_flight(self, hears: OnFlight) -> None:
+        self.lane.open = False
+        self._on_flight = hears
 
     def __repr__(self) -> str:
         place = f"epoch {self.epoch} channel {self.channel}"
@@ -73,6 +111,7 @@ class Runs:
     def abort(self) -> None:
         """End the running operation with `OperationAborted`, and every later one; from any thread."""
         self._ended = self._ended or "it was aborted"
+        self.lane.open = False
         self._executor.abort()
 
     def close(self) -> None:
@@ -83,7 +122,7 @@ class Runs:
         After a loss call it only once the dead are confirmed dead: their last store may still be under way.
         """
         self.abort()
-        with self._turnstile.turn():
+        with self._turnstile:
             if not self._closed:
                 self._closed = True
                 self._executor.give_up()
@@ -95,38 +134,103 @@ class Runs:
         Points are those of `Plan.kill_points`; `sequence + 1` is the next run.
         """
         self._executor.kill_at(sequence, point)
+        self.lane.kill_at(sequence, point)
 
-    def _perform(self, job: Job, deadline_ns: int) -> None:
-        with self._turnstile.turn():
+    def _perform(self, job: Job, deadline_ns: int, said: Said | None = None) -> None:
+        """Run a job in turn. `said`: the call behind it, if the lane may take others like it."""
+        with self._turnstile:
             self._perform_in_turn(job, deadline_ns)
+            if said is not None and self.lane.open and self._runner.single is not None:
+                self._teach(said, job, self._runner.single)
 
     def _perform_in_turn(self, job: Job, deadline_ns: int) -> None:
         if self._ended:
             raise OperationAborted(f"{self!r} has ended: {self._ended}. Use the next view's communicator")
-        request = job.shape.plan.request
-        record = FlightRecord(
-            operation=request.operation.name.lower(),
-            algorithm=request.algorithm,
-            sequence=self.sequence + 1,
-            nbytes=job.nbytes,
-            start_ns=now_ns(),
-        )
-        self.flight.append(record)
-        if self.on_flight is not None:
-            self.on_flight(record, ())
+        request, ring, native = job.shape.plan.request, self.flight.ring, self._executor.native
+        name = request.operation.name.lower()
+        native.meet_anew()
+        ring.begin(ring.number(name, request.algorithm), self.sequence + 1, job.nbytes, now_ns())
+        if self._on_flight is not None:
+            self._on_flight(self.flight[-1], ())
         try:
             self._runner.run(job, deadline_ns)
         except BaseException as error:
-            record.state, record.error = FlightState.FAILED, str(error)
-            self._ended = self._ended or f"{request.operation.name.lower()} failed: {error}"
-            if isinstance(error, MembersLost):
-                self._executor.abort()  # the peers have their own notice, and it names the lost
-            else:
-                self._executor.give_up()  # whatever it was, they may wait for a part that will not come
+            self._give_up(name, error)
             raise
         else:
-            record.state = FlightState.COMPLETE
+            ring.end(COMPLETE, native.met_ns, now_ns())
         finally:
-            record.end_ns = now_ns()
-            if self.on_flight is not None:
-                self.on_flight(record, [side.store for side in job.sides if side.store is not None])
+            if self._on_flight is not None:
+                self._on_flight(
+                    self.flight[-1], [side.store for side in job.sides if side.store is not None]
+                )
+
+    def _give_up(self, name: str, error: BaseException) -> None:
+        """The operation that has the turn has failed, and with it the communicator."""
+        self.flight.ring.end(FAILED, self._executor.native.met_ns, now_ns(), str(error) or type(error).__name__)
+        self._ended = self._ended or f"{name} failed: {error}"
+        self.lane.open = False
+        if isinstance(error, MembersLost):
+            self._executor.abort()  # the peers have their own notice, and it names the lost
+        else:
+            self._executor.give_up()  # whatever it was, they may wait for a part that will not come
+
+    def lane_failed(self) -> NoReturn:
+        """Raise what became of the lane's call, which still has the turn."""
+        shape = self.lane.failed
+        if shape is None:
+            raise LocalProtocolError("no call of the lane has failed")
+        try:
+            error = self._executor.error_of(self.lane.status, shape.plan)
+            self._give_up(shape.plan.request.operation.name.lower(), error)
+            raise error
+        finally:
+            self._turnstile.__exit__(None, None, None)
+
+    def _teach(self, said: Said, job: Job, single: Single) -> None:
+        """Have the lane take calls like this one from now on, if its arrays were used as they were given."""
+        plan, call = single.plan, single.call
+        given = [array for array in (said.x, said.out) if array is not None]
+        if plan.program.inbox_slots or not all(_as_given(array) for array in given):
+            return
+        places: dict[int, bool] = {}
+        for buffer, address in single.addresses.items():
+            if said.out is not None and address == address_of(said.out):
+                places[buffer] = True
+            elif said.x is not None and address == address_of(said.x):
+                places[buffer] = False
+            else:
+                return
+        if not _LANE_BUFFERS.issuperset(places):
+            return
+        self.lane.learn(
+            plan,
+            plan.native,
+            said.x,
+            said.out,
+            operation=said.operation.value,
+            op=said.op,
+            algorithm=said.algorithm,
+            root=said.root,
+            places=places,
+            dtype=call.dtype,
+            reduction=call.reduction,
+            count=call.count,
+            total=call.total,
+            in_stride=call.in_stride,
+            out_stride=call.out_stride,
+            exposed=plan.exposed,
+            scratch=self._executor.scratch,
+            addresses=self._executor.addresses,
+            plan_root=plan.request.root,
+            plan_operation=plan.request.operation.value,
+            nbytes=job.nbytes,
+            name=plan.request.operation.name.lower(),
+            plan_algorithm=plan.request.algorithm,
+            **layout_arguments(call),
+        )
+
+
+def _as_given(array: Any) -> bool:
+    """Whether the lane can look at such an array: a plain one, its elements one after the other."""
+    return type(array) is np.ndarray and array.flags.c_contiguous and array.size > 0

@@ -68,7 +68,7 @@ class UnevenOperations(Calls):
         source, flat = as_bytes(packed(given), "x"), as_bytes(target.flat, "out")
         require_apart(source, flat)
         row_bytes = given.itemsize * int(np.prod(given.shape[1:], dtype=np.int64))
-        with self._turnstile.turn():
+        with self._turnstile:
             table = self._exchange_rows((row_bytes, *sends, *receives), deadline_ns)
             counts = self._matched(table)
             layout = all_to_all_layout(counts)
@@ -86,7 +86,7 @@ class UnevenOperations(Calls):
             raise UserError("x has no rows: it must have one axis at least")
         source = as_bytes(packed(given), "x")
         row_bytes = given.itemsize * int(np.prod(given.shape[1:], dtype=np.int64))
-        with self._turnstile.turn():
+        with self._turnstile:
             table = self._exchange_rows((row_bytes, given.shape[0]), deadline_ns)
             self._require_one_size(table)
             rows = [int(rows) for rows in table[:, 1]]

@@ -16,7 +16,7 @@ from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards,
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.errors import Desynchronised, OperationAborted
 from zbmd.collectives.flight import FLIGHT_RECORDS_MAX, FlightState
-from zbmd.collectives.turnstile import Turnstile
+from zbmd.collectives._lane import Turnstile
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
 from zbmd.transport.segment import Segment
@@ -300,14 +300,14 @@ def test_threads_take_turns_in_the_order_in_which_they_came() -> None:
     begun = [threading.Event() for _ in range(5)]
 
     def pass_through(i: int) -> None:
-        with turnstile.turn():
+        with turnstile:
             order.append(i)
 
-    with turnstile.turn():
+    with turnstile:
         threads = [threading.Thread(target=pass_through, args=(i,)) for i in range(5)]
         for i, thread in enumerate(threads):
             thread.start()
-            while len(turnstile._waiting) <= i:
+            while turnstile.waiting <= i:
                 begun[i].wait(0.001)
     for thread in threads:
         thread.join()

@@ -1,0 +1,28 @@
+from typing import Final
+
+RUNNING: Final[int]
+COMPLETE: Final[int]
+FAILED: Final[int]
+
+class FlightRing:
+    """The latest operations of a communicator, `capacity` of them.
+
+    Whoever has the communicator's turn writes it; anybody may read it.
+    """
+
+    capacity: int
+    begun: int
+    """Operations recorded since the ring was made."""
+
+    def __init__(self, capacity: int) -> None: ...
+    def number(self, operation: str, algorithm: str) -> int:
+        """What stands for these names in the ring."""
+    def begin(self, call: int, sequence: int, nbytes: int, start_ns: int) -> None:
+        """An operation begins; `call` is its `number`."""
+    def end(self, state: int, met_ns: int, end_ns: int, error: str = "") -> None:
+        """The latest operation has ended."""
+    def record(self, number: int) -> tuple[str, str, int, int, int, int, int, int, str]:
+        """(operation, algorithm, sequence, nbytes, start, met, end, state, error) of the `number`-th begun.
+
+        Raises IndexError if it is not kept.
+        """

@@ -1,0 +1,117 @@
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.collectives._flight import FlightRing
+from zbmd.collectives._stepper import NativeGroup, NativeProgram
+from zbmd.collectives.plan import Plan
+
+WAITING_MAX: Final[int]
+"""Threads that may wait for their turn on one communicator."""
+SHAPES_MAX: Final[int]
+"""Calls that a lane knows; one more takes another's place."""
+LOOKS_WITH_GIL: Final[int]
+"""Looks for the other members before a small operation lets go of the GIL: some microseconds."""
+QUICK_BYTES_MAX: Final[int]
+"""What a small operation moves at most."""
+
+class Turnstile:
+    """Lets threads through one at a time, in the order in which they came: `with turnstile: ...`.
+
+    Entering raises LocalProtocolError when too many wait already.
+    """
+
+    def __enter__(self) -> Turnstile: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+    @property
+    def waiting(self) -> int:
+        """How many wait for their turn."""
+
+class Shape:
+    """One call that has been made before: everything of it but its arrays' addresses."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+class Lane:
+    """The way of calls that have been made before past all that decided how they run.
+
+    A call that it takes is the very one that the executor would make: the same program, descriptor,
+    fingerprint, abort word, deadline, kill points and flight record. It takes a call if one of the same
+    operation, dtype, size, arguments and reduction has run in one piece over arrays where they lay
+    (`learn`), if its own arrays can be used where they lie too, and if nobody else has the turn.
+
+    A small operation looks for the other members with the GIL held, for some microseconds: most often they
+    are there. `held`: whether every member has a core of its own, so that this is worth it.
+    """
+
+    open: bool
+    """Whether it takes calls."""
+
+    def __init__(
+        self,
+        group: NativeGroup,
+        turnstile: Turnstile,
+        ring: FlightRing,
+        *,
+        arena_begin: int,
+        arena_end: int,
+        held: bool,
+    ) -> None: ...
+    @property
+    def status(self) -> int:
+        """How the call ended that failed."""
+    @property
+    def failed(self) -> Shape | None:
+        """The call that failed; the turn is still its caller's."""
+    def kill_at(self, sequence: int, point: int) -> None:
+        """Fault injection, see `Executor.kill_at`."""
+    def queue(self, change: int) -> None:
+        """Operations that wait for another thread have become one more, or one less."""
+    def learn(
+        self,
+        plan: Plan,
+        program: NativeProgram,
+        x: NDArray[Any] | None,
+        out: NDArray[Any] | None,
+        *,
+        operation: int,
+        op: str,
+        algorithm: str,
+        root: int,
+        places: Mapping[int, bool],
+        dtype: int,
+        reduction: int,
+        count: int,
+        total: int,
+        in_stride: int,
+        out_stride: int,
+        exposed: frozenset[int],
+        scratch: NDArray[np.uint8],
+        addresses: NDArray[np.uint64],
+        plan_root: int,
+        plan_operation: int,
+        nbytes: int,
+        name: str,
+        plan_algorithm: str,
+        layout: NDArray[np.uint64] | None = None,
+        extents: NDArray[np.uint64] | None = None,
+        layout_digest: int = 0,
+    ) -> None:
+        """Take calls like this one, which has just run, from now on; call it while the turn is the caller's.
+
+        `places`: for each of its buffers, whether it is `out` (or `x`).
+        """
+    def run(
+        self, operation: int, x: object, out: object, op: str, algorithm: str, root: int, deadline_ns: int
+    ) -> bool | None:
+        """None: this call is not for the lane. True: done. False: failed, see `failed`."""
+    def run_now(
+        self, operation: int, x: object, out: object, op: str, algorithm: str, root: int, timeout_ns: int
+    ) -> bool | None:
+        """As `run`, unless operations wait for another thread: they come first."""

@@ -1,0 +1,296 @@
+# cython: boundscheck=False, wraparound=False
+"""The turnstile and the lane of calls that have been made before. See _lane.pyi."""
+
+import threading
+
+cimport cython
+cimport numpy as cnp
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from zbmd.collectives._flight cimport F_COMPLETE, FlightRing
+from zbmd.collectives._stepper cimport (
+    BUFFERS, IN, OUT, PUB, S_DONE, Header, NativeGroup, NativeProgram, Run
+)
+
+from zbmd.transport.errors import LocalProtocolError
+
+cdef extern from "native.h" nogil:
+    uint64_t zbmd_now_ns()
+
+cnp.import_array()
+
+WAITING_MAX = 1024
+SHAPES_MAX = SHAPES
+LOOKS_WITH_GIL = LOOKS
+QUICK_BYTES_MAX = QUICK_BYTES
+
+cdef enum:
+    SHAPES = 128
+    LOOKS = 40
+    QUICK_BYTES = 1408
+    NOWHERE = 0
+    AT_X = 1
+    AT_OUT = 2
+
+
+@cython.final
+cdef class Turnstile:
+    """Lets threads through one at a time, in the order in which they came."""
+
+    def __cinit__(self):
+        self.busy, self.gates = False, []
+
+    def __enter__(self):
+        # Made first: nothing below lets another thread in between the look and what is done about it.
+        if not self.busy:
+            self.busy = True
+            return self
+        gate = threading.Lock()
+        gate.acquire()
+        if len(self.gates) >= WAITING_MAX:
+            raise LocalProtocolError(f"{WAITING_MAX} threads already wait for this communicator")
+        if self.busy:
+            self.gates.append(gate)
+            gate.acquire()
+        else:
+            self.busy = True
+        return self
+
+    def __exit__(self, *_):
+        self._pass_on()
+
+    @property
+    def waiting(self):
+        return len(self.gates)
+
+    cdef void _pass_on(self):
+        if self.gates:
+            self.gates.pop(0).release()
+        else:
+            self.busy = False
+
+
+cdef class Shape:
+    """One call that has been made before: everything of it but its arrays' addresses."""
+
+    cdef readonly object plan
+    cdef NativeProgram program
+    cdef object descr, op, algorithm, root, kept
+    cdef int operation
+    cdef Py_ssize_t size, out_size, extent
+    cdef bint has_x, has_out, quick
+    cdef bint writes_x, writes_out, shares_x, shares_out
+    cdef int place[BUFFERS]
+    cdef uint64_t nbytes, most
+    cdef uint64_t x_bytes, out_bytes
+    cdef int32_t flight
+    cdef Run *run
+    cdef Header header
+
+    def __cinit__(self):
+        self.run = <Run *>calloc(1, sizeof(Run))
+        if self.run == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        free(self.run)
+
+
+cdef inline bint same(object a, object b):
+    return a is b or a == b
+
+
+cdef inline char *data_of(object x):
+    return <char *>cnp.PyArray_DATA(<cnp.ndarray>x)
+
+
+cdef inline Py_ssize_t extent_of(object x):
+    return cnp.PyArray_DIM(<cnp.ndarray>x, 0) if cnp.PyArray_NDIM(<cnp.ndarray>x) else -1
+
+
+cdef inline bint usable(object x, bint writes):
+    cdef int flags = cnp.NPY_ARRAY_C_CONTIGUOUS | cnp.NPY_ARRAY_ALIGNED | (cnp.NPY_ARRAY_WRITEABLE if writes else 0)
+    return cnp.PyArray_CHKFLAGS(<cnp.ndarray>x, flags)
+
+
+@cython.final
+cdef class Lane:
+    """The way of calls that have been made before past everything that decided how they run."""
+
+    cdef NativeGroup group
+    cdef Turnstile turnstile
+    cdef FlightRing ring
+    cdef list shapes
+    cdef uint64_t arena_begin, arena_end
+    cdef uint32_t queued
+    cdef bint held
+    cdef public bint open
+    cdef readonly Shape failed
+    cdef readonly int status
+    cdef int64_t kill_sequence, kill_point
+
+    def __init__(self, NativeGroup group not None, Turnstile turnstile not None, FlightRing ring not None, *,
+                 uint64_t arena_begin, uint64_t arena_end, bint held):
+        self.group, self.turnstile, self.ring = group, turnstile, ring
+        self.arena_begin, self.arena_end = arena_begin, arena_end
+        self.shapes = [None] * SHAPES
+        self.queued, self.held, self.open = 0, held, True
+        self.failed, self.status, self.kill_sequence, self.kill_point = None, 0, -1, -1
+
+    def kill_at(self, int64_t sequence, int64_t point):
+        self.kill_sequence, self.kill_point = sequence, point
+
+    def queue(self, int change):
+        """Operations that wait for another thread: + 1 or - 1."""
+        self.queued += change
+
+    def learn(self, object plan, NativeProgram program not None, x, out, *, int operation, str op not None,
+              str algorithm not None, object root, object places not None, int dtype, int reduction, uint64_t count,
+              uint64_t total, uint64_t in_stride, uint64_t out_stride, object exposed not None, object scratch not None,
+              const uint64_t[::1] addresses not None, int plan_root, int plan_operation, uint64_t nbytes,
+              str name not None, str plan_algorithm not None, const uint64_t[:, ::1] layout=None,
+              const uint64_t[:, ::1] extents=None, uint64_t layout_digest=0):
+        """Take a call that has just run. `places`: {buffer: whether it is `out`}."""
+        cdef Shape made = Shape()
+        cdef int i
+        cdef uintptr_t scratch_at = <uintptr_t>data_of(scratch)
+        self.group._prepare(program, made.run, addresses, plan_operation, dtype, reduction, plan_root, count, total, 0,
+                            in_stride, out_stride, scratch_at, scratch.nbytes, layout, extents, layout_digest)
+        memcpy(&made.header, &self.group.own, sizeof(Header))
+        made.kept = (scratch, None if layout is None else layout.base, None if extents is None else extents.base)
+        made.plan, made.program = plan, program
+        made.operation, made.root, made.op, made.algorithm = operation, root, op, algorithm
+        made.has_x, made.has_out = x is not None, out is not None
+        first = x if made.has_x else out
+        made.descr = None if first is None else first.dtype
+        made.size = x.size if made.has_x else 0
+        made.extent = extent_of(x) if made.has_x else -1
+        made.out_size = out.size if made.has_out else 0
+        made.x_bytes = x.nbytes if made.has_x else 0
+        made.out_bytes = out.nbytes if made.has_out else 0
+        for i in range(BUFFERS):
+            made.place[i] = NOWHERE
+        for buffer, at_out in places.items():
+            made.place[buffer] = AT_OUT if at_out else AT_X
+            if at_out:
+                made.writes_out |= buffer == OUT
+                made.shares_out |= buffer in exposed
+            else:
+                made.writes_x |= buffer == OUT
+                made.shares_x |= buffer in exposed
+        made.most, made.quick = 1, program.head_only and self.held and nbytes <= QUICK_BYTES
+        for i in range(self.group.n):
+            made.most = max(made.most, 1 + max(program.sent[i], program.awaited[i]))
+            made.quick &= program.awaited[i] == 0
+        made.nbytes = nbytes
+        made.flight = self.ring.number(name, plan_algorithm)
+        at = self._home(operation, NULL if first is None else <void *>made.descr, made.size)
+        if self.shapes[at] is not None and self.shapes[(at + 1) % SHAPES] is None:
+            at = (at + 1) % SHAPES
+        self.shapes[at] = made
+
+    cdef int _home(self, int operation, void *descr, Py_ssize_t size) noexcept:
+        cdef uint64_t mixed = (<uint64_t><uintptr_t>descr >> 4) + <uint64_t>size * <uint64_t>0x9e3779b97f4a7c15
+        return <int>(((mixed >> 32) ^ mixed + <uint64_t>operation * 29) % SHAPES)
+
+    def run(self, int operation, x, out, str op not None, str algorithm not None, object root, uint64_t deadline_ns):
+        return self._run(operation, x, out, op, algorithm, root, deadline_ns, 0)
+
+    def run_now(self, int operation, x, out, str op not None, str algorithm not None, object root, uint64_t timeout_ns):
+        if self.queued:
+            return None
+        return self._run(operation, x, out, op, algorithm, root, 0, timeout_ns)
+
+    cdef object _run(self, int operation, object x, object out, str op, str algorithm, object root, uint64_t deadline_ns,
+                     uint64_t timeout_ns):
+        cdef Shape shape
+        cdef void *descr = NULL
+        cdef Py_ssize_t size = 0
+        cdef int at
+        if not self.open or self.turnstile.busy:
+            return None
+        if x is not None:
+            if type(x) is not cnp.ndarray:
+                return None
+            descr = <void *>cnp.PyArray_DESCR(<cnp.ndarray>x)
+            size = cnp.PyArray_SIZE(<cnp.ndarray>x)
+        if out is not None:
+            if type(out) is not cnp.ndarray:
+                return None
+            if x is None:
+                descr = <void *>cnp.PyArray_DESCR(<cnp.ndarray>out)
+            elif <void *>cnp.PyArray_DESCR(<cnp.ndarray>out) != descr:
+                return None
+        at = self._home(operation, descr, size)
+        for _ in range(2):
+            shape = self.shapes[at]
+            if shape is None:
+                return None
+            if (shape.operation == operation and shape.size == size and same(shape.root, root)
+                    and (descr == NULL) == (shape.descr is None) and (descr == NULL or descr == <void *>shape.descr)
+                    and shape.has_x == (x is not None) and shape.has_out == (out is not None)
+                    and (x is None or shape.extent == extent_of(x))
+                    and (out is None or shape.out_size == cnp.PyArray_SIZE(<cnp.ndarray>out))
+                    and same(shape.op, op) and same(shape.algorithm, algorithm)):
+                return self._enter(shape, x, out, deadline_ns, timeout_ns)
+            at = (at + 1) % SHAPES
+        return None
+
+    cdef bint _shared(self, char *at, uint64_t nbytes) noexcept:
+        cdef uint64_t begin = <uint64_t><uintptr_t>at
+        return self.arena_begin <= begin and nbytes <= self.arena_end - begin and begin <= self.arena_end
+
+    cdef object _enter(self, Shape shape, object x, object out, uint64_t deadline_ns, uint64_t timeout_ns):
+        """Check the arrays, put in their addresses, and run."""
+        cdef char *x_at = NULL
+        cdef char *out_at = NULL
+        cdef NativeGroup group = self.group
+        cdef uint64_t left
+        cdef int i
+        if shape.has_x:
+            x_at = data_of(x)
+            if not usable(x, shape.writes_x) or shape.shares_x and not self._shared(x_at, shape.x_bytes):
+                return None
+        if shape.has_out:
+            out_at = data_of(out)
+            if not usable(out, shape.writes_out) or shape.shares_out and not self._shared(out_at, shape.out_bytes):
+                return None
+            if shape.has_x and x_at < out_at + shape.out_bytes and out_at < x_at + shape.x_bytes:
+                return None
+        for i in range(group.n):
+            left = 0xffffffff - max(group.sent[i], group.received[i])
+            if left < shape.most or group.sequence == 0xffffffff:
+                return None
+        memcpy(&group.own, &shape.header, sizeof(Header))
+        for i in (OUT, PUB, IN):
+            if shape.place[i] != NOWHERE:
+                shape.run.address[group.rank][i] = x_at if shape.place[i] == AT_X else out_at
+                group.own.offsets[i] = group._offset(<uint64_t><uintptr_t>shape.run.address[group.rank][i])
+        return self._fly(shape, deadline_ns, timeout_ns)
+
+    cdef object _fly(self, Shape shape, uint64_t deadline_ns, uint64_t timeout_ns):
+        cdef NativeGroup group = self.group
+        cdef uint64_t now_ns = zbmd_now_ns()
+        cdef int64_t point = -1
+        cdef int status
+        if self.kill_sequence == <int64_t>group.sequence + 1:
+            point = self.kill_point
+        if timeout_ns:
+            deadline_ns = now_ns + timeout_ns
+        self.turnstile.busy = True
+        group.met_ns = 0
+        self.ring.enter(shape.flight, <uint64_t>group.sequence + 1, shape.nbytes, now_ns)
+        group._announce(shape.program, shape.run, point)
+        if shape.quick and group._all_are_here(LOOKS):
+            status = group._complete(shape.program, shape.run, point, deadline_ns)
+        else:
+            with nogil:
+                status = group._complete(shape.program, shape.run, point, deadline_ns)
+        if status != S_DONE:
+            self.status, self.failed = status, shape
+            return False
+        self.ring.leave(F_COMPLETE, group.met_ns, zbmd_now_ns())
+        self.turnstile._pass_on()
+        return True

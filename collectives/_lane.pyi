@@ -64,6 +64,12 @@ class Lane:
         held: bool,
     ) -> None: ...
     @property
+    def taken(self) -> int:
+        """Calls that it took."""
+    @property
+    def queued(self) -> int:
+        """Operations that wait for another thread, or run there (`queue`)."""
+    @property
     def status(self) -> int:
         """How the call ended that failed."""
     @property

@@ -124,7 +124,8 @@ cdef class Lane:
     cdef FlightRing ring
     cdef list shapes
     cdef uint64_t arena_begin, arena_end
-    cdef uint32_t queued
+    cdef readonly uint32_t queued
+    cdef readonly uint64_t taken
     cdef bint held
     cdef public bint open
     cdef readonly Shape failed
@@ -136,7 +137,7 @@ cdef class Lane:
         self.group, self.turnstile, self.ring = group, turnstile, ring
         self.arena_begin, self.arena_end = arena_begin, arena_end
         self.shapes = [None] * SHAPES
-        self.queued, self.held, self.open = 0, held, True
+        self.queued, self.taken, self.held, self.open = 0, 0, held, True
         self.failed, self.status, self.kill_sequence, self.kill_point = None, 0, -1, -1
 
     def kill_at(self, int64_t sequence, int64_t point):
@@ -280,6 +281,7 @@ cdef class Lane:
         if timeout_ns:
             deadline_ns = now_ns + timeout_ns
         self.turnstile.busy = True
+        self.taken += 1
         group.met_ns = 0
         self.ring.enter(shape.flight, <uint64_t>group.sequence + 1, shape.nbytes, now_ns)
         group._announce(shape.program, shape.run, point)

@@ -5,6 +5,8 @@ from numpy.typing import NDArray
 
 BLOCKED: Final[int]
 DONE: Final[int]
+LOOKS_BEFORE_YIELD: Final[int]
+"""Looks of a wait before it lets others have the core, if it does so."""
 PUB_BYTES_MAX: Final[int]
 DESCRIPTOR_HEADER_BYTES: Final[int]
 COUNTER_MAX: Final[int]

@@ -46,8 +46,8 @@ SPINS_ALONE = 4000
 """Polls before a wait parks, when every rank has a core of its own: some 100 µs."""
 SPINS_SHARED = 64
 """Polls before a wait parks, when ranks share cores and the one waited for may need ours."""
-YIELDS_SHARED = 100
-"""How often a wait polls so and then lets others have the core, before it parks: some 100 µs."""
+YIELDS_SHARED = 200
+"""How often a wait looks a few times and then lets others have the core, before it parks: some 100 µs."""
 
 _HEADER = struct.Struct("=6Q4BI2Q32Q")
 _OPERATIONS = {operation.value: operation.name.lower() for operation in Operation}

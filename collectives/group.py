@@ -16,22 +16,16 @@ from numpy.typing import NDArray
 
 from zbmd.actors.member import Node
 from zbmd.actors.view import View
+from zbmd.collectives.blocking import Blocking, timeout_ns
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group_watch import GroupWatch
 from zbmd.collectives.operation_capture import record_operations
 from zbmd.transport._native import now_ns
-from zbmd.transport.errors import LocalProtocolError, UserError
+from zbmd.transport.errors import LocalProtocolError
 
 OPERATIONS_IN_FLIGHT_MAX = 1024
 """Operations submitted and not yet done; one more is refused."""
-
-TIMEOUT_S_DEFAULT = 600.0
-"""Until an operation that says nothing else gives up. A death ends it within a millisecond: this is for a
-member that lives and does not come, so it must exceed the longest that one may compute between two calls."""
-
-TIMEOUT_S_MAX = 30 * 24 * 3600.0
-"""No operation waits longer than this."""
 
 ResultT = TypeVar("ResultT")
 Array = NDArray[Any]
@@ -40,7 +34,8 @@ Array = NDArray[Any]
 class Group:
     """The members of one epoch, from this rank's side. Make it with `zbmd.group(node)`.
 
-    Every operation takes a `timeout` in seconds, from the call to the result; default `TIMEOUT_S_DEFAULT`.
+    `blocking` has the same operations for a thread that may wait; a small one takes a microsecond there.
+    Every operation takes a `timeout` in seconds, from the call to the result; default `blocking.TIMEOUT_S_DEFAULT`.
     Each raises `PeerLost` when a member ends meanwhile, `DeadlineExceeded` when the timeout has passed, and
     `OperationAborted` when a member has given up or the group is closed; after any of them the group is not
     usable any more.
@@ -57,6 +52,7 @@ class Group:
         self._unwatch = unwatch
         self._data_plane = ThreadPoolExecutor(1, thread_name_prefix="zbmd-data")
         self._slots = threading.BoundedSemaphore(OPERATIONS_IN_FLIGHT_MAX)
+        self.blocking = Blocking(communicator, self.submit)
 
     def __repr__(self) -> str:
         return f"<Group epoch {self.epoch}: rank {self.rank} of {list(self.members)}>"
@@ -76,13 +72,18 @@ class Group:
             raise LocalProtocolError(
                 f"{OPERATIONS_IN_FLIGHT_MAX} operations are in flight on {self!r}: await some of them first"
             )
+        self.communicator.lane.queue(1)
         try:
             future = self._data_plane.submit(operation, self.communicator)
         except RuntimeError:
-            self._slots.release()
+            self._done()
             raise OperationAborted(f"{self!r} is closed: get a group of the new view") from None
-        future.add_done_callback(lambda _: self._slots.release())
+        future.add_done_callback(lambda _: self._done())
         return future
+
+    def _done(self) -> None:
+        self.communicator.lane.queue(-1)
+        self._slots.release()
 
     async def run(self, operation: Callable[[Communicator], ResultT]) -> ResultT:
         """Run `operation` on the data-plane thread and await its result.
@@ -94,10 +95,7 @@ class Group:
 
     def deadline_ns(self, timeout: float | None = None) -> int:
         """The absolute CLOCK_MONOTONIC time, ns, at which an operation begun now with `timeout` gives up."""
-        timeout = TIMEOUT_S_DEFAULT if timeout is None else timeout
-        if not 0 < timeout <= TIMEOUT_S_MAX:
-            raise UserError(f"timeout={timeout!r} is not a number of seconds in 0..{TIMEOUT_S_MAX:g}")
-        return now_ns() + round(timeout * 1e9)
+        return now_ns() + timeout_ns(timeout)
 
     async def all_reduce(
         self,
@@ -224,6 +222,12 @@ async def group(node: Node, *, after: int = 0, channel: int = 0) -> Group:
     return made
 
 
+def hosts_of(view: View) -> tuple[int, ...]:
+    """The host of each member, by number, in the members' order."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(member.host, len(numbers)) for member in view.members)
+
+
 def group_of(node: Node, view: View, *, channel: int = 0) -> Group:
     """The group of a view that `node` has already got. Waits for nobody."""
     communicator = Communicator(
@@ -233,6 +237,7 @@ def group_of(node: Node, view: View, *, channel: int = 0) -> Group:
         rank=node.rank,
         epoch=view.epoch,
         channel=channel,
+        hosts=hosts_of(view),
     )
     record_operations(node, communicator)
     unwatch = node.progress.add_group(GroupWatch(node.system.name, communicator))

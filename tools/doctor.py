@@ -19,7 +19,7 @@ import zbmd
 from zbmd.actors.host_links import ACTORS_ASK_S
 from zbmd.actors.host_template import READY_S_MAX
 from zbmd.actors.system import STOP_S
-from zbmd.collectives.group import TIMEOUT_S_DEFAULT
+from zbmd.collectives.blocking import TIMEOUT_S_DEFAULT
 from zbmd.tools.doctor_checks import accelerator_findings, limit_findings, machine_findings
 from zbmd.tools.doctor_extras import extra_findings, find_extras
 from zbmd.tools.doctor_network import (

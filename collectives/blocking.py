@@ -1,0 +1,141 @@
+"""A group's operations for a thread that may wait: no event loop, no other thread in their path.
+
+A small operation takes a microsecond so. It blocks the calling thread, without the GIL if it lasts, so call it
+where nothing else is to be done meanwhile: on a compute thread, or in a script without a loop. On a loop's
+thread it holds up the loop.
+
+Calls keep the order of the group's other calls: what has been awaited or submitted before, and is not done
+yet, goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
+
+from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.communicator import NO_ROOT, Communicator
+from zbmd.transport._native import now_ns
+from zbmd.transport.errors import UserError
+
+TIMEOUT_S_DEFAULT = 600.0
+"""Until an operation that says nothing else gives up. A death ends it within a millisecond: this is for a
+member that lives and does not come, so it must exceed the longest that one may compute between two calls."""
+TIMEOUT_S_MAX = 30 * 24 * 3600.0
+"""No operation waits longer than this."""
+
+ResultT = TypeVar("ResultT")
+Submit = Callable[[Callable[[Communicator], Any]], "Future[Any]"]
+
+_TIMEOUT_NS_DEFAULT: Final = round(TIMEOUT_S_DEFAULT * 1e9)
+_ALL_REDUCE: Final = Operation.ALL_REDUCE.value
+_BROADCAST: Final = Operation.BROADCAST.value
+_BARRIER: Final = Operation.BARRIER.value
+
+
+def timeout_ns(timeout: float | None) -> int:
+    """A timeout in nanoseconds; None is the default. Raises `UserError` if it is out of bounds."""
+    if timeout is None:
+        return _TIMEOUT_NS_DEFAULT
+    if not 0 < timeout <= TIMEOUT_S_MAX:
+        raise UserError(f"timeout={timeout!r} is not a number of seconds in 0..{TIMEOUT_S_MAX:g}")
+    return round(timeout * 1e9)
+
+
+class Blocking:
+    """`group.blocking`: the operations of `Group` with the same arguments, results and errors."""
+
+    def __init__(self, communicator: Communicator, submit: Submit) -> None:
+        self._communicator = communicator
+        self._lane = communicator.lane
+        self._submit = submit
+
+    def all_reduce(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        op: str = "sum",
+        algorithm: str = "auto",
+        timeout: float | None = None,
+    ) -> Any:
+        """As `Group.all_reduce`."""
+        limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)
+        done = self._lane.run_now(_ALL_REDUCE, x, out, op, algorithm, NO_ROOT, limit_ns)
+        if done is None:
+            return self._run(
+                limit_ns, lambda c, end_ns: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=end_ns)
+            )
+        return (x if out is None else out) if done else self._communicator.lane_failed()
+
+    def broadcast(self, x: Any, root: int, *, timeout: float | None = None) -> Any:
+        """As `Group.broadcast`."""
+        limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)
+        done = self._lane.run_now(_BROADCAST, x, None, "sum", "auto", root, limit_ns)
+        if done is None:
+            return self._run(limit_ns, lambda c, end_ns: c.broadcast(x, root, deadline_ns=end_ns))
+        return x if done else self._communicator.lane_failed()
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """As `Group.barrier`."""
+        limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)
+        done = self._lane.run_now(_BARRIER, None, None, "sum", "auto", NO_ROOT, limit_ns)
+        if done is None:
+            self._run(limit_ns, lambda c, end_ns: c.barrier(deadline_ns=end_ns))
+        elif not done:
+            self._communicator.lane_failed()
+
+    def reduce(
+        self, x: Any, root: int, *, out: Any = None, op: str = "sum", timeout: float | None = None
+    ) -> Any:
+        """As `Group.reduce`."""
+        return self._run(
+            timeout_ns(timeout), lambda c, end_ns: c.reduce(x, root, out, op=op, deadline_ns=end_ns)
+        )
+
+    def all_gather(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
+        """As `Group.all_gather`."""
+        return self._run(timeout_ns(timeout), lambda c, end_ns: c.all_gather(x, out, deadline_ns=end_ns))
+
+    def gather(self, x: Any, root: int, *, out: Any = None, timeout: float | None = None) -> Any:
+        """As `Group.gather`."""
+        return self._run(timeout_ns(timeout), lambda c, end_ns: c.gather(x, root, out, deadline_ns=end_ns))
+
+    def scatter(self, x: Any, root: int, *, out: Any = None, timeout: float | None = None) -> Any:
+        """As `Group.scatter`."""
+        return self._run(timeout_ns(timeout), lambda c, end_ns: c.scatter(x, root, out, deadline_ns=end_ns))
+
+    def reduce_scatter(
+        self, x: Any, *, out: Any = None, op: str = "sum", timeout: float | None = None
+    ) -> Any:
+        """As `Group.reduce_scatter`."""
+        return self._run(
+            timeout_ns(timeout), lambda c, end_ns: c.reduce_scatter(x, out, op=op, deadline_ns=end_ns)
+        )
+
+    def all_to_all(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
+        """As `Group.all_to_all`."""
+        return self._run(timeout_ns(timeout), lambda c, end_ns: c.all_to_all(x, out, deadline_ns=end_ns))
+
+    def all_to_all_v(
+        self,
+        x: Any,
+        send_rows: Sequence[int],
+        receive_rows: Sequence[int],
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """As `Group.all_to_all_v`."""
+        return self._run(
+            timeout_ns(timeout),
+            lambda c, end_ns: c.all_to_all_v(x, send_rows, receive_rows, out, deadline_ns=end_ns),
+        )
+
+    def _run(self, limit_ns: int, operation: Callable[[Communicator, int], ResultT]) -> ResultT:
+        """Run an operation here, or on the group's thread if others wait there."""
+        end_ns = now_ns() + limit_ns
+        if self._lane.queued:
+            return self._submit(lambda c: operation(c, end_ns)).result()
+        return operation(self._communicator, end_ns)

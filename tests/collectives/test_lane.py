@@ -1,0 +1,214 @@
+"""Calls that have been made before: the lane takes them, and nothing is different but the time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import zbmd
+from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.errors import Desynchronised, MembersLost, OperationAborted
+from zbmd.collectives.flight import FlightState
+from zbmd.transport._native import now_ns
+from zbmd.transport.errors import DeadlineExceeded, UserError
+
+RunRanks = Callable[..., list[Any]]
+WAIT_S_MAX = 60.0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 300, 60_000])
+def test_every_operation_is_numpys_on_the_lane(run_ranks: RunRanks, n: int, count: int) -> None:
+    def body(p: Any) -> int:
+        c: Communicator = p.communicator()
+        make = p.segment.arena.from_array
+        small, large = make(np.zeros(count, np.float32)), make(np.zeros((n, count), np.float32))
+        kept, many = make(np.zeros(count, np.float32)), make(np.zeros((n, count), np.float32))
+        root = n - 1
+        for turn in range(4):
+            end = p.soon()
+            inputs = [np.full(count, 10 * turn + rank, np.float32) for rank in range(n)]
+            total = np.add.reduce(inputs)
+            blocks = np.array([[100 * rank + turn] * count for rank in range(n)], np.float32)
+            small[:] = inputs[p.rank]
+            assert c.all_reduce(small, kept, deadline_ns=end) is kept and (kept == total).all()
+            assert c.all_gather(small, many, deadline_ns=end) is many and (many == np.stack(inputs)).all()
+            at_root = c.reduce(small, root, kept, op="max", deadline_ns=end)
+            assert (at_root is kept) if p.rank == root else (at_root is None)
+            assert p.rank != root or (kept == inputs[-1]).all()
+            c.gather(small, root, many, deadline_ns=end)
+            large[:] = blocks + p.rank
+            c.reduce_scatter(large, kept, deadline_ns=end)
+            assert (kept == n * blocks[p.rank] + n * (n - 1) / 2).all()
+            c.all_to_all(large, many, deadline_ns=end)
+            assert all((many[rank] == blocks[p.rank] + rank).all() for rank in range(n))
+            c.scatter(large if p.rank == root else None, root, kept, deadline_ns=end)
+            assert (kept == blocks[p.rank] + root).all()
+            c.broadcast(small, root, deadline_ns=end)
+            assert (small == inputs[root]).all()
+            assert c.all_reduce(small, deadline_ns=end) is small and (small == n * inputs[root]).all()
+            c.barrier(deadline_ns=end)
+        return c.lane.taken
+
+    assert all(taken >= 3 * 8 for taken in run_ranks(n, body))
+
+
+def test_what_the_lane_cannot_take_goes_the_long_way(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> list[int]:
+        c: Communicator = p.communicator()
+        end = p.soon()
+        plain, shared = np.ones(50_000), p.segment.arena.from_array(np.ones(50_000))
+        c.all_reduce(shared, deadline_ns=end)
+        c.all_reduce(shared, deadline_ns=end)
+        seen = [c.lane.taken]
+        c.all_reduce(plain, deadline_ns=end)  # outside of the arena: staged
+        c.all_reduce(np.ones((50_000, 2))[:, 0], deadline_ns=end)  # not contiguous
+        c.all_reduce(shared.astype(np.float32), deadline_ns=end)  # another dtype
+        c.all_reduce(shared, op="max", deadline_ns=end)  # another reduction
+        few = np.ones(100)
+        for _ in range(2):
+            c.all_reduce(few[:50], few[50:], deadline_ns=end)
+        seen.append(c.lane.taken)
+        few.flags.writeable = False
+        with pytest.raises(UserError, match="read-only"):
+            c.all_reduce(few[:50], few[50:])
+        both = np.ones(99)
+        with pytest.raises(UserError, match="overlap"):
+            c.all_reduce(both[:50], both[49:])
+        c.barrier(deadline_ns=end)
+        return seen
+
+    assert run_ranks(2, body) == [[1, 2]] * 2
+
+
+def test_a_kill_at_every_point_of_a_call_on_the_lane(run_ranks: RunRanks) -> None:
+    """Who survives ends with the error that names the dead, or has the whole sum."""
+
+    def body_for(point: int, count: int) -> Callable[[Any], str]:
+        def body(p: Any) -> str:
+            c: Communicator = p.communicator()
+            x = p.segment.arena.from_array(np.ones(count, np.float32))
+            for _ in range(3):
+                c.all_reduce(x, deadline_ns=p.soon())
+            taken = c.lane.taken
+            x.fill(p.rank + 1)
+            if p.rank == 1:
+                c.kill_at(c.sequence + 1, point)
+            try:
+                c.all_reduce(x, deadline_ns=p.soon())
+            except (MembersLost, OperationAborted) as error:  # aborted: the other survivor has given up first
+                assert not isinstance(error, MembersLost) or error.ranks == (1,)
+                assert c.flight[-1].state is FlightState.FAILED
+                with pytest.raises(OperationAborted, match="has ended"):
+                    c.all_reduce(x)
+                answer = "lost"
+            else:
+                assert (x == 6).all()
+                answer = "complete"
+            assert c.lane.taken == taken + 1
+            return answer
+
+        return body
+
+    outcomes: set[str] = set()
+    for count in (1, 3_000):
+        for point in range(6):
+            outcomes.update(filter(None, run_ranks(3, body_for(point, count), dies=frozenset({1}))))
+    assert "lost" in outcomes and outcomes <= {"lost", "complete"}
+
+
+def test_ranks_that_call_differently_are_told_so_on_the_lane(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> str:
+        c: Communicator = p.communicator()
+        one, two = np.ones(1), np.ones(2)
+        for _ in range(2):
+            c.all_reduce(one, deadline_ns=p.soon())
+            c.all_reduce(two, deadline_ns=p.soon())
+        with pytest.raises(Desynchronised) as caught:
+            c.all_reduce(one if p.rank == 0 else two, deadline_ns=p.soon())
+        assert c.lane.taken == 3 and one[0] == 4.0
+        return str(caught.value)
+
+    for text in run_ranks(2, body):
+        assert "rank 0 called all_reduce(float64[1]" in text and "rank 1 called all_reduce(float64[2]" in text
+
+
+def test_a_deadline_and_an_abort_end_a_call_on_the_lane(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> str:
+        first: Communicator = p.communicator(channel=0)
+        second: Communicator = p.communicator(channel=1)
+        x = np.ones(4)
+        for c in (first, second):
+            for _ in range(2):
+                c.all_reduce(x, deadline_ns=p.soon())
+        if p.rank == 0:
+            with pytest.raises(DeadlineExceeded):
+                first.all_reduce(x, deadline_ns=now_ns() + 1_000_000)
+            assert first.flight[-1].state is FlightState.FAILED and first.lane.taken == 2
+            aborter = threading.Thread(target=second.abort)
+            started = threading.Event()
+
+            def call() -> None:
+                started.set()
+                with pytest.raises(OperationAborted):
+                    second.all_reduce(x, deadline_ns=p.soon())
+
+            caller = threading.Thread(target=call)
+            caller.start()
+            started.wait(WAIT_S_MAX)
+            aborter.start()
+            caller.join(WAIT_S_MAX)
+            assert not caller.is_alive()
+        return "done"
+
+    assert run_ranks(2, body) == ["done"] * 2
+
+
+def test_the_lane_records_its_flights(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> list[tuple[str, str, int, int, bool]]:
+        c: Communicator = p.communicator()
+        for _ in range(2):
+            c.all_reduce(np.ones(3, np.float32), deadline_ns=p.soon())
+        x = p.segment.arena.from_array(np.ones(50_000, np.float32))
+        for _ in range(2):
+            c.all_reduce(x, deadline_ns=p.soon())
+        assert all(r.state is FlightState.COMPLETE and r.start_ns <= r.end_ns for r in c.flight)
+        assert all(r.start_ns <= r.met_ns <= r.end_ns for r in list(c.flight)[2:])
+        return [(r.operation, r.algorithm, r.sequence, r.nbytes, r.met_ns > 0) for r in c.flight]
+
+    small = [["all_reduce", "eager", at, 12, False] for at in (1, 2)]
+    large = [["all_reduce", "direct", at, 200_000, True] for at in (3, 4)]
+    assert run_ranks(2, body) == [small + large] * 2
+
+
+async def test_a_blocking_call_comes_after_what_was_submitted_before() -> None:
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        x = np.ones(3)
+        for _ in range(2):
+            assert group.blocking.all_reduce(x) is x
+        group.blocking.barrier()
+        assert group.communicator.lane.taken >= 1
+        order: list[str] = []
+        gate = threading.Event()
+        group.submit(lambda _: gate.wait(WAIT_S_MAX))
+        group.submit(lambda _: order.append("submitted"))
+
+        def call() -> None:
+            group.blocking.all_reduce(x)
+            order.append("blocking")
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        gate.set()
+        caller.join(WAIT_S_MAX)
+        assert order == ["submitted", "blocking"]
+        with pytest.raises(UserError, match="timeout"):
+            group.blocking.barrier(timeout=-1)
+        await group.close()
+        with pytest.raises(OperationAborted):
+            group.blocking.all_reduce(x)

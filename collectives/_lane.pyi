@@ -86,32 +86,34 @@ class Lane:
         x: NDArray[Any] | None,
         out: NDArray[Any] | None,
         *,
-        operation: int,
         op: str,
         algorithm: str,
-        root: int,
+        called_root: int,
         places: Mapping[int, bool],
+        scratch_array: NDArray[np.uint8],
+        addresses: NDArray[np.uint64],
+        nbytes: int,
+        flight: int,
+        operation: int,
         dtype: int,
         reduction: int,
+        root: int,
         count: int,
         total: int,
+        piece: int,
         in_stride: int,
         out_stride: int,
-        exposed: frozenset[int],
-        scratch: NDArray[np.uint8],
-        addresses: NDArray[np.uint64],
-        plan_root: int,
-        plan_operation: int,
-        nbytes: int,
-        name: str,
-        plan_algorithm: str,
+        scratch: int,
+        scratch_bytes: int,
         layout: NDArray[np.uint64] | None = None,
         extents: NDArray[np.uint64] | None = None,
         layout_digest: int = 0,
     ) -> None:
         """Take calls like this one, which has just run, from now on; call it while the turn is the caller's.
 
-        `places`: for each of its buffers, whether it is `out` (or `x`).
+        `called_root`: as the caller had it. `places`: for each of its buffers, whether it is `out` (or `x`).
+        `scratch_array`: what `scratch` is the address of. `flight`: its number in the ring. The rest is what
+        `NativeGroup.run` was told.
         """
     def run(
         self, operation: int, x: object, out: object, op: str, algorithm: str, root: int, deadline_ns: int

@@ -147,22 +147,21 @@ cdef class Lane:
         """Operations that wait for another thread: + 1 or - 1."""
         self.queued += change
 
-    def learn(self, object plan, NativeProgram program not None, x, out, *, int operation, str op not None,
-              str algorithm not None, object root, object places not None, int dtype, int reduction, uint64_t count,
-              uint64_t total, uint64_t in_stride, uint64_t out_stride, object exposed not None, object scratch not None,
-              const uint64_t[::1] addresses not None, int plan_root, int plan_operation, uint64_t nbytes,
-              str name not None, str plan_algorithm not None, const uint64_t[:, ::1] layout=None,
+    def learn(self, object plan, NativeProgram program not None, x, out, *, str op not None, str algorithm not None,
+              object called_root, object places not None, object scratch_array not None,
+              const uint64_t[::1] addresses not None, uint64_t nbytes, int32_t flight, int operation, int dtype,
+              int reduction, int root, uint64_t count, uint64_t total, uint32_t piece, uint64_t in_stride,
+              uint64_t out_stride, uintptr_t scratch, uint64_t scratch_bytes, const uint64_t[:, ::1] layout=None,
               const uint64_t[:, ::1] extents=None, uint64_t layout_digest=0):
         """Take a call that has just run. `places`: {buffer: whether it is `out`}."""
         cdef Shape made = Shape()
         cdef int i
-        cdef uintptr_t scratch_at = <uintptr_t>data_of(scratch)
-        self.group._prepare(program, made.run, addresses, plan_operation, dtype, reduction, plan_root, count, total, 0,
-                            in_stride, out_stride, scratch_at, scratch.nbytes, layout, extents, layout_digest)
+        self.group._prepare(program, made.run, addresses, operation, dtype, reduction, root, count, total, piece,
+                            in_stride, out_stride, scratch, scratch_bytes, layout, extents, layout_digest)
         memcpy(&made.header, &self.group.own, sizeof(Header))
-        made.kept = (scratch, None if layout is None else layout.base, None if extents is None else extents.base)
+        made.kept = (scratch_array, None if layout is None else layout.base, None if extents is None else extents.base)
         made.plan, made.program = plan, program
-        made.operation, made.root, made.op, made.algorithm = operation, root, op, algorithm
+        made.operation, made.root, made.op, made.algorithm = operation, called_root, op, algorithm
         made.has_x, made.has_out = x is not None, out is not None
         first = x if made.has_x else out
         made.descr = None if first is None else first.dtype
@@ -177,16 +176,16 @@ cdef class Lane:
             made.place[buffer] = AT_OUT if at_out else AT_X
             if at_out:
                 made.writes_out |= buffer == OUT
-                made.shares_out |= buffer in exposed
+                made.shares_out |= buffer in plan.exposed
             else:
                 made.writes_x |= buffer == OUT
-                made.shares_x |= buffer in exposed
+                made.shares_x |= buffer in plan.exposed
         made.most, made.quick = 1, program.head_only and self.held and nbytes <= QUICK_BYTES
         for i in range(self.group.n):
             made.most = max(made.most, 1 + max(program.sent[i], program.awaited[i]))
             made.quick &= program.awaited[i] == 0
         made.nbytes = nbytes
-        made.flight = self.ring.number(name, plan_algorithm)
+        made.flight = flight
         at = self._home(operation, NULL if first is None else <void *>made.descr, made.size)
         if self.shapes[at] is not None and self.shapes[(at + 1) % SHAPES] is None:
             at = (at + 1) % SHAPES

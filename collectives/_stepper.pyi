@@ -78,8 +78,8 @@ class NativeGroup:
         yields: int = 0,
         mirrors: dict[int, int] | None = None,
     ) -> None:
-        """spins: looks before a wait parks. yields: how often it looks so many times, and lets others have the
-        core, before that.
+        """spins: looks before a wait parks. yields: how often it looks a few times before that, and lets
+        others have the core.
 
         mirrors: for ranks whose base is 0, the address here at which they put their descriptors."""
     @property

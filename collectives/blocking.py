@@ -1,6 +1,6 @@
 """A group's operations for a thread that may wait: no event loop, no other thread in their path.
 
-A small operation takes a microsecond so. It blocks the calling thread, without the GIL if it lasts, so call it
+A small operation takes a microsecond so. It blocks the calling thread, without the GIL if it lasts: call it
 where nothing else is to be done meanwhile: on a compute thread, or in a script without a loop. On a loop's
 thread it holds up the loop.
 
@@ -65,7 +65,8 @@ class Blocking:
         done = self._lane.run_now(_ALL_REDUCE, x, out, op, algorithm, NO_ROOT, limit_ns)
         if done is None:
             return self._run(
-                limit_ns, lambda c, end_ns: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=end_ns)
+                limit_ns,
+                lambda c, ns: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=ns),
             )
         return (x if out is None else out) if done else self._communicator.lane_failed()
 

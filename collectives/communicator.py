@@ -41,9 +41,9 @@ from zbmd.collectives.layout import gather_layout, reduce_scatter_layout, scatte
 from zbmd.collectives.pieces import Job, Side, shape_of
 from zbmd.collectives.program import IN, OUT, PUB, input_buffer
 from zbmd.collectives.reductions import BYTES_CODE, dtype_code, reduction_code
+from zbmd.collectives.runs import Said
 from zbmd.collectives.tuning import agree_on_model
 from zbmd.collectives.uneven import UnevenOperations
-from zbmd.collectives.runs import Said
 from zbmd.transport.errors import UserError
 
 _ALL_REDUCE: Final = Operation.ALL_REDUCE.value
@@ -55,6 +55,7 @@ _SCATTER: Final = Operation.SCATTER.value
 _REDUCE_SCATTER: Final = Operation.REDUCE_SCATTER.value
 _BARRIER: Final = Operation.BARRIER.value
 NO_ROOT: Final = -1
+
 
 class Communicator(UnevenOperations):
     """The collective operations of `members` at `epoch`, from the side of process `rank`.
@@ -103,7 +104,7 @@ class Communicator(UnevenOperations):
         else:
             sides = [Side((IN,), source, 1, source), Side((OUT,), flat, 1, None, flat)]
         job = Job(shape=shape, sides=sides, count=source.size, dtype=dtype, reduction=reduction)
-        self._perform(job, deadline_ns, Said(Operation.ALL_REDUCE, x, out, op, algorithm, NO_ROOT))
+        self._perform(job, deadline_ns, Said(x, out, op, algorithm, NO_ROOT))
         target.bring_home()
         return x if out is None else out
 
@@ -143,7 +144,7 @@ class Communicator(UnevenOperations):
         elif target is not None:
             sides.append(Side((OUT,), target.flat, 1, None, target.flat))
         job = Job(shape=shape, sides=sides, count=source.size, dtype=dtype, reduction=reduction)
-        self._perform(job, deadline_ns, Said(Operation.REDUCE, x, out, op, algorithm, root))
+        self._perform(job, deadline_ns, Said(x, out, op, algorithm, root))
         if target is None:
             return None
         target.bring_home()
@@ -167,7 +168,7 @@ class Communicator(UnevenOperations):
         if shape.plan.eager:
             sides.append(Side((PUB,), flat))
         job = Job(shape=shape, sides=sides, count=flat.size, dtype=BYTES_CODE)
-        self._perform(job, deadline_ns, Said(Operation.BROADCAST, x, None, "sum", algorithm, root))
+        self._perform(job, deadline_ns, Said(x, None, "sum", algorithm, root))
         if target is not None:
             target.bring_home()
         return x
@@ -190,7 +191,7 @@ class Communicator(UnevenOperations):
         first = (PUB,) if shape.plan.eager else (IN,)
         sides = [Side(first, source, 1, source), Side((OUT,), flat, self.size, None, flat)]
         job = Job(shape=shape, sides=sides, count=source.size, dtype=BYTES_CODE)
-        self._perform(job, deadline_ns, Said(Operation.ALL_GATHER, x, out, "sum", algorithm, NO_ROOT))
+        self._perform(job, deadline_ns, Said(x, out, "sum", algorithm, NO_ROOT))
         target.bring_home()
         return result
 
@@ -211,14 +212,14 @@ class Communicator(UnevenOperations):
         layout = gather_layout((source.size,) * self.size, place)
         if place != self.place:
             job = self._laid_out(Operation.GATHER, algorithm, layout, source, None, root=place)
-            self._perform(job, deadline_ns, Said(Operation.GATHER, x, out, "sum", algorithm, root))
+            self._perform(job, deadline_ns, Said(x, out, "sum", algorithm, root))
             return None
         result, target = self._output(out, (self.size, *given.shape), given.dtype)
         flat = as_bytes(target.flat, "out")
         if not is_block(source, flat, place * source.size):
             require_apart(source, flat)
         job = self._laid_out(Operation.GATHER, algorithm, layout, source, flat, root=place)
-        self._perform(job, deadline_ns, Said(Operation.GATHER, x, out, "sum", algorithm, root))
+        self._perform(job, deadline_ns, Said(x, out, "sum", algorithm, root))
         target.bring_home()
         return result
 
@@ -249,7 +250,7 @@ class Communicator(UnevenOperations):
         flat = as_bytes(target.flat, "out")
         layout = scatter_layout((flat.size,) * self.size, place)
         job = self._laid_out(Operation.SCATTER, algorithm, layout, source, flat, root=place)
-        self._perform(job, deadline_ns, Said(Operation.SCATTER, x, out, "sum", algorithm, root))
+        self._perform(job, deadline_ns, Said(x, out, "sum", algorithm, root))
         target.bring_home()
         return result
 
@@ -281,18 +282,20 @@ class Communicator(UnevenOperations):
         else:
             sides = [Side((IN,), source, self.size, source), Side((OUT,), flat, 1, None, flat)]
             job = Job(shape=shape, sides=sides, count=flat.size, dtype=dtype, reduction=reduction)
-        self._perform(job, deadline_ns, Said(Operation.REDUCE_SCATTER, x, out, op, algorithm, NO_ROOT))
+        self._perform(job, deadline_ns, Said(x, out, op, algorithm, NO_ROOT))
         target.bring_home()
         return result
 
     def barrier(self, *, deadline_ns: int = 0) -> None:
         """Return once every member has called it."""
         done = self.lane.run(_BARRIER, None, None, "sum", "auto", NO_ROOT, deadline_ns)
-        if done is not None:
-            return None if done else self.lane_failed()
+        if done is False:
+            self.lane_failed()
+        if done:
+            return
         shape = shape_of(self._ask(Operation.BARRIER, "auto", 0, BYTES_CODE))
         job = Job(shape=shape, sides=[], count=0, dtype=BYTES_CODE)
-        self._perform(job, deadline_ns, Said(Operation.BARRIER, None, None, "sum", "auto", NO_ROOT))
+        self._perform(job, deadline_ns, Said(None, None, "sum", "auto", NO_ROOT))
 
     def _at_root(self, root: int, result: Any) -> Any:
         return result if root == self.rank else None

@@ -113,7 +113,8 @@ class Executor(ABC):
     def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
         """Enter and run one operation over `_addresses`; returns a STATUS."""
 
-    def _arguments(self, plan: Plan, call: Call) -> RunArguments:
+    def arguments(self, plan: Plan, call: Call) -> RunArguments:
+        """What the native run is told of a call."""
         piece = call.layout
         return RunArguments(
             operation=plan.request.operation.value,
@@ -304,7 +305,7 @@ class MappedExecutor(Executor):
             self._addresses,
             deadline_ns=deadline_ns,
             kill_point=kill_point,
-            **self._arguments(plan, call),
+            **self.arguments(plan, call),
         )
 
 

@@ -64,7 +64,7 @@ class FlightLog(Sequence[FlightRecord]):
         if isinstance(index, slice):
             kept: list[FlightRecord] = []
             for i in range(*index.indices(length)):
-                with contextlib.suppress(IndexError):  # overwritten since: the ring's writer goes on meanwhile
+                with contextlib.suppress(IndexError):  # overwritten meanwhile
                     kept.append(self._record(begun - length + i))
             return kept
         if not -length <= index < length:

@@ -35,7 +35,7 @@ class Group:
     """The members of one epoch, from this rank's side. Make it with `zbmd.group(node)`.
 
     `blocking` has the same operations for a thread that may wait; a small one takes a microsecond there.
-    Every operation takes a `timeout` in seconds, from the call to the result; default `blocking.TIMEOUT_S_DEFAULT`.
+    Every operation takes a `timeout` in seconds, from the call to the result (`TIMEOUT_S_DEFAULT`).
     Each raises `PeerLost` when a member ends meanwhile, `DeadlineExceeded` when the timeout has passed, and
     `OperationAborted` when a member has given up or the group is closed; after any of them the group is not
     usable any more.

@@ -110,7 +110,7 @@ class RemoteExecutor(Executor):
         self._group.begin(
             plan.native,
             self._addresses,
-            **self._arguments(plan, call),
+            **self.arguments(plan, call),
         )
         fetcher = Fetcher(plan, self._group, self._remote, self._landings, self._staging, deadline_ns)
         lent: list[RegionHandle] = []

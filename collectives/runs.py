@@ -11,12 +11,11 @@ import numpy as np
 
 from zbmd.collectives._flight import COMPLETE, FAILED
 from zbmd.collectives._lane import Lane, Turnstile
-from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.arrays import Array
 from zbmd.collectives.choice import wish_of_environment
 from zbmd.collectives.cost_model import MANY_HOSTS, ONE_HOST
 from zbmd.collectives.errors import MembersLost, OperationAborted
-from zbmd.collectives.executor import MappedExecutor, a_core_each, layout_arguments
+from zbmd.collectives.executor import MappedExecutor, a_core_each
 from zbmd.collectives.executors import make_executor
 from zbmd.collectives.flight import FlightLog, FlightRecord
 from zbmd.collectives.pieces import Job, PieceRunner, Single
@@ -34,9 +33,8 @@ OnFlight: TypeAlias = Callable[[FlightRecord, Sequence[Array]], None]
 
 
 class Said(NamedTuple):
-    """A call as its caller put it. `root`: a member's rank, or -1."""
+    """A call's arguments as its caller put them. `root`: a member's rank, or -1."""
 
-    operation: Operation
     x: Any
     out: Any
     op: str
@@ -161,13 +159,13 @@ class Runs:
             ring.end(COMPLETE, native.met_ns, now_ns())
         finally:
             if self._on_flight is not None:
-                self._on_flight(
-                    self.flight[-1], [side.store for side in job.sides if side.store is not None]
-                )
+                self._on_flight(self.flight[-1], [side.store for side in job.sides if side.store is not None])
 
     def _give_up(self, name: str, error: BaseException) -> None:
         """The operation that has the turn has failed, and with it the communicator."""
-        self.flight.ring.end(FAILED, self._executor.native.met_ns, now_ns(), str(error) or type(error).__name__)
+        self.flight.ring.end(
+            FAILED, self._executor.native.met_ns, now_ns(), str(error) or type(error).__name__
+        )
         self._ended = self._ended or f"{name} failed: {error}"
         self.lane.open = False
         if isinstance(error, MembersLost):
@@ -203,31 +201,21 @@ class Runs:
                 return
         if not _LANE_BUFFERS.issuperset(places):
             return
+        request = plan.request
         self.lane.learn(
             plan,
             plan.native,
             said.x,
             said.out,
-            operation=said.operation.value,
             op=said.op,
             algorithm=said.algorithm,
-            root=said.root,
+            called_root=said.root,
             places=places,
-            dtype=call.dtype,
-            reduction=call.reduction,
-            count=call.count,
-            total=call.total,
-            in_stride=call.in_stride,
-            out_stride=call.out_stride,
-            exposed=plan.exposed,
-            scratch=self._executor.scratch,
+            scratch_array=self._executor.scratch,
             addresses=self._executor.addresses,
-            plan_root=plan.request.root,
-            plan_operation=plan.request.operation.value,
             nbytes=job.nbytes,
-            name=plan.request.operation.name.lower(),
-            plan_algorithm=plan.request.algorithm,
-            **layout_arguments(call),
+            flight=self.flight.ring.number(request.operation.name.lower(), request.algorithm),
+            **self._executor.arguments(plan, call),
         )
 
 

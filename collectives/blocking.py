@@ -138,5 +138,6 @@ class Blocking:
         """Run an operation here, or on the group's thread if others wait there."""
         end_ns = now_ns() + limit_ns
         if self._lane.queued:
-            return self._submit(lambda c: operation(c, end_ns)).result()
+            queued: Future[ResultT] = self._submit(lambda c: operation(c, end_ns))
+            return queued.result()
         return operation(self._communicator, end_ns)

@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
+from zbmd.actors import directory_events as directory
 from zbmd.actors import supervision_events as supervision
 from zbmd.actors import view
+from zbmd.actors.directory_machine import DirectoryMachine
 from zbmd.actors.supervision import SupervisionMachine
 from zbmd.actors.supervision_events import BackOff, ChildPolicy, Strategy
 from zbmd.actors.view import MembershipMachine, OnLoss
@@ -48,3 +50,13 @@ SUPERVISION: MachineKind[supervision.Event, supervision.Action] = register(
     "supervision", 1, _build_supervision, events=supervision.Event, actions=supervision.Action
 )
 """Its configuration: the arguments of `SupervisionMachine`."""
+
+
+def _build_directory(config: Mapping[str, Any]) -> DirectoryMachine:
+    return DirectoryMachine(msgspec.convert(config["me"], tuple[str, int]))
+
+
+DIRECTORY: MachineKind[directory.Event, directory.Action] = register(
+    "directory", 1, _build_directory, events=directory.Event, actions=directory.Action
+)
+"""Its configuration: `me`, the process's name and incarnation."""

@@ -12,8 +12,13 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.wire import ACTOR_NAME_CHARS_MAX
 
 NAMES_MAX = 65_536
+"""That actors of one process hold, and that one home grants."""
 GROUPS_MAX = 65_536
 MEMBERS_MAX = 65_536
+JOINED_MAX = 262_144
+"""Memberships of all actors of one process together."""
+HERE_KEYS_MAX = 2000
+"""In one `Here`, which must fit into a frame."""
 
 Key: TypeAlias = tuple[str, int, str, int]
 """An actor, as `Ref.key` gives it."""
@@ -43,12 +48,15 @@ class Outcome(Enum):
 
 
 class Here(Contract, id="zbmd.directory.here"):
-    """First word to every other member of a view: who is in which group here, and the names for its receiver
-    to keep."""
+    """First word on a link in a view: who is in which group here, and the names for its receiver to keep.
+
+    last: no more of it follows.
+    """
 
     epoch: Epoch
     groups: Annotated[dict[Name, Keys], msgspec.Meta(max_length=GROUPS_MAX)]
     names: Annotated[dict[Name, Key], msgspec.Meta(max_length=NAMES_MAX)]
+    last: bool = True
 
 
 class GroupDelta(Contract, id="zbmd.directory.group"):
@@ -99,6 +107,20 @@ class EnterView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkUp:
+    """A link to another process stands, be it a member or not: what is sent from now on arrives, in order."""
+
+    process: Process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkDown:
+    """It has ended: what was under way is lost, and nothing comes of it any more."""
+
+    process: Process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
     """An actor of this process joins a group. Twice is once."""
 
@@ -140,18 +162,18 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """A message of another member; those of one member come in order."""
+    """A message of another member, over the link that stands."""
 
     source: Process
     message: Message
 
 
-Event: TypeAlias = EnterView | Join | Leave | Ended | Asked | GivenUp | Said
+Event: TypeAlias = EnterView | LinkUp | LinkDown | Join | Leave | Ended | Asked | GivenUp | Said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """A message to another member, behind those before."""
+    """A message to another member, to which a link stands, behind those before."""
 
     to: Process
     message: Message

@@ -69,6 +69,12 @@ class ChildExists(ActorError):
     code = "child_exists"
 
 
+class NameInUse(ActorError):
+    """Another actor of the view has the name."""
+
+    code = "name_in_use"
+
+
 class NoReply(ActorError):
     """The handler put the answer off, and then nobody gave one."""
 
@@ -124,6 +130,7 @@ _BY_CODE: dict[str, type[ActorError]] = {
         MailboxFull,
         MailboxMemoryFull,
         StashFull,
+        NameInUse,
         NoReply,
         NoSuchChild,
         ChildExists,

@@ -153,6 +153,7 @@ class Node:
         # An actor's life is a stream of the log; to keep them all in the ring would cost too much.
         system_class = ActorSystem if capture.whole is None else CapturedSystem
         self.system = system_class(identity.name, incarnation=self.incarnation, recorder=self.recorder)
+        self.system.open_directory(alone=alone)
         self.alone = alone
         self.progress = Watchdog(
             identity.name,
@@ -319,6 +320,8 @@ class Node:
     def installed(self, view: View) -> None:
         """The host installed a view."""
         self._links.install(view)
+        processes = [(child_id(member.rank), member.incarnation) for member in view.members]
+        self.system.open_directory(alone=False).enter(view.epoch, processes)
 
     def all_linked(self, epoch: int) -> None:
         """The host says that all members of the view are linked."""

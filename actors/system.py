@@ -29,10 +29,14 @@ from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost
 from zbmd.transport.link import Link
 
 if TYPE_CHECKING:
+    from zbmd.actors.directory import Directory
+    from zbmd.actors.names import Group
     from zbmd.actors.supervisor import ChildSpec
 
 ACTORS_MAX = 1_048_576
 STOP_S = 5.0
+CALL_S = 5.0
+"""How long names and groups may take, unless their caller says otherwise."""
 
 _NAME = re.compile(rf"[A-Za-z0-9_.:<>-]{{1,{wire.ACTOR_NAME_CHARS_MAX}}}")
 _log = structlog.get_logger("zbmd.actors")
@@ -74,6 +78,7 @@ class ActorSystem(Messaging):
         self.undelivered = 0
         self._lingering: set[asyncio.Task[None]] = set()
         self._last_actor = 0
+        self._directory: Directory | None = None
         digest = hashlib.blake2b(f"{name}#{incarnation}".encode(), digest_size=4).digest()
         self._last_trace = int.from_bytes(digest) << 32
 
@@ -306,17 +311,69 @@ class ActorSystem(Messaging):
             known.close(PeerLost(name, f"replaced by incarnation {incarnation}"))
         peer = self._peers[name] = Peer(self, link, on_closed)
         peer.open()
+        if self._directory is not None and peer.lost is None:
+            self._directory.link_up((name, incarnation))
 
-    def detach(self, process: str) -> None:
+    def detach(self, process: str, reason: str = "detached") -> None:
         """Close the link to a process, if there is one; monitors and links see its actors as lost."""
         peer = self._peers.get(process)
         if peer is not None:
-            peer.close(PeerLost(process, "detached"))
+            peer.close(PeerLost(process, reason))
+
+    def peer(self, process: str) -> Peer | None:
+        """The other end of the link to a process, if there is one."""
+        return self._peers.get(process)
 
     @property
     def peers(self) -> dict[str, int]:
         """Attached processes by name, with their incarnations."""
         return {name: peer.incarnation for name, peer in self._peers.items()}
+
+    # Names and groups.
+
+    def open_directory(self, *, alone: bool) -> Directory:
+        """The directory of this process, made if there is none. See `zbmd.actors.directory`.
+
+        alone: until it is told of a view, this process is one of its own; else names wait for the first view.
+        """
+        if self._directory is None:
+            from zbmd.actors.directory import Directory
+
+            self._directory = Directory(self, alone=alone)
+        return self._directory
+
+    async def register(self, name: str, ref: Ref, *, timeout: float = CALL_S) -> None:
+        """Give an actor a name that no other actor of the view has, until it ends.
+
+        Raises `NameInUse`, `DeadActor` if the actor does not live, and as `Ref.ask`. timeout: seconds; what is
+        granted after it is given back.
+        """
+        from zbmd.actors import names
+
+        self.open_directory(alone=True)
+        await names.register(self, name, ref, timeout)
+
+    async def whereis(self, name: str, *, timeout: float = CALL_S) -> Ref | None:
+        """The actor that has the name, wherever it lives; None if nobody has it. Raises as `Ref.ask`."""
+        from zbmd.actors import names
+
+        self.open_directory(alone=True)
+        return await names.whereis(self, name, timeout)
+
+    async def unregister(self, name: str, *, timeout: float = CALL_S) -> bool:
+        """Take the name from whoever has it; False if nobody has. Raises as `Ref.ask`."""
+        from zbmd.actors import names
+
+        self.open_directory(alone=True)
+        return await names.unregister(self, name, timeout)
+
+    async def group(self, name: str, *, timeout: float = CALL_S) -> Group:
+        """The group of that name, once all processes of the view have said who is in it; it may be empty."""
+        from zbmd.actors.names import Group, checked
+
+        group = Group(self, self.open_directory(alone=True), checked(name))
+        await group.settled(timeout=timeout)
+        return group
 
     # Monitors and links between actors.
 
@@ -411,6 +468,8 @@ class ActorSystem(Messaging):
         """The link is gone."""
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
+            if self._directory is not None:
+                self._directory.link_down((peer.name, peer.incarnation))
 
     def exit_links_to(self, peer: Peer, reason: Reason) -> None:
         """Exit signals from all actors of a process that was lost."""

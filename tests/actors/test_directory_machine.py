@@ -6,6 +6,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from zbmd.actors import directory_events as ev
 from zbmd.actors.directory_events import Key, Outcome, Process, What
 from zbmd.actors.directory_machine import DirectoryMachine
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 
 NAMES = ["red", "green", "blue"]
 
@@ -22,6 +24,7 @@ NAMES = ["red", "green", "blue"]
 class Member:
     """One process: its machine, its actors, and what it believes."""
 
+    me: Process
     machine: DirectoryMachine
     alive: list[Key] = field(default_factory=list[Key])
     ended: set[Key] = field(default_factory=set[Key])
@@ -43,6 +46,8 @@ class World:
         self.last_call = 0
         self.incarnations = 0
         self.answers: list[tuple[int, str, Key]] = []
+        self.links: set[frozenset[Process]] = set()
+        self.down: set[frozenset[Process]] = set()
 
     # What happens.
 
@@ -50,14 +55,47 @@ class World:
         fresh = [(f"p{self.incarnations + i}", self.incarnations + i + 1) for i in range(count)]
         self.incarnations += count
         for process in fresh:
-            self.members[process] = Member(DirectoryMachine(process))
+            others = list(self.members)
+            self.members[process] = Member(process, DirectoryMachine(process))
+            for other in others:
+                self.link(process, other)
         self.views.append((*self.current, *fresh))
 
     def shrink(self) -> None:
         gone = self.rng.choice(self.current)
+        for other in [other for other in self.members if other != gone]:
+            if frozenset((gone, other)) in self.links:
+                self.cut(gone, other)
+            self.down = {pair for pair in self.down if gone not in pair}
         del self.members[gone]
-        self.queues = {pair: queue for pair, queue in self.queues.items() if gone not in pair}
         self.views.append(tuple(process for process in self.current if process != gone))
+
+    def link(self, one: Process, other: Process) -> None:
+        self.links.add(frozenset((one, other)))
+        self.down.discard(frozenset((one, other)))
+        self.event(one, ev.LinkUp(process=other))
+        self.event(other, ev.LinkUp(process=one))
+
+    def cut(self, one: Process, other: Process) -> None:
+        """What was under way is lost."""
+        self.links.remove(frozenset((one, other)))
+        self.down.add(frozenset((one, other)))
+        self.queues.pop((one, other), None)
+        self.queues.pop((other, one), None)
+        self.event(one, ev.LinkDown(process=other))
+        self.event(other, ev.LinkDown(process=one))
+
+    def cut_any(self) -> None:
+        if self.links:
+            one, other = sorted(self.rng.choice(sorted(sorted(pair) for pair in self.links)))
+            self.cut(one, other)
+
+    def heal_any(self) -> bool:
+        if not self.down:
+            return False
+        one, other = self.rng.choice(sorted(sorted(pair) for pair in self.down))
+        self.link(one, other)
+        return True
 
     @property
     def current(self) -> tuple[Process, ...]:
@@ -70,9 +108,8 @@ class World:
         for action in actions:
             match action:
                 case ev.Send(to=to, message=message):
-                    assert to != process
-                    if to in self.members:
-                        self.queues.setdefault((process, to), deque()).append(message)
+                    assert frozenset((to, process)) in self.links
+                    self.queues.setdefault((process, to), deque()).append(message)
                 case ev.GroupChanged(group=group, joined=joined, left=left):
                     seen = member.seen.setdefault(group, set())
                     assert seen.isdisjoint(joined) and seen.issuperset(left), "each change is told once"
@@ -92,6 +129,8 @@ class World:
             member.holds[call.name] = call.key
         if action.outcome is Outcome.FOUND:
             assert action.key is not None
+            me, holder = member.me, action.key[:2]
+            assert holder == me or frozenset((me, holder)) in self.links
             self.answers.append((member.machine.epoch, call.name, action.key))
 
     def step(self) -> bool:
@@ -184,13 +223,17 @@ def test_by_any_history_a_name_has_one_holder_and_all_see_the_same_groups(seed: 
             world.grow(1)
         elif dice < 0.06 and len(world.current) > 1:
             world.shrink()
+        elif dice < 0.09:
+            world.cut_any()
+        elif dice < 0.12:
+            world.heal_any()
         elif dice < 0.5:
             world.act()
         else:
             world.step()
         world.check_names()
     # Liveness: once nothing more happens, all is answered, and known to all alike.
-    while world.step():
+    while world.heal_any() or world.step():
         world.check_names()
     wanted: dict[str, set[Key]] = {}
     for member in world.members.values():
@@ -213,6 +256,8 @@ def test_by_any_history_a_name_has_one_holder_and_all_see_the_same_groups(seed: 
 
 def machine(me: Process, *others: Process) -> DirectoryMachine:
     made = DirectoryMachine(me)
+    for other in others:
+        made.handle(ev.LinkUp(process=other), now_ns=0)
     made.handle(ev.EnterView(epoch=1, members=(me, *others)), now_ns=0)
     return made
 
@@ -225,6 +270,7 @@ def test_two_parts_that_meet_leave_a_name_to_one() -> None:
     machines = {A: DirectoryMachine(A), B: DirectoryMachine(B)}
     keys: dict[Process, Key] = {A: ("a", 1, "x", 1), B: ("b", 1, "y", 1)}
     for me, made in machines.items():
+        made.handle(ev.LinkUp(process=B if me == A else A), now_ns=0)
         made.handle(ev.EnterView(epoch=1, members=(me,)), now_ns=0)
         asked = ev.Asked(call=1, what=What.REGISTER, name="red", key=keys[me])
         (answer,) = made.handle(asked, now_ns=0)
@@ -264,9 +310,54 @@ def test_what_its_driver_may_not_do() -> None:
         ev.Join(group="g", key=stranger),
         ev.Asked(call=1, what=What.REGISTER, name="n", key=stranger),
         ev.Asked(call=0, what=What.LOOK_UP, name="n"),
+        ev.LinkUp(process=B),
+        ev.LinkUp(process=A),
+        ev.LinkDown(process=C),
     ):
         with pytest.raises(LocalProtocolError):
             made.handle(event, now_ns=0)
     assert made.handle(ev.Said(source=C, message=ev.Here(0, {}, {})), now_ns=0) == [], (
         "of a view that is over"
     )
+
+
+def test_what_does_not_fit_into_one_message_goes_in_parts() -> None:
+    one, other = DirectoryMachine(A), machine(B, A)
+    for number in range(2 * ev.HERE_KEYS_MAX):
+        one.handle(ev.Join(group=f"g{number % 3}", key=("a", 1, f"x{number}", number + 1)), now_ns=0)
+    one.handle(ev.LinkUp(process=B), now_ns=0)
+    actions = one.handle(ev.EnterView(epoch=1, members=(A, B)), now_ns=0)
+    parts = [action.message for action in actions if isinstance(action, ev.Send)]
+    assert [part.last for part in parts if isinstance(part, ev.Here)] == [False, True]
+    for part in parts:
+        assert other.group("g0") == ()
+        assert len(msgspec.msgpack.encode(part)) < MAX_PAYLOAD_BYTES
+        other.handle(ev.Said(source=A, message=part), now_ns=0)
+        other.check_invariants()
+    assert {len(other.group(f"g{n}")) for n in range(3)} == {1333, 1334}
+
+
+def test_a_name_that_was_granted_over_a_link_that_ended_is_free_or_asked_for_again() -> None:
+    """The answer is lost: nobody was told that the name is taken, so it is not, but for who still asks."""
+    name = next(name for name in map(str, range(99)) if machine(A, B).home(name) == B)
+    key: Key = ("a", 1, "x", 1)
+    for given_up in (True, False):
+        one, home = machine(A, B), machine(B, A)
+        one.handle(ev.Said(source=B, message=ev.Here(1, {}, {})), now_ns=0)
+        home.handle(ev.Said(source=A, message=ev.Here(1, {}, {})), now_ns=0)
+        asked = ev.Asked(call=1, what=What.REGISTER, name=name, key=key)
+        (send,) = one.handle(asked, now_ns=0)
+        assert isinstance(send, ev.Send)
+        home.handle(ev.Said(source=A, message=send.message), now_ns=0)  # its answer is lost
+        if given_up:
+            one.handle(ev.GivenUp(call=1), now_ns=0)
+        for made, peer in ((one, B), (home, A)):
+            made.handle(ev.LinkDown(process=peer), now_ns=0)
+        home.handle(ev.LinkUp(process=A), now_ns=0)
+        for action in one.handle(ev.LinkUp(process=B), now_ns=0):
+            assert isinstance(action, ev.Send)
+            home.handle(ev.Said(source=A, message=action.message), now_ns=0)
+            home.check_invariants()
+        (found,) = home.handle(ev.Asked(call=1, what=What.LOOK_UP, name=name), now_ns=0)
+        assert isinstance(found, ev.Answered)
+        assert found.outcome is (Outcome.FREE if given_up else Outcome.FOUND)

@@ -345,8 +345,8 @@ class ActorSystem(Messaging):
     async def register(self, name: str, ref: Ref, *, timeout: float = CALL_S) -> None:
         """Give an actor a name that no other actor of the view has, until it ends.
 
-        Raises `NameInUse`, `DeadActor` if the actor does not live, and as `Ref.ask`. timeout: seconds; what is
-        granted after it is given back.
+        Raises `NameInUse`, `DeadActor` if the actor does not live, and as `Ref.ask`. timeout: seconds; what
+        is granted after it is given back.
         """
         from zbmd.actors import names
 

@@ -14,8 +14,9 @@ from zbmd.actors.context import current_cell
 from zbmd.actors.contracts import Contract
 from zbmd.actors.mailbox import MailboxSpec
 from zbmd.actors.monitor import Monitor
+from zbmd.actors.names import Group
 from zbmd.actors.ref import Ref
-from zbmd.actors.system import STOP_S, ActorInfo, ActorSystem
+from zbmd.actors.system import CALL_S, STOP_S, ActorInfo, ActorSystem
 from zbmd.actors.wire import Plain, reason_data
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.link import Link
@@ -268,10 +269,15 @@ class TracedSystem(ActorSystem):
         _untold("system.attach()")
         super().attach(link, on_closed=on_closed)
 
-    def detach(self, process: str) -> None:
+    def detach(self, process: str, reason: str = "detached") -> None:
         """As `ActorSystem.detach`."""
         _untold("system.detach()")
-        super().detach(process)
+        super().detach(process, reason)
+
+    async def group(self, name: str, *, timeout: float = CALL_S) -> Group:
+        """As `ActorSystem.group`."""
+        _untold("system.group()")
+        return await super().group(name, timeout=timeout)
 
 
 def _turn(what: str) -> tuple[ActorLife, Strand] | tuple[None, None]:

@@ -169,6 +169,14 @@ class Deadlines:
         least_ns=5 * SECOND_NS,
         most_ns=600 * SECOND_NS,
     )
+    join_ns: int = _derived(
+        Kind.BOUND,
+        60,
+        1,
+        "from a replacement's fork to its join, while others wait for it: it reads and imports what it needs",
+        least_ns=5 * SECOND_NS,
+        most_ns=1800 * SECOND_NS,
+    )
     flush_ns: int = _derived(
         Kind.BOUND,
         1,
@@ -236,7 +244,7 @@ class Deadlines:
             (self.heartbeat_ns, self.suspicion_ns, user_timeout_ns),
             (self.notice_ns, self.confirmation_ns, self.suspicion_ns),
             (self.link_up_ns, self.view_ns),
-            (self.hello_ns, self.dial_ns, self.view_ns),
+            (self.hello_ns, self.dial_ns, self.view_ns, self.join_ns),
             (self.flush_ns, self.stop_grace_ns),
         ):
             assert all(a < b for a, b in pairwise(order)), f"not in order: {order}"

@@ -16,6 +16,10 @@ member of the newer one listens to them.
 **Links between ranks that live can break.** A rank that lost one waits for a view. If none comes although
 there was time to agree on any death, its host asks for another view of the same members, in which they link
 up anew.
+
+**A process that never joins holds up nobody for ever.** The others' next view waits for it. One that has not
+joined within `join_ns` of its fork is killed, and the table is told that it is down. That holds once the job
+has had a view: before the first one a rank may take its time, for nobody is at work yet.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.nodes import NodeKey
 from zbmd.actors.view import View
 from zbmd.transport.budget import Deadlines, derive
+from zbmd.transport.durations import format_duration
 from zbmd.transport.errors import LocalProtocolError
 
 STORY_EVENTS_MAX = 16
@@ -66,7 +71,8 @@ class Process:
     """A process of this node, from the decision to fork it until its exit status is known.
 
     told: the cluster has been told of its end, or need not be; kill_at_ns: when it is killed, if it was asked
-    to end; linked: the epoch of the newest view for which it is linked.
+    to end; linked: the epoch of the newest view for which it is linked; hurried: others wait for its join;
+    join_by_ns: when it is given up, unless it joins.
     """
 
     key: RankKey
@@ -76,6 +82,8 @@ class Process:
     killed: bool = False
     kill_at_ns: int | None = None
     linked: int = 0
+    hurried: bool = False
+    join_by_ns: int | None = None
 
 
 @dataclass(slots=True)
@@ -205,7 +213,7 @@ class LocalJobs:
             key = RankKey(job.id, entry.rank, entry.incarnation)
             if job.phase is JobPhase.RUNNING:
                 local.started[entry.rank] = entry.incarnation
-                local.processes[entry.rank, entry.incarnation] = Process(key)
+                local.processes[entry.rank, entry.incarnation] = Process(key, hurried=job.epoch > 0)
                 self._do(e.Fork(key=key, reason=job.reason))
             elif job.phase is JobPhase.STOPPING:  # the view that gave it to us was never acted on here
                 local.started[entry.rank] = entry.incarnation
@@ -249,6 +257,8 @@ class LocalJobs:
         if process is None or process.state is not ProcessState.FORKING:
             raise LocalProtocolError(f"{key} was not to be forked", story=tuple(self.story))
         process.state = ProcessState.STARTED
+        if process.hurried:
+            process.join_by_ns = now_ns + self.jobs[key.job].deadlines.join_ns
         if process.condemned:  # the fork crossed the decision to end it
             process.condemned = False
             self._condemn(self.jobs[key.job], process, now_ns, kill=process.killed)
@@ -258,6 +268,7 @@ class LocalJobs:
         if process is None or process.state is ProcessState.JOINED or process.condemned or process.told:
             return  # a join may come after its own death, or twice: it is another process that says so
         process.state = ProcessState.JOINED
+        process.join_by_ns = None
         up = RankUp(
             job=key.job,
             rank=key.rank,
@@ -301,6 +312,16 @@ class LocalJobs:
         down = RankDown(job=key.job, rank=key.rank, incarnation=key.incarnation, code=code, reason=reason)
         self._do(e.Ask(order=down))
 
+    def _give_up(self, local: LocalJob, process: Process, now_ns: int) -> None:
+        """Others wait for a process that does not come."""
+        waited = format_duration(local.deadlines.join_ns)
+        reason = (
+            f"it was started {waited} ago and has not joined its job, whose other ranks wait for it: "
+            "call `zbmd.join` before what takes longer"
+        )
+        self._report_end(process, None, reason)
+        self._condemn(local, process, now_ns, kill=True)
+
     def _announce(self, key: RankKey, reason: str, *, confirmed: bool) -> None:
         to = tuple(rank for rank in self.jobs[key.job].joined() if rank != key.rank)
         if to:
@@ -309,6 +330,7 @@ class LocalJobs:
     def _condemn(self, local: LocalJob, process: Process, now_ns: int, *, kill: bool) -> None:
         """Have a process end; with `kill`, at once."""
         exists = process.state is not ProcessState.FORKING
+        process.join_by_ns = None
         if kill and not process.killed:
             process.killed = True
             if exists:
@@ -399,6 +421,8 @@ class LocalJobs:
     def _timer(self, now_ns: int) -> None:
         for local in self.jobs.values():
             for process in local.processes.values():
+                if process.join_by_ns is not None and process.join_by_ns <= now_ns:
+                    self._give_up(local, process, now_ns)
                 if process.kill_at_ns is not None and process.kill_at_ns <= now_ns:
                     self._condemn(local, process, now_ns, kill=True)
             if local.relink_at_ns is not None and local.relink_at_ns <= now_ns:
@@ -415,7 +439,8 @@ class LocalJobs:
     def _set_timer(self) -> None:
         times = [local.ask_at_ns for local in self.jobs.values()]
         times += [local.relink_at_ns for local in self.jobs.values()]
-        times += [p.kill_at_ns for local in self.jobs.values() for p in local.processes.values()]
+        processes = [p for local in self.jobs.values() for p in local.processes.values()]
+        times += [at_ns for p in processes for at_ns in (p.kill_at_ns, p.join_by_ns)]
         due_ns = min((at_ns for at_ns in times if at_ns is not None), default=None)
         if due_ns is not None and due_ns != self._timer_ns:
             self._do(e.SetTimer(at_ns=due_ns))

@@ -304,3 +304,31 @@ def test_a_link_that_a_death_took_asks_for_no_view_of_its_own() -> None:
     assert "InstallView" in kinds(hosts.act(0, 1)[0])
     survivor.now_ns += 60 * GRACE_NS
     assert not survivor.put(e.TimerFired())
+
+
+def test_a_rank_that_never_joins_is_given_up_once_others_wait_for_it() -> None:
+    hosts = Hosts(2)
+    hosts.up()
+    second = hosts.hosts[1]
+    down = RankDown(job=JOB, rank=1, incarnation=1, code=-9, reason="killed")
+    second.put(e.Exited(key=key_of(1), code=-9, reason="killed"))
+    hosts.change((1, down))
+    (fork,) = hosts.act(1)[1]
+    assert isinstance(fork, e.Fork)
+    second.now_ns = 1000
+    (timer,) = second.put(e.Forked(key=fork.key))
+    assert timer == e.SetTimer(at_ns=1000 + derive().join_ns)
+    second.now_ns = timer.at_ns
+    told, kill = second.put(e.TimerFired())
+    assert isinstance(told, e.Ask) and isinstance(told.order, RankDown)
+    assert (told.order.rank, told.order.incarnation, told.order.code) == (1, 2, None)
+    assert "has not joined its job" in told.order.reason
+    assert kill == e.Kill(key=fork.key)
+    assert second.put(e.Joined(key=fork.key, address="too late")) == []
+
+
+def test_before_its_jobs_first_view_a_rank_may_take_its_time() -> None:
+    hosts = Hosts(1)
+    (_, fork) = hosts.act(0)[0]
+    assert isinstance(fork, e.Fork)
+    assert hosts.hosts[0].put(e.Forked(key=fork.key)) == []

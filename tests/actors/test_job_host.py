@@ -21,6 +21,7 @@ from zbmd.actors.host_links import host_identity
 from zbmd.actors.host_output import OutputLine
 from zbmd.actors.reaper import descendants
 from zbmd.actors.view import OnLoss, Outcome
+from zbmd.transport.budget import RECOVERY_BUDGET_NS_MIN
 from zbmd.transport.capture.recorder import Clocks, origin_of
 from zbmd.transport.capture.ring import RingRecorder
 from zbmd.transport.hlc import HybridClock
@@ -204,6 +205,19 @@ async def test_ranks_whose_links_break_link_up_anew(tmp_path: Path) -> None:
         job = w.job()
         assert job is not None and job.restarts_total == 0
         assert not any(place.of(RankDown) for place in w.places)
+
+
+async def test_a_rank_that_never_joins_is_killed_and_another_one_is_tried(tmp_path: Path) -> None:
+    async with world(tmp_path, 2) as w:
+        # The second incarnation does not join; the budget makes that short.
+        mute = "import os, signal\nif os.environ['ZBMD_INCARNATION'] == '2':\n    signal.pause()\n"
+        w.script.write_text(mute + FOLLOWS_VIEWS)
+        w.submit(nodes_min=2, nodes_max=2, recovery_budget_ns=RECOVERY_BUDGET_NS_MIN)
+        await w.members("0#1,1#1")
+        os.kill(w.places[1].pid(1), signal.SIGKILL)
+        await w.members("0#1,1#3")
+        reasons = [event.code for event in w.places[1].events if isinstance(event, RankDown)]
+        assert reasons == [-9, -9]
 
 
 async def test_a_job_ends_when_all_of_its_ranks_have(tmp_path: Path) -> None:

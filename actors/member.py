@@ -89,6 +89,14 @@ class Peer:
     memory: PeerMemory
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComingView:
+    """A view that may be entered: all of its members are linked. `memories`: theirs, by rank."""
+
+    view: View
+    memories: Mapping[int, PeerMemory]
+
+
 class MemberActor(Actor):
     """`rankN/member`: hears from the host."""
 
@@ -219,17 +227,30 @@ class Node:
         where no other view will come. How long other members take to ask is theirs: no deadline but the
         caller's own holds for it.
         """
+        return self.enter(await self.coming_view(after=after))
+
+    async def coming_view(self, *, after: int) -> ComingView:
+        """As `view`, but for the last step: wait until a view may be entered, and go on in this one.
+
+        Who has called this enters what it returns, by `enter`, before calling it again: other members may
+        be in that view already, and wait there.
+        """
         if self.alone:
             if after >= self._view.epoch:
                 raise LocalProtocolError("this process runs alone: there will be no other view")
-            return self._view
+            return ComingView(view=self._view, memories={})
         host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
         while True:
             view, memories = await self._links.ready(after=after)
             await host.tell(Linked(rank=self.rank, incarnation=self.incarnation, epoch=view.epoch))
             if await self._links.entered(view.epoch):
-                self._enter(view, memories)
-                return view
+                return ComingView(view=view, memories=memories)
+
+    def enter(self, coming: ComingView) -> View:
+        """Enter a view that may be entered; see `view`. Waits for nothing."""
+        if not self.alone:
+            self._enter(coming.view, coming.memories)
+        return coming.view
 
     def on_peer_lost(self, callback: OnPeerLost) -> Callable[[], None]:
         """Have `callback` called on the loop when a member of the entered view dies.
@@ -290,7 +311,7 @@ class Node:
     # Called by `join` and the member actor.
 
     async def open(self) -> None:
-        """Listen, reach the host, and enter the first view."""
+        """Listen, reach the host, and ask to be in the next view."""
         faults.arm(self.system.name, self.incarnation)
         self.progress.start(self.rank, self.incarnation)
         arena_joined(self.segment.arena)
@@ -315,7 +336,6 @@ class Node:
         )
         await self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}").tell(join_message)
         self._reporter = asyncio.get_running_loop().create_task(self._send_reports(), name="reports")
-        await self.view(after=0)
 
     def installed(self, view: View) -> None:
         """The host installed a view."""
@@ -420,13 +440,15 @@ class Node:
 
 @asynccontextmanager
 async def join(
-    *, arena: int | None = None, inbox_bytes: int = INBOX_BYTES_DEFAULT
+    *, arena: int | None = None, inbox_bytes: int = INBOX_BYTES_DEFAULT, enter: bool = True
 ) -> AsyncGenerator[Node, None]:
     """Join the job that this process was started for; leave it at the end.
 
     arena: bytes of shared memory for arrays, default ZBMD_ARENA or 64 MiB; inbox_bytes: what peers may
     write. Started by hand, without a launcher, this is a world of one. Returns once the first view is
-    entered. Raises `UserError` on a wrong environment, `OutOfMemory`, `PeerLost` if the host is gone.
+    entered. Without `enter` it returns before that, and `Node.view` enters it: the others go on without this
+    rank until then, so what takes it long belongs in between. Raises `UserError` on a wrong environment,
+    `OutOfMemory`, `PeerLost` if the host is gone.
     """
     found = RankEnvironment.read(os.environ)
     environment = found or RankEnvironment(
@@ -454,6 +476,8 @@ async def join(
         node = Node(environment, identity, segment, cookie, capture, clock, alone=found is None)
         try:
             await node.open()
+            if enter:
+                await node.view(after=0)
             yield node
         finally:
             await node.leave()

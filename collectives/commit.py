@@ -13,6 +13,10 @@ Why a source's slot is stable while it is read: the source can commit the step a
 reader's vote, and the reader votes only after its pull has ended. An operation in flight when the epoch ends
 is drained before the rank reports, since it may still touch the slots.
 
+A membership that only adds members, or links them anew, costs no step: each vote says which newer epoch its
+sender could enter, and once all votes for a version name one, all enter it behind that version. If the step
+cannot be committed any more, because a member is lost or has given up, an epoch is entered at once.
+
 A replacement may come up when all others have finished and gone: they had preserved the last version before
 they left, so it is read back from there (`Recall`).
 
@@ -32,13 +36,16 @@ from zbmd.collectives.commit_messages import (
     Commit,
     CommitAction,
     CommitEvent,
+    EnterEpoch,
     EpochInstalled,
+    EpochReady,
     Failed,
     FailureKind,
     Fetch,
     FetchEnded,
     Finished,
     FinishReceived,
+    GaveUpReceived,
     Held,
     MemberId,
     PeerEnded,
@@ -48,6 +55,7 @@ from zbmd.collectives.commit_messages import (
     ReportReceived,
     RunStep,
     SendFinish,
+    SendGaveUp,
     SendReport,
     SendVote,
     StepEnded,
@@ -78,6 +86,9 @@ class CommitState(Enum):
     FINISHED = auto()
     FAILED = auto()
 
+
+PATIENT_STATES = frozenset({CommitState.FETCHING, CommitState.RUNNING, CommitState.VOTING})
+"""A step is under way that may yet be committed: a newer epoch waits for that."""
 
 END_STATES = frozenset({CommitState.FINISHED, CommitState.FAILED})
 _Message = TypeVar("_Message", ReportReceived, VoteReceived, FinishReceived)
@@ -118,6 +129,9 @@ class StepCommit:
         self._first_version = version
         self._fresh = True
         self._work: Fetch | Recall | RunStep | None = None
+        self._ready: EpochReady | None = None
+        self._lost: set[int] = set()
+        self._gave_up: dict[int, int] = {}
         self._reports: dict[tuple[int, int], ReportReceived] = {}
         self._votes: dict[tuple[int, int], VoteReceived] = {}
         self._finishes: dict[tuple[int, int], FinishReceived] = {}
@@ -153,9 +167,17 @@ class StepCommit:
         if self.state in END_STATES:
             return []
         self._story.append(f"{type(event).__name__}@{now_ns}/{self.state.name}")
+        return [*self._take(event), *self._enter_if_held_up()]
+
+    def _take(self, event: CommitEvent) -> list[CommitAction]:
         match event:
             case EpochInstalled():
                 return self._install(event)
+            case EpochReady():
+                return self._note_ready(event)
+            case GaveUpReceived():
+                self._gave_up[event.sender] = max(event.epoch, self._gave_up.get(event.sender, 0))
+                return []
             case ReportReceived():
                 self._check_held(event)
                 self._keep(self._reports, 0, event)
@@ -198,13 +220,9 @@ class StepCommit:
     # ---- membership
 
     def _install(self, event: EpochInstalled) -> list[CommitAction]:
-        ranks = [member.rank for member in event.members]
-        if event.epoch <= self.epoch or self.rank not in ranks or ranks != sorted(set(ranks)):
-            raise LocalProtocolError(
-                f"rank {self.rank}: epoch {event.epoch} of {ranks} cannot follow epoch {self.epoch}",
-                story=tuple(self._story),
-            )
+        self._check_follows(event)
         self.epoch, self.members = event.epoch, event.members
+        self._lost.clear()
         self._reports = self._of_epoch_on(self._reports)
         self._votes = self._of_epoch_on(self._votes)
         self._finishes = self._of_epoch_on(self._finishes)
@@ -212,6 +230,44 @@ class StepCommit:
             self.state = CommitState.DRAINING
             return [AbortWork(epoch=self._work.epoch, reason=f"epoch {event.epoch} is installed")]
         return self._report()
+
+    def _check_follows(self, event: EpochInstalled | EpochReady) -> None:
+        ranks = [member.rank for member in event.members]
+        if event.epoch <= self.epoch or self.rank not in ranks or ranks != sorted(set(ranks)):
+            raise LocalProtocolError(
+                f"rank {self.rank}: epoch {event.epoch} of {ranks} cannot follow epoch {self.epoch}",
+                story=tuple(self._story),
+            )
+
+    def _note_ready(self, event: EpochReady) -> list[CommitAction]:
+        self._check_follows(event)
+        if self._ready is not None:
+            raise self._misuse(f"epoch {event.epoch} is ready, and {self._ready.epoch} is not entered yet")
+        self._ready = event
+        return []
+
+    def _enter_if_held_up(self) -> list[CommitAction]:
+        """Enter the epoch that is ready, unless the step under way can still be committed."""
+        ready = self._ready
+        if ready is None or self.state in END_STATES:
+            return []
+        stay = set(self.members) <= set(ready.members)
+        if self.state in PATIENT_STATES and stay and not self._is_incomplete():
+            return []
+        actions: list[CommitAction] = []
+        if stay and self.state is not CommitState.FINISHING:
+            actions += [SendGaveUp(to=to, epoch=self.epoch) for to in self._others()]
+        if self._work is None:
+            self.state = CommitState.WAITING
+        elif self.state is not CommitState.DRAINING:
+            self.state = CommitState.DRAINING
+            actions.append(AbortWork(epoch=self._work.epoch, reason=f"epoch {ready.epoch} is to be entered"))
+        self._ready = None
+        return [*actions, EnterEpoch(epoch=ready.epoch)]
+
+    def _is_incomplete(self) -> bool:
+        """Whether a member of this epoch votes no more."""
+        return bool(self._lost) or any(self._gave_up.get(rank) == self.epoch for rank in self._others())
 
     def _report(self) -> list[CommitAction]:
         self.state = CommitState.REPORTING
@@ -230,6 +286,7 @@ class StepCommit:
     def _peer_ended(self, event: PeerEnded) -> list[CommitAction]:
         if event.member not in self.members or event.member.rank in self._senders(self._finishes):
             return []  # not of this epoch, or it has the last version and may leave: nothing depends on it
+        self._lost.add(event.member.rank)
         if self._work is not None and self.state is not CommitState.DRAINING:
             self.state = CommitState.DRAINING
             return [
@@ -362,11 +419,23 @@ class StepCommit:
             return self._drained()
         self.state = CommitState.VOTING
         vote = VoteReceived(
-            sender=self.rank, epoch=self.epoch, version=event.version, digest=event.digest, part=event.part
+            sender=self.rank,
+            epoch=self.epoch,
+            version=event.version,
+            digest=event.digest,
+            part=event.part,
+            ready=0 if self._ready is None else self._ready.epoch,
         )
         self._votes[self.rank, vote.version] = vote
         sends: list[CommitAction] = [
-            SendVote(to=to, epoch=self.epoch, version=vote.version, digest=vote.digest, part=vote.part)
+            SendVote(
+                to=to,
+                epoch=self.epoch,
+                version=vote.version,
+                digest=vote.digest,
+                part=vote.part,
+                ready=vote.ready,
+            )
             for to in self._others()
         ]
         return sends + self._count_votes()
@@ -382,7 +451,13 @@ class StepCommit:
             return self._diverged(version, {rank: vote.digest for rank, vote in sorted(votes.items())})
         parts = tuple(votes[member.rank].part for member in self.members)
         self._votes = {key: vote for key, vote in self._votes.items() if vote.version != version}
-        return [self._commit(version, digest, parts), *self._next_step()]
+        committed = self._commit(version, digest, parts)
+        ready = self._ready
+        # All members see the same votes, so all of them go, or none does.
+        if ready is not None and min(vote.ready for vote in votes.values()) == ready.epoch:
+            self.state, self._ready, self._fresh = CommitState.WAITING, None, False
+            return [committed, EnterEpoch(epoch=ready.epoch)]
+        return [committed, *self._next_step()]
 
     def _commit(self, version: int, digest: bytes, parts: tuple[bytes, ...]) -> Commit:
         self.version, self.digest, self.slot, self.prepared = version, digest, 1 - self.slot, None

@@ -18,12 +18,12 @@ import structlog
 from zbmd.actors.actor import Actor, on
 from zbmd.actors.context import sender_process
 from zbmd.actors.errors import ActorError
-from zbmd.actors.member import Node
+from zbmd.actors.member import ComingView, Node
 from zbmd.actors.rank_names import rank_of
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives.capture_kinds import STEP_COMMIT, commit_config
 from zbmd.collectives.commit import StepCommit
-from zbmd.collectives.commit_wire import Finish, Report, Vote, from_wire, to_wire
+from zbmd.collectives.commit_wire import Finish, GaveUp, Message, Report, SendAction, Vote, from_wire, to_wire
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group import Group, group_of
 from zbmd.transport import faults
@@ -43,6 +43,7 @@ REPORT_POINT = faults.declare("commit.report", "before one of its reports of an 
 VOTE_POINT = faults.declare("commit.vote", "before one of its votes is sent")
 COMMIT_POINT = faults.declare("commit.commit", "when all votes are in, before the commit is performed")
 COMMITTED_POINT = faults.declare("commit.committed", "when the commit is performed")
+GAVE_UP_POINT = faults.declare("commit.gave_up", "before it tells another that it votes in an epoch no more")
 FINISH_POINT = faults.declare("commit.finish", "before it tells another that it has the last version")
 
 
@@ -50,6 +51,7 @@ _POINT_OF_SEND = {
     cm.SendReport: REPORT_POINT,
     cm.SendVote: VOTE_POINT,
     cm.SendFinish: FINISH_POINT,
+    cm.SendGaveUp: GAVE_UP_POINT,
 }
 _WORK_NAMES = {cm.RunStep: "step", cm.Fetch: "pull of version", cm.Recall: "recall of version"}
 
@@ -156,7 +158,12 @@ class _Receiver(Actor):
         """Take a finish."""
         self._receive(message)
 
-    def _receive(self, message: Report | Vote | Finish) -> None:
+    @on(GaveUp)
+    async def gave_up(self, message: GaveUp) -> None:
+        """A peer votes in an epoch no more."""
+        self._receive(message)
+
+    def _receive(self, message: Message) -> None:
         name = sender_process()
         sender = rank_of(name)
         if sender is None:
@@ -176,6 +183,7 @@ class CommitDriver:
         self._events: asyncio.Queue[cm.CommitEvent] = asyncio.Queue(QUEUED_EVENTS_MAX)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="zbmd-compute")
         self._group: Group | None = None
+        self._may_enter = asyncio.Event()
         self._cancellation = Cancellation()
         self._work: asyncio.Future[None] | None = None
         self._finished = False
@@ -233,11 +241,18 @@ class CommitDriver:
         self._take(cm.PeerEnded(member=member, reason="it left" if notice.clean else "it died"))
 
     async def _follow_views(self) -> None:
-        """Turn each view into an epoch: once all of its members have met in a barrier, they are listening."""
+        """Turn each view into an epoch: once all of its members have met in a barrier, they are listening.
+
+        When it is entered, the machine says.
+        """
         epoch = 0
         while True:
-            view = await self._node.view(after=epoch)
-            epoch = view.epoch
+            coming = await self._node.coming_view(after=epoch)
+            epoch, members = coming.view.epoch, _members_of(coming)
+            self._may_enter.clear()
+            self._take(cm.EpochReady(epoch=epoch, members=members))
+            await self._may_enter.wait()
+            view = self._node.enter(coming)
             if self._group is not None:
                 await self._group.close()
             faults.hit(VIEW_POINT)
@@ -246,9 +261,6 @@ class CommitDriver:
                 await self._group.barrier()
             except (PeerLost, OperationAborted):
                 continue  # a member is gone already: the next view follows
-            members = tuple(
-                cm.MemberId(rank=member.rank, incarnation=member.incarnation) for member in view.members
-            )
             self._take(cm.EpochInstalled(epoch=epoch, members=members))
             if self._node.alone:
                 return  # no other view will come
@@ -257,8 +269,10 @@ class CommitDriver:
 
     async def _perform(self, action: cm.CommitAction) -> None:
         match action:
-            case cm.SendReport() | cm.SendVote() | cm.SendFinish():
+            case cm.SendReport() | cm.SendVote() | cm.SendFinish() | cm.SendGaveUp():
                 await self._send(action)
+            case cm.EnterEpoch():
+                self._may_enter.set()
             case cm.RunStep():
                 self._tap.mark(action.version)
                 await self._workload.before_step(action)
@@ -286,7 +300,7 @@ class CommitDriver:
             case _:
                 assert_never(action)
 
-    async def _send(self, action: cm.SendReport | cm.SendVote | cm.SendFinish) -> None:
+    async def _send(self, action: SendAction) -> None:
         faults.hit(_POINT_OF_SEND[type(action)])
         peer = self._node.system.ref(f"rank{action.to}/{ACTOR_NAME}")
         try:
@@ -333,3 +347,7 @@ class CommitDriver:
                 return cm.RecallEnded(epoch=epoch, version=version, digest=digest)
             case cm.RunStep():
                 return cm.StepEnded(epoch=epoch, version=version, digest=digest, part=part, reason=reason)
+
+
+def _members_of(coming: ComingView) -> tuple[cm.MemberId, ...]:
+    return tuple(cm.MemberId(rank=m.rank, incarnation=m.incarnation) for m in coming.view.members)

@@ -43,6 +43,22 @@ class EpochInstalled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpochReady:
+    """A newer membership can be entered: all of `members` are linked, and some may be in it already."""
+
+    epoch: int
+    members: tuple[MemberId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaveUpReceived:
+    """A member has left an epoch without its members' agreement: it votes in it no more."""
+
+    sender: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportReceived:
     """A member's report for an epoch."""
 
@@ -53,13 +69,17 @@ class ReportReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VoteReceived:
-    """A member's vote to commit `version`; `part` is its share of the ledger, opaque here."""
+    """A member's vote to commit `version`; `part` is its share of the ledger, opaque here.
+
+    ready: the newer epoch that it could enter behind this version, 0 if there is none.
+    """
 
     sender: int
     epoch: int
     version: int
     digest: bytes
     part: bytes
+    ready: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +133,8 @@ class PeerEnded:
 
 CommitEvent: TypeAlias = (
     EpochInstalled
+    | EpochReady
+    | GaveUpReceived
     | ReportReceived
     | VoteReceived
     | FinishReceived
@@ -151,6 +173,7 @@ class SendVote:
     version: int
     digest: bytes
     part: bytes
+    ready: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +181,21 @@ class SendFinish:
     """Tell `to` that we have committed the last version."""
 
     to: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendGaveUp:
+    """Tell `to` that we vote in `epoch` no more."""
+
+    to: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnterEpoch:
+    """Enter the membership that is ready; answer with `EpochInstalled`, or the next `EpochReady`."""
+
     epoch: int
 
 
@@ -249,6 +287,8 @@ class Failed:
 
 CommitAction: TypeAlias = (
     SendReport
+    | SendGaveUp
+    | EnterEpoch
     | SendVote
     | SendFinish
     | Fetch

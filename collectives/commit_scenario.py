@@ -3,27 +3,35 @@
 Each rank is the production machine over a model of memory: two slots a rank that peers can read, also after
 the owner's death, as shared segments allow. A step ends only once every member has entered it; an aborted one
 goes on scribbling into its slot until it has drained. The node runs the host's membership machine: it
-restarts the dead (or shrinks the group) and has views entered once all members are linked.
+restarts the dead (or shrinks the group) and has views entered once all members are linked. Now and then it
+has the same members link up anew, as when a member joins; in some of these cases two have lost each other.
 
 Checked after every event: a committed version has the one content it may have, a slot that somebody reads
 does not change, versions only grow. Once the kills stop, every rank must finish.
-
-What a step computes is the scenario's choice (`Contents`): here a hash chain, in
-`zbmd.training.training_scenario` the training itself.
 """
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, assert_never
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, assert_never
 
 from zbmd.actors import view as membership
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives.commit import StepCommit
+from zbmd.collectives.commit_world import (
+    CommitOptions,
+    ContentsOf,
+    Enter,
+    HashChain,
+    Message,
+    Parted,
+    Slots,
+    World,
+)
 from zbmd.collectives.killing_scenario import DISTURBANCES, draw_kills
 from zbmd.transport import sim
 from zbmd.transport.errors import LocalProtocolError
@@ -42,161 +50,18 @@ CORRUPTING_SHARE = 0.1
 """The share of runs with bad memory."""
 CORRUPTED_SHARE = 0.5
 """The share of pulls that it strikes in them."""
+REGROUP_SHARE = 0.5
+"""The share of runs in which members link up anew although nobody died."""
+REGROUPS_MAX = 20
+PARTED_SHARE = 0.3
+"""The share of those in which two members have lost each other."""
+EPOCH_STRIDE = 1000
+"""Between two views of the host's machine: room for those in which its members link up anew."""
 RESTARTS_MAX = 1000
 """No scenario kills so often: the limit on restarts is not what is looked at here."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Enter:
-    """The node tells a rank that all members of the view of `epoch` are linked."""
-
-    epoch: int
-
-
-Message: TypeAlias = (
-    membership.Joined
-    | membership.InstallView
-    | membership.Linked
-    | Enter
-    | cm.ReportReceived
-    | cm.VoteReceived
-    | cm.FinishReceived
-)
-
-
 Work: TypeAlias = cm.Fetch | cm.Recall | cm.RunStep
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitOptions:
-    """One run: `world_size` ranks, `steps` steps, `kills` SIGKILLs at random moments, then calm."""
-
-    world_size: int = 4
-    steps: int = 12
-    kills: int = 3
-    shrink: bool = False
-    corrupting: bool = False
-    """A pull now and then brings other bits than it read, as bad memory does: it must be noticed."""
-
-
-class Slots(Protocol):
-    """The two slots of one incarnation of a rank: peers can read them, also after its death."""
-
-    def digest(self, slot: int) -> bytes:
-        """Of what the slot holds now."""
-        ...
-
-    def tear(self, slot: int) -> None:
-        """Write something into it that is no version, as work under way does."""
-        ...
-
-    def enter(self, work: cm.RunStep) -> None:
-        """Begin a step: do what needs no other rank. Its target is torn from here on."""
-        ...
-
-    def step(self, work: cm.RunStep) -> bool:
-        """End the step, which all members have entered. False if a lost member cuts it short."""
-        ...
-
-    def copy(self, source: Slots, source_slot: int, slot: int) -> None:
-        """Pull what a slot of a member holds into one of ours."""
-        ...
-
-    def recall(self, version: int, slot: int) -> None:
-        """Read the preserved `version` back."""
-        ...
-
-
-class Contents(Protocol):
-    """What versions hold, and what a step makes of them."""
-
-    def digest_of(self, version: int) -> bytes:
-        """Of the one content that `version` may have."""
-        ...
-
-    def open(self, member: cm.MemberId) -> Slots:
-        """The slots of a new incarnation: 0 holds version 0."""
-        ...
-
-
-ContentsOf: TypeAlias = "Callable[[sim.Simulation[Message]], Contents]"
-"""Makes the contents of a job in a simulation."""
-
-
-def oracle(version: int) -> bytes:
-    """The one content that `version` may have: a hash chain, as a step is a function of the one before."""
-    content = b"initial"
-    for step in range(1, version + 1):
-        content = _advance(content, step)
-    return content
-
-
-def _advance(content: bytes, version: int) -> bytes:
-    return hashlib.blake2b(content + version.to_bytes(4, "little"), digest_size=16).digest()
-
-
-class HashSlots(Slots):
-    """Slots of a hash chain; a content is its own digest."""
-
-    def __init__(self) -> None:
-        self.held = [oracle(0), b"unwritten"]
-
-    def digest(self, slot: int) -> bytes:
-        """See `Slots`."""
-        return self.held[slot]
-
-    def tear(self, slot: int) -> None:
-        """See `Slots`."""
-        self.held[slot] = b"torn"
-
-    def enter(self, work: cm.RunStep) -> None:
-        """See `Slots`."""
-        self.tear(work.slot)
-
-    def step(self, work: cm.RunStep) -> bool:
-        """See `Slots`."""
-        self.held[work.slot] = _advance(self.held[1 - work.slot], work.version)
-        return True
-
-    def copy(self, source: Slots, source_slot: int, slot: int) -> None:
-        """See `Slots`."""
-        self.held[slot] = source.digest(source_slot)
-
-    def recall(self, version: int, slot: int) -> None:
-        """See `Slots`."""
-        self.held[slot] = oracle(version)
-
-
-class HashChain(Contents):
-    """The simplest job whose versions can be told apart."""
-
-    def __init__(self, simulation: sim.Simulation[Message]) -> None:
-        """It needs nothing of the simulation."""
-
-    def digest_of(self, version: int) -> bytes:
-        """See `Contents`."""
-        return oracle(version)
-
-    def open(self, member: cm.MemberId) -> Slots:
-        """See `Contents`."""
-        return HashSlots()
-
-
-@dataclass(slots=True)
-class World:
-    """What outlives a process: its memory, the commit log, and who has entered which step."""
-
-    options: CommitOptions
-    contents: Contents
-    slots: dict[cm.MemberId, Slots] = field(default_factory=dict[cm.MemberId, Slots])
-    entered: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
-    committed_max: int = 0
-    finished: set[int] = field(default_factory=set[int])
-    preserved: bool = False
-    state_lost: bool = False
-    corrupted: bool = False
-    corruption_noticed: bool = False
-    machines: dict[cm.MemberId, StepCommit] = field(default_factory=dict[cm.MemberId, StepCommit])
 
 
 class RankProcess:
@@ -215,6 +80,7 @@ class RankProcess:
             known_version=world.committed_max,
         )
         self.view = membership.View(epoch=0, members=())
+        self.coming: cm.EpochReady | None = None
         self.work: Work | None = None
         self.seen: bytes | None = None
         self.aborted = False
@@ -254,21 +120,32 @@ class RankProcess:
                 if view.epoch <= self.view.epoch:
                     return []  # overtaken by the next
                 self.view = view
-                rank, incarnation = self.member.rank, self.member.incarnation
-                linked = membership.Linked(rank=rank, incarnation=incarnation, epoch=view.epoch)
-                return [sim.Send(to=NODE, message=linked)]
+                return self._linked() if self.coming is None else []
             case Enter(epoch=epoch):
-                if epoch != self.view.epoch or epoch <= self.machine.epoch:
+                if epoch != self.view.epoch or epoch <= self.machine.epoch or self.coming is not None:
                     return []
-                members = tuple(
-                    cm.MemberId(rank=member.rank, incarnation=member.incarnation)
-                    for member in self.view.members
-                )
-                return self._feed(cm.EpochInstalled(epoch=epoch, members=members), now_ns)
+                self.coming = cm.EpochReady(epoch=epoch, members=_members_of(self.view))
+                return self._feed(self.coming, now_ns)
+            case Parted(member=member):
+                return self._feed(cm.PeerEnded(member=member, reason="its link ended"), now_ns)
             case membership.Joined() | membership.Linked():
                 raise LocalProtocolError("a rank is not a node")
             case _:
                 return self._feed(message, now_ns)
+
+    def _linked(self) -> list[sim.Effect[Message]]:
+        rank, incarnation = self.member.rank, self.member.incarnation
+        linked = membership.Linked(rank=rank, incarnation=incarnation, epoch=self.view.epoch)
+        return [sim.Send(to=NODE, message=linked)]
+
+    def _enter(self, now_ns: int) -> list[sim.Effect[Message]]:
+        """Enter the view that is ready, and go for the next if there is one."""
+        coming, self.coming = self.coming, None
+        assert coming is not None
+        self.world.abandoned.add(self.machine.epoch)
+        installed = cm.EpochInstalled(epoch=coming.epoch, members=coming.members)
+        effects = self._feed(installed, now_ns)
+        return effects + (self._linked() if self.view.epoch > coming.epoch else [])
 
     def _feed(self, event: cm.CommitEvent, now_ns: int) -> list[sim.Effect[Message]]:
         effects: list[sim.Effect[Message]] = []
@@ -281,15 +158,22 @@ class RankProcess:
         match action:
             case cm.SendReport(to=to, epoch=epoch, held=held):
                 return [_to(to, cm.ReportReceived(sender=rank, epoch=epoch, held=held))]
-            case cm.SendVote(to=to, epoch=epoch, version=version, digest=digest, part=part):
-                vote = cm.VoteReceived(sender=rank, epoch=epoch, version=version, digest=digest, part=part)
+            case cm.SendVote(to=to, epoch=epoch, version=version, digest=digest, part=part, ready=ready):
+                vote = cm.VoteReceived(
+                    sender=rank, epoch=epoch, version=version, digest=digest, part=part, ready=ready
+                )
                 return [_to(to, vote)]
+            case cm.SendGaveUp(to=to, epoch=epoch):
+                return [_to(to, cm.GaveUpReceived(sender=rank, epoch=epoch))]
+            case cm.EnterEpoch():
+                return self._enter(now_ns)
             case cm.SendFinish(to=to, epoch=epoch):
                 return [_to(to, cm.FinishReceived(sender=rank, epoch=epoch))]
             case cm.Fetch() | cm.Recall() | cm.RunStep():
                 return self._begin(action, now_ns)
-            case cm.AbortWork():
+            case cm.AbortWork(epoch=epoch):
                 self.aborted = True
+                world.abandoned.add(epoch)
                 self.slots.tear(1 - self.machine.slot)
                 return [sim.SetTimer(name="work", at_ns=now_ns + self.rng.randint(0, DRAIN_NS_MAX))]
             case cm.Commit(version=version, slot=slot) | cm.Adopted(version=version, slot=slot):
@@ -351,9 +235,12 @@ class RankProcess:
         assert work is not None and self.seen is not None
         if isinstance(work, cm.RunStep):
             entered = self.world.entered[work.epoch, work.version] == set(work.members)
-            if not self.aborted and not entered:
+            given_up = work.epoch in self.world.abandoned and (not entered or self.rng.random() < 0.3)
+            if given_up and not self.aborted:
+                self.slots.tear(work.slot)
+            elif not self.aborted and not entered:
                 return [sim.SetTimer(name="work", at_ns=now_ns + self.rng.randint(1, WORK_NS_MAX))]
-            done = not self.aborted and self.slots.step(work)
+            done = not self.aborted and not given_up and self.slots.step(work)
         else:
             # Some of what is aborted had in truth completed: the machine must cope with either.
             done = self.seen != NOTHING and (not self.aborted or self.rng.random() < 0.3)
@@ -389,16 +276,23 @@ def _cut_short(work: Work) -> cm.CommitEvent:
             return cm.StepEnded(epoch=work.epoch, version=work.version, digest=None, reason="aborted")
 
 
+def _members_of(view: membership.View) -> tuple[cm.MemberId, ...]:
+    return tuple(cm.MemberId(rank=m.rank, incarnation=m.incarnation) for m in view.members)
+
+
 def _to(rank: int, message: Message) -> sim.Send[Message]:
     return sim.Send(to=f"rank{rank}", message=message)
 
 
 class NodeProcess:
-    """The driver of the host's membership machine."""
+    """The driver of the host's membership machine. rng: has members link up anew."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, rng: random.Random) -> None:
         options = self.options = world.options
-        self.world = world
+        self.world, self.rng = world, rng
+        self.regroups = REGROUPS_MAX if rng.random() < REGROUP_SHARE else 0
+        self.view = membership.View(epoch=0, members=())
+        self.linked: set[int] = set()
         self.machine = membership.MembershipMachine(
             options.world_size,
             on_loss=membership.OnLoss.SHRINK if options.shrink else membership.OnLoss.REPLACE,
@@ -414,8 +308,12 @@ class NodeProcess:
         match stimulus:
             case sim.Started():
                 return self._feed(membership.StartRequested(), now_ns)
-            case sim.Arrived(message=membership.Joined() | membership.Linked() as event):
+            case sim.Arrived(message=membership.Joined() as event):
                 return self._feed(event, now_ns)
+            case sim.Arrived(message=membership.Linked() as event):
+                return self._linked(event, now_ns)
+            case sim.TimerFired():
+                return self._regroup()
             case sim.PeerEnded(peer=peer, incarnation=incarnation, clean=clean):
                 rank, code = int(peer.removeprefix("rank")), 0 if clean else -9
                 effects: list[sim.Effect[Message]] = []
@@ -428,6 +326,41 @@ class NodeProcess:
             case _:
                 raise LocalProtocolError(f"the node does not expect {stimulus}")
 
+    def _linked(self, event: membership.Linked, now_ns: int) -> list[sim.Effect[Message]]:
+        epoch, again = divmod(event.epoch, EPOCH_STRIDE)
+        if not again:
+            linked = membership.Linked(rank=event.rank, incarnation=event.incarnation, epoch=epoch)
+            return self._feed(linked, now_ns)
+        if event.epoch != self.view.epoch:
+            return []
+        self.linked.add(event.rank)
+        if self.linked < set(self.view.ranks):
+            return []
+        return [*self._told(Enter(epoch=event.epoch)), *self._set_regroup(now_ns)]
+
+    def _set_regroup(self, now_ns: int) -> list[sim.Effect[Message]]:
+        self.regroups -= 1
+        if self.regroups < 0:
+            return []
+        return [sim.SetTimer(name="regroup", at_ns=now_ns + self.rng.randint(0, ROUND_NS_MAX // 4))]
+
+    def _regroup(self) -> list[sim.Effect[Message]]:
+        """Have the members of the view link up anew, unless another one is on its way."""
+        effects: list[sim.Effect[Message]] = []
+        if self.machine.unlinked or self.machine.view.epoch != self.view.epoch // EPOCH_STRIDE:
+            return effects
+        self.view, self.linked = dataclasses.replace(self.view, epoch=self.view.epoch + 1), set()
+        members = _members_of(self.view)
+        if len(members) > 1 and self.rng.random() < PARTED_SHARE:
+            one, other = self.rng.sample(members, 2)
+            effects.append(_to(one.rank, Parted(member=other)))
+            if self.rng.random() < 0.5:
+                effects.append(_to(other.rank, Parted(member=one)))
+        return effects + self._told(membership.InstallView(view=self.view))
+
+    def _told(self, message: Message) -> list[sim.Effect[Message]]:
+        return [_to(rank, message) for rank in self.view.ranks]
+
     def _feed(self, event: membership.Event, now_ns: int) -> list[sim.Effect[Message]]:
         effects: list[sim.Effect[Message]] = []
         for action in self.machine.handle(event, now_ns=now_ns):
@@ -435,9 +368,10 @@ class NodeProcess:
                 case membership.Fork(rank=rank):
                     effects.append(sim.Start(process=f"rank{rank}"))
                 case membership.InstallView(view=view):
-                    effects += [_to(rank, action) for rank in view.ranks]
-                case membership.EnterView(epoch=epoch, to=to):
-                    effects += [_to(rank, Enter(epoch=epoch)) for rank in to]
+                    self.view = dataclasses.replace(view, epoch=view.epoch * EPOCH_STRIDE)
+                    effects += self._told(membership.InstallView(view=self.view))
+                case membership.EnterView():
+                    effects += [*self._told(Enter(epoch=self.view.epoch)), *self._set_regroup(now_ns)]
                 case membership.RunEnded(outcome=membership.Outcome.FAILED, reason=reason):
                     states = {self.machine.state(rank)[0] for rank in range(self.options.world_size)}
                     assert self.options.shrink and states == {membership.RankState.LOST}, reason
@@ -471,7 +405,7 @@ def build(
     conditions = draw_conditions(random.Random(f"{seed}/conditions"))
     simulation = sim.Simulation[Message](seed, conditions=conditions)
     world = World(options, contents(simulation))
-    simulation.add(NODE, lambda incarnation: NodeProcess(world))
+    simulation.add(NODE, lambda incarnation: NodeProcess(world, simulation.rng("regroups")))
     for rank in range(options.world_size):
 
         def make(incarnation: int, rank: int = rank) -> RankProcess:

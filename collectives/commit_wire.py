@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from zbmd.actors.contracts import Contract
 from zbmd.collectives import commit_messages as cm
 
@@ -18,13 +20,14 @@ class Report(Contract, id="zbmd.commit.report"):
     fresh: bool
 
 
-class Vote(Contract, id="zbmd.commit.vote"):
-    """A member's vote to commit a version."""
+class Vote(Contract, id="zbmd.commit.vote", version=2, compatible_from=1):
+    """A member's vote to commit a version. ready: the newer epoch that it could enter behind it, or 0."""
 
     epoch: int
     version: int
     digest: bytes
     part: bytes
+    ready: int = 0
 
 
 class Finish(Contract, id="zbmd.commit.finish"):
@@ -33,7 +36,17 @@ class Finish(Contract, id="zbmd.commit.finish"):
     epoch: int
 
 
-def to_wire(action: cm.SendReport | cm.SendVote | cm.SendFinish) -> Report | Vote | Finish:
+class GaveUp(Contract, id="zbmd.commit.gave_up"):
+    """A member votes in this epoch no more."""
+
+    epoch: int
+
+
+SendAction: TypeAlias = cm.SendReport | cm.SendVote | cm.SendFinish | cm.SendGaveUp
+Message: TypeAlias = Report | Vote | Finish | GaveUp
+
+
+def to_wire(action: SendAction) -> Message:
     """The message that performs a send action."""
     match action:
         case cm.SendReport(epoch=epoch, held=held):
@@ -46,13 +59,15 @@ def to_wire(action: cm.SendReport | cm.SendVote | cm.SendFinish) -> Report | Vot
                 known=held.known,
                 fresh=held.fresh,
             )
-        case cm.SendVote(epoch=epoch, version=version, digest=digest, part=part):
-            return Vote(epoch=epoch, version=version, digest=digest, part=part)
+        case cm.SendVote(epoch=epoch, version=version, digest=digest, part=part, ready=ready):
+            return Vote(epoch=epoch, version=version, digest=digest, part=part, ready=ready)
+        case cm.SendGaveUp(epoch=epoch):
+            return GaveUp(epoch=epoch)
         case cm.SendFinish(epoch=epoch):
             return Finish(epoch=epoch)
 
 
-def from_wire(message: Report | Vote | Finish, sender: int) -> cm.CommitEvent:
+def from_wire(message: Message, sender: int) -> cm.CommitEvent:
     """The machine's event for a message of the rank `sender`, as its link proves."""
     match message:
         case Report():
@@ -72,6 +87,9 @@ def from_wire(message: Report | Vote | Finish, sender: int) -> cm.CommitEvent:
                 version=message.version,
                 digest=message.digest,
                 part=message.part,
+                ready=message.ready,
             )
+        case GaveUp():
+            return cm.GaveUpReceived(sender=sender, epoch=message.epoch)
         case Finish():
             return cm.FinishReceived(sender=sender, epoch=message.epoch)

@@ -30,7 +30,7 @@ from unittest.mock import patch
 import uvloop
 
 from zbmd.collectives import commit_messages as cm
-from zbmd.collectives import commit_scenario
+from zbmd.collectives import commit_scenario, commit_world
 from zbmd.collectives.commit import StepCommit
 from zbmd.tools.bench_capture_asks import (
     COOKIE,
@@ -232,7 +232,7 @@ def bench_replay(events: int) -> dict[str, float]:
 
         taken = [0]
         seed = 0
-        options = commit_scenario.CommitOptions(world_size=4, steps=50, kills=2)
+        options = commit_world.CommitOptions(world_size=4, steps=50, kills=2)
         with patch.object(commit_scenario, "StepCommit", Recorded):
             while taken[0] < events:
                 commit_scenario.run(seed, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections.abc import Callable
@@ -128,7 +129,7 @@ async def run(options: JobOptions, *, before_step: Callable[[int], None] | None 
     recipe = open_recipe(options, prepare=not replacement)
     arena_bytes = arena_bytes_needed(recipe.model.layout, options.training.shards)
     try:
-        async with join(arena=arena_bytes) as node:
+        async with join(arena=arena_bytes, enter=False) as node:
             return await _train(node, options, recipe, before_step)
     except StepFailed as error:
         again = "start again, with a smaller --checkpoint-every"
@@ -184,10 +185,9 @@ def _too_large(options: JobOptions) -> str:
 async def _train(
     node: Node, options: JobOptions, recipe: Recipe, before_step: Callable[[int], None] | None
 ) -> JobResult | None:
-    layout = recipe.model.layout
-    store = Store(layout, lambda size: node.segment.arena.empty((size,), np.float32))
     plan = plan_of(recipe)
-    base_version = _initial_state(store, recipe, options, plan)
+    # On a thread: the loop links up meanwhile, and the others are at work.
+    store, base_version = await asyncio.to_thread(_initial_store, node, recipe, options, plan)
     header = LogHeader(
         format=LOG_FORMAT,
         run_id=f"{node.job:016x}",
@@ -248,12 +248,13 @@ def _report_loss(node: Node, rank: int, incarnation: int, notice: DeathNotice) -
         )
 
 
-def _initial_state(store: Store, recipe: Recipe, options: JobOptions, plan: str) -> int:
-    """Fill the committed slot: initial weights, or the checkpoint to go on from. Return its version."""
+def _initial_store(node: Node, recipe: Recipe, options: JobOptions, plan: str) -> tuple[Store, int]:
+    """A store whose committed slot is filled, and its version: initial weights, or those of a checkpoint."""
+    store = Store(recipe.model.layout, lambda size: node.segment.arena.empty((size,), np.float32))
     slot = store.current
     if options.resume is None:
         slot.state.weights[:] = recipe.model.xp.asarray(recipe.model.init(recipe.config.seed))
-        return 0
+        return store, 0
     checkpoint = load_checkpoint(options.resume, plan=plan, elements=PARTS * store.layout.size)
     slot.flat[:] = recipe.model.xp.asarray(checkpoint.flat)
-    return checkpoint.version
+    return store, checkpoint.version

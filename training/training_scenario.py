@@ -19,14 +19,8 @@ import numpy as np
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives.algorithms import Operation, Request, build
 from zbmd.collectives.algorithms.shard_tree import Node, assign_shards, shard_tree_nodes
-from zbmd.collectives.commit_scenario import (
-    CommitOptions,
-    CommitScenario,
-    Contents,
-    ContentsOf,
-    Message,
-    Slots,
-)
+from zbmd.collectives.commit_scenario import CommitScenario
+from zbmd.collectives.commit_world import CommitOptions, Contents, ContentsOf, Message, Slots
 from zbmd.collectives.program import OUT, input_buffer
 from zbmd.collectives.simulate import Outcome, Result, Simulation
 from zbmd.training.accumulate import AccumulationPlan

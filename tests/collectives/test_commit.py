@@ -9,7 +9,8 @@ import pytest
 
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives.commit import CommitState, StepCommit
-from zbmd.collectives.commit_scenario import CommitOptions, build, oracle, run
+from zbmd.collectives.commit_scenario import build, run
+from zbmd.collectives.commit_world import CommitOptions, oracle
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.sim import KillPoint
 

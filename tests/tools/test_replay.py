@@ -130,7 +130,7 @@ def test_around_a_step_the_story_tells_that_of_all(job: Path, capsys: pytest.Cap
     assert "== step 1" not in steps
     texts = [line["text"] for line in found["story"]]
     assert any("rank1#1 died" in text for text in texts)
-    assert any("tell step-commit zbmd.commit.vote/1(" in text for text in texts)
+    assert any("tell step-commit zbmd.commit.vote/2(" in text for text in texts)
 
 
 def test_the_story_is_causal(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.collectives.commit_scenario import CommitOptions, build
+from zbmd.collectives.commit_scenario import build
+from zbmd.collectives.commit_world import CommitOptions
 from zbmd.collectives.simulate import Outcome as End
 from zbmd.training.plain import PlainTrainer
 from zbmd.training.training_scenario import Training, TrainingScenario, TrainingSlots, plain_job

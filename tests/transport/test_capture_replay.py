@@ -24,7 +24,7 @@ from zbmd.actors.supervision import SupervisionMachine
 from zbmd.actors.supervision_events import ChildPolicy
 from zbmd.actors.view import MembershipMachine
 from zbmd.collectives import commit_messages as cm
-from zbmd.collectives import commit_scenario
+from zbmd.collectives import commit_scenario, commit_world
 from zbmd.collectives.commit import StepCommit
 from zbmd.transport import capture, hello
 from zbmd.transport.capture.records import Mark
@@ -198,7 +198,7 @@ def run_commit(log: capture.Recorder, seed: int, monkeypatch: pytest.MonkeyPatch
             return actions
 
     monkeypatch.setattr(commit_scenario, "StepCommit", Recorded)
-    commit_scenario.run(seed, commit_scenario.CommitOptions(world_size=4, steps=8, kills=3))
+    commit_scenario.run(seed, commit_world.CommitOptions(world_size=4, steps=8, kills=3))
     return len(lives)
 
 

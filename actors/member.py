@@ -378,7 +378,7 @@ class Node:
         self._peers = entered
         self.epoch = view.epoch
         for peer in entered.values():
-            if not self._links.is_linked(peer.rank, peer.incarnation):
+            if not self._links.reaches(peer.rank, peer.incarnation, peer.memory):
                 self._link_lost(peer.rank, peer.incarnation, False)
         members = ", ".join(f"{child_id(m.rank)}#{m.incarnation}" for m in view.members)
         self.recorder.note(f"entered the view of epoch {view.epoch}: {members}")

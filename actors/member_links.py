@@ -120,9 +120,11 @@ class MemberLinks:
         """A rank, proven by its link, tells where its memory is."""
         self._tcp.offered((rank, self._system.peers.get(child_id(rank), 0)), offer)
 
-    def is_linked(self, rank: int, incarnation: int) -> bool:
-        """Whether the link to this incarnation stands."""
-        return (rank, incarnation) in self._links
+    def reaches(self, rank: int, incarnation: int, memory: PeerMemory) -> bool:
+        """Whether the link to this incarnation stands, and it is the one that `memory` came with."""
+        key = (rank, incarnation)
+        link = self._links.get(key)
+        return link is not None and (link.peer_segment or self._tcp.memory(key)) is memory
 
     async def ready(self, *, after: int) -> tuple[View, dict[int, PeerMemory]]:
         """Wait until all links of a view newer than `after` stand; the view and the members' memory.

@@ -1,8 +1,9 @@
 """A simulated cluster that runs jobs: the nodes of `membership_scenario`, with the machine of their jobs.
 
 Node 0 submits a job when it founds the cluster, so the job grows as nodes join. Ranks are simulated: they
-take time to start and to link up, and some are killed at any moment. Nodes are killed, paused and cut off as
-in `membership`. Checked:
+take time to start and to link up, some are killed at any moment, some never join, and some lose the link to
+a rank on another node, which both live through. Nodes are killed, paused and cut off as in `membership`.
+Checked:
 
 - no rank has two incarnations in one epoch of its job;
 - a view of a job is told to ranks only when every node that hosts a member of it knows it;
@@ -11,7 +12,8 @@ in `membership`. Checked:
 - ranks of a node that is no longer in the cluster's view are gone within `OUTLIVES_NS`, and within `TICK_NS`
   of the end of their node's life, not counting the time in which the node did not run.
 
-Once the faults have ended, all ranks of the job must be up and in its one view.
+Once the faults have ended, all ranks of the job must be up and in its one view, in which no two have lost
+each other.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from zbmd.actors.cluster.messages import Action, Installed, Message, Ordered, St
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.view import RANKS_MAX, View
 from zbmd.transport import sim
+from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, RECOVERY_BUDGET_NS_MIN, derive
 
 JOB = 7
 RANKS_PER_NODE_MAX = 3
@@ -59,6 +62,11 @@ LINK_NS = (100_000, 150_000_000)
 END_NS = (50_000, 3_000_000)
 STUBBORN_NS = 5 * SECOND_NS
 """A rank that does not end when it is asked to."""
+MUTE_SHARE = 0.1
+"""Of the ranks that others wait for: they never join."""
+PARTED_SHARE = 0.01
+"""Of the ticks of ranks: one and another lose the link between them."""
+JOBS_LIVENESS_NS = LIVENESS_NS + derive(RECOVERY_BUDGET_NS_MIN).join_ns
 TICK_NS = 50_000_000
 PAUSED_NS_MIN = 2 * TICK_NS
 """A rank whose ticks are farther apart has not run in between."""
@@ -88,6 +96,8 @@ class JobWorld:
     entered: dict[int, set[int]] = field(default_factory=lambda: defaultdict[int, set[int]](set))
     passed: dict[int, set[int]] = field(default_factory=lambda: defaultdict[int, set[int]](set))
     """By epoch, the ranks that went past it although no member of it was known to be dead."""
+    parted: dict[int, set[RankKey]] = field(default_factory=lambda: defaultdict[int, set[RankKey]](set))
+    """By epoch, the ranks that have lost a link in it to one that lives."""
 
     def acts_on(self, view: ClusterView, now_ns: int) -> None:
         """A node acts on a view of the cluster."""
@@ -125,13 +135,18 @@ class JobWorld:
 
 @dataclass(slots=True)
 class SimRank:
-    """One process of the job. view: the newest one that it was told of; entered: the epoch it acts in."""
+    """One process of the job. view: the newest one that it was told of; entered: the epoch it acts in.
+
+    mute: it never joins; parted: the newest epoch in which it has told its host of a lost link.
+    """
 
     key: RankKey
     node: NodeKey
     view: View | None = None
     entered: int = 0
     stubborn: bool = False
+    mute: bool = False
+    parted: int = 0
     tick_ns: int = 0
     ran_since_ns: int = 0
 
@@ -218,7 +233,9 @@ class JobsNode(NodeProcess):
     def _act(self, action: e.Action, now_ns: int) -> None:
         match action:
             case e.Fork(key=key):
-                self.ranks[key] = SimRank(key, self.me.key, stubborn=self.world.rng.random() < 0.1)
+                rank = SimRank(key, self.me.key, stubborn=self.world.rng.random() < 0.1)
+                rank.mute = self._is_waited_for(now_ns) and self.world.rng.random() < MUTE_SHARE
+                self.ranks[key] = rank
                 self._later(key, "forked", FORK_NS, now_ns)
             case e.InstallView(view=view, to=to):
                 self._install(view, to, now_ns)
@@ -243,6 +260,12 @@ class JobsNode(NodeProcess):
                 pass
             case _:
                 assert_never(action)
+
+    def _is_waited_for(self, now_ns: int) -> bool:
+        """Whether a rank that is forked now, and never joins, is to be given up."""
+        short = self.world.spec.recovery_budget_ns == RECOVERY_BUDGET_NS_MIN
+        job = None if self.acts_on is None else self.acts_on.jobs.job(JOB)
+        return short and now_ns < self.world.calm_ns and job is not None and job.epoch > 0
 
     def _install(self, view: View, to: tuple[int, ...], now_ns: int) -> None:
         assert self.acts_on is not None
@@ -279,7 +302,8 @@ class JobsNode(NodeProcess):
         match what:
             case "forked":
                 rank.tick_ns = rank.ran_since_ns = now_ns
-                self._later(key, "joined", JOIN_NS, now_ns)
+                if not rank.mute:
+                    self._later(key, "joined", JOIN_NS, now_ns)
                 self._later(key, "tick", (TICK_NS, TICK_NS), now_ns)
                 if self.world.rng.random() < 0.2:
                     self._later(key, "dies", (0, SECOND_NS), now_ns)
@@ -309,6 +333,7 @@ class JobsNode(NodeProcess):
         if now_ns - rank.tick_ns > PAUSED_NS_MIN:
             rank.ran_since_ns = now_ns
         rank.tick_ns = now_ns
+        self._part(rank, now_ns)
         for when_ns, most_ns in (
             (self.world.removed_ns.get(rank.node), OUTLIVES_NS),
             (self.world.ended_ns.get(rank.node), TICK_NS),
@@ -317,6 +342,25 @@ class JobsNode(NodeProcess):
                 outlived_ns = now_ns - max(when_ns, rank.ran_since_ns)
                 assert outlived_ns <= most_ns, f"{rank.key} outlives {rank.node} by {outlived_ns / 1e6} ms"
         self._later(rank.key, "tick", (TICK_NS, TICK_NS), now_ns)
+
+    def _part(self, rank: SimRank, now_ns: int) -> None:
+        """Now and then a link breaks; each of the two notices it at a tick of its own."""
+        world, epoch = self.world, rank.entered
+        if epoch == 0:
+            return
+        if now_ns < world.calm_ns and world.rng.random() < PARTED_SHARE:
+            others = [
+                other.key
+                for node in world.cluster.nodes.values()
+                if isinstance(node, JobsNode) and node is not self
+                for other in node.ranks.values()
+                if other.entered == epoch
+            ]
+            if others:
+                world.parted[epoch] |= {rank.key, world.rng.choice(others)}
+        if rank.key in world.parted[epoch] and rank.parted < epoch:
+            rank.parted = epoch
+            self._local(e.LinkLost(key=rank.key, epoch=epoch), now_ns)
 
 
 def spec_of(rng: random.Random, size: int) -> JobSpec:
@@ -329,6 +373,7 @@ def spec_of(rng: random.Random, size: int) -> JobSpec:
         nodes_min=min(rng.randint(1, nodes_max) for _ in range(3)),
         nodes_max=nodes_max,
         max_restarts=RESTARTS_MAX,
+        recovery_budget_ns=rng.choice((RECOVERY_BUDGET_NS_MIN, RECOVERY_BUDGET_NS_DEFAULT)),
     )
 
 
@@ -353,7 +398,9 @@ def all_up(world: JobWorld) -> bool:
     view = next((n.acts_on for n in world.cluster.nodes.values() if n.acts_on is not None), None)
     job = None if view is None else view.jobs.job(JOB)
     job_view = None if job is None else job.view()
-    if job_view is None or job_view.ranks != tuple(range(world.spec.world_size)):
+    if job_view is None or world.parted.get(job_view.epoch):
+        return False
+    if job_view.ranks != tuple(range(world.spec.world_size)):
         return False
     ranks = [r for n in world.cluster.nodes.values() if isinstance(n, JobsNode) for r in n.ranks.values()]
     entered = {(r.key.rank, r.key.incarnation) for r in ranks if r.entered == job_view.epoch}
@@ -378,5 +425,5 @@ class JobsScenario(MembershipScenario):
             victims=names,
             converged=lambda core: in_one_view(world.cluster, everybody) and all_up(world),
             span_ns=span_ns,
-            liveness_ns=LIVENESS_NS,
+            liveness_ns=JOBS_LIVENESS_NS,
         )

@@ -196,3 +196,55 @@ def test_a_report_of_what_nobody_can_hold_is_a_breach(change: dict[str, int]) ->
         ours.handle(forged, now_ns=0)
     ours.check_invariants()
     assert ours.handle(good, now_ns=0), "the state is as it was"
+
+
+def ready(number: int, *ranks: int) -> cm.EpochReady:
+    return cm.EpochReady(epoch=number, members=tuple(cm.MemberId(rank=r, incarnation=2) for r in ranks))
+
+
+def in_its_first_step() -> StepCommit:
+    """Rank 0, in epoch 2 with rank 1."""
+    one = machine()
+    one.handle(epoch(2, 0, 1), now_ns=0)
+    one.handle(report(1, 2, 0), now_ns=0)
+    assert one.state is CommitState.RUNNING
+    return one
+
+
+def vote(sender: int, version: int, ready: int) -> cm.VoteReceived:
+    return cm.VoteReceived(
+        sender=sender, epoch=2, version=version, digest=oracle(version), part=b"", ready=ready
+    )
+
+
+def ended(version: int) -> cm.StepEnded:
+    return cm.StepEnded(epoch=2, version=version, digest=oracle(version))
+
+
+def kinds(actions: list[cm.CommitAction]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def test_a_joiner_is_let_in_behind_the_step_that_all_say() -> None:
+    one = in_its_first_step()
+    assert one.handle(ready(3, 0, 1, 2), now_ns=0) == []
+    (said,) = one.handle(ended(1), now_ns=0)
+    assert isinstance(said, cm.SendVote) and said.ready == 3
+    assert kinds(one.handle(vote(1, 1, 0), now_ns=0)) == ["Commit", "RunStep"], "rank 1 is not ready yet"
+    one.handle(ended(2), now_ns=0)
+    assert kinds(one.handle(vote(1, 2, 3), now_ns=0)) == ["Commit", "EnterEpoch"]
+    assert one.state is CommitState.WAITING and one.version == 2
+
+
+def test_a_new_epoch_is_entered_at_once_if_the_step_cannot_be_committed() -> None:
+    without = in_its_first_step()
+    assert kinds(without.handle(ready(3, 0, 2), now_ns=0)) == ["AbortWork", "EnterEpoch"]
+    parted = in_its_first_step()
+    parted.handle(ready(3, 0, 1, 2), now_ns=0)
+    parted.handle(ended(1), now_ns=0)
+    lost = cm.PeerEnded(member=cm.MemberId(rank=1, incarnation=2), reason="its link ended")
+    assert kinds(parted.handle(lost, now_ns=0)) == ["SendGaveUp", "EnterEpoch"]
+    told = in_its_first_step()
+    told.handle(ended(1), now_ns=0)
+    assert told.handle(cm.GaveUpReceived(sender=1, epoch=2), now_ns=0) == []
+    assert kinds(told.handle(ready(3, 0, 1), now_ns=0)) == ["SendGaveUp", "EnterEpoch"]

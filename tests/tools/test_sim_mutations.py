@@ -69,6 +69,18 @@ ANY = (Outcome.SAFETY, Outcome.CRASH, Outcome.LIVENESS)
 
 MUTATIONS = [
     Mutation(
+        "who gives a step up for a new epoch does not say so",
+        "commit",
+        (
+            Edit(
+                f"{COMMIT}._enter_if_held_up",
+                "if stay and self.state is not CommitState.FINISHING:",
+                "if False:",
+            ),
+        ),
+        (Outcome.LIVENESS,),
+    ),
+    Mutation(
         "either half of a view may go on",
         "membership",
         (
@@ -126,6 +138,18 @@ MUTATIONS = [
             Edit(f"{LOCAL_JOBS}._install", "if passed not in local.promised and", "if False and"),
             Edit(f"{LOCAL_JOBS}._host_said", "if promised or passed:", "if promised:"),
         ),
+        (Outcome.LIVENESS,),
+    ),
+    Mutation(
+        "ranks that have lost each other get no other view",
+        "jobs",
+        (Edit(f"{LOCAL_JOBS}._link_lost", "epoch > local.relinked", "False"),),
+        (Outcome.LIVENESS,),
+    ),
+    Mutation(
+        "a rank that never joins is waited for",
+        "jobs",
+        (Edit(f"{LOCAL_JOBS}._forked", "if process.hurried:", "if False:"),),
         (Outcome.LIVENESS,),
     ),
     Mutation(

@@ -25,6 +25,7 @@ WAIT_LOST: Final[int]
 WAIT_ABORTED: Final[int]
 WAIT_DEADLINE: Final[int]
 RING_HEADER_BYTES: Final[int]
+RING_BLOCKS: Final[int]
 MADV_HUGEPAGE: Final[int]
 MADV_POPULATE_WRITE: Final[int]
 MADV_COLLAPSE: Final[int]
@@ -97,14 +98,22 @@ class RingWriter:
     """The producer's end of a ring at `offset` of `mapping`, `capacity` bytes (a power of two)."""
 
     def __init__(self, mapping: Mapping, offset: int, capacity: int, peer_event_fd: int) -> None: ...
-    def write(self, head: Buffer, body: Buffer, done: int) -> int:
+    def write(self, head: Buffer, body: Buffer, done: int, marked: bool = False) -> int:
         """Write what fits of the frame (u32 length, head, body) from its byte `done`; return the new `done`.
 
         The frame is complete at 4 + len(head) + len(body). Raises RemoteProtocolError if the reader's
-        position is impossible.
+        position is impossible. marked: the reader is told so, see `RingReader.marked`.
         """
     def park(self) -> bool:
         """Ask to be woken once half of the ring is free; False, and not asked, if it is already."""
+    def lend(self, block: int) -> None:
+        """Block `block` (below RING_BLOCKS) is the reader's from now on."""
+    def is_back(self, block: int) -> bool:
+        """Whether the reader has brought it back, or will never take it. Also when the link has ended."""
+    def is_unread(self, block: int) -> bool:
+        """Whether the reader has not come to it yet."""
+    def park_for_block(self) -> None:
+        """Ask to be woken when a block is taken or brought back; look again after this before you wait."""
 
 class RingReader:
     """The consumer's end of a ring."""
@@ -117,6 +126,16 @@ class RingReader:
 
         Raises RemoteProtocolError on a frame over the bound or an impossible writer's position.
         """
+    @property
+    def marked(self) -> bool:
+        """Whether the frame that was read last carries where its payload lies."""
+    def take(self, block: int, memory: Mapping, offset: int, nbytes: int) -> memoryview:
+        """Bytes of `memory`, read-only, as block `block`, which is brought back with the last view of them.
+
+        Raises LocalProtocolError outside the mapping.
+        """
+    def done(self) -> None:
+        """Tell the writer that no further block will be taken, and wake it no more."""
     @property
     def partial(self) -> bool:
         """Whether bytes of a frame are waiting."""

@@ -5,6 +5,7 @@ The C lives in native.h (segment layout, notify and wait), ring.h and life.h; th
 Functions that take a `base` trust it to be the address of a live mapping of a segment.
 """
 
+cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.errno cimport errno
 from libc.stdlib cimport calloc, free
@@ -73,9 +74,19 @@ cdef extern from "numa.h" nogil:
     int zbmd_current_node()
     int zbmd_prefer_node(void *start, size_t nbytes, uint32_t node)
 
+cdef extern from "unistd.h" nogil:
+    int getpid()
+
 cdef extern from "ring.h" nogil:
     enum:
+        ZBMD_RING_OFF_WRITER_PARKED
         ZBMD_RING_OFF_DATA
+        ZBMD_RING_BLOCKS
+        ZBMD_RING_MARK
+    enum zbmd_block:
+        ZBMD_BLOCK_FREE
+        ZBMD_BLOCK_LENT
+        ZBMD_BLOCK_TAKEN
     struct zbmd_ring_end:
         zbmd_base ring
         uint64_t capacity
@@ -89,6 +100,12 @@ cdef extern from "ring.h" nogil:
     void zbmd_ring_publish_tail(zbmd_ring_end *reader)
     bint zbmd_ring_park_reader(zbmd_ring_end *reader)
     bint zbmd_ring_park_writer(zbmd_ring_end *writer)
+    void zbmd_ring_ask(zbmd_ring_end *end, uint64_t parked_offset)
+    void zbmd_ring_wake(zbmd_ring_end *end, uint64_t parked_offset)
+    bint zbmd_block_is_back(zbmd_ring_end *writer, uint32_t block)
+    bint zbmd_block_is_unread(zbmd_ring_end *writer, uint32_t block)
+    void zbmd_block_set(zbmd_base ring, uint32_t block, zbmd_block state)
+    void zbmd_ring_reader_done(zbmd_ring_end *reader)
 
 cdef extern from "life.h" nogil:
     enum:
@@ -132,6 +149,7 @@ WAIT_LOST = ZBMD_WAIT_LOST
 WAIT_ABORTED = ZBMD_WAIT_ABORTED
 WAIT_DEADLINE = ZBMD_WAIT_DEADLINE
 RING_HEADER_BYTES = ZBMD_RING_OFF_DATA
+RING_BLOCKS = ZBMD_RING_BLOCKS
 MADV_HUGEPAGE = ZBMD_MADV_HUGEPAGE
 MADV_POPULATE_WRITE = ZBMD_MADV_POPULATE_WRITE
 MADV_COLLAPSE = ZBMD_MADV_COLLAPSE
@@ -304,6 +322,10 @@ cdef zbmd_ring_end _ring_end(Mapping mapping, size_t offset, size_t capacity, in
     return end
 
 
+cdef class RingReader
+cdef class _Taken(_View)
+
+
 cdef class RingWriter:
     cdef Mapping mapping
     cdef zbmd_ring_end end
@@ -312,7 +334,8 @@ cdef class RingWriter:
         self.end = _ring_end(mapping, offset, capacity, peer_event_fd)
         self.mapping = mapping
 
-    def write(self, const unsigned char[::1] head, const unsigned char[::1] body, size_t done):
+    def write(self, const unsigned char[::1] head, const unsigned char[::1] body, size_t done,
+              bint marked=False):
         """Write as much as fits of the frame length + head + body from its byte `done`; return the new
         `done`. The frame is complete when that is 4 + len(head) + len(body)."""
         cdef uint64_t head_bytes = head.shape[0]
@@ -323,6 +346,8 @@ cdef class RingWriter:
             raise RemoteProtocolError("ring: the reader's position is past everything written")
         if room == 0:
             return done
+        if marked:
+            length |= <uint32_t>ZBMD_RING_MARK
         done = self._part(<const char *>&length, 4, 0, done, &room)
         if head_bytes:
             done = self._part(<const char *>&head[0], head_bytes, 4, done, &room)
@@ -347,12 +372,36 @@ cdef class RingWriter:
         """Ask to be woken once half of the ring is free; false if it is already."""
         return zbmd_ring_park_writer(&self.end)
 
+    def lend(self, uint32_t block):
+        _check_block(block)
+        zbmd_block_set(self.end.ring, block, ZBMD_BLOCK_LENT)
+
+    def is_back(self, uint32_t block):
+        _check_block(block)
+        return zbmd_block_is_back(&self.end, block)
+
+    def is_unread(self, uint32_t block):
+        _check_block(block)
+        return zbmd_block_is_unread(&self.end, block)
+
+    def park_for_block(self):
+        """Ask to be woken when a block is taken or brought back; the caller looks again after this."""
+        zbmd_ring_ask(&self.end, ZBMD_RING_OFF_WRITER_PARKED)
+
+
+cdef int _check_block(uint32_t block) except -1:
+    if block >= ZBMD_RING_BLOCKS:
+        raise LocalProtocolError(f"block {block} is not below {ZBMD_RING_BLOCKS}")
+    return 0
+
 
 cdef class RingReader:
     cdef Mapping mapping
     cdef zbmd_ring_end end
     cdef uint32_t frame_bytes_max
     cdef object frame
+    cdef readonly bint marked
+    cdef bint ended
     cdef uint64_t length
     cdef uint64_t have
 
@@ -375,6 +424,8 @@ cdef class RingReader:
             if used < 4:
                 return None
             zbmd_ring_copy_out(&self.end, self.end.position, <char *>&length, 4)
+            self.marked = length & <uint32_t>ZBMD_RING_MARK != 0
+            length &= ~<uint32_t>ZBMD_RING_MARK
             if length > self.frame_bytes_max:
                 raise RemoteProtocolError(
                     f"ring: a frame of {length} bytes, over the bound of {self.frame_bytes_max}")
@@ -407,6 +458,44 @@ cdef class RingReader:
     def park(self):
         """Ask to be woken at the next write; false if there is something to read already."""
         return zbmd_ring_park_reader(&self.end)
+
+    def take(self, uint32_t block, Mapping memory not None, size_t offset, size_t nbytes):
+        cdef _Taken taken
+        _check_block(block)
+        if offset > memory.nbytes or nbytes > memory.nbytes - offset:
+            raise LocalProtocolError(f"block {offset}+{nbytes} is outside a mapping of {memory.nbytes} bytes")
+        taken = _Taken.__new__(_Taken)
+        taken.mapping = memory
+        taken.start = memory.start + offset
+        taken.nbytes = nbytes
+        taken.writable = False
+        taken.reader = self
+        taken.block = block
+        taken.pid = getpid()
+        self.set_block(block, ZBMD_BLOCK_TAKEN)
+        return memoryview(taken)
+
+    cdef void set_block(self, uint32_t block, zbmd_block state) noexcept:
+        zbmd_block_set(self.end.ring, block, state)
+        if not self.ended:
+            zbmd_ring_wake(&self.end, ZBMD_RING_OFF_WRITER_PARKED)
+
+    def done(self):
+        self.ended = True
+        zbmd_ring_reader_done(&self.end)
+
+
+@cython.no_gc_clear  # __dealloc__ needs the reader
+cdef class _Taken(_View):
+    """Exports a block that the ring's writer has lent; brought back when the last view of it is gone."""
+
+    cdef RingReader reader
+    cdef uint32_t block
+    cdef int pid
+
+    def __dealloc__(self):
+        if self.reader is not None and getpid() == self.pid:  # a forked child's copy is not what was lent
+            self.reader.set_block(self.block, ZBMD_BLOCK_FREE)
 
 
 cdef class Life:

@@ -163,6 +163,22 @@ class Arena:
         np.copyto(copy, array)
         return copy
 
+    def reserve(self, nbytes: int) -> int:
+        """Bytes of the arena without an array over them, until `unreserve`; their offset from the segment's
+        base. Raises `ArenaFull`."""
+        with self._lock:
+            self._collect()
+            return self._allocate(nbytes)
+
+    def unreserve(self, offset: int) -> None:
+        """Give back what `reserve` gave. Raises `LocalProtocolError` if nothing begins there."""
+        with self._lock:
+            self._allocator.free(offset)
+
+    def fill(self, offset: int, data: bytes) -> None:
+        """Copy `data` to what `reserve` gave."""
+        self._mapping.view(offset, len(data), writable=True)[:] = data
+
     def offset_of(self, array: NDArray[Any]) -> int | None:
         """Where `array` begins, counted from the segment's base; None if it is not C-contiguous or does
         not lie wholly in this arena."""

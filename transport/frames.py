@@ -144,9 +144,14 @@ def unpack_frame(
         raise MalformedFrame(
             f"a frame of {len(data)} bytes announces {header.payload_bytes} bytes after its header"
         )
+    require_origin(header, job=job, incarnation=incarnation)
+    return header, memoryview(data)[HEADER_BYTES:]
+
+
+def require_origin(header: FrameHeader, *, job: int, incarnation: int) -> None:
+    """Raise `MalformedFrame` unless a frame is of the job and incarnation that its peer proved to be."""
     if header.job != job or header.incarnation != incarnation:
         raise MalformedFrame(
             f"a frame of job {header.job:#x} incarnation {header.incarnation} came over the link of "
             f"job {job:#x} incarnation {incarnation}"
         )
-    return header, memoryview(data)[HEADER_BYTES:]

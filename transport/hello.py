@@ -32,7 +32,8 @@ import msgspec
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 HELLO_MAGIC = b"zbmd"
-HELLO_VERSION = 1
+HELLO_VERSION = 2
+"""Raised with the hello, and with what is said after it: rings, records, tags, bulk data."""
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 SECRET_BYTES = 32

@@ -46,5 +46,5 @@ def _build(config: Mapping[str, Any]) -> HelloMachine:
 
 
 HELLO: MachineKind[HelloEvent, HelloAction] = register(
-    "hello", 1, _build, events=HelloEvent, actions=HelloAction, secrets=("cookie",)
+    "hello", 2, _build, events=HelloEvent, actions=HelloAction, secrets=("cookie",)
 )

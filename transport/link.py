@@ -20,7 +20,11 @@ RING_BYTES_MAX = 1 << 24
 SPIN_NS_MAX = 1_000_000
 
 OnFrame = Callable[[FrameHeader, memoryview], None]
-"""Takes a frame's header and payload; the payload is a copy of its own, valid for as long as it is held."""
+"""Takes a frame's header and payload; the payload is valid for as long as it is held.
+
+A large one may lie in the sender's memory (`frame_loans`): to hold it long keeps room from the frames behind
+it, and the sender could still change it, so decode it once.
+"""
 
 OnClosed = Callable[[ZbmdError | None], None]
 """Takes None after an orderly close by either side, else why the link ended (`PeerLost`, …)."""

@@ -29,7 +29,8 @@ import structlog
 
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import LinkClosed, LinkFull, LocalProtocolError, RemoteProtocolError, ZbmdError
-from zbmd.transport.frames import HEADER_BYTES, pack_fields, unpack_frame
+from zbmd.transport.frame_loans import BorrowedFrame
+from zbmd.transport.frames import HEADER_BYTES, pack_fields, require_origin, unpack_frame
 from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits, OnClosed, OnFrame
@@ -95,8 +96,11 @@ class LinkSide(ABC):
         """
 
     @abstractmethod
-    def _next_frame(self) -> bytes | bytearray | None:
-        """The next whole frame, in its own buffer, or None. Raises `RemoteProtocolError` to end the link."""
+    def _next_frame(self) -> bytes | bytearray | BorrowedFrame | None:
+        """The next whole frame in its own buffer, or, if nothing is recorded, in the peer's arena; or None.
+
+        Raises `RemoteProtocolError` to end the link.
+        """
 
     @abstractmethod
     def _park(self) -> bool:
@@ -263,7 +267,11 @@ class LinkSide(ABC):
                 if frame is None:
                     more = self._peer_end is None and not self._park()
                     break
-                self._deliver(frame)
+                if isinstance(frame, BorrowedFrame):
+                    self._deliver_borrowed(frame)
+                else:
+                    self._deliver(frame)
+                del frame  # a block that was lent is brought back at once
                 if not self._reading():
                     return
         except RemoteProtocolError as error:
@@ -285,6 +293,13 @@ class LinkSide(ABC):
         hlc = self._clock.merge(header.hlc, self._wall_ns())
         if self._recorder is not None:
             self._recorder.frame_in(self._stream, bytes(frame), hlc)
+        self._on_frame(header, payload)
+
+    def _deliver_borrowed(self, frame: BorrowedFrame) -> None:
+        assert self._on_frame is not None and self._recorder is None
+        header, payload = frame
+        require_origin(header, job=self._peer.job, incarnation=self._peer.incarnation)
+        self._clock.merge(header.hlc, self._wall_ns())
         self._on_frame(header, payload)
 
     # -- the end -----------------------------------------------------------------------------------------

@@ -3,6 +3,10 @@
  * It carries a stream of frames, each a u32 length and that many bytes; a frame may be larger than the
  * ring. Positions only grow; each side keeps its own in private memory and reads the other's as untrusted
  * input. Either side may park; the other then writes its eventfd, and only then.
+ *
+ * A frame whose length has ZBMD_RING_MARK set carries, instead of its payload, where that lies in the writer's
+ * arena (frame_loans.py): a block that is lent to the reader. A word a block says where it is: the writer lends
+ * it, the reader takes it and brings it back.
  */
 #ifndef ZBMD_RING_H
 #define ZBMD_RING_H
@@ -13,9 +17,15 @@
 
 #define ZBMD_RING_OFF_HEAD 0           /* u64: bytes ever written */
 #define ZBMD_RING_OFF_TAIL 64          /* u64: bytes ever read */
+#define ZBMD_RING_OFF_READER_DONE 72   /* u32: 1 once the reader takes no further block */
 #define ZBMD_RING_OFF_READER_PARKED 128 /* u32 */
 #define ZBMD_RING_OFF_WRITER_PARKED 192 /* u32 */
-#define ZBMD_RING_OFF_DATA 256
+#define ZBMD_RING_OFF_BLOCKS 256       /* u32 a block: enum zbmd_block */
+#define ZBMD_RING_BLOCKS 16
+#define ZBMD_RING_OFF_DATA 320
+#define ZBMD_RING_MARK 0x80000000u     /* in a frame's length */
+
+enum zbmd_block { ZBMD_BLOCK_FREE = 0, ZBMD_BLOCK_LENT = 1, ZBMD_BLOCK_TAKEN = 2 };
 
 struct zbmd_ring_end {
     zbmd_base ring;
@@ -79,24 +89,46 @@ static inline void zbmd_ring_publish_tail(struct zbmd_ring_end *reader) {
         zbmd_ring_wake(reader, ZBMD_RING_OFF_WRITER_PARKED);
 }
 
+/* Ask the other side to wake us; whatever we wait for is to be looked at again after this. */
+static inline void zbmd_ring_ask(struct zbmd_ring_end *end, uint64_t parked_offset) {
+    atomic_store(zbmd_u32(end->ring, parked_offset), 1);
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
 /* Park our end; false, and not parked, if there is something to do after all. */
 static inline bool zbmd_ring_park_reader(struct zbmd_ring_end *reader) {
-    _Atomic uint32_t *parked = zbmd_u32(reader->ring, ZBMD_RING_OFF_READER_PARKED);
-    atomic_store(parked, 1);
-    atomic_thread_fence(memory_order_seq_cst);
+    zbmd_ring_ask(reader, ZBMD_RING_OFF_READER_PARKED);
     if (zbmd_ring_used(reader) == 0) return true;
-    atomic_store(parked, 0);
+    atomic_store(zbmd_u32(reader->ring, ZBMD_RING_OFF_READER_PARKED), 0);
     return false;
 }
 
 static inline bool zbmd_ring_park_writer(struct zbmd_ring_end *writer) {
-    _Atomic uint32_t *parked = zbmd_u32(writer->ring, ZBMD_RING_OFF_WRITER_PARKED);
-    atomic_store(parked, 1);
-    atomic_thread_fence(memory_order_seq_cst);
+    zbmd_ring_ask(writer, ZBMD_RING_OFF_WRITER_PARKED);
     int64_t room = zbmd_ring_free(writer);
     if (room >= 0 && (uint64_t)room < writer->capacity / 2) return true;
-    atomic_store(parked, 0);
+    atomic_store(zbmd_u32(writer->ring, ZBMD_RING_OFF_WRITER_PARKED), 0);
     return false;
+}
+
+/* Whether a block is the writer's again: it was brought back, or it was never taken and never will be. */
+static inline bool zbmd_block_is_back(struct zbmd_ring_end *writer, uint32_t block) {
+    uint32_t reader_done = zbmd_load32(writer->ring, ZBMD_RING_OFF_READER_DONE); /* before the word: what was taken was so before */
+    uint32_t word = zbmd_load32(writer->ring, ZBMD_RING_OFF_BLOCKS + 4 * block);
+    return word == ZBMD_BLOCK_FREE || (word == ZBMD_BLOCK_LENT && reader_done);
+}
+
+static inline bool zbmd_block_is_unread(struct zbmd_ring_end *writer, uint32_t block) {
+    return zbmd_load32(writer->ring, ZBMD_RING_OFF_BLOCKS + 4 * block) == ZBMD_BLOCK_LENT;
+}
+
+static inline void zbmd_block_set(zbmd_base ring, uint32_t block, enum zbmd_block state) {
+    zbmd_store32(ring, ZBMD_RING_OFF_BLOCKS + 4 * block, state);
+}
+
+/* The reader takes no further block: what it has taken is marked so before this. */
+static inline void zbmd_ring_reader_done(struct zbmd_ring_end *reader) {
+    zbmd_store32(reader->ring, ZBMD_RING_OFF_READER_DONE, 1);
 }
 
 #endif

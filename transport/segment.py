@@ -14,6 +14,7 @@ from zbmd.transport._region import Cells, ShmRegion
 from zbmd.transport.arena import Arena
 from zbmd.transport.copy_queue import CopyQueue
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+from zbmd.transport.frame_loans import FrameLender
 from zbmd.transport.memory import map_from_peer, sealed_size
 from zbmd.transport.placement import PAGE_BYTES, Placed, collapse, place
 from zbmd.transport.region import RegionHandle, Regions, require_owner
@@ -51,6 +52,7 @@ class Segment(Cells):
         inbox_bytes = arena_offset - _native.OFF_END
         self.inbox = Arena(mapping, _native.OFF_END, inbox_bytes, unsettled=self._ends.any_unsettled)
         self.arena = Arena(mapping, arena_offset, mapping.nbytes - arena_offset)
+        self.frame_lender = FrameLender(self.arena)
         self.regions = Regions(slot=slot, incarnation=incarnation, inbox=self.inbox, arena=self.arena)
 
     @classmethod
@@ -236,12 +238,16 @@ class PeerSegment:
 
         Raises `RemoteProtocolError` if that is not wholly inside the peer's arena: the numbers are a peer's.
         """
+        self.require_arena(offset, nbytes)
+        return self.mapping.view(offset, nbytes)
+
+    def require_arena(self, offset: int, nbytes: int) -> None:
+        """Raise `RemoteProtocolError` unless [offset, offset + nbytes) is wholly inside the peer's arena."""
         if offset < self.arena_offset or nbytes < 0 or offset + nbytes > self.nbytes:
             raise RemoteProtocolError(
                 f"range {offset}+{nbytes} is outside the arena of slot {self.slot} "
                 f"({self.arena_offset}..{self.nbytes})"
             )
-        return self.mapping.view(offset, nbytes)
 
     def inbox_view(self, offset: int, nbytes: int) -> memoryview:
         """A writable view of [offset, offset + nbytes) of the peer's inbox; raises as `arena_view`."""

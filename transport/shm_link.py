@@ -1,7 +1,8 @@
 """One end of a shm link, once it is set up: two rings in one memfd, two eventfds, one unix socket.
 
-Frames go through the rings. An eventfd is written only when the other side has parked. The socket carries
-one byte in its whole life, the goodbye; its EOF is the confirmation that the peer has ended.
+Frames go through the rings; of large ones only the header does, see `frame_loans`. An eventfd is written only
+when the other side has parked. The socket carries one byte in its whole life, the goodbye; its EOF is the
+confirmation that the peer has ended.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from zbmd.transport._native import RING_HEADER_BYTES, Mapping, RingReader, RingWriter, now_ns
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import PeerLost, RemoteProtocolError
+from zbmd.transport.frame_loans import BLOCK_BYTES_MIN, BorrowedFrame, LinkLoans, borrow
+from zbmd.transport.frames import HEADER_BYTES
 from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits
@@ -84,6 +87,11 @@ class ShmLink(LinkSide):
         )
         self._head_done = 0
         """How much of the queue's first frame is in the ring, its length included."""
+        self._head_record: bytes | None = None
+        """What is in the ring in place of its payload, if that is lent."""
+        self._loans: LinkLoans | None = None
+        if own_segment is not None and peer_segment is not None:
+            self._loans = LinkLoans(own_segment.frame_lender, self._writer, peer.pid)
         self._said_goodbye = False
         self._policy = SpinPolicy(limits.spin_ns)
         self._spinning = False
@@ -93,20 +101,36 @@ class ShmLink(LinkSide):
         loop.add_reader(self._sock.fileno(), self._on_socket)
 
     def _push(self, header: bytes, payload: bytes) -> bool:
-        frame_bytes = _PREFIX_BYTES + len(header) + len(payload)
-        done = self._head_done
-        while (done := self._writer.write(header, payload, done)) < frame_bytes:
+        record, done = self._head_record, self._head_done
+        if len(payload) >= BLOCK_BYTES_MIN and self._loans is not None and not done and record is None:
+            record = self._head_record = self._loans.lend(payload)
+            if record is None and self._loans.ask():
+                record = self._head_record = self._loans.lend(payload)
+                if record is None:
+                    return False
+        body = payload if record is None else record
+        frame_bytes = _PREFIX_BYTES + len(header) + len(body)
+        while (done := self._writer.write(header, body, done, record is not None)) < frame_bytes:
             if self._writer.park():
                 self._head_done = done
                 return False
         self._head_done = 0
+        self._head_record = None
         return True
 
-    def _next_frame(self) -> bytes | None:
+    def _next_frame(self) -> bytes | BorrowedFrame | None:
         frame = self._reader.read()
-        if frame is not None:
-            self._dry = False
-        return frame
+        if frame is None:
+            return None
+        self._dry = False
+        return self._borrowed(frame) if self._reader.marked else frame
+
+    def _borrowed(self, frame: bytes) -> bytes | BorrowedFrame:
+        limit = self._limits.frame_bytes_max
+        borrowed = borrow(frame, self._reader, self._peer_segment, frame_bytes_max=limit)
+        if self._recorder is None:
+            return borrowed
+        return b"".join((frame[:HEADER_BYTES], borrowed.payload))  # what is recorded must not change
 
     def _park(self) -> bool:
         """Park, or look again on the loop's next turns: what waits there, such as our answer, goes first."""
@@ -160,7 +184,10 @@ class ShmLink(LinkSide):
     def _tear_down(self) -> None:
         self._loop.remove_reader(self._wake_fd)
         self._loop.remove_reader(self._sock.fileno())
+        self._reader.done()
         self._sock.close()
         os.close(self._wake_fd)
         os.close(self._peer_wake_fd)
+        if self._loans is not None:
+            self._loans.end()
         del self._writer, self._reader, self._mapping

@@ -21,12 +21,13 @@ from unittest.mock import patch
 
 import uvloop
 
-from zbmd.transport import shm, shm_link
+from zbmd.transport import frame_loans, shm, shm_link
 from zbmd.transport.errors import LinkFull, ZbmdError
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.hello import Identity
 from zbmd.transport.link import Link, LinkLimits
 from zbmd.transport.link_side import LinkSide
+from zbmd.transport.segment import Segment
 from zbmd.transport.shm import Endpoint
 from zbmd.transport.sim import SimProcess, World
 from zbmd.transport.spin import SpinChoice, SpinPolicy
@@ -395,20 +396,38 @@ class _AlwaysSpins(SpinPolicy):
         return SpinChoice.SPIN
 
 
+LENDS_FROM_BYTES = 280
+ARENA_BYTES = 8 << 20
+
+
 class ShmHarness(RealHarness):
-    """Shared memory between processes of this host. spins: whatever the machine is like."""
+    """Shared memory between processes of this host.
+
+    spins: whatever the machine is like; lends: payloads of `LENDS_FROM_BYTES` and more lie in arenas.
+    """
 
     transport = "shm"
 
-    def __init__(self, loop: str, *, spins: bool = False) -> None:
+    def __init__(self, loop: str, *, spins: bool = False, lends: bool = False) -> None:
         super().__init__(loop)
         self._spins = spins
-        self.name += "-spinning" if spins else ""
+        self._lends = lends
+        self._segments: list[Segment] = []
+        self.name += ("-spinning" if spins else "") + ("-lending" if lends else "")
 
     async def _main(self, main: Coroutine[None, None, None]) -> None:
         policy = _AlwaysSpins if self._spins else SpinPolicy
-        with patch.object(shm_link, "SpinPolicy", policy):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patch.object(shm_link, "SpinPolicy", policy))
+            if self._lends:
+                stack.enter_context(patch.object(shm_link, "BLOCK_BYTES_MIN", LENDS_FROM_BYTES))
+                stack.enter_context(patch.object(frame_loans, "LENT_PARTS", 1))
+                stack.callback(self._close_segments)
             await main
+
+    def _close_segments(self) -> None:
+        while self._segments:
+            self._segments.pop().close()
 
     async def listen(self, on_link: OnLink, who: Who) -> tuple[Listening, str]:
         address = f"zbmd-test-{os.getpid()}-{os.urandom(4).hex()}"
@@ -430,7 +449,14 @@ class ShmHarness(RealHarness):
         shm._send = counted  # type: ignore[assignment]
 
     def _endpoint(self, who: Who) -> Endpoint:
-        return Endpoint(identity=who.identity, cookie=COOKIE, limits=who.limits)
+        segment = None
+        if self._lends:
+            slot = 0 if who.name in ("a", "us") else 1
+            segment = Segment.create(
+                slot=slot, incarnation=who.incarnation, arena_bytes=ARENA_BYTES, inbox_bytes=0
+            )
+            self._segments.append(segment)
+        return Endpoint(identity=who.identity, cookie=COOKIE, limits=who.limits, segment=segment)
 
 
 # --- the simulator --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ HARNESSES: tuple[LinkHarness, ...] = (
     ShmHarness("asyncio"),
     ShmHarness("uvloop"),
     ShmHarness("uvloop", spins=True),
+    ShmHarness("uvloop", lends=True),
     TcpHarness("asyncio"),
     TcpHarness("uvloop"),
     TcpHarness("uvloop", protection=Protection.TLS),

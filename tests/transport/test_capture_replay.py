@@ -2,7 +2,7 @@
 
 The golden logs were written once by this module's `record_…` functions, and must be readable for ever:
 
-    python tests/transport/test_capture_replay.py hello > tests/transport/golden_hello_1.txt
+    python tests/transport/test_capture_replay.py hello > tests/transport/golden_hello_2.txt
     python tests/transport/test_capture_replay.py machines > tests/transport/golden_machines_1.txt
 """
 
@@ -31,7 +31,9 @@ from zbmd.transport.capture.records import Mark
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.hlc import HybridClock
 
-GOLDEN = Path(__file__).parent / "golden_hello_1.txt"
+GOLDEN = Path(__file__).parent / "golden_hello_2.txt"
+GOLDEN_OLD = Path(__file__).parent / "golden_hello_1.txt"
+"""Of the hello's version 1."""
 GOLDEN_MACHINES = Path(__file__).parent / "golden_machines_1.txt"
 COOKIE = bytes(range(32))
 SECRETS = {"cookie": COOKIE}
@@ -89,7 +91,7 @@ COMMIT: capture.MachineKind[cm.CommitEvent, cm.CommitAction] = capture.register(
     "test.step-commit", 1, _build_commit, events=cm.CommitEvent, actions=cm.CommitAction
 )
 HELLO: capture.MachineKind[hello.HelloEvent, hello.HelloAction] = capture.register(
-    "test.hello", 1, _build_hello, events=hello.HelloEvent, actions=hello.HelloAction, secrets=("cookie",)
+    "test.hello", 2, _build_hello, events=hello.HelloEvent, actions=hello.HelloAction, secrets=("cookie",)
 )
 
 
@@ -436,6 +438,15 @@ def test_the_golden_log_of_format_1_replays_identical(
 
     monkeypatch.setattr(Built, "hello", staticmethod(Hasty))
     assert [type(verdict) for verdict in verdicts(golden)] == [capture.Divergence] * 4
+
+
+def test_a_hello_of_another_version_is_read_and_its_replay_says_which(tmp_path: Path) -> None:
+    capture.text_to_capture(GOLDEN_OLD.read_text(), tmp_path / "golden")
+    found = verdicts(tmp_path / "golden")
+    assert len(found) == 4
+    for verdict in found:
+        assert isinstance(verdict, capture.Incomplete)
+        assert "version 1 of the machine test.hello" in verdict.reason
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import socket
+import struct
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -20,29 +21,40 @@ from zbmd.tools.fuzzing import wires
 from zbmd.tools.fuzzing.memories import segment_file
 from zbmd.tools.fuzzing.script import Script, block
 from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.transport import _native
 from zbmd.transport._native import RING_HEADER_BYTES, Mapping
 from zbmd.transport.attach import MESSAGE_BYTES_MAX, Offer
 from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError, ZbmdError
+from zbmd.transport.frame_loans import BLOCK_BYTES_MIN
+from zbmd.transport.frames import HEADER_BYTES
 from zbmd.transport.hello import Accept, BytesReceived, Identity, Opened, Reject, SendBytes, Side
 from zbmd.transport.hello import HelloMachine as Hello
 from zbmd.transport.link import Link, LinkLimits
 from zbmd.transport.memory import create_memfd
+from zbmd.transport.placement import PAGE_BYTES
+from zbmd.transport.segment import Segment
 from zbmd.transport.shm import Endpoint, Listener, dial, listen
 from zbmd.transport.shm_link import link_memory_bytes
 
 RING_BYTES = 1 << 12
 STEPS_MAX = 200
 FDS_MAX = 8
+MARK = 1 << 31
+"""In a frame's length: its payload is lent."""
+RECORDS = ((_native.OFF_END + PAGE_BYTES, 0), (_native.OFF_END + PAGE_BYTES, 16), (0, 1), ((1 << 64) - 8, 2))
+ARENA_BYTES = 4 << 20
+LENT = bytes(BLOCK_BYTES_MIN)
+"""So large that it is lent."""
 PATIENCE_NS = 5_000_000_000
 PATIENCE_S = PATIENCE_NS / 1e9
 
 _addresses = itertools.count()
 
 
-def _endpoint(name: str) -> Endpoint:
+def _endpoint(name: str, segment: Segment | None = None) -> Endpoint:
     identity = Identity(name=name, pid=os.getpid(), uid=os.getuid(), incarnation=3, job=wires.JOB)
-    limits = LinkLimits(ring_bytes=RING_BYTES, queue_bytes_max=1 << 16, queue_frames_max=64)
-    return Endpoint(identity=identity, cookie=wires.COOKIE, limits=limits)
+    limits = LinkLimits(ring_bytes=RING_BYTES, queue_bytes_max=1 << 18, queue_frames_max=64)
+    return Endpoint(identity=identity, cookie=wires.COOKIE, limits=limits, segment=segment)
 
 
 class _Ours:
@@ -55,8 +67,9 @@ class _Ours:
         self.frames = 0
         self.made: asyncio.Queue[Link] = asyncio.Queue()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self.trouble.append(context))
+        self.segment = Segment.create(slot=0, incarnation=3, arena_bytes=ARENA_BYTES, inbox_bytes=0)
         self.listener: Listener = listen(
-            self.address, self._on_link, _endpoint("node"), timeout_ns=PATIENCE_NS
+            self.address, self._on_link, _endpoint("node", self.segment), timeout_ns=PATIENCE_NS
         )
         self.ended = asyncio.Event()
 
@@ -81,6 +94,8 @@ class _Ours:
         while not self.made.empty():
             self.made.get_nowait().close()
         await asyncio.sleep(0)
+        self.segment.arena.check_invariants()
+        self.segment.close()
         for context in self.trouble:
             raise context.get("exception") or Broken(str(context["message"]))
         for error in self.ends:
@@ -205,7 +220,14 @@ def _deeds() -> tuple[bytes, ...]:
         b"\0" + block((1 << 21).to_bytes(4, "little")) + b"\2",
         b"\5\5\5\7" + good,
         b"\0" + block(wire + bytes(4)) + b"\3\5",
+        *(b"\0" + block(_marked(offset, number)) + b"\3\5" for offset, number in RECORDS),
     )
+
+
+def _marked(offset: int, number: int) -> bytes:
+    """A frame that says where in our peer's arena its payload lies."""
+    lying = wires.frame(bytes(64))[:HEADER_BYTES] + struct.pack("<QI", offset, number)
+    return (len(lying) | MARK).to_bytes(4, "little") + lying
 
 
 class _Deeds:
@@ -256,18 +278,19 @@ def _standing(data: bytes) -> None:
         script, ours = Script(data), _Ours()
         nbytes = link_memory_bytes(RING_BYTES)
         memory = create_memfd("zbmd-fuzz", nbytes)
+        segment = _segment_of(1)
         wakes = (_eventfd(os.EFD_NONBLOCK), _eventfd(os.EFD_NONBLOCK))
         try:
             async with _enemy(ours.address) as sock:
-                offer = msgspec.msgpack.encode(Offer(ring_bytes=RING_BYTES, slot=None))
-                socket.send_fds(sock, [offer], [memory, *wakes])
+                offer = msgspec.msgpack.encode(Offer(ring_bytes=RING_BYTES, slot=1))
+                socket.send_fds(sock, [offer], [memory, *wakes, segment])
                 await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1024), PATIENCE_S)
                 link = await asyncio.wait_for(ours.made.get(), PATIENCE_S)
                 await _misbehave(script, link, _Deeds(sock, Mapping(memory, nbytes, nbytes), wakes))
             # Its end of the socket is closed now: whatever it did before, our end must come to its end too.
             await asyncio.wait_for(ours.ended.wait(), PATIENCE_S)
         finally:
-            for fd in (memory, *wakes):
+            for fd in (memory, segment, *wakes):
                 os.close(fd)
         if len(ours.ends) != 1 or not link.closed:
             raise Broken(f"the link ended {len(ours.ends)} times")
@@ -284,7 +307,7 @@ async def _misbehave(script: Script, link: Link, deeds: _Deeds) -> None:
         await asyncio.sleep(0)
         if step % 4 == 3:
             with contextlib.suppress(LinkClosed, LinkFull):
-                link.send(bytes(100))
+                link.send(LENT if step % 8 == 7 else bytes(100))
 
 
 TARGETS = (

@@ -36,6 +36,7 @@ TARGETS: Final[Mapping[str, Target]] = {
 
 DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "transport/attach.py": ("attach.message", "link.handover"),
+    "transport/frame_loans.py": ("link.standing",),
     "transport/frames.py": ("frames.header", "frames.frame"),
     "transport/hello.py": ("hello.stream", "hello.identity"),
     "transport/session_setup.py": ("session.setup",),

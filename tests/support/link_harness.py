@@ -412,22 +412,17 @@ class ShmHarness(RealHarness):
         super().__init__(loop)
         self._spins = spins
         self._lends = lends
-        self._segments: list[Segment] = []
+        self._scenario = contextlib.ExitStack()
         self.name += ("-spinning" if spins else "") + ("-lending" if lends else "")
 
     async def _main(self, main: Coroutine[None, None, None]) -> None:
         policy = _AlwaysSpins if self._spins else SpinPolicy
-        with contextlib.ExitStack() as stack:
+        with self._scenario as stack:
             stack.enter_context(patch.object(shm_link, "SpinPolicy", policy))
             if self._lends:
                 stack.enter_context(patch.object(shm_link, "BLOCK_BYTES_MIN", LENDS_FROM_BYTES))
                 stack.enter_context(patch.object(frame_loans, "LENT_PARTS", 1))
-                stack.callback(self._close_segments)
             await main
-
-    def _close_segments(self) -> None:
-        while self._segments:
-            self._segments.pop().close()
 
     async def listen(self, on_link: OnLink, who: Who) -> tuple[Listening, str]:
         address = f"zbmd-test-{os.getpid()}-{os.urandom(4).hex()}"
@@ -452,10 +447,9 @@ class ShmHarness(RealHarness):
         segment = None
         if self._lends:
             slot = 0 if who.name in ("a", "us") else 1
-            segment = Segment.create(
-                slot=slot, incarnation=who.incarnation, arena_bytes=ARENA_BYTES, inbox_bytes=0
-            )
-            self._segments.append(segment)
+            nbytes, life = ARENA_BYTES, who.incarnation
+            segment = Segment.create(slot=slot, incarnation=life, arena_bytes=nbytes, inbox_bytes=0)
+            self._scenario.callback(segment.close)
         return Endpoint(identity=who.identity, cookie=COOKIE, limits=who.limits, segment=segment)
 
 

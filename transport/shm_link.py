@@ -100,6 +100,11 @@ class ShmLink(LinkSide):
         loop.add_reader(self._wake_fd, self._on_wake)
         loop.add_reader(self._sock.fileno(), self._on_socket)
 
+    @property
+    def spins(self) -> SpinPolicy:
+        """How its reader waits, and why."""
+        return self._policy
+
     def _push(self, header: bytes, payload: bytes) -> bool:
         record, done = self._head_record, self._head_done
         if len(payload) >= BLOCK_BYTES_MIN and self._loans is not None and not done and record is None:

@@ -77,7 +77,7 @@ class SpinPolicy:
     spin_ns: how long one spin lasts at most; 0 switches it off. processors: how many this process may use.
     """
 
-    __slots__ = ("_end_ns", "_misses", "_processors", "_skip", "_spare", "_spin_ns", "choice")
+    __slots__ = ("_end_ns", "_misses", "_processors", "_skip", "_spare", "_spin_ns", "choice", "parks")
 
     def __init__(
         self, spin_ns: int, *, spare: SpareProcessors | None = None, processors: int | None = None
@@ -89,11 +89,14 @@ class SpinPolicy:
         self._skip = 0
         self._end_ns = 0
         self.choice = SpinChoice.OFF
+        self.parks = dict.fromkeys(SpinChoice, 0)
+        """How often the reader went on to park, by the choice before it: `SPIN` counts spins in vain."""
 
     def begins(self, now_ns: int) -> bool:
         """The reader has run dry after a frame: spin?"""
         self.choice = choice = self._choose(now_ns)
         if choice is not SpinChoice.SPIN:
+            self.parks[choice] += 1
             return False
         self._end_ns = now_ns + self._spin_ns
         return True
@@ -114,6 +117,7 @@ class SpinPolicy:
         """Nothing has come so far: look again? After a False the spin is over, and was in vain."""
         if now_ns < self._end_ns:
             return True
+        self.parks[SpinChoice.SPIN] += 1
         self._misses = min(self._misses + 1, MISSES_MAX)
         self._skip = (1 << self._misses) - 2
         return False

@@ -119,7 +119,8 @@ def table(trips: Trips) -> str:
     p50, p99 = percentile(every, 0.5), percentile(every, 0.99)
     lines = [
         f"# {len(every):,} round trips: p50 {p50:.1f} us, p99 {p99:.1f}; {late / len(every):.1%} are late, "
-        f"above {LATE_US} us; {machine.cpu}, {machine.cores} cores, load {machine.load_average:.1f}, {now_utc()}",
+        f"above {LATE_US} us; {machine.cpu}, {machine.cores} cores, "
+        f"load {machine.load_average:.1f}, {now_utc()}",
         f"{'trips':>8}{'p50 us':>9}{'p99 us':>9}{'of late':>9}  what happened",
     ]
     for why, times in sorted(classes.items(), key=lambda item: -len(item[1])):

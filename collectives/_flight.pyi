@@ -26,3 +26,18 @@ class FlightRing:
 
         Raises IndexError if it is not kept.
         """
+
+def listen(signum: int) -> bool:
+    """Have a signal end a `wait`, by native code; False if somebody else has a handler for it.
+
+    Raises OSError.
+    """
+
+def leave(signum: int) -> None:
+    """Ignore the signal from now on, if `listen` had it."""
+
+def wait() -> None:
+    """Wait, without the GIL, for the signal or for `wake`, unless there has been one since the last wait."""
+
+def wake() -> None:
+    """End a `wait`."""

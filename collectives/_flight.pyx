@@ -65,3 +65,73 @@ cdef class FlightRing:
     cdef void leave(self, int32_t state, uint64_t met_ns, uint64_t end_ns) noexcept nogil:
         cdef Flight *mine = &self.records[(self.begun - 1) % self.capacity]
         mine.state, mine.met_ns, mine.end_ns = state, met_ns, end_ns
+
+
+cdef extern from *:
+    """
+    #include <errno.h>
+    #include <semaphore.h>
+    #include <signal.h>
+    #include <string.h>
+    static sem_t zbmd_flight_asked;
+    static int zbmd_flight_ignores; /* since we left the signal so */
+    static void zbmd_flight_told(int signum) {
+        int saved = errno;
+        (void)signum;
+        sem_post(&zbmd_flight_asked);
+        errno = saved;
+    }
+    /* 1: ours now; 0: somebody else's, and left alone; -1: errno. */
+    static int zbmd_flight_listen(int signum) {
+        struct sigaction action, before;
+        if (sigaction(signum, NULL, &before)) return -1;
+        if (before.sa_handler == SIG_IGN ? !zbmd_flight_ignores
+                                         : before.sa_handler != SIG_DFL && before.sa_handler != zbmd_flight_told)
+            return 0;
+        memset(&action, 0, sizeof action);
+        action.sa_handler = zbmd_flight_told;
+        action.sa_flags = SA_RESTART;
+        return sigaction(signum, &action, NULL) ? -1 : 1;
+    }
+    /* What comes later is ignored: whoever asks must not kill a process that has just closed its groups. */
+    static void zbmd_flight_leave(int signum) {
+        struct sigaction before;
+        if (!sigaction(signum, NULL, &before) && before.sa_handler == zbmd_flight_told) {
+            signal(signum, SIG_IGN);
+            zbmd_flight_ignores = 1;
+        }
+    }
+    static void zbmd_flight_wait(void) {
+        while (sem_wait(&zbmd_flight_asked)) {}
+        while (!sem_trywait(&zbmd_flight_asked)) {} /* asked twice is asked */
+    }
+    static void zbmd_flight_wake(void) { sem_post(&zbmd_flight_asked); }
+    static void zbmd_flight_init(void) { sem_init(&zbmd_flight_asked, 0, 0); }
+    """
+    void zbmd_flight_init()
+    int zbmd_flight_listen(int signum)
+    void zbmd_flight_leave(int signum)
+    void zbmd_flight_wait() nogil
+    void zbmd_flight_wake()
+
+zbmd_flight_init()
+
+
+def listen(int signum):
+    cdef int got = zbmd_flight_listen(signum)
+    if got < 0:
+        raise OSError(f"signal {signum} cannot be taken")
+    return got == 1
+
+
+def leave(int signum):
+    zbmd_flight_leave(signum)
+
+
+def wait():
+    with nogil:
+        zbmd_flight_wait()
+
+
+def wake():
+    zbmd_flight_wake()

@@ -19,6 +19,7 @@ from zbmd.actors.view import View
 from zbmd.collectives.blocking import Blocking, timeout_ns
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.flight_dump import FLIGHTS
 from zbmd.collectives.group_watch import GroupWatch
 from zbmd.collectives.operation_capture import record_operations
 from zbmd.transport._native import now_ns
@@ -240,5 +241,11 @@ def group_of(node: Node, view: View, *, channel: int = 0) -> Group:
         hosts=hosts_of(view),
     )
     record_operations(node, communicator)
-    unwatch = node.progress.add_group(GroupWatch(node.system.name, communicator))
+    forget = node.progress.add_group(GroupWatch(node.system.name, communicator))
+    land = FLIGHTS.add(node.system.name, communicator)
+
+    def unwatch() -> None:
+        forget()
+        land()
+
     return Group(communicator, view, unwatch=unwatch)

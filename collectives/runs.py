@@ -72,6 +72,8 @@ class Runs:
         self.place = members.index(rank)
         self.flight = FlightLog()
         self._on_flight: OnFlight | None = None
+        self.on_fault: Callable[[str], object] | None = None
+        """Hears of an operation that failed, but not by the end of a member or an abort."""
         self._segment = segment
         self._runner = PieceRunner(segment, self._executor, self.place)
         self._turnstile = Turnstile()
@@ -163,15 +165,16 @@ class Runs:
 
     def _give_up(self, name: str, error: BaseException) -> None:
         """The operation that has the turn has failed, and with it the communicator."""
-        self.flight.ring.end(
-            FAILED, self._executor.native.met_ns, now_ns(), str(error) or type(error).__name__
-        )
+        said = str(error) or type(error).__name__
+        self.flight.ring.end(FAILED, self._executor.native.met_ns, now_ns(), said)
         self._ended = self._ended or f"{name} failed: {error}"
         self.lane.open = False
         if isinstance(error, MembersLost):
             self._executor.abort()  # the peers have their own notice, and it names the lost
         else:
             self._executor.give_up()  # whatever it was, they may wait for a part that will not come
+        if self.on_fault is not None and not isinstance(error, MembersLost | OperationAborted):
+            self.on_fault(f"{name}: {said}")
 
     def lane_failed(self) -> NoReturn:
         """Raise what became of the lane's call, which still has the turn."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from zbmd.tools import bench_cli, sim_cli
+from zbmd.tools.flight import add_flights
 from zbmd.tools.plot import FORMATS, PICTURE_NAME, plot_run
 from zbmd.tools.replay_cli import add_replay
 from zbmd.training.config import GPTConfig, TrainingConfig
@@ -27,6 +28,7 @@ EXAMPLES = """examples:
   zbmd ledger zbmd-runs/demo
   zbmd plot zbmd-runs/demo -o demo.svg
   zbmd replay run.zlog --until hang
+  zbmd flights --trace flights.json
   zbmd sim hunt --minutes 2
   zbmd bench p2p --vs openmpi
 """
@@ -136,6 +138,7 @@ def parser() -> argparse.ArgumentParser:
     )
     plot.set_defaults(run_command=_plot)
     add_replay(commands)
+    add_flights(commands)
     sim_cli.add_parser(commands)
     bench_cli.add_parser(commands)
     return made

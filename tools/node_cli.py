@@ -17,7 +17,7 @@ import zbmd
 from zbmd.actors.bootstrap.merge import Role
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
-from zbmd.tools import doctor, launch, node_cluster, status
+from zbmd.tools import doctor, launch, node_cluster, node_dump, status
 from zbmd.tools.launch import add_flags, spellings
 from zbmd.tools.node_run import Job, check, host_config, run_job
 from zbmd.tools.settings import SETTINGS, merge
@@ -33,6 +33,7 @@ examples:
   zbmd-node run --capture run.zlog train.py   record every input, for zbmd replay run.zlog
   zbmd-node run --config job.toml --show-config train.py
   zbmd-node status                          nodes, ranks, actors, restarts
+  zbmd-node dump --trace flights.json       what the ranks' groups have run lately
   zbmd-node doctor                          this machine: its parts, links and deadlines
   zbmd-node up                              begin a cluster, or go back into the one this node was in
   zbmd-node token                           the line to paste on the next host
@@ -81,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
         "status", help="show the nodes of this user that run here", allow_abbrev=False
     )
     shown.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    node_dump.add_dump(commands)
     _add_doctor(commands)
     node_cluster.add_commands(commands)
     return top
@@ -156,6 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_command(arguments)
         if arguments.command == "status":
             return status_command(arguments)
+        if arguments.command == "dump":
+            return node_dump.dump_command(arguments)
         if arguments.command == "doctor":
             return doctor.main(arguments)
         return node_cluster.main(arguments)

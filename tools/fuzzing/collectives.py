@@ -14,7 +14,7 @@ from zbmd.actors import wire
 from zbmd.actors.contracts import Contract
 from zbmd.actors.ref import Ref
 from zbmd.collectives import commit_messages as cm
-from zbmd.collectives import commit_wire
+from zbmd.collectives import commit_wire, flight_dump
 from zbmd.collectives._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.algorithms import Operation, Request
 from zbmd.collectives.commit import StepCommit
@@ -22,6 +22,7 @@ from zbmd.collectives.errors import CollectiveError
 from zbmd.collectives.executor import Call, MappedExecutor
 from zbmd.collectives.plan import Plan, plan_of
 from zbmd.collectives.program import IN, OUT
+from zbmd.tools import flight
 from zbmd.tools.fuzzing.actors import DECODED
 from zbmd.tools.fuzzing.script import Script, blocks, read_blocks
 from zbmd.tools.fuzzing.target import Broken, Target
@@ -29,7 +30,7 @@ from zbmd.training.journal import read_parts
 from zbmd.training.ledger import VotePart
 from zbmd.training.workload import open_state
 from zbmd.transport import _native
-from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError
+from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
 from zbmd.transport.placement import PAGE_BYTES
 from zbmd.transport.region import RegionHandle
 from zbmd.transport.segment import PeerSegment, Segment
@@ -211,7 +212,42 @@ def _operation(data: bytes) -> None:
             raise Broken(f"a result of {result.shape}")
 
 
+# ---- dumps of flight recorders
+
+
+def _flights() -> tuple[bytes, ...]:
+    done = flight_dump.Operation("all_reduce", "direct", 1, 1024, 10, 20, 30, "complete", "")
+    runs = flight_dump.Operation("barrier", "dissemination", 2, 0, 40, 0, 0, "running", "")
+    group = flight_dump.GroupFlights(
+        channel=0, epoch=1, rank=0, members=(0, 1), begun=2, closed=False, operations=(done, runs)
+    )
+    dump = flight_dump.Dump(
+        version=flight_dump.VERSION,
+        name="rank0",
+        pid=1,
+        reason="SIGUSR2",
+        taken_ns=50,
+        taken_unix_ns=100,
+        groups=(group,),
+    )
+    return (msgspec.json.encode(dump),)
+
+
+def _flight(data: bytes) -> None:
+    dump = flight_dump.read_dump(data, "the dump")
+    flight.text([dump], last=flight.LAST_DEFAULT)
+    flight.trace([dump])
+
+
 TARGETS = (
+    Target(
+        name="flight.dump",
+        what="a file that a rank's flight recorder was written to",
+        allowed=(UserError,),
+        seeds=_flights,
+        run=_flight,
+        bytes_per_byte=4096,
+    ),
     Target(
         name="commit.conversation",
         what="reports, votes and finishes of a group's other ranks",

@@ -88,6 +88,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "actors/template.py": ("template.packet",),
     "actors/wire.py": ("wire.envelope", "peer.conversation"),
     "collectives/commit_wire.py": ("commit.conversation",),
+    "collectives/flight_dump.py": ("flight.dump",),
     "collectives/executor.py": ("collective.descriptor",),
     "collectives/_stepper.pyx": ("collective.descriptor",),
     "collectives/program.py": ("program",),

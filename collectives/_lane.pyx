@@ -28,6 +28,7 @@ QUICK_BYTES_MAX = QUICK_BYTES
 
 cdef enum:
     SHAPES = 128
+    WAYS = 8          # shapes that a call may be found among: a set of the table
     LOOKS = 40
     QUICK_BYTES = 1408
     NOWHERE = 0
@@ -126,6 +127,7 @@ cdef class Lane:
     cdef uint64_t arena_begin, arena_end
     cdef readonly uint32_t queued
     cdef readonly uint64_t taken
+    cdef uint32_t oldest
     cdef bint held
     cdef public bint open
     cdef readonly Shape failed
@@ -137,7 +139,7 @@ cdef class Lane:
         self.group, self.turnstile, self.ring = group, turnstile, ring
         self.arena_begin, self.arena_end = arena_begin, arena_end
         self.shapes = [None] * SHAPES
-        self.queued, self.taken, self.held, self.open = 0, 0, held, True
+        self.queued, self.taken, self.oldest, self.held, self.open = 0, 0, 0, held, True
         self.failed, self.status, self.kill_sequence, self.kill_point = None, 0, -1, -1
 
     def kill_at(self, int64_t sequence, int64_t point):
@@ -187,13 +189,19 @@ cdef class Lane:
         made.nbytes = nbytes
         made.flight = flight
         at = self._home(operation, NULL if first is None else <void *>made.descr, made.size)
-        if self.shapes[at] is not None and self.shapes[(at + 1) % SHAPES] is None:
-            at = (at + 1) % SHAPES
-        self.shapes[at] = made
+        for i in range(WAYS):
+            if self.shapes[at + i] is None:
+                self.shapes[at + i] = made
+                return
+        self.shapes[at + self.oldest % WAYS] = made
+        self.oldest += 1
 
     cdef int _home(self, int operation, void *descr, Py_ssize_t size) noexcept:
-        cdef uint64_t mixed = (<uint64_t><uintptr_t>descr >> 4) + <uint64_t>size * <uint64_t>0x9e3779b97f4a7c15
-        return <int>(((mixed >> 32) ^ mixed + <uint64_t>operation * 29) % SHAPES)
+        # The finaliser of splitmix64 over what tells calls apart.
+        cdef uint64_t mixed = <uint64_t><uintptr_t>descr ^ <uint64_t>size << 20 ^ <uint64_t>operation << 56
+        mixed = (mixed ^ mixed >> 30) * <uint64_t>0xbf58476d1ce4e5b9
+        mixed = (mixed ^ mixed >> 27) * <uint64_t>0x94d049bb133111eb
+        return <int>((mixed ^ mixed >> 31) % (SHAPES // WAYS)) * WAYS
 
     def run(self, int operation, x, out, str op not None, str algorithm not None, object root, uint64_t deadline_ns):
         return self._run(operation, x, out, op, algorithm, root, deadline_ns, 0)
@@ -224,7 +232,7 @@ cdef class Lane:
             elif <void *>cnp.PyArray_DESCR(<cnp.ndarray>out) != descr:
                 return None
         at = self._home(operation, descr, size)
-        for _ in range(2):
+        for at in range(at, at + WAYS):
             shape = self.shapes[at]
             if shape is None:
                 return None
@@ -235,7 +243,6 @@ cdef class Lane:
                     and (out is None or shape.out_size == cnp.PyArray_SIZE(<cnp.ndarray>out))
                     and same(shape.op, op) and same(shape.algorithm, algorithm)):
                 return self._enter(shape, x, out, deadline_ns, timeout_ns)
-            at = (at + 1) % SHAPES
         return None
 
     cdef bint _shared(self, char *at, uint64_t nbytes) noexcept:

@@ -56,9 +56,6 @@ cdef enum:
     PAYLOAD_BYTES = 1408
 
 cdef enum:
-    LOOKS_A_YIELD = 4
-
-cdef enum:
     S_DONE = 0
     S_ABORTED = 2
     S_DESYNCHRONISED = 4

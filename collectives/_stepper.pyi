@@ -5,8 +5,6 @@ from numpy.typing import NDArray
 
 BLOCKED: Final[int]
 DONE: Final[int]
-LOOKS_BEFORE_YIELD: Final[int]
-"""Looks of a wait before it lets others have the core, if it does so."""
 PUB_BYTES_MAX: Final[int]
 DESCRIPTOR_HEADER_BYTES: Final[int]
 COUNTER_MAX: Final[int]
@@ -78,8 +76,8 @@ class NativeGroup:
         yields: int = 0,
         mirrors: dict[int, int] | None = None,
     ) -> None:
-        """spins: looks before a wait parks. yields: how often it looks a few times before that, and lets
-        others have the core.
+        """spins: looks before a wait parks. yields: how often it looks so before that, and then lets others
+        have the core.
 
         mirrors: for ranks whose base is 0, the address here at which they put their descriptors."""
     @property

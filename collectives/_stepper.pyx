@@ -49,8 +49,6 @@ PUB_BYTES_MAX = PAYLOAD_BYTES
 DESCRIPTOR_HEADER_BYTES = HEADER_BYTES
 COUNTER_MAX = 0xffffffff
 
-LOOKS_BEFORE_YIELD = LOOKS_A_YIELD
-
 STATUS_DONE = 0
 STATUS_LOST = 1
 STATUS_ABORTED = 2
@@ -371,7 +369,7 @@ cdef class NativeGroup:
         cdef uint32_t used
         cdef int result
         for _ in range(self.yields):
-            result = zbmd_spin(own, self.slot[peer], self.channel, value, LOOKS_A_YIELD, &used)
+            result = zbmd_spin(own, self.slot[peer], self.channel, value, self.spins, &used)
             if result >= 0:
                 return result
             sched_yield()

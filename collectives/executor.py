@@ -42,12 +42,16 @@ from zbmd.transport.segment import PeerSegment, Segment
 COLLECTIVE_POINT = faults.declare(
     "collective.point", "in a collective: before it enters, between any two instructions, or at its end"
 )
-SPINS_ALONE = 4000
-"""Polls before a wait parks, when every rank has a core of its own: some 100 µs."""
-SPINS_SHARED = 64
-"""Polls before a wait parks, when ranks share cores and the one waited for may need ours."""
+SPINS_ALONE = 200
+"""Looks before a wait lets others have the core, when every rank could have one of its own: some 8 µs."""
+YIELDS_ALONE = 20
+"""How often it does so before it parks: some 160 µs. The cores may have others to serve than our ranks."""
+SPINS_SHARED = 4
+"""Looks before a wait lets others have the core, when ranks share cores and it is for one of them to run."""
 YIELDS_SHARED = 200
-"""How often a wait looks a few times and then lets others have the core, before it parks: some 100 µs."""
+"""How often it does so before it parks."""
+SPINS_REMOTE = 64
+"""Looks before a wait parks, when what it waits for comes over a network."""
 
 _HEADER = struct.Struct("=6Q4BI2Q32Q")
 _OPERATIONS = {operation.value: operation.name.lower() for operation in Operation}
@@ -291,7 +295,7 @@ class MappedExecutor(Executor):
                 epoch=epoch,
                 identity=group_identity(members, epoch),
                 spins=spins_for(len(members)),
-                yields=0 if a_core_each(len(members)) else YIELDS_SHARED,
+                yields=YIELDS_ALONE if a_core_each(len(members)) else YIELDS_SHARED,
             )
         except ValueError as error:
             raise no_executor(members, epoch, error) from None
@@ -315,7 +319,7 @@ def group_identity(members: tuple[int, ...], epoch: int) -> int:
 
 
 def spins_for(members: int) -> int:
-    """Polls before a wait parks, in a group of so many on one host."""
+    """Looks before a wait lets others have the core, in a group of so many on one host."""
     return SPINS_ALONE if a_core_each(members) else SPINS_SHARED
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from zbmd.collectives._remote import RemoteGroup
 from zbmd.collectives._stepper import COUNTER_MAX, STATUS_ABORTED, STATUS_DONE, STATUS_LOST
 from zbmd.collectives.executor import (
-    SPINS_SHARED,
+    SPINS_REMOTE,
     Call,
     Executor,
     group_identity,
@@ -74,7 +74,7 @@ class RemoteExecutor(Executor):
                 channel=channel,
                 epoch=epoch,
                 identity=group_identity(members, epoch),
-                spins=SPINS_SHARED,
+                spins=SPINS_REMOTE,
                 mirrors={place: memory.descriptors for place, memory in self._remote.items()},
             )
         except ValueError as error:
@@ -84,7 +84,7 @@ class RemoteExecutor(Executor):
         self._channel = channel
         self._mappings = mappings  # the group holds bare addresses
         self._landings = Landings(
-            segment, channel=channel, epoch=epoch, lost_mask=group.lost_mask, spins=SPINS_SHARED
+            segment, channel=channel, epoch=epoch, lost_mask=group.lost_mask, spins=SPINS_REMOTE
         )
         self._staging = Staging()
         self._gone: set[int] = set()

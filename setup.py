@@ -31,6 +31,7 @@ setup(
             extension("transport", "_native"),
             extension("transport", "_region"),
             extension("transport", "_recording"),
+            extension("actors", "_heartbeat"),
             extension("actors", "_mailbox"),
             extension("actors", "_turns"),
             extension("collectives", "_stepper"),

@@ -1,15 +1,20 @@
-"""Whom a node no longer hears: heartbeats to a few, and when their silence means something (sans-I/O).
+"""Whom a node no longer hears: heartbeats of a few, and when their silence means something (sans-I/O).
 
 Accrual as in Hayashibara et al., "The phi accrual failure detector" (SRDS 2004): the limit follows the mean
 and spread of the intervals seen, so that a busy network does not look like a dead host. Bounds hold it
 between four missed heartbeats and the `suspicion_ns` of the recovery budget.
+
+Arrivals come in batches, each with its own time: who takes the beats in needs to ask for a judgement only
+when the silence of a member has reached its limit.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias, assert_never
 
 from zbmd.actors.cluster.nodes import NodeKey
 from zbmd.transport.budget import Deadlines
@@ -20,6 +25,61 @@ INTERVALS_MIN = 4
 PHI_SIGMAS = 5.6
 """As far from the mean lies a phi of 8: one wrong suspicion in 10^8, were the intervals normal."""
 MISSED_MIN = 4
+
+
+# --- events ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observe:
+    """Observe these members and nobody else; those who are new have just been heard."""
+
+    subjects: tuple[NodeKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beats:
+    """A member was heard at these times, ns, ascending. Of one that is not observed it means nothing."""
+
+    key: NodeKey
+    arrivals_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """All that had come by `now_ns` was told: who is silent?"""
+
+
+Event: TypeAlias = Observe | Beats | Looked
+
+
+# --- actions --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """Look when this member was not heard for `limit_ns`."""
+
+    key: NodeKey
+    limit_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silent:
+    """This member is suspect from now on."""
+
+    key: NodeKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audible:
+    """A member that was suspect has been heard again."""
+
+    key: NodeKey
+
+
+Action: TypeAlias = Limit | Silent | Audible
 
 
 class _Heard:
@@ -39,35 +99,28 @@ class Detector:
         self.suspicion_ns = deadlines.suspicion_ns
         self._heard: dict[NodeKey, _Heard] = {}
 
-    def watch(self, subjects: Iterable[NodeKey], now_ns: int) -> None:
-        """Observe these and nobody else; those who are new have just been heard."""
-        self._heard = {key: self._heard.get(key) or _Heard(now_ns) for key in subjects}
+    def handle(self, event: Event, *, now_ns: int) -> list[Action]:
+        """Take one event at `now_ns` (monotonic) and return what follows, in order."""
+        match event:
+            case Observe(subjects=subjects):
+                return self._observe(subjects, now_ns)
+            case Beats(key=key, arrivals_ns=arrivals_ns):
+                return self._beats(key, arrivals_ns)
+            case Looked():
+                return self._looked(now_ns)
+            case _:
+                assert_never(event)
 
-    def heard(self, key: NodeKey, now_ns: int) -> bool:
-        """A message of `key` came; whether it was suspected until now."""
-        known = self._heard.get(key)
-        if known is None:
-            return False
-        known.intervals_ns.append(now_ns - known.last_ns)
-        known.last_ns = now_ns
-        was, known.suspected = known.suspected, False
-        return was
-
-    def silent(self, now_ns: int) -> list[tuple[NodeKey, str]]:
-        """Those who have become suspect, and why. Ask once a heartbeat."""
-        found: list[tuple[NodeKey, str]] = []
+    def check_invariants(self) -> None:
+        """Limits are within their bounds, and no interval is negative."""
         for key, known in self._heard.items():
-            silence_ns = now_ns - known.last_ns
-            if known.suspected or silence_ns < self.limit_ns(key):
-                continue
-            known.suspected = True
-            found.append((key, f"not heard for {silence_ns / 1e6:.0f} ms"))
-        return found
+            assert self.heartbeat_ns < self.limit_ns(key) <= self.suspicion_ns, (key, self.limit_ns(key))
+            assert all(interval > 0 for interval in known.intervals_ns), (key, known.intervals_ns)
 
     def silence(self, key: NodeKey, now_ns: int) -> tuple[int | None, int]:
         """For how long `key` was not heard, and the silence that is suspect; None and 0 if not observed."""
         known = self._heard.get(key)
-        return (None, 0) if known is None else (now_ns - known.last_ns, self.limit_ns(key))
+        return (None, 0) if known is None else (max(0, now_ns - known.last_ns), self.limit_ns(key))
 
     def limit_ns(self, key: NodeKey) -> int:
         """The silence of `key` that is suspect now."""
@@ -78,3 +131,31 @@ class Detector:
         spread = math.sqrt(sum((interval - mean) ** 2 for interval in intervals) / len(intervals))
         limit_ns = mean + PHI_SIGMAS * max(spread, self.heartbeat_ns / 2)
         return int(min(self.suspicion_ns, max(MISSED_MIN * self.heartbeat_ns, limit_ns)))
+
+    def _observe(self, subjects: tuple[NodeKey, ...], now_ns: int) -> list[Action]:
+        new = [key for key in subjects if key not in self._heard]
+        self._heard = {key: self._heard.get(key) or _Heard(now_ns) for key in subjects}
+        return [Limit(key=key, limit_ns=self.limit_ns(key)) for key in new]
+
+    def _beats(self, key: NodeKey, arrivals_ns: tuple[int, ...]) -> list[Action]:
+        known = self._heard.get(key)
+        if known is None:
+            return []
+        new = [at_ns for at_ns in arrivals_ns if at_ns > known.last_ns]
+        if not new:
+            return []
+        known.intervals_ns.extend(after - before for before, after in pairwise([known.last_ns, *new]))
+        known.last_ns = new[-1]
+        was, known.suspected = known.suspected, False
+        limit = Limit(key=key, limit_ns=self.limit_ns(key))
+        return [limit, Audible(key=key)] if was else [limit]
+
+    def _looked(self, now_ns: int) -> list[Action]:
+        found: list[Action] = []
+        for key, known in self._heard.items():
+            silence_ns = now_ns - known.last_ns
+            if known.suspected or silence_ns < self.limit_ns(key):
+                continue
+            known.suspected = True
+            found.append(Silent(key=key, reason=f"not heard for {silence_ns / 1e6:.0f} ms"))
+        return found

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeAlias, assert_never
 
+from zbmd.actors.cluster import detector as d
 from zbmd.actors.cluster import witness
-from zbmd.actors.cluster.detector import Detector
 from zbmd.actors.cluster.job_contracts import HostLinked
 from zbmd.actors.cluster.jobs import Submit
 from zbmd.actors.cluster.members import ClusterView
@@ -165,7 +165,7 @@ class NodeProcess:
         self.machine = ClusterMachine(self.me, self.cluster.deadlines, witnessed=witnessed)
         self._asking = witness.WitnessMachine(self.me.key, retry_ns=self.machine.retry_ns)
         self._asked: witness.Read | witness.Swap | None = None
-        self.detector = Detector(self.cluster.deadlines)
+        self.detector = d.Detector(self.cluster.deadlines)
         self._observers: tuple[Node, ...] = ()
         self.acts_on: ClusterView | None = None
 
@@ -216,8 +216,7 @@ class NodeProcess:
         self._beat(now_ns)
 
     def _arrived(self, sender: Node, message: Message | HostLinked, now_ns: int) -> None:
-        if self.detector.heard(sender.key, now_ns):
-            self._feed(Trusted(key=sender.key), now_ns)
+        self._detect(d.Beats(key=sender.key, arrivals_ns=(now_ns,)), now_ns)
         if not isinstance(message, HostLinked):
             self._feed(Received(sender=sender, message=message), now_ns)
 
@@ -227,9 +226,22 @@ class NodeProcess:
         beat = Beat(known=self.machine.view.epoch, entered=self.machine.entered)
         for observer in self._observers:
             self._send(observer, beat)
-        for key, reason in self.detector.silent(now_ns):
-            self._feed(Suspected(key=key, reason=reason), now_ns)
+        self._detect(d.Looked(), now_ns)
         self._effects.append(sim.SetTimer(name="beat", at_ns=now_ns + self.detector.heartbeat_ns))
+
+    def _detect(self, event: d.Event, now_ns: int) -> None:
+        """A beat looks at all, so nobody has to look earlier for a limit."""
+        for action in self.detector.handle(event, now_ns=now_ns):
+            match action:
+                case d.Silent(key=key, reason=reason):
+                    self._feed(Suspected(key=key, reason=reason), now_ns)
+                case d.Audible(key=key):
+                    self._feed(Trusted(key=key), now_ns)
+                case d.Limit():
+                    pass
+                case _:
+                    assert_never(action)
+        self.detector.check_invariants()
 
     def _feed(self, event: Event, now_ns: int) -> None:
         machine = self.machine
@@ -247,7 +259,7 @@ class NodeProcess:
             case SetTimer(at_ns=at_ns):
                 self._effects.append(sim.SetTimer(name="machine", at_ns=at_ns))
             case Watch(subjects=subjects, observers=observers):
-                self.detector.watch((node.key for node in subjects), now_ns)
+                self._detect(d.Observe(subjects=tuple(node.key for node in subjects)), now_ns)
                 self._observers = observers
             case Installed(view=view, reason=reason):
                 self.cluster.acts(self.me.key, view)

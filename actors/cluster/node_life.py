@@ -1,7 +1,7 @@
 """One life of a node: the machine, the detector and the heartbeats over real links. Decides nothing.
 
-Runs on the loop of the cluster's thread (`node_thread`), where nothing else does: so heartbeats go out, and
-are judged, whatever keeps the process's own loop busy.
+Runs on the loop of the cluster's thread (`node`), where nothing else does: so views are agreed on, and
+heartbeats are judged, whatever keeps the process's own loop busy.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias, assert_never
 
 import structlog
 
 from zbmd.actors.cluster import messages as m
-from zbmd.actors.cluster.cluster_contracts import PROTOCOL_VERSION, Hail
-from zbmd.actors.cluster.detector import Detector
+from zbmd.actors.cluster.cluster_contracts import PROTOCOL_VERSION, Hail, check
+from zbmd.actors.cluster.heartbeat_lanes import HeartbeatLanes
+from zbmd.actors.cluster.heartbeats import Heartbeats
 from zbmd.actors.cluster.jobs import Order
 from zbmd.actors.cluster.local_deaths import LocalDeaths, boot_id, pid_space, started
 from zbmd.actors.cluster.members import ClusterView
@@ -33,11 +33,6 @@ from zbmd.transport.tcp_link import TcpLink
 from zbmd.transport.tcp_settings import TcpSettings
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
-
-BEATS_SPARED_MAX: Final = 4
-"""In a row, to one who was just sent something else."""
-SWEEP_BEATS: Final = 20
-"""Heartbeats from one look at idle links to the next."""
 
 
 class LifeDesk(Protocol):
@@ -76,14 +71,6 @@ MakeWitness: TypeAlias = Callable[[NodeKey, int, Callable[[Given], None]], Witne
 """Of who asks, after how many ns it asks again, and who takes the answers."""
 
 
-@dataclass(slots=True)
-class _Beaten:
-    """What an observer was last told."""
-
-    said: m.Beat | None = None
-    spared: int = 0
-
-
 class NodeLife:
     """From a key to the end of it. `over` is done with the reason."""
 
@@ -100,36 +87,28 @@ class NodeLife:
         self.me = me
         self.machine = machine = ClusterMachine(me, endpoint.deadlines, witnessed=witness is not None)
         self._witness = None if witness is None else witness(me.key, machine.retry_ns, self._witness_gave)
-        self.detector = Detector(endpoint.deadlines)
+        self.beats = Heartbeats(me.key, endpoint.deadlines, self)
         self.links = PeerLinks(me.key, endpoint, settings, self)
+        self._lanes = HeartbeatLanes(self.beats, endpoint)
         self.deaths = LocalDeaths(self._died)
         self.hails: dict[NodeKey, tuple[Hail, int]] = {}
         """Of lives that we have links to: how they began, and how far their wall clock was ahead, ns."""
         self.acting: ClusterView | None = None
-        self.beats_sent = self.beats_spared = 0
         self._desk = desk
         self._release = release
-        self._deadlines = endpoint.deadlines
         self._loop = asyncio.get_running_loop()
         self.over: asyncio.Future[str] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
-        self._beating: asyncio.TimerHandle | None = None
-        self._beat_due_ns = 0
-        self._beats = 0
-        self._beaten: dict[NodeKey, _Beaten] = {}
-        self._observers: tuple[Node, ...] = ()
 
     # -- its course --------------------------------------------------------------------------------------
 
     def found(self) -> None:
         """Begin as the only member of a new cluster."""
         self._feed(m.Found())
-        self._start_beating()
 
     def enter(self, doors: tuple[Node, ...]) -> None:
         """Begin by knocking at these doors."""
         self._feed(m.Enter(doors=doors))
-        self._start_beating()
 
     def leave(self) -> None:
         """Ask to be let go."""
@@ -147,14 +126,15 @@ class NodeLife:
 
     async def close(self) -> None:
         """Say what is still to be said, and give everything back. Idempotent."""
-        for timer in (self._timer, self._beating):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self.deaths.close()
+        await self._lanes.close()
         if self._witness is not None:
             await self._witness.close()
         await self.links.flush()
         await self.links.close()
+        self.beats.close()
 
     def _feed(self, event: m.Event) -> None:
         machine = self.machine
@@ -162,6 +142,13 @@ class NodeLife:
         machine.check_invariants()
         for action in actions:
             self._perform(action)
+        self.beats.say(machine.state is State.MEMBER, machine.view.epoch, machine.entered)
+        # It has something under way for as long as it wants to be woken: then it counts on every beat.
+        self.beats.attend(self._timer is not None)
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        self._feed(m.TimerFired())
 
     def _perform(self, action: m.Action) -> None:
         match action:
@@ -170,9 +157,7 @@ class NodeLife:
             case m.SetTimer(at_ns=at_ns):
                 if self._timer is not None:
                     self._timer.cancel()
-                self._timer = self._loop.call_later(
-                    max(0, at_ns - now_ns()) / 1e9, self._feed, m.TimerFired()
-                )
+                self._timer = self._loop.call_later(max(0, at_ns - now_ns()) / 1e9, self._timer_fired)
             case m.Watch(subjects=subjects, observers=observers):
                 self._watch(subjects, observers)
             case m.Installed(view=view, reason=reason):
@@ -194,46 +179,43 @@ class NodeLife:
         self._feed(m.WitnessGave(epoch=given.epoch, holder=given.holder, reason=given.reason))
 
     def _watch(self, subjects: tuple[Node, ...], observers: tuple[Node, ...]) -> None:
-        self.detector.watch((node.key for node in subjects), now_ns())
-        self._observers = observers
-        self._beaten = {node.key: self._beaten.get(node.key) or _Beaten() for node in observers}
+        self.beats.watch((node.key for node in subjects), (node.key for node in observers))
         self.links.keep({node.key: node for node in (*subjects, *observers)}.values())
+        self._lanes.open_missing()
 
-    # -- heartbeats --------------------------------------------------------------------------------------
+    # -- what heartbeats bring: `BeatsDesk` --------------------------------------------------------------
 
-    def _start_beating(self) -> None:
-        self._beat_due_ns = now_ns()
-        self._beat()
+    def suspected(self, key: NodeKey, reason: str) -> None:
+        """See `BeatsDesk`."""
+        self._feed(m.Suspected(key=key, reason=reason))
 
-    def _beat(self) -> None:
-        at_ns, every_ns = now_ns(), self._deadlines.heartbeat_ns
-        late_ns = at_ns - self._beat_due_ns
-        self._beat_due_ns = max(self._beat_due_ns + every_ns, at_ns + every_ns // 2)
-        self._beating = self._loop.call_later((self._beat_due_ns - at_ns) / 1e9, self._beat)
-        if self.over.done():
+    def trusted(self, key: NodeKey) -> None:
+        """See `BeatsDesk`."""
+        self._feed(m.Trusted(key=key))
+
+    def beaten(self, key: NodeKey, known: int, entered: int) -> None:
+        """See `BeatsDesk`."""
+        if key not in self.hails:
+            return  # its link has just ended
+        beat = m.Beat(known=known, entered=entered)
+        try:
+            check(beat)
+        except RemoteProtocolError as error:
+            log.warning("a heartbeat says what cannot be", peer=str(key), reason=str(error))
+            self.beats.drop_lane(key)
             return
-        self._beats += 1
-        if self.machine.state is State.MEMBER:
-            beat = m.Beat(known=self.machine.view.epoch, entered=self.machine.entered)
-            for node in self._observers:
-                self._beat_to(node, beat, at_ns)
-        # Whoever was stopped or starved has silence in its own ears: what came meanwhile is heard first.
-        if late_ns <= every_ns:
-            for key, reason in self.detector.silent(at_ns):
-                self._feed(m.Suspected(key=key, reason=reason))
-        if self._beats % SWEEP_BEATS == 0:
-            self.links.sweep()
+        self._feed(m.Received(sender=self.hails[key][0].node, message=beat))
 
-    def _beat_to(self, node: Node, beat: m.Beat, at_ns: int) -> None:
-        beaten = self._beaten[node.key]
-        just_sent = at_ns - self.links.sent_ns(node.key) < self._deadlines.heartbeat_ns // 2
-        if just_sent and beaten.said == beat and beaten.spared < BEATS_SPARED_MAX:
-            beaten.spared += 1
-            self.beats_spared += 1
-            return
-        beaten.said, beaten.spared = beat, 0
-        self.beats_sent += 1
-        self.links.send(node, beat)
+    def beat_by_link(self, key: NodeKey) -> None:
+        """See `BeatsDesk`."""
+        node = self.machine.view.by_id.get(key.id)
+        if node is not None and node.key == key:
+            self.links.send(node, m.Beat(known=self.machine.view.epoch, entered=self.machine.entered))
+
+    def paced(self) -> None:
+        """See `BeatsDesk`."""
+        self.links.sweep()
+        self._lanes.open_missing()
 
     # -- what links bring: `LinksDesk` -------------------------------------------------------------------
 
@@ -250,17 +232,22 @@ class NodeLife:
             started=started(os.getpid()),
         )
 
-    def hailed(self, key: NodeKey, hail: Hail) -> None:
+    def hailed(self, key: NodeKey, hail: Hail, link: TcpLink) -> None:
         """See `LinksDesk`."""
         self.hails[key] = hail, hail.wall_ns - time.time_ns()
         self.deaths.watch(
             key, boot=hail.boot_id, space=hail.pid_space, pid=hail.pid, started_ticks=hail.started
         )
-        self._heard(key)
+        self._lanes.linked(key, link)
+        self.beats.heard(key)
+
+    def sent(self, key: NodeKey) -> None:
+        """See `LinksDesk`."""
+        self.beats.sent(key)
 
     def received(self, sender: Node, contract: Contract) -> None:
         """See `LinksDesk`."""
-        self._heard(sender.key)
+        self.beats.heard(sender.key)
         if not isinstance(contract, m.Message):
             self._desk.told(sender.key, contract)
             return
@@ -272,20 +259,18 @@ class NodeLife:
     def ended(self, key: NodeKey, reason: str) -> None:
         """See `LinksDesk`."""
         self.hails.pop(key, None)
+        self._lanes.unlinked(key)
         log.debug("link ended", node=str(self.me.key), peer=str(key), reason=reason)
 
     def superseded(self, key: NodeKey) -> None:
         """See `LinksDesk`."""
         self.hails.pop(key, None)
+        self._lanes.unlinked(key)
         self._died(key)
 
     def visited(self, link: TcpLink) -> None:
         """See `LinksDesk`."""
         self._desk.visited(link)
-
-    def _heard(self, key: NodeKey) -> None:
-        if self.detector.heard(key, now_ns()):
-            self._feed(m.Trusted(key=key))
 
     def _died(self, key: NodeKey) -> None:
         self._feed(m.Proven(key=key))

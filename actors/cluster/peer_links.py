@@ -66,8 +66,12 @@ class LinksDesk(Protocol):
         """How we begin a link."""
         ...
 
-    def hailed(self, key: NodeKey, hail: Hail) -> None:
+    def hailed(self, key: NodeKey, hail: Hail, link: TcpLink) -> None:
         """A link to this life stands."""
+        ...
+
+    def sent(self, key: NodeKey) -> None:
+        """A frame was handed to a link to this life."""
         ...
 
     def received(self, sender: Node, contract: Contract) -> None:
@@ -107,7 +111,6 @@ class _Route:
     dialing: asyncio.Task[None] | None = None
     failures: int = 0
     not_before_ns: int = 0
-    sent_ns: int = 0
     used_ns: int = 0
     why: str = ""
 
@@ -151,11 +154,6 @@ class PeerLinks:
         self._dial(route)
         return False
 
-    def sent_ns(self, key: NodeKey) -> int:
-        """When something was last sent to this life; 0 if never."""
-        route = self._routes.get(key)
-        return 0 if route is None else route.sent_ns
-
     def keep(self, peers: Iterable[Node]) -> None:
         """Have links to these; others stay for as long as they are used."""
         nodes = tuple(peers)
@@ -169,8 +167,9 @@ class PeerLinks:
         """Drop what is idle, dial again what is to be kept. Call it from time to time."""
         at_ns = now_ns()
         for key, route in list(self._routes.items()):
+            best = self._wire(route)
             for wire in list(route.wires):
-                spare = len(route.wires) > 1 or key not in self._kept
+                spare = wire is not best or key not in self._kept
                 if spare and at_ns - wire.used_ns > self._idle_ns:
                     wire.link.close()
             if key in self._kept:
@@ -294,7 +293,7 @@ class PeerLinks:
             )
         wire.hail = hail
         route.to = hail.node
-        self._desk.hailed(key, hail)
+        self._desk.hailed(key, hail, wire.link)
 
     # -- dialing -----------------------------------------------------------------------------------------
 
@@ -327,7 +326,8 @@ class PeerLinks:
             self.dropped += 1
             log.debug("not sent", to=str(route.to.key), what=contract_tag(contract), reason=str(error))
             return False
-        route.sent_ns = wire.used_ns = now_ns()
+        wire.used_ns = now_ns()
+        self._desk.sent(route.to.key)
         return True
 
     def _dial(self, route: _Route) -> None:

@@ -8,7 +8,6 @@ from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.node_contracts import JobInfo, MemberInfo, RankInfo
 from zbmd.actors.cluster.node_life import NodeLife
 from zbmd.actors.cluster.nodes import Node, NodeKey
-from zbmd.transport._native import now_ns
 
 
 def member_infos(life: NodeLife) -> tuple[MemberInfo, ...]:
@@ -55,7 +54,7 @@ def _called(view: ClusterView, key: NodeKey) -> str:
 
 def _info(life: NodeLife, node: Node) -> MemberInfo:
     key, own = node.key, node.key == life.me.key
-    heard_ns, limit_ns = life.detector.silence(key, now_ns())
+    heard_ns, limit_ns = life.beats.silence(key)
     dialed, accepted, why = life.links.links(key)
     hail, skew_ns = life.hails.get(key, (None, 0))
     if own:

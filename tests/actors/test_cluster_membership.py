@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.actors.cluster.detector import Detector
+from zbmd.actors.cluster import detector as d
 from zbmd.actors.cluster.jobs import CommandRefused, JobSpec, Stop, Submit
 from zbmd.actors.cluster.membership import ClusterMachine
 from zbmd.actors.cluster.membership_exploration import STORIES, explore
@@ -207,18 +207,29 @@ def test_the_only_member_leaves_at_once() -> None:
 
 def test_the_limit_of_silence_follows_what_was_heard() -> None:
     deadlines = derive()
-    detector, steady, jumpy = Detector(deadlines), NodeKey(1, 1), NodeKey(2, 1)
-    detector.watch([steady, jumpy], 0)
+    detector, steady, jumpy = d.Detector(deadlines), NodeKey(1, 1), NodeKey(2, 1)
+    longest = [d.Limit(key=key, limit_ns=deadlines.suspicion_ns) for key in (steady, jumpy)]
+    assert detector.handle(d.Observe(subjects=(steady, jumpy)), now_ns=0) == longest
     beat_ns = deadlines.heartbeat_ns
-    for number in range(1, 33):
-        detector.heard(steady, number * beat_ns)
-        detector.heard(jumpy, number * beat_ns + (number % 3) * beat_ns // 2)
+    beats = tuple(number * beat_ns for number in range(1, 33))
+    late = tuple(at_ns + (at_ns // beat_ns % 3) * beat_ns // 2 for at_ns in beats)
+    (limit,) = detector.handle(d.Beats(key=steady, arrivals_ns=beats), now_ns=0)
+    assert limit == d.Limit(key=steady, limit_ns=detector.limit_ns(steady)), (
+        "a batch is as good as each"
+    )
+    for at_ns in late:
+        detector.handle(d.Beats(key=jumpy, arrivals_ns=(at_ns,)), now_ns=0)
+    detector.check_invariants()
     assert 4 * beat_ns <= detector.limit_ns(steady) < detector.limit_ns(jumpy) <= deadlines.suspicion_ns
-    last_ns = 32 * beat_ns
-    assert [key for key, _ in detector.silent(last_ns + detector.limit_ns(steady))] == [steady]
-    assert detector.silent(last_ns + detector.limit_ns(steady)) == [], "told once"
-    assert detector.heard(steady, last_ns + deadlines.suspicion_ns), "it was suspected"
-    assert not detector.heard(NodeKey(3, 1), last_ns), "nobody observes it"
+    at_ns = beats[-1] + detector.limit_ns(steady)
+    assert detector.handle(d.Looked(), now_ns=at_ns - 1) == []
+    silent = d.Silent(key=steady, reason=f"not heard for {detector.limit_ns(steady) / 1e6:.0f} ms")
+    assert detector.handle(d.Looked(), now_ns=at_ns) == [silent]
+    assert detector.handle(d.Looked(), now_ns=at_ns) == [], "told once"
+    assert detector.handle(d.Beats(key=steady, arrivals_ns=(beats[-1],)), now_ns=at_ns) == [], "it is old"
+    heard = detector.handle(d.Beats(key=steady, arrivals_ns=(at_ns + 1,)), now_ns=at_ns)
+    assert heard[1:] == [d.Audible(key=steady)], "it was suspected"
+    assert detector.handle(d.Beats(key=NodeKey(3, 1), arrivals_ns=(at_ns,)), now_ns=at_ns) == []
 
 
 def witnessed(seed: int, size: int, *, protected: frozenset[str]) -> tuple[World, WitnessStore]:

@@ -1,0 +1,478 @@
+/* Heartbeats between nodes, by one native thread that never takes the GIL.
+ *
+ * At every period the thread reads what has come on the peers' lanes, sends its own beat to those who observe
+ * us, and looks whose silence has reached the limit that was set for it. It wakes Python, by an eventfd, only
+ * when there is something to judge. What came since is kept in a table until Python takes it.
+ *
+ * It is not woken by a beat that comes: the kernel stamps the time of arrival, so one wake-up a period serves
+ * all peers, and a thread that was kept from running does not see its own delay as theirs.
+ *
+ * A beat is 32 bytes, little-endian: its number in its direction of its lane (u64, from 1), the newest view
+ * that the sender knows (u64), the view that it acts on (u64), and the tag of these (siphash.h) under the key
+ * of that direction. Numbers have no gaps, for a lane is a TCP connection.
+ */
+#ifndef ZBMD_HEARTBEAT_H
+#define ZBMD_HEARTBEAT_H
+
+#include "life.h"
+#include "siphash.h"
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#define ZBMD_BEAT_BYTES 32
+#define ZBMD_BEAT_TAGGED 24
+#define ZBMD_BEAT_PEERS 64       /* at most ten are observed and ten observe us; others are on their way out */
+#define ZBMD_BEAT_ARRIVALS 128   /* kept for Python, the newest: more than come while a lease lasts */
+#define ZBMD_BEAT_READS 8        /* of one lane in a row */
+#define ZBMD_BEAT_SPARED_MAX 4   /* in a row, to a peer that was just sent something else */
+
+/* Why a lane has ended. */
+enum {
+    ZBMD_LANE_OPEN = 0,
+    ZBMD_LANE_CLOSED = 1,
+    ZBMD_LANE_BROKEN = 2,     /* `error` is the errno */
+    ZBMD_LANE_FORGED = 3,
+    ZBMD_LANE_OUT_OF_TURN = 4,
+    ZBMD_LANE_FULL = 5
+};
+
+struct zbmd_beat_writer {
+    uint64_t key[2];
+    uint64_t number;   /* of the next beat */
+};
+
+struct zbmd_beat_reader {
+    uint64_t key[2];
+    uint64_t number;   /* of the next beat */
+    uint64_t known, entered;   /* of the last one */
+    uint32_t filled;
+    uint8_t partial[ZBMD_BEAT_BYTES];
+};
+
+static inline void zbmd_beat_write(const struct zbmd_beat_writer *writer, uint64_t known, uint64_t entered,
+                                   uint8_t to[ZBMD_BEAT_BYTES]) {
+    zbmd_write_le64(to, writer->number);
+    zbmd_write_le64(to + 8, known);
+    zbmd_write_le64(to + 16, entered);
+    zbmd_write_le64(to + 24, zbmd_siphash(writer->key, to, ZBMD_BEAT_TAGGED));
+}
+
+/* Take bytes of a lane, cut anywhere. Returns ZBMD_LANE_OPEN, or what is wrong with it. */
+static inline int zbmd_beat_read(struct zbmd_beat_reader *reader, const uint8_t *data, size_t nbytes) {
+    while (nbytes) {
+        size_t step = ZBMD_BEAT_BYTES - reader->filled;
+        if (step > nbytes) step = nbytes;
+        memcpy(reader->partial + reader->filled, data, step);
+        reader->filled += (uint32_t)step;
+        data += step;
+        nbytes -= step;
+        if (reader->filled < ZBMD_BEAT_BYTES) break;
+        reader->filled = 0;
+        const uint8_t *beat = reader->partial;
+        if (zbmd_siphash(reader->key, beat, ZBMD_BEAT_TAGGED) != zbmd_read_le64(beat + 24))
+            return ZBMD_LANE_FORGED;
+        if (zbmd_read_le64(beat) != reader->number) return ZBMD_LANE_OUT_OF_TURN;
+        reader->number++;
+        reader->known = zbmd_read_le64(beat + 8);
+        reader->entered = zbmd_read_le64(beat + 16);
+    }
+    return ZBMD_LANE_OPEN;
+}
+
+struct zbmd_beat_peer {
+    uint32_t used;
+    int fd;                        /* of its lane; -1 for none */
+    struct zbmd_beat_writer writer;
+    struct zbmd_beat_reader reader;
+    uint32_t observes_us;          /* whether we beat to it */
+    uint32_t spared;
+    uint64_t said_known, said_entered;
+    uint64_t sent_ns;              /* when something else was sent to it */
+    uint64_t limit_ns;             /* the silence that Python is woken for; 0 if we do not observe it */
+    uint64_t last_ns;              /* when it was last heard */
+    uint32_t silent;               /* whether Python was woken for its silence */
+    uint32_t fresh;                /* whether it has beaten since Python took what there was */
+    uint32_t end;
+    int error;
+    uint32_t taken;
+    uint32_t arrived;
+    uint64_t arrivals[ZBMD_BEAT_ARRIVALS];
+};
+
+struct zbmd_beats {
+    pthread_mutex_t lock;   /* of all that follows */
+    pthread_t thread;
+    int wake_fd, tell_fd;
+    uint32_t running, stop;
+    uint32_t on;            /* whether we are a member, and beat */
+    uint32_t attentive;     /* whether Python is woken for every beat */
+    uint32_t lapsed;        /* whether a beat was withheld since Python's last sign of life */
+    uint64_t period_ns, lease_ns, lease_until_ns;
+    uint64_t known, entered;
+    uint64_t read_ns;       /* all that had come by then was read */
+    uint64_t judged_ns;     /* the same, of a round that came when it should */
+    uint64_t beats_sent, beats_spared;
+    struct zbmd_beat_peer peers[ZBMD_BEAT_PEERS];
+};
+
+/* What Python takes of one peer. */
+struct zbmd_beat_news {
+    uint32_t fresh, end, count;
+    int error;
+    uint64_t known, entered;
+    uint64_t arrivals[ZBMD_BEAT_ARRIVALS];
+};
+
+static inline void zbmd_lane_ended(struct zbmd_beat_peer *peer, uint32_t end, int error) {
+    close(peer->fd);
+    peer->fd = -1;
+    peer->end = end;
+    peer->error = error;
+}
+
+static inline void zbmd_beat_arrived(struct zbmd_beat_peer *peer, uint64_t at_ns) {
+    if (!peer->limit_ns || at_ns <= peer->last_ns) return;
+    peer->last_ns = at_ns;
+    peer->arrivals[peer->arrived++ % ZBMD_BEAT_ARRIVALS] = at_ns;
+}
+
+/* When the kernel had it, on the monotonic clock; the wall clock may have been set meanwhile. */
+static inline uint64_t zbmd_arrival_ns(struct msghdr *message, uint64_t since_ns, uint64_t now_ns,
+                                       int64_t wall_ahead_ns) {
+    for (struct cmsghdr *each = CMSG_FIRSTHDR(message); each; each = CMSG_NXTHDR(message, each)) {
+        if (each->cmsg_level != SOL_SOCKET || each->cmsg_type != SCM_TIMESTAMPNS) continue;
+        struct timespec wall;
+        memcpy(&wall, CMSG_DATA(each), sizeof wall);
+        int64_t at_ns = (int64_t)wall.tv_sec * 1000000000 + wall.tv_nsec - wall_ahead_ns;
+        if (at_ns < (int64_t)since_ns) return since_ns;
+        return at_ns < (int64_t)now_ns ? (uint64_t)at_ns : now_ns;
+    }
+    return now_ns;
+}
+
+static void zbmd_beats_read_lane(struct zbmd_beats *beats, struct zbmd_beat_peer *peer, uint64_t now_ns,
+                                 int64_t wall_ahead_ns) {
+    uint8_t data[8 * ZBMD_BEAT_BYTES];
+    union { char bytes[CMSG_SPACE(sizeof(struct timespec))]; struct cmsghdr aligned; } control;
+    struct iovec piece = {.iov_base = data, .iov_len = sizeof data};
+    for (int i = 0; i < ZBMD_BEAT_READS && peer->fd >= 0; i++) {
+        struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1, .msg_control = control.bytes,
+                                 .msg_controllen = sizeof control.bytes};
+        ssize_t taken = recvmsg(peer->fd, &message, MSG_DONTWAIT);
+        if (taken < 0 && (errno == EAGAIN || errno == EINTR)) return;
+        if (taken <= 0) {
+            zbmd_lane_ended(peer, taken ? ZBMD_LANE_BROKEN : ZBMD_LANE_CLOSED, taken ? errno : 0);
+            return;
+        }
+        uint64_t before = peer->reader.number;
+        int end = zbmd_beat_read(&peer->reader, data, (size_t)taken);
+        if (peer->reader.number != before) {
+            zbmd_beat_arrived(peer, zbmd_arrival_ns(&message, beats->read_ns, now_ns, wall_ahead_ns));
+            peer->fresh = 1;
+        }
+        if (end != ZBMD_LANE_OPEN) zbmd_lane_ended(peer, (uint32_t)end, 0);
+        if (taken < (ssize_t)sizeof data) return;
+    }
+}
+
+static void zbmd_beats_send(struct zbmd_beats *beats, struct zbmd_beat_peer *peer, uint64_t now_ns) {
+    if (peer->fd < 0 || !peer->observes_us) return;
+    int same = peer->said_known == beats->known && peer->said_entered == beats->entered;
+    if (same && now_ns - peer->sent_ns < beats->period_ns && peer->spared < ZBMD_BEAT_SPARED_MAX) {
+        peer->spared++;
+        beats->beats_spared++;
+        return;
+    }
+    uint8_t beat[ZBMD_BEAT_BYTES];
+    zbmd_beat_write(&peer->writer, beats->known, beats->entered, beat);
+    ssize_t sent = send(peer->fd, beat, sizeof beat, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (sent != sizeof beat) {
+        zbmd_lane_ended(peer, sent < 0 ? ZBMD_LANE_BROKEN : ZBMD_LANE_FULL, sent < 0 ? errno : 0);
+        return;
+    }
+    peer->writer.number++;
+    peer->said_known = beats->known;
+    peer->said_entered = beats->entered;
+    peer->spared = 0;
+    beats->beats_sent++;
+}
+
+/* Whether Python must look at this peer now. */
+static inline int zbmd_beats_matter(struct zbmd_beats *beats, struct zbmd_beat_peer *peer) {
+    if (peer->end != ZBMD_LANE_OPEN) return 1;
+    if (peer->silent && peer->arrived != peer->taken) return 1;   /* heard again */
+    if (!peer->fresh) return 0;
+    return beats->attentive || peer->reader.known != beats->known || peer->reader.entered != beats->entered;
+}
+
+static inline uint64_t zbmd_beats_due_ns(struct zbmd_beats *beats, uint64_t tick_ns) {
+    uint64_t due_ns = tick_ns;
+    for (int i = 0; i < ZBMD_BEAT_PEERS; i++) {
+        struct zbmd_beat_peer *peer = &beats->peers[i];
+        if (!peer->used || !peer->limit_ns || peer->silent) continue;
+        if (peer->last_ns + peer->limit_ns < due_ns) due_ns = peer->last_ns + peer->limit_ns;
+    }
+    return due_ns;
+}
+
+/* One turn of the thread. `starved`: it came later than by a period, so silence may be its own deafness. */
+static int zbmd_beats_round(struct zbmd_beats *beats, uint64_t now_ns, int starved, int tick) {
+    struct timespec wall;
+    clock_gettime(CLOCK_REALTIME, &wall);
+    int64_t wall_ahead_ns = (int64_t)wall.tv_sec * 1000000000 + wall.tv_nsec - (int64_t)zbmd_now_ns();
+    int tell = 0, beat = tick && beats->on;
+    if (beat && now_ns >= beats->lease_until_ns) {
+        beats->lapsed = 1;
+        beat = 0;
+    }
+    for (int i = 0; i < ZBMD_BEAT_PEERS; i++) {
+        struct zbmd_beat_peer *peer = &beats->peers[i];
+        if (!peer->used) continue;
+        if (peer->fd >= 0) zbmd_beats_read_lane(beats, peer, now_ns, wall_ahead_ns);
+        if (beat) zbmd_beats_send(beats, peer, now_ns);
+        if (zbmd_beats_matter(beats, peer)) tell = 1;
+        if (starved || !peer->limit_ns || peer->silent) continue;
+        if (now_ns >= peer->last_ns + peer->limit_ns) peer->silent = tell = 1;
+    }
+    beats->read_ns = now_ns;
+    if (!starved) beats->judged_ns = now_ns;
+    return tell;
+}
+
+static void *zbmd_beats_run(void *argument) {
+    struct zbmd_beats *beats = argument;
+    uint64_t tick_ns = zbmd_now_ns(), due_ns, now_ns, counter;
+    prctl(PR_SET_NAME, "zbmd-beat");
+    zbmd_wake_promptly();
+    for (;;) {
+        pthread_mutex_lock(&beats->lock);
+        int stop = beats->stop;
+        due_ns = zbmd_beats_due_ns(beats, tick_ns);
+        pthread_mutex_unlock(&beats->lock);
+        if (stop) return NULL;
+        now_ns = zbmd_now_ns();
+        uint64_t pause_ns = due_ns > now_ns ? due_ns - now_ns : 0;
+        struct timespec pause = {.tv_sec = (time_t)(pause_ns / 1000000000),
+                                 .tv_nsec = (long)(pause_ns % 1000000000)};
+        struct pollfd wake = {.fd = beats->wake_fd, .events = POLLIN};
+        if (ppoll(&wake, 1, &pause, NULL) > 0 && read(beats->wake_fd, &counter, sizeof counter) < 0 &&
+            errno != EAGAIN)
+            return NULL;
+        pthread_mutex_lock(&beats->lock);
+        now_ns = zbmd_now_ns();
+        int tick = now_ns >= tick_ns;
+        int tell = zbmd_beats_round(beats, now_ns, now_ns > due_ns + beats->period_ns, tick);
+        if (tick) {
+            /* Not faster after a delay than at twice the pace. */
+            tick_ns += beats->period_ns;
+            if (tick_ns < now_ns + beats->period_ns / 2) tick_ns = now_ns + beats->period_ns / 2;
+        }
+        pthread_mutex_unlock(&beats->lock);
+        if (tell) {
+            counter = 1;
+            /* The counter of an eventfd cannot overflow here: Python reads it before 2^64 rounds. */
+            ssize_t written = write(beats->tell_fd, &counter, sizeof counter);
+            (void)written;
+        }
+    }
+}
+
+/* Returns 0, or an errno. The thread must not keep Python from the lock while it waits for a core itself, nor
+ * Python it: hence the inheritance of priority. */
+static inline int zbmd_beats_init(struct zbmd_beats *beats, uint64_t period_ns, uint64_t lease_ns) {
+    pthread_mutexattr_t attributes;
+    beats->wake_fd = beats->tell_fd = -1;
+    beats->period_ns = period_ns;
+    beats->lease_ns = lease_ns;
+    beats->read_ns = beats->judged_ns = zbmd_now_ns();
+    beats->lease_until_ns = beats->read_ns + lease_ns;
+    int error = pthread_mutexattr_init(&attributes);
+    if (error) return error;
+    error = pthread_mutexattr_setprotocol(&attributes, PTHREAD_PRIO_INHERIT);
+    if (!error) error = pthread_mutex_init(&beats->lock, &attributes);
+    pthread_mutexattr_destroy(&attributes);
+    if (error) return error;
+    beats->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    beats->tell_fd = beats->wake_fd < 0 ? -1 : eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (beats->tell_fd < 0) return errno;
+    error = zbmd_start_thread(&beats->thread, zbmd_beats_run, beats);
+    beats->running = !error;
+    return error;
+}
+
+/* End the thread, and give everything back. */
+static inline void zbmd_beats_close(struct zbmd_beats *beats) {
+    uint64_t one = 1;
+    if (beats->running) {
+        pthread_mutex_lock(&beats->lock);
+        beats->stop = 1;
+        pthread_mutex_unlock(&beats->lock);
+        ssize_t written = write(beats->wake_fd, &one, sizeof one);
+        (void)written;
+        pthread_join(beats->thread, NULL);
+        beats->running = 0;
+    }
+    for (int i = 0; i < ZBMD_BEAT_PEERS; i++)
+        if (beats->peers[i].used && beats->peers[i].fd >= 0) close(beats->peers[i].fd);
+    memset(beats->peers, 0, sizeof beats->peers);
+    if (beats->wake_fd >= 0) close(beats->wake_fd);
+    if (beats->tell_fd >= 0) close(beats->tell_fd);
+    beats->wake_fd = beats->tell_fd = -1;
+}
+
+/* A place in the table; -1 if all are taken. */
+static inline int zbmd_beats_place(struct zbmd_beats *beats) {
+    int found = -1;
+    pthread_mutex_lock(&beats->lock);
+    for (int i = 0; i < ZBMD_BEAT_PEERS && found < 0; i++) {
+        if (beats->peers[i].used) continue;
+        memset(&beats->peers[i], 0, sizeof beats->peers[i]);
+        beats->peers[i].used = 1;
+        beats->peers[i].fd = -1;
+        found = i;
+    }
+    pthread_mutex_unlock(&beats->lock);
+    return found;
+}
+
+static inline void zbmd_beats_vacate(struct zbmd_beats *beats, int place) {
+    struct zbmd_beat_peer *peer = &beats->peers[place];
+    pthread_mutex_lock(&beats->lock);
+    if (peer->fd >= 0) close(peer->fd);
+    peer->fd = -1;
+    peer->used = 0;
+    pthread_mutex_unlock(&beats->lock);
+}
+
+/* Give a peer a lane, in place of the one that it had. */
+static inline void zbmd_beats_adopt(struct zbmd_beats *beats, int place, int fd, const uint8_t send_key[16],
+                                    const uint8_t receive_key[16], const uint8_t *surplus, size_t nbytes) {
+    struct zbmd_beat_peer *peer = &beats->peers[place];
+    int on = 1;
+    /* Without it arrivals are as late as the thread is; nothing else changes. */
+    (void)setsockopt(fd, SOL_SOCKET, SO_TIMESTAMPNS, &on, sizeof on);
+    pthread_mutex_lock(&beats->lock);
+    if (peer->fd >= 0) close(peer->fd);
+    memset(&peer->writer, 0, sizeof peer->writer);
+    memset(&peer->reader, 0, sizeof peer->reader);
+    for (int i = 0; i < 2; i++) {
+        peer->writer.key[i] = zbmd_read_le64(send_key + 8 * i);
+        peer->reader.key[i] = zbmd_read_le64(receive_key + 8 * i);
+    }
+    peer->writer.number = peer->reader.number = 1;
+    peer->said_known = peer->said_entered = 0;
+    peer->fd = fd;
+    peer->end = ZBMD_LANE_OPEN;
+    int end = zbmd_beat_read(&peer->reader, surplus, nbytes);
+    if (peer->reader.number != 1) {
+        zbmd_beat_arrived(peer, zbmd_now_ns());
+        peer->fresh = 1;
+    }
+    if (end != ZBMD_LANE_OPEN) zbmd_lane_ended(peer, (uint32_t)end, 0);
+    pthread_mutex_unlock(&beats->lock);
+}
+
+static inline void zbmd_beats_drop_lane(struct zbmd_beats *beats, int place) {
+    struct zbmd_beat_peer *peer = &beats->peers[place];
+    pthread_mutex_lock(&beats->lock);
+    if (peer->fd >= 0) close(peer->fd);
+    peer->fd = -1;
+    peer->end = ZBMD_LANE_OPEN;
+    pthread_mutex_unlock(&beats->lock);
+}
+
+/* Wake Python after so long a silence; 0 to observe it no longer. Who is new has just been heard. */
+static inline void zbmd_beats_observe(struct zbmd_beats *beats, int place, uint64_t limit_ns) {
+    struct zbmd_beat_peer *peer = &beats->peers[place];
+    pthread_mutex_lock(&beats->lock);
+    if (!peer->limit_ns && limit_ns) {
+        peer->last_ns = zbmd_now_ns();
+        peer->taken = peer->arrived;
+    }
+    peer->limit_ns = limit_ns;
+    peer->silent = 0;
+    pthread_mutex_unlock(&beats->lock);
+}
+
+static inline void zbmd_beats_beat_to(struct zbmd_beats *beats, int place, uint32_t observes_us) {
+    pthread_mutex_lock(&beats->lock);
+    beats->peers[place].observes_us = observes_us;
+    pthread_mutex_unlock(&beats->lock);
+}
+
+static inline void zbmd_beats_say(struct zbmd_beats *beats, uint32_t on, uint64_t known, uint64_t entered) {
+    pthread_mutex_lock(&beats->lock);
+    beats->on = on;
+    beats->known = known;
+    beats->entered = entered;
+    pthread_mutex_unlock(&beats->lock);
+}
+
+static inline void zbmd_beats_attend(struct zbmd_beats *beats, uint32_t attentive) {
+    pthread_mutex_lock(&beats->lock);
+    beats->attentive = attentive;
+    pthread_mutex_unlock(&beats->lock);
+}
+
+/* Something else was sent to a peer, or came from it; returns whether Python was woken for its silence. */
+static inline void zbmd_beats_sent(struct zbmd_beats *beats, int place) {
+    pthread_mutex_lock(&beats->lock);
+    beats->peers[place].sent_ns = zbmd_now_ns();
+    pthread_mutex_unlock(&beats->lock);
+}
+
+static inline int zbmd_beats_heard(struct zbmd_beats *beats, int place) {
+    struct zbmd_beat_peer *peer = &beats->peers[place];
+    pthread_mutex_lock(&beats->lock);
+    zbmd_beat_arrived(peer, zbmd_now_ns());
+    int silent = (int)peer->silent;
+    pthread_mutex_unlock(&beats->lock);
+    return silent;
+}
+
+/* Python's thread lives: beat for another lease. Returns whether beats were withheld meanwhile. */
+static inline int zbmd_beats_renew(struct zbmd_beats *beats) {
+    pthread_mutex_lock(&beats->lock);
+    int lapsed = (int)beats->lapsed;
+    beats->lapsed = 0;
+    beats->lease_until_ns = zbmd_now_ns() + beats->lease_ns;
+    pthread_mutex_unlock(&beats->lock);
+    return lapsed;
+}
+
+static inline uint64_t zbmd_beats_judged_ns(struct zbmd_beats *beats) {
+    pthread_mutex_lock(&beats->lock);
+    uint64_t judged_ns = beats->judged_ns;
+    pthread_mutex_unlock(&beats->lock);
+    return judged_ns;
+}
+
+/* What is new of a peer; returns whether anything is. */
+static inline int zbmd_beats_take(struct zbmd_beats *beats, int place, struct zbmd_beat_news *news) {
+    struct zbmd_beat_peer *peer = &beats->peers[place];
+    pthread_mutex_lock(&beats->lock);
+    uint32_t count = peer->arrived - peer->taken;
+    if (count > ZBMD_BEAT_ARRIVALS) count = ZBMD_BEAT_ARRIVALS;
+    for (uint32_t i = 0; i < count; i++)
+        news->arrivals[i] = peer->arrivals[(peer->arrived - count + i) % ZBMD_BEAT_ARRIVALS];
+    news->count = count;
+    news->fresh = peer->fresh;
+    news->end = peer->end;
+    news->error = peer->error;
+    news->known = peer->reader.known;
+    news->entered = peer->reader.entered;
+    peer->taken = peer->arrived;
+    peer->fresh = 0;
+    peer->end = ZBMD_LANE_OPEN;
+    pthread_mutex_unlock(&beats->lock);
+    return count || news->fresh || news->end;
+}
+
+#endif

@@ -81,6 +81,9 @@ class NativeHeartbeats:
     def say(self, on: bool, known: int, entered: int) -> None:
         """What beats say from now on; on: whether there are any."""
 
+    def set_period(self, period_ns: int) -> None:
+        """Beat so often, from the next beat on."""
+
     def attend(self, attentive: bool) -> None:
         """Whether every beat is to be looked at; else those that say what we do not."""
 

@@ -55,6 +55,7 @@ cdef extern from "heartbeat.h" nogil:
     void zbmd_beats_observe(zbmd_beats *beats, int place, uint64_t limit_ns)
     void zbmd_beats_beat_to(zbmd_beats *beats, int place, uint32_t observes_us)
     void zbmd_beats_say(zbmd_beats *beats, uint32_t on, uint64_t known, uint64_t entered)
+    void zbmd_beats_set_period(zbmd_beats *beats, uint64_t period_ns)
     void zbmd_beats_attend(zbmd_beats *beats, uint32_t attentive)
     void zbmd_beats_sent(zbmd_beats *beats, int place)
     int zbmd_beats_heard(zbmd_beats *beats, int place)
@@ -224,6 +225,11 @@ cdef class NativeHeartbeats:
         cdef zbmd_beats *beats = self._live(0)
         with nogil:
             zbmd_beats_say(beats, on, known, entered)
+
+    def set_period(self, uint64_t period_ns):
+        cdef zbmd_beats *beats = self._live(0)
+        with nogil:
+            zbmd_beats_set_period(beats, period_ns)
 
     def attend(self, bint attentive):
         cdef zbmd_beats *beats = self._live(0)

@@ -415,6 +415,12 @@ static inline void zbmd_beats_say(struct zbmd_beats *beats, uint32_t on, uint64_
     pthread_mutex_unlock(&beats->lock);
 }
 
+static inline void zbmd_beats_set_period(struct zbmd_beats *beats, uint64_t period_ns) {
+    pthread_mutex_lock(&beats->lock);
+    beats->period_ns = period_ns;
+    pthread_mutex_unlock(&beats->lock);
+}
+
 static inline void zbmd_beats_attend(struct zbmd_beats *beats, uint32_t attentive) {
     pthread_mutex_lock(&beats->lock);
     beats->attentive = attentive;

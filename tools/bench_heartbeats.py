@@ -1,6 +1,6 @@
 """What a node's heartbeats cost while nothing else happens: CPU time of idle clusters on this host.
 
-    python -m zbmd.tools.bench_heartbeats [--nodes 2,3,5,9] [--seconds 10]
+    python -m zbmd.tools.bench_heartbeats [--nodes 2,3,5,9] [--seconds 60]
 
 Each node is a process of its own. What is counted is the time that the kernel charged to all of its threads
 (/proc/PID/task/*/schedstat), so the cost of the system calls is in it, and of what they do for the receiver.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import signal
 import statistics
@@ -19,8 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import structlog
 import uvloop
 
+from zbmd.actors.cluster.detector import beat_ns
 from zbmd.actors.cluster.lives import Acting, NodeConfig, NodeEvent
 from zbmd.actors.cluster.node import ClusterNode
 from zbmd.actors.cluster.node_state import NodeState, read_running
@@ -40,6 +43,8 @@ def cpu_ns(pid: int) -> int:
 
 def run_node(directory: Path, number: int, door: str | None, size: int, told: int) -> NoReturn:
     """A node, in a process of its own; writes a byte to `told` when it acts on a view of `size`."""
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
     async def main() -> None:
         def tell(event: NodeEvent) -> None:
@@ -99,10 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nodes", default="2,3,5,9", help="sizes of clusters; default: 2,3,5,9")
-    parser.add_argument("--seconds", type=float, default=10.0, help="to count for; default: 10")
+    parser.add_argument("--seconds", type=float, default=60.0, help="to count for; default: 60")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_args(argv)
-    beat_ms = derive(RECOVERY_BUDGET_NS_DEFAULT).heartbeat_ns / 1e6
+    beat_ms = beat_ns(derive(RECOVERY_BUDGET_NS_DEFAULT), busy=False) / 1e6
     if not arguments.json:
         print(f"heartbeats every {beat_ms:g} ms; % of one core a node; the goal is {GOAL_PERCENT}")
         print(f"{'nodes':>6}{'median':>10}{'least':>10}{'most':>10}")

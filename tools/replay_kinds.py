@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zbmd.actors.actor_capture import ACTOR
 from zbmd.actors.capture_kinds import DIRECTORY, MEMBERSHIP, SUPERVISION
-from zbmd.actors.cluster.cluster_kinds import CLUSTER, LOCAL_JOBS
+from zbmd.actors.cluster.cluster_kinds import CLUSTER, DETECTOR, LOCAL_JOBS
 from zbmd.collectives.capture_kinds import OPERATIONS, STEP_COMMIT
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
 from zbmd.transport.hello_kind import HELLO
@@ -14,6 +14,7 @@ from zbmd.transport.hello_kind import HELLO
 __all__ = [
     "ACTOR",
     "CLUSTER",
+    "DETECTOR",
     "DIRECTORY",
     "HELLO",
     "LOCAL_JOBS",

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from zbmd.actors.cluster import local_events, messages
+from zbmd.actors.cluster import detector, local_events, messages
+from zbmd.actors.cluster.detector import Detector
 from zbmd.actors.cluster.local_jobs import LocalJobs
 from zbmd.actors.cluster.membership import ClusterMachine
 from zbmd.actors.cluster.nodes import Node
@@ -30,6 +31,16 @@ CLUSTER: MachineKind[messages.Event, messages.Action] = register(
     "cluster", 1, _build_cluster, events=messages.Event, actions=messages.Action
 )
 """One life of a node; its configuration: `cluster_config`."""
+
+
+def _build_detector(config: Mapping[str, Any]) -> Detector:
+    return Detector(derive(config["recovery_budget_ns"]))
+
+
+DETECTOR: MachineKind[detector.Event, detector.Action] = register(
+    "detector", 1, _build_detector, events=detector.Event, actions=detector.Action
+)
+"""What a life makes of heartbeats; its configuration: `recovery_budget_ns`."""
 
 
 def _build_jobs(config: Mapping[str, Any]) -> LocalJobs:

@@ -25,6 +25,13 @@ INTERVALS_MIN = 4
 PHI_SIGMAS = 5.6
 """As far from the mean lies a phi of 8: one wrong suspicion in 10^8, were the intervals normal."""
 MISSED_MIN = 4
+CALM_FACTOR = 2
+"""A cluster without a job beats so much slower. Four beats fit into the longest limit, which holds then."""
+
+
+def beat_ns(deadlines: Deadlines, *, busy: bool) -> int:
+    """From one heartbeat to the next of the members of a view; busy: whether it has a job."""
+    return deadlines.heartbeat_ns * (1 if busy else CALM_FACTOR)
 
 
 # --- events ---------------------------------------------------------------------------------------------
@@ -32,9 +39,10 @@ MISSED_MIN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observe:
-    """Observe these members and nobody else; those who are new have just been heard."""
+    """Observe these members, who beat every `beat_ns`, and nobody else; who is new has just been heard."""
 
     subjects: tuple[NodeKey, ...]
+    beat_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +103,15 @@ class Detector:
     """What a node makes of the heartbeats of the members that it observes."""
 
     def __init__(self, deadlines: Deadlines) -> None:
-        self.heartbeat_ns = deadlines.heartbeat_ns
         self.suspicion_ns = deadlines.suspicion_ns
+        self._beat_ns = deadlines.heartbeat_ns
         self._heard: dict[NodeKey, _Heard] = {}
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take one event at `now_ns` (monotonic) and return what follows, in order."""
         match event:
-            case Observe(subjects=subjects):
-                return self._observe(subjects, now_ns)
+            case Observe(subjects=subjects, beat_ns=beat_ns):
+                return self._observe(subjects, beat_ns, now_ns)
             case Beats(key=key, arrivals_ns=arrivals_ns):
                 return self._beats(key, arrivals_ns)
             case Looked():
@@ -114,7 +122,7 @@ class Detector:
     def check_invariants(self) -> None:
         """Limits are within their bounds, and no interval is negative."""
         for key, known in self._heard.items():
-            assert self.heartbeat_ns < self.limit_ns(key) <= self.suspicion_ns, (key, self.limit_ns(key))
+            assert self._beat_ns < self.limit_ns(key) <= self.suspicion_ns, (key, self.limit_ns(key))
             assert all(interval > 0 for interval in known.intervals_ns), (key, known.intervals_ns)
 
     def silence(self, key: NodeKey, now_ns: int) -> tuple[int | None, int]:
@@ -129,13 +137,13 @@ class Detector:
             return self.suspicion_ns
         mean = sum(intervals) / len(intervals)
         spread = math.sqrt(sum((interval - mean) ** 2 for interval in intervals) / len(intervals))
-        limit_ns = mean + PHI_SIGMAS * max(spread, self.heartbeat_ns / 2)
-        return int(min(self.suspicion_ns, max(MISSED_MIN * self.heartbeat_ns, limit_ns)))
+        limit_ns = mean + PHI_SIGMAS * max(spread, self._beat_ns / 2)
+        return int(min(self.suspicion_ns, max(MISSED_MIN * self._beat_ns, limit_ns)))
 
-    def _observe(self, subjects: tuple[NodeKey, ...], now_ns: int) -> list[Action]:
-        new = [key for key in subjects if key not in self._heard]
+    def _observe(self, subjects: tuple[NodeKey, ...], beat_ns: int, now_ns: int) -> list[Action]:
+        self._beat_ns = beat_ns
         self._heard = {key: self._heard.get(key) or _Heard(now_ns) for key in subjects}
-        return [Limit(key=key, limit_ns=self.limit_ns(key)) for key in new]
+        return [Limit(key=key, limit_ns=self.limit_ns(key)) for key in subjects]
 
     def _beats(self, key: NodeKey, arrivals_ns: tuple[int, ...]) -> list[Action]:
         known = self._heard.get(key)

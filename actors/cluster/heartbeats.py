@@ -95,8 +95,9 @@ class Heartbeats:
     def __init__(self, me: NodeKey, deadlines: Deadlines, desk: BeatsDesk) -> None:
         self.detector = d.Detector(deadlines)
         self._me = me
+        self._deadlines = deadlines
+        self._beat_ns = deadlines.heartbeat_ns
         self._desk = desk
-        self._period_s = deadlines.heartbeat_ns / 1e9
         self._pace_s = PACE_BUDGETS * deadlines.recovery_budget_ns / 1e9
         lease_ns = LEASE_BUDGETS * deadlines.recovery_budget_ns
         self._native = NativeHeartbeats(period_ns=deadlines.heartbeat_ns, lease_ns=lease_ns)
@@ -126,16 +127,19 @@ class Heartbeats:
 
     # -- what the machine wants --------------------------------------------------------------------------
 
-    def watch(self, subjects: Iterable[NodeKey], observers: Iterable[NodeKey]) -> None:
-        """Observe these and let those hear us, and nobody else."""
+    def watch(self, subjects: Iterable[NodeKey], observers: Iterable[NodeKey], *, busy: bool) -> None:
+        """Observe these and let those hear us, and nobody else. busy: whether the view has a job."""
         self._subjects, self._observers = frozenset(subjects), frozenset(observers)
+        self._beat_ns = d.beat_ns(self._deadlines, busy=busy)
+        self._set_period()
         for key in self._subjects | self._observers:
             self._place(key)
         for key, place in list(self._places.items()):
             self._native.beat_to(place, key in self._observers)
             if key not in self._subjects:
                 self._native.observe(place, 0)
-        self._feed(d.Observe(subjects=tuple(sorted(self._subjects))), now_ns())
+        observed = tuple(sorted(self._subjects))
+        self._feed(d.Observe(subjects=observed, beat_ns=self._beat_ns), now_ns())
         self._tidy()
         self._beat_where_no_lane_is()
 
@@ -151,6 +155,11 @@ class Heartbeats:
         if self._attentive != attentive:
             self._attentive = attentive
             self._native.attend(attentive)
+            self._set_period()
+
+    def _set_period(self) -> None:
+        """While the machine is at work it counts on every beat; so may those of others."""
+        self._native.set_period(self._deadlines.heartbeat_ns if self._attentive else self._beat_ns)
 
     # -- links and lanes ---------------------------------------------------------------------------------
 
@@ -272,6 +281,6 @@ class Heartbeats:
         on, _, _ = self._says
         without = sorted(self._observers - self._lanes.keys())
         if on and without:
-            self._by_link = self._loop.call_later(self._period_s, self._beat_by_link)
+            self._by_link = self._loop.call_later(self._beat_ns / 1e9, self._beat_by_link)
             for key in without:
                 self._desk.beat_by_link(key)

@@ -225,6 +225,11 @@ class JobTable:
     origins: tuple[Origin, ...] = ()
     age_ns: int = 0
 
+    @property
+    def busy(self) -> bool:
+        """Whether any job has not ended."""
+        return any(job.phase is not JobPhase.ENDED for job in self.jobs)
+
     def job(self, job_id: int) -> Job | None:
         """The job of that id."""
         return next((job for job in self.jobs if job.id == job_id), None)

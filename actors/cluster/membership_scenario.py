@@ -166,6 +166,7 @@ class NodeProcess:
         self._asking = witness.WitnessMachine(self.me.key, retry_ns=self.machine.retry_ns)
         self._asked: witness.Read | witness.Swap | None = None
         self.detector = d.Detector(self.cluster.deadlines)
+        self._beat_ns = self.cluster.deadlines.heartbeat_ns
         self._observers: tuple[Node, ...] = ()
         self.acts_on: ClusterView | None = None
 
@@ -227,7 +228,7 @@ class NodeProcess:
         for observer in self._observers:
             self._send(observer, beat)
         self._detect(d.Looked(), now_ns)
-        self._effects.append(sim.SetTimer(name="beat", at_ns=now_ns + self.detector.heartbeat_ns))
+        self._effects.append(sim.SetTimer(name="beat", at_ns=now_ns + self._beat_ns))
 
     def _detect(self, event: d.Event, now_ns: int) -> None:
         """A beat looks at all, so nobody has to look earlier for a limit."""
@@ -259,7 +260,9 @@ class NodeProcess:
             case SetTimer(at_ns=at_ns):
                 self._effects.append(sim.SetTimer(name="machine", at_ns=at_ns))
             case Watch(subjects=subjects, observers=observers):
-                self._detect(d.Observe(subjects=tuple(node.key for node in subjects)), now_ns)
+                self._beat_ns = d.beat_ns(self.cluster.deadlines, busy=self.machine.view.jobs.busy)
+                keys = tuple(node.key for node in subjects)
+                self._detect(d.Observe(subjects=keys, beat_ns=self._beat_ns), now_ns)
                 self._observers = observers
             case Installed(view=view, reason=reason):
                 self.cluster.acts(self.me.key, view)

@@ -179,7 +179,8 @@ class NodeLife:
         self._feed(m.WitnessGave(epoch=given.epoch, holder=given.holder, reason=given.reason))
 
     def _watch(self, subjects: tuple[Node, ...], observers: tuple[Node, ...]) -> None:
-        self.beats.watch((node.key for node in subjects), (node.key for node in observers))
+        keys = [[node.key for node in nodes] for nodes in (subjects, observers)]
+        self.beats.watch(*keys, busy=self.machine.view.jobs.busy)
         self.links.keep({node.key: node for node in (*subjects, *observers)}.values())
         self._lanes.open_missing()
 

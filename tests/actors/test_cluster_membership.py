@@ -209,14 +209,15 @@ def test_the_limit_of_silence_follows_what_was_heard() -> None:
     deadlines = derive()
     detector, steady, jumpy = d.Detector(deadlines), NodeKey(1, 1), NodeKey(2, 1)
     longest = [d.Limit(key=key, limit_ns=deadlines.suspicion_ns) for key in (steady, jumpy)]
-    assert detector.handle(d.Observe(subjects=(steady, jumpy)), now_ns=0) == longest
+    assert (
+        detector.handle(d.Observe(subjects=(steady, jumpy), beat_ns=deadlines.heartbeat_ns), now_ns=0)
+        == longest
+    )
     beat_ns = deadlines.heartbeat_ns
     beats = tuple(number * beat_ns for number in range(1, 33))
     late = tuple(at_ns + (at_ns // beat_ns % 3) * beat_ns // 2 for at_ns in beats)
     (limit,) = detector.handle(d.Beats(key=steady, arrivals_ns=beats), now_ns=0)
-    assert limit == d.Limit(key=steady, limit_ns=detector.limit_ns(steady)), (
-        "a batch is as good as each"
-    )
+    assert limit == d.Limit(key=steady, limit_ns=detector.limit_ns(steady)), "a batch is as good as each"
     for at_ns in late:
         detector.handle(d.Beats(key=jumpy, arrivals_ns=(at_ns,)), now_ns=0)
     detector.check_invariants()

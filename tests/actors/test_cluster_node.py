@@ -7,19 +7,20 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from thread_nodes import COOKIE, LOOPBACK, Told, node
 
 from zbmd.actors.cluster import door
 from zbmd.actors.cluster.admission import Wish, advertised, has_namesake, refusal
 from zbmd.actors.cluster.cluster_contracts import PROTOCOL_VERSION, Hail
 from zbmd.actors.cluster.door import JoinFailed, Seeker, find_door, own_addresses
-from zbmd.actors.cluster.lives import Acting, Hindered, LifeOver, NodeConfig, NodeEvent
+from zbmd.actors.cluster.lives import Hindered, LifeOver, NodeConfig
 from zbmd.actors.cluster.local_deaths import LocalDeaths, boot_id, pid_space, started
 from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.messages import Beat
@@ -36,9 +37,7 @@ from zbmd.transport.hello import Identity
 from zbmd.transport.tcp_address import TcpAddress, parse_address
 from zbmd.transport.tcp_settings import TcpSettings
 
-COOKIE = b"the cookie of the nodes of a test"
 OTHER_COOKIE = b"the cookie of another test's nodes"
-LOOPBACK = TcpAddress(host="127.0.0.1", port=0)
 
 
 # --- the state directory --------------------------------------------------------------------------------
@@ -138,58 +137,6 @@ def test_which_address_the_others_are_told() -> None:
 
 
 # --- nodes ----------------------------------------------------------------------------------------------
-
-
-class Told:
-    """What a node has told."""
-
-    def __init__(self) -> None:
-        self.events: list[NodeEvent] = []
-        self._news = asyncio.Condition()
-
-    def __call__(self, event: NodeEvent) -> None:
-        self.events.append(event)
-        asyncio.get_running_loop().create_task(self._tell())
-
-    async def _tell(self) -> None:
-        async with self._news:
-            self._news.notify_all()
-
-    async def until(self, found: Callable[[NodeEvent], bool]) -> NodeEvent:
-        async with asyncio.timeout(30), self._news:
-            while True:
-                for event in self.events:
-                    if found(event):
-                        return event
-                await self._news.wait()
-
-    async def acts_on(self, members: int) -> Acting:
-        event = await self.until(lambda e: isinstance(e, Acting) and len(e.view.nodes) == members)
-        assert isinstance(event, Acting)
-        return event
-
-
-@asynccontextmanager
-async def node(
-    directory: Path, name: str, *joins: str, budget_ns: int | None = None, cookie: bytes = COOKIE
-) -> AsyncGenerator[tuple[ClusterNode, Told]]:
-    """A node of this process, for as long as the body lasts."""
-    told = Told()
-    config = NodeConfig(
-        name=name,
-        listen=LOOPBACK,
-        joins=tuple(parse_address(join) for join in joins),
-        recovery_budget_ns=budget_ns,
-        cookie=cookie,
-        release="test",
-    )
-    made = ClusterNode(config, NodeState.open(directory / name), told)
-    running = asyncio.get_running_loop().create_task(made.run())
-    try:
-        yield made, told
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
 
 
 async def test_a_loop_that_is_busy_for_two_seconds_makes_nobody_suspect(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from zbmd.actors.cluster import jobs_scenario, local_events, membership_scenario, messages
-from zbmd.actors.cluster.cluster_kinds import CLUSTER, LOCAL_JOBS, cluster_config
+from zbmd.actors.cluster import detector, jobs_scenario, local_events, membership_scenario, messages
+from zbmd.actors.cluster.cluster_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, cluster_config
 from zbmd.actors.cluster.jobs_scenario import JobsScenario
 from zbmd.actors.cluster.local_jobs import LocalJobs
 from zbmd.actors.cluster.membership import ClusterMachine
@@ -39,6 +39,21 @@ class RecordedCluster(ClusterMachine):
         return actions
 
 
+class RecordedDetector(detector.Detector):
+    """A machine that is recorded."""
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        super().__init__(deadlines)
+        config = {"recovery_budget_ns": deadlines.recovery_budget_ns}
+        self._stream = Recording.log.declare_machine(DETECTOR, "detector", config)
+
+    def handle(self, event: detector.Event, *, now_ns: int) -> list[detector.Action]:
+        Recording.log.event(self._stream, DETECTOR.events, event, now_ns)
+        actions = super().handle(event, now_ns=now_ns)
+        Recording.log.acted(self._stream, DETECTOR.actions, actions, now_ns)
+        return actions
+
+
 class RecordedJobs(LocalJobs):
     """A machine that is recorded."""
 
@@ -60,11 +75,12 @@ def test_a_cluster_with_jobs_and_faults_replays_identical(
     origin = capture.Origin(process="node0", incarnation=1)
     Recording.log = capture.LogRecorder(tmp_path / "log", origin, capture.Clocks(hybrid=HybridClock()))
     monkeypatch.setattr(membership_scenario, "ClusterMachine", RecordedCluster)
+    monkeypatch.setattr(detector, "Detector", RecordedDetector)
     monkeypatch.setattr(jobs_scenario, "LocalJobs", RecordedJobs)
     scenario, options = JobsScenario(), sim.Options(ranks=4, length=2, faults=4)
     report = sim.run_scenario(scenario, seed, options, scenario.draw_plan(seed, options), tell=None)
     assert report.outcome is sim.Outcome.OK, report
     Recording.log.close("the end")
     verdicts: list[Any] = list(capture.replay_log(tmp_path / "log"))
-    assert len(verdicts) >= 8 and all(isinstance(v, capture.Identical) for v in verdicts), verdicts
+    assert len(verdicts) >= 12 and all(isinstance(v, capture.Identical) for v in verdicts), verdicts
     assert sum(verdict.events for verdict in verdicts) > 300

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from zbmd.actors._heartbeat import BEAT_BYTES, BEAT_KEY_BYTES, BeatReader, BeatWriter
 from zbmd.actors.cluster import cluster_contracts as contracts
 from zbmd.actors.cluster import messages as m
 from zbmd.actors.cluster.members import Change, ClusterView
@@ -23,6 +24,7 @@ from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserE
 MESSAGES_MAX = 16
 NODES = tuple(Node(NodeKey(i, 1), f"10.0.0.{i}:29400", f"n{i}") for i in range(1, 5))
 VIEW = ClusterView(epoch=3, nodes=NODES)
+BEAT_KEY = b"k" * BEAT_KEY_BYTES
 COOKIE = b"a cookie that the fuzzers share."
 
 
@@ -87,6 +89,22 @@ def _machine(data: bytes) -> None:
         machine.check_invariants()
 
 
+def _beats(data: bytes) -> None:
+    """A lane for heartbeats, in the pieces that the network happens to make of it."""
+    reader, pieces = BeatReader(BEAT_KEY), list(read_blocks(data, MESSAGES_MAX))
+    for piece in pieces:
+        reader.feed(piece)
+    if reader.beats != sum(map(len, pieces)) // BEAT_BYTES:
+        raise Broken(f"{reader.beats} beats came of {sum(map(len, pieces))} bytes")
+
+
+def _beat_seeds() -> tuple[bytes, ...]:
+    writer = BeatWriter(BEAT_KEY)
+    beats = [writer.write(7, 6), writer.write(7, 7), writer.write(2**64 - 1, 0)]
+    whole = b"".join(beats)
+    return (blocks(beats), blocks([whole]), blocks([whole[:5], whole[5:40], whole[40:]]))
+
+
 def _state(data: bytes) -> None:
     with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
         directory = Path(made)
@@ -127,6 +145,13 @@ TARGETS = (
         seeds=lambda: (blocks(_messages()), *(blocks([one]) for one in _messages())),
         run=_machine,
         bytes_per_byte=1024,
+    ),
+    Target(
+        name="cluster.beats",
+        what="a lane for heartbeats",
+        allowed=(RemoteProtocolError,),
+        seeds=_beat_seeds,
+        run=_beats,
     ),
     Target(
         name="node.state",

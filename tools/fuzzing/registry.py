@@ -74,6 +74,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "actors/bootstrap/hostlist.py": ("hostlist",),
     "actors/bootstrap/merge.py": ("bootstrap.environment",),
     "actors/capture_kinds.py": ("replay.machines",),
+    "actors/_heartbeat.pyx": ("cluster.beats",),
     "actors/cluster/cluster_kinds.py": ("replay.machines",),
     "actors/cluster/cluster_contracts.py": ("cluster.message", "cluster.machine"),
     "actors/cluster/node_state.py": ("node.state",),

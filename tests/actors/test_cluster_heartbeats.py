@@ -96,7 +96,7 @@ async def test_a_node_whose_thread_stands_still_is_left_behind(tmp_path: Path) -
 
 
 def test_the_keys_of_a_lane_are_its_own() -> None:
-    peer = PeerInfo(name="node2", pid=1, uid=0, incarnation=1, contracts=())
+    peer = PeerInfo(name="node2", pid=1, uid=0, incarnation=1, contracts={})
 
     def session(side: Side, lane_secret: bytes) -> tuple[Session, Session]:
         control = control_session(Secrets(b"c" * 32, side), Protection.MAC, peer)

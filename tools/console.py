@@ -22,6 +22,8 @@ from zbmd.actors.host_output import LineWriter, OutputLine, StreamName, emit_pla
 from zbmd.tools.progress import Progress, Recovery, format_progress, format_recovery
 
 BAR_REFRESHES_PER_S = 8
+TABLE_CHARACTERS = 240
+"""The width of a table that goes to a file or a pipe: rich takes 80 there, and cuts names and addresses."""
 LAST_WORDS_HELD_S = 1.0
 """A rank that has said why it ends and does not end is not kept from being heard for longer than this."""
 LAST_WORDS_LINES_MAX = 1000
@@ -31,6 +33,11 @@ LAST_WORDS_LINES_MAX = 1000
 class _LastWords:
     lines: list[str] = field(default_factory=list[str])
     release: asyncio.TimerHandle | None = None
+
+
+def screen_for_tables() -> rich.console.Console:
+    """Standard output, for tables: as wide as the terminal, or as any table needs where there is none."""
+    return rich.console.Console(width=None if sys.stdout.isatty() else TABLE_CHARACTERS)
 
 
 class Console:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import rich.console
 import uvloop
 
 import zbmd
@@ -18,6 +17,7 @@ from zbmd.actors.bootstrap.merge import Role
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
 from zbmd.tools import doctor, launch, node_cluster, node_dump, status
+from zbmd.tools.console import screen_for_tables
 from zbmd.tools.launch import add_flags, spellings
 from zbmd.tools.node_run import Job, check, host_config, run_job
 from zbmd.tools.settings import SETTINGS, merge
@@ -145,7 +145,7 @@ def status_command(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(status.as_json(nodes, silent))
     else:
-        status.show(nodes, silent, rich.console.Console())
+        status.show(nodes, silent, screen_for_tables())
     return 0
 
 

@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import Any, Final
 
-import rich.console
 import uvloop
 
 from zbmd.tools import node_jobs, node_members, node_submit, node_token, node_up
+from zbmd.tools.console import screen_for_tables
 
 ASKING: Final = {
     "token": "print the line to paste on the next host; it holds the cookie",
@@ -77,7 +77,7 @@ def _print(shown_by: Any, reply: Any, *, as_json: bool) -> None:
     if as_json:
         print(shown_by.as_json(reply))
     else:
-        shown_by.show(reply, rich.console.Console())
+        shown_by.show(reply, screen_for_tables())
 
 
 def _tell(text: str) -> None:

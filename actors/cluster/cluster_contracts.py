@@ -1,7 +1,6 @@
 """What nodes send one another beside `messages`, and the check of all that comes from them.
 
-What a schema cannot say is checked here, so that nothing reaches the machine that no node would send. A view
-must fit into one frame.
+What a schema cannot say is checked here, so that nothing reaches the machine that no node would send.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ID_MAX: Final = (1 << 63) - 1
 TEXT_CHARS_MAX: Final = 4096
 ADDRESS_CHARS_MAX: Final = 300
 NAME_CHARS_MAX: Final = 64
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 """Of what nodes say to one another beyond the schemas of their contracts, which are compared at hello."""
 
 _Short = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]

@@ -33,7 +33,7 @@ JOBS_MAX = 64
 """Jobs in the table. To make room, those that ended are forgotten, the oldest first."""
 COMMAND_BYTES_MAX = 64 * 1024
 TABLE_BYTES_MAX = 1024 * 1024
-"""What the orders of all jobs in the table may take together: a joiner gets it in one message."""
+"""What the orders of all jobs in the table may take together: a joiner gets it in one message (`parts`)."""
 REFUSALS_KEPT = 8
 """Of each node, the newest."""
 RESTARTS_MAX = 1_000

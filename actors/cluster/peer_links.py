@@ -20,6 +20,7 @@ import structlog
 
 from zbmd.actors.cluster.cluster_contracts import PROTOCOL_VERSION, Hail, NotUnderstood, decode
 from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.parts import Assembly, Part, frames_of
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.errors import UnknownContract
 from zbmd.transport import tcp
@@ -99,6 +100,7 @@ class _Wire:
     preferred: bool
     used_ns: int
     hail: Hail | None = None
+    assembly: Assembly = field(default_factory=Assembly)
 
 
 @dataclass(slots=True, eq=False)
@@ -267,12 +269,14 @@ class PeerLinks:
     def _on_frame(self, route: _Route, wire: _Wire, _: FrameHeader, payload: memoryview) -> None:
         wire.used_ns = now_ns()
         try:
-            contract = decode(payload)
+            contract = _whole(wire, decode(payload))
         except UnknownContract as error:
             log.warning("a node speaks of what we do not know", peer=str(route.to.key), reason=str(error))
             self._put(route, wire, NotUnderstood(text=str(error)[:1000]))
             return
         match contract:
+            case None:
+                pass
             case Hail():
                 self._hailed(route, wire, contract)
             case NotUnderstood(text=text):
@@ -320,8 +324,14 @@ class PeerLinks:
         return best
 
     def _put(self, route: _Route, wire: _Wire, contract: Contract) -> bool:
+        frames = frames_of(msgspec.msgpack.encode(contract))
+        if not frames:
+            self.dropped += 1
+            log.error("too large to be sent", to=str(route.to.key), what=contract_tag(contract))
+            return False
         try:
-            wire.link.send(msgspec.msgpack.encode(contract))
+            for frame in frames:
+                wire.link.send(frame)
         except (LinkFull, LinkClosed) as error:
             self.dropped += 1
             log.debug("not sent", to=str(route.to.key), what=contract_tag(contract), reason=str(error))
@@ -375,6 +385,19 @@ class PeerLinks:
         if found is not None:
             for contract in waiting:
                 self.send(found.to, contract)
+
+
+def _whole(wire: _Wire, contract: Contract) -> Contract | None:
+    """What a frame says, once all parts of it have come. Raises `RemoteProtocolError`, `UnknownContract`."""
+    if not isinstance(contract, Part):
+        return contract
+    if wire.hail is None:
+        raise RemoteProtocolError("it began with a part, not a hail")
+    data = wire.assembly.take(contract)
+    whole = None if data is None else decode(data)
+    if isinstance(whole, Part | Hail):
+        raise RemoteProtocolError(f"{contract_tag(whole)} never comes in parts")
+    return whole
 
 
 async def _flush(link: TcpLink) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import os
+import re
+import sys
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 
 from zbmd.actors.context import ActorClock
 from zbmd.actors.contracts import Contract, fingerprint
-from zbmd.actors.errors import ContractError
+from zbmd.actors.errors import ContractError, UnknownActorClass
 from zbmd.actors.later import LATER, Deferred, Later
 from zbmd.actors.mailbox import MailboxSpec
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
@@ -345,9 +348,9 @@ REMOTE_CLASSES_MAX = 1024
 _remote_classes: dict[str, type[Actor]] = {}
 
 
-def remote_class_id(cls: type[Actor]) -> str:
-    """The name under which other processes ask for the class."""
-    return f"{cls.__module__}:{cls.__qualname__}"
+def remote_class_id(cls: type[Actor] | str) -> str:
+    """The name under which other processes ask for the class; a name is its own."""
+    return cls if isinstance(cls, str) else f"{cls.__module__}:{cls.__qualname__}"
 
 
 def register_remote(cls: type[Actor]) -> None:
@@ -358,5 +361,52 @@ def register_remote(cls: type[Actor]) -> None:
 
 
 def find_remote_class(class_id: str) -> type[Actor] | None:
-    """The class registered under that name; nothing is imported for a peer."""
-    return _remote_classes.get(class_id)
+    """The class that other processes may spawn under that name, if it is here; nothing is imported."""
+    cls = _remote_classes.get(class_id)
+    return _class_in_module(class_id) if cls is None and may_import_for_peers(class_id) else cls
+
+
+REMOTE_MODULES_MAX = 256
+_remote_modules: list[str] = []
+_CLASS_ID = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+def allow_remote_modules(*modules: str) -> None:
+    """Let other processes spawn every actor class of these modules and packages, imported when asked for."""
+    fresh = [module for module in modules if module not in _remote_modules]
+    if len(_remote_modules) + len(fresh) > REMOTE_MODULES_MAX:
+        raise LocalProtocolError(f"{REMOTE_MODULES_MAX} modules are allowed for spawning from afar")
+    if wrong := [module for module in fresh if not _CLASS_ID.fullmatch(f"{module}:x")]:
+        raise LocalProtocolError(f"{wrong[0]!r} is no name of a module or package")
+    _remote_modules.extend(fresh)
+
+
+def may_import_for_peers(class_id: str) -> bool:
+    """Whether `"module:Class"` is of a module that `allow_remote_modules` has named, or is below it."""
+    if not _CLASS_ID.fullmatch(class_id):
+        return False
+    module = class_id.partition(":")[0]
+    return any(module == allowed or module.startswith(f"{allowed}.") for allowed in _remote_modules)
+
+
+def import_remote_class(class_id: str) -> type[Actor]:
+    """Import a class that other processes may spawn; blocks. Raises `UnknownActorClass`."""
+    if not may_import_for_peers(class_id):
+        raise UnknownActorClass(f"{class_id} is of no module that other processes may spawn from")
+    try:
+        importlib.import_module(class_id.partition(":")[0])
+    except Exception as error:
+        raise UnknownActorClass(f"{class_id}: {type(error).__name__}: {error}") from error
+    cls = _class_in_module(class_id)
+    if cls is None:
+        raise UnknownActorClass(f"{class_id} is no actor class that is defined there")
+    return cls
+
+
+def _class_in_module(class_id: str) -> type[Actor] | None:
+    module, _, qualified = class_id.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    is_actor = isinstance(found, type) and issubclass(found, Actor)
+    return found if is_actor and remote_class_id(found) == class_id else None

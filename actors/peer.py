@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from zbmd.actors import wire
 from zbmd.actors._mailbox import Delivery
-from zbmd.actors.actor import Down, Reason, ReasonKind, find_remote_class
+from zbmd.actors.actor import (
+    Down,
+    Reason,
+    ReasonKind,
+    find_remote_class,
+    import_remote_class,
+    may_import_for_peers,
+)
 from zbmd.actors.cell import LINKS_MAX, ActorCell
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.errors import (
@@ -454,7 +461,7 @@ class Peer:
         if m.call in self._spawns or m.call in self._spawned:
             raise RemoteProtocolError(f"{self.name} used the call number {m.call} of a spawn twice")
         cls = find_remote_class(m.class_id)
-        if cls is None:
+        if cls is None and not may_import_for_peers(m.class_id):
             known = f"{self._system.name} has no actor class {m.class_id} with remote=True"
             self.fail_call(m.call, UnknownActorClass(f"{known}; is its module imported there?"))
         elif len(self._spawns) >= SPAWNS_PENDING_MAX:
@@ -471,10 +478,12 @@ class Peer:
         elif task is not None:
             task.cancel()
 
-    async def _spawn(self, cls: type[Any], m: wire.Spawn) -> None:
+    async def _spawn(self, cls: type[Any] | None, m: wire.Spawn) -> None:
         parent = None if m.parent is None else self.ref(m.parent.actor, m.parent.incarnation)
         try:
             async with asyncio.timeout(min(m.timeout_ns, TIMEOUT_NS_MAX) / 1e9):
+                if cls is None:
+                    cls = await asyncio.to_thread(import_remote_class, m.class_id)
                 cell = self._system.create_child(cls, m.arguments, name=m.name or None, parent=parent)
                 self._spawned[m.call] = cell
                 cell.watch(partial(self._spawned_ended, m.call))

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from zbmd.actors import wire
-from zbmd.actors.actor import Actor, Down, Reason, ReasonKind, Undelivered, handler_table, remote_class_id
+from zbmd.actors.actor import (
+    Actor,
+    Down,
+    Reason,
+    ReasonKind,
+    Undelivered,
+    find_remote_class,
+    handler_table,
+    import_remote_class,
+    remote_class_id,
+)
 from zbmd.actors.cell import LINKS_MAX, ActorCell
 from zbmd.actors.contracts import check_fingerprints
 from zbmd.actors.deadlines import Expired
@@ -119,18 +129,21 @@ class ActorSystem(Messaging):
     async def spawn_on(
         self,
         process: str,
-        cls: type[Actor],
+        cls: type[Actor] | str,
         *args: wire.Plain,
         name: str | None = None,
         timeout: float | None = None,
         parent: Ref | None = None,
     ) -> Ref:
-        """Spawn an actor in another process. `cls` must be declared with `remote=True` and imported there.
+        """Spawn an actor in another process, of a class or of `"module:Class"`, which need not be here.
 
-        timeout: seconds, as in `Ref.ask`. Raises `UnknownActorClass`, `ActorStartFailed`, `PeerLost`,
-        `DeadlineExceeded`.
+        It must be declared with `remote=True` and imported there, or be of a module that
+        `allow_remote_modules` names there. timeout: seconds, as in `Ref.ask`. Raises `UnknownActorClass`,
+        `ActorStartFailed`, `PeerLost`, `DeadlineExceeded`.
         """
         if process == self.name:
+            if isinstance(cls, str):
+                cls = find_remote_class(cls) or import_remote_class(cls)
             return await self.until_started(self.create_child(cls, args, name=name, parent=parent))
         peer = self._peer(process, 0)
         deadline_ns, timeout_ns = self._deadline(timeout, process)
@@ -198,7 +211,10 @@ class ActorSystem(Messaging):
             peer.post(wire.Stop(ref.actor, ref.incarnation, wire.reason_data(reason)))
 
     async def stop(self, *, timeout: float = STOP_S) -> None:
-        """End all actors, the last spawned first; after `timeout` seconds kill the rest; close all links."""
+        """End all actors, the last spawned first; after `timeout` seconds kill the rest; close all links.
+
+        With a timeout of 0 all are killed at once.
+        """
         shutdown = Reason(ReasonKind.SHUTDOWN, "the system stops")
         try:
             async with asyncio.timeout(timeout):
@@ -208,7 +224,8 @@ class ActorSystem(Messaging):
                         cell.request_stop(shutdown)
                         await asyncio.shield(cell.end())
         except TimeoutError:
-            _log.warning("actors killed: they did not stop in time", actors=list(self._cells)[:16])
+            if timeout > 0:
+                _log.warning("actors killed: they did not stop in time", actors=list(self._cells)[:16])
         finally:
             self._stopped = True
             for cell in reversed(list(self._cells.values())):

@@ -148,7 +148,7 @@ class TracedSystem(ActorSystem):
     async def spawn_on(
         self,
         process: str,
-        cls: type[Actor],
+        cls: type[Actor] | str,
         *args: Plain,
         name: str | None = None,
         timeout: float | None = None,
@@ -165,7 +165,7 @@ class TracedSystem(ActorSystem):
     async def _spawned(
         self,
         process: str,
-        cls: type[Actor],
+        cls: type[Actor] | str,
         arguments: tuple[Sequence[Any], dict[str, Any]],
         name: str | None,
         perform: Callable[[], Coroutine[Any, Any, Ref]],

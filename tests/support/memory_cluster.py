@@ -45,7 +45,7 @@ class MemoryNode:
         self._incarnation += 1
         self.view = NO_VIEW
         key = NodeKey(self._id, self._incarnation)
-        self.machine = ClusterMachine(Node(key, f"memory:{self._id}"), derive())
+        self.machine = ClusterMachine(Node(key, f"127.0.0.1:{self._id}"), derive())
 
     def start(self, door: MemoryNode | None = None) -> None:
         """Found a cluster, or enter it by a door."""
@@ -137,20 +137,22 @@ class MemoryNode:
 
 
 class MemoryCluster:
-    """Its nodes, by id. changed: called whenever a node acts on a view."""
+    """Its nodes, by id. changed: called whenever a node acts on a view; first: the lowest id."""
 
-    def __init__(self, size: int, changed: Callable[[], None]) -> None:
+    def __init__(self, size: int, changed: Callable[[], None], *, first: int = 0) -> None:
         self.changed = changed
+        self._first = first
         self.nodes: dict[int, MemoryNode] = {}
         for _ in range(size):
             self.add()
-        self.nodes[0].start()
-        for node_id in range(1, size):
-            self.nodes[node_id].start(self.nodes[0])
+        self.nodes[first].start()
+        for node_id in range(first + 1, first + size):
+            self.nodes[node_id].start(self.nodes[first])
 
     def add(self) -> MemoryNode:
         """A further node, not started."""
-        node = self.nodes[len(self.nodes)] = MemoryNode(self, len(self.nodes))
+        node_id = self._first + len(self.nodes)
+        node = self.nodes[node_id] = MemoryNode(self, node_id)
         return node
 
     def close(self) -> None:

@@ -1,0 +1,268 @@
+"""The actors of a node: a system for each life, linked with those of all other members of the cluster.
+
+A node tells the others where its actors listen; of each two the higher key dials. Names and groups follow the
+views that the node acts on. Who goes from the view is lost, whatever its link does; and when the life of this
+node is over, all its actors are killed, before its next life begins with a system of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Annotated, Final
+
+import msgspec
+import structlog
+
+from zbmd.actors.cluster.cluster_contracts import ADDRESS_CHARS_MAX
+from zbmd.actors.cluster.cluster_port import ClusterPort
+from zbmd.actors.cluster.members import ClusterView
+from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.peer_links import node_key, process_name
+from zbmd.actors.contracts import Contract, fingerprints
+from zbmd.actors.system import ActorSystem
+from zbmd.transport import tcp
+from zbmd.transport.budget import Deadlines, derive
+from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.hello import Identity
+from zbmd.transport.tcp_address import TcpAddress, parse_address
+from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.tcp_settings import TcpSettings
+
+log: Final = structlog.stdlib.get_logger("zbmd.node_actors")
+
+ANNOUNCE_S: Final = 0.25
+"""From one word to those that should dial us, and have not, to the next."""
+ACTOR_NODES_MAX: Final = 256
+"""Every node has a link to every other: in a larger cluster actors stay as linked as they were."""
+
+Start = Callable[[ActorSystem], Awaitable[None]]
+"""Starts what a node runs, in a system that has just become a member."""
+
+
+class ActorsAt(Contract, id="zbmd.node.actors_at"):
+    """A node tells another where its actors listen."""
+
+    address: Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_CHARS_MAX)]
+
+
+class NodeActors:
+    """The actors of a node, from life to life: a `ClusterListener`. Use on the port's loop, and `close`.
+
+    start: called once in each life, when the node has become a member; if it raises, `failed` does.
+    """
+
+    def __init__(
+        self,
+        port: ClusterPort,
+        *,
+        cookie: bytes,
+        settings: TcpSettings | None = None,
+        deadlines: Deadlines | None = None,
+        start: Start | None = None,
+    ) -> None:
+        self._port = port
+        self._cookie = cookie
+        self._settings = settings or TcpSettings()
+        self._deadlines = deadlines or derive()
+        self._start = start
+        self._loop = asyncio.get_running_loop()
+        self._life: _Life | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+        port.listen(self)
+
+    @property
+    def system(self) -> ActorSystem | None:
+        """The actor system of this life; None while the node is in no cluster."""
+        return None if self._life is None else self._life.system
+
+    async def failed(self) -> None:
+        """Raise what `start`, or the listener of a life, has raised, once that has happened."""
+        await asyncio.shield(self._failed)
+
+    async def close(self) -> None:
+        """End all actors and links. Idempotent."""
+        self._end("the node ends")
+        if self._ending:
+            await asyncio.wait(self._ending)
+        if self._failed.done() and not self._failed.cancelled():
+            self._failed.exception()  # nobody need have asked
+
+    # -- `ClusterListener` -------------------------------------------------------------------------------
+
+    def began(self, me: Node) -> None:
+        """See `ClusterListener`."""
+        self._end("another life begins")
+        identity = Identity(
+            name=process_name(me.id),
+            pid=os.getpid(),
+            uid=os.getuid(),
+            incarnation=me.key.incarnation,
+            contracts=fingerprints(),
+        )
+        endpoint = Endpoint(identity=identity, cookie=self._cookie, deadlines=self._deadlines)
+        self._life = _Life(me, self._port, endpoint, self._settings, self._start, self._fail)
+
+    def acts_on(self, view: ClusterView, reason: str) -> None:
+        """See `ClusterListener`."""
+        if self._life is not None:
+            self._life.acts_on(view, reason)
+
+    def received(self, sender: NodeKey, message: Contract) -> None:
+        """See `ClusterListener`."""
+        if self._life is not None and isinstance(message, ActorsAt):
+            self._life.told(sender, message.address)
+
+    def stopped(self, reason: str) -> None:
+        """See `ClusterListener`."""
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        life, self._life = self._life, None
+        if life is not None:
+            task = self._loop.create_task(life.close(reason), name="end of a node's actors")
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+
+class _Life:
+    """The actors of one life, and their links."""
+
+    def __init__(
+        self,
+        me: Node,
+        port: ClusterPort,
+        endpoint: Endpoint,
+        settings: TcpSettings,
+        start: Start | None,
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self.system = ActorSystem(endpoint.identity.name, endpoint.identity.incarnation)
+        self._directory = self.system.open_directory(alone=False)
+        self._me = me
+        self._port = port
+        self._endpoint = endpoint
+        self._settings = settings
+        self._start = start
+        self._fail = fail
+        self._loop = asyncio.get_running_loop()
+        self._members: dict[NodeKey, Node] = {}
+        self._dials: dict[NodeKey, asyncio.Task[None]] = {}
+        self._announcing: asyncio.TimerHandle | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._listener: tcp.Listener | None = None
+        self._address = ""
+        self._closed = False
+        self._listening = self._loop.create_task(self._listen(), name="listen for actors")
+        self._listening.add_done_callback(self._ran)
+
+    def acts_on(self, view: ClusterView, reason: str) -> None:
+        if len(view.nodes) > ACTOR_NODES_MAX:
+            log.error("too many nodes to link the actors of all", nodes=len(view.nodes), most=ACTOR_NODES_MAX)
+            return
+        self._members = {node.key: node for node in view.nodes}
+        present = {(process_name(key.id), key.incarnation) for key in self._members}
+        for process in [process for process in self.system.peers.items() if process not in present]:
+            lost = f"node lost: the cluster goes on without it in view {view.epoch} ({reason})"
+            self.system.detach(process[0], lost)
+        for key in [key for key in self._dials if key not in self._members]:
+            self._dials[key].cancel()
+        self._directory.enter(view.epoch, sorted(present))
+        self._announce()
+        if self._start is not None and self._starting is None:
+            self._starting = self._loop.create_task(self._run_start(self._start), name="start of actors")
+            self._starting.add_done_callback(self._ran)
+
+    def told(self, sender: NodeKey, address: str) -> None:
+        """A member tells where its actors listen; the higher key dials."""
+        fits = sender in self._members and sender < self._me.key
+        if self._closed or not fits or self._is_linked(sender) or sender in self._dials:
+            return
+        self._dials[sender] = self._loop.create_task(self._dial(sender, address), name=f"dial {sender}")
+
+    async def close(self, reason: str) -> None:
+        """Kill all actors, and end all links."""
+        self._closed = True
+        if self._announcing is not None:
+            self._announcing.cancel()
+        tasks = [self._listening, *self._dials.values(), *([self._starting] if self._starting else [])]
+        for task in tasks:
+            task.cancel()
+        log.debug("the actors of a life end", node=str(self._me), reason=reason)
+        await self.system.stop(timeout=0.0)
+        await asyncio.wait(tasks)
+        if self._listener is not None:
+            self._listener.close()
+            await self._listener.wait_closed()
+
+    def _ran(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self._closed:
+            self._fail(error)
+
+    async def _run_start(self, start: Start) -> None:
+        await start(self.system)
+
+    async def _listen(self) -> None:
+        host = parse_address(self._me.address).host
+        where = TcpAddress(host=host, port=0)
+        self._listener = await tcp.listen(where, self._accepted, self._endpoint, settings=self._settings)
+        self._address = str(TcpAddress(host=host, port=self._listener.address.port))
+        self._announce()
+
+    def _is_linked(self, key: NodeKey) -> bool:
+        return self.system.peers.get(process_name(key.id)) == key.incarnation
+
+    def _announce(self) -> None:
+        """Tell those where we are that should dial us and have not, until they do."""
+        if self._announcing is not None:
+            self._announcing.cancel()
+            self._announcing = None
+        waited = [key for key in self._members if key > self._me.key and not self._is_linked(key)]
+        if self._closed or not self._address or not waited:
+            return
+        for key in waited:
+            self._port.send(key, ActorsAt(self._address))
+        self._announcing = self._loop.call_later(ANNOUNCE_S, self._announce)
+
+    async def _dial(self, key: NodeKey, address: str) -> None:
+        try:
+            link = await tcp.dial(address, self._endpoint, settings=self._settings)
+        except (ZbmdError, UserError, OSError) as error:
+            log.info(
+                "actors of a node not reached; it will say again where", node=str(key), reason=str(error)
+            )
+            return
+        finally:
+            del self._dials[key]
+        self._take(link, key if node_key(link.peer.name, link.peer.incarnation) == key else None)
+
+    def _accepted(self, link: TcpLink) -> None:
+        key = node_key(link.peer.name, link.peer.incarnation)
+        self._take(link, key if key is not None and key > self._me.key else None)
+
+    def _take(self, link: TcpLink, key: NodeKey | None) -> None:
+        """Put a link to a member's actors to use; it takes the place of one whose end we have not seen."""
+        if key is None or key not in self._members or self._closed:
+            log.warning("link to actors closed: not of a member", name=link.peer.name)
+            link.close()
+            return
+        if self._is_linked(key):
+            self.system.detach(link.peer.name, "it has made another link")
+        try:
+            self.system.attach(link, on_closed=partial(self._ended, key))
+        except ZbmdError as error:
+            log.warning("link to actors not taken", node=str(key), reason=str(error))
+            link.close()
+
+    def _ended(self, key: NodeKey, error: ZbmdError | None) -> None:
+        log.debug("link to actors ended", node=str(key), reason=str(error))
+        if key in self._members and not self._closed:
+            self._loop.call_soon(self._announce)

@@ -1,0 +1,194 @@
+"""Actors of the nodes of a cluster: real machines of membership, real TCP between the actors of each two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from actor_recordings import until
+from memory_cluster import MemoryCluster, MemoryNode
+
+from zbmd.actors.actor import Actor, Down, Exited, ReasonKind, on
+from zbmd.actors.cluster.node_actors import NodeActors
+from zbmd.actors.contracts import Contract
+from zbmd.actors.errors import UnknownActorClass
+from zbmd.actors.system import ActorSystem
+from zbmd.transport.errors import PeerLost
+
+COOKIE = b"the cookie of all nodes with actors of a test"
+
+
+class Add(Contract, id="node_actors.add"):
+    amount: int
+
+
+class Total(Contract, id="node_actors.total"):
+    value: int
+
+
+class Counter(Actor, remote=True):
+    """Counts, and keeps what it hears of others' ends."""
+
+    trap_exit = True
+
+    def __init__(self) -> None:
+        self.value = 0
+        self.heard: list[Down | Exited] = []
+
+    @on(Add)
+    async def add(self, message: Add) -> Total:
+        self.value += message.amount
+        return Total(self.value)
+
+    @on(Down)
+    async def down(self, down: Down) -> None:
+        self.heard.append(down)
+
+    @on(Exited)
+    async def exited(self, exited: Exited) -> None:
+        self.heard.append(exited)
+
+
+class Nodes:
+    """Nodes of one process, each with its actors; ids from 1."""
+
+    def __init__(self) -> None:
+        self.cluster = MemoryCluster(3, lambda: None, first=1)
+        self.started: list[str] = []
+        self.actors = {node_id: self._actors(node) for node_id, node in self.cluster.nodes.items()}
+
+    def _actors(self, node: MemoryNode) -> NodeActors:
+        return NodeActors(node, cookie=COOKIE, start=self._start)
+
+    async def _start(self, system: ActorSystem) -> None:
+        await system.spawn(Counter, name="counter")
+        self.started.append(f"{system.name}#{system.incarnation}")
+
+    def add(self) -> MemoryNode:
+        node = self.cluster.add()
+        self.actors[len(self.actors) + 1] = self._actors(node)
+        node.start(self.cluster.nodes[1])
+        return node
+
+    async def linked(self, *ids: int) -> list[ActorSystem]:
+        """The systems of these nodes, once they are linked with each other and nobody else, in one view."""
+
+        def ready() -> bool:
+            found = [self.actors[node_id].system for node_id in ids]
+            processes = {(system.name, system.incarnation) for system in found if system is not None}
+            return len(processes) == len(ids) and all(
+                set(system.open_directory(alone=False).members) == processes
+                and set(system.peers.items()) == processes - {(system.name, system.incarnation)}
+                and system.find("counter", 0) is not None
+                for system in found
+                if system is not None
+            )
+
+        async with asyncio.timeout(30):
+            while not ready():  # noqa: ASYNC110 (several things of several nodes)
+                await asyncio.sleep(0)
+        return [system for node_id in ids if (system := self.actors[node_id].system) is not None]
+
+    async def close(self) -> None:
+        for actors in self.actors.values():
+            await actors.close()
+        self.cluster.close()
+
+
+@pytest.fixture
+async def nodes() -> AsyncIterator[Nodes]:
+    made = Nodes()
+    yield made
+    await made.close()
+
+
+def actor_of(system: ActorSystem, name: str) -> Counter:
+    cell = system.find(name, 0)
+    assert cell is not None and isinstance(cell.actor, Counter)
+    return cell.actor
+
+
+async def test_names_groups_spawns_and_references_work_over_all_nodes(nodes: Nodes) -> None:
+    one, two, three = await nodes.linked(1, 2, 3)
+    ref = await one.spawn_on("node3", Counter, name="far", timeout=10)
+    assert ref.process == "node3"
+    await two.register("sum", two.ref("node3/far"))
+    for system in (one, two, three):
+        found = await system.whereis("sum")
+        assert found == ref and found is not None
+        await found.ask(Add(2), reply=Total, timeout=10)
+    group = await one.group("counters")
+    for system in (one, two, three):
+        await group.join(one.ref(f"{system.name}/counter"))
+    seen = await three.group("counters")
+    await until(lambda: len(seen.members) == 3)
+    assert await seen.broadcast(Add(5)) == {}
+    for member in seen.members:
+        assert await member.ask(Add(0), reply=Total, timeout=10) == Total(5)
+    with pytest.raises(UnknownActorClass):
+        await one.spawn_on("node2", "os:system", timeout=10)
+
+
+async def test_a_node_that_is_lost_is_told_of_once_and_its_actors_end(nodes: Nodes) -> None:
+    """As in a partition: nobody says goodbye, and the lost node goes on until it learns that it is out."""
+    one, two, three = await nodes.linked(1, 2, 3)
+    watcher = actor_of(one, "counter")
+    there = one.ref((await three.spawn(Counter, name="there")).address)
+    lasting = await one.spawn_on("node3", Counter, name="linked", timeout=10)
+    await one.register("there", there)
+    found = await two.whereis("there")
+    assert found is not None
+    watcher.monitor(there)
+    watcher.link(lasting)
+    monitors = [two.monitor(found), one.monitor(there)]
+    nodes.cluster.nodes[3].die()
+    for monitor in monitors:
+        down = await monitor.down(timeout=20)
+        assert down.reason.kind is ReasonKind.LOST and "node3 lost" in down.reason.text
+    await nodes.linked(1, 2)
+    await until(lambda: not three.peers)
+    assert actor_of(three, "there").value == 0, "it lives, and knows nothing of it"
+    nodes.cluster.nodes[3].cut_off()
+    assert nodes.actors[3].system is None
+    await until(lambda: not three.describe())
+    assert await two.whereis("there") is None
+    with pytest.raises(PeerLost):
+        await there.ask(Add(1), timeout=5)
+    nodes.cluster.nodes[3].again(nodes.cluster.nodes[1])
+    _, _, again = await nodes.linked(1, 2, 3)
+    assert again.incarnation == 2
+    fresh = await again.spawn(Counter, name="there")
+    await two.register("there", two.ref(fresh.address))
+    assert await one.whereis("there") == fresh
+    await watcher.ref.ask(Add(0), timeout=5)
+    assert sorted(type(end).__name__ for end in watcher.heard) == ["Down", "Exited"], "each once"
+    assert sorted(nodes.started) == ["node1#1", "node2#1", "node3#1", "node3#2"]
+
+
+async def test_a_link_that_breaks_between_two_members_is_made_again(nodes: Nodes) -> None:
+    one, two, three = await nodes.linked(1, 2, 3)
+    await one.register("sum", one.ref("node1/counter"))
+    two.detach("node1", "a test cuts it")
+    await nodes.linked(1, 2, 3)
+    for system in (one, two, three):
+        found = await system.whereis("sum", timeout=20)
+        assert found is not None
+        await found.ask(Add(1), timeout=10)
+    nodes.add()
+    four = (await nodes.linked(1, 2, 3, 4))[3]
+    found = await four.whereis("sum", timeout=20)
+    assert found is not None and await found.ask(Add(0), timeout=10) == Total(3)
+
+
+async def test_a_start_that_fails_is_told(nodes: Nodes) -> None:
+    async def fail(_: ActorSystem) -> None:
+        raise ValueError("nothing to start")
+
+    node = nodes.cluster.add()
+    actors = NodeActors(node, cookie=COOKIE, start=fail)
+    node.start(nodes.cluster.nodes[1])
+    with pytest.raises(ValueError, match="nothing to start"):
+        async with asyncio.timeout(20):
+            await actors.failed()
+    await actors.close()

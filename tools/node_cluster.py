@@ -56,7 +56,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Run one of them; returns the exit code."""
     match arguments.command:
         case "up":
-            return uvloop.run(node_up.run_node(node_up.node_config(arguments), arguments.store))
+            start = None if arguments.actors is None else node_up.load_start(arguments.actors)
+            return uvloop.run(node_up.run_node(node_up.node_config(arguments), arguments.store, start))
         case "submit":
             return uvloop.run(node_submit.submit(arguments))
         case "token":

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
+import inspect
 import os
 import signal
 import socket
 import sys
-from typing import Final
+from typing import Final, cast
 
 import zbmd
+from zbmd.actors.actor import allow_remote_modules
 from zbmd.actors.capture import CaptureSettings, ProcessCapture
 from zbmd.actors.cluster.cluster_contracts import is_name
 from zbmd.actors.cluster.job_host import JobHost
 from zbmd.actors.cluster.lives import PORT_DEFAULT, Acting, Hindered, LifeOver, NodeConfig, NodeEvent
 from zbmd.actors.cluster.membership import LEFT
 from zbmd.actors.cluster.node import ClusterNode
+from zbmd.actors.cluster.node_actors import NodeActors, Start
 from zbmd.actors.cluster.node_state import NodeState
 from zbmd.actors.cluster.nodes import Node
 from zbmd.actors.host import PRELOAD
@@ -70,6 +74,12 @@ def add_arguments(up: argparse.ArgumentParser) -> None:
     up.add_argument("--token", metavar="TOKEN", help=f"from `zbmd-node token`; also in {TOKEN_VARIABLE}")
     up.add_argument(
         "--new", action="store_true", help="begin a new cluster, whatever this node was in before"
+    )
+    up.add_argument(
+        "--actors",
+        metavar="MODULE[:FUNCTION]",
+        help="call FUNCTION(system), default `start`, to start actors on this node; other nodes may spawn the "
+        "actor classes of MODULE",
     )
     for name in ("--recovery-budget", "--recovery_budget"):
         hidden = argparse.SUPPRESS if "_" in name else "all deadlines follow from it; default: the cluster's"
@@ -165,18 +175,41 @@ class Teller:
                 pass
 
 
-async def run_node(config: NodeConfig, store: str | None = None) -> int:
-    """Run the node and its jobs on this terminal; returns the exit code.
+def load_start(text: str) -> Start:
+    """What `--actors` names. Raises `UserError`. Lets other nodes spawn the classes of that module."""
+    module_name, _, function_name = text.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(
+            f"--actors {text}: {module_name} cannot be imported ({type(error).__name__}: {error}). Give a module "
+            "of this directory, or one that is installed."
+        ) from error
+    function = getattr(module, function_name or "start", None)
+    if not inspect.iscoroutinefunction(function):
+        raise UserError(
+            f"--actors {text}: {module_name} has no `async def {function_name or 'start'}(system)` to call."
+        )
+    allow_remote_modules(module_name)
+    return cast(Start, function)
 
-    store: an etcd that knows the cluster.
+
+async def run_node(config: NodeConfig, store: str | None = None, start: Start | None = None) -> int:
+    """Run the node, its jobs and its actors on this terminal; returns the exit code.
+
+    store: an etcd that knows the cluster; start: what starts its actors.
     """
     if store is None:
-        return await _run_node(config, None)
+        return await _run_node(config, None, start)
     async with with_store(config, store) as (found, superseded):
-        return await _run_node(found, superseded)
+        return await _run_node(found, superseded, start)
 
 
-async def _run_node(config: NodeConfig, superseded: asyncio.Future[str] | None) -> int:
+async def _run_node(
+    config: NodeConfig, superseded: asyncio.Future[str] | None, start: Start | None
+) -> int:
     clock, settings = HybridClock(), CaptureSettings.read(os.environ, job=0)
     node = ClusterNode(config, NodeState.open(), Teller())
     capture = ProcessCapture(host_identity(0), clock, settings)
@@ -189,6 +222,10 @@ async def _run_node(config: NodeConfig, superseded: asyncio.Future[str] | None) 
         preload=(*PRELOAD, *MORE_PRELOADS),
     )
 
+    actors: NodeActors | None = None
+    if start is not None:
+        actors = NodeActors(node, cookie=config.cookie, settings=config.settings, start=start)
+
     def end(reason: asyncio.Future[str]) -> None:
         say(f"leaving: {reason.result()}")
         node.leave()
@@ -196,13 +233,15 @@ async def _run_node(config: NodeConfig, superseded: asyncio.Future[str] | None) 
     if superseded is not None:
         superseded.add_done_callback(end)
     try:
-        return await _run(node, jobs)
+        return await _run(node, jobs, actors)
     except BaseException as error:
         capture.failed(error)
         raise
     finally:
         if superseded is not None:
             superseded.remove_done_callback(end)
+        if actors is not None:
+            await actors.close()
         await jobs.close()
         capture.close("the node has ended")
 
@@ -212,11 +251,11 @@ def _ranks_host(listen: TcpAddress) -> str:
     return f"[{listen.host}]" if ":" in listen.host else listen.host
 
 
-async def _run(node: ClusterNode, jobs: JobHost) -> int:
-    """Until the node has left, a signal ends it, or its jobs cannot be run any more."""
+async def _run(node: ClusterNode, jobs: JobHost, actors: NodeActors | None) -> int:
+    """Until the node has left, a signal ends it, or its jobs or actors cannot be run any more."""
     loop = asyncio.get_running_loop()
     running = loop.create_task(node.run())
-    hosting = loop.create_task(_host(jobs))
+    hosting = loop.create_task(_host(jobs, actors))
     received: list[signal.Signals] = []
 
     def on_signal(number: signal.Signals) -> None:
@@ -247,7 +286,7 @@ async def _run(node: ClusterNode, jobs: JobHost) -> int:
     return 0
 
 
-async def _host(jobs: JobHost) -> None:
-    """Run jobs until that fails."""
+async def _host(jobs: JobHost, actors: NodeActors | None) -> None:
+    """Run jobs and actors until that fails."""
     await jobs.open()
-    await jobs.failed()
+    await asyncio.gather(jobs.failed(), *([actors.failed()] if actors is not None else []))

@@ -78,8 +78,8 @@ def add_arguments(up: argparse.ArgumentParser) -> None:
     up.add_argument(
         "--actors",
         metavar="MODULE[:FUNCTION]",
-        help="call FUNCTION(system), default `start`, to start actors on this node; other nodes may spawn the "
-        "actor classes of MODULE",
+        help="call FUNCTION(system), default `start`, to start actors on this node; other nodes may spawn "
+        "the actor classes of MODULE",
     )
     for name in ("--recovery-budget", "--recovery_budget"):
         hidden = argparse.SUPPRESS if "_" in name else "all deadlines follow from it; default: the cluster's"
@@ -184,8 +184,8 @@ def load_start(text: str) -> Start:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise UserError(
-            f"--actors {text}: {module_name} cannot be imported ({type(error).__name__}: {error}). Give a module "
-            "of this directory, or one that is installed."
+            f"--actors {text}: {module_name} cannot be imported ({type(error).__name__}: {error}). Give a "
+            "module of this directory, or one that is installed."
         ) from error
     function = getattr(module, function_name or "start", None)
     if not inspect.iscoroutinefunction(function):
@@ -207,9 +207,7 @@ async def run_node(config: NodeConfig, store: str | None = None, start: Start | 
         return await _run_node(found, superseded, start)
 
 
-async def _run_node(
-    config: NodeConfig, superseded: asyncio.Future[str] | None, start: Start | None
-) -> int:
+async def _run_node(config: NodeConfig, superseded: asyncio.Future[str] | None, start: Start | None) -> int:
     clock, settings = HybridClock(), CaptureSettings.read(os.environ, job=0)
     node = ClusterNode(config, NodeState.open(), Teller())
     capture = ProcessCapture(host_identity(0), clock, settings)

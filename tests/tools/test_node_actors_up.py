@@ -1,4 +1,4 @@
-"""Actors of a cluster of real nodes: `zbmd-node up --actors`, one name, one group, and a node that is killed."""
+"""Actors of a cluster of real nodes: `zbmd-node up --actors`, one name, one group, a node that is killed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from cluster_nodes import BUDGET, Nodes, nodes_in
 
 APP = '''
-import asyncio
+import contextlib
 
 from zbmd.actors.actor import Actor, Down, on
 from zbmd.actors.contracts import Contract
 from zbmd.actors.directory_contracts import GroupNews
 from zbmd.actors.errors import NameInUse
-from zbmd.actors.names import Group
+from zbmd.transport.errors import PeerLost
 
 
 def say(system, text):
@@ -31,21 +31,28 @@ class Me(Contract, id="app.me"):
 
 
 class Worker(Actor):
-    """Keeps an eye on its group, and on whoever has the name."""
+    """Says where it is."""
 
     @on(WhoAreYou)
     async def who(self, _: WhoAreYou) -> Me:
         return Me(self.system.name)
 
+
+class Watcher(Actor):
+    """Keeps an eye on a worker's group, and on whoever has the name."""
+
+    def __init__(self, worker):
+        self.worker = worker
+
     @on(GroupNews)
     async def news(self, news: GroupNews) -> None:
         group = await self.system.group("workers")
         if news.joined and len(group.members) == 3:
-            for ref in news.joined:
-                if ref != self.ref:
+            for ref in group.members:
+                if ref != self.worker:
                     self.monitor(ref)
             lives = sorted([(await ref.ask(WhoAreYou(), timeout=10)).node for ref in group.members])
-            far = next(ref for ref in group.members if ref != self.ref)
+            far = next(ref for ref in group.members if ref != self.worker)
             spawned = await self.system.spawn_on(far.process, "app:Worker", timeout=10)
             answer = await spawned.ask(WhoAreYou(), timeout=10)
             say(self.system, f"group of {len(lives)}, spawned there: {answer.node == far.process}")
@@ -53,21 +60,20 @@ class Worker(Actor):
     @on(Down)
     async def down(self, down: Down) -> None:
         say(self.system, f"down: {down.reason.kind.value} {down.reason.text}")
-        found = None
-        while found is None or found == down.ref:
-            try:
-                await self.system.register("leader", self.ref)
-            except NameInUse:
-                pass
-            found = await self.system.whereis("leader")
-        answer = await found.ask(WhoAreYou(), timeout=10)
+        answer = None
+        while answer is None:  # until the view is without it, the name is the dead one's
+            with contextlib.suppress(NameInUse):
+                await self.system.register("leader", self.worker)
+            with contextlib.suppress(PeerLost):
+                found = await self.system.whereis("leader")
+                answer = await found.ask(WhoAreYou(), timeout=10)
         say(self.system, f"leader answers: {answer.node == found.process}")
 
 
 async def start(system):
     ref = await system.spawn(Worker, name="worker")
     group = await system.group("workers", timeout=30)
-    await group.watch(ref)
+    await group.watch(await system.spawn(Watcher, ref))
     try:
         await system.register("leader", ref, timeout=30)
         say(system, "leads")
@@ -106,7 +112,7 @@ async def test_actors_of_a_cluster_have_one_leader_also_after_it_is_killed(nodes
 async def test_what_cannot_be_started_is_told(nodes: Nodes) -> None:
     run = await nodes.up("n1", "--actors", "no_such_module")
     await run.until(r"--actors no_such_module: no_such_module cannot be imported \(ModuleNotFoundError")
-    assert await run.ended() == 1
+    assert await run.ended() == 2
     run = await nodes.up("n2", "--actors", "app:begin")
     await run.until(r"app has no `async def begin\(system\)` to call")
-    assert await run.ended() == 1
+    assert await run.ended() == 2

@@ -1,0 +1,198 @@
+"""Supervisors of devices and of nodes, with real processes that are really killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from zbmd.actors.devices import CHECK, CheckDevice, DeviceChecked, DeviceSpec, DeviceWorker, Workers
+from zbmd.actors.hosts import NodeProcess, node_child
+from zbmd.actors.places import Place, PlacesMachine, PlaceState
+from zbmd.actors.process_actor import Places
+from zbmd.actors.ref import Ref
+from zbmd.actors.supervision_events import BackOff
+from zbmd.actors.supervisor import AddChild, Children, ChildrenFailed, WhichChildren
+from zbmd.actors.system import ActorSystem
+from zbmd.transport.errors import UserError, ZbmdError
+
+SOON = BackOff(first_ns=1_000_000, max_ns=50_000_000)
+CORE = min(os.sched_getaffinity(0))
+KIND = "device_kinds:Core"
+
+
+@pytest.fixture
+async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ActorSystem]:
+    """One that supervises; its workers find `device_kinds`, a device that is healthy if a file says so."""
+    (tmp_path / "device_kinds.py").write_text(
+        "import os, pathlib\n"
+        "from zbmd.actors.actor import Actor, on\n"
+        "from zbmd.actors.contracts import Contract\n"
+        "from zbmd.actors.devices import CpuCore\n"
+        f"SICK = pathlib.Path({str(tmp_path)!r})\n"
+        "class Core(CpuCore):\n"
+        "    def __init__(self, index):\n"
+        f"        super().__init__({CORE})\n"
+        "        self.sick = SICK / f'sick{index}'\n"
+        "    def check(self):\n"
+        "        return 'it is sick' if self.sick.exists() else super().check()\n"
+        "class Where(Contract, id='device_kinds.where'):\n"
+        "    pass\n"
+        "class Here(Contract, id='device_kinds.here'):\n"
+        "    pid: int\n"
+        "    cores: list[int]\n"
+        "class Teller(Actor):\n"
+        "    @on(Where)\n"
+        "    async def where(self, _: Where) -> Here:\n"
+        "        return Here(os.getpid(), sorted(os.sched_getaffinity(0)))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    made = ActorSystem("boss")
+    yield made
+    await made.stop()
+
+
+def worker(system: ActorSystem, name: str) -> DeviceWorker:
+    cell = system.find(name, 0)
+    assert cell is not None and isinstance(cell.actor, DeviceWorker)
+    return cell.actor
+
+
+async def up(system: ActorSystem, supervisor: Ref, name: str, starts: int) -> None:
+    """Wait until the child has been started that often, and runs."""
+    async with asyncio.timeout(60):
+        while True:
+            children = await supervisor.ask(WhichChildren(), reply=Children, timeout=10)
+            if any(c[0] == name and c[1] == "running" and c[2] >= starts for c in children.children):
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_a_worker_has_a_device_and_moves_to_another_when_it_fails(
+    system: ActorSystem, tmp_path: Path
+) -> None:
+    devices = [DeviceSpec(name=f"dev{n}", kind=KIND, index=n) for n in range(2)]
+    workers = Workers(system, devices, modules=["device_kinds"], failures=1, quarantine_s=0.2)
+    supervisor = await system.supervise([workers.child("w")], intensity=20, back_off=SOON)
+    first = worker(system, "w")
+    assert first.place == "dev0" and first.process is not None
+    import device_kinds  # type: ignore[import-not-found]
+
+    teller = await system.spawn_on("w", "device_kinds:Teller", name="teller", timeout=20)
+    here = await teller.ask(device_kinds.Where(), timeout=10)
+    assert (here.pid, here.cores) == (first.process.pid, [CORE])
+    (tmp_path / "sick0").touch()
+    checked = await system.ref(f"w/{CHECK}").ask(CheckDevice(), reply=DeviceChecked, timeout=10)
+    assert checked.problem == "it is sick"
+    os.kill(first.process.pid, signal.SIGKILL)
+    await up(system, supervisor, "w", 2)
+    second = worker(system, "w")
+    assert second.place == "dev1" and second is not first
+    assert workers.places.states["dev0"] is not PlaceState.OPEN, "its probes find that it is sick"
+    (tmp_path / "sick0").unlink()
+    async with asyncio.timeout(30):
+        while workers.places.states["dev0"] is not PlaceState.OPEN:
+            await asyncio.sleep(0.01)
+    assert second.process is not None
+    await system.terminate(supervisor)
+    assert second.process.returncode == 0, "it was asked to"
+    await workers.close()
+
+
+async def test_a_device_that_is_not_healthy_takes_no_worker(system: ActorSystem, tmp_path: Path) -> None:
+    (tmp_path / "sick0").touch()
+    workers = Workers(system, [DeviceSpec(name="dev0", kind=KIND, index=0)], failures=1)
+    with pytest.raises(ZbmdError, match="dev0 is not healthy: it is sick"):
+        await system.supervise([workers.child("w")])
+    with pytest.raises(ZbmdError, match="no place for w: dev0 quarantined"):
+        await system.supervise([workers.child("w")])
+    await workers.close()
+
+
+async def test_a_kind_of_device_that_is_not_there_is_told(system: ActorSystem) -> None:
+    cuda = DeviceSpec(name="cuda0", kind="zbmd.training.cuda_device:CudaDevice", index=0)
+    missing = DeviceSpec(name="gone", kind="no_such_module:Device", index=0)
+    for device, words in ((missing, "there is no kind of device 'no_such_module:Device'"), (cuda, "cuda")):
+        workers = Workers(system, [device])
+        with pytest.raises((ChildrenFailed, ZbmdError), match=words):
+            await system.supervise([workers.child("w")])
+        await workers.close()
+
+
+async def test_workers_end_with_their_supervisor_and_with_its_process(system: ActorSystem) -> None:
+    workers = Workers(system, [DeviceSpec(name="dev", kind=KIND, index=0, capacity=4)])
+    supervisor = await system.supervise([workers.child("a")], template=workers.child("template"))
+    await supervisor.ask(AddChild(name="b"), timeout=60)
+    pids = [os.pidfd_open(p.pid) for n in "ab" if (p := worker(system, n).process) is not None]
+    down = await system.terminate(supervisor, timeout=0.0)
+    assert down.reason.kind.value in ("killed", "shutdown")
+    for fd in pids:
+        await _ended(fd)
+    await workers.close()
+
+
+async def _ended(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    gone: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(fd, lambda: gone.done() or gone.set_result(None))
+    try:
+        await asyncio.wait_for(gone, 20)
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+# Nodes.
+
+NODE = """
+import pathlib, sys, time
+host, directory = sys.argv[1], pathlib.Path(sys.argv[2])
+if (directory / f"down-{host}").exists():
+    sys.exit(f"{host} is down")
+print(f"[zbmd]: {host} (node1#1) at x: view 1: {host}", flush=True)
+time.sleep(3600)
+"""
+
+
+async def healthy(place: str) -> str:
+    return ""
+
+
+async def test_a_node_is_started_elsewhere_when_its_host_is_down(system: ActorSystem, tmp_path: Path) -> None:
+    machine = PlacesMachine([Place(name="h1"), Place(name="h2")], failures=2)
+    hosts = Places(machine, healthy)
+    (tmp_path / "node.py").write_text(NODE)
+    command = (sys.executable, str(tmp_path / "node.py"), "{host}", str(tmp_path))
+    supervisor = await system.supervise([node_child("n", hosts, command)], intensity=20, back_off=SOON)
+    for starts, (down, there) in enumerate([("h1", "h2"), ("h2", "h1")], start=2):
+        cell = system.find("n", 0)
+        assert cell is not None and isinstance(cell.actor, NodeProcess) and cell.actor.process is not None
+        assert cell.actor.place == down
+        (tmp_path / f"down-{down}").touch()
+        (tmp_path / f"down-{there}").unlink(missing_ok=True)
+        os.killpg(cell.actor.process.pid, signal.SIGKILL)
+        await up(system, supervisor, "n", starts)
+        cell = system.find("n", 0)
+        assert cell is not None and isinstance(cell.actor, NodeProcess) and cell.actor.place == there
+    await system.terminate(supervisor)
+    await hosts.close()
+
+
+async def test_a_command_that_ends_before_it_is_ready_says_why(system: ActorSystem) -> None:
+    hosts = Places(PlacesMachine([Place(name="h1")]), healthy)
+    with pytest.raises(ZbmdError, match=r"n at h1: exit code 1; it said: no-such-command cannot be run"):
+        await system.supervise([node_child("n", hosts, ("no-such-command", "{host}"))])
+    await hosts.close()
+
+
+def test_a_device_without_hardware_says_so() -> None:
+    from zbmd.training.cuda_device import CudaDevice
+
+    with pytest.raises(UserError, match="cupy|GPU"):
+        CudaDevice(0).bind()

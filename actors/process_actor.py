@@ -47,6 +47,8 @@ class Places:
     def __init__(self, machine: p.PlacesMachine, probe: Callable[[str], Awaitable[str]]) -> None:
         self._machine = machine
         self._probe = probe
+        self.news = asyncio.Event()
+        """Set whenever something has changed, for who waits for a state; who waits clears it."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._probes: set[asyncio.Task[None]] = set()
 
@@ -83,6 +85,7 @@ class Places:
     def _handle(self, event: p.Event) -> list[p.Action]:
         actions = self._machine.handle(event, now_ns=time.monotonic_ns())
         self._machine.check_invariants()
+        self.news.set()
         for action in actions:
             match action:
                 case p.Quarantined(place=place, until_ns=until_ns, reason=reason):
@@ -115,8 +118,8 @@ class ProcessActor(Actor):
     """Runs a command at a place that it takes for its life.
 
     Its `started` is over when the process is `ready`. It stops the process with SIGTERM, and with SIGKILL
-    when its own time is up. A process that ends with code 0 is a normal end, any other a failure. The process is
-    killed with this actor, and with this whole process, however that ends.
+    when its own time is up. Code 0 is a normal end, any other a failure. The process is killed with this
+    actor, and with this whole process, however that ends.
     """
 
     captured = False

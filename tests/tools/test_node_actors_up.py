@@ -65,8 +65,8 @@ class Watcher(Actor):
             with contextlib.suppress(NameInUse):
                 await self.system.register("leader", self.worker)
             with contextlib.suppress(PeerLost):
-                found = await self.system.whereis("leader")
-                answer = await found.ask(WhoAreYou(), timeout=10)
+                if (found := await self.system.whereis("leader")) is not None:
+                    answer = await found.ask(WhoAreYou(), timeout=10)
         say(self.system, f"leader answers: {answer.node == found.process}")
 
 

@@ -114,6 +114,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "actors/actor.py": "makes a number of random bytes of its own",
     "actors/actor_capture.py": "makes a number of random bytes of its own",
     "actors/pools.py": "reads what a worker that it has started itself answers, within a bound",
+    "actors/device_worker.py": "reads the cookie that the process that has started it writes, within a bound",
     "actors/pool_worker.py": "reads what the process that has started it asks, within a bound",
     "actors/supervision_events.py": "makes a number of a digest of its own settings",
     "collectives/layout.py": "makes a number of a digest of its own numbers",

@@ -482,7 +482,10 @@ class Peer:
         parent = None if m.parent is None else self.ref(m.parent.actor, m.parent.incarnation)
         try:
             async with asyncio.timeout(min(m.timeout_ns, TIMEOUT_NS_MAX) / 1e9):
-                found = cls or await asyncio.to_thread(import_remote_class, m.class_id)
+                if cls is None:
+                    found = await asyncio.to_thread(import_remote_class, m.class_id)
+                else:
+                    found = cls
                 cell = self._system.create_child(found, m.arguments, name=m.name or None, parent=parent)
                 self._spawned[m.call] = cell
                 cell.watch(partial(self._spawned_ended, m.call))

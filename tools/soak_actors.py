@@ -140,7 +140,7 @@ class Soak:
         self.books.send(process, life, client, number)
         try:
             written = await ledger.ask(Entry(client, number), reply=Written, timeout=ASK_S)
-        except ZbmdError:
+        except (ZbmdError, asyncio.CancelledError):
             self.books.lose()
             raise
         self.books.acknowledge(life, client, number, written, sent_after_end=is_over)

@@ -284,10 +284,17 @@ def _to(rank: int, message: Message) -> sim.Send[Message]:
     return sim.Send(to=f"rank{rank}", message=message)
 
 
+class HostedJob(Protocol):
+    """What the node knows of the job."""
+
+    options: CommitOptions
+    state_lost: bool
+
+
 class NodeProcess:
     """The driver of the host's membership machine. rng: has members link up anew."""
 
-    def __init__(self, world: World, rng: random.Random) -> None:
+    def __init__(self, world: HostedJob, rng: random.Random) -> None:
         options = self.options = world.options
         self.world, self.rng = world, rng
         self.regroups = REGROUPS_MAX if rng.random() < REGROUP_SHARE else 0

@@ -20,6 +20,7 @@ from zbmd.actors.links_scenario import LinksScenario
 from zbmd.actors.supervision_scenario import SupervisionScenario
 from zbmd.collectives.collectives_scenario import CollectivesScenario
 from zbmd.collectives.commit_scenario import CommitScenario
+from zbmd.collectives.repair_scenario import RepairScenario
 from zbmd.training.training_scenario import TrainingScenario
 from zbmd.transport.errors import UserError
 from zbmd.transport.sim import FaultPlan, Options, Report, Scenario, run_scenario
@@ -67,6 +68,7 @@ ENTRIES: Mapping[str, Entry] = MappingProxyType(
         ),
         "jobs": Entry(make=JobsScenario, ranks=(1, 2, 2, 3, 3, 3, 4, 5, 7), lengths=(1, 1, 2, 3, 6)),
         "training": Entry(make=TrainingScenario, ranks=(1, 2, 2, 3, 3, 4), lengths=(1, 1, 1, 2, 2, 3, 6)),
+        "repair": Entry(make=RepairScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 1, 2, 3, 6)),
         "collectives": Entry(
             make=CollectivesScenario, ranks=(1, 2, 2, 3, 3, 4, 5, 6), lengths=(1, 1, 2, 3, 8)
         ),

@@ -60,6 +60,8 @@ class Mutation:
 
 
 COMMIT = "zbmd.collectives.commit:StepCommit"
+REPAIR = "zbmd.collectives.repair_machine:RepairMachine"
+VERDICT = "zbmd.collectives.repair_verdict:_Case"
 SUPERVISION = "zbmd.actors.supervision:SupervisionMachine"
 PEER = "zbmd.actors.peer:Peer"
 CLUSTER = "zbmd.actors.cluster.membership:ClusterMachine"
@@ -79,6 +81,30 @@ MUTATIONS = [
             ),
         ),
         (Outcome.LIVENESS,),
+    ),
+    Mutation(
+        "an operation returns once its result is here, not once all have it",
+        "repair",
+        (
+            Edit(
+                f"{REPAIR}._ended",
+                "if event.outcome is Outcome.COMMITTED:",
+                "if event.outcome in (Outcome.COMMITTED, Outcome.HELD):",
+            ),
+        ),
+        BROKEN,
+    ),
+    Mutation(
+        "a result that some hold is made again",
+        "repair",
+        (Edit(f"{VERDICT}.verdict", "if held:", "if False:"),),
+        BROKEN,
+    ),
+    Mutation(
+        "who was in a failed operation does not hear of it from those who have gone on",
+        "repair",
+        (Edit("zbmd.collectives.repair_verdict:_behind", "if failures:", "if False:"),),
+        BROKEN,
     ),
     Mutation(
         "either half of a view may go on",

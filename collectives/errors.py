@@ -24,6 +24,15 @@ class OperationAborted(CollectiveError):
     """The operation was ended by `abort()`, here or on a peer; its output is not to be used."""
 
 
+class InputsOverwritten(CollectiveError):
+    """A member died in an operation in place: compute its input again and call it once more, in the same
+    group. All who live get this error, of the same operation."""
+
+
+class NotReplaced(CollectiveError):
+    """An operation was to wait for a replacement, and this job replaces nobody. All who live get it."""
+
+
 class Desynchronised(CollectiveError):
     """Ranks of one group called different operations: a bug in the program that calls them.
 

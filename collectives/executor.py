@@ -152,6 +152,11 @@ class Executor(ABC):
         """Native runs begun in this epoch."""
         return self.native.sequence_number
 
+    @property
+    def may_have_moved(self) -> bool:
+        """Whether the last run may have written anything but its descriptor."""
+        return True
+
     def kill_at(self, sequence: int, point: int) -> None:
         """Fault injection: SIGKILL this process at `point` of the run with this sequence number."""
         self._kill_at = (sequence, point)
@@ -302,6 +307,11 @@ class MappedExecutor(Executor):
         super().__init__(native, segment=segment, members=members, rank=rank, epoch=epoch)
         # The native group holds bare addresses: these keep the mappings behind them alive.
         self._mappings = (segment.mapping, *(peer.mapping for peer in peers.values()))
+
+    @property
+    def may_have_moved(self) -> bool:
+        """See `Executor`: it has got past its entry."""
+        return self._native.pc >= 0
 
     def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
         return self.native.run(

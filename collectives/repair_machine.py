@@ -60,6 +60,11 @@ class RepairMachine:
         self._founding = 0
         self._story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
 
+    @property
+    def contributors(self) -> int:
+        """Of how many inputs the result is made, once it is here."""
+        return len(self._contributors)
+
     def handle(self, event: rm.RepairEvent, *, now_ns: int) -> list[rm.RepairAction]:
         """Take one event, return the actions to perform in order; see `zbmd.transport.machine.Machine`."""
         self._story.append(f"{type(event).__name__}@{now_ns}/{self.state.name}")

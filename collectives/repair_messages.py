@@ -56,20 +56,25 @@ class Failure(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The operation with this number has failed."""
+    """The operation with this number has failed. `ranks`: those that were lost in it."""
 
     sequence: int
     failure: Failure
     reason: str
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One operation as its caller asked for it. `text` tells it, and must be the same on all members."""
+    """One operation as its caller asked for it. `text` tells it, and must be the same on all members.
+
+    `needs`: the rank without whose input it means nothing; -1: there is none.
+    """
 
     text: str
     on_loss: OnLoss
     inputs: Inputs
+    needs: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zbmd.collectives.commit_messages import MemberId
-from zbmd.collectives.repair_messages import Adoption, Failed, Failure, Inputs, OnLoss, Phase, Report
+from zbmd.collectives.repair_messages import Adoption, Call, Failed, Failure, Inputs, OnLoss, Phase, Report
 from zbmd.transport.errors import RemoteProtocolError
 
 
@@ -141,7 +141,7 @@ class _Case:
                 f"{self._who()} died in it; the inputs of ranks {spoiled} are overwritten: compute them again"
             )
             return self._fail(Failure.SPOILED, reason)
-        return self._again(call.on_loss, call.inputs)
+        return self._again(call)
 
     def _copy(self, held: list[int]) -> Verdict:
         contributors = {self.at[rank].contributors for rank in held}
@@ -158,15 +158,19 @@ class _Case:
             contributors=contributors.pop(),
         )
 
-    def _again(self, on_loss: OnLoss, inputs: Inputs) -> Verdict:
+    def _again(self, call: Call) -> Verdict:
         adopted: list[Adoption] = []
-        if inputs is Inputs.ADOPT:
+        if call.inputs is Inputs.ADOPT:
             for member in self.dead:
                 carriers = [rank for rank, report in self.at.items() if member in report.readable]
                 if carriers:
                     adopted.append(Adoption(member=member, carrier=carriers[0]))
-        if on_loss is OnLoss.WAIT_FOR_REPLACEMENT and len(adopted) < len(self.dead):
+        if call.on_loss is OnLoss.WAIT_FOR_REPLACEMENT and len(adopted) < len(self.dead):
             return self._wait()
+        if call.needs >= 0 and call.needs not in self.at:
+            return self._fail(
+                Failure.LOST, f"{self._who()} died in it, and only rank {call.needs} had the data"
+            )
         living = [member for member in self.members if member.rank in self.at]
         contributors = sorted([*living, *(a.member for a in adopted)], key=lambda m: (m.rank, m.incarnation))
         return self._make(
@@ -189,7 +193,8 @@ class _Case:
         return self._make(Kind.RUN, f"{self._who()} died in it and is back")
 
     def _fail(self, failure: Failure, reason: str) -> Verdict:
-        failed = Failed(sequence=self.sequence, failure=failure, reason=reason)
+        ranks = tuple(member.rank for member in self.dead)
+        failed = Failed(sequence=self.sequence, failure=failure, reason=reason, ranks=ranks)
         return self._make(Kind.FAIL, reason, failed=failed)
 
     def _make(

@@ -108,6 +108,11 @@ class Runs:
         """Runs begun in this epoch; an operation counts once for each of its pieces."""
         return self._executor.sequence
 
+    def has_moved(self, since: int) -> bool:
+        """Whether an operation begun when `sequence` was `since` may have written to its arrays."""
+        begun = self.sequence - since
+        return begun > 1 or (begun == 1 and self._executor.may_have_moved)
+
     def abort(self) -> None:
         """End the running operation with `OperationAborted`, and every later one; from any thread."""
         self._ended = self._ended or "it was aborted"

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from zbmd.actors.supervision_events import BackOff, Restart, Strategy
     from zbmd.actors.supervisor import ChildSpec
     from zbmd.actors.system import ActorSystem
-    from zbmd.collectives.errors import OperationAborted
+    from zbmd.collectives.elastic import ElasticGroup, elastic_group
+    from zbmd.collectives.errors import InputsOverwritten, NotReplaced, OperationAborted
     from zbmd.collectives.group import Group, group
     from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
     from zbmd.transport.process_arena import empty, from_array
@@ -43,9 +44,12 @@ __all__ = [
     "DeadlineExceeded",
     "Down",
     "Exited",
+    "ElasticGroup",
     "Group",
+    "InputsOverwritten",
     "MailboxFull",
     "Node",
+    "NotReplaced",
     "OperationAborted",
     "PeerLost",
     "Ref",
@@ -55,6 +59,7 @@ __all__ = [
     "UserError",
     "ZbmdError",
     "__version__",
+    "elastic_group",
     "empty",
     "from_array",
     "group",
@@ -73,7 +78,8 @@ _HOMES = {
     "zbmd.actors.supervision_events": ("BackOff", "Restart", "Strategy"),
     "zbmd.actors.supervisor": ("ChildSpec",),
     "zbmd.actors.system": ("ActorSystem",),
-    "zbmd.collectives.errors": ("OperationAborted",),
+    "zbmd.collectives.elastic": ("ElasticGroup", "elastic_group"),
+    "zbmd.collectives.errors": ("InputsOverwritten", "NotReplaced", "OperationAborted"),
     "zbmd.collectives.group": ("Group", "group"),
     "zbmd.transport.errors": ("DeadlineExceeded", "PeerLost", "UserError", "ZbmdError"),
     "zbmd.transport.process_arena": ("empty", "from_array"),

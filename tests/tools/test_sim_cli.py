@@ -28,7 +28,16 @@ def test_list_tells_all_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
     assert sim("list") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(ENTRIES)
-    assert set(ENTRIES) >= {"commit", "training", "collectives", "repair", "supervision", "links", "membership", "jobs"}
+    assert set(ENTRIES) >= {
+        "commit",
+        "training",
+        "collectives",
+        "repair",
+        "supervision",
+        "links",
+        "membership",
+        "jobs",
+    }
 
 
 @pytest.mark.parametrize("name", ENTRIES)

@@ -22,6 +22,11 @@ from zbmd.collectives.errors import CollectiveError
 from zbmd.collectives.executor import Call, MappedExecutor
 from zbmd.collectives.plan import Plan, plan_of
 from zbmd.collectives.program import IN, OUT
+from zbmd.collectives.repair_adoption import Publication, read_published
+from zbmd.collectives.repair_messages import Call as RepairCall
+from zbmd.collectives.repair_messages import Inputs, OnLoss, Phase, Report
+from zbmd.collectives.repair_verdict import decide
+from zbmd.collectives.repair_wire import decode_report, encode_report
 from zbmd.tools import flight
 from zbmd.tools.fuzzing.actors import DECODED
 from zbmd.tools.fuzzing.script import Script, blocks, read_blocks
@@ -107,6 +112,48 @@ def _perform(machine: StepCommit, event: cm.CommitEvent) -> None:
                         raise Broken(f"version {version} was committed")
                 case _:
                     pass
+
+
+# ---- the repair of operations
+
+
+def _report_seeds() -> tuple[bytes, ...]:
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS)
+    call = RepairCall(text="all_reduce", on_loss=OnLoss.SURVIVORS, inputs=Inputs.ADOPT)
+    reports = (
+        Report(born=0, sequence=1, phase=Phase.IDLE),
+        Report(born=1, sequence=2, phase=Phase.PENDING, call=call, attempted=members, readable=members[2:]),
+        Report(born=1, sequence=2, phase=Phase.HELD, call=call, attempted=members, contributors=members),
+    )
+    return tuple(encode_report(report, 4096).tobytes() for report in reports)
+
+
+def _reports(data: bytes) -> None:
+    """One member sends anything, and another and we a sound report: a verdict, or a typed error."""
+    sound, _ = decode_report(np.frombuffer(_report_seeds()[1], np.uint8), RANKS[0])
+    found, _ = decode_report(np.frombuffer(data, np.uint8), RANKS[1])
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS[:2])
+    verdict = decide(EPOCH + 1, members, {0: sound, 1: found}, frozenset())
+    if not set(verdict.runners) <= set(RANKS[:2]):
+        raise Broken(f"ranks {verdict.runners} are to run")
+
+
+def _record_seeds() -> tuple[bytes, ...]:
+    with contextlib.closing(
+        Segment.create(slot=0, incarnation=1, arena_bytes=PAGE_BYTES, inbox_bytes=0)
+    ) as segment:
+        publication = Publication(segment.arena)
+        publication.publish(1, segment.arena.empty(ELEMENTS, np.uint8))
+        begin = segment.nbytes - segment.arena.capacity_bytes
+        whole = bytes(segment.mapping.view(begin, segment.arena.capacity_bytes))
+        del publication
+    return (whole[:256],)
+
+
+def _record(data: bytes) -> None:
+    found = read_published(memoryview(data), 1 << 17, 1 << 17, 1, ELEMENTS)
+    if found is not None and len(found) != ELEMENTS:
+        raise Broken(f"{len(found)} bytes of a contribution of {ELEMENTS}")
 
 
 def _parts() -> tuple[bytes, ...]:
@@ -247,6 +294,20 @@ TARGETS = (
         seeds=_flights,
         run=_flight,
         bytes_per_byte=4096,
+    ),
+    Target(
+        name="repair.report",
+        what="where a member stands in an operation that is to be repaired",
+        allowed=(RemoteProtocolError,),
+        seeds=_report_seeds,
+        run=_reports,
+    ),
+    Target(
+        name="repair.record",
+        what="what a dead rank says that it had published, in its arena",
+        allowed=(RemoteProtocolError,),
+        seeds=_record_seeds,
+        run=_record,
     ),
     Target(
         name="commit.conversation",

@@ -1,0 +1,70 @@
+"""Contributions that outlive their rank: where it published its input, read from its arena after its end.
+
+The owner writes a record into its own arena, the digest last: (sequence, offset, bytes) of an array that
+stays as it is until the operation is over on all. Peers map the arena, and read the record only once the
+kernel has proven the owner's end (a view is entered only then): so what they read does not change any more.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import xxhash
+
+from zbmd.collectives.arrays import Array
+from zbmd.transport.arena import Arena
+from zbmd.transport.errors import LocalProtocolError
+
+_WORDS = struct.Struct("=3Q")
+RECORD_BYTES = 8 + _WORDS.size
+
+
+class Publication:
+    """This rank's record."""
+
+    def __init__(self, arena: Arena) -> None:
+        """Raises `ArenaFull`."""
+        self._arena = arena
+        self._record = arena.empty(RECORD_BYTES // 8, np.uint64)
+        self._record[:] = 0
+        at = arena.offset_of(self._record)
+        assert at is not None
+        self.at = at
+
+    def publish(self, sequence: int, array: Array) -> None:
+        """From now on `array`, of the arena, is this rank's contribution to operation `sequence`."""
+        offset = self._arena.offset_of(array)
+        if offset is None:
+            raise LocalProtocolError("what is published must lie in the arena")
+        words = (sequence, offset, array.nbytes)
+        self._record[0] = 0
+        self._record[1:] = words
+        self._record[0] = _digest(words)
+
+    def withdraw(self) -> None:
+        """The array is the caller's again."""
+        self._record[0] = 0
+
+
+def read_published(arena: memoryview, base: int, at: int, sequence: int, nbytes: int) -> memoryview | None:
+    """What a dead rank published for operation `sequence`, `nbytes` long, or None.
+
+    arena: the mapped arena, which begins at `base` of its segment. Everything in it is untrusted: what does
+    not fit is taken for not published.
+    """
+    begin = at - base
+    if not 0 <= begin <= len(arena) - RECORD_BYTES:
+        return None
+    digest = int.from_bytes(arena[begin : begin + 8], "little")
+    words = _WORDS.unpack(arena[begin + 8 : begin + RECORD_BYTES])
+    if digest != _digest(words) or words[0] != sequence or words[2] != nbytes:
+        return None
+    start = words[1] - base
+    if not 0 <= start <= len(arena) - nbytes:
+        return None
+    return arena[start : start + nbytes]
+
+
+def _digest(words: tuple[int, ...]) -> int:
+    return xxhash.xxh3_64_intdigest(_WORDS.pack(*words)) | 1

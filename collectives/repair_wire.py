@@ -1,0 +1,131 @@
+"""A report as bytes of a fixed size, which members give each other by an all-gather."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+import numpy as np
+
+from zbmd.actors.view import RANKS_MAX
+from zbmd.collectives.arrays import Array
+from zbmd.collectives.commit_messages import MemberId
+from zbmd.collectives.repair_messages import Call, Failed, Failure, Inputs, OnLoss, Phase, Report
+from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+
+REPORT_BYTES = 3072
+"""With every list as long as it can be, and incarnations of four bytes, a report is shorter."""
+TEXT_BYTES_MAX = 240
+
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+Members: TypeAlias = Annotated[tuple[Number, ...], msgspec.Meta(max_length=2 * RANKS_MAX)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=TEXT_BYTES_MAX)]
+Ranks: TypeAlias = Annotated[tuple[Number, ...], msgspec.Meta(max_length=RANKS_MAX)]
+
+
+class _Call(msgspec.Struct, array_like=True, frozen=True):
+    text: Text
+    on_loss: OnLoss
+    inputs: Inputs
+    needs: Annotated[int, msgspec.Meta(ge=-1, lt=RANKS_MAX)]
+
+
+class _Failed(msgspec.Struct, array_like=True, frozen=True):
+    sequence: Number
+    failure: Failure
+    reason: Text
+    ranks: Ranks
+
+
+class _Report(msgspec.Struct, array_like=True, frozen=True):
+    born: Number
+    sequence: Number
+    phase: Phase
+    call: _Call | None
+    attempted: Members
+    contributors: Members
+    readable: Members
+    failed: _Failed | None
+    record_at: Number
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Report)
+
+
+def encode_report(report: Report, record_at: int) -> Array:
+    """The bytes, (REPORT_BYTES,) uint8. `record_at`: where the sender publishes, from its segment's base; 0:
+    it does not.
+    """
+    call, failed = report.call, report.failed
+    data = _encoder.encode(
+        _Report(
+            report.born,
+            report.sequence,
+            report.phase,
+            _Call(_cut(call.text), call.on_loss, call.inputs, call.needs) if call else None,
+            _flat(report.attempted),
+            _flat(report.contributors),
+            _flat(report.readable),
+            _Failed(failed.sequence, failed.failure, _cut(failed.reason), failed.ranks) if failed else None,
+            record_at,
+        )
+    )
+    if len(data) + 2 > REPORT_BYTES:
+        raise LocalProtocolError(f"a report of {len(data)} bytes; {REPORT_BYTES - 2} is the bound")
+    encoded = np.zeros(REPORT_BYTES, np.uint8)
+    encoded[:2] = divmod(len(data), 256)
+    encoded[2 : 2 + len(data)] = np.frombuffer(data, np.uint8)
+    return encoded
+
+
+def decode_report(encoded: Array, sender: int) -> tuple[Report, int]:
+    """The report of rank `sender`, and its `record_at`. Raises `RemoteProtocolError`: the bytes are a
+    peer's.
+    """
+    raw = encoded.tobytes()
+    length = raw[0] * 256 + raw[1] if len(raw) >= 2 else 0
+    try:
+        found = _decoder.decode(raw[2 : 2 + length])
+        report = Report(
+            born=found.born,
+            sequence=found.sequence,
+            phase=found.phase,
+            call=_call(found.call),
+            attempted=_members(found.attempted),
+            contributors=_members(found.contributors),
+            readable=_members(found.readable),
+            failed=_failed(found.failed),
+        )
+    except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
+        raise RemoteProtocolError(f"rank {sender} sent no report of a repair: {error}") from error
+    if (report.call is None) != (report.phase is Phase.IDLE):
+        raise RemoteProtocolError(f"rank {sender} reports {report.phase} of the call {report.call}")
+    return report, found.record_at
+
+
+def _call(found: _Call | None) -> Call | None:
+    if found is None:
+        return None
+    return Call(text=found.text, on_loss=found.on_loss, inputs=found.inputs, needs=found.needs)
+
+
+def _failed(found: _Failed | None) -> Failed | None:
+    if found is None:
+        return None
+    return Failed(sequence=found.sequence, failure=found.failure, reason=found.reason, ranks=found.ranks)
+
+
+def _flat(members: tuple[MemberId, ...]) -> tuple[int, ...]:
+    return tuple(number for member in members for number in (member.rank, member.incarnation))
+
+
+def _members(flat: tuple[int, ...]) -> tuple[MemberId, ...]:
+    return tuple(
+        MemberId(rank=rank, incarnation=incarnation)
+        for rank, incarnation in zip(flat[::2], flat[1::2], strict=True)
+    )
+
+
+def _cut(text: str) -> str:
+    return text.encode()[:TEXT_BYTES_MAX].decode(errors="ignore")

@@ -311,7 +311,7 @@ class MappedExecutor(Executor):
     @property
     def may_have_moved(self) -> bool:
         """See `Executor`: it has got past its entry."""
-        return self._native.pc >= 0
+        return self.native.pc >= 0
 
     def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
         return self.native.run(

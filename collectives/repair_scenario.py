@@ -402,7 +402,7 @@ def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Messa
     world = World(options, seed)
     living: dict[int, int] = {}
     world.lives = lambda m: simulation.lives(f"rank{m.rank}") and living.get(m.rank) == m.incarnation
-    simulation.add(NODE, lambda incarnation: NodeProcess(world))
+    simulation.add(NODE, lambda incarnation: NodeProcess(world, simulation.rng("regroups")))
     for rank in range(options.world_size):
 
         def make(incarnation: int, rank: int = rank) -> RankProcess:

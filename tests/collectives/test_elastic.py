@@ -160,7 +160,8 @@ async def test_a_kill_at_every_instruction(tmp_path: Path, mode: str) -> None:
     for k, kill in enumerate(kills, 1):
         end = job.check(k)
         # Who dies once all have the result is missing in the next operation.
-        struck = {kills[j - 1][0] for j in (k - 1, k) if j in (k, *deaths) and kills[j - 1]}
+        earlier = kills[k - 2] if k - 1 in deaths else None
+        struck = {victim[0] for victim in (earlier, kill) if victim}
         if kill and not job.told[k].get(kill[0], {}).get("survived"):
             deaths.add(k)
         absent = set(range(3)) - set(end["ranks"])

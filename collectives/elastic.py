@@ -312,6 +312,8 @@ class ElasticGroup:
 
     async def _next_view(self, after: int) -> rm.RepairEvent:
         self._keep_remains()
+        # A peer may not know of a loss that we know of, if it is a link that has ended: it would wait for us.
+        self.group.communicator.give_up()
         task = self._coming or asyncio.ensure_future(self._node.view(after=after))
         self._coming = task
         left_s = max(0.0, (self._end_ns - now_ns()) / 1e9)

@@ -27,6 +27,7 @@ from zbmd.collectives.commit_scenario import (
     Enter,
     Message,
     NodeProcess,
+    Parted,
     draw_conditions,
     names_of,
 )
@@ -84,6 +85,8 @@ class World:
     state_lost: bool = False
     memory: dict[MemberId, Memory] = field(default_factory=dict[MemberId, Memory])
     meetings: dict[Key, Meeting] = field(default_factory=dict[Key, Meeting])
+    left: dict[MemberId, int] = field(default_factory=dict[MemberId, int])
+    """The last epoch that a member has given up: it takes part in nothing more of it."""
     finished: set[int] = field(default_factory=set[int])
     returned: dict[tuple[int, int], dict[MemberId, tuple[MemberId, ...]]] = field(
         default_factory=dict[tuple[int, int], dict[MemberId, tuple[MemberId, ...]]]
@@ -125,6 +128,7 @@ class RankProcess:
         self.entered = 0
         self.may_enter = 0
         self.lost: set[MemberId] = set()
+        self.parted: set[MemberId] = set()
         self.stages: list[Stage] = []
         self.report: rm.Report | None = None
         self.moved = 0
@@ -148,6 +152,9 @@ class RankProcess:
             case sim.Arrived(message=Enter(epoch=epoch)):
                 self.may_enter = max(epoch, self.may_enter)
                 return self._enter(now_ns)
+            case sim.Arrived(message=Parted(member=member)):
+                self.parted.add(member)
+                return []
             case sim.PeerEnded(peer=peer, incarnation=incarnation):
                 if peer != NODE:
                     self.lost.add(MemberId(rank=int(peer.removeprefix("rank")), incarnation=incarnation))
@@ -184,6 +191,7 @@ class RankProcess:
             return self._cut(now_ns)
         self.entered = self.known.epoch
         members = tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in self.known.members)
+        self.parted.clear()  # links that had ended stand again
         readable = tuple(
             member
             for member, memory in sorted(
@@ -311,7 +319,8 @@ class RankProcess:
         if me not in meeting.entered:
             meeting.entered[me] = self._brings(stage)
             return self._tick(now_ns)
-        doomed = meeting.withdrawn or not self.lost.isdisjoint(meeting.members)
+        gave_up = any(self.world.left.get(m, 0) >= self.machine.epoch for m in meeting.members)
+        doomed = meeting.withdrawn or gave_up or not (self.lost | self.parted).isdisjoint(meeting.members)
         if not meeting.complete:
             return self._cut(now_ns) if doomed else self._tick(now_ns)
         if doomed and (meeting.withdrawn or self.rng.random() > GO_ON_SHARE):
@@ -354,6 +363,7 @@ class RankProcess:
     def _cut(self, now_ns: int) -> list[sim.Effect[Message]]:
         stage = self.stages[0]
         self._meeting(stage).withdrawn = True
+        self.world.left[self.member] = self.machine.epoch
         self.stages.clear()
         if stage.name == "exchange":
             return self._feed(rm.ExchangeCut(epoch=self.machine.epoch), now_ns)

@@ -119,6 +119,15 @@ class Runs:
         self.lane.open = False
         self._executor.abort()
 
+    def give_up(self) -> None:
+        """Abort, wait for the running operation to drain, and let the peers know; the memory is kept.
+
+        A peer that waits for this rank, now or later, ends its operation with `OperationAborted`.
+        """
+        self.abort()
+        with self._turnstile:
+            self._executor.give_up()
+
     def close(self) -> None:
         """Abort, wait for the running operation to drain, give back inbox and scratch. Idempotent.
 

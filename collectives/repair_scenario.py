@@ -23,14 +23,11 @@ from zbmd.collectives.commit_scenario import (
     NODE,
     ROUND_NS_MAX,
     SHRINK_SHARE,
-    CommitOptions,
-    Enter,
-    Message,
     NodeProcess,
-    Parted,
     draw_conditions,
     names_of,
 )
+from zbmd.collectives.commit_world import CommitOptions, Enter, Message, Parted
 from zbmd.collectives.killing_scenario import DISTURBANCES, draw_kills
 from zbmd.collectives.repair_machine import RepairMachine, RepairState
 from zbmd.collectives.repair_messages import Inputs, OnLoss, Outcome, Phase

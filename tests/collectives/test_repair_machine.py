@@ -9,7 +9,7 @@ import pytest
 
 from zbmd.collectives import repair_messages as rm
 from zbmd.collectives.commit_messages import MemberId
-from zbmd.collectives.commit_scenario import CommitOptions
+from zbmd.collectives.commit_world import CommitOptions
 from zbmd.collectives.repair_machine import RepairMachine, RepairState
 from zbmd.collectives.repair_messages import Failure, Inputs, OnLoss, Outcome, Phase
 from zbmd.collectives.repair_scenario import build, run

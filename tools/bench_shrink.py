@@ -89,7 +89,12 @@ async def _measure(arguments: argparse.Namespace) -> None:
     count = max(1, round(arguments.mib * (1 << 18)))
     print(f"{'inputs':>10} {'ranks':>6} {'MiB':>6} {'ms p50':>8} {'ms max':>8}")
     for inputs in ("preserve", "adopt"):
-        plan = {"count": count, "victim": VICTIM, "point": arguments.point, "inputs": inputs}
+        plan: dict[str, object] = {
+            "count": count,
+            "victim": VICTIM,
+            "point": arguments.point,
+            "inputs": inputs,
+        }
         took = [await _round(plan, arguments.ranks) for _ in range(arguments.rounds)]
         row = f"{inputs:>10} {arguments.ranks:>6} {arguments.mib:>6g}"
         print(f"{row} {statistics.median(took):>8.2f} {max(took):>8.2f}", flush=True)

@@ -19,7 +19,10 @@ from zbmd.transport.topology.cpus import usable_cpus
 MISSES_MAX = 5
 """After so many spins in vain in a row, one of 2**MISSES_MAX chances is taken: a microsecond a frame."""
 CORES_CHECK_NS = 50_000_000
-"""For how long it is believed that a processor is spare, or that none is."""
+"""For how long it is believed that a processor is spare, or, once it has been so for long, that none is."""
+BUSY_CHECK_NS = 500_000
+"""For how long it is believed at first that none is: what ran at that moment may have been done at once, and
+to park for 50 ms because of it would make thousands of round trips wait for wake-ups. Doubled each time."""
 LOADAVG_BYTES_MAX = 128
 
 
@@ -39,14 +42,16 @@ class SpareProcessors:
     def __init__(self, loadavg_path: str = "/proc/loadavg", processors: int | None = None) -> None:
         self._path = loadavg_path
         self._processors = processors or os.cpu_count() or 1
-        self._checked_ns = -CORES_CHECK_NS
+        self._check_at_ns: int | None = None
+        self._busy_for_ns = BUSY_CHECK_NS
         self._spare = True
 
     def spare(self, now_ns: int) -> bool:
         """Whether at most as many threads run or want to as there are processors, ours included."""
-        if now_ns - self._checked_ns >= CORES_CHECK_NS:
-            self._checked_ns = now_ns
+        if self._check_at_ns is None or now_ns >= self._check_at_ns:
             self._spare = self._runnable() <= self._processors
+            self._check_at_ns = now_ns + (CORES_CHECK_NS if self._spare else self._busy_for_ns)
+            self._busy_for_ns = BUSY_CHECK_NS if self._spare else min(2 * self._busy_for_ns, CORES_CHECK_NS)
         return self._spare
 
     def _runnable(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.transport.spin import (
+    BUSY_CHECK_NS,
     CORES_CHECK_NS,
     MISSES_MAX,
     SpareProcessors,
@@ -87,8 +89,33 @@ def test_nobody_spins_where_the_peer_needs_the_processor(tmp_path: Path, spare: 
     policy = SpinPolicy(SPIN_NS, spare=busy, processors=2)
     assert not policy.begins(0) and policy.choice is SpinChoice.NO_SPARE_PROCESSOR
     loadavg(tmp_path, 1)
-    assert not policy.begins(CORES_CHECK_NS - 1), "looked up rarely"
-    assert policy.begins(CORES_CHECK_NS)
+    assert not policy.begins(BUSY_CHECK_NS - 1)
+    assert policy.begins(BUSY_CHECK_NS), "it was busy for a moment only"
+    loadavg(tmp_path, 3)
+    assert policy.begins(BUSY_CHECK_NS + CORES_CHECK_NS - 1), "looked up rarely"
+    assert not policy.begins(BUSY_CHECK_NS + CORES_CHECK_NS)
+    assert policy.parks[SpinChoice.NO_SPARE_PROCESSOR] == 3
+
+
+def test_a_machine_that_stays_busy_is_looked_at_ever_more_rarely(tmp_path: Path) -> None:
+    path = Path(loadavg(tmp_path, 3))
+    processors = SpareProcessors(str(path), processors=2)
+    looks: list[int] = []
+    for now_ns in range(0, 20 * CORES_CHECK_NS, BUSY_CHECK_NS // 2):
+        before = processors._check_at_ns
+        assert not processors.spare(now_ns)
+        if processors._check_at_ns != before:
+            looks.append(now_ns)
+    pauses = [later - earlier for earlier, later in pairwise(looks)]
+    assert pauses[0] == BUSY_CHECK_NS and pauses[-1] == CORES_CHECK_NS
+    assert pauses == sorted(pauses) and len(looks) < 30
+    loadavg(tmp_path, 2)
+    spare_ns = 21 * CORES_CHECK_NS
+    assert processors.spare(spare_ns)
+    loadavg(tmp_path, 3)
+    assert not processors.spare(spare_ns + CORES_CHECK_NS)
+    loadavg(tmp_path, 2)
+    assert processors.spare(spare_ns + CORES_CHECK_NS + BUSY_CHECK_NS), "from the beginning again"
 
 
 @pytest.mark.parametrize("text", ["", "0.20", "0.2 0.2 0.1 x/80 1"])

@@ -23,6 +23,13 @@ class LaneOpened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LanesUsed:
+    """From now on, give what is to be sent to the first `count` lanes alone; at first, all are used."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PutAsked:
     """Put `total` bytes to `at` of the peer's region, then set its cell of `channel`. transfer: fresh."""
 
@@ -128,6 +135,7 @@ class TimerFired:
 
 BulkEvent: TypeAlias = (
     LaneOpened
+    | LanesUsed
     | PutAsked
     | NotifyAsked
     | GetAsked

@@ -1,4 +1,4 @@
-"""How many lanes a bulk connection gets.
+"""How many lanes a bulk connection gets, and with how many of them it begins (`lane_use` tells what follows).
 
 One connection has at most a socket buffer of bytes on the way, so over a long path it carries at most that
 much in each round trip: as many lanes are needed as buffers fit into bandwidth times round trip (RFC 7323,
@@ -16,7 +16,9 @@ from typing import Final
 from zbmd.transport.session import LANES_MAX
 
 LINK_BYTES_PER_S: Final = 1_250_000_000
-"""What a path between hosts is taken to carry: 10 Gbit/s."""
+"""What a path between hosts may carry: 10 Gbit/s."""
+SLOW_BYTES_PER_S: Final = 125_000_000
+"""What it is taken to carry as long as nothing is known of it."""
 BUFFER_BYTES_DEFAULT: Final = 4 << 20
 """The largest send buffer of a stock kernel."""
 LANES_DEFAULT_MAX: Final = 8
@@ -25,9 +27,9 @@ _RTT: Final = struct.Struct("68xI")
 """`tcpi_rtt` in Linux's struct tcp_info, us."""
 
 
-def lanes_for(rtt_us: int, buffer_bytes: int) -> int:
+def lanes_for(rtt_us: int, buffer_bytes: int, bytes_per_s: int = LINK_BYTES_PER_S) -> int:
     """The lanes that fill a path of this round trip; buffer_bytes: most that one connection has under way."""
-    under_way_bytes = LINK_BYTES_PER_S * rtt_us // 1_000_000
+    under_way_bytes = bytes_per_s * rtt_us // 1_000_000
     return max(1, min(LANES_DEFAULT_MAX, LANES_MAX, -(-under_way_bytes // max(1, buffer_bytes))))
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import Final, assert_never
 
 from zbmd.transport.bulk_arrivals import Arrivals, Stripes
@@ -34,6 +35,7 @@ from zbmd.transport.bulk_events import (
     LaneEnded,
     LaneFailed,
     LaneOpened,
+    LanesUsed,
     MarkLost,
     NotifyAsked,
     Of,
@@ -74,6 +76,7 @@ from zbmd.transport.bulk_records import (
     Refusal,
 )
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
+from zbmd.transport.session import LANES_MAX
 
 STORY_EVENTS: Final = 8
 
@@ -141,6 +144,7 @@ class BulkMachine:
         self.state = State.OPEN
         self._limits = limits or BulkLimits()
         self._lanes: dict[int, _Lane] = {}
+        self._lanes_used = LANES_MAX
         self._first_lane: int | None = None
         """For acknowledgements and refusals."""
         self._transfers: set[int] = set()
@@ -205,6 +209,8 @@ class BulkMachine:
         match event:
             case PutAsked() | NotifyAsked() | GetAsked():
                 self._asked(event)
+            case LanesUsed(count=count):
+                self._lanes_used = count
             case _ if self.state is State.ENDED:
                 return
             case LaneOpened(lane=lane):
@@ -428,7 +434,7 @@ class BulkMachine:
         given = True
         while given:
             given = False
-            for number, lane in self._lanes.items():
+            for number, lane in islice(self._lanes.items(), self._lanes_used):
                 has_room = lane.handed_bytes < self._limits.lane_bytes_max and not lane.goodbye_said
                 if has_room and len(lane.handed) < PUTS_AHEAD_MAX:
                     given |= self._give_next(number, lane)
@@ -485,7 +491,7 @@ class BulkMachine:
         self._give(number, lane, record, outgoing, source=source if nbytes else None)
 
     def _stripe_bytes(self, total: int) -> int:
-        lanes, limits = len(self._lanes), self._limits
+        lanes, limits = min(len(self._lanes), self._lanes_used), self._limits
         if lanes == 1:
             return STRIPE_BYTES_MAX
         share = -(-total // (lanes * limits.stripe_bytes_min)) * limits.stripe_bytes_min

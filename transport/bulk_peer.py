@@ -27,6 +27,7 @@ from zbmd.transport.bulk_events import (
     LaneEnded,
     LaneFailed,
     LaneOpened,
+    LanesUsed,
     MarkLost,
     NotifyAsked,
     Of,
@@ -47,6 +48,7 @@ from zbmd.transport.bulk_events import (
     Unserve,
 )
 from zbmd.transport.bulk_lane import SCRATCH_BYTES, LaneSocket, Wait
+from zbmd.transport.bulk_lanes import SLOW_BYTES_PER_S, buffer_bytes_max, lanes_for, round_trip_us
 from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_machine import BulkMachine, State
 from zbmd.transport.bulk_records import BulkError, Error
@@ -54,6 +56,7 @@ from zbmd.transport.bulk_region import BulkRegion
 from zbmd.transport.bulk_stream import Arrived
 from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.lane import Lane
+from zbmd.transport.lane_use import LaneUse, read_work
 from zbmd.transport.region import RegionHandle, require_owner
 from zbmd.transport.segment import Segment
 from zbmd.transport.transfer import Transfer
@@ -96,6 +99,7 @@ class BulkPeer:
         segment: Segment,
         limits: BulkLimits,
         on_ended: OnEnded | None,
+        adapts: bool,
     ) -> None:
         self.info = info
         self.ended = Transfer()
@@ -105,6 +109,7 @@ class BulkPeer:
         self._regions = segment.regions
         self._limits = limits
         self._on_ended = on_ended
+        self._adapts = adapts
         self._lock = threading.Lock()
         self._next_transfer = 0
         self._under_way = 0
@@ -121,6 +126,7 @@ class BulkPeer:
         """Lane to the get of ours whose answer is what it receives now, or received last."""
         self._unsent: dict[int, LaneSocket] = {}
         """Lanes that have something to send."""
+        self._use: LaneUse | None = None
         self._lingering = False
         self._told = False
 
@@ -231,6 +237,10 @@ class BulkPeer:
             return
         io = self._lanes[number] = LaneSocket(lane, self.info.name, self._plane.tag_helper)
         self._plane.watch(io.sock, self, number)
+        if self._adapts and self._use is None:
+            at_first = lanes_for(round_trip_us(io.sock), buffer_bytes_max(), SLOW_BYTES_PER_S)
+            self._use = LaneUse(at_first)
+            self._handle(LanesUsed(count=at_first))
         self._handle(LaneOpened(lane=number))
         if lane.surplus:
             self.readable(number)
@@ -299,6 +309,16 @@ class BulkPeer:
             if self._lanes.get(number) is not io:
                 return
         self._plane.want_write(io.sock, wanted=True)
+
+    def check_lanes(self) -> None:
+        """Use more lanes if those in use are too few for the path."""
+        if self._use is None or self._lingering:
+            return
+        used = self._use.count
+        count, reason = self._use.look({number: read_work(io.sock) for number, io in self._lanes.items()})
+        if count != used:
+            log.info("more lanes are used", peer=self.info.name, lanes=count, reason=reason.value)
+            self._handle(LanesUsed(count=count))
 
     def check_silence(self) -> bool:
         """Give the peer up if its host is silent; whether there is something to check again."""

@@ -68,15 +68,18 @@ class DataPlane:
         segment: Segment,
         limits: BulkLimits | None = None,
         on_ended: OnEnded | None = None,
+        adapts: bool = False,
     ) -> BulkPeer:
         """A bulk connection with one peer; give it lanes.
 
         segment: ours, whose cells and lost mask tell of the peer, and whose regions it may use; on_ended:
-        called from this thread, once, when it has ended. Raises `LocalProtocolError` once closed.
+        called from this thread, once, when it has ended; adapts: use as many lanes as the path needs, not all
+        (`lane_use`). Raises `LocalProtocolError` once closed.
         """
         if not 0 <= info.slot < _native.MAX_SLOTS:
             raise LocalProtocolError(f"slot {info.slot} is not below {_native.MAX_SLOTS}")
-        peer = BulkPeer(self, info, segment=segment, limits=limits or BulkLimits(), on_ended=on_ended)
+        bounds = limits or BulkLimits()
+        peer = BulkPeer(self, info, segment=segment, limits=bounds, on_ended=on_ended, adapts=adapts)
         if not self.call(lambda: self._peers.update({peer: None})):
             raise LocalProtocolError("the data plane is closed")
         return peer
@@ -225,5 +228,6 @@ class DataPlane:
         if self._owed and now_ns >= self._check_at_ns:
             self._check_at_ns = now_ns + SILENCE_CHECK_NS
             for peer in list(self._owed):
+                peer.check_lanes()
                 if not peer.check_silence():
                     self._owed.pop(peer, None)

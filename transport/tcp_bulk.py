@@ -19,9 +19,10 @@ async def join_bulk(
     """Give a link regions: after this `link.open_region` works. Both sides call it, in any order.
 
     endpoint: ours, with a segment, whose regions the peer may use. slot: the peer's; its cells in our segment
-    are those of this slot. lanes: of the dialer, 1..`LANES_MAX`, by default what the round trip asks for
-    (`bulk_lanes`). Transfers wait for the first lane. Raises `LocalProtocolError` without a segment, else as
-    `tcp.open_lane`, and the link is closed then.
+    are those of this slot. lanes: of the dialer, 1..`LANES_MAX`, all of which are used; by default
+    what the round trip may ask for, of which each side uses what the path turns out to need (`lane_use`).
+    Transfers wait for the first lane. Raises `LocalProtocolError` without a segment, else as `tcp.open_lane`,
+    and the link is closed then.
     """
     if lanes is not None and not 1 <= lanes <= LANES_MAX:
         raise LocalProtocolError(f"{lanes} lanes to {link.peer.name}: 1 to {LANES_MAX} are possible")
@@ -34,6 +35,7 @@ async def join_bulk(
             close_ns=endpoint.deadlines.flush_ns, silent_ms=endpoint.deadlines.tcp_user_timeout_ms
         ),
         on_ended=link.bulk_ended,
+        adapts=lanes is None,
     )
     link.carry(bulk)
     if link.dialed is None:

@@ -15,6 +15,7 @@ from zbmd.transport.bulk_events import (
     LaneEnded,
     LaneFailed,
     LaneOpened,
+    LanesUsed,
     NotifyAsked,
     RecordCame,
     RecordsSent,
@@ -60,10 +61,11 @@ def settle(pair: BulkPair, rng: random.Random) -> None:
     keyed=st.booleans(),
     puts=st.lists(st.integers(0, 4000), max_size=12),
     gets=st.lists(st.integers(0, 4000), max_size=6),
+    used=st.lists(st.integers(1, 5), max_size=3),
     seed=st.integers(0, 1 << 32),
 )
 def test_bytes_are_in_place_whenever_a_notification_is_published(
-    lanes: int, keyed: bool, puts: list[int], gets: list[int], seed: int
+    lanes: int, keyed: bool, puts: list[int], gets: list[int], used: list[int], seed: int
 ) -> None:
     rng = random.Random(seed)
     pair = BulkPair(lanes, key=KEY if keyed else None, limits=SMALL)
@@ -80,6 +82,9 @@ def test_bytes_are_in_place_whenever_a_notification_is_published(
 
     b.on_publish = on_publish
     for i, source in enumerate(sources):
+        if i < len(used):
+            for end in (a, b):
+                end.handle(LanesUsed(count=used[i]))
         a.put(b.inbox_handle, source, 5000 * i, channel=3, value=i + 1)
     asked = {a.get(b.arena_handle, nbytes, 100 * i): (100 * i, nbytes) for i, nbytes in enumerate(gets)}
     settle(pair, rng)
@@ -335,3 +340,17 @@ def test_events_after_the_end_change_nothing() -> None:
     late = (LaneEnded(lane=0, between_records=True), RecordCame(lane=0, record=Goodbye()), TimerFired())
     for event in late:
         assert machine.handle(event, now_ns=0) == []
+
+
+def test_what_is_sent_goes_over_the_first_lanes_alone_if_it_is_told_so() -> None:
+    pair = BulkPair(4, key=None, limits=SMALL)
+    a, b = pair.a, pair.b
+    a.handle(LanesUsed(count=1))
+    a.put(b.inbox_handle, bytes(4000), 0, channel=3, value=1)
+    assert sorted(number for number, port in a.ports.items() if not port.writer.idle) == [0]
+    settle(pair, random.Random(1))
+    a.handle(LanesUsed(count=3))
+    a.put(b.inbox_handle, bytes(4000), 0, channel=3, value=2)
+    assert sorted(number for number, port in a.ports.items() if not port.writer.idle) == [0, 1, 2]
+    settle(pair, random.Random(1))
+    assert len(b.published) == 2

@@ -23,13 +23,14 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+import structlog
 import uvloop
 
 from zbmd.tools.bench_result import now_utc, this_machine
 from zbmd.tools.bench_stats import median
 from zbmd.tools.netns_lab import Lab, LabHost
 from zbmd.transport import tcp
-from zbmd.transport.bulk_lanes import buffer_bytes_max, lanes_for
+from zbmd.transport.bulk_lanes import SLOW_BYTES_PER_S, buffer_bytes_max, lanes_for
 from zbmd.transport.bulk_plane import DataPlane
 from zbmd.transport.durations import parse_duration
 from zbmd.transport.endpoint import Endpoint
@@ -43,7 +44,7 @@ from zbmd.transport.tcp_link import TcpLink
 
 LANES: Final = (1, 2, 4, 8)
 CHOSEN: Final = 0
-"""As many as `bulk_lanes` chooses."""
+"""As many as `bulk_lanes` and `lane_use` choose."""
 PUT_BYTES: Final = 4 << 20
 IN_FLIGHT: Final = 8
 WARM_UP_S: Final = 1.0
@@ -211,6 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dial", help=argparse.SUPPRESS)
     parser.add_argument("--lanes", type=int, default=CHOSEN, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if arguments.listen is not None or arguments.dial is not None:
+        # What they print is read as figures.
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     if arguments.listen is not None:
         uvloop.run(_listen(arguments.listen))
         return 0
@@ -223,9 +227,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ZbmdError as error:
         print(f"bench_lanes: {error}", file=sys.stderr)
         return 1
-    chosen = lanes_for(round(rtt_s * 1e6), buffer_bytes_max())
+    rtt_us, buffer_bytes = round(rtt_s * 1e6), buffer_bytes_max()
+    least, most = lanes_for(rtt_us, buffer_bytes, SLOW_BYTES_PER_S), lanes_for(rtt_us, buffer_bytes)
     path = f"round trip {arguments.rtt}, {arguments.rate:g} Mbit/s, loss {arguments.loss:g}"
-    what = f"{path}; chosen: {chosen} lanes"
+    what = f"{path}; chosen: {least} to {most} lanes"
     print(json.dumps({"what": what, "mbps": figures}) if arguments.json else table(figures, what))
     return 0
 

@@ -147,3 +147,20 @@ def test_the_number_of_lanes_follows_the_path() -> None:
     assert lanes_for(100_000, buffer_bytes) == LANES_DEFAULT_MAX
     assert lanes_for(0, 0) == 1
     assert buffer_bytes_max() > 0
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 4, 8, 16, 32])
+async def test_a_join_that_is_cancelled_closes_its_link_and_leaves_nothing(turns: int) -> None:
+    async with linked() as both:
+        a, b = both.hosts
+        await join_bulk(both.links[1], endpoint_of(b), b.plane, slot=0)
+        joining = asyncio.ensure_future(
+            join_bulk(both.links[0], endpoint_of(a), a.plane, slot=1, lanes=LANES_DEFAULT_MAX)
+        )
+        for _ in range(turns + 1):
+            await asyncio.sleep(0)
+        joining.cancel()
+        await asyncio.wait([joining])
+        assert joining.cancelled() or turns
+        assert both.links[0].closed == joining.cancelled()
+        # What remains of descriptors, threads and tasks is looked for after every test.

@@ -101,12 +101,6 @@ MUTATIONS = [
         BROKEN,
     ),
     Mutation(
-        "who was in a failed operation does not hear of it from those who have gone on",
-        "repair",
-        (Edit("zbmd.collectives.repair_verdict:_behind", "if failures:", "if False:"),),
-        BROKEN,
-    ),
-    Mutation(
         "either half of a view may go on",
         "membership",
         (

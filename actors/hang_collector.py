@@ -80,19 +80,55 @@ class HangDesk(Protocol):
         ...
 
 
+class HangElsewhere(Protocol):
+    """The other hosts of the job."""
+
+    @property
+    def judges(self) -> bool:
+        """Whether this host judges; if not, it passes on what its watchdogs say."""
+        ...
+
+    def host_of(self, rank: int) -> str:
+        """What people call the host of a rank; nothing while there is only one."""
+        ...
+
+    def tell(self, event: HangEvent) -> None:
+        """Pass it on to the host that judges."""
+        ...
+
+    def ask(self, action: AskStanding | LookOutside | Replace) -> bool:
+        """Have another host do it; False if it is not for another one."""
+        ...
+
+
 class _Connection:
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self.sock = sock
         self.pid = pid
         self.rank: tuple[int, int] | None = None
+        self.standing: Standing | None = None
 
 
 class HangCollector:
-    """Listens for the watchdogs of one host's ranks; `deadline_ns` 0 makes one that does nothing."""
+    """Listens for the watchdogs of one host's ranks; `deadline_ns` 0 makes one that does nothing.
 
-    def __init__(self, node_address: str, *, deadline_ns: int, on_hang: OnHang, desk: HangDesk) -> None:
+    elsewhere: the other hosts of the job, for one that has several.
+    """
+
+    def __init__(
+        self,
+        node_address: str,
+        *,
+        deadline_ns: int,
+        on_hang: OnHang,
+        desk: HangDesk,
+        elsewhere: HangElsewhere | None = None,
+    ) -> None:
         self._address = collector_address(node_address)
         self._desk = desk
+        self._elsewhere = elsewhere
+        self._deadline_ns = deadline_ns
+        self._on_hang = on_hang
         self._machine = HangMachine(deadline_ns=deadline_ns, on_hang=on_hang) if deadline_ns else None
         self._connections: dict[int, _Connection] = {}
         self._listener: socket.socket | None = None
@@ -134,6 +170,32 @@ class HangCollector:
     def ended(self, rank: int, incarnation: int) -> None:
         """The process is gone."""
         self._put(RankGone(rank=rank, incarnation=incarnation))
+
+    def placed(self, *, anew: bool) -> None:
+        """The job's hosts have changed. anew: another one judges, or this one does: with what is still so."""
+        if self._machine is None:
+            return
+        if anew:
+            self._machine = HangMachine(deadline_ns=self._deadline_ns, on_hang=self._on_hang)
+        for connection in list(self._connections.values()):
+            if connection.rank is None:
+                continue
+            rank, incarnation = connection.rank
+            self._put(self._watched(rank, incarnation))
+            if anew and connection.standing is not None:
+                self._put(RankStood(rank=rank, incarnation=incarnation, standing=connection.standing))
+
+    def hear(self, event: HangEvent) -> None:
+        """Another host passes this on."""
+        self._judge(event)
+
+    def obey(self, action: AskStanding | LookOutside | Replace) -> None:
+        """The host that judges wants this of a rank here."""
+        self._perform(action)
+
+    def _watched(self, rank: int, incarnation: int) -> RankWatched:
+        host = "" if self._elsewhere is None else self._elsewhere.host_of(rank)
+        return RankWatched(rank=rank, incarnation=incarnation, host=host)
 
     def _tick(self) -> None:
         assert self._machine is not None
@@ -177,7 +239,7 @@ class HangCollector:
             if connection.rank is not None or not self._desk.is_current(message.rank, message.incarnation):
                 raise RemoteProtocolError(f"it says it is rank {message.rank}#{message.incarnation}")
             connection.rank = (message.rank, message.incarnation)
-            self._put(RankWatched(rank=message.rank, incarnation=message.incarnation))
+            self._put(self._watched(message.rank, message.incarnation))
             return
         if connection.rank is None:
             raise RemoteProtocolError("it has not said who it is")
@@ -186,6 +248,7 @@ class HangCollector:
             case Beat():
                 self._put(RankHeard(rank=rank, incarnation=incarnation))
             case Standing():
+                connection.standing = message
                 self._put(RankStood(rank=rank, incarnation=incarnation, standing=message))
             case _:
                 assert_never(message)
@@ -198,6 +261,13 @@ class HangCollector:
             self.ended(*connection.rank)
 
     def _put(self, event: HangEvent) -> None:
+        """What happened here: to be judged here, or elsewhere."""
+        if self._machine is not None and self._elsewhere is not None and not self._elsewhere.judges:
+            self._elsewhere.tell(event)
+        else:
+            self._judge(event)
+
+    def _judge(self, event: HangEvent) -> None:
         if self._machine is None:
             return
         actions = self._machine.handle(event, now_ns=time.monotonic_ns())
@@ -206,12 +276,15 @@ class HangCollector:
             self._perform(action)
 
     def _perform(self, action: HangAction) -> None:
+        if (
+            isinstance(action, AskStanding | LookOutside | Replace)
+            and self._elsewhere is not None
+            and self._elsewhere.ask(action)
+        ):
+            return
         match action:
             case AskStanding():
-                connection = self._of(action.rank, action.incarnation)
-                if connection is not None:
-                    with contextlib.suppress(OSError):  # one that does not read is looked at from outside
-                        connection.sock.send(encode(Ask()), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._ask(action)
             case LookOutside(rank=rank, incarnation=incarnation):
                 connection = self._of(rank, incarnation)
                 words = None if connection is None else look_outside(connection.pid)
@@ -227,6 +300,12 @@ class HangCollector:
                 self._desk.end_run(reason)
             case _:
                 assert_never(action)
+
+    def _ask(self, action: AskStanding) -> None:
+        connection = self._of(action.rank, action.incarnation)
+        if connection is not None:
+            with contextlib.suppress(OSError):  # one that does not read is looked at from outside
+                connection.sock.send(encode(Ask()), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def _of(self, rank: int, incarnation: int) -> _Connection | None:
         wanted = (rank, incarnation)

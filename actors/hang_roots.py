@@ -26,14 +26,15 @@ SILENT = "silent"
 
 @dataclass(slots=True)
 class RankFacts:
-    """What is known of a rank. `outside`: how its process looks, if it was looked at; silent: for too
-    long."""
+    """What is known of a rank. `outside`: how its process looks, if it was looked at; silent: for too long;
+    host: which one it runs on, if there are several."""
 
     rank: int
     incarnation: int
     silent_ns: int = 0
     silent: bool = False
     outside: str = ""
+    host: str = ""
     standing: Standing | None = None
 
 
@@ -291,9 +292,18 @@ class _Graph:
         if not laggards:
             return f"{waiting} {verb} in {name_operation(position)} for {longest}"
         return (
-            f"{ranks(laggards)} never entered {name_operation(position)}; "
+            f"{self._named(laggards)} never entered {name_operation(position)}; "
             f"{waiting} {verb} in it for {longest}"
         )
+
+    def _named(self, numbers: Iterable[int]) -> str:
+        """`rank 3 on host b`, or `ranks 0-1 on host a and rank 3 on host b`."""
+        by_host: dict[str, list[int]] = {}
+        for rank in sorted(numbers):
+            known = self._facts.get(rank)
+            by_host.setdefault("" if known is None else known.host, []).append(rank)
+        told = [f"{ranks(those)} on {host}" if host else ranks(those) for host, those in by_host.items()]
+        return " and ".join(told)
 
     def _root(self, node: _Node, *, first: bool) -> str:
         if node.position is not None:
@@ -303,9 +313,10 @@ class _Graph:
                 return f"{text}: all members of this host are in it; {ranks(elsewhere)} cannot be seen here"
             return f"{text}, although all its members have entered it"
         if node.place is not None:
-            return describe_place(node.place) if first or node.place.stuck else stands(node.place)
+            told = describe_place(node.place) if first or node.place.stuck else stands(node.place)
+            return f"{told}, on {node.facts.host}" if first and node.facts.host else told
         seen = node.facts.outside or "does not answer"
-        return f"rank {node.rank} {seen}, for {duration(node.facts.silent_ns)}"
+        return f"{self._named([node.rank])} {seen}, for {duration(node.facts.silent_ns)}"
 
     @staticmethod
     def _at(facts: RankFacts, place: Place) -> _Node:

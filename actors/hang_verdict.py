@@ -23,6 +23,8 @@ from zbmd.transport.errors import LocalProtocolError
 GATHER_NS_MAX = 2_000_000_000
 """For the answers of all ranks."""
 GATHER_LOOKS = 4
+LOOKS_FACTOR = 2
+"""So many times the time for the answers is waited, with that for the looks from outside."""
 TOLD_MAX = 256
 """Roots that are told of and not over yet; more of them at once are not told of."""
 
@@ -52,10 +54,11 @@ class HangNotice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWatched:
-    """The watchdog of this incarnation has said hello."""
+    """The watchdog of this incarnation has said hello. host: where it runs, if there are several."""
 
     rank: int
     incarnation: int
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +167,7 @@ class _Told:
 
 
 class HangMachine:
-    """Judges the ranks of one host, each held to `deadline_ns`."""
+    """Judges the ranks of one host, or of one job's hosts, each held to `deadline_ns`."""
 
     def __init__(self, *, deadline_ns: int, on_hang: OnHang = OnHang.REPORT) -> None:
         if deadline_ns <= 0:
@@ -192,6 +195,9 @@ class HangMachine:
                 known = self._ranks.get(event.rank)
                 if known is None or known.facts.incarnation < event.incarnation:
                     self._ranks[event.rank] = _Rank(RankFacts(event.rank, event.incarnation))
+                current = self._current(event.rank, event.incarnation)
+                if current is not None:
+                    current.facts.host = event.host
                 return []
             case RankHeard():
                 rank = self._current(event.rank, event.incarnation)
@@ -276,7 +282,9 @@ class HangMachine:
                 return [
                     LookOutside(rank=r.facts.rank, incarnation=r.facts.incarnation) for r in self._unseen()
                 ]
-        return [] if self._unseen() else self._judge()
+        # What is asked of another host, or its answer, may be lost.
+        waits = self._unseen() and self._gathered_ns < LOOKS_FACTOR * self.gather_ns
+        return [] if waits else self._judge()
 
     def _gather(self) -> list[HangAction]:
         self.state, self._gathered_ns = CaseState.GATHERING, 0

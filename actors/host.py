@@ -268,7 +268,7 @@ class Host:
     def hung(self, notice: HangNotice) -> None:
         """See `HangDesk`."""
         if self._observer is None:
-            log.warning(notice.text, stack=notice.stack, next_step=notice.next_step)
+            log.warning(notice.text, at=notice.stack, next_step=notice.next_step)
         self._tell(notice)
 
     def end_rank(self, rank: int, incarnation: int) -> None:

@@ -1,6 +1,6 @@
 """The training job over three hosts: one's cable is pulled and plugged in, one is killed; the bits stay.
 
-    python -m zbmd.tools.demo_hosts_job [--steps N] [--delay TIME] [--loss FRACTION] [--json]
+    python -m zbmd.tools.demo_hosts_job [--steps N] [--delay TIME] [--loss FRACTION] [--rate MBPS] [--json]
 
 Each host is a network namespace with a node and one rank of the job (`demo_hosts_node`), reached over
 TCP. The last host's cable is pulled: the others go on with its shards. It is plugged in, comes back
@@ -159,6 +159,7 @@ class JobDemo:
         self._until(lambda: self.result is not None, "the result of the job")
         gaps = [(b[2] - a[2]) / 1e6 for a, b in pairwise(self.steps)]
         self.figures["an ordinary step, ms"] = median(gaps)
+        self.figures["the longest time between two steps of the whole run, ms"] = max(gaps)
         assert self.result is not None
         return str(self.result["weights_sha256"])
 
@@ -201,9 +202,11 @@ class JobDemo:
             running = {p.fd: p for p in self.places if p.fd >= 0}
             ready = select.select(list(running), [], [], max(0.0, deadline_s - time.monotonic()))[0]
             if not ready or (self.result is not None and not reached()):
+                now_ns = time.monotonic_ns()
+                last = [(step[0], step[1], f"{(now_ns - step[2]) / 1e6:.0f} ms") for step in self.steps[-3:]]
                 raise DemoFailed(
                     f"not within {PATIENCE_S:g} s, or before the job's end: {what}. Last commits (version, "
-                    f"members): {[step[:2] for step in self.steps[-3:]]}; views: {self.views}"
+                    f"members, age): {last}; views: {self.views}"
                 )
             for fd in ready:
                 for event in running[fd].read():
@@ -237,15 +240,15 @@ def plain_digest(out: Path, steps: int) -> str:
 
 
 def run(
-    steps: int, *, delay_ms: float = 0.0, loss: float = 0.0, kill: bool = True
+    steps: int, *, delay_ms: float = 0.0, loss: float = 0.0, rate_mbps: float = 0.0, kill: bool = True
 ) -> tuple[dict[str, float], bool]:
     """All of it: the figures, and whether the weights are those of a plain run. Raises `DemoFailed`."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zbmd-demo-")))
-        shaped = bool(delay_ms or loss)
+        shaped = bool(delay_ms or loss or rate_mbps)
         lab = stack.enter_context(Lab(HOSTS, shaped=shaped))
         for host in lab.hosts if shaped else ():
-            host.shape(delay_ms=delay_ms, loss=loss)
+            host.shape(delay_ms=delay_ms, loss=loss, rate_mbps=rate_mbps)
         demo = JobDemo(lab, steps)
         stack.callback(demo.close)
         demo.start(folder / "run")
@@ -263,13 +266,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS_DEFAULT)
     parser.add_argument("--delay", metavar="TIME", help="of what each host sends")
     parser.add_argument("--loss", type=float, default=0.0, metavar="FRACTION")
+    parser.add_argument("--rate", type=float, default=0.0, metavar="MBPS", help="of each host's cable")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
     try:
         if arguments.steps < STEPS_MIN:
             raise UserError(f"--steps {arguments.steps}: give {STEPS_MIN} or more.")
         delay_ms = 0.0 if arguments.delay is None else parse_duration(arguments.delay) * 1e3
-        figures, same = run(arguments.steps, delay_ms=delay_ms, loss=arguments.loss)
+        figures, same = run(arguments.steps, delay_ms=delay_ms, loss=arguments.loss, rate_mbps=arguments.rate)
     except ZbmdError as error:
         print(f"demo_hosts_job: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

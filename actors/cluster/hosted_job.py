@@ -5,18 +5,30 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import Final, Protocol
+from collections.abc import Mapping
+from typing import Final, Protocol, assert_never
 
 import structlog
 
 from zbmd.actors.cluster import local_events as e
+from zbmd.actors.cluster.hang_relay import HangRelay
+from zbmd.actors.cluster.job_contracts import (
+    HangAsk,
+    HangBeats,
+    HangEnd,
+    HangSeen,
+    HangStanding,
+    HangWord,
+)
 from zbmd.actors.cluster.jobs import JobSpec
 from zbmd.actors.cluster.local_deaths import boot_id
 from zbmd.actors.cluster.local_events import RankKey
 from zbmd.actors.cluster.local_jobs import LocalJob, ProcessState
+from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.nodes import NodeKey
+from zbmd.actors.contracts import Contract
 from zbmd.actors.hang_collector import HangCollector
-from zbmd.actors.hang_verdict import HangNotice, OnHang
+from zbmd.actors.hang_verdict import AskStanding, HangNotice, LookOutside, OnHang, Replace
 from zbmd.actors.host_contracts import Join, Linked, LinkLost, NodeStatus, RankStatus, Report, read_report
 from zbmd.actors.host_events import HostEvent, RankReport
 from zbmd.actors.host_links import HostLinks, host_identity
@@ -26,12 +38,13 @@ from zbmd.actors.template import ForkRequest
 from zbmd.actors.view import RankState
 from zbmd.transport.budget import derive
 from zbmd.transport.capture.recorder import Recorder
-from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.errors import RemoteProtocolError, UserError
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.liveness import DeathNotice
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster.job")
 
+ON_HANG_VARIABLE: Final = "ZBMD_ON_HANG"
 _SHOWN: Final = {
     ProcessState.FORKING: RankState.WAITING,
     ProcessState.STARTED: RankState.STARTING,
@@ -74,6 +87,10 @@ class JobDesk(Protocol):
         """End a process at once."""
         ...
 
+    def send(self, to: NodeKey, message: Contract) -> None:
+        """Tell another node."""
+        ...
+
     def stop_job(self, job: int, reason: str) -> None:
         """Have the cluster end a job."""
         ...
@@ -99,12 +116,13 @@ class HostedJob:
         self._began_ns = time.monotonic_ns()
         self._deadlines = derive(spec.recovery_budget_ns)
         self._environment = dict(spec.environment)
+        self._relay = HangRelay(spec.job, desk.send)
         self._links: HostLinks | None = None
         self._hangs: HangCollector | None = None
 
     async def open(self) -> None:
         """Start to listen. Raises `UserError` for an environment that cannot be, OSError, `OutOfMemory`."""
-        deadline_ns = progress_deadline_ns(self._environment)
+        deadline_ns, on_hang = progress_deadline_ns(self._environment), _on_hang(self._environment)
         self._links = HostLinks(
             address=self.address,
             identity=host_identity(self.spec.job),
@@ -114,7 +132,9 @@ class HostedJob:
             desk=self,
         )
         await self._links.open()
-        self._hangs = HangCollector(self.address, deadline_ns=deadline_ns, on_hang=OnHang.REPORT, desk=self)
+        self._hangs = HangCollector(
+            self.address, deadline_ns=deadline_ns, on_hang=on_hang, desk=self, elsewhere=self._relay
+        )
         self._hangs.open()
 
     async def close(self) -> None:
@@ -234,11 +254,37 @@ class HostedJob:
             ranks=tuple(ranks),
         )
 
+    # -- what hangs, also on other hosts -----------------------------------------------------------------
+
+    def placed(self, me: NodeKey, view: ClusterView) -> None:
+        """The node acts on another view."""
+        names = {node.key: node.name for node in view.nodes if node.name}
+        changed, gone = self._relay.place(me, view.jobs.job(self.spec.job), names)
+        if self._hangs is None:
+            return
+        self._hangs.placed(anew=changed)
+        for event in gone:
+            self._hangs.hear(event)
+
+    def told(self, sender: NodeKey, word: HangWord) -> None:
+        """Another node's life says something of a hang, or asks."""
+        if self._hangs is None:
+            return
+        match word:
+            case HangBeats() | HangStanding() | HangSeen():
+                for event in self._relay.events(sender, word):
+                    self._hangs.hear(event)
+            case HangAsk() | HangEnd():
+                if self._relay.obeys(sender):
+                    self._hangs.obey(_action_of(word))
+            case _:
+                assert_never(word)
+
     # -- what their watchdogs say (`HangDesk`) -----------------------------------------------------------
 
     def hung(self, notice: HangNotice) -> None:
         """See `HangDesk`."""
-        log.warning(notice.text, job=self.spec.job, stack=notice.stack, next_step=notice.next_step)
+        log.warning(notice.text, job=self.spec.job, at=notice.stack, next_step=notice.next_step)
         self._desk.tell(self.spec.job, notice)
 
     def end_rank(self, rank: int, incarnation: int) -> None:
@@ -248,3 +294,22 @@ class HostedJob:
     def end_run(self, reason: str) -> None:
         """See `HangDesk`."""
         self._desk.stop_job(self.spec.job, reason)
+
+
+def _action_of(word: HangAsk | HangEnd) -> AskStanding | LookOutside | Replace:
+    rank, incarnation = word.rank, word.incarnation
+    if isinstance(word, HangEnd):
+        return Replace(rank=rank, incarnation=incarnation, reason="the job's judge of hangs wants it")
+    if word.outside:
+        return LookOutside(rank=rank, incarnation=incarnation)
+    return AskStanding(rank=rank, incarnation=incarnation)
+
+
+def _on_hang(environment: Mapping[str, str]) -> OnHang:
+    """What the job does about a hang, from ZBMD_ON_HANG. Raises `UserError`."""
+    text = environment.get(ON_HANG_VARIABLE, OnHang.REPORT.value)
+    try:
+        return OnHang(text)
+    except ValueError:
+        choices = ", ".join(policy.value for policy in OnHang)
+        raise UserError(f"{ON_HANG_VARIABLE}={text!r} is none of {choices}.") from None

@@ -17,7 +17,7 @@ from zbmd.actors.cluster.cluster_kinds import LOCAL_JOBS
 from zbmd.actors.cluster.cluster_port import ClusterPort
 from zbmd.actors.cluster.hosted_job import HostedJob
 from zbmd.actors.cluster.job_code import check_code
-from zbmd.actors.cluster.job_contracts import HostLinked
+from zbmd.actors.cluster.job_contracts import HangWord, HostLinked
 from zbmd.actors.cluster.jobs import REASON_CHARACTERS_MAX, CommandRefused, JobSpec, Order, RankUp, Stop
 from zbmd.actors.cluster.local_events import RankKey
 from zbmd.actors.cluster.local_jobs import LocalJob, LocalJobs
@@ -138,11 +138,17 @@ class JobHost:
     def acts_on(self, view: ClusterView, reason: str) -> None:
         """See `ClusterListener`."""
         self.put(e.ViewActedOn(view=view))
+        for hosted in self._jobs.values():
+            self._place(hosted, view)
 
     def received(self, sender: NodeKey, message: Contract) -> None:
         """See `ClusterListener`."""
         if isinstance(message, HostLinked):
             self.put(e.HostSaid(sender=sender, word=message))
+        elif isinstance(message, HangWord):
+            hosted = self._jobs.get(message.job)
+            if hosted is not None and self._port.view.holds(sender):
+                hosted.told(sender, message)
 
     def stopped(self, reason: str) -> None:
         """See `ClusterListener`."""
@@ -235,6 +241,10 @@ class JobHost:
             await self._loop.run_in_executor(None, check_code, hosted.spec)
         await hosted.open()
 
+    def _place(self, hosted: HostedJob, view: ClusterView) -> None:
+        assert self._me is not None
+        hosted.placed(self._me, view)
+
     def _close_job(self, job: int) -> None:
         self._task(self._closing, _close_once_open(self._opened.pop(job), self._jobs.pop(job)))
 
@@ -270,6 +280,10 @@ class JobHost:
         if self._processes is None:
             return None
         return self._processes.find((key.job, key.rank, key.incarnation))
+
+    def send(self, to: NodeKey, message: Contract) -> None:
+        """See `JobDesk`."""
+        self._port.send(to, message)
 
     def noticed(self, key: RankKey, notice: DeathNotice) -> bool:
         """See `JobDesk`."""

@@ -20,4 +20,5 @@ def test_a_host_is_cut_off_and_comes_back_and_the_bits_stay() -> None:
         "cable pulled to the next committed step, ms",
         "as the cut-off host joins: the longest time between two steps, ms",
         "an ordinary step, ms",
+        "the longest time between two steps of the whole run, ms",
     ]

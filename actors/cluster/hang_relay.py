@@ -102,6 +102,8 @@ class HangRelay:
         match event:
             case RankWatched() | RankHeard():
                 self._heard.add((event.rank, event.incarnation))
+            case Ticked() if not self._heard:
+                pass
             case Ticked():
                 self._send(self._judge, HangBeats(job=self._job, ranks=tuple(sorted(self._heard))))
                 self._heard.clear()

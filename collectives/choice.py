@@ -53,7 +53,9 @@ def choose(
     costs = {
         name: formula(case)
         for (of, name), formula in FORMULAS.items()
-        if of is operation and (fits or name != "eager") and (hosts > 1 or name != "hierarchical")
+        if of is operation
+        and (fits or name != "eager")
+        and (hosts > 1 or not ALGORITHMS[of, name].over_hosts)
     }
     ranked = tuple(sorted(costs.items(), key=lambda item: item[1]))
     best, cost = ranked[0]

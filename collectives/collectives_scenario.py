@@ -78,7 +78,7 @@ def draw_case(
         root=rng.randrange(n),
         shards=shards,
         assignment=assign_shards(shards, n) if shards else (),
-        hosts=tuple(rng.randrange(HOSTS_MAX) for _ in range(n)) if algorithm == "hierarchical" else (),
+        hosts=tuple(rng.randrange(HOSTS_MAX) for _ in range(n)) if entry.over_hosts else (),
     )
     count = rng.randint(0, COUNT_MAX) if count is None else count
     in_place = not entry.eager and rng.random() < 0.5

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
 
 from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.plan import CHUNK_BYTES
@@ -37,6 +38,9 @@ ONE_HOST = Model()
 """Of a group that has measured nothing, on one host."""
 MANY_HOSTS = Model(alpha_ns=20_000.0, beta_ns_per_byte=0.8, gamma_ns_per_byte=0.15)
 """Of a group that has measured nothing, on several hosts: about 10 Gb/s."""
+
+
+Formula: TypeAlias = "Callable[[Case], float]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +105,23 @@ def _trees_all_reduce(case: Case, trees: int) -> float:
     )
 
 
-def _hierarchical_all_reduce(case: Case) -> float:
+def _tree_all_reduce(case: Case) -> float:
+    return _trees_all_reduce(case, 1)
+
+
+def _over_hosts(case: Case, between: Formula) -> float:
     inside = math.ceil(case.n / case.hosts)
     near = Case(n=inside, nbytes=case.nbytes, hosts=1, model=ONE_HOST)
     far = Case(n=case.hosts, nbytes=-(-case.nbytes // inside), hosts=case.hosts, model=case.model)
-    return _direct_all_reduce(near) + _ring_all_reduce(far)
+    return _direct_all_reduce(near) + between(far)
+
+
+def _ring_of_hosts(case: Case) -> float:
+    return _over_hosts(case, _ring_all_reduce)
+
+
+def _tree_of_hosts(case: Case) -> float:
+    return _over_hosts(case, _tree_all_reduce)
 
 
 def _read_by_all(case: Case) -> float:
@@ -138,17 +154,16 @@ def _blocks_by_bruck(case: Case) -> float:
     return case.time_ns(steps=1 + case.levels * case.n / 2, moved=case.levels)
 
 
-Formula = Callable[[Case], float]
-
 FORMULAS: Mapping[tuple[Operation, str], Formula] = MappingProxyType(
     {
         (Operation.ALL_REDUCE, "direct"): _direct_all_reduce,
         (Operation.ALL_REDUCE, "ring"): _ring_all_reduce,
         (Operation.ALL_REDUCE, "bidirectional_ring"): _bidirectional_all_reduce,
         (Operation.ALL_REDUCE, "halving_doubling"): _halving_all_reduce,
-        (Operation.ALL_REDUCE, "tree"): lambda case: _trees_all_reduce(case, 1),
+        (Operation.ALL_REDUCE, "tree"): _tree_all_reduce,
         (Operation.ALL_REDUCE, "double_tree"): lambda case: _trees_all_reduce(case, 2),
-        (Operation.ALL_REDUCE, "hierarchical"): _hierarchical_all_reduce,
+        (Operation.ALL_REDUCE, "hierarchical"): _ring_of_hosts,
+        (Operation.ALL_REDUCE, "hierarchical_tree"): _tree_of_hosts,
         (Operation.REDUCE, "direct"): _one_root_reads,
         (Operation.REDUCE, "tree"): _up_a_tree,
         (Operation.BROADCAST, "direct"): _read_by_all,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zbmd.collectives._stepper import PUB_BYTES_MAX
-from zbmd.collectives.algorithms import Operation, Request, algorithm_of
+from zbmd.collectives.algorithms import Algorithm, Operation, Request, algorithm_of
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.arrays import Array
 from zbmd.collectives.choice import Choice, choose
@@ -119,7 +119,7 @@ def shape_of(ask: Ask) -> Shape:
             root=ask.root,
             shards=ask.shards,
             assignment=ask.assignment,
-            hosts=ask.hosts if name == "hierarchical" else (),
+            hosts=ask.hosts if _entry(ask, name).over_hosts else (),
         )
         try:
             request = replace(request, chunks=request.blocks)
@@ -127,18 +127,16 @@ def shape_of(ask: Ask) -> Shape:
         except ProgramError as error:
             raise UserError(str(error)) from None
 
-    a_rank = 1 if not _blocked(ask, name) else ask.n
+    a_rank = 1 if not _entry(ask, name).blocked else ask.n
     piece = min(ask.count, max(1, PIECE_BYTES // (item * a_rank)))
     whole = plan(piece)
     rest = ask.count % piece if piece else 0
     return Shape(piece, whole, plan(rest) if rest else whole)
 
 
-def _blocked(ask: Ask, name: str) -> bool:
+def _entry(ask: Ask, name: str) -> Algorithm:
     try:
-        return algorithm_of(
-            Request(operation=ask.operation, algorithm=name, n=ask.n, chunks=ask.n**2)
-        ).blocked
+        return algorithm_of(Request(operation=ask.operation, algorithm=name, n=ask.n, chunks=ask.n**2))
     except ProgramError as error:
         raise UserError(str(error)) from None
 

@@ -38,7 +38,7 @@ def requests(operation: Operation, algorithm: str, n: int) -> Iterator[Request]:
         if operation is Operation.ALL_REDUCE_SHARDS:
             for shards in SHARDS:
                 yield replace(request, shards=shards, assignment=assign_shards(shards, n))
-        elif algorithm == "hierarchical":
+        elif ALGORITHMS[operation, algorithm].over_hosts:
             for ranks_a_host in (1, 3, 8):
                 yield replace(request, hosts=tuple(r // ranks_a_host for r in range(n)))
         elif operation in (Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER):

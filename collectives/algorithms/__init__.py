@@ -103,7 +103,8 @@ class Algorithm:
 
     `exposes` gives the buffers of a rank that its peers read: these must lie in the arena. The full
     vector of a `blocked` one has a block a rank, or one a pair of ranks. An `eager` one reads inputs from the
-    descriptors. One that is `laid_out` always finds its blocks by a `Layout`.
+    descriptors. One that is `laid_out` always finds its blocks by a `Layout`. The programs of one that goes
+    `over_hosts` depend on who is where.
     """
 
     build: Callable[[Request, int], Program]
@@ -112,6 +113,7 @@ class Algorithm:
     blocked: bool = False
     eager: bool = False
     laid_out: bool = False
+    over_hosts: bool = False
 
 
 def _exposes(*buffers: int) -> Callable[[Request, int], frozenset[int]]:
@@ -219,6 +221,11 @@ def _reduce_over_hosts(request: Request, in_place: bool) -> Spec:
     return all_reduce_spec(n, chunks, order=order, in_place=in_place)
 
 
+def _reduce_up_a_tree_of_hosts(request: Request, in_place: bool) -> Spec:
+    order = hierarchical.hierarchical_tree_order(request.n, request.hosts)
+    return all_reduce_spec(request.n, request.chunks, order=lambda chunk: order, in_place=in_place)
+
+
 def _gather(request: Request, in_place: bool, *, eager: bool = False) -> Spec:
     return all_gather_spec(request.n, request.chunks, in_place=in_place, eager=eager)
 
@@ -269,6 +276,15 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
             ),
             spec=_reduce_over_hosts,
             exposes=_exposes(IN, OUT),
+            over_hosts=True,
+        ),
+        (Operation.ALL_REDUCE, "hierarchical_tree"): Algorithm(
+            build=lambda request, rank: hierarchical.hierarchical_tree_all_reduce(
+                request.n, rank, request.chunks, request.hosts
+            ),
+            spec=_reduce_up_a_tree_of_hosts,
+            exposes=_exposes(IN, OUT),
+            over_hosts=True,
         ),
         (Operation.REDUCE, "tree"): Algorithm(
             build=_rooted(reduction_trees.tree_reduce), spec=_reduce_up_to_root, exposes=_exposes()

@@ -1,21 +1,26 @@
 """All-reduce over hosts: within each in shared memory, between them as little as may be.
 
 The chunks are cut into as many slices as the smallest host has ranks. The i-th rank of each host reduces
-slice i over its host, then the i-th ranks of all hosts reduce it round a ring (`ring`), then everybody reads
-the results of its host. So every byte crosses between two hosts twice, whatever the number of ranks on them,
-and all links are used.
+slice i over its host, then the i-th ranks of all hosts reduce it between them, then everybody reads the
+results of its host. Between hosts a slice goes round a ring (`ring`): every byte crosses between two hosts
+twice, whatever the number of ranks on them, and all links are used. Or it goes up and down a tree of the
+hosts (`reduction_trees`): more bytes at the tree's inner hosts, in as few steps as its height.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 from zbmd.collectives.algorithms.compose import TreeReduction, finish_program
 from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
+from zbmd.collectives.algorithms.reduction_trees import Climb, balanced_tree, inbox_slots, tree_order
 from zbmd.collectives.algorithms.ring import WINDOW_SLOTS, Hop, Place, walk_ring
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.program import IN, OUT, SCRATCH, Copy, Notify, Operand, Program, Reduce, chunk_range
 from zbmd.collectives.spec import Tree, left_fold
+
+PARTITIONS_KEPT = 8
 
 
 def hosts_of(n: int, hosts: Sequence[int]) -> list[list[int]]:
@@ -27,7 +32,10 @@ def hosts_of(n: int, hosts: Sequence[int]) -> list[list[int]]:
         return [list(range(n))]
     if len(hosts) != n:
         raise ProgramError(f"hosts are given for {len(hosts)} ranks of {n}")
-    return [[r for r in range(n) if hosts[r] == host] for host in dict.fromkeys(hosts)]
+    ranks: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    return list(ranks.values())
 
 
 class _Partition:
@@ -37,10 +45,11 @@ class _Partition:
         self.hosts = hosts_of(n, hosts)
         self.slices = min(map(len, self.hosts))
         self.chunks = chunks
+        self._places = {rank: (h, i) for h, host in enumerate(self.hosts) for i, rank in enumerate(host)}
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """(host, place in it) of a rank."""
-        return next((h, host.index(rank)) for h, host in enumerate(self.hosts) if rank in host)
+        return self._places[rank]
 
     def slice_of(self, i: int) -> range:
         return chunk_range(i, self.slices, self.chunks)
@@ -52,25 +61,46 @@ class _Partition:
         return whole[part.start : part.stop]
 
 
+_partition = lru_cache(maxsize=PARTITIONS_KEPT)(_Partition)
+_Between = Callable[[_Partition, int, int, int], Draft]
+"""What (rank, host, slice) do between hosts with the sum of their host."""
+
+
 def hierarchical_all_reduce(n: int, rank: int, chunks: int, hosts: Sequence[int]) -> Program:
     """Reduce in each host, all-reduce round rings over the hosts, read in each host. In place or not.
 
     Order (`hierarchical_order`): left folds over the ranks of a host, combined round the ring of hosts.
     """
-    partition = _Partition(n, hosts, chunks)
+    return _program("hierarchical_all_reduce", n, rank, chunks, hosts, _ring_over_hosts, WINDOW_SLOTS)
+
+
+def hierarchical_tree_all_reduce(n: int, rank: int, chunks: int, hosts: Sequence[int]) -> Program:
+    """Reduce in each host, go up and down a binary tree of the hosts, read in each host. In place or not.
+
+    Order (`hierarchical_tree_order`): left folds over the ranks of a host, combined up the tree.
+    """
+    count = len(_partition(n, tuple(hosts), chunks).hosts)
+    slots = inbox_slots((balanced_tree(count),)) if count > 1 else 0
+    return _program("hierarchical_tree_all_reduce", n, rank, chunks, hosts, _tree_over_hosts, slots)
+
+
+def _program(
+    name: str, n: int, rank: int, chunks: int, hosts: Sequence[int], between: _Between, slots: int
+) -> Program:
+    partition = _partition(n, tuple(hosts), chunks)
     h, i = partition.place_of(rank)
     many, works = len(partition.hosts) > 1, i < partition.slices
     own = len(partition.slice_of(i)) if works else 0
     stack = 1 if len(partition.hosts[h]) > 2 else 0
     return finish_program(
-        "hierarchical_all_reduce",
+        name,
         n,
         rank,
         1,
         chunks,
-        number_waits(lambda r: _all_reduce_draft(partition, r), rank),
+        number_waits(partial(_all_reduce_draft, partition, between), rank),
         scratch_slots=(own if many else 0) + stack,
-        inbox_slots=WINDOW_SLOTS if many and works else 0,
+        inbox_slots=slots if many and works else 0,
     )
 
 
@@ -87,13 +117,19 @@ def hierarchical_order(n: int, chunks: int, hosts: Sequence[int], chunk: int) ->
     return total
 
 
-def _all_reduce_draft(partition: _Partition, rank: int) -> Draft:
+def hierarchical_tree_order(n: int, hosts: Sequence[int]) -> Tree:
+    """The order in which `hierarchical_tree_all_reduce` combines ranks, on every chunk."""
+    groups = hosts_of(n, hosts)
+    return tree_order(balanced_tree(len(groups)), lambda h: left_fold(groups[h]))
+
+
+def _all_reduce_draft(partition: _Partition, between: _Between, rank: int) -> Draft:
     h, i = partition.place_of(rank)
     draft: Draft = []
     if i < partition.slices:
         draft += _reduce_in_host(partition, rank, h, i)
         if len(partition.hosts) > 1:
-            draft += _ring_over_hosts(partition, rank, h, i)
+            draft += between(partition, rank, h, i)
     return draft + _read_in_host(partition, rank, h, i)
 
 
@@ -145,6 +181,24 @@ def _ring_over_hosts(partition: _Partition, rank: int, h: int, i: int) -> Draft:
     ]
     following, preceding = (partition.hosts[(h + way) % count][i] for way in (1, -1))
     return walk_ring(Place(rank, following, preceding, count), reducing + gathering)
+
+
+def _tree_over_hosts(partition: _Partition, rank: int, h: int, i: int) -> Draft:
+    alone = len(partition.hosts[h]) == 1
+    chunks = partition.slice_of(i)
+
+    def partial_sum(k: int) -> Operand:
+        return Operand(rank, SCRATCH, k)
+
+    climb = Climb(
+        trees=(balanced_tree(len(partition.hosts)),),
+        ranks=[host[i] for host in partition.hosts],
+        node=h,
+        chunks=chunks,
+        own=(lambda k: Operand(rank, IN, chunks[k])) if alone else partial_sum,
+        partial=partial_sum,
+    )
+    return climb.both_ways()
 
 
 def _read_in_host(partition: _Partition, rank: int, h: int, i: int) -> Draft:

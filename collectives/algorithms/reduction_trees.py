@@ -8,8 +8,9 @@ are read downwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from zbmd.collectives.algorithms.compose import finish_program
 from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
@@ -18,15 +19,21 @@ from zbmd.collectives.spec import Tree
 
 CHILD_SLOTS = 2
 """Inbox slots of a child's sums."""
+TREES_KEPT = 64
+"""Trees that are remembered: all ranks of a simulation share one."""
 
 
 @dataclass(frozen=True, slots=True)
 class BinaryTree:
-    """A tree over the ranks: the parent of each (-1 for the root), and the children in order of reduction."""
+    """A tree over nodes 0..n-1: the parent of each (-1 for the root), and its children in order of reduction.
+
+    `most_children`: the largest number of children that a node has.
+    """
 
     parents: tuple[int, ...]
     children: tuple[tuple[int, ...], ...]
     height: int
+    most_children: int
 
     @property
     def root(self) -> int:
@@ -35,44 +42,46 @@ class BinaryTree:
 
 
 def _tree(parents: Sequence[int]) -> BinaryTree:
-    children = tuple(
-        tuple(rank for rank, parent in enumerate(parents) if parent == above) for above in range(len(parents))
-    )
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            children[parent].append(node)
+    height, level = -1, [parents.index(-1)]
+    while level:
+        height, level = height + 1, [child for node in level for child in children[node]]
+    return BinaryTree(tuple(parents), tuple(map(tuple, children)), height, max(map(len, children)))
 
-    def depth(rank: int) -> int:
-        return 0 if parents[rank] < 0 else 1 + depth(parents[rank])
 
-    return BinaryTree(tuple(parents), children, max(map(depth, range(len(parents)))))
-
-
+@lru_cache(maxsize=TREES_KEPT)
 def balanced_tree(n: int, root: int = 0) -> BinaryTree:
-    """The tree of a heap, numbered from `root`: v = (rank - root) mod n has the parent (v - 1) // 2."""
-    places = [(rank - root) % n for rank in range(n)]
+    """The tree of a heap, numbered from `root`: v = (node - root) mod n has the parent (v - 1) // 2."""
+    places = [(node - root) % n for node in range(n)]
     return _tree([((v - 1) // 2 + root) % n if v else -1 for v in places])
 
 
+@lru_cache(maxsize=TREES_KEPT)
 def two_trees(n: int) -> tuple[BinaryTree, BinaryTree]:
     """Two in-order trees: nobody has children in both. One is the other's mirror image, or shifted by one.
 
-    In the first, a rank that is a multiple of 2^k and not of 2^(k+1) has the height k, so odd ranks are
-    leaves; in the second, even ranks are (but for the root and the ends of the row, which have at most one
+    In the first, a node that is a multiple of 2^k and not of 2^(k+1) has the height k, so odd ones are
+    leaves; in the second, even ones are (but for the root and the ends of the row, which have at most one
     child).
     """
-    first = [_in_order_parent(rank, n) for rank in range(n)]
+    first = [_in_order_parent(node, n) for node in range(n)]
     if n % 2:
-        second = [-1 if (p := first[(rank - 1) % n]) < 0 else (p + 1) % n for rank in range(n)]
+        second = [-1 if (p := first[(node - 1) % n]) < 0 else (p + 1) % n for node in range(n)]
     else:
-        second = [-1 if (p := first[n - 1 - rank]) < 0 else n - 1 - p for rank in range(n)]
+        second = [-1 if (p := first[n - 1 - node]) < 0 else n - 1 - p for node in range(n)]
     return _tree(first), _tree(second)
 
 
-def _in_order_parent(rank: int, n: int) -> int:
-    """Rank 0 is the root; another's parent is found by clearing its lowest bit and setting the next."""
-    if rank == 0:
+def _in_order_parent(node: int, n: int) -> int:
+    """Node 0 is the root; another's parent is found by clearing its lowest bit and setting the next."""
+    if node == 0:
         return -1
-    low = rank & -rank
-    up = (rank ^ low) | (low << 1)
-    return up if up < n else rank ^ low
+    low = node & -node
+    up = (node ^ low) | (low << 1)
+    return up if up < n else node ^ low
 
 
 def tree_all_reduce(n: int, rank: int, chunks: int) -> Program:
@@ -90,12 +99,12 @@ def tree_reduce(n: int, rank: int, chunks: int, root: int) -> Program:
     return _program("tree_reduce", n, rank, chunks, (balanced_tree(n, root),), down=False)
 
 
-def tree_order(tree: BinaryTree) -> Tree:
-    """The order in which a chunk is reduced: a rank's own input, then the sums of its children."""
+def tree_order(tree: BinaryTree, leaf: Callable[[int], Tree] = lambda node: node) -> Tree:
+    """The order in which a chunk is reduced: a node's own input, `leaf(node)`, then its children's sums."""
 
-    def of(rank: int) -> Tree:
-        total: Tree = rank
-        for child in tree.children[rank]:
+    def of(node: int) -> Tree:
+        total = leaf(node)
+        for child in tree.children[node]:
             total = (total, of(child))
         return total
 
@@ -108,80 +117,123 @@ def _program(
     if n == 1:
         copies = [Copy(chunk, Operand(0, OUT, chunk), Operand(0, IN, chunk)) for chunk in range(chunks)]
         return finish_program(name, n, rank, 1, chunks, copies)
-    most = max(len(tree.children[r]) for tree in trees for r in range(n))
+
+    def draft_of(r: int) -> Draft:
+        climb = Climb(
+            trees=trees,
+            ranks=range(n),
+            node=r,
+            chunks=range(chunks),
+            own=lambda k: Operand(r, IN, k),
+            partial=lambda k: Operand(r, SCRATCH, 0),
+        )
+        return climb.both_ways() if down else [*climb.up_alone(), *_part_from_root(trees[0], n, r)]
+
     return finish_program(
         name,
         n,
         rank,
         1,
         chunks,
-        number_waits(lambda r: _draft(n, r, chunks, trees, down=down), rank),
+        number_waits(draft_of, rank),
         scratch_slots=1,
-        inbox_slots=len(trees) * most * CHILD_SLOTS,
+        inbox_slots=inbox_slots(trees),
     )
 
 
-def _draft(n: int, rank: int, chunks: int, trees: tuple[BinaryTree, ...], *, down: bool) -> Draft:
-    """Up and down of all chunks. A chunk's way down comes so much later than its way up that it need not
-    wait.
+def _part_from_root(tree: BinaryTree, n: int, rank: int) -> Draft:
+    if rank == tree.root:
+        return [Signal(Notify(peer), "end") for peer in range(n) if peer != rank]
+    return [Await(tree.root, "end")]
 
-    At every rank the ups are in one order and each down comes as long after its up, so no two ranks wait for
-    each other.
+
+def inbox_slots(trees: tuple[BinaryTree, ...]) -> int:
+    """How many slots a rank's inbox has for the sums of its children."""
+    return len(trees) * max(tree.most_children for tree in trees) * CHILD_SLOTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Climb:
+    """What one node of the trees does: its chunks go up to the root, and the results come down.
+
+    `ranks[node]` is the rank of a node. The k-th of `chunks` takes the k-th tree in turn; `own(k)` is where
+    this node's contribution to it lies, `partial(k)` where its sum may be kept.
     """
-    lag = len(trees) * 2 * max(tree.height for tree in trees) if down else 0
-    draft: Draft = []
-    for at in range(chunks + lag):
-        if at < chunks:
-            draft += _up(rank, at, chunks, trees)
-        if down and at >= lag:
-            draft += _down(rank, at - lag, trees)
-    if down:
-        used = trees[:chunks]
-        for i, tree in enumerate(used):
-            if tree.parents[rank] >= 0:
-                draft.append(Signal(Notify(tree.parents[rank]), ("read", i)))
-        draft += [Await(child, ("read", i)) for i, tree in enumerate(used) for child in tree.children[rank]]
-    elif trees[0].parents[rank] < 0:
-        draft += [Signal(Notify(peer), "end") for peer in range(n) if peer != rank]
-    else:
-        draft.append(Await(trees[0].root, "end"))
-    return draft
 
+    trees: tuple[BinaryTree, ...]
+    ranks: Sequence[int]
+    node: int
+    chunks: Sequence[int]
+    own: Callable[[int], Operand]
+    partial: Callable[[int], Operand]
 
-def _up(rank: int, chunk: int, chunks: int, trees: tuple[BinaryTree, ...]) -> Draft:
-    """Add the children's sums to the own input, and put the sum into the parent's inbox."""
-    which = chunk % len(trees)
-    tree, turn = trees[which], chunk // len(trees)
-    children, parent = tree.children[rank], tree.parents[rank]
-    draft: Draft = []
-    total = Operand(rank, IN, chunk)
-    for k, child in enumerate(children):
-        slot = Operand(rank, INBOX, _slot(trees, which, k, turn))
-        last = k == len(children) - 1
-        target = Operand(rank, OUT, chunk) if parent < 0 and last else Operand(rank, SCRATCH, 0)
-        draft += [Await(child, ("sum", which, turn)), Reduce(chunk, target, total, slot)]
-        if chunk + len(trees) * CHILD_SLOTS < chunks:
-            draft.append(Signal(Notify(child), ("free", which, turn)))
-        total = target
-    if parent >= 0:
+    def both_ways(self) -> Draft:
+        """Up and down. A chunk's way down comes so much later than its way up that it need not wait.
+
+        At every node the ups are in one order and each down comes as long after its up, so no two nodes wait
+        for each other.
+        """
+        lag = len(self.trees) * 2 * max(tree.height for tree in self.trees)
+        draft: Draft = []
+        for at in range(len(self.chunks) + lag):
+            if at < len(self.chunks):
+                draft += self._up(at)
+            if at >= lag:
+                draft += self._down(at - lag)
+        return draft + self._part()
+
+    def up_alone(self) -> Draft:
+        """Up to the root, where the sums stay."""
+        return [item for k in range(len(self.chunks)) for item in self._up(k)]
+
+    def _up(self, k: int) -> Draft:
+        """Add the children's sums to the own input, and put the sum into the parent's inbox."""
+        which, turn = k % len(self.trees), k // len(self.trees)
+        tree, chunk, rank = self.trees[which], self.chunks[k], self.ranks[self.node]
+        children, parent = tree.children[self.node], tree.parents[self.node]
+        draft: Draft = []
+        total = self.own(k)
+        for i, child in enumerate(children):
+            slot = Operand(rank, INBOX, self._slot(which, i, turn))
+            last = i == len(children) - 1
+            target = Operand(rank, OUT, chunk) if parent < 0 and last else self.partial(k)
+            draft += [
+                Await(self.ranks[child], ("sum", which, turn)),
+                Reduce(chunk, target, total, slot),
+            ]
+            if k + len(self.trees) * CHILD_SLOTS < len(self.chunks):
+                draft.append(Signal(Notify(self.ranks[child]), ("free", which, turn)))
+            total = target
+        if parent < 0:
+            return draft
         if turn >= CHILD_SLOTS:
-            draft.append(Await(parent, ("free", which, turn - CHILD_SLOTS)))
-        slot = Operand(parent, INBOX, _slot(trees, which, tree.children[parent].index(rank), turn))
-        draft.append(Signal(Put(chunk, slot, total), ("sum", which, turn)))
-    return draft
+            draft.append(Await(self.ranks[parent], ("free", which, turn - CHILD_SLOTS)))
+        place = self._slot(which, tree.children[parent].index(self.node), turn)
+        put = Put(chunk, Operand(self.ranks[parent], INBOX, place), total)
+        return [*draft, Signal(put, ("sum", which, turn))]
 
+    def _slot(self, which: int, child: int, turn: int) -> int:
+        most = max(tree.most_children for tree in self.trees)
+        return (which * most + child) * CHILD_SLOTS + turn % CHILD_SLOTS
 
-def _slot(trees: tuple[BinaryTree, ...], which: int, k: int, turn: int) -> int:
-    most = max(len(children) for tree in trees for children in tree.children)
-    return (which * most + k) * CHILD_SLOTS + turn % CHILD_SLOTS
+    def _down(self, k: int) -> Draft:
+        """Read the result from the parent, and tell the children that it is here."""
+        tree, chunk, rank = self.trees[k % len(self.trees)], self.chunks[k], self.ranks[self.node]
+        parent = tree.parents[self.node]
+        draft: Draft = []
+        if parent >= 0:
+            above = self.ranks[parent]
+            draft.append(Await(above, ("total", k)))
+            draft.append(Copy(chunk, Operand(rank, OUT, chunk), Operand(above, OUT, chunk)))
+        return draft + [Signal(Notify(self.ranks[child]), ("total", k)) for child in tree.children[self.node]]
 
-
-def _down(rank: int, chunk: int, trees: tuple[BinaryTree, ...]) -> Draft:
-    """Read the result from the parent, and tell the children that it is here."""
-    which = chunk % len(trees)
-    tree, parent = trees[which], trees[which].parents[rank]
-    draft: Draft = []
-    if parent >= 0:
-        draft.append(Await(parent, ("total", chunk)))
-        draft.append(Copy(chunk, Operand(rank, OUT, chunk), Operand(parent, OUT, chunk)))
-    return draft + [Signal(Notify(child), ("total", chunk)) for child in tree.children[rank]]
+    def _part(self) -> Draft:
+        """End when the children have read all results here."""
+        draft: Draft = []
+        used = list(enumerate(self.trees[: len(self.chunks)]))
+        for i, tree in used:
+            if (parent := tree.parents[self.node]) >= 0:
+                draft.append(Signal(Notify(self.ranks[parent]), ("read", i)))
+        for i, tree in used:
+            draft += [Await(self.ranks[child], ("read", i)) for child in tree.children[self.node]]
+        return draft

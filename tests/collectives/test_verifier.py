@@ -40,7 +40,7 @@ def requests_for(operation: Operation, algorithm: str, n: int) -> Iterator[Reque
         if operation in ROOTED:
             for root in {0, n // 2, n - 1}:
                 yield replace(base, chunks=chunks, root=root)
-        elif algorithm == "hierarchical":
+        elif ALGORITHMS[operation, algorithm].over_hosts:
             for hosts in ((), tuple(r // 4 for r in range(n)), tuple(r % 3 for r in range(n))):
                 yield replace(base, chunks=chunks, hosts=hosts)
         elif operation is Operation.ALL_REDUCE_SHARDS:

@@ -38,6 +38,7 @@ setup(
             extension("collectives", "_remote"),
             extension("collectives", "_flight"),
             extension("collectives", "_lane"),
+            extension("collectives", "_timeline"),
         ],
         language_level=3,
         include_path=["src"],

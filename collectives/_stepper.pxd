@@ -62,6 +62,17 @@ cdef enum:
     S_BAD_DESCRIPTOR = 5
 
 
+cdef inline int64_t step(const int32_t *code, int64_t length, int64_t pc, const uint64_t *received) noexcept nogil:
+    """The instruction that may fire now, or BLOCKED (at a wait), or DONE."""
+    cdef const int32_t *row
+    if pc >= length:
+        return -2
+    row = code + pc * WIDTH
+    if row[0] == WAIT and received[row[2]] < <uint64_t>row[3]:
+        return -1
+    return pc
+
+
 cdef struct Header:
     uint64_t word            # epoch << 32 | sequence; 0 while the rest is being written
     uint64_t withdrawn       # the word of a run that its rank has given up

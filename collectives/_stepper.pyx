@@ -57,17 +57,6 @@ STATUS_DESYNCHRONISED = 4
 STATUS_BAD_DESCRIPTOR = 5
 
 
-cdef inline int64_t step(const int32_t *code, int64_t length, int64_t pc, const uint64_t *received) noexcept nogil:
-    """The instruction that may fire now, or BLOCKED (at a wait), or DONE."""
-    cdef const int32_t *row
-    if pc >= length:
-        return -2
-    row = code + pc * WIDTH
-    if row[0] == WAIT and received[row[2]] < <uint64_t>row[3]:
-        return -1
-    return pc
-
-
 cdef class Stepper:
     """Walks one encoded program."""
 

@@ -19,6 +19,7 @@ from typing import Protocol, runtime_checkable
 import rich.console
 import rich.progress
 
+from zbmd.tools import sim_collectives
 from zbmd.tools.sim_hunt import JOBS_MAX, RUN_S_MAX, RUNS_MAX, Hunt, HuntBroken, Quarry
 from zbmd.tools.sim_scenarios import ENTRIES, plan_of, quietly, scenario_named
 from zbmd.transport.errors import LocalProtocolError, UserError
@@ -50,6 +51,7 @@ EXAMPLES = """examples:
   zbmd sim hunt --scenario commit --seconds 30
   zbmd sim run commit --seed 7 --ranks 3 --length 2 --faults 1 --trace
   zbmd sim run links --seed 7 --faults 'crash:process=rank1,at=5ms,for=2ms'
+  zbmd sim collectives --ranks 10000             all-reduce on a modelled network of 1,250 hosts
 """
 
 Tell = Callable[[int], None]
@@ -297,3 +299,4 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     hunt.add_argument("--faults", type=int, help="faults of each run (drawn, few most)")
     hunt.add_argument("--runs", type=int, default=RUNS_MAX, help="end after so many runs")
     hunt.set_defaults(run_command=_hunt)
+    sim_collectives.add_parser(actions)

@@ -1,0 +1,55 @@
+"""`zbmd sim collectives`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zbmd.tools.cli import main
+from zbmd.tools.sim_collectives import ranks_up_to
+
+
+def test_ranks_grow_by_eights() -> None:
+    assert ranks_up_to(10_000) == [8, 64, 512, 4096, 10_000]
+    assert ranks_up_to(64) == [8, 64] and ranks_up_to(5) == [5]
+
+
+def test_a_table_of_all_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "collectives", "--ranks", "64", "--sizes", "1M", "--deaths", "2", "--seed", "3"]) == 0
+    out, err = capsys.readouterr()
+    for name in ("ring", "tree", "double_tree", "hierarchical", "hierarchical_tree"):
+        assert sum(line.split()[:1] == [name] for line in out.splitlines()) == 2
+    assert "recovered" in out and "seed 3: hosts of 8 ranks" in err and "10/10" in err
+
+
+def test_json_and_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "scaling.svg"
+    asked = ["--ranks", "24", "--sizes", "64K,1M", "--algorithms", "ring,hierarchical", "--json"]
+    # A process of its own: matplotlib keeps its fonts open.
+    command = [sys.executable, "-m", "zbmd.tools.cli", "sim", "collectives", *asked, "--plot", str(picture)]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert [(one["algorithm"], one["n"], one["nbytes"]) for one in found][:2] == [
+        ("ring", 8, 1 << 16),
+        ("hierarchical", 8, 1 << 16),
+    ]
+    assert len(found) == 8 and all(one["time_ns"] >= one["bound_ns"] for one in found)
+    assert "<svg" in picture.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["--ranks", "1"], "give 2 to 20,000"),
+        (["--ranks", "8", "--deaths", "8"], "so that somebody is left"),
+        (["--algorithms", "magic"], "'magic' is not simulated at scale"),
+        (["--ports", "9"], "at most a port for each"),
+        (["--plot", "picture.doc"], "no name for a picture"),
+    ],
+)
+def test_bad_input_is_told(asked: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "collectives", *asked]) == 2
+    assert told in capsys.readouterr().err

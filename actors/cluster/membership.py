@@ -310,7 +310,7 @@ class ClusterMachine:
             self._reported_ns = now_ns
         attempt = 0 if self._reported_ns is None else (now_ns - self._reported_ns) // self.retry_ns
         line = self.candidates()
-        for node_id in line[: min(attempt + 1, CANDIDATES_MAX)]:
+        for node_id in self._reports.addressees(line[: min(attempt + 1, CANDIDATES_MAX)], retracts=retract):
             if node_id != self.me.id:
                 self._send(self.view.by_id[node_id], report)
         if not anything:

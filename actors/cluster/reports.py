@@ -7,6 +7,8 @@ rack that fails at once goes in one cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zbmd.actors.cluster.jobs import Command
 from zbmd.actors.cluster.members import Change, ClusterView
 from zbmd.actors.cluster.messages import Report
@@ -26,6 +28,16 @@ class Reports:
     def __init__(self, view: ClusterView) -> None:
         self.view = view
         self._by_reporter: dict[int, Report] = {}
+        self._told: set[int] = set()
+
+    def addressees(self, line: Sequence[int], *, retracts: bool) -> list[int]:
+        """Whom to tell of our own report: those in line, and of what it takes back all who were told before.
+
+        Else one who was in line while the first was suspected would believe it for good.
+        """
+        others = self._told.difference(line) if retracts else ()
+        self._told.update(line)
+        return [*line, *sorted(others)]
 
     def take(self, reporter: NodeKey, report: Report) -> bool:
         """Take a member's report; whether it says anything. Those on another view are not taken."""

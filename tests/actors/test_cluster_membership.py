@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from zbmd.actors.cluster import detector as d
 from zbmd.actors.cluster.jobs import CommandRefused, JobSpec, Stop, Submit
+from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.membership import ClusterMachine
 from zbmd.actors.cluster.membership_exploration import STORIES, explore
 from zbmd.actors.cluster.membership_scenario import (
@@ -21,7 +22,21 @@ from zbmd.actors.cluster.membership_scenario import (
     in_one_view,
     name_of,
 )
-from zbmd.actors.cluster.messages import Found, LeaveRequested, Ordered, Stopped, TimerFired
+from zbmd.actors.cluster.messages import (
+    Action,
+    Enter,
+    Found,
+    Learn,
+    LeaveRequested,
+    Ordered,
+    Received,
+    Report,
+    Send,
+    Stopped,
+    Suspected,
+    TimerFired,
+    Trusted,
+)
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.word import COMMANDS_WAITING_MAX
 from zbmd.transport import sim
@@ -98,6 +113,28 @@ def test_a_node_that_hears_nobody_condemns_nobody() -> None:
     view = cluster.nodes[name_of(0)].acts_on
     assert view is not None and set(view.ids) >= {0, 1, 2, 3}
     settle((simulation, cluster), names(0, 1, 2, 3, 4))
+
+
+def reports_to(actions: list[Action]) -> dict[int, tuple[NodeKey, ...]]:
+    """Whom they tell of whom."""
+    sent = [a for a in actions if isinstance(a, Send)]
+    return {a.to.id: a.message.down for a in sent if isinstance(a.message, Report)}
+
+
+def test_what_is_taken_back_is_taken_back_from_all_who_were_told() -> None:
+    # A partition's smaller side reported the speaker to the next in line; when it had healed, it told the
+    # speaker alone that all was well. The next in line believed it still, and condemned the speaker.
+    nodes = tuple(Node(NodeKey(node_id, 1)) for node_id in range(5))
+    machine = ClusterMachine(nodes[4], derive())
+    machine.handle(Enter(doors=nodes[:1]), now_ns=1)
+    learn = Learn(view=ClusterView(epoch=3, nodes=nodes))
+    machine.handle(Received(sender=nodes[0], message=learn), now_ns=2)
+    first, other = nodes[0].key, nodes[1].key
+    assert reports_to(machine.handle(Suspected(key=first, reason="silent"), now_ns=3)) == {1: (first,)}
+    assert reports_to(machine.handle(Suspected(key=other, reason="silent"), now_ns=4)) == {2: (first, other)}
+    assert reports_to(machine.handle(Trusted(key=first), now_ns=5)) == {0: (other,), 1: (other,), 2: (other,)}
+    assert reports_to(machine.handle(Trusted(key=other), now_ns=6)) == {0: (), 1: (), 2: ()}
+    machine.check_invariants()
 
 
 def test_a_node_that_leaves_is_let_go_in_a_view_without_it() -> None:

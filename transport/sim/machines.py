@@ -66,6 +66,8 @@ BEFORE_ALL = -1.0
 
 MAX_PENDING = 200_000
 """Messages, timers and notices under way at once; more means that a machine floods its peers."""
+PENDING_A_HOST_MAX = 200
+"""The same in large worlds: when one host in a hundred dies at once, all others take notice of each."""
 
 EVENTS_PER_COLLECTION = 1 << 16
 """How often cycles among the objects made since the last time are looked for."""
@@ -580,8 +582,8 @@ class Simulation(Generic[MessageT]):
         version: int = 0,
     ) -> None:
         queue = self._queue
-        if len(queue) >= MAX_PENDING:
-            flood = f"{MAX_PENDING} events are under way: a machine floods its peers"
+        if len(queue) >= MAX_PENDING and len(queue) >= PENDING_A_HOST_MAX * len(self._hosts):
+            flood = f"{len(queue)} events are under way: a machine floods its peers"
             raise self._failure(flood, FailureKind.LIVENESS)
         self._sequence = sequence = self._sequence + 1
         if at_ns < self.now_ns:

@@ -1,5 +1,4 @@
-"""How `zbmd-node run` learns where it stands: the flags of torchrun, and what the launcher's environment "
-"says."""
+"""How `zbmd-node run` learns where it stands: torchrun's flags, and what the launcher's environment says."""
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ def notes(arguments: argparse.Namespace, settings: Settings, bootstrap: Bootstra
 def rank_variables(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
     """What scripts written for torchrun look for, and is the same in all ranks of the run."""
     return {
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(settings["master_port"] or _free_port()),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(settings["master_port"] or free_port()),
         "ROLE_NAME": settings["role"] or "default",
         "TORCHELASTIC_MAX_RESTARTS": str(settings["max_restarts"]),
         "TORCHELASTIC_RUN_ID": settings["rdzv_id"] or "none",
@@ -101,10 +100,10 @@ def rank_variables(settings: Settings, environment: Mapping[str, str]) -> dict[s
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that is free now: rank 0 of a script that wants `env://` listens on it."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind(("", 0))
         port: int = listener.getsockname()[1]
         return port
 

@@ -17,18 +17,21 @@ from zbmd.actors.bootstrap.readings import (
     parse_node_range,
 )
 from zbmd.tools.setting import Setting
+from zbmd.transport.durations import parse_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp_address import PORT_MAX, TcpAddress
 
 if TYPE_CHECKING:
     from zbmd.tools.settings import Settings
 
+JOIN_S_DEFAULT: Final = 600.0
+"""torchrun's `join_timeout`."""
 STATIC, C10D = "static", "c10d"
 ETCD: Final = ("etcd", "etcd-v2")
 BACKENDS: Final = (STATIC, C10D, *ETCD)
 
 IGNORED: Final[dict[str, str]] = {
-    "rdzv_conf": "deadlines follow from --recovery-budget",
+    "rdzv_conf": "deadlines follow from --recovery-budget; --join-timeout says how long to wait for nodes",
     "monitor_interval": "a rank's end is told by the kernel at once",
     "start_method": "ranks are forked from a template",
     "event_log_handler": "see --capture and --log-dir",
@@ -105,6 +108,13 @@ LAUNCH_SETTINGS: Final = (
         "PORT",
         "what nodes listen on; default: the door's port",
         torchrun=False,
+    ),
+    Setting(
+        name="join_timeout",
+        parse=parse_duration,
+        default=JOIN_S_DEFAULT,
+        metavar="TIME",
+        help="how long to wait for nodes that are missing; default: 10min",
     ),
 )
 

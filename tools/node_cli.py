@@ -16,7 +16,7 @@ import zbmd
 from zbmd.actors.bootstrap.merge import Role
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
-from zbmd.tools import doctor, launch, node_cluster, node_dump, status
+from zbmd.tools import doctor, launch, node_cluster, node_dump, node_run_many, status
 from zbmd.tools.console import screen_for_tables
 from zbmd.tools.launch import add_flags, spellings
 from zbmd.tools.node_run import Job, check, host_config, run_job
@@ -28,6 +28,8 @@ examples:
   zbmd-node run train.py                    one process a core
   zbmd-node run -n 4 train.py --lr 3e-4     options after the script are the script's
   zbmd-node run -n 4 -m package.module      a module instead of a script
+  zbmd-node run --nnodes 2 --rdzv-endpoint node0:29400 train.py   the same on two hosts
+  srun --ntasks-per-node=1 zbmd-node run train.py   on all nodes of a Slurm step
   srun --ntasks-per-node=1 zbmd-node run --explain train.py   what Slurm says of the nodes
   zbmd-node run --on-loss shrink train.py   go on without a lost rank instead of replacing it
   zbmd-node run --capture run.zlog train.py   record every input, for zbmd replay run.zlog
@@ -117,6 +119,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     bootstrap = launch.read(arguments, settings, os.environ)
     settings = launch.with_processes(settings, bootstrap)
     notes = launch.notes(arguments, settings, bootstrap)
+    if bootstrap.role not in (Role.ALONE, Role.EXTRA):
+        notes += node_run_many.notes(settings)
     if arguments.show_config or arguments.explain:
         shown = settings.lines() if arguments.show_config else []
         if arguments.explain:
@@ -128,15 +132,15 @@ def run_command(arguments: argparse.Namespace) -> int:
     if bootstrap.role is Role.EXTRA:
         print(f"zbmd-node: nothing to do here: {bootstrap.facts[-1].source}", file=sys.stderr)
         return 0
-    if bootstrap.role is not Role.ALONE:
-        raise UserError(
-            f"the job has {bootstrap.nodes} nodes, and this version runs on one. Give --standalone to do so."
-        )
     if arguments.target is None:
         raise UserError("there is no script to run. Give a Python file, or -m and a module's name.")
     job = Job(target=arguments.target, is_module=arguments.module, arguments=tuple(arguments.arguments))
     check(job, settings)
-    return uvloop.run(run_job(host_config(job, settings, launch.rank_variables(settings, os.environ))))
+    variables = launch.rank_variables(settings, os.environ)
+    if bootstrap.role is Role.ALONE:
+        return uvloop.run(run_job(host_config(job, settings, variables)))
+    plan = node_run_many.Plan(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
+    return uvloop.run(node_run_many.run_over_nodes(plan))
 
 
 def status_command(arguments: argparse.Namespace) -> int:

@@ -94,16 +94,22 @@ def _check_module(name: str) -> None:
         )
 
 
-def host_config(job: Job, settings: Settings, variables: Mapping[str, str]) -> HostConfig:
-    """The host's configuration for a job. variables: more of them for the ranks."""
-    environment = {**variables, HOST_MEMORY_VARIABLE: str(available_memory().nbytes)}
-    if settings["data"] is not None:
-        environment["ZBMD_DATA"] = settings["data"]
+def host_variables(settings: Settings) -> dict[str, str]:
+    """Variables for the ranks of this host alone."""
+    environment = {HOST_MEMORY_VARIABLE: str(available_memory().nbytes)}
     if settings["log_dir"] is not None:
         environment[LOG_DIR_VARIABLE] = str(Path(settings["log_dir"]).absolute())
     if settings["capture"] is not None:
         environment[CAPTURE_VARIABLE] = str(Path(settings["capture"]).absolute())
         environment[CAPTURE_BULK_VARIABLE] = settings["capture_bulk"].value
+    return environment
+
+
+def host_config(job: Job, settings: Settings, variables: Mapping[str, str]) -> HostConfig:
+    """The host's configuration for a job. variables: more of them for the ranks."""
+    environment = {**variables, **host_variables(settings)}
+    if settings["data"] is not None:
+        environment["ZBMD_DATA"] = settings["data"]
     return HostConfig(
         target=job.target,
         is_module=job.is_module,
@@ -117,11 +123,11 @@ def host_config(job: Job, settings: Settings, variables: Mapping[str, str]) -> H
         progress_deadline_ns=round(settings["progress_deadline"] * 1e9),
         on_hang=settings["on_hang"],
         environment=environment,
-        preload=(*PRELOAD, *MORE_PRELOADS, *_own_modules(job)),
+        preload=(*PRELOAD, *MORE_PRELOADS, *own_modules(job)),
     )
 
 
-def _own_modules(job: Job) -> tuple[str, ...]:
+def own_modules(job: Job) -> tuple[str, ...]:
     """What a job that is a package of zbmd itself imports, so that a replacement need not do it again.
 
     A user's module is not imported before the fork: what it does then may not survive one.

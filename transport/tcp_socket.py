@@ -28,6 +28,15 @@ PORT_TRIES_MAX: Final = 16
 NOTSENT_BYTES_MAX: Final = 1 << 17
 """What may wait in the kernel of a control connection unsent, so that it does not grow stale there."""
 
+
+class HostUnknown(UserError):
+    """No name server knows the host (yet)."""
+
+
+class PortInUse(UserError):
+    """Another process listens at the address."""
+
+
 SocketAddress = tuple[Any, ...]
 Resolved = tuple[socket.AddressFamily, SocketAddress]
 
@@ -55,7 +64,7 @@ def set_options(sock: socket.socket, deadlines: Deadlines, *, control: bool) -> 
 async def resolve(address: TcpAddress, deadline_ns: int, *, passive: bool = False) -> list[Resolved]:
     """The socket addresses of `address`, at most `ADDRESSES_MAX`, families in turn, best first (RFC 6724).
 
-    Raises `UserError` if the name is not known, `DeadlineExceeded` if nobody says so in time.
+    Raises `HostUnknown` if the name is not known, `DeadlineExceeded` if nobody says so in time.
     """
     flags = (socket.AI_PASSIVE if passive else 0) | (socket.AI_NUMERICHOST if address.is_numeric else 0)
     loop = asyncio.get_running_loop()
@@ -70,7 +79,7 @@ async def resolve(address: TcpAddress, deadline_ns: int, *, passive: bool = Fals
         ) from None
     except (socket.gaierror, UnicodeError) as error:
         why = error.strerror if isinstance(error, socket.gaierror) else str(error)
-        raise UserError(
+        raise HostUnknown(
             f"the host of {address} is not known ({why}). Check its spelling, DNS and /etc/hosts, "
             "or write its IP address."
         ) from None
@@ -106,7 +115,8 @@ def listen_on(addresses: Sequence[Resolved], *, asked: str) -> list[socket.socke
             # Another process may have taken our free port on the second address.
             if port_is_free and error.errno == errno.EADDRINUSE and len(addresses) > 1 and tries_left:
                 continue
-            raise UserError(f"cannot listen at {asked}: {_listen_advice(error)}") from None
+            kind = PortInUse if error.errno == errno.EADDRINUSE else UserError
+            raise kind(f"cannot listen at {asked}: {_listen_advice(error)}") from None
     raise AssertionError("the last try returns or raises")
 
 

@@ -14,6 +14,7 @@ tie_break   which half of a view may go on
 witness     asking a witness outside of the cluster for that
 membership  the view-change machine
 local_jobs  the machine of the jobs of one node: what runs there, and when a job's view is entered
+one_job     the job that a cluster was made for: who gives it, and when a node is done
 
 and what runs them over real links:
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from zbmd.actors.cluster.admission import is_loopback
 from zbmd.actors.cluster.node_contracts import DESK, DoorReply, DoorRequest
 from zbmd.actors.cluster.nodes import Node
 from zbmd.actors.contracts import fingerprints
@@ -22,17 +23,20 @@ from zbmd.actors.system import ActorSystem
 from zbmd.transport import tcp
 from zbmd.transport._native import now_ns
 from zbmd.transport.budget import Deadlines
+from zbmd.transport.cookie import cookie_path
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
 from zbmd.transport.hello import ContractsDiffer, Identity, WrongCookie, WrongVersion
 from zbmd.transport.tcp_address import TcpAddress
 from zbmd.transport.tcp_settings import TcpSettings
-from zbmd.transport.tcp_socket import resolve
+from zbmd.transport.tcp_socket import HostUnknown, resolve
 from zbmd.transport.topology.interfaces import read_interfaces
 
 DOORS_MAX: Final = 64
 AGAIN_S: Final = 0.1
-"""From a try at a door that failed in a way that may pass to the next."""
+"""From a try at a door that failed in a way that may pass to the next; longer with each, up to:"""
+AGAIN_S_MAX: Final = 1.0
+AGAIN_GROWTH: Final = 1.2
 ANSWER_S: Final = 2.0
 _visitors: Final = itertools.count(1)
 
@@ -52,7 +56,10 @@ class Doorway:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seeker:
-    """Who looks for a door. host: where it listens, numeric; empty if everywhere."""
+    """Who looks for a door. host: where it listens, numeric; empty if everywhere.
+
+    names_may_come: a host that no name server knows is tried again, as one that has not been started yet.
+    """
 
     node_id: int
     name: str
@@ -62,6 +69,7 @@ class Seeker:
     settings: TcpSettings
     deadlines: Deadlines
     witnessed: bool = False
+    names_may_come: bool = False
 
 
 def visitor(cookie: bytes, deadlines: Deadlines) -> Endpoint:
@@ -112,6 +120,7 @@ async def _try(
     door: TcpAddress, seeker: Seeker, stands: Callable[[TcpAddress, str], None], deadline_ns: int
 ) -> Doorway | None:
     """Knock until the door opens; None once it is shut for good, or the time is up."""
+    pause_s = AGAIN_S
     while True:  # ends at the deadline
         try:
             found = await _knock(door, seeker)
@@ -119,16 +128,18 @@ async def _try(
             stands(door, _advice(door, error))
         except (ZbmdError, OSError) as error:
             stands(door, _advice(door, error))
-            return None
+            if not (seeker.names_may_come and isinstance(error, HostUnknown)):
+                return None
         else:
             if isinstance(found, Doorway):
                 return found
             stands(door, found.refused or f"{found.node} is no member of a cluster itself yet")
             if found.refused and not found.passes:
                 return None
-        if now_ns() + AGAIN_S * 1e9 >= deadline_ns:
+        if now_ns() + pause_s * 1e9 >= deadline_ns:
             return None
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(pause_s)
+        pause_s = min(AGAIN_S_MAX, pause_s * AGAIN_GROWTH)
 
 
 async def _knock(door: TcpAddress, seeker: Seeker) -> Doorway | DoorReply:
@@ -142,7 +153,7 @@ async def _knock(door: TcpAddress, seeker: Seeker) -> Doorway | DoorReply:
         request = DoorRequest(
             node_id=seeker.node_id,
             name=seeker.name,
-            host=seeker.host or own_host,
+            host=seeker.host or _advertised_host(own_host),
             recovery_budget_ns=seeker.recovery_budget_ns,
             witnessed=seeker.witnessed,
         )
@@ -154,12 +165,20 @@ async def _knock(door: TcpAddress, seeker: Seeker) -> Doorway | DoorReply:
     return Doorway(node=reply.node, own_host=own_host, recovery_budget_ns=reply.recovery_budget_ns)
 
 
+def _advertised_host(own_host: str) -> str:
+    """Where who listens everywhere will be dialed: not at loopback if it has another address."""
+    if not is_loopback(own_host):
+        return own_host
+    others = [host for each in read_interfaces() for host in each.addresses if not is_loopback(host)]
+    return others[0] if others else own_host
+
+
 def _advice(door: TcpAddress, error: Exception) -> str:
     match error:
         case WrongCookie():
             return (
                 "it belongs to a cluster with another cookie. On a member of the cluster that you mean, "
-                "`zbmd-node token` prints the line to paste here"
+                f"`zbmd-node token` prints the line to paste here; or copy its cookie file to {cookie_path()}"
             )
         case ContractsDiffer() | WrongVersion():
             return f"it runs another release of zbmd: run the same on all nodes ({error})"
@@ -181,12 +200,17 @@ async def own_addresses(
     if not listen.port or all(door.port != listen.port for door in doors):
         return ()
     deadline_ns = now_ns() + timeout_ns
-    here = {address for each in read_interfaces() for address in each.addresses} | {"127.0.0.1", "::1"}
     if listen.host:
-        here &= await _hosts(listen, deadline_ns)
-    return tuple(
-        [door for door in doors if door.port == listen.port and here & await _hosts(door, deadline_ns)]
-    )
+        here = await _hosts(listen, deadline_ns)
+    else:
+        here = {address for each in read_interfaces() for address in each.addresses}
+    found: list[TcpAddress] = []
+    for door in doors:
+        hosts = await _hosts(door, deadline_ns) if door.port == listen.port else set[str]()
+        # A name of several hosts, such as a headless service's, leads to others too.
+        if hosts and all(host in here or (not listen.host and is_loopback(host)) for host in hosts):
+            found.append(door)
+    return tuple(found)
 
 
 async def loopback_name(listen: TcpAddress, timeout_ns: int) -> str | None:

@@ -10,6 +10,7 @@ from typing import Final, Protocol, assert_never
 
 import structlog
 
+from zbmd.actors.bootstrap.readings import port_of_job
 from zbmd.actors.cluster import local_events as e
 from zbmd.actors.cluster.hang_relay import HangRelay
 from zbmd.actors.cluster.job_contracts import (
@@ -151,8 +152,8 @@ class HostedJob:
         assert self._links is not None, f"job {self.spec.job:x} is not open"
         return self._links
 
-    def request(self, key: RankKey) -> ForkRequest:
-        """What the template is to fork."""
+    def request(self, key: RankKey, *, master_host: str) -> ForkRequest:
+        """What the template is to fork. master_host: where the ranks of all hosts find rank 0."""
         spec = self.spec
         environment = RankEnvironment(
             rank=key.rank,
@@ -174,7 +175,12 @@ class HostedJob:
             target=spec.target,
             is_module=spec.is_module,
             arguments=spec.arguments,
-            environment={**self._environment, **environment.variables()},
+            environment={
+                "MASTER_PORT": str(port_of_job(f"{spec.job:x}")),
+                **self._environment,
+                **environment.variables(),
+                "MASTER_ADDR": master_host,
+            },
         )
 
     # -- what its ranks say (`HostDesk`) -----------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -21,7 +22,7 @@ from zbmd.actors.cluster.job_contracts import HangWord, HostLinked
 from zbmd.actors.cluster.jobs import REASON_CHARACTERS_MAX, CommandRefused, JobSpec, Order, RankUp, Stop
 from zbmd.actors.cluster.local_events import RankKey
 from zbmd.actors.cluster.local_jobs import LocalJob, LocalJobs
-from zbmd.actors.cluster.members import ClusterView
+from zbmd.actors.cluster.members import ClusterView, host_of_first_rank
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.contracts import Contract
 from zbmd.actors.host import PRELOAD
@@ -98,6 +99,14 @@ class JobHost:
         assert self._template is not None
         await asyncio.shield(self._template)
         self._port.listen(self)
+
+    async def settle(self) -> None:
+        """Wait until ranks that were told to end have, and all that they printed is delivered; bounded."""
+        if self._processes is not None:
+            with contextlib.suppress(TimeoutError):  # a terminal that does not move is not waited for
+                async with asyncio.timeout(DRAIN_S_MAX):
+                    await self._processes.empty()
+                    await self._processes.settle()
 
     async def failed(self) -> None:
         """Wait until a bug in the machine or here has ended this; raises it."""
@@ -256,7 +265,8 @@ class JobHost:
             if self._template is None:
                 raise TemplateLost(f"{self._templates_lost} templates in a row have ended on this node")
             processes = await asyncio.shield(self._template)
-            processes.fork(hosted.request(key))
+            master_host = host_of_first_rank(self._port.view, key.job)
+            processes.fork(hosted.request(key, master_host=master_host))
         except (ZbmdError, OSError) as error:
             self.put(e.ForkFailed(key=key, reason=str(error)))
 

@@ -333,7 +333,8 @@ def _down(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> Job:
     if job.phase is not JobPhase.RUNNING:
         return lost
     if order.code == USAGE_EXIT_CODE:
-        return _failed(lost, f"{child} failed for a reason that only its user can mend: {order.reason}")
+        why = f"{child} failed for a reason that only its user can mend: {order.reason}"
+        return dataclasses.replace(_failed(lost, why), users_own=True)
     if (order.code or 0) > 0 and entry.incarnation == 1 and entry.state is RankState.STARTING:
         return _failed(lost, f"{child} failed before it joined: {order.reason}")
     if spec.on_loss is OnLoss.STOP:

@@ -19,8 +19,9 @@ from typing import TypeAlias
 import msgspec
 
 from zbmd.actors.cluster.nodes import NodeKey
+from zbmd.actors.host_events import EXIT_FAILED
 from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, ARENA_BYTES_MAX, ARENA_BYTES_MIN
-from zbmd.actors.view import RANKS_MAX, Member, OnLoss, Outcome, View
+from zbmd.actors.view import RANKS_MAX, USAGE_EXIT_CODE, Member, OnLoss, Outcome, View
 from zbmd.transport.budget import (
     RECOVERY_BUDGET_NS_DEFAULT,
     RECOVERY_BUDGET_NS_MAX,
@@ -149,7 +150,8 @@ class Job:
 
     epoch: of its view, that of the cluster's view in which its members last changed; 0 before the first;
     unsettled: its members have changed since, or will once the ranks that are starting are up; restarts_ns:
-    the table's age at each of the restarts that its window holds; kill: end its ranks without asking.
+    the table's age at each of the restarts that its window holds; kill: end its ranks without asking;
+    users_own: it failed for a reason that only its user can mend.
     """
 
     spec: JobSpec
@@ -163,11 +165,19 @@ class Job:
     restarts_total: int = 0
     outcome: Outcome | None = None
     kill: bool = False
+    users_own: bool = False
 
     @property
     def id(self) -> int:
         """Its id."""
         return self.spec.job
+
+    @property
+    def exit_code(self) -> int:
+        """What its outcome is to a shell; 0 after success alone."""
+        if self.outcome is Outcome.SUCCEEDED:
+            return 0
+        return USAGE_EXIT_CODE if self.users_own else EXIT_FAILED
 
     def seat(self, number: int) -> tuple[RankEntry, ...]:
         """The ranks of a seat."""

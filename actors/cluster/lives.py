@@ -46,7 +46,7 @@ from zbmd.actors.cluster.node_contracts import (
 )
 from zbmd.actors.cluster.node_desk import Desk
 from zbmd.actors.cluster.node_life import MakeWitness, NodeLife
-from zbmd.actors.cluster.node_state import NodeState
+from zbmd.actors.cluster.node_state import NodeMemory
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.peer_links import process_name
 from zbmd.actors.cluster.roll_call import job_infos, member_infos
@@ -73,14 +73,17 @@ class NodeConfig:
     """One node. name: what people call it; joins: members to join.
 
     Without `joins` it goes back to the cluster that it was in when it last ran; if there was none, or `anew`
-    is given, it founds one. recovery_budget_ns: None for the cluster's, or the default; witness: makes each
-    life its own, if the cluster has one.
+    is given, it founds one. founds: it also does so if none of `joins` lets it in at the first try; join_ns:
+    how long they are tried otherwise, None for as long as a view may take. recovery_budget_ns: None for the
+    cluster's, or the default; witness: makes each life its own, if the cluster has one.
     """
 
     name: str
     listen: TcpAddress = field(default_factory=lambda: TcpAddress(host="", port=PORT_DEFAULT))
     joins: tuple[TcpAddress, ...] = ()
     anew: bool = False
+    founds: bool = False
+    join_ns: int | None = None
     recovery_budget_ns: int | None = None
     cookie: bytes = field(repr=False)
     settings: TcpSettings = field(default_factory=TcpSettings)
@@ -147,13 +150,14 @@ class LivesHost(Protocol):
 class Lives:
     """See the module."""
 
-    def __init__(self, config: NodeConfig, state: NodeState, host: LivesHost) -> None:
+    def __init__(self, config: NodeConfig, state: NodeMemory, host: LivesHost) -> None:
         self._config = config
         self._state = state
         self._host = host
         self._tell = host.tell
         self._deadlines = derive(*([config.recovery_budget_ns] if config.recovery_budget_ns else []))
         self._listen = config.listen
+        self._joins: tuple[TcpAddress, ...] = ()
         self._life: NodeLife | None = None
         self._desk: Desk | None = None
         self._leaving = asyncio.Event()
@@ -204,7 +208,8 @@ class Lives:
         doors = list(dict.fromkeys(config.joins or remembered))[:DOORS_MAX]
         own = await own_addresses(doors, config.listen, deadlines.dial_ns)
         others = [door for door in doors if door not in own]
-        if config.joins and not others:
+        self._joins = tuple(others) if config.joins else ()
+        if config.joins and not others and not config.founds:
             raise UserError(
                 f"--join {', '.join(map(str, own))} is this node itself. Give the address of another member; "
                 "to begin a cluster, leave --join away."
@@ -220,10 +225,16 @@ class Lives:
             settings=config.settings,
             deadlines=deadlines,
             witnessed=config.witness is not None,
+            names_may_come=config.join_ns is not None,
         )
         try:
-            found = await find_door(others, seeker, self._hindered, deadlines.view_ns)
+            if config.founds:
+                found = await find_door(others, seeker, _unheard, 0)
+            else:
+                found = await find_door(others, seeker, self._hindered, config.join_ns or deadlines.view_ns)
         except JoinFailed as error:
+            if config.founds:
+                return None
             if remembered:
                 raise JoinFailed(
                     f"this node was in a cluster when it last ran, and is let in no more: {error} "
@@ -298,7 +309,7 @@ class Lives:
             known = [node.address for node in self._last_view.nodes if node.id != self._state.id]
         else:
             return ()
-        known += [str(door) for door in self._config.joins]
+        known += [str(door) for door in self._joins]
         return tuple(Node(NodeKey(0, 0), address) for address in dict.fromkeys(known[:DOORS_MAX]))
 
     def leave(self) -> None:
@@ -452,3 +463,8 @@ class Lives:
     def deadlines(self) -> Deadlines:
         """The cluster's."""
         return self._deadlines
+
+
+def _unheard(reason: str) -> None:
+    """Who founds a cluster needs no door, and no word on why there is none."""
+    log.debug("no door", reason=reason)

@@ -13,6 +13,7 @@ from zbmd.actors.cluster.job_rules import after_change
 from zbmd.actors.cluster.jobs import NO_JOBS, Command, JobTable
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.tcp_address import parse_address
 
 MEMBERS_MAX = 1 << 17
 EPOCH_MAX = (1 << 32) - 1
@@ -80,6 +81,16 @@ class ClusterView:
     def after(self, change: Change) -> ClusterView:
         """The next view. Raises `LocalProtocolError` if the change does not follow from this one."""
         return _after(_Shared(self), change)
+
+
+def host_of_first_rank(view: ClusterView, job_id: int) -> str:
+    """Where all hosts of a job find its first rank that runs, which is rank 0 unless that is lost."""
+    job = view.jobs.job(job_id)
+    for entry in job.ranks if job is not None else ():
+        node = view.by_id.get(entry.node.id) if entry.lives and entry.node is not None else None
+        if node is not None and node.address:
+            return parse_address(node.address).host
+    return "127.0.0.1"
 
 
 class _Shared:

@@ -19,7 +19,7 @@ from zbmd.actors.cluster.job_output import JobOutput
 from zbmd.actors.cluster.jobs import CommandRefused, Order, problem_of
 from zbmd.actors.cluster.lives import Acting, Began, Hindered, LifeOver, Lives, NodeConfig, NodeEvent, Told
 from zbmd.actors.cluster.members import ClusterView
-from zbmd.actors.cluster.node_state import NodeState
+from zbmd.actors.cluster.node_state import NodeMemory
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.word import COMMANDS_WAITING_MAX
 from zbmd.actors.contracts import Contract
@@ -39,7 +39,7 @@ class ClusterNode:
     on_event: called there with every `NodeEvent`, in order. Owns `state` and closes it at the end.
     """
 
-    def __init__(self, config: NodeConfig, state: NodeState, on_event: OnEvent) -> None:
+    def __init__(self, config: NodeConfig, state: NodeMemory, on_event: OnEvent) -> None:
         self._config = config
         self._state = state
         self._on_event = on_event

@@ -15,7 +15,7 @@ import socket
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Final, Self, TypeVar
+from typing import Annotated, Final, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -71,8 +71,69 @@ def state_path(environ: Mapping[str, str] = os.environ, *, hostname: str | None 
     return Path(state) / "zbmd" / (hostname or socket.gethostname() or "localhost")
 
 
+class NodeMemory(Protocol):
+    """What a node knows of its earlier lives."""
+
+    @property
+    def id(self) -> int:
+        """What the node keeps over its lives."""
+        ...
+
+    @property
+    def doors(self) -> tuple[str, ...]:
+        """Where other members of its cluster were; none if it has left, or was alone."""
+        ...
+
+    def new_life(self) -> NodeKey:
+        """The key of a life that nobody has had before."""
+        ...
+
+    def remember(self, doors: Iterable[str]) -> None:
+        """Remember where the other members are."""
+        ...
+
+    def running_at(self, address: str) -> None:
+        """Tell commands on this host where this node is to be found."""
+        ...
+
+    def close(self) -> None:
+        """The node is no more. Idempotent."""
+        ...
+
+
+class BriefMemory:
+    """The memory of a node that lives for one job: in this process alone, so nothing of it is ever left."""
+
+    def __init__(self, node_id: int) -> None:
+        self._key = NodeKey(node_id, 0)
+
+    @property
+    def id(self) -> int:
+        """See `NodeMemory`."""
+        return self._key.id
+
+    @property
+    def doors(self) -> tuple[str, ...]:
+        """See `NodeMemory`: its first life knows of none."""
+        return ()
+
+    def new_life(self) -> NodeKey:
+        """See `NodeMemory`."""
+        self._key = NodeKey(self._key.id, self._key.incarnation + 1)
+        return self._key
+
+    def remember(self, doors: Iterable[str]) -> None:
+        """See `NodeMemory`: its lives know by themselves."""
+
+    def running_at(self, address: str) -> None:
+        """See `NodeMemory`: whoever asks it gives its address."""
+
+    def close(self) -> None:
+        """See `NodeMemory`."""
+
+
 class NodeState:
-    """The state directory, locked for one node until `close`.
+    """The state directory, locked for one node until `close`: a `NodeMemory` that outlives its process.
 
     Made by `open`. Every change is on disk when the call returns.
     """

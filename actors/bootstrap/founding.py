@@ -1,0 +1,97 @@
+"""From what a launcher says to a node of a cluster that is made for one job: whom it asks, or that it founds.
+
+A node's id has its number in the upper bits, where that is known: so the nodes of a view are in the order of
+their numbers, seats are given in that order, and of two halves the one with the lowest number goes on.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from dataclasses import replace
+from typing import Final
+
+from zbmd.actors.bootstrap.merge import Bootstrap, Role
+from zbmd.actors.cluster.door import own_addresses
+from zbmd.actors.cluster.lives import NodeConfig
+from zbmd.transport._native import now_ns
+from zbmd.transport.budget import derive
+from zbmd.transport.tcp_address import TcpAddress
+from zbmd.transport.tcp_socket import PortInUse, listen_on, resolve
+
+NAME_CHARACTERS_MAX: Final = 64
+RANDOM_BITS: Final = 32
+LAST_NUMBER: Final = (1 << 16) - 1
+"""Of nodes that have none: they come after those that do."""
+
+
+def node_id_of(number: int | None, *, founds: bool) -> int:
+    """A fresh id for a node of that number. founds: whether a node without one founds the cluster."""
+    if number is None:
+        number = 0 if founds else LAST_NUMBER
+    return number << RANDOM_BITS | secrets.randbelow((1 << RANDOM_BITS) - 1) + 1
+
+
+def node_name(bootstrap: Bootstrap) -> str:
+    """What people call this node: the launcher's name for it, else the host's with the node's number."""
+    end = "" if bootstrap.node is None else f"-{bootstrap.node}"
+    if not bootstrap.name and bootstrap.node is None:
+        end = f"-{secrets.token_hex(2)}"  # two nodes of one host are two
+    given = bootstrap.name or socket.gethostname().partition(".")[0]
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in given).strip("_.-")
+    if bootstrap.name:
+        return kept[:NAME_CHARACTERS_MAX] or "node"
+    return f"{kept[: NAME_CHARACTERS_MAX - len(end)] or 'node'}{end}"
+
+
+async def as_told(bootstrap: Bootstrap, config: NodeConfig) -> NodeConfig:
+    """The configuration with what the launcher says: where to listen, whom to ask, whether to found.
+
+    For every role that has doors or a store. Raises `UserError` where an address cannot be.
+    """
+    listen = TcpAddress(host=bootstrap.local, port=bootstrap.port)
+    config = replace(config, listen=listen, joins=bootstrap.doors, founds=bootstrap.role is Role.FOUND)
+    if bootstrap.role is Role.STORE:
+        port = bootstrap.port or await _free_port(listen)
+        return replace(config, listen=TcpAddress(host=bootstrap.local, port=port), joins=())
+    if bootstrap.role is not Role.HOLDER:
+        return config
+    door = bootstrap.doors[0]
+    at_door = TcpAddress(host=bootstrap.local, port=door.port)
+    if await _is_here(door, at_door) and await _is_free(at_door):
+        return replace(config, listen=at_door, founds=True)
+    return joining(bootstrap, config)
+
+
+def joining(bootstrap: Bootstrap, config: NodeConfig) -> NodeConfig:
+    """The configuration of one who holds no door: it listens elsewhere, and asks there."""
+    ports = {door.port for door in bootstrap.doors}
+    port = 0 if bootstrap.port in ports else bootstrap.port
+    return replace(config, listen=TcpAddress(host=bootstrap.local, port=port), founds=False)
+
+
+async def _is_here(door: TcpAddress, listen: TcpAddress) -> bool:
+    """Whether a door is on this host; by its name too, which may mean an address before a gateway."""
+    if not listen.host and door.host in (socket.gethostname(), socket.getfqdn()):
+        return True
+    return bool(await own_addresses((door,), listen, derive().dial_ns))
+
+
+async def _is_free(listen: TcpAddress) -> bool:
+    try:
+        await _free_port(listen)
+    except PortInUse:
+        return False
+    return True
+
+
+async def _free_port(listen: TcpAddress) -> int:
+    """The port of `listen`, or any, if it is free there. Raises `PortInUse` and other `UserError`s."""
+    found = await resolve(listen, now_ns() + derive().dial_ns, passive=True)
+    sockets = listen_on(found, asked=str(listen))
+    try:
+        port: int = sockets[0].getsockname()[1]
+        return port
+    finally:
+        for each in sockets:
+            each.close()

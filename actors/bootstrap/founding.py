@@ -33,14 +33,13 @@ def node_id_of(number: int | None, *, founds: bool) -> int:
 
 
 def node_name(bootstrap: Bootstrap) -> str:
-    """What people call this node: the launcher's name for it, else the host's with the node's number."""
-    end = "" if bootstrap.node is None else f"-{bootstrap.node}"
-    if not bootstrap.name and bootstrap.node is None:
-        end = f"-{secrets.token_hex(2)}"  # two nodes of one host are two
+    """What people call this node: as the launcher does, or by its host, with the node's number at the end."""
     given = bootstrap.name or socket.gethostname().partition(".")[0]
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in given).strip("_.-")
-    if bootstrap.name:
-        return kept[:NAME_CHARACTERS_MAX] or "node"
+    # Two nodes of one host are two, whether they have numbers or not.
+    end = f"-{secrets.token_hex(2) if bootstrap.node is None else bootstrap.node}"
+    if bootstrap.node is not None and kept.endswith(end):
+        end = ""
     return f"{kept[: NAME_CHARACTERS_MAX - len(end)] or 'node'}{end}"
 
 

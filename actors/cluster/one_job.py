@@ -221,7 +221,7 @@ class OneJob:
         nodes = len(job.nodes())
         finished = any(entry.state is RankState.FINISHED for entry in job.ranks)
         if job.phase is JobPhase.RUNNING and nodes and not finished:
-            self._say(f"the job runs on {nodes} of {self._count()} nodes")
+            self._say(f"the job runs on {nodes} of {self._nodes_max} nodes")
 
     def _life_ended(self, reason: str, now_ns: int) -> None:
         if self.exit_code is not None:

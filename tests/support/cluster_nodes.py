@@ -17,7 +17,7 @@ from typing import Any
 import cluster_template
 import pytest
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 40.0
 BUDGET = "400ms"
 
 

@@ -1,0 +1,311 @@
+"""`zbmd-node run` over several nodes: real ones, as torchrun's users, srun, pods and etcd start them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+
+import pytest
+from cluster_nodes import BUDGET, Nodes, Run, nodes_in
+from etcd_server import EtcdServer, etcd_server, free_ports
+
+VARIABLES = (
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"
+)
+TELL = f"""
+import os
+print(*(os.environ[name] for name in "{VARIABLES}".split()), flush=True)
+"""
+WAIT = """
+import asyncio, os, sys
+from zbmd.actors.member import join
+
+async def main():
+    async with join() as node:
+        print("rank", node.rank, "of", len(node.peers) + 1, flush=True)
+        while not os.path.exists("done"):
+            await asyncio.sleep(0.02)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncGenerator[Nodes]:
+    async with nodes_in(tmp_path) as found:
+        (tmp_path / "tell.py").write_text(TELL)
+        (tmp_path / "wait.py").write_text(WAIT)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[EtcdServer]:
+    with etcd_server(tmp_path_factory.mktemp("etcd")) as running:
+        yield running
+
+
+async def started(nodes: Nodes, name: str, *argv: str, **variables: str) -> Run:
+    return await nodes.start(name, "run", *argv, cwd=None, ZBMD_ARENA="1MiB", **variables)
+
+
+class Door:
+    """Options that name one door, the same on all nodes."""
+
+    def __init__(self, nodes: Nodes, *options: str, ranks: int = 1) -> None:
+        self.nodes = nodes
+        self.address = f"127.0.0.1:{free_ports(1)[0]}"
+        self.options = (
+            *("--rdzv-endpoint", self.address, "--recovery-budget", BUDGET),
+            *("--nproc-per-node", str(ranks), *options),
+        )
+
+    async def run(self, name: str, *argv: str, **variables: str) -> Run:
+        """One node of the run."""
+        return await started(self.nodes, name, *self.options, *argv, **variables)
+
+    async def numbered(self, count: int, *argv: str) -> list[Run]:
+        """Nodes 0 to `count` - 1."""
+        return [await self.run(f"n{n}", "--node-rank", str(n), *argv) for n in range(count)]
+
+
+async def codes(*runs: Run) -> list[int]:
+    try:
+        return [await run.ended() for run in runs]
+    except TimeoutError:
+        pytest.fail("still there:\n" + "\n\n".join(map(str, runs)))
+
+
+def printed(run: Run) -> list[str]:
+    """What its ranks have printed, in the order of ranks."""
+    return sorted(line for line in run.lines if line.startswith("[rank"))
+
+
+async def test_torchruns_flags_run_over_two_nodes_the_founder_being_late(nodes: Nodes) -> None:
+    door = Door(nodes, "--nnodes=2", "--rdzv_id", "seven", ranks=2)
+    second = await door.run("n1", "--node_rank", "1", "tell.py")
+    await second.until("not let in yet: .*nobody listens")
+    first = await door.run("n0", "--node_rank", "0", "tell.py")
+    assert await codes(first, second) == [0, 0], f"{first}\n{second}"
+    told = [line.split()[-2:-1] + line.split()[-3:-2] for line in printed(first) + printed(second)]
+    port, host = told[0]
+    assert told == [[port, host]] * 4
+    assert printed(first) == [f"[rank{r}]: {r} {r} 4 2 0 {host} {port} seven" for r in (0, 1)]
+    assert printed(second) == [f"[rank{r}]: {r} {r - 2} 4 2 1 {host} {port} seven" for r in (2, 3)]
+    with socket.create_server((host, int(port))):
+        assert port != door.address.rpartition(":")[2], "rank 0 has a port of its own"
+
+
+@pytest.mark.parametrize(("script", "code"), [("raise SystemExit(2)", 2), ("raise ValueError('no')", 1)])
+async def test_a_job_that_fails_ends_with_its_code_on_every_node(
+    nodes: Nodes, script: str, code: int
+) -> None:
+    (nodes.directory / "fail.py").write_text(f"import os\nif os.environ['RANK'] == '1': {script}\n{WAIT}")
+    runs = await Door(nodes, "--nnodes", "2", "--max-restarts", "0").numbered(2, "fail.py")
+    assert await codes(*runs) == [code, code], "\n".join(map(str, runs))
+    for run in runs:
+        assert re.search(r"\[zbmd\]: the run failed: .*rank1 failed", str(run)), run
+
+
+async def test_without_numbers_whoever_holds_the_address_founds(nodes: Nodes) -> None:
+    door = Door(nodes, "--nnodes", "3:3", "--rdzv-backend", "c10d")
+    runs = [await door.run(name, "tell.py") for name in ("a", "b", "c")]
+    assert await codes(*runs) == [0, 0, 0], "\n".join(map(str, runs))
+    ranks = [int(line.split()[1]) for run in runs for line in printed(run)]
+    assert sorted(ranks) == [0, 1, 2]
+
+
+async def test_any_node_may_be_killed_the_founder_included(nodes: Nodes) -> None:
+    door = Door(nodes, "--nnodes", "2:4", "--on-loss", "shrink")
+    runs = await door.numbered(4, "wait.py")
+    for run in runs:
+        await run.until(r"rank \d of \d")
+    await runs[0].kill()
+    await runs[3].until("-0 is gone")
+    await runs[2].kill()
+    await runs[3].until("-2 is gone")
+    (nodes.directory / "done").touch()
+    assert await codes(runs[1], runs[3]) == [0, 0], f"{runs[1]}\n{runs[3]}"
+
+
+async def test_a_node_that_is_killed_is_replaced_by_another(nodes: Nodes) -> None:
+    door = Door(nodes, "--nnodes", "3", "--max-restarts", "9")
+    runs = await door.numbered(3, "wait.py")
+    for run in runs:
+        await run.until(r"rank \d of 3")
+    await runs[2].kill()
+    await runs[0].until("3 nodes are needed, 2 are here; waiting for at most 10min")
+    again = await door.run("n2", "--node-rank", "2", "wait.py")
+    await again.until("rank 2 of 3")
+    (nodes.directory / "done").touch()
+    assert await codes(runs[0], runs[1], again) == [0, 0, 0], f"{runs[0]}\n{again}"
+
+
+async def test_the_founder_may_die_before_the_job_begins(nodes: Nodes) -> None:
+    door = Door(nodes, "--nnodes", "4")
+    runs = await door.numbered(3, "tell.py")
+    for run in runs:
+        await run.until("3 of 4 nodes are here")
+    await runs[0].kill()
+    await runs[1].until("-0 is gone")
+    found = await runs[1].until(r"this node is \S+ at (\S+);")
+    there = ("--rdzv-endpoint", found[1], "--port", str(free_ports(1)[0]))
+    others = [
+        await door.run("m0", *there, "--node-rank", "0", "tell.py"),
+        await door.run("m3", *there[:2], "--node-rank", "3", "tell.py"),
+    ]
+    assert await codes(*runs[1:], *others) == [0] * 4, "\n".join(map(str, [*runs, *others]))
+
+
+async def test_ctrl_c_on_one_node_stops_the_job_on_all(nodes: Nodes) -> None:
+    runs = await Door(nodes, "--nnodes", "2").numbered(2, "wait.py")
+    await runs[0].until("rank 0 of 2")
+    runs[1].signal(signal.SIGINT)
+    assert await codes(*runs) == [1, 130], f"{runs[0]}\n{runs[1]}"
+    await runs[0].until(r"\[zbmd\]: stopped: SIGINT received on \S+-1")
+
+
+async def test_sigterm_takes_one_node_out(nodes: Nodes) -> None:
+    runs = await Door(nodes, "--nnodes", "1:2", "--on-loss", "shrink").numbered(2, "wait.py")
+    await runs[0].until(r"rank 0 of \d")
+    await runs[1].until(r"rank 1 of \d")
+    runs[1].signal(signal.SIGTERM)
+    assert await runs[1].ended() == 128 + signal.SIGTERM, str(runs[1])
+    await runs[0].until("-1 is gone")
+    (nodes.directory / "done").touch()
+    assert await runs[0].ended() == 0, str(runs[0])
+
+
+async def test_who_waits_for_nodes_gives_up(nodes: Nodes) -> None:
+    door = Door(nodes, "--nnodes", "2", "--join-timeout", "1s")
+    alone = await door.run("n0", "--node-rank", "0", "tell.py")
+    assert await alone.ended() == 1
+    await alone.until("given up after 1s: 1 of 2 nodes are here. Start zbmd-node run on the others too")
+    nobody = await door.run("n1", "--node-rank", "1", "tell.py")
+    assert await nobody.ended() == 1
+    await nobody.until("no member of a cluster has let this node in.*nobody listens at its address")
+
+
+async def test_who_has_no_cookie_is_told_what_to_do(nodes: Nodes) -> None:
+    door = Door(nodes, "--nnodes", "2")
+    first = await door.run("n0", "--node-rank", "0", "tell.py")
+    await first.until("1 of 2 nodes are here")
+    cookie = str(nodes.directory / "elsewhere" / "cookie")
+    second = await door.run("n1", "--node-rank", "1", "tell.py", ZBMD_COOKIE_FILE=cookie)
+    assert await second.ended() == 2
+    await second.until(rf"another cookie.*copy its cookie file to {cookie}")
+
+
+async def test_a_node_that_was_started_otherwise_is_told_so(nodes: Nodes) -> None:
+    door = Door(nodes, "--nnodes", "2")
+    first = await door.run("n0", "--node-rank", "0", "tell.py")
+    second = await door.run("n1", "--node-rank", "1", "tell.py", "--lr", "3")
+    assert await codes(first, second) == [0, 0]
+    await second.until(r"was started with another arguments than \S+, which has given the job")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (
+            ("--nnodes", "40", "-n", "2"),
+            "the ranks of a job must be 1 to 62, not 80. Give fewer with --nnodes",
+        ),
+        (("--nnodes", "2", "--local-addr", "192.0.2.77"), "no interface of this machine has that address"),
+        (("--nnodes", "2", "--join-timeout", "5"), "--join-timeout: '5' is not a duration"),
+    ],
+)
+async def test_what_cannot_be_is_told_in_words(
+    nodes: Nodes, options: tuple[str, ...], complaint: str
+) -> None:
+    run = await Door(nodes).run("n0", "--node-rank", "0", *options, "tell.py")
+    assert await run.ended() == 2
+    assert complaint in str(run)
+
+
+async def test_a_founders_port_that_another_has_is_told(nodes: Nodes) -> None:
+    door = Door(nodes, "--nnodes", "2")
+    host, _, port = door.address.partition(":")
+    with socket.create_server((host, int(port))):
+        run = await door.run("n0", "--node-rank", "0", "tell.py")
+        assert await run.ended() == 2
+    assert "the port is in use" in str(run)
+
+
+# --- launchers ------------------------------------------------------------------------------------------
+
+
+def _on(number: int) -> tuple[str, ...]:
+    """Every node of a step listens at the same port; here on a loopback address of its own."""
+    return "-n", "2", "--local-addr", f"127.0.0.{number + 1}"
+
+
+async def test_a_step_of_slurm(nodes: Nodes) -> None:
+    step: dict[str, str] = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NNODES": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "127.0.0.[1-2]",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_RESV_PORTS": str(free_ports(1)[0]),
+    }
+    runs = [await started(nodes, f"n{n}", *_on(n), "tell.py", SLURM_NODEID=str(n), **step) for n in (1, 0)]
+    assert await codes(*runs) == [0, 0], f"{runs[0]}\n{runs[1]}"
+    told = [line.split()[1:7] for line in printed(runs[1]) + printed(runs[0])]
+    assert told == [[str(r), str(r % 2), "4", "2", str(r // 2), "127.0.0.1"] for r in range(4)]
+
+
+async def test_workers_of_torchrun(nodes: Nodes) -> None:
+    worker = {
+        "TORCHELASTIC_RUN_ID": f"run{os.getpid()}",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    runs = [
+        await started(
+            nodes, f"n{rank}", "tell.py", GROUP_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2), **worker
+        )
+        for rank in range(4)
+    ]
+    assert await codes(*runs) == [0] * 4, "\n".join(map(str, runs))
+    assert [len(printed(run)) for run in runs] == [2, 0, 2, 0]
+    assert "nothing to do here: it is process 1 of 2 on this host" in str(runs[1])
+    ports = {line.split()[7] for run in runs for line in printed(run)}
+    assert len(ports) == 1 and "29500" not in ports, "torchrun's own store listens there"
+
+
+async def test_pods_of_a_job(nodes: Nodes) -> None:
+    port = str(free_ports(1)[0])
+    pods = [
+        {"JOB_COMPLETION_INDEX": str(n), "POD_IP": f"127.0.0.{n + 1}", "ZBMD_SERVICE": "localhost"}
+        for n in range(2)
+    ]
+    options = ("--nnodes", "2", "-n", "1", "--port", port)
+    runs = [
+        await started(nodes, f"n{n}", *options, "tell.py", **pod)
+        for n, pod in reversed(list(enumerate(pods)))
+    ]
+    assert await codes(*runs) == [0, 0], f"{runs[0]}\n{runs[1]}"
+
+
+async def test_a_store_says_who_founds_and_either_of_two_may_be_lost(
+    nodes: Nodes, server: EtcdServer
+) -> None:
+    options = ("--nnodes", "1:2", "-n", "1", "--on-loss", "shrink", "--recovery-budget", BUDGET)
+    store = ("--store", f"{server.url}/run")
+    runs = [await started(nodes, name, *options, *store, "wait.py") for name in ("a", "b")]
+    await runs[1].until(r"rank \d of \d")
+    first = await runs[0].until(r"rank (\d) of \d")
+    founder, other = runs if first[1] == "0" else reversed(runs)
+    founder.signal(signal.SIGSTOP)
+    await other.until("is gone")
+    (nodes.directory / "done").touch()
+    assert await other.ended() == 0, str(other)
+    await founder.kill()

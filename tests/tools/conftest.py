@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 MARKER = "ZBMD_TEST_LAUNCH"
 
 

@@ -6,6 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+from etcd_server import free_ports
 
 from zbmd.actors.bootstrap.merge import Role
 from zbmd.tools import launch
@@ -128,6 +129,23 @@ def test_a_failed_job_fails_mpirun(launcher: Launcher) -> None:
     before = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2")
     ended = launcher.run("run", "--max-restarts", "0", "train.py", before=before)
     assert ended.code == 1, ended
+
+
+@pytest.mark.optional
+@pytest.mark.skipif(shutil.which("mpirun.openmpi") is None, reason="openmpi-bin (apt) is not installed")
+def test_mpirun_on_two_hosts_runs_one_job(launcher: Launcher) -> None:
+    (launcher.directory / "train.py").write_text(SCRIPT)
+    apart = ("OMPI_COMM_WORLD_LOCAL_RANK=0", "OMPI_COMM_WORLD_LOCAL_SIZE=1", "OMPI_MCA_orte_num_nodes=2")
+    mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2")
+    ended = launcher.run(
+        *("run", "--nproc-per-node", "1", "train.py"),
+        before=(*mpirun, "env", *apart),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_ports(1)[0]),
+    )
+    assert ended.code == 0, ended
+    told = sorted(line.split()[:5] for line in ended.out)
+    assert told == [[f"[rank{r}]:", str(r), "0", "2", str(r)] for r in range(2)], ended
 
 
 def test_flags_are_settings_and_torchruns_variables_are_read() -> None:

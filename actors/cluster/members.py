@@ -84,10 +84,10 @@ class ClusterView:
 
 
 def host_of_first_rank(view: ClusterView, job_id: int) -> str:
-    """Where all hosts of a job find its first rank that runs, which is rank 0 unless that is lost."""
+    """Where all hosts of a job find rank 0, ended or not, or the first after it whose node is here."""
     job = view.jobs.job(job_id)
     for entry in job.ranks if job is not None else ():
-        node = view.by_id.get(entry.node.id) if entry.lives and entry.node is not None else None
+        node = view.by_id.get(entry.node.id) if entry.node is not None else None
         if node is not None and node.address:
             return parse_address(node.address).host
     return "127.0.0.1"

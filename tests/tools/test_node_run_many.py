@@ -10,9 +10,11 @@ from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
 import pytest
-from cluster_nodes import BUDGET, Nodes, Run, nodes_in
+from cluster_nodes import Nodes, Run, nodes_in
 from etcd_server import EtcdServer, etcd_server, free_ports
 
+BUDGET = "2s"
+"""Deaths are proven by the kernel here; a busy machine is not to be taken for one."""
 VARIABLES = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"
 )
@@ -90,9 +92,7 @@ async def test_torchruns_flags_run_over_two_nodes_the_founder_being_late(nodes: 
     await second.until("not let in yet: .*nobody listens")
     first = await door.run("n0", "--node_rank", "0", "tell.py")
     assert await codes(first, second) == [0, 0], f"{first}\n{second}"
-    told = [line.split()[-2:-1] + line.split()[-3:-2] for line in printed(first) + printed(second)]
-    port, host = told[0]
-    assert told == [[port, host]] * 4
+    host, port = printed(first)[0].split()[6:8]
     assert printed(first) == [f"[rank{r}]: {r} {r} 4 2 0 {host} {port} seven" for r in (0, 1)]
     assert printed(second) == [f"[rank{r}]: {r} {r - 2} 4 2 1 {host} {port} seven" for r in (2, 3)]
     with socket.create_server((host, int(port))):

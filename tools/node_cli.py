@@ -119,8 +119,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     bootstrap = launch.read(arguments, settings, os.environ)
     settings = launch.with_processes(settings, bootstrap)
     notes = launch.notes(arguments, settings, bootstrap)
-    if bootstrap.role not in (Role.ALONE, Role.EXTRA):
-        notes += node_run_many.notes(settings)
     if arguments.show_config or arguments.explain:
         shown = settings.lines() if arguments.show_config else []
         if arguments.explain:

@@ -21,6 +21,7 @@ from zbmd.actors.bootstrap.merge import Bootstrap, Role
 from zbmd.actors.capture import CaptureSettings, ProcessCapture
 from zbmd.actors.cluster import one_job as o
 from zbmd.actors.cluster.door import JoinFailed
+from zbmd.actors.cluster.hosted_job import ON_HANG_VARIABLE
 from zbmd.actors.cluster.job_code import code_of
 from zbmd.actors.cluster.job_host import JobHost
 from zbmd.actors.cluster.jobs import REASON_CHARACTERS_MAX, JobSpec, Stop, Submit
@@ -30,7 +31,6 @@ from zbmd.actors.cluster.node import ClusterNode
 from zbmd.actors.cluster.node_state import BriefMemory
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.contracts import Contract
-from zbmd.actors.hang_verdict import OnHang
 from zbmd.actors.host import PRELOAD
 from zbmd.actors.host_events import EXIT_FAILED
 from zbmd.actors.host_links import host_identity
@@ -88,6 +88,7 @@ def spec_of(plan: Plan) -> JobSpec:
         environment["MASTER_PORT"] = str(settings["master_port"])
     deadline_s = settings["progress_deadline"]
     environment[PROGRESS_DEADLINE_VARIABLE] = f"{deadline_s:g}s" if deadline_s else OFF
+    environment[ON_HANG_VARIABLE] = settings["on_hang"].value
     if settings["data"] is not None:
         environment["ZBMD_DATA"] = settings["data"]
     spec = JobSpec(
@@ -122,13 +123,6 @@ def differences(own: JobSpec, given: JobSpec) -> list[str]:
         if field.name not in ("environment", "code")
         and getattr(own, field.name) != getattr(given, field.name)
     ]
-
-
-def notes(settings: Settings) -> list[str]:
-    """What the user should know of a run over several nodes."""
-    if settings["on_hang"] is OnHang.REPORT:
-        return []
-    return [f"--on-hang {settings['on_hang'].value} has no effect with several nodes: a hang is reported"]
 
 
 async def run_over_nodes(plan: Plan) -> int:

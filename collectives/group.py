@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
@@ -22,8 +23,9 @@ from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.flight_dump import FLIGHTS
 from zbmd.collectives.group_watch import GroupWatch
 from zbmd.collectives.operation_capture import record_operations
+from zbmd.collectives.tagged import Received, Tagged, open_tagged
 from zbmd.transport._native import now_ns
-from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError
 
 OPERATIONS_IN_FLIGHT_MAX = 1024
 """Operations submitted and not yet done; one more is refused."""
@@ -53,7 +55,8 @@ class Group:
         self._unwatch = unwatch
         self._data_plane = ThreadPoolExecutor(1, thread_name_prefix="zbmd-data")
         self._slots = threading.BoundedSemaphore(OPERATIONS_IN_FLIGHT_MAX)
-        self.blocking = Blocking(communicator, self.submit)
+        self.tagged: Tagged | None = None
+        self.blocking = GroupBlocking(self)
 
     def __repr__(self) -> str:
         return f"<Group epoch {self.epoch}: rank {self.rank} of {list(self.members)}>"
@@ -190,6 +193,47 @@ class Group:
         end_ns = self.deadline_ns(timeout)
         await self.run(lambda c: c.barrier(deadline_ns=end_ns))
 
+    async def send(self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        """Send a copy of `x` to member `to`. Messages of one member to another stay in order.
+
+        `x`: any shape, a dtype that can be reduced. Returns when `x` may be changed: for a small array at
+        once, unless 64 messages to that member wait to be received; for one over 64 KiB when it is there.
+        Raises as other operations do, but a timeout harms nothing but this message's caller.
+        """
+        async with self._limit(timeout, f"send to rank {to} with tag {tag}"):
+            await self.messages().send(x, to, tag)
+
+    async def recv(
+        self,
+        source: int | None = None,
+        *,
+        tag: int | None = None,
+        out: Any = None,
+        timeout: float | None = None,
+    ) -> Received:
+        """The first message that came from member `source` (None: any) with `tag` (None: any).
+
+        Returns its array (in `out`, of the same dtype and size, or new), source and tag. A receive that is
+        cancelled, or whose `out` does not fit, leaves the message for the next.
+        """
+        async with self._limit(timeout, f"receive from {source} with tag {tag}"):
+            return await self.messages().receive(source, tag, out)
+
+    def messages(self) -> Tagged:
+        """The group's tagged messages. Raises `LocalProtocolError` if it has none."""
+        if self.tagged is None:
+            raise LocalProtocolError("this group has no tagged messages: get it from zbmd.group")
+        return self.tagged
+
+    @asynccontextmanager
+    async def _limit(self, timeout: float | None, what: str) -> AsyncGenerator[None]:
+        limit_s = timeout_ns(timeout) / 1e9
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded(f"{what}: nothing in {limit_s:g} s, in epoch {self.epoch}") from None
+
     def abort(self) -> None:
         """End the operations in flight; they raise `OperationAborted`. Callable from any thread."""
         self.communicator.abort()
@@ -201,11 +245,42 @@ class Group:
         still be under way into that memory.
         """
         self.abort()
+        if self.tagged is not None:
+            await self.tagged.close()
         # What is queued is not cancelled: it ends by itself, with `OperationAborted`. A future that its
         # executor cancels is never reported to who waits for it (`concurrent.futures.wait`).
         await asyncio.to_thread(self._data_plane.shutdown)
         self.communicator.close()
         self._unwatch()
+
+
+class GroupBlocking(Blocking):
+    """See `Group.blocking`."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group.communicator, group.submit)
+        self._group = group
+
+    def send(self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        """As `Group.send`, on another thread than the loop's."""
+        self._wait(lambda: self._group.send(x, to, tag=tag, timeout=timeout))
+
+    def recv(
+        self,
+        source: int | None = None,
+        *,
+        tag: int | None = None,
+        out: Any = None,
+        timeout: float | None = None,
+    ) -> Received:
+        """As `Group.recv`, on another thread than the loop's."""
+        return self._wait(lambda: self._group.recv(source, tag=tag, out=out, timeout=timeout))
+
+    def _wait(self, begin: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        messages = self._group.messages()
+        if threading.get_ident() == messages.thread:
+            raise LocalProtocolError("a message passes the loop, and this is its thread: await it instead")
+        return asyncio.run_coroutine_threadsafe(begin(), messages.loop).result()
 
 
 async def group(node: Node, *, after: int = 0, channel: int = 0) -> Group:
@@ -217,6 +292,7 @@ async def group(node: Node, *, after: int = 0, channel: int = 0) -> Group:
     """
     view = await node.view(after=after)
     made = group_of(node, view, channel=channel)
+    made.tagged = await open_tagged(node, made.members, epoch=made.epoch, channel=channel)
     if made.size > 1:
         end_ns = made.deadline_ns()
         await made.run(lambda c: c.tune(deadline_ns=end_ns))

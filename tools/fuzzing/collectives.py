@@ -14,7 +14,7 @@ from zbmd.actors import wire
 from zbmd.actors.contracts import Contract
 from zbmd.actors.ref import Ref
 from zbmd.collectives import commit_messages as cm
-from zbmd.collectives import commit_wire, flight_dump
+from zbmd.collectives import commit_wire, flight_dump, tagged
 from zbmd.collectives._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.algorithms import Operation, Request
 from zbmd.collectives.commit import StepCommit
@@ -27,6 +27,7 @@ from zbmd.collectives.repair_messages import Call as RepairCall
 from zbmd.collectives.repair_messages import Inputs, OnLoss, Phase, Report
 from zbmd.collectives.repair_verdict import decide
 from zbmd.collectives.repair_wire import decode_report, encode_report
+from zbmd.collectives.tag_machine import Arrived, SendPosted, TagMachine, TakenThere
 from zbmd.tools import flight
 from zbmd.tools.fuzzing.actors import DECODED
 from zbmd.tools.fuzzing.script import Script, blocks, read_blocks
@@ -286,7 +287,42 @@ def _flight(data: bytes) -> None:
     flight.trace([dump])
 
 
+# ---- tagged messages
+
+
+def _tagged_seeds() -> tuple[bytes, ...]:
+    small = tagged.TaggedMessage(
+        epoch=EPOCH, channel=0, number=1, tag=3, dtype=0, shape=(2, 3), data=bytes(24), lent=None, digest=b""
+    )
+    handle = RegionHandle(slot=1, incarnation=1, offset=4096, nbytes=1 << 20, writable=False)
+    large = msgspec.structs.replace(small, number=2, shape=(1 << 18,), data=b"", lent=handle, digest=bytes(8))
+    taken = tagged.TaggedTaken(epoch=EPOCH, channel=0, number=1)
+    encoded = [_from(RANKS[1], message) for message in (small, large, taken)]
+    return tuple(blocks(encoded[:k]) for k in (1, 2, 3))
+
+
+def _tagged(data: bytes) -> None:
+    """Messages of others to a member that has sent one of its own."""
+    machine = TagMachine(RANKS)
+    machine.handle(SendPosted(key=1, to=RANKS[1], tag=0), now_ns=0)
+    for body in read_blocks(data, MESSAGES_MAX):
+        message, source = _codec().decode_contract(body[1:]), body[0] if body else 0
+        if isinstance(message, tagged.TaggedMessage):
+            tagged.described(message, source)
+            machine.handle(Arrived(source=source, number=message.number, tag=message.tag), now_ns=0)
+        elif isinstance(message, tagged.TaggedTaken):
+            machine.handle(TakenThere(by=source, number=message.number), now_ns=0)
+        machine.check_invariants()
+
+
 TARGETS = (
+    Target(
+        name="tagged.messages",
+        what="arrays that other members of a group send with tags",
+        allowed=DECODED,
+        seeds=_tagged_seeds,
+        run=_tagged,
+    ),
     Target(
         name="flight.dump",
         what="a file that a rank's flight recorder was written to",

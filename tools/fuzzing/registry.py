@@ -93,6 +93,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "collectives/repair_wire.py": ("repair.report",),
     "collectives/commit_wire.py": ("commit.conversation",),
     "collectives/flight_dump.py": ("flight.dump",),
+    "collectives/tagged.py": ("tagged.messages",),
     "collectives/executor.py": ("collective.descriptor",),
     "collectives/_stepper.pyx": ("collective.descriptor",),
     "collectives/program.py": ("program",),

@@ -1,0 +1,403 @@
+"""Send and receive with tags: the driver of `TagMachine`, over the links of the group's members.
+
+A small array travels in the message. A large one is lent: the message says where it lies in the sender's
+arena (a copy, if it does not lie there), and the receiver gets it from there, by mapping or over the network,
+and checks its digest: a sender that gives up may use that memory again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import threading
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, NamedTuple, assert_never
+from weakref import WeakKeyDictionary
+
+import msgspec
+import numpy as np
+import structlog
+import xxhash
+
+from zbmd.actors.actor import Actor, on
+from zbmd.actors.context import sender_process
+from zbmd.actors.contracts import Contract
+from zbmd.actors.errors import ActorError
+from zbmd.actors.member import Node
+from zbmd.actors.rank_names import rank_of
+from zbmd.collectives.arrays import Array, Target, as_array, as_bytes, packed, require_size
+from zbmd.collectives.errors import MembersLost, OperationAborted
+from zbmd.collectives.reductions import DTYPE_NAMES, dtype_code, itemsize
+from zbmd.collectives.tag_machine import (
+    Arrived,
+    GaveBack,
+    Match,
+    ReceivePosted,
+    ReceiveWithdrawn,
+    SendPosted,
+    Sent,
+    TagEvent,
+    TagMachine,
+    TakenThere,
+    TellTaken,
+    Took,
+    Transmit,
+)
+from zbmd.transport.errors import LinkClosed, PeerLost, RemoteProtocolError, UserError, ZbmdError
+from zbmd.transport.region import RegionHandle
+
+log: Final = structlog.stdlib.get_logger("zbmd.collectives.tagged")
+
+ACTOR_NAME = "tagged"
+INLINE_BYTES_MAX = 64 << 10
+"""A longer array is lent."""
+TAG_MAX = 2**31 - 1
+AXES_MAX = 32
+ARRAY_BYTES_MAX = 2**48
+CLOSE_S_MAX = 1.0
+"""How long the members are told of a close, at most: one that does not read finds out by the next view."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class TaggedMessage(Contract, id="zbmd.tagged.message"):
+    """An array: `data` if it is small, else where it lies. `digest`: XXH3 of its bytes if it is lent."""
+
+    epoch: Count
+    channel: Count
+    number: Count
+    tag: Count
+    dtype: Count
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=AXES_MAX)]
+    data: bytes
+    lent: RegionHandle | None
+    digest: bytes
+
+
+class TaggedTaken(Contract, id="zbmd.tagged.taken"):
+    """The receiver has all of a message."""
+
+    epoch: Count
+    channel: Count
+    number: Count
+
+
+class TaggedClosed(Contract, id="zbmd.tagged.closed"):
+    """The sender has closed the group: nothing more comes from it, and nothing is taken."""
+
+    epoch: Count
+    channel: Count
+
+
+def described(message: TaggedMessage, source: int) -> int:
+    """The elements of a message's array. Raises `RemoteProtocolError` if it does not fit its bytes."""
+    if message.dtype >= len(DTYPE_NAMES):
+        raise RemoteProtocolError(f"rank {source} sent an array of no dtype")
+    size = math.prod(message.shape)
+    nbytes = size * itemsize(message.dtype)
+    came = len(message.data) if message.lent is None else message.lent.nbytes
+    if came != nbytes or nbytes > ARRAY_BYTES_MAX:
+        raise RemoteProtocolError(f"rank {source} sent {came} bytes for an array of {nbytes}")
+    return size
+
+
+class Received(NamedTuple):
+    """What came, and of whom."""
+
+    array: Any
+    source: int
+    tag: int
+
+
+@dataclass(slots=True)
+class _Send:
+    array: Array
+    tag: int
+    done: asyncio.Future[None]
+    transmitted: bool = False
+    handle: RegionHandle | None = None
+
+
+class Tagged:
+    """Tagged messages among the members of one group, from this rank's side; used on the node's loop."""
+
+    def __init__(self, node: Node, members: tuple[int, ...], *, epoch: int, channel: int) -> None:
+        self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
+        self._node = node
+        self._members, self._epoch, self._channel = members, epoch, channel
+        self._machine = TagMachine(members)
+        self._keys = itertools.count(1)
+        self._sends: dict[int, _Send] = {}
+        self._receives: dict[int, asyncio.Future[Match]] = {}
+        self._here: dict[tuple[int, int], TaggedMessage] = {}
+        self._outbox: asyncio.Queue[tuple[int, Contract]] = asyncio.Queue()  # bounded by the machine
+        self._ended: ZbmdError | None = None
+        self._forget = node.on_peer_lost(self._lost)
+        self._sender = asyncio.create_task(self._send_all(), name="zbmd-tagged")
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is sent or taken any more."""
+        return self._ended is not None
+
+    async def send(self, x: Any, to: int, tag: int) -> None:
+        """See `Group.send`."""
+        flat = packed(as_array(x, "x"))
+        dtype_code(flat.dtype)
+        _require_tag(tag)
+        array = flat.reshape(np.shape(x))
+        key, done = next(self._keys), asyncio.get_running_loop().create_future()
+        small = array.nbytes <= INLINE_BYTES_MAX
+        self._sends[key] = _Send(array.copy() if small else self._in_arena(array), tag, done)
+        try:
+            self._put(SendPosted(key=key, to=to, tag=tag))
+        except ZbmdError:
+            self._sends.pop(key, None)
+            raise
+        # A small one may be sent again by its caller at once, unless so many are under way that it waits.
+        if not small or not self._sends[key].transmitted:
+            await asyncio.shield(done)
+
+    async def receive(self, source: int | None, tag: int | None, out: Any) -> Received:
+        """See `Group.recv`."""
+        if tag is not None:
+            _require_tag(tag)
+        key, matched = next(self._keys), asyncio.get_running_loop().create_future()
+        self._receives[key] = matched
+        try:
+            self._put(ReceivePosted(key=key, source=source, tag=tag))
+            match = await matched
+        except asyncio.CancelledError:
+            self._withdraw(key, matched)
+            raise
+        finally:
+            del self._receives[key]
+        place, end = (match.source, match.number), Took(source=match.source, number=match.number)
+        message = self._here[place]
+        try:
+            array = await self._fetch(message, match.source, out)
+        except RemoteProtocolError as error:
+            self._end(error)
+            raise
+        except BaseException:
+            if self._ended is None:
+                self._put(GaveBack(source=match.source, number=match.number))
+            raise
+        del self._here[place]
+        if self._ended is None:
+            self._put(end)
+        return Received(array, match.source, message.tag)
+
+    def _withdraw(self, key: int, matched: asyncio.Future[Match]) -> None:
+        if self._ended is not None:
+            return
+        if matched.done() and not matched.cancelled():
+            match = matched.result()
+            self._put(GaveBack(source=match.source, number=match.number))
+        else:
+            self._put(ReceiveWithdrawn(key=key))
+
+    async def close(self) -> None:
+        """End what waits with `OperationAborted`, here and on the members. Idempotent."""
+        if self._ended is None:
+            for member in self._others():
+                self._outbox.put_nowait((member, TaggedClosed(epoch=self._epoch, channel=self._channel)))
+            self._end(OperationAborted(f"the group of epoch {self._epoch} is closed: use the next view's"))
+        self._forget()
+        self._outbox.put_nowait((self._node.rank, TaggedClosed(epoch=0, channel=0)))  # the last
+        await asyncio.wait([self._sender], timeout=CLOSE_S_MAX)
+        self._sender.cancel()
+        await asyncio.wait([self._sender])
+
+    def take(self, source: int, message: TaggedMessage | TaggedTaken | TaggedClosed) -> None:
+        """A member's message."""
+        if self._ended is not None:
+            return
+        try:
+            match message:
+                case TaggedMessage(number=number, tag=tag):
+                    self._here[source, number] = message
+                    self._put(Arrived(source=source, number=number, tag=tag))
+                case TaggedTaken(number=number):
+                    self._put(TakenThere(by=source, number=number))
+                case TaggedClosed():
+                    self._end(OperationAborted(f"rank {source} has closed the group of epoch {self._epoch}"))
+        except RemoteProtocolError as error:
+            self._end(error)
+
+    def _put(self, event: TagEvent) -> None:
+        if self._ended is not None:
+            raise self._ended
+        actions = self._machine.handle(event, now_ns=time.monotonic_ns())
+        self._machine.check_invariants()
+        for action in actions:
+            match action:
+                case Transmit(key=key, to=to, number=number):
+                    self._transmit(self._sends[key], to, number)
+                case Match(key=key, source=source, number=number):
+                    if self._receives[key].done():  # cancelled in this very turn
+                        self._put(GaveBack(source=source, number=number))
+                    else:
+                        self._receives[key].set_result(action)
+                case TellTaken(to=to, number=number):
+                    self._say(to, TaggedTaken(epoch=self._epoch, channel=self._channel, number=number))
+                case Sent(key=key):
+                    self._let_go(self._sends.pop(key), None)
+                case _:
+                    assert_never(action)
+
+    def _transmit(self, send: _Send, to: int, number: int) -> None:
+        data, digest = b"", b""
+        send.transmitted = True
+        if send.array.nbytes <= INLINE_BYTES_MAX:
+            data = send.array.tobytes()
+        else:
+            send.handle = self._node.segment.regions.register(send.array)
+            digest = xxhash.xxh3_64_digest(as_bytes(send.array.reshape(-1), "x").data)
+        message = TaggedMessage(
+            epoch=self._epoch,
+            channel=self._channel,
+            number=number,
+            tag=send.tag,
+            dtype=dtype_code(send.array.dtype),
+            shape=send.array.shape,
+            data=data,
+            lent=send.handle,
+            digest=digest,
+        )
+        self._say(to, message)
+
+    def _say(self, to: int, message: TaggedMessage | TaggedTaken) -> None:
+        if to == self._node.rank:
+            asyncio.get_running_loop().call_soon(self.take, to, message)
+        else:
+            self._outbox.put_nowait((to, message))
+
+    async def _send_all(self) -> None:
+        while True:
+            to, message = await self._outbox.get()
+            if to == self._node.rank:
+                return
+            # The end of a member is told by its notice, not by what is sent to it.
+            with contextlib.suppress(PeerLost, LinkClosed, ActorError):
+                await self._node.system.ref(f"rank{to}/{ACTOR_NAME}").tell(message)
+
+    async def _fetch(self, message: TaggedMessage, source: int, out: Any) -> Any:
+        """The array of a message, in `out` or in a new one. Raises `RemoteProtocolError`, `UserError`."""
+        size, dtype = described(message, source), _dtype(message.dtype)
+        result = np.empty(message.shape, dtype) if out is None else out
+        target = Target(require_size(as_array(result, "out"), dtype, size, "out"), "out")
+        flat = as_bytes(target.flat, "out")
+        if message.lent is None:
+            flat[:] = np.frombuffer(message.data, np.uint8)
+        else:
+            await self._get(message.lent, message.digest, source, flat)
+        target.bring_home()
+        return result
+
+    async def _get(self, lent: RegionHandle, digest: bytes, source: int, flat: Array) -> None:
+        if source == self._node.rank:
+            flat[:] = np.frombuffer(
+                self._node.segment.regions.resolve(lent, 0, flat.nbytes, write=False), np.uint8
+            )
+            return
+        region = self._node.peers[source].memory.open_region(lent, self._node.segment)
+        try:
+            await region.get(flat)
+        finally:
+            region.close()
+        if xxhash.xxh3_64_digest(flat.data) != digest:
+            raise self._ended or OperationAborted(f"rank {source} gave its message up as it was taken")
+
+    def _in_arena(self, array: Array) -> Array:
+        arena = self._node.segment.arena
+        return array if arena.offset_of(array) is not None else arena.from_array(array)
+
+    def _let_go(self, send: _Send, error: ZbmdError | None) -> None:
+        if send.handle is not None:
+            self._node.segment.regions.release(send.handle)
+        if send.done.done():
+            return
+        if error is None:
+            send.done.set_result(None)
+        else:
+            send.done.set_exception(error)
+            send.done.exception()  # a small one is awaited by nobody
+
+    def _others(self) -> list[int]:
+        return [member for member in self._members if member != self._node.rank]
+
+    def _lost(self, rank: int, incarnation: int, _notice: object) -> None:
+        if rank in self._members and self._ended is None:
+            self._end(MembersLost((rank,), f"incarnation {incarnation} ended; wait for the next view"))
+
+    def _end(self, error: ZbmdError) -> None:
+        self._ended = error
+        sends, self._sends = self._sends, {}
+        for send in sends.values():
+            self._let_go(send, error)
+        for matched in self._receives.values():
+            if not matched.done():
+                matched.set_exception(error)
+
+
+class TaggedActor(Actor):
+    """`rankN/tagged`: hears from the other members of all groups of this process."""
+
+    captured = False
+
+    def __init__(self, groups: dict[tuple[int, int], Tagged]) -> None:
+        self._groups = groups
+
+    @on(TaggedMessage)
+    async def message(self, message: TaggedMessage) -> None:
+        """An array."""
+        self._take(message)
+
+    @on(TaggedTaken)
+    async def taken(self, message: TaggedTaken) -> None:
+        """It has been taken."""
+        self._take(message)
+
+    @on(TaggedClosed)
+    async def closed(self, message: TaggedClosed) -> None:
+        """A member has left a group."""
+        self._take(message)
+
+    def _take(self, message: TaggedMessage | TaggedTaken | TaggedClosed) -> None:
+        group, source = self._groups.get((message.epoch, message.channel)), rank_of(sender_process())
+        if group is None or source is None:
+            log.debug("a message of no group is dropped", epoch=message.epoch, sender=sender_process())
+        else:
+            group.take(source, message)
+
+
+_groups: WeakKeyDictionary[Node, dict[tuple[int, int], Tagged]] = WeakKeyDictionary()
+
+
+async def open_tagged(node: Node, members: tuple[int, ...], *, epoch: int, channel: int) -> Tagged:
+    """This rank's end of a group's tagged messages. Members may send once all have called this."""
+    groups = _groups.get(node)
+    if groups is None:
+        groups = _groups[node] = {}
+        await node.system.spawn(TaggedActor, groups, name=ACTOR_NAME)
+    for old in [key for key, tagged in groups.items() if tagged.ended]:
+        del groups[old]
+    made = groups[epoch, channel] = Tagged(node, members, epoch=epoch, channel=channel)
+    return made
+
+
+def _dtype(code: int) -> np.dtype[Any]:
+    if DTYPE_NAMES[code] == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(DTYPE_NAMES[code])
+
+
+def _require_tag(tag: int) -> None:
+    if not 0 <= tag <= TAG_MAX:
+        raise UserError(f"tag={tag!r} is not in 0..{TAG_MAX}")

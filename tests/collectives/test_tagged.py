@@ -1,0 +1,163 @@
+"""Send and receive with tags among real ranks, over shared memory and over TCP; one of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import zbmd
+from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host_events import HostEvent, RankReport
+from zbmd.actors.host_output import OutputLine
+from zbmd.actors.view import OnLoss
+from zbmd.collectives.errors import OperationAborted
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
+
+JOB = '''
+import asyncio
+
+import numpy as np
+
+import zbmd
+from zbmd.transport.errors import PeerLost
+
+LARGE = 300_000
+
+
+async def exchange(group):
+    """Everybody sends to everybody, small and large, in an order of its own; tags tell them apart."""
+    me, n = group.rank, group.size
+    sends = []
+    for tag in (2, 1):
+        for to in range(n):
+            for count in (3, LARGE):
+                x = np.full(count, 100 * me + 10 * to + tag, np.float32)
+                send = group.send(x, to, tag=tag + 10 * (count == LARGE))
+                sends.append(asyncio.ensure_future(send))
+    await asyncio.sleep(0)  # they are posted in this order
+    for tag in (1, 2, 11, 12):
+        for source in reversed(range(n)):
+            got = await group.recv(source, tag=tag)
+            assert (got.source, got.tag) == (source, tag)
+            assert got.array.size == (LARGE if tag > 10 else 3)
+            assert (got.array == 100 * source + 10 * me + tag % 10).all(), (source, tag, got.array[:3])
+    await asyncio.gather(*sends)
+    shared = zbmd.from_array(np.arange(LARGE, dtype=np.int64).reshape(300, -1) + me)
+    out = np.empty((300, LARGE // 300), np.int64)
+    sent = asyncio.ensure_future(group.send(shared, (me + 1) % n, tag=5))
+    got = await group.recv(tag=5, out=out)
+    assert got.array is out and got.source == (me - 1) % n and out[299, -1] == LARGE - 1 + got.source
+    await sent
+    many = [asyncio.ensure_future(group.send(np.array([k]), (me + 1) % n, tag=k % 3)) for k in range(200)]
+    assert [(await group.recv((me - 1) % n)).array[0] for _ in range(200)] == list(range(200))
+    await asyncio.gather(*many)
+    await group.barrier()
+
+
+async def main():
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        await exchange(group)
+        node.report({"ready": node.rank})
+        lost = False
+        try:
+            if node.rank == 2:
+                await asyncio.Event().wait()
+            await group.recv(2, tag=99)
+        except PeerLost as error:
+            assert error.ranks == (2,), error
+            lost = True
+        await group.close()
+        group = await zbmd.group(node, after=group.epoch)
+        assert lost and group.members == (0, 1)
+        await exchange(group)
+        node.report({"after": node.rank})
+        await group.close()
+
+asyncio.run(main())
+'''
+
+
+class Lines:
+    """Keeps what ranks print."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def write_line(self, line: OutputLine) -> None:
+        self.lines.append(f"{line.rank}: {line.text.decode()}")
+
+
+@pytest.mark.parametrize("links", ["auto", "tcp"])
+async def test_ranks_exchange_and_one_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: str
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    monkeypatch.setenv("ZBMD_LINKS", links)
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    output, ready, after = Lines(), set[int](), set[int]()
+
+    async def observe(event: HostEvent) -> None:
+        match event:
+            case RankReport(payload={"ready": rank}):
+                ready.add(rank)
+                if ready == {0, 1, 2}:
+                    os.kill(host.ranks[2].pid, signal.SIGKILL)
+            case RankReport(payload={"after": rank}):
+                after.add(rank)
+            case _:
+                pass
+
+    config = HostConfig(
+        target=str(script), world_size=3, on_loss=OnLoss.SHRINK, arena_bytes=32 << 20, preload=("zbmd",)
+    )
+    host = Host(config, output=output, observer=observe)
+    async with asyncio.timeout(90):
+        await host.run()
+    assert ready == {0, 1, 2} and after == {0, 1}, "\n".join(output.lines)
+
+
+async def test_a_receive_that_gives_up_leaves_the_message_for_the_next() -> None:
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        with pytest.raises(DeadlineExceeded, match="receive from 0 with tag 4"):
+            await group.recv(0, tag=4, timeout=0.01)
+        waits = asyncio.create_task(group.recv(tag=4))
+        await asyncio.sleep(0)
+        await group.send(np.arange(3), 0, tag=4)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        with pytest.raises(UserError, match="must have 3 elements"):
+            await group.recv(tag=4, out=np.zeros(2))
+        got = await group.recv()
+        assert (got.array == np.arange(3)).all() and (got.source, got.tag) == (0, 4)
+        large = zbmd.from_array(np.ones(100_000))
+        sent = asyncio.create_task(group.send(large, 0, tag=1))
+        assert (await group.recv(0)).array.sum() == 100_000
+        await sent
+        with pytest.raises(UserError, match="tag"):
+            await group.send(np.ones(1), 0, tag=-1)
+        with pytest.raises(UserError, match="no reduction for dtype"):
+            await group.send(np.array(["a"]), 0)
+        with pytest.raises(LocalProtocolError, match="not a member"):
+            await group.send(np.ones(1), 3)
+        answer = asyncio.to_thread(lambda: group.blocking.recv(tag=8, timeout=30))
+        from_thread = asyncio.create_task(answer)
+        await asyncio.to_thread(lambda: group.blocking.send(np.full(2, 7.0), 0, tag=8))
+        assert (await from_thread).array.sum() == 14
+        with pytest.raises(LocalProtocolError, match="await"):
+            group.blocking.recv(0)
+        late = asyncio.create_task(group.recv())
+        await asyncio.sleep(0)
+        await group.close()
+        with pytest.raises(OperationAborted, match="closed"):
+            await late
+        with pytest.raises(OperationAborted):
+            await group.send(np.ones(1), 0)

@@ -255,7 +255,10 @@ class Tagged:
         if send.array.nbytes <= INLINE_BYTES_MAX:
             data = send.array.tobytes()
         else:
-            send.handle = self._node.segment.regions.register(send.array)
+            segment = self._node.segment
+            offset = segment.arena.offset_of(send.array)
+            assert offset is not None, "a large array was put into the arena"
+            send.handle = segment.regions.lend(send.array, offset, writable=False)
             digest = xxhash.xxh3_64_digest(as_bytes(send.array.reshape(-1), "x").data)
         message = TaggedMessage(
             epoch=self._epoch,
@@ -318,7 +321,7 @@ class Tagged:
 
     def _let_go(self, send: _Send, error: ZbmdError | None) -> None:
         if send.handle is not None:
-            self._node.segment.regions.release(send.handle)
+            self._node.segment.regions.take_back(send.handle)
         if send.done.done():
             return
         if error is None:
@@ -394,7 +397,8 @@ def _dtype(code: int) -> np.dtype[Any]:
     if DTYPE_NAMES[code] == "bfloat16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        narrow: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return narrow
     return np.dtype(DTYPE_NAMES[code])
 
 

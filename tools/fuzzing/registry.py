@@ -121,6 +121,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "actors/device_worker.py": "reads the cookie that the process that has started it writes, within a bound",
     "actors/pool_worker.py": "reads what the process that has started it asks, within a bound",
     "actors/supervision_events.py": "makes a number of a digest of its own settings",
+    "collectives/group.py": "hands on what tagged.py has decoded",
     "collectives/layout.py": "makes a number of a digest of its own numbers",
     "actors/system.py": "makes a number of a digest of its own name",
     "training/generate.py": "takes the bytes of the text that it makes itself",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib
 import inspect
 import os
@@ -17,7 +18,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from zbmd.actors.context import ActorClock
-from zbmd.actors.contracts import Contract, fingerprint
+from zbmd.actors.contracts import Contract, fingerprint, older_versions, renewed
 from zbmd.actors.errors import ContractError, UnknownActorClass
 from zbmd.actors.later import LATER, Deferred, Later
 from zbmd.actors.mailbox import MailboxSpec
@@ -171,6 +172,8 @@ class Actor:
     """The bounds of the mailbox, unless `spawn` gives others."""
     stopping_s: float = STOPPING_S
     """How long `stopping()` may take."""
+    version: ClassVar[int] = 1
+    """Of its code: given as `class Counter(Actor, version=2)`. See `code_change`."""
     progress_deadline_s: ClassVar[float | None] = None
     """How long a handler may await one and the same thing before it is told of; None takes the process's."""
 
@@ -178,9 +181,11 @@ class Actor:
     _table: ClassVar[Mapping[type, Handler] | None] = None
     _cell: ActorCell | None = None
 
-    def __init_subclass__(cls, *, remote: bool = False, **kwargs: Any) -> None:
-        """`remote=True` lets other processes spawn the class."""
+    def __init_subclass__(cls, *, remote: bool = False, version: int | None = None, **kwargs: Any) -> None:
+        """`remote=True` lets other processes spawn the class; `version`: of its code."""
         super().__init_subclass__(**kwargs)
+        if version is not None:
+            cls.version = version
         cls._table = None
         cls._handlers = {}
         for base in reversed(cls.__mro__):
@@ -283,6 +288,37 @@ class Actor:
         """Handle all that is aside next, in the order in which it came, before what waits in the mailbox."""
         self._running_cell().unstash()
 
+    # Changes of code: see `ActorSystem.upgrade`.
+
+    @classmethod
+    def code_change(cls, state: dict[str, Any], from_version: int) -> dict[str, Any]:
+        """The attributes of this version, made of those of `from_version`, for an actor that lives.
+
+        Whoever overrides it says with `code_change_back` how to return.
+        """
+        return state
+
+    @classmethod
+    def code_change_back(cls, state: dict[str, Any], to_version: int) -> dict[str, Any]:
+        """The attributes that `to_version` had, made of those of this version: for when this one crashes."""
+        return state
+
+    def code_state(self) -> dict[str, Any]:
+        """A copy of its attributes, to which it returns if a new version crashes in the next message.
+
+        Taken before each message while a new version is on probation. Override it if they cannot be copied
+        deeply, or should not: the copy is not to change when the actor changes what it holds.
+        """
+        cell = self._running_cell()
+        apart = {id(one): one for one in (self, cell, cell.system, cell.system.loop)}
+        return copy.deepcopy({name: value for name, value in vars(self).items() if name != "_cell"}, apart)
+
+    def __repr__(self) -> str:
+        cell = self._cell
+        if cell is None:
+            return f"<{type(self).__name__}, not spawned>"
+        return f"<{type(self).__name__} {cell.ref.address}#{cell.incarnation}, {cell.words()}>"
+
     def _running_cell(self) -> ActorCell:
         if self._cell is None:
             raise LocalProtocolError(f"{type(self).__name__} has not been spawned: use system.spawn(...)")
@@ -300,8 +336,20 @@ def handler_table(cls: type[Actor]) -> Mapping[type, Handler]:
         for contract in {*table, *(reply for handler in table.values() for reply in handler.replies)}:
             if issubclass(contract, Contract):
                 fingerprint(contract)  # raises here, not in a peer
+        for contract in [c for c in table if issubclass(c, Contract)]:
+            for older in older_versions(contract):
+                table.setdefault(older, _renewing(contract, table[contract]))
         cls._table = types.MappingProxyType(table)
     return cls._table
+
+
+def _renewing(contract: type[Contract], handler: Handler) -> Handler:
+    """A handler of an older version of `contract`, which `contract` says that it stands for."""
+
+    async def run(actor: Any, message: Contract) -> Any:
+        return await handler.function(actor, renewed(message, contract))
+
+    return handler._replace(function=run)
 
 
 def pooled(cls: type[Actor], function: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:

@@ -228,7 +228,7 @@ class CapturedSystem(TracedSystem):
         cell = super()._create(cls, args, kwargs, name, mailbox, parent)
         if packed is not None:
             stream = f"{cell.name}#{cell.ref.incarnation}"
-            cell.life = RecordedLife(self._recorder, _config(cell.ref, cls, *packed), stream)
+            cell.life = RecordedLife(self._recorder, _config(cell.ref, type(cell.actor), *packed), stream)
         return cell
 
 

@@ -15,8 +15,8 @@ import structlog
 from zbmd.actors._mailbox import SIGNALS_MAX, Delivery, Mailbox
 from zbmd.actors.actor import Actor, Down, Exited, Handler, Reason, ReasonKind, Signal, handler_table
 from zbmd.actors.context import current_cell, current_delivery
-from zbmd.actors.contracts import contract_tag
-from zbmd.actors.errors import ActorFailed, ActorStartFailed, NotUnderstood, StashFull
+from zbmd.actors.contracts import Contract, contract_tag
+from zbmd.actors.errors import ActorError, ActorFailed, ActorStartFailed, NotUnderstood, StashFull
 from zbmd.actors.later import DeferredBook, Later
 from zbmd.actors.mailbox import MailboxSpec, ReplyTo
 from zbmd.actors.ref import Ref
@@ -37,8 +37,18 @@ MESSAGES_PER_TURN = MESSAGES_PER_LOOK * LOOKS_PER_TURN
 """How many it handles before that if it is fast with them, and nobody in the process waits for an answer."""
 LINKS_MAX = 65_536
 WATCHERS_MAX = 65_536
+TAGS_NAMED_MAX = 8
 
 _log = structlog.get_logger("zbmd.actors")
+
+
+class Boundary:
+    """Something to be done between two messages of an actor; waits among its signals."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
 
 
 class CellState(Enum):
@@ -137,6 +147,19 @@ class ActorCell:
         """Serve the mailbox; call it after each message taken in."""
         if self.task is None and self.accepts:
             self.task = self._new_task()
+
+    def words(self) -> str:
+        """How it stands, in words."""
+        return f"{self.state.value}, {len(self.mailbox)} waiting, {self.handled} handled"
+
+    def at_boundary(self, work: Callable[[], None]) -> None:
+        """Do `work` when no message is being handled: now, or before the next. Not if its life ends first."""
+        if not self.accepts:
+            return
+        if self.task is None:
+            work()
+        elif not self.mailbox.post(Boundary(work)):
+            self.kill(Reason(ReasonKind.KILLED, f"{SIGNALS_MAX} signals wait for it; is a handler stuck?"))
 
     # Signals and ends.
 
@@ -328,6 +351,10 @@ class ActorCell:
             if mailbox.signals:
                 signal = mailbox.signals.popleft()
                 current_delivery.set(None)
+                if type(signal) is Boundary:
+                    signal.work()
+                    handlers = self.handlers
+                    continue
                 handling = handlers[type(signal)].function(actor, signal)
                 await (handling if life is None else life.signalled(signal, handling))
                 continue
@@ -376,7 +403,14 @@ class ActorCell:
 
     def _not_understood(self, delivery: Delivery) -> None:
         tag = contract_tag(delivery.message)
-        error = NotUnderstood(f"{self.ref.address} has no handler for {tag}")
+        kind = type(self.actor).__name__
+        tags = sorted(contract_tag(m) for m in self.handlers if issubclass(m, Contract))
+        known = ", ".join(tags[:TAGS_NAMED_MAX]) or "no message"
+        self.reject(delivery, NotUnderstood(f"{self.ref.address}, a {kind}, handles {known}, not {tag}"))
+
+    def reject(self, delivery: Delivery, error: ActorError) -> None:
+        """Tell whoever sent it that the message is not handled, and why."""
+        tag = contract_tag(delivery.message)
         if delivery.reply_to is not None:
             delivery.reply_to.fail(error)
         elif delivery.peer is not None:

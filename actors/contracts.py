@@ -277,6 +277,26 @@ def _newer(contract_id: str, version: int) -> type[Contract] | None:
     return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
 
+def older_versions(contract: type[Contract]) -> list[type[Contract]]:
+    """The contracts of this process, of the same id and older, whose messages `contract` says it decodes."""
+    identity = _identities.get(contract)
+    if identity is None or identity.oldest == identity.version:
+        return []
+    known = (_registry.get((identity.id, v)) for v in range(identity.oldest, identity.version))
+    return [cls for cls in known if cls is not None]
+
+
+def renewed(message: Contract, contract: type[Contract]) -> Contract:
+    """The message as one of a newer version: what it lacks takes its default. Raises `InvalidMessage`."""
+    fields = type(message).__struct_fields__
+    try:
+        return contract(*(getattr(message, name) for name in fields))
+    except TypeError as error:
+        raise InvalidMessage(
+            f"{contract_tag(message)} does not fit {contract_tag(contract)}: {error}"
+        ) from error
+
+
 def _known_versions(contract_id: str) -> str:
     versions = sorted(v for i, v in _registry if i == contract_id)
     return f"versions of it here: {versions}" if versions else "is the module that defines it imported here?"

@@ -23,6 +23,14 @@ class NameTaken(LocalProtocolError):
     """Another live actor of this process holds the name."""
 
 
+class UpgradeRefused(LocalProtocolError):
+    """A change of code cannot be made as it is: nothing has been changed. The text says what to do."""
+
+
+class UpgradeUndone(ZbmdError):
+    """A change of code was taken back: every actor runs the old version again. The text says why."""
+
+
 class ContractMismatch(RemoteProtocolError):
     """The peer holds another schema under the same contract id and version."""
 

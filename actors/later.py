@@ -48,6 +48,10 @@ class Deferred(Later):
         self._replies = replies
         self._what = what
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Deferred:
+        """Itself: an answer is owed once."""
+        return self
+
     def __repr__(self) -> str:
         return f"<Deferred answer to {self._what}>"
 
@@ -76,6 +80,14 @@ class Deferred(Later):
         """Nobody will answer."""
         if self._settle() and self._reply_to is not None:
             self._reply_to.fail(error)
+
+    def is_owed_to(self, reply_to: ReplyTo) -> bool:
+        """Whether this is the answer that is awaited there."""
+        return self._reply_to is reply_to
+
+    def void(self) -> bool:
+        """Owe nothing any more; False if it was given."""
+        return self._settle()
 
     def _settle(self) -> bool:
         return self._book.open.pop(self._number, None) is not None
@@ -126,6 +138,14 @@ class DeferredBook:
         loop = self._cell.system.loop
         if not loop.is_closed():
             loop.call_soon_threadsafe(reply_to.fail, NoReply(f"the answer to {what} was put off and dropped"))
+
+    def reclaim(self, reply_to: ReplyTo) -> bool:
+        """Owe an answer no longer, which is to be given as if it had never been put off; False if it was."""
+        for found in list(self.open.values()):
+            deferred = found()
+            if deferred is not None and deferred.is_owed_to(reply_to):
+                return deferred.void()
+        return False
 
     def close(self, why: str) -> None:
         """The actor has ended."""

@@ -54,7 +54,8 @@ from zbmd.actors.runtime_env import (
     progress_deadline_ns,
     recovery_budget_ns,
 )
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.system import PROBATION_S, ActorSystem
+from zbmd.actors.upgrade import Upgraded
 from zbmd.actors.view import Member, View
 from zbmd.actors.watchdog import Watchdog
 from zbmd.transport import faults
@@ -251,6 +252,19 @@ class Node:
         if not self.alone:
             self._enter(coming.view, coming.memories)
         return coming.view
+
+    async def upgrade(
+        self, old: type[Actor], new: type[Actor], *, canaries: int = 1, probation_s: float = PROBATION_S
+    ) -> Upgraded:
+        """Change the code of all actors of `old`, in all ranks of the view entered last; one rank asks.
+
+        The lowest `canaries` ranks go first. See `zbmd.actors.upgrade.upgrade`.
+        """
+        ranks = sorted([self.rank, *self._peers])
+        processes = [child_id(rank) for rank in ranks]
+        return await self.system.upgrade(
+            old, new, processes=processes, canaries=canaries, probation_s=probation_s
+        )
 
     def on_peer_lost(self, callback: OnPeerLost) -> Callable[[], None]:
         """Have `callback` called on the loop when a member of the entered view dies.

@@ -74,6 +74,10 @@ class Ref:
     def __hash__(self) -> int:
         return hash(self.key())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ref:
+        """Itself: an address, and it does not change."""
+        return self
+
     def __repr__(self) -> str:
         life = f"#{self.process_incarnation}.{self.incarnation}" if self.incarnation else ""
         return f"<Ref {self.address}{life}>"

@@ -34,6 +34,7 @@ from zbmd.actors.monitor import Monitor
 from zbmd.actors.peer import Peer
 from zbmd.actors.ref import Ref
 from zbmd.actors.supervision_events import BackOff, Strategy
+from zbmd.actors.upgrade_local import CodeBook
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.link import Link
@@ -42,11 +43,16 @@ if TYPE_CHECKING:
     from zbmd.actors.directory import Directory
     from zbmd.actors.names import Group
     from zbmd.actors.supervisor import ChildSpec
+    from zbmd.actors.upgrade import Upgraded
 
 ACTORS_MAX = 1_048_576
 STOP_S = 5.0
 CALL_S = 5.0
 """How long names and groups may take, unless their caller says otherwise."""
+PROBATION_S = 5.0
+"""How long a new version of an actor's code is on probation in each stage."""
+ANSWER_S = 30.0
+"""How long a process may take to change its actors: for the message that each is at."""
 
 _NAME = re.compile(rf"[A-Za-z0-9_.:<>-]{{1,{wire.ACTOR_NAME_CHARS_MAX}}}")
 _log = structlog.get_logger("zbmd.actors")
@@ -86,6 +92,8 @@ class ActorSystem(Messaging):
         super().__init__(name, incarnation, mailbox_bytes_max)
         self.recorder = recorder
         self.undelivered = 0
+        self.code = CodeBook()
+        """Which classes have been replaced."""
         self._lingering: set[asyncio.Task[None]] = set()
         self._last_actor = 0
         self._directory: Directory | None = None
@@ -188,6 +196,27 @@ class ActorSystem(Messaging):
         arguments = (children, strategy, intensity, period_s, back_off, template)
         return await self.spawn(Supervisor, *arguments, name=name)
 
+    async def upgrade(
+        self,
+        old: type[Actor],
+        new: type[Actor],
+        *,
+        processes: Sequence[str] | None = None,
+        canaries: int = 1,
+        probation_s: float = PROBATION_S,
+        answer_s: float = ANSWER_S,
+    ) -> Upgraded:
+        """Let all actors of `old` become ones of `new` while they live; see `zbmd.actors.upgrade.upgrade`.
+
+        processes: by name, linked with this one and with each other; None for this one alone.
+        """
+        from zbmd.actors.upgrade import upgrade
+
+        names = (self.name,) if processes is None else tuple(processes)
+        return await upgrade(
+            self, old, new, names, canaries=canaries, probation_s=probation_s, answer_s=answer_s
+        )
+
     async def terminate(self, ref: Ref, *, timeout: float = STOP_S, text: str = "asked to stop") -> Down:
         """Stop an actor wherever it is, kill it after `timeout` seconds, and return its end."""
         monitor = self.monitor(ref)
@@ -264,6 +293,7 @@ class ActorSystem(Messaging):
     ) -> ActorCell:
         if self._stopped:
             raise SystemStopped(f"the actor system of {self.name} has been stopped")
+        wanted, cls = cls, self.code.current(cls) if self.code.newer else cls
         if len(self._cells) >= ACTORS_MAX:
             raise TooManyPending(f"{ACTORS_MAX} actors live in {self.name}")
         incarnation = self._last_actor + 1
@@ -281,6 +311,8 @@ class ActorSystem(Messaging):
         cell = ActorCell(self, actor, ref, mailbox or cls.mailbox, parent)
         actor._cell = cell
         self._cells[actor_name] = cell
+        if cls is not wanted and (trial := self.code.on_trial.get(cls)) is not None:
+            trial.spawned(cell)
         return cell
 
     async def until_started(self, cell: ActorCell) -> Ref:

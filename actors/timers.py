@@ -33,6 +33,10 @@ class Timer:
         self._delivery: Delivery | None = None
         self.missed = 0
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Timer:
+        """Itself: there is only one of it."""
+        return self
+
     def cancel(self) -> None:
         """Send it no more; what waits in the mailbox already is not handled."""
         self._book.cancel(self._number, self)

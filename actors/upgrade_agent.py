@@ -4,7 +4,7 @@ A process does as it is told. If the coordinator dies, the first process that li
 asks the others what they were told. If any was told to keep the new version, all keep it, else all take it
 back (cooperative termination: Skeen, "Nonblocking commit protocols", 1981). A process answers only once it
 has itself seen the end of all who led before, so that no order of theirs is still under way to it. This takes
-for granted that an end is no mere suspicion, which the links of one view grant, and that links keep the order.
+for granted that links keep the order, and that an end is no mere suspicion, as is so in one view.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from zbmd.actors.actor import Actor, Down, Exited, Undelivered, on
     from zbmd.actors.contracts import Contract
-    from zbmd.actors.errors import ActorFailed, DeadActor, MailboxFull
+    from zbmd.actors.errors import ActorFailed, DeadActor, MailboxFull, UpgradeRefused, UpgradeUndone
     from zbmd.actors.member import Node, join
     from zbmd.actors.ref import Ref
     from zbmd.actors.supervision_events import BackOff, Restart, Strategy
@@ -56,6 +56,8 @@ __all__ = [
     "Restart",
     "Strategy",
     "Undelivered",
+    "UpgradeRefused",
+    "UpgradeUndone",
     "UserError",
     "ZbmdError",
     "__version__",
@@ -72,7 +74,7 @@ __all__ = [
 _HOMES = {
     "zbmd.actors.actor": ("Actor", "Down", "Exited", "Undelivered", "on"),
     "zbmd.actors.contracts": ("Contract",),
-    "zbmd.actors.errors": ("ActorFailed", "DeadActor", "MailboxFull"),
+    "zbmd.actors.errors": ("ActorFailed", "DeadActor", "MailboxFull", "UpgradeRefused", "UpgradeUndone"),
     "zbmd.actors.member": ("Node", "join"),
     "zbmd.actors.ref": ("Ref",),
     "zbmd.actors.supervision_events": ("BackOff", "Restart", "Strategy"),

@@ -1,4 +1,4 @@
-"""A change of code by any history: processes and the coordinator die, versions crash, answers take their time."""
+"""A change of code by any history: processes and the coordinator die, versions crash, answers take long."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Process:
 
 
 class World:
-    """A coordinator, processes, and a queue of messages between each two. `bad`: how often things go wrong."""
+    """A coordinator, processes, a queue of messages between each two. `bad`: how often things go wrong."""
 
     def __init__(self, rng: random.Random, stages: list[list[str]], bad: float) -> None:
         self.rng, self.bad = rng, bad

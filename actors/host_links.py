@@ -24,6 +24,7 @@ from zbmd.actors.host_contracts import (
     Report,
     StatusRequest,
 )
+from zbmd.actors.inside import INSIDE_ACTOR, Inside
 from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.budget import Deadlines
@@ -156,6 +157,7 @@ class HostLinks:
     async def open(self) -> None:
         """Start to listen."""
         await self.system.spawn(HostActor, self._desk, name=HOST_ACTOR)
+        await self.system.spawn(Inside, name=INSIDE_ACTOR)
         self._sender = self._loop.create_task(self._send(), name="host outbox")
         self._listener = listen(self._address, self._on_link, self._endpoint)
 

@@ -44,6 +44,7 @@ from zbmd.actors.host_contracts import (
     Report,
     ViewInstalled,
 )
+from zbmd.actors.inside import INSIDE_ACTOR, Inside
 from zbmd.actors.member_links import MemberLinks
 from zbmd.actors.member_tcp import MemoryOffered
 from zbmd.actors.rank_log import RankLogFile, rank_logger
@@ -335,6 +336,7 @@ class Node:
             self.epoch = 1
             return
         await self.system.spawn(MemberActor, self, name=MEMBER_ACTOR)
+        await self.system.spawn(Inside, name=INSIDE_ACTOR)
         address = f"{self._environment.node_address}-{self.system.name}-{self.incarnation}"
         self._links.listen(address)
         listen = self._environment.listen

@@ -16,7 +16,7 @@ import zbmd
 from zbmd.actors.bootstrap.merge import Role
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
-from zbmd.tools import doctor, launch, node_cluster, node_dump, node_run_many, status
+from zbmd.tools import doctor, launch, node_cluster, node_dump, node_inside, node_run_many, status
 from zbmd.tools.console import screen_for_tables
 from zbmd.tools.launch import add_flags, spellings
 from zbmd.tools.node_run import Job, check, host_config, run_job
@@ -36,6 +36,8 @@ examples:
   zbmd-node run --config job.toml --show-config train.py
   zbmd-node status                          nodes, ranks, actors, restarts
   zbmd-node dump --trace flights.json       what the ranks' groups have run lately
+  zbmd-node top                             the busiest actors of all ranks, live
+  zbmd-node tree                            who supervises whom
   zbmd-node doctor                          this machine: its parts, links and deadlines
   zbmd-node up                              begin a cluster, or go back into the one this node was in
   zbmd-node token                           the line to paste on the next host
@@ -85,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     )
     shown.add_argument("--json", action="store_true", help="one JSON object on standard output")
     node_dump.add_dump(commands)
+    node_inside.add_commands(commands)
     _add_doctor(commands)
     node_cluster.add_commands(commands)
     return top
@@ -162,6 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status_command(arguments)
         if arguments.command == "dump":
             return node_dump.dump_command(arguments)
+        if arguments.command in ("top", "tree"):
+            return node_inside.main(arguments)
         if arguments.command == "doctor":
             return doctor.main(arguments)
         return node_cluster.main(arguments)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zbmd.actors.errors import ActorFailed, DeadActor, MailboxFull, UpgradeRefused, UpgradeUndone
     from zbmd.actors.member import Node, join
     from zbmd.actors.ref import Ref
+    from zbmd.actors.session import Session
     from zbmd.actors.supervision_events import BackOff, Restart, Strategy
     from zbmd.actors.supervisor import ChildSpec
     from zbmd.actors.system import ActorSystem
@@ -54,6 +55,7 @@ __all__ = [
     "PeerLost",
     "Ref",
     "Restart",
+    "Session",
     "Strategy",
     "Undelivered",
     "UpgradeRefused",
@@ -77,6 +79,7 @@ _HOMES = {
     "zbmd.actors.errors": ("ActorFailed", "DeadActor", "MailboxFull", "UpgradeRefused", "UpgradeUndone"),
     "zbmd.actors.member": ("Node", "join"),
     "zbmd.actors.ref": ("Ref",),
+    "zbmd.actors.session": ("Session",),
     "zbmd.actors.supervision_events": ("BackOff", "Restart", "Strategy"),
     "zbmd.actors.supervisor": ("ChildSpec",),
     "zbmd.actors.system": ("ActorSystem",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,6 +121,13 @@ def actor_of(system: ActorSystem, name: str) -> Any:
     return cell.actor
 
 
+async def until(is_so: Callable[[], bool]) -> None:
+    while True:
+        if is_so():
+            return
+        await asyncio.sleep(0)
+
+
 async def until_on_probation(upgrading: asyncio.Task[Upgraded], system: ActorSystem) -> None:
     while not system.code.on_trial or type(actor_of(system, "counter")) not in system.code.on_trial:
         assert not upgrading.done(), upgrading.result()
@@ -190,8 +198,7 @@ async def test_a_supervisor_restarts_the_version_that_holds(system: ActorSystem)
     await system.upgrade(Counter, Breaks, probation_s=PROBATION_S)
     with pytest.raises(ActorFailed):
         await system.ref("counter").ask(Add(13), timeout=10.0)
-    while system.find("counter", 0) is None:
-        await asyncio.sleep(0)
+    await until(lambda: system.find("counter", 0) is not None)
     assert type(actor_of(system, "counter")) is Breaks
 
 
@@ -202,8 +209,7 @@ async def test_a_version_that_does_not_start_is_taken_back(system: ActorSystem) 
     system.exit(system.ref("counter"), Reason(ReasonKind.KILLED, "to have it restarted"))
     with pytest.raises(UpgradeUndone, match="not like this"):
         await upgrading
-    while system.find("counter", 0) is None:
-        await asyncio.sleep(0)
+    await until(lambda: system.find("counter", 0) is not None)
     assert await version(system.ref("counter")) == 1
 
 
@@ -220,7 +226,7 @@ async def test_the_canary_changes_first_and_if_it_crashes_the_others_never_do(pa
     await until_on_probation(upgrading, here)
     assert Counter not in there.code.newer
     assert (await canary.ask(Add(13), reply=Sum, timeout=10.0)).version == 1
-    with pytest.raises(UpgradeUndone, match="rank0: .*unlucky"):
+    with pytest.raises(UpgradeUndone, match=r"rank0: .*unlucky"):
         await upgrading
     assert type(actor_of(there, "counter")) is Counter and there.code.newer == {}
     assert not [cell.name for system in pair for cell in system.cells() if "upgrade" in cell.name]
@@ -259,8 +265,7 @@ async def test_a_process_that_is_lost_on_probation_takes_it_back(pair: Pair) -> 
     with pytest.raises(UpgradeUndone, match="rank1 was lost on probation"):
         await upgrading
     assert await version(here.ref("counter")) == 1
-    while type(actor_of(there, "counter")) is not Counter:  # it has lost its coordinator
-        await asyncio.sleep(0)
+    await until(lambda: type(actor_of(there, "counter")) is Counter)  # it has lost its coordinator
 
 
 async def test_who_gives_up_leaves_the_old_version(pair: Pair) -> None:
@@ -271,8 +276,7 @@ async def test_who_gives_up_leaves_the_old_version(pair: Pair) -> None:
     upgrading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await upgrading
-    while there.code.newer or type(actor_of(there, "counter")) is not Counter:
-        await asyncio.sleep(0)
+    await until(lambda: not there.code.newer and type(actor_of(there, "counter")) is Counter)
 
 
 async def test_a_process_that_lacks_the_class_is_named_and_nothing_changes(pair: Pair) -> None:
@@ -385,11 +389,9 @@ async def test_answers_owed_outlive_the_change_and_a_crash_after_putting_one_off
 ) -> None:
     clerk = await system.spawn(Clerk, name="clerk")
     first = asyncio.create_task(clerk.ask(Hold(), reply=Sum, timeout=10.0))
-    while not actor_of(system, "clerk").owed:
-        await asyncio.sleep(0)
+    await until(lambda: bool(actor_of(system, "clerk").owed))
     upgrading = asyncio.create_task(system.upgrade(Clerk, Clerk2, probation_s=LONG_S))
-    while type(actor_of(system, "clerk")) is not Clerk2:
-        await asyncio.sleep(0)
+    await until(lambda: type(actor_of(system, "clerk")) is Clerk2)
     second = asyncio.create_task(clerk.ask(Hold(), reply=Sum, timeout=10.0))
     with pytest.raises(UpgradeUndone, match="changed its mind"):
         await upgrading
@@ -441,8 +443,7 @@ async def test_messages_of_the_older_contract_that_wait_are_handled_by_the_newer
     await pad.tell(Note("waits"))
     upgrading = asyncio.create_task(system.upgrade(Pad, Pad2, probation_s=PROBATION_S))
     actor = actor_of(system, "pad")
-    while not system.code.newer:
-        await asyncio.sleep(0)
+    await until(lambda: bool(system.code.newer))
     assert type(actor) is Pad, "it is at a message"
     actor_gate(system).set()
     await upgrading

@@ -1,0 +1,170 @@
+"""Actors from code that blocks: scripts, notebooks, an interactive interpreter.
+
+    with zbmd.Session() as session:
+        counter = session.spawn(Counter)
+        print(session.ask(counter, Add(1)))
+
+The event loop runs in a thread of its own, so it makes no difference whether the caller's thread has one, as
+that of a notebook's cells has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+import uvloop
+
+from zbmd.actors.actor import Actor, Down
+from zbmd.actors.contracts import Contract
+from zbmd.actors.mailbox import MailboxSpec
+from zbmd.actors.ref import Ref
+from zbmd.actors.supervisor import ChildSpec
+from zbmd.actors.system import STOP_S, ActorInfo, ActorSystem
+from zbmd.transport.errors import LocalProtocolError, ZbmdError
+
+ASK_S = 30.0
+"""How long an answer is waited for, unless a call says otherwise."""
+
+ContractT = TypeVar("ContractT", bound=Contract)
+ResultT = TypeVar("ResultT")
+
+
+class Session:
+    """An actor system whose calls block. To be used from any thread but its own loop's; `close` ends it.
+
+    Ctrl-C in a call withdraws it, and the session goes on. `system`: what runs in the thread, for coroutines
+    that are given to `run`.
+    """
+
+    def __init__(self, name: str = "session") -> None:
+        self._pid = os.getpid()
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=f"zbmd {name}", daemon=True)
+        self._thread.start()
+        self.system: ActorSystem = self.run(self._open(name))
+
+    async def _open(self, name: str) -> ActorSystem:
+        return ActorSystem(name)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run a coroutine on the session's loop, and return what it returns or raise what it raises.
+
+        Raises `LocalProtocolError` on the session's own thread, after its end, and in a forked child.
+        """
+        why = ""
+        if self._pid != os.getpid():
+            why = "it belongs to the parent process: make one in the child"
+        elif threading.current_thread() is self._thread:
+            why = "an actor would wait for its own loop: await ref.ask(...) there"
+        elif not self._thread.is_alive() or self._loop.is_closed():
+            why = "it has been closed"
+        if why:
+            work.close()
+            raise LocalProtocolError(f"{self!r} cannot be used here: {why}")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def spawn(
+        self,
+        cls: type[Actor],
+        *args: Any,
+        name: str | None = None,
+        mailbox: MailboxSpec | None = None,
+        **kwargs: Any,
+    ) -> Ref:
+        """As `ActorSystem.spawn`. The constructor runs in the session's thread."""
+        return self.run(self.system.spawn(cls, *args, name=name, mailbox=mailbox, **kwargs))
+
+    def supervise(self, children: Sequence[ChildSpec], **options: Any) -> Ref:
+        """As `ActorSystem.supervise`."""
+        return self.run(self.system.supervise(children, **options))
+
+    @overload
+    def ask(self, ref: Ref | str, message: Contract, *, timeout: float = ASK_S) -> Any: ...
+
+    @overload
+    def ask(
+        self, ref: Ref | str, message: Contract, *, reply: type[ContractT], timeout: float = ASK_S
+    ) -> ContractT: ...
+
+    def ask(
+        self,
+        ref: Ref | str,
+        message: Contract,
+        *,
+        reply: type[Any] | None = None,
+        timeout: float = ASK_S,
+    ) -> Any:
+        """The answer, as by `Ref.ask`. ref: a reference or an address. timeout: seconds."""
+        to = self.ref(ref)
+        if reply is None:
+            return self.run(to.ask(message, timeout=timeout))
+        return self.run(to.ask(message, reply=reply, timeout=timeout))
+
+    def tell(self, ref: Ref | str, message: Contract) -> None:
+        """As `Ref.tell`."""
+        self.run(self.ref(ref).tell(message))
+
+    def cast(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
+        """As `ActorSystem.cast`."""
+        return self.run(self.system.cast(refs, message))
+
+    def terminate(self, ref: Ref | str, *, timeout: float = STOP_S) -> Down:
+        """As `ActorSystem.terminate`."""
+        return self.run(self.system.terminate(self.ref(ref), timeout=timeout))
+
+    def upgrade(self, old: type[Actor], new: type[Actor], **options: Any) -> Any:
+        """As `ActorSystem.upgrade`."""
+        return self.run(self.system.upgrade(old, new, **options))
+
+    def ref(self, address: Ref | str) -> Ref:
+        """As `ActorSystem.ref`."""
+        return self.system.ref(address) if isinstance(address, str) else address
+
+    def actors(self) -> list[ActorInfo]:
+        """All actors of the session, in the order in which they were spawned."""
+
+        async def describe() -> list[ActorInfo]:
+            return self.system.describe()
+
+        return self.run(describe())
+
+    def close(self) -> None:
+        """Stop all actors, the loop and its thread. Again, it does nothing."""
+        if self._loop.is_closed() or self._pid != os.getpid():
+            return
+        with contextlib.suppress(LocalProtocolError):  # another thread closes it as well
+            self.run(self.system.stop())
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._loop.is_closed() else "open"
+        return f"<Session {state}, thread {self._thread.name!r}>"

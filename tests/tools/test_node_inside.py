@@ -1,0 +1,174 @@
+"""`zbmd-node top` and `tree` of a job that runs: what they show is what goes on in its ranks."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import rich.console
+
+from zbmd.actors.inside import ActorRow, InsideReply, SupervisorRow
+from zbmd.tools.node_inside import Look, Rates, main, top_table, tree_of
+from zbmd.transport.errors import UserError
+
+JOB = """
+import asyncio
+import zbmd
+from zbmd.actors.supervisor import Supervisor
+
+class Note(zbmd.Contract):
+    pass
+
+class Crash(zbmd.Contract):
+    pass
+
+class Worker(zbmd.Actor):
+    @zbmd.on(Note)
+    async def note(self, message: Note) -> None:
+        pass
+
+    @zbmd.on(Crash)
+    async def crash(self, message: Crash) -> None:
+        raise RuntimeError("as told")
+
+async def flood(ref):
+    while True:
+        await ref.tell(Note())
+        await asyncio.sleep(0)
+
+async def main() -> None:
+    async with zbmd.join() as node:
+        children = [zbmd.ChildSpec(name="worker", actor=Worker)]
+        inner = zbmd.ChildSpec(name="inner", actor=Supervisor, args=(children,))
+        await node.system.supervise([inner], name="outer")
+        worker = node.system.ref("worker")
+        try:
+            await worker.ask(Crash(), timeout=5.0)
+        except zbmd.ActorFailed:
+            pass
+        while node.system.find("worker", 0) is None:
+            await asyncio.sleep(0)
+        flooding = asyncio.create_task(flood(worker))
+        group = await zbmd.group(node)
+        await group.barrier()
+        print("ready", flush=True)
+        await flooding
+
+zbmd.run(main())
+"""
+
+
+def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zbmd.tools.node_cli", *arguments]
+    wide = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=wide)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A job of two ranks with a busy worker each, below two supervisors."""
+    script = tmp_path / "watched_job.py"
+    script.write_text(JOB)
+    command = [sys.executable, "-m", "zbmd.tools.node_cli", "run", "-n", "2", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        ready = 0
+        while ready < 2:
+            line = running.stdout.readline()
+            assert line, "the job has ended"
+            ready += "ready" in line
+        yield running
+        running.kill()
+
+
+def test_a_running_job_is_looked_into(job: subprocess.Popen[str]) -> None:
+    shown = cli("top", "--interval", "0.2", "--times", "1")
+    assert shown.returncode == 0, shown.stderr
+    busiest = [line for line in shown.stdout.splitlines() if " worker " in line]
+    assert len(busiest) >= 2 and "Worker" in busiest[0], shown.stdout
+    tree = cli("tree")
+    assert tree.returncode == 0, tree.stderr
+    assert "rank0#1" in tree.stdout and "rank1#1" in tree.stdout and "outer" in tree.stdout
+    workers = [line for line in tree.stdout.splitlines() if "worker" in line]
+    assert sum("Worker, running" in line and "restarted 1 times" in line for line in workers) >= 2, (
+        tree.stdout
+    )
+    found = json.loads(cli("top", "--json").stdout)
+    (host,) = [h for h in found["hosts"] if h["target"].endswith("watched_job.py")]
+    rows = {(p["process"], r["name"]): r for p in host["processes"] for r in p["rows"]}
+    assert rows["rank0", "worker"]["handled"] > 0 and rows["rank1", "worker"]["parent"] == "rank1/inner"
+    assert ("node", "host") in rows
+
+
+def test_bad_input_is_told() -> None:
+    with pytest.raises(UserError, match="--interval 0"):
+        main(argparse.Namespace(command="top", json=False, interval=0.0, times=None))
+
+
+def actor_row(name: str, kind: str, incarnation: int, waiting: int, handled: int, parent: str) -> ActorRow:
+    return ActorRow(
+        name=name,
+        kind=kind,
+        version=2,
+        incarnation=incarnation,
+        state="running",
+        waiting=waiting,
+        nbytes=0,
+        stashed=0,
+        handled=handled,
+        turns=handled // 2,
+        dropped=0,
+        handles="",
+        parent=parent,
+    )
+
+
+def reply(handled: int, actors: int = 2, incarnation: int = 5) -> InsideReply:
+    boss = actor_row("boss", "Supervisor", 1, 0, 0, "")
+    rows = (boss, actor_row("work", "Worker", incarnation, 3, handled, "rank0/boss"))
+    children = SupervisorRow("boss", [("work", "running", 5), ("gone", "down", 2)])
+    return InsideReply(
+        process="rank0",
+        incarnation=1,
+        actors=actors,
+        held=1,
+        nbytes=10,
+        nbytes_max=100,
+        rows=rows,
+        supervisors=(children,),
+    )
+
+
+def seen(told: InsideReply, at_s: float) -> Look:
+    return Look(address="a", target="job.py", replies=(told,), silent=("rank1",), at_s=at_s)
+
+
+def shown(what: object) -> str:
+    screen = rich.console.Console(width=200, record=True, file=io.StringIO())
+    screen.print(what)
+    return screen.export_text()
+
+
+def test_rates_are_those_between_two_looks_and_of_one_life() -> None:
+    rates = Rates()
+    rates.take(seen(reply(100), 1.0))
+    (first, boss) = rates.take(seen(reply(300), 3.0))
+    assert (first[1].name, first[2], first[3], first[4]) == ("work", 100.0, 50.0, 4) and boss[2] == 0
+    (again, *_) = rates.take(seen(reply(7, incarnation=6), 4.0))
+    assert again[2] == 0, "another life has not done what the one before did"
+
+
+def test_the_table_and_the_tree_tell_what_is_out_of_the_ordinary() -> None:
+    table = shown(top_table(seen(reply(1), 1.0), Rates()))
+    assert "Worker v2" in table and "no answer: rank1" in table and "loop held 1 times" in table
+    tree = shown(tree_of(seen(reply(1, actors=1500), 1.0)))
+    assert "work#5  Worker v2, running, 3 waiting, restarted 4 times" in tree
+    assert "gone  down, started 2 times" in tree and "and 1498 more" in tree
+    assert "rank1  does not answer" in tree

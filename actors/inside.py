@@ -34,8 +34,8 @@ class InsideRequest(Contract, id="zbmd.inside.request"):
 
 
 class ActorRow(Contract, id="zbmd.inside.actor"):
-    """One actor. waiting: messages; nbytes: of these; turns: how often the loop gave it its turn; handles: what
-    it is at, `"id/version"`; parent: its supervisor's address.
+    """One actor. waiting: messages; nbytes: of these; turns: how often it had its turn; handles: the message
+    that it is at, `"id/version"`; parent: its supervisor's address.
     """
 
     name: Name

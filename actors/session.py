@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 import uvloop
 
@@ -33,6 +33,29 @@ ASK_S = 30.0
 
 ContractT = TypeVar("ContractT", bound=Contract)
 ResultT = TypeVar("ResultT")
+
+
+class _Call(Generic[ResultT]):
+    """A coroutine that another thread waits for, and may give up before it has begun."""
+
+    def __init__(self, work: Coroutine[Any, Any, ResultT]) -> None:
+        self._work = work
+        self._task: asyncio.Task[Any] | None = None
+        self._given_up = False
+
+    async def perform(self) -> ResultT:
+        """Do it. Raises `CancelledError` if it was given up."""
+        if self._given_up:
+            self._work.close()
+            raise asyncio.CancelledError
+        self._task = asyncio.current_task()
+        return await self._work
+
+    def withdraw(self) -> None:
+        """Nobody waits for it any more."""
+        self._given_up = True
+        if self._task is not None:
+            self._task.cancel()
 
 
 class Session:
@@ -71,11 +94,11 @@ class Session:
         if why:
             work.close()
             raise LocalProtocolError(f"{self!r} cannot be used here: {why}")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        call = _Call(work)
         try:
-            return future.result()
-        except BaseException:
-            future.cancel()
+            return asyncio.run_coroutine_threadsafe(call.perform(), self._loop).result()
+        except BaseException:  # Ctrl-C, wherever it comes in between
+            self._loop.call_soon_threadsafe(call.withdraw)
             raise
 
     def spawn(

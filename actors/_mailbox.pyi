@@ -1,17 +1,12 @@
-from asyncio import Future, Task
+from asyncio import Future
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, Literal
+from collections.abc import Callable
+from typing import Any, Final
 
-from zbmd.actors.actor import Actor, Handler, Reason
-from zbmd.actors.actor_life import ActorLife
-from zbmd.actors.cell import ActorCell
 from zbmd.actors.contracts import Contract
-from zbmd.actors.deadlines import DeadlineWheel
 from zbmd.actors.errors import ActorError
 from zbmd.actors.mailbox import ReplyTo
 from zbmd.actors.peer import Peer
-from zbmd.actors.ref import Ref
 
 SENDERS_WAITING_MAX: Final[int]
 SIGNALS_MAX: Final[int]
@@ -110,51 +105,3 @@ class Mailbox:
         """The asker there has given up: its message, if it waits, will not be handled."""
     def drain(self, why: str) -> None:
         """Fail every ask and every waiting sender with `DeadActor`: the actor has ended."""
-
-class CellCore:
-    """What of an actor is touched at every message. Fields that are not set are None, or 0.
-
-    look: how many messages it may still handle before it looks at the time.
-    """
-
-    mailbox: Mailbox
-    actor: Actor
-    handlers: Mapping[type, Handler]
-    life: ActorLife | None
-    task: Task[None] | None
-    current: Delivery | None
-    name: str
-    incarnation: int
-    accepts: bool
-    handled: int
-    look: int
-    _stop: Reason | None
-    _withdrawn: Delivery | None
-
-    def __init__(self, *_: Any) -> None: ...
-    def next_handling(self) -> Awaitable[Any] | None:
-        """Take the next message, and what is to be awaited for it; None if anything else is to be done."""
-    def answered(self, reply: Any) -> Awaitable[None] | Literal[False] | None:
-        """That was handled: answer it, and return what is to be awaited for that. False: look closer."""
-    def unanswered(self) -> tuple[Delivery, Handler]:
-        """What was being handled when `answered` said False, or `next_handling`'s raised."""
-
-class Post:
-    """What of a system is touched at every message.
-
-    enough: a receiver that has so many messages lets those wait who tell, if anybody waits for an answer.
-    """
-
-    _cells: dict[str, ActorCell]
-    name: str
-    incarnation: int
-    deadlines: DeadlineWheel
-    enough: int
-    _last_trace: int
-    _tells_left: int
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def new_trace(self) -> int:
-        """A trace id for what nothing else has caused."""
-    def tell_here(self, ref: Ref, message: Contract) -> bool:
-        """Put a message into the mailbox of an actor of this process, if nothing is out of the ordinary."""

@@ -1,22 +1,11 @@
 """Mailboxes and what waits in them: what runs at every message. See _mailbox.pyi."""
 
 cimport cython
-from cpython.dict cimport PyDict_GetItem
-from cpython.object cimport PyObject
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t
 
-import time
 from collections import deque
 
-from zbmd.actors.context import current_cell, current_delivery
-from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import DeadActor, MailboxFull
-
-cdef extern from "Python.h":
-    int PyContextVar_Get(object variable, PyObject *default, PyObject **value) except -1
-    object PyContextVar_Set(object variable, object value)
-    void Py_DECREF(PyObject *thing)
-    bint PyDict_Check(object thing)
 
 cdef enum:
     DELIVERY_BYTES = 256  # the message's object, its `Delivery`, its place
@@ -384,116 +373,3 @@ cdef class Mailbox:
             self._release(delivery)
             if not room.done():
                 room.set_exception(DeadActor(why))
-
-
-cdef object _context(variable):
-    """What a context variable holds; None if it was never set."""
-    cdef PyObject *found = NULL
-    PyContextVar_Get(variable, NULL, &found)
-    if found is NULL:
-        return None
-    value = <object>found
-    Py_DECREF(found)
-    return value
-
-
-cdef class CellCore:
-    cdef public Mailbox mailbox
-    cdef public object actor, handlers, life, task, current, name, incarnation, _stop, _withdrawn
-    cdef public bint accepts
-    cdef public int64_t handled
-    cdef public Py_ssize_t look
-    cdef Delivery _at
-    cdef tuple _handler
-
-    def __cinit__(self, *_):
-        self.handled = 0
-        self.look = 0
-        self.accepts = True
-
-    def next_handling(self):
-        cdef Mailbox mailbox = self.mailbox
-        cdef Delivery delivery
-        cdef PyObject *found
-        if not self.look or self.life is not None or self._stop is not None:
-            return None
-        if mailbox._count == 0 or mailbox.signals or not PyDict_Check(self.handlers):
-            return None
-        delivery = <Delivery>mailbox._ring[mailbox._head]
-        if delivery.deadline_ns and delivery.deadline_ns <= time.monotonic_ns():
-            return None
-        found = PyDict_GetItem(self.handlers, type(delivery.message))
-        if found is NULL:
-            return None
-        self._handler = <tuple>found
-        self.look -= 1
-        mailbox.take()
-        PyContextVar_Set(current_delivery, delivery)
-        self.current = self._at = delivery
-        return self._handler[0](self.actor, delivery.message)
-
-    def answered(self, reply):
-        cdef Delivery delivery = self._at
-        cdef tuple handler = self._handler
-        if self._withdrawn is not None or type(reply) not in <frozenset>handler[1]:
-            return False
-        self._at = self._handler = self.current = None
-        self.handled += 1
-        if delivery.reply_to is None:
-            return None
-        return delivery.reply_to.reply(reply)
-
-    def unanswered(self):
-        at, self._at = self._at, None
-        handler, self._handler = self._handler, None
-        return at, handler
-
-
-cdef class Post:
-    cdef public dict _cells
-    cdef public object name, incarnation, deadlines
-    cdef public uint64_t _last_trace
-    cdef public Py_ssize_t _tells_left, enough
-
-    def __cinit__(self, *_, **__):
-        self._cells = {}
-        self._last_trace = 0
-        self._tells_left = 0
-
-    def new_trace(self):
-        self._last_trace += 1
-        return self._last_trace
-
-    def tell_here(self, ref, message):
-        cdef CellCore cell
-        cdef Delivery running
-        cdef Mailbox mailbox
-        cdef PyObject *found
-        if self._tells_left <= 1 or ref.process != self.name or not isinstance(message, Contract):
-            return False
-        found = PyDict_GetItem(self._cells, ref.actor)
-        if found is NULL:
-            return False
-        cell = <CellCore>found
-        if not cell.accepts:
-            return False
-        incarnation = ref.incarnation
-        if incarnation and incarnation != cell.incarnation:
-            return False
-        process_incarnation = ref.process_incarnation
-        if process_incarnation and process_incarnation != self.incarnation:
-            return False
-        mailbox = cell.mailbox
-        if mailbox._count >= mailbox._capacity or mailbox._waiting is not None:
-            return False
-        if mailbox._count >= self.enough and self.deadlines.pending:
-            return False
-        running = _context(current_delivery)
-        trace_id = self.new_trace() if running is None else running.trace_id
-        sender = _context(current_cell)
-        name = "" if sender is None else (<CellCore>sender).name
-        mailbox.offer(Delivery.__new__(Delivery, message, 0, trace_id, name, None, None))
-        if cell.task is None:
-            cell.wake()
-        self._tells_left -= 1
-        return True

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextvars import copy_context
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 
-from zbmd.actors._mailbox import SIGNALS_MAX, CellCore, Delivery, Mailbox
+from zbmd.actors._mailbox import SIGNALS_MAX, Delivery, Mailbox
 from zbmd.actors.actor import Actor, Down, Exited, Handler, Reason, ReasonKind, Signal, handler_table
 from zbmd.actors.context import current_cell, current_delivery
 from zbmd.actors.contracts import Contract, contract_tag
@@ -60,7 +60,7 @@ class CellState(Enum):
     DEAD = "dead"
 
 
-class ActorCell(CellCore):
+class ActorCell:
     """One life of one actor. A task exists only while it starts, has messages to handle, or stops."""
 
     __slots__ = (
@@ -68,15 +68,27 @@ class ActorCell(CellCore):
         "_deferred",
         "_end",
         "_next_watch",
+        "_stop",
         "_timers",
         "_watchers",
+        "_withdrawn",
+        "accepts",
+        "actor",
+        "current",
+        "handled",
+        "handlers",
+        "incarnation",
+        "life",
         "links",
+        "mailbox",
+        "name",
         "parent",
         "random",
         "ready",
         "ref",
         "state",
         "system",
+        "task",
         "turns",
     )
 
@@ -324,83 +336,58 @@ class ActorCell(CellCore):
         """Handle signals and messages until there are none, or a stop is requested."""
         self.turns += 1
         deadlines = self.system.deadlines
-        looks, until_ns = LOOKS_PER_TURN, time.monotonic_ns() + TURN_NS
-        self.look = MESSAGES_PER_LOOK
+        look, looks, until_ns = MESSAGES_PER_LOOK, LOOKS_PER_TURN, time.monotonic_ns() + TURN_NS
         while self._stop is None:
-            handling = self.next_handling()
-            if handling is not None:
-                try:
-                    reply = await handling
-                except asyncio.CancelledError:
-                    if self._is_withdrawn():
-                        continue
-                    raise
-                room = self.answered(reply)
-                if room is False:
-                    room = self._answer(*self.unanswered(), reply)
-                if room is not None:
-                    await room
-            elif not self.look:
-                self.look = MESSAGES_PER_LOOK
+            if not look:
+                look = MESSAGES_PER_LOOK
                 looks -= 1
                 if not looks or deadlines.pending or time.monotonic_ns() > until_ns:
                     await asyncio.sleep(0)
                     self.turns += 1
                     looks, until_ns = LOOKS_PER_TURN, time.monotonic_ns() + TURN_NS
-            elif not await self._serve_one():
-                return
-
-    async def _serve_one(self) -> bool:
-        """Handle the next signal or message, whatever is special about it; False if there is none."""
-        self.look -= 1
-        life = self.life
-        signals = self.mailbox.signals
-        if signals:
-            signal = signals.popleft()
-            current_delivery.set(None)
-            if type(signal) is Boundary:
-                signal.work()
-            else:
-                handling = self.handlers[type(signal)].function(self.actor, signal)
+                    continue
+            look -= 1
+            if mailbox.signals:
+                signal = mailbox.signals.popleft()
+                current_delivery.set(None)
+                if type(signal) is Boundary:
+                    signal.work()
+                    handlers = self.handlers
+                    continue
+                handling = handlers[type(signal)].function(actor, signal)
                 await (handling if life is None else life.signalled(signal, handling))
-            return True
-        delivery = self.mailbox.take()
-        if delivery is None:
-            return False
-        expired = delivery.deadline_ns and delivery.deadline_ns <= time.monotonic_ns()
-        if expired and not (life is not None and life.replays):
-            return True  # its asker has already been told
-        handler = self.handlers.get(type(delivery.message))
-        if handler is None:
-            self._not_understood(delivery)
-            return True
-        current_delivery.set(delivery)
-        self.current = delivery
-        handling = handler.function(self.actor, delivery.message)
-        try:
-            reply = await (handling if life is None else life.received(delivery, handling))
-        except asyncio.CancelledError:
-            if self._is_withdrawn():
-                return True
-            raise
-        room = self._answer(delivery, handler, reply)
-        if room is not None:
-            await room
-        return True
-
-    def _answer(self, delivery: Delivery, handler: Handler, reply: Any) -> Awaitable[None] | None:
-        """The handler has returned; what is to be awaited for room on the way back, if anything."""
-        if type(reply) not in handler.replies:
-            self._check_later(delivery, handler, reply)
-            return None
-        if self.life is not None:
-            self.life.replied(delivery, reply)
-        room = None if delivery.reply_to is None else delivery.reply_to.reply(reply)
-        self.current = None
-        self.handled += 1
-        if self._withdrawn is not None:
-            self._is_withdrawn()
-        return room
+                continue
+            delivery = mailbox.take()
+            if delivery is None:
+                return
+            expired = delivery.deadline_ns and delivery.deadline_ns <= time.monotonic_ns()
+            if expired and not (life is not None and life.replays):
+                continue  # its asker has already been told
+            handler = handlers.get(type(delivery.message))
+            if handler is None:
+                self._not_understood(delivery)
+                continue
+            current_delivery.set(delivery)
+            self.current = delivery
+            handling = handler.function(actor, delivery.message)
+            try:
+                reply = await (handling if life is None else life.received(delivery, handling))
+            except asyncio.CancelledError:
+                if self._is_withdrawn():
+                    continue
+                raise
+            if type(reply) not in handler.replies:
+                self._check_later(delivery, handler, reply)
+                continue
+            if life is not None:
+                life.replied(delivery, reply)
+            room = None if delivery.reply_to is None else delivery.reply_to.reply(reply)
+            self.current = None
+            self.handled += 1
+            if self._withdrawn is not None:
+                self._is_withdrawn()
+            if room is not None:
+                await room
 
     def _check_later(self, delivery: Delivery, handler: Handler, reply: object) -> None:
         """The handler returned none of its contracts: it answers later, or is wrong."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zbmd.actors import wire
-from zbmd.actors._mailbox import Delivery, LocalReply, MailboxMemory, Post
+from zbmd.actors._mailbox import Delivery, LocalReply, MailboxMemory
 from zbmd.actors.cell import MESSAGES_PER_LOOK, ActorCell
 from zbmd.actors.context import current_cell, current_delivery
 from zbmd.actors.contracts import Contract, contract_tag
@@ -35,8 +35,10 @@ TELLS_PER_TURN = 64
 
 At once, if somebody waits for an answer and the receiver has more than enough to do."""
 
+_U64 = (1 << 64) - 1
 
-class Messaging(Post):
+
+class Messaging:
     """What an actor system needs to send: who lives here, who can be reached, and how much may wait."""
 
     def __init__(self, name: str, incarnation: int, mailbox_bytes_max: int) -> None:
@@ -44,11 +46,12 @@ class Messaging(Post):
         self.incarnation = incarnation
         self.loop = asyncio.get_running_loop()
         self.memory = MailboxMemory(mailbox_bytes_max, self._no_memory)
+        self._cells: dict[str, ActorCell] = {}
         self._peers: dict[str, Peer] = {}
         self.deadlines = DeadlineWheel(self.loop)
         self._stopped = False
+        self._last_trace = 0
         self._tells_left = TELLS_PER_TURN
-        self.enough = MESSAGES_PER_LOOK
         self.codec = wire.Codec(self._bind)
         self.pools = Pools(self)
         """Where handlers run that are declared for a pool."""
@@ -73,8 +76,6 @@ class Messaging(Post):
         return self.find(ref.actor, ref.incarnation)
 
     async def _tell(self, ref: Ref, message: Contract) -> None:
-        if self.tell_here(ref, message):
-            return
         trace_id, sender = self._envelope(message)
         if ref.process == self.name:
             cell = self._living(ref)
@@ -84,7 +85,7 @@ class Messaging(Post):
             elif cell.task is None:
                 cell.wake()
             self._tells_left -= 1
-            if self._tells_left <= 0 or (self.deadlines.pending and len(cell.mailbox) >= MESSAGES_PER_LOOK):
+            if not self._tells_left or (self.deadlines.pending and len(cell.mailbox) >= MESSAGES_PER_LOOK):
                 self._tells_left = TELLS_PER_TURN
                 await asyncio.sleep(0)
         else:
@@ -219,6 +220,11 @@ class Messaging(Post):
 
     def _bind(self, data: wire.RefData) -> Ref:
         return Ref(self, data.process, data.process_incarnation, data.actor, data.incarnation)
+
+    def new_trace(self) -> int:
+        """A trace id for what nothing else has caused."""
+        self._last_trace = self._last_trace + 1 & _U64
+        return self._last_trace
 
     def _envelope(self, message: object) -> tuple[int, str]:
         """Trace id and sender's name for a message sent here and now."""

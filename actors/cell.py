@@ -334,6 +334,7 @@ class ActorCell:
 
     async def _serve(self) -> None:
         """Handle signals and messages until there are none, or a stop is requested."""
+        mailbox, handlers, actor, life = self.mailbox, self.handlers, self.actor, self.life
         self.turns += 1
         deadlines = self.system.deadlines
         look, looks, until_ns = MESSAGES_PER_LOOK, LOOKS_PER_TURN, time.monotonic_ns() + TURN_NS

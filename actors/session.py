@@ -11,6 +11,7 @@ that of a notebook's cells has.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import threading
@@ -30,6 +31,8 @@ from zbmd.transport.errors import LocalProtocolError, ZbmdError
 
 ASK_S = 30.0
 """How long an answer is waited for, unless a call says otherwise."""
+LOOK_S = 0.2
+"""How late a Ctrl-C may be seen that comes just before a wait begins."""
 
 ContractT = TypeVar("ContractT", bound=Contract)
 ResultT = TypeVar("ResultT")
@@ -96,7 +99,11 @@ class Session:
             raise LocalProtocolError(f"{self!r} cannot be used here: {why}")
         call = _Call(work)
         try:
-            return asyncio.run_coroutine_threadsafe(call.perform(), self._loop).result()
+            future = asyncio.run_coroutine_threadsafe(call.perform(), self._loop)
+            while not future.done():
+                # A signal between the last look at signals and the wait would not end the wait.
+                concurrent.futures.wait([future], timeout=LOOK_S)
+            return future.result()
         except BaseException:  # Ctrl-C, wherever it comes in between
             self._loop.call_soon_threadsafe(call.withdraw)
             raise

@@ -20,6 +20,7 @@ READERS = {
     "actors/heartbeat.h": "makes the kernel's stamp of an arrival a monotonic one, between bounds",
     "actors/context.py": "an actor's own wall clock",
     "actors/rank_log.py": "the time of a line of the log",
+    "collectives/flight_dump.py": "when a dump was taken, to be told beside the monotonic clock",
     "transport/link_side.py": "the stamp of a frame",
     "transport/capture/recorder.py": "the anchor of a log",
 }

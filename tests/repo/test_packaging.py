@@ -19,10 +19,14 @@ BUILT = {
     "transport/_native",
     "transport/_recording",
     "transport/_region",
+    "actors/_heartbeat",
     "actors/_mailbox",
     "actors/_turns",
+    "collectives/_flight",
+    "collectives/_lane",
     "collectives/_remote",
     "collectives/_stepper",
+    "collectives/_timeline",
 }
 SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}
 

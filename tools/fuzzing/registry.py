@@ -124,6 +124,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "collectives/group.py": "hands on what tagged.py has decoded",
     "collectives/layout.py": "makes a number of a digest of its own numbers",
     "actors/system.py": "makes a number of a digest of its own name",
+    "tools/node_run_many.py": "makes a number of a digest of a name",
     "training/generate.py": "takes the bytes of the text that it makes itself",
     "transport/staging.py": "reads one number, and compares it with the one that is expected",
     "transport/byte_socket.py": "moves bytes to whoever decodes them",

@@ -13,6 +13,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# Compiled modules are built once, by the rule of $(NATIVE), and not with each installation.
+INSTALL := ZBMD_COMPILE=later $(PIP) --no-build-isolation --editable
 
 NATIVE_SOURCES := $(foreach layer,transport actors collectives,$(wildcard $(addprefix $(layer)/*.,pyx pxd h)))
 RUNTIME := $(VENV)/.stamp-runtime
@@ -85,21 +87,21 @@ $(PY):
 # downloads nothing.
 $(RUNTIME): $(PY) pyproject.toml setup.py
 	@echo 'setup: installing zbmd and its dependencies into $(VENV)' >&2
-	@$(PIP) 'setuptools>=77' 'Cython>=3.1' >&2
-	@$(PIP) --no-build-isolation --editable . >&2
+	@$(PIP) 'setuptools>=77' 'Cython>=3.1' 'numpy>=2.0' >&2
+	@$(INSTALL) . >&2
 	@touch $@
 
 $(NATIVE): $(RUNTIME) setup.py $(NATIVE_SOURCES)
 	@echo 'setup: building the compiled modules' >&2
-	@$(PY) setup.py --quiet build_ext --inplace >&2
+	@$(PY) setup.py --quiet build_ext --inplace --parallel $$(nproc) >&2
 	@touch $@
 
 $(DEV): $(RUNTIME) pyproject.toml
 	@echo 'setup: installing the development tools into $(VENV)' >&2
-	@$(PIP) --no-build-isolation --editable '.[dev]' >&2
+	@$(INSTALL) '.[dev]' >&2
 	@touch $@
 
 $(BENCH): $(RUNTIME) pyproject.toml
 	@echo 'setup: installing what the benchmarks run beside us into $(VENV)' >&2
-	@$(PIP) --no-build-isolation --editable '.[bench]' >&2
+	@$(INSTALL) '.[bench]' >&2
 	@touch $@

@@ -13,7 +13,7 @@ from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import RANKS_MAX, Member, View
 from zbmd.transport.durations import format_duration
-from zbmd.transport.errors import DeadlineExceeded, ZbmdError
+from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
 from zbmd.transport.link import Link
 from zbmd.transport.link_choice import Transport, choose_between
 from zbmd.transport.peer_memory import PeerMemory
@@ -212,8 +212,10 @@ class MemberLinks:
                 link = await self._tcp.dial(member.tcp_address)
             else:
                 link = await dial(member.address, self._endpoint)
+        except PeerLost as error:
+            # If it died, its host tells why and another view will come; if not, `ready` names it in time.
+            log.info("dial failed", to=child_id(member.rank), reason=str(error))
         except ZbmdError as error:
-            # If it died, another view will come; if not, `ready` names it when its time is up.
             log.warning("dial failed", to=child_id(member.rank), reason=str(error))
         finally:
             del self._dials[key]

@@ -111,7 +111,9 @@ class HostedJob:
 
     def __init__(self, spec: JobSpec, node: NodeKey, desk: JobDesk, *, listen: str) -> None:
         self.spec = spec
-        self.address = f"zbmd-{os.getuid()}-{spec.job:016x}-{node.id:x}-{node.incarnation:x}"
+        # Two clusters of one host may call nodes and jobs alike.
+        own = os.urandom(4).hex()
+        self.address = f"zbmd-{os.getuid()}-{spec.job:016x}-{node.id:x}-{node.incarnation:x}-{own}"
         self._listen = listen
         self._desk = desk
         self._began_ns = time.monotonic_ns()

@@ -20,7 +20,7 @@ from zbmd.actors.bootstrap.founding import as_told, joining, node_id_of, node_na
 from zbmd.actors.bootstrap.merge import Bootstrap, Role
 from zbmd.actors.capture import CaptureSettings, ProcessCapture
 from zbmd.actors.cluster import one_job as o
-from zbmd.actors.cluster.door import JoinFailed
+from zbmd.actors.cluster.door import JoinFailed, NotLetInYet
 from zbmd.actors.cluster.hosted_job import ON_HANG_VARIABLE
 from zbmd.actors.cluster.job_code import code_of
 from zbmd.actors.cluster.job_host import JobHost
@@ -140,10 +140,11 @@ async def run_over_nodes(plan: Plan) -> int:
                     raise
                 config = joining(plan.bootstrap, config)  # another node of this host was faster
             except JoinFailed as error:
-                if time.monotonic_ns() < given_up_ns:
-                    if plan.bootstrap.role is not Role.STORE:
-                        raise
-                    continue
+                if plan.bootstrap.role is Role.STORE:
+                    if time.monotonic_ns() < given_up_ns:
+                        continue
+                elif not isinstance(error, NotLetInYet):
+                    raise
                 await console.note(str(error))
                 return EXIT_FAILED
 

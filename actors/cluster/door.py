@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Final
 
 from zbmd.actors.cluster.admission import is_loopback
@@ -43,6 +44,15 @@ _visitors: Final = itertools.count(1)
 
 class JoinFailed(UserError):
     """No member has let this node in; the text has each door's reason."""
+
+
+class NotLetInYet(JoinFailed):
+    """The same, and a door at least was not shut for good when the time was up."""
+
+
+class _Shut(Enum):
+    FOR_GOOD = auto()
+    FOR_NOW = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +99,9 @@ async def find_door(
 ) -> Doorway:
     """The first door that opens. tell: takes in words what stands in the way, each once.
 
-    Raises `JoinFailed`, when all have refused for good or the time is up.
+    Raises `JoinFailed` when all have refused for good, `NotLetInYet` when the time is up.
     """
+    failure = JoinFailed
     reasons: dict[TcpAddress, str] = {}
 
     def stands_in_the_way(door: TcpAddress, reason: str) -> None:
@@ -105,21 +116,24 @@ async def find_door(
         while trying:
             done, trying = await asyncio.wait(trying, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                if (doorway := task.result()) is not None:
-                    return doorway
+                found = task.result()
+                if isinstance(found, Doorway):
+                    return found
+                if found is _Shut.FOR_NOW:
+                    failure = NotLetInYet
     finally:
         for task in trying:
             task.cancel()
         if trying:
             await asyncio.wait(trying)
     told = "; ".join(f"{door}: {reason}" for door, reason in reasons.items())
-    raise JoinFailed(f"no member of a cluster has let this node in. {told}.")
+    raise failure(f"no member of a cluster has let this node in. {told}.")
 
 
 async def _try(
     door: TcpAddress, seeker: Seeker, stands: Callable[[TcpAddress, str], None], deadline_ns: int
-) -> Doorway | None:
-    """Knock until the door opens; None once it is shut for good, or the time is up."""
+) -> Doorway | _Shut:
+    """Knock until the door opens, is shut for good, or the time is up."""
     pause_s = AGAIN_S
     while True:  # ends at the deadline
         try:
@@ -129,15 +143,15 @@ async def _try(
         except (ZbmdError, OSError) as error:
             stands(door, _advice(door, error))
             if not (seeker.names_may_come and isinstance(error, HostUnknown)):
-                return None
+                return _Shut.FOR_GOOD
         else:
             if isinstance(found, Doorway):
                 return found
             stands(door, found.refused or f"{found.node} is no member of a cluster itself yet")
             if found.refused and not found.passes:
-                return None
+                return _Shut.FOR_GOOD
         if now_ns() + pause_s * 1e9 >= deadline_ns:
-            return None
+            return _Shut.FOR_NOW
         await asyncio.sleep(pause_s)
         pause_s = min(AGAIN_S_MAX, pause_s * AGAIN_GROWTH)
 

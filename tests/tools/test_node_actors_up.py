@@ -43,11 +43,13 @@ class Watcher(Actor):
 
     def __init__(self, worker):
         self.worker = worker
+        self.looked = False
 
     @on(GroupNews)
     async def news(self, news: GroupNews) -> None:
         group = await self.system.group("workers")
-        if news.joined and len(group.members) == 3:
+        if len(group.members) == 3 and not self.looked:
+            self.looked = True
             for ref in group.members:
                 if ref != self.worker:
                     self.monitor(ref)

@@ -185,7 +185,7 @@ async def test_who_waits_for_nodes_gives_up(nodes: Nodes) -> None:
     assert await alone.ended() == 1
     await alone.until("given up after 1s: 1 of 2 nodes are here. Start zbmd-node run on the others too")
     nobody = await door.run("n1", "--node-rank", "1", "tell.py")
-    assert await nobody.ended() == 1
+    assert await nobody.ended() == 1, str(nobody)
     await nobody.until("no member of a cluster has let this node in.*nobody listens at its address")
 
 

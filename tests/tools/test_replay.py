@@ -70,7 +70,7 @@ def test_the_job_is_identical_kill_included(job: Path, capsys: pytest.CaptureFix
         "rank2#1",
     ]
     kinds = {v["kind"] for v in verdicts(found)}
-    assert kinds == {"membership", "hello", "step-commit", "operations"}
+    assert kinds == {"membership", "hello", "step-commit", "operations", "directory"}
     assert sum(v["events"] for v in verdicts(found)) > 100
     endings = {p["process"]: p["ending"] for p in found["processes"]}
     assert [process for process, ending in endings.items() if ending] == ["rank1#1"]
@@ -176,7 +176,8 @@ def test_as_test_passes_now_and_fails_on_a_mutated_machine(
     run = load_test(path)
     run()
     (log,) = open_log(path.with_suffix(".zlog")).processes
-    assert {declared.machine for declared in log.streams.values()} == {"step-commit", "operations"}
+    machines = {declared.machine for declared in log.streams.values()}
+    assert machines == {"step-commit", "operations", "directory"}
     monkeypatch.setattr(StepCommit, "_count_votes", commit_a_vote_early)
     with pytest.raises(AssertionError, match="Divergence"):
         run()
@@ -208,7 +209,7 @@ def test_a_trace_has_a_track_a_stream_and_flows_with_two_ends(
     slices = {(e["pid"], e["tid"], e["ts"]) for e in events if e["ph"] == "X"}
     for number, start in starts.items():
         end = ends[number]
-        assert start["pid"] != end["pid"]
+        assert start["pid"] != end["pid"], (start, end)
         # Each end is on the track of the link to the process at the other end, in a slice of its own.
         assert tracks[start["pid"], start["tid"]] == f"link {processes[end['pid']]}"
         assert tracks[end["pid"], end["tid"]] == f"link {processes[start['pid']]}"

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import OutOfDescriptors, PeerLost, RemoteProtocolError
-from zbmd.transport.hello import MAX_BODY_BYTES, Identity
+from zbmd.transport.hello import HELLO_VERSION, MAX_BODY_BYTES, Identity
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.session_setup import PeerBusy
 from zbmd.transport.tcp import Listener, dial, listen
@@ -90,7 +90,7 @@ async def still_welcomes(server: Listening) -> None:
     assert await ear.end() is await our_ear.end() is None
 
 
-HEADER = b"zbmd\x01\0\x01\0"
+HEADER = b"zbmd" + HELLO_VERSION.to_bytes(2, "little") + b"\x01\0"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ class _Trace:
         self._events: list[TraceEvent] = list(_names(logs))
         self._steps: dict[tuple[str, int], tuple[int, float]] = {}
         self._running: dict[tuple[str, int], tuple[str, float, dict[str, Any]]] = {}
-        self._sent: dict[bytes, TraceEvent] = {}
+        self._sent: dict[tuple[str, bytes], TraceEvent] = {}
+        """By who sent it, and the frame's header."""
 
     def take(self, entry: Entry) -> None:
         """Take the next entry."""
@@ -154,10 +155,12 @@ class _Trace:
         name = _frame_name(record)
         self._events.append({"ph": "X", "name": name, "dur": FRAME_SLICE_US, "args": {}, **where})
         if isinstance(record, FrameOut):
-            # The header is the frame's own: its sender's clock never gives a stamp twice.
-            self._sent[record.header] = {"name": name, **where}
+            # The header is the sender's own: its clock never gives a stamp twice. Another's may give the same.
+            self._sent[entry.log.name, record.header] = {"name": name, **where}
             return
-        sent = self._sent.pop(record.frame[:HEADER_BYTES], None)
+        link = self._declared.get((entry.log.name, record.stream))
+        sender = "" if link is None else link.name
+        sent = self._sent.pop((sender, record.frame[:HEADER_BYTES]), None)
         if sent is None:
             return  # its sender's log is not here, or ends before it
         self.flows += 1

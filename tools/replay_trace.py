@@ -155,7 +155,7 @@ class _Trace:
         name = _frame_name(record)
         self._events.append({"ph": "X", "name": name, "dur": FRAME_SLICE_US, "args": {}, **where})
         if isinstance(record, FrameOut):
-            # The header is the sender's own: its clock never gives a stamp twice. Another's may give the same.
+            # The header is the sender's own: its clock gives no stamp twice, but another's may give the same.
             self._sent[entry.log.name, record.header] = {"name": name, **where}
             return
         link = self._declared.get((entry.log.name, record.stream))

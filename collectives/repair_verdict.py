@@ -131,15 +131,13 @@ class _Case:
         held = [rank for rank, report in self.at.items() if report.phase is Phase.HELD]
         if len(held) == len(self.at):
             return self._make(Kind.COMPLETE, "all who live hold the result")
-        if call.on_loss is OnLoss.ABORT:
-            return self._fail(Failure.LOST, f"on_loss is abort, and {self._who()} died in it")
+        if call.on_loss is OnLoss.ABORT and self.dead:
+            return self._fail(Failure.LOST, f"on_loss is abort, and {self._why()}")
         if held:
             return self._copy(held)
         spoiled = [rank for rank, report in self.at.items() if report.phase is Phase.SPOILED]
         if spoiled:
-            reason = (
-                f"{self._who()} died in it; the inputs of ranks {spoiled} are overwritten: compute them again"
-            )
+            reason = f"{self._why()}; the inputs of ranks {spoiled} are overwritten: compute them again"
             return self._fail(Failure.SPOILED, reason)
         return self._again(call)
 
@@ -168,14 +166,12 @@ class _Case:
         if call.on_loss is OnLoss.WAIT_FOR_REPLACEMENT and len(adopted) < len(self.dead):
             return self._wait()
         if call.needs >= 0 and call.needs not in self.at:
-            return self._fail(
-                Failure.LOST, f"{self._who()} died in it, and only rank {call.needs} had the data"
-            )
+            return self._fail(Failure.LOST, f"{self._why()}, and only rank {call.needs} had the data")
         living = [member for member in self.members if member.rank in self.at]
         contributors = sorted([*living, *(a.member for a in adopted)], key=lambda m: (m.rank, m.incarnation))
         return self._make(
             Kind.RERUN,
-            f"{self._who()} died in it",
+            self._why(),
             runners=tuple(self.at),
             adopted=tuple(adopted),
             contributors=tuple(contributors),
@@ -190,7 +186,7 @@ class _Case:
             return self._fail(Failure.NO_REPLACEMENT, reason)
         if missing:
             return self._make(Kind.WAIT, f"replacements of ranks {missing} are awaited")
-        return self._make(Kind.RUN, f"{self._who()} died in it and is back")
+        return self._make(Kind.RUN, f"{self._why()} and is back")
 
     def _fail(self, failure: Failure, reason: str) -> Verdict:
         ranks = tuple(member.rank for member in self.dead)
@@ -220,8 +216,10 @@ class _Case:
             failed=failed,
         )
 
-    def _who(self) -> str:
+    def _why(self) -> str:
+        """What cut the operation short: deaths, or a link that ended between members who live."""
         ranks = [member.rank for member in self.dead]
         if not ranks:
-            return "no rank"
-        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+            return "a link between its members was lost in it"
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+        return f"{who} died in it"

@@ -48,8 +48,10 @@ def test_seeded_kills(world_size: int, shrink: bool) -> None:
         options = CommitOptions(world_size=world_size, steps=4, kills=index % 5, shrink=shrink)
         world = run(FRESH + index, options)
         if options.kills == 0:
-            assert world.finished == set(range(world_size)) and not world.raised
-            assert {sequence for _, sequence in world.returned} == {1, 2, 3, 4}
+            assert world.finished == set(range(world_size))
+            assert {sequence for _, sequence in {**world.returned, **world.raised}} == {1, 2, 3, 4}
+            failures = {failed.failure for by in world.raised.values() for failed in by.values()}
+            assert failures <= {Failure.SPOILED}, "links may be lost: nobody has died"
 
 
 def test_every_single_kill_of_small_runs_and_all_ways_of_repair() -> None:
@@ -125,6 +127,8 @@ def test_abort_completes_only_what_all_the_living_hold() -> None:
     assert decide(2, members(0, 1), {0: held, 1: held}, NOBODY).kind is Kind.COMPLETE
     failed = decide(2, members(0, 1), {0: held, 1: pending}, NOBODY).failed
     assert failed is not None and failed.failure is Failure.LOST
+    cut = decide(2, members(0, 1, 2), {0: held, 1: pending, 2: pending}, NOBODY)
+    assert (cut.kind, cut.source) == (Kind.COPY, 0), "a link was lost, and nobody has died"
 
 
 def test_who_is_behind_follows_who_has_gone_on() -> None:

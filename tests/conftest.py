@@ -5,6 +5,9 @@
 - After each test no child, thread, file descriptor or file in /dev/shm may be left that was not there
   before; what a fixture of wider scope holds is accounted for at the end of the session.
 - With `ZBMD_STRICT_SKIPS=1` (CI) a skip fails the run, unless the test is marked `optional`.
+
+All of it holds, too, where pytest-xdist deals the test files out to workers: each of them watches what
+its own tests hold, and the controller, which runs no test, adds up what they tell.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ MARKER_VARIABLE = "ZBMD_TEST_SESSION"
 OPTIONAL_PACKAGES = ("torch", "cupy", "pyverbs")
 # A BLAS pool would be threads that no test started, and that no forked child may inherit.
 POOL_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+# Under this name a worker of pytest-xdist tells what its session has left behind.
+LEFT_BEHIND = "zbmd_left_behind"
 # What was asked to end may take this long to be gone from /proc.
 SETTLE_S = 5.0
 SETTLE_STEP_S = 0.005
@@ -155,8 +160,9 @@ def _end_processes(before: Holdings) -> None:
 class Watch:
     """The hooks that hold a session to its rules, and what they remember between tests."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, runs_tests: bool) -> None:
         self.seed = seed
+        self.runs_tests = runs_tests
         self.before_session = Holdings.now()
         self.before_test = self.before_session
         # What fixtures of wider scope took on while the current test was set up.
@@ -197,10 +203,12 @@ class Watch:
         if report.failed:
             command = f"{SEED_VARIABLE}={self.seed} make test PYTEST_ARGS='{item.nodeid}'"
             report.sections.append(("to repeat it", command))
-        expected = hasattr(report, "wasxfail") or item.get_closest_marker("optional") is not None
-        if report.skipped and not expected:
-            self.quiet_skips.append(f"{item.nodeid}: {_reason(report.longrepr)}")
         return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        expected = hasattr(report, "wasxfail") or "optional" in report.keywords
+        if report.skipped and not expected:
+            self.quiet_skips.append(f"{report.nodeid}: {_reason(report.longrepr)}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped and not _wants_optional_package(report.longrepr):
@@ -208,13 +216,21 @@ class Watch:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.left_by_session = _left_behind(self.before_session, set())
-        _end_processes(self.before_session)
+        if self.runs_tests:
+            self.left_by_session += _left_behind(self.before_session, set())
+            _end_processes(self.before_session)
+        if (told := _worker_output(session.config)) is not None:
+            told[LEFT_BEHIND] = self.left_by_session
         strict = os.environ.get(STRICT_SKIPS_VARIABLE) == "1"
         if session.exitstatus == pytest.ExitCode.OK and (
             self.left_by_session or (strict and self.quiet_skips)
         ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        """Take what a worker has told at its end. One that died told nothing, which xdist reports."""
+        self.left_by_session += getattr(node, "workeroutput", {}).get(LEFT_BEHIND, [])
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.left_by_session:
@@ -223,6 +239,15 @@ class Watch:
         if self.quiet_skips and os.environ.get(STRICT_SKIPS_VARIABLE) == "1":
             terminalreporter.section("skipped, but not optional: install what is missing", red=True)
             terminalreporter.write_line("\n".join(self.quiet_skips))
+
+
+def _worker_output(config: pytest.Config) -> dict[str, object] | None:
+    """What this process tells the controller at its end; None if it is no worker."""
+    return getattr(config, "workeroutput", None)
+
+
+def _is_controller(config: pytest.Config) -> bool:
+    return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
 def _reason(longrepr: object) -> str:
@@ -249,6 +274,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if text and not text.isdecimal():
         raise pytest.UsageError(f"{SEED_VARIABLE} is {text!r}; set it to a whole number, or leave it out")
     seed = int(text) if text else secrets.randbits(32)
+    os.environ[SEED_VARIABLE] = str(seed)  # for the workers
     if config.getoption("hypothesis_seed") is None:
         config.option.hypothesis_seed = seed
     for variable in POOL_VARIABLES:
@@ -260,7 +286,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(state.cleanup)
     # libuv opens a pipe with a process's first loop and keeps it.
     uvloop.new_event_loop().close()
-    config.stash[WATCH] = watch = Watch(seed)
+    config.stash[WATCH] = watch = Watch(seed, runs_tests=not _is_controller(config))
     config.pluginmanager.register(watch, "zbmd-watch")
 
 

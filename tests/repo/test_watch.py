@@ -85,6 +85,22 @@ def test_passes():
     pass
 """
 
+SESSION_LEAK = """
+import threading
+import conftest
+
+conftest.SETTLE_S = 0.2
+
+gate = threading.Event()
+
+@pytest.fixture(scope="session")
+def held():
+    threading.Thread(target=gate.wait, daemon=True).start()
+
+def test_leaks(held):
+    pass
+"""
+
 SeededRun = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -140,6 +156,29 @@ def test_strict_skips(run_suite: SeededRun, tmp_path: Path, extra: str, strict: 
     run = run_suite(SKIPS, ZBMD_STRICT_SKIPS=strict)
     assert (run.returncode == 0) is passes, run.stdout
     assert ("install what is missing" in run.stdout) is not passes
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "def test_quiet():\n    pytest.skip('not today')\n",
+            "test_extra.py::test_quiet: Skipped: not today",
+        ),
+        ("pytest.importorskip('zbmd_no_such_package')\n", "could not import 'zbmd_no_such_package'"),
+        (SESSION_LEAK, "thread "),
+        ("def test_passes(): pass", ""),
+    ],
+    ids=["a quiet skip", "a module for want of anything", "left by the session", "nothing"],
+)
+def test_workers_tell_what_fails_the_session(
+    run_suite: SeededRun, tmp_path: Path, text: str, told: str
+) -> None:
+    (tmp_path / "test_extra.py").write_text(f"import pytest\n{text}")
+    workers = ("--numprocesses=2", "--dist=loadfile")
+    run = run_suite("def test_first(seed): pass", *workers, ZBMD_STRICT_SKIPS="1")
+    assert run.returncode == (1 if told else 0), run.stdout
+    assert re.search(rf"^{re.escape(told)}|: {re.escape(told)}", run.stdout, re.MULTILINE), run.stdout
 
 
 def test_one_seed_repeats_everything(run_suite: SeededRun) -> None:

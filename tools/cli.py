@@ -11,6 +11,7 @@ import msgspec
 
 from zbmd.tools import bench_cli, sim_cli
 from zbmd.tools.flight import add_flights
+from zbmd.tools.plan_cli import add_plan
 from zbmd.tools.plot import FORMATS, PICTURE_NAME, plot_run
 from zbmd.tools.replay_cli import add_replay
 from zbmd.training.config import GPTConfig, TrainingConfig
@@ -30,6 +31,7 @@ EXAMPLES = """examples:
   zbmd replay run.zlog --until hang
   zbmd flights --trace flights.json
   zbmd sim hunt --minutes 2
+  zbmd plan pipeline --stages 4 --microbatches 8 --schedule 1f1b
   zbmd bench p2p --vs openmpi
 """
 
@@ -139,6 +141,7 @@ def parser() -> argparse.ArgumentParser:
     plot.set_defaults(run_command=_plot)
     add_replay(commands)
     add_flights(commands)
+    add_plan(commands)
     sim_cli.add_parser(commands)
     bench_cli.add_parser(commands)
     return made

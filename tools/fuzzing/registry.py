@@ -19,6 +19,7 @@ from zbmd.tools.fuzzing import (
     hangs,
     links,
     memories,
+    pipelines,
     streams,
     wires,
 )
@@ -29,7 +30,7 @@ TARGETS: Final[Mapping[str, Target]] = {
     target.name: target
     for module in (
         *(wires, streams, bulks, memories, links, actors, hangs, cluster),
-        *(collectives, captures, files, bootstraps),
+        *(collectives, captures, files, bootstraps, pipelines),
     )
     for target in module.TARGETS
 }
@@ -97,6 +98,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "collectives/executor.py": ("collective.descriptor",),
     "collectives/_stepper.pyx": ("collective.descriptor",),
     "collectives/program.py": ("program",),
+    "training/pipeline/program.py": ("pipeline",),
     "training/checkpoint.py": ("checkpoint",),
     "training/corpus.py": ("corpus",),
     "training/journal.py": ("commit.part",),

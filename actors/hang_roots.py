@@ -102,7 +102,9 @@ def _place_name(place: Place) -> str:
 
 
 def _operation_name(position: Position) -> str:
-    return f"operation {position.channel}/{position.epoch}/{position.sequence}"
+    # Sub-groups that have no member in common may have a channel in common.
+    first = position.members[0] if position.members else 0
+    return f"operation {position.channel}/{position.epoch}/{first}/{position.sequence}"
 
 
 class _Graph:

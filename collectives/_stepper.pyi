@@ -81,6 +81,10 @@ class NativeGroup:
 
         mirrors: for ranks whose base is 0, the address here at which they put their descriptors."""
     @property
+    def channel_number(self) -> int:
+        """The channel that it uses."""
+
+    @property
     def sequence_number(self) -> int:
         """Operations begun in this epoch."""
     def meet_anew(self) -> None:

@@ -197,6 +197,10 @@ cdef class NativeGroup:
             raise ValueError(f"channel {channel} has been aborted in epoch {epoch} already")
 
     @property
+    def channel_number(self):
+        return self.channel
+
+    @property
     def sequence_number(self):
         return self.sequence
 

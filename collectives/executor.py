@@ -29,6 +29,7 @@ from zbmd.collectives.errors import (
     MembersLost,
     OperationAborted,
 )
+from zbmd.collectives.group_channels import title
 from zbmd.collectives.layout import Piece, Table
 from zbmd.collectives.plan import Plan
 from zbmd.collectives.program import BUFFERS, INBOX, hash_text
@@ -106,6 +107,7 @@ class Executor(ABC):
         self.members = members
         self.place = members.index(rank)
         self.epoch = epoch
+        self.title = title(native.channel_number, epoch)
         self.native = native
         self._segment = segment
         self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -184,9 +186,7 @@ class Executor(ABC):
         the inbox cannot hold the algorithm's slots.
         """
         if self.native.capacity_left(plan.native) < 1:
-            raise EpochExhausted(
-                f"epoch {self.epoch} has used up its notification counters: install a new view"
-            )
+            raise EpochExhausted(f"{self.title} has used up its notification counters: install a new view")
         addresses = self._addresses
         addresses.fill(0)
         for buffer, address in buffers.items():
@@ -220,7 +220,7 @@ class Executor(ABC):
         if 0 <= pc < len(program.instructions):
             at += f" ({program.instructions[pc]})"
         rank = self.members[self.place]
-        return f"{program.algorithm} #{self.sequence} of epoch {self.epoch}, rank {rank} {at}"
+        return f"{program.algorithm} #{self.sequence} of {self.title}, rank {rank} {at}"
 
     def error_of(self, status: int, plan: Plan) -> ZbmdError:
         """What to raise for a native run that ended so."""
@@ -252,7 +252,7 @@ class Executor(ABC):
         calls = {member: self._describe(i) for i, member in enumerate(self.members)}
         mine, culprit = self.members[self.place], self.members[self.native.culprit]
         return Desynchronised(
-            f"operation #{self.sequence} of epoch {self.epoch}: rank {mine} called {calls[mine]}, "
+            f"operation #{self.sequence} of {self.title}: rank {mine} called {calls[mine]}, "
             f"rank {culprit} called {calls[culprit]}; every rank must make the same calls in the same order",
             calls,
         )

@@ -11,8 +11,11 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from zbmd.actors.member import Node
@@ -21,11 +24,13 @@ from zbmd.collectives.blocking import Blocking, timeout_ns
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.flight_dump import FLIGHTS
+from zbmd.collectives.group_channels import SUBGROUP_CHANNEL_FIRST, Agreed
+from zbmd.collectives.group_meeting import Subgroups, open_subgroups
 from zbmd.collectives.group_watch import GroupWatch
 from zbmd.collectives.operation_capture import record_operations
 from zbmd.collectives.tagged import Received, Tagged, open_tagged
 from zbmd.transport._native import now_ns
-from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
 
 OPERATIONS_IN_FLIGHT_MAX = 1024
 """Operations submitted and not yet done; one more is refused."""
@@ -56,10 +61,12 @@ class Group:
         self._data_plane = ThreadPoolExecutor(1, thread_name_prefix="zbmd-data")
         self._slots = threading.BoundedSemaphore(OPERATIONS_IN_FLIGHT_MAX)
         self.tagged: Tagged | None = None
+        self.home: Home | None = None
+        """What sub-groups of it are made with."""
         self.blocking = GroupBlocking(self)
 
     def __repr__(self) -> str:
-        return f"<Group epoch {self.epoch}: rank {self.rank} of {list(self.members)}>"
+        return f"<Group {self.communicator.title}: rank {self.rank} of {list(self.members)}>"
 
     @property
     def size(self) -> int:
@@ -234,6 +241,78 @@ class Group:
         except TimeoutError:
             raise DeadlineExceeded(f"{what}: nothing in {limit_s:g} s, in epoch {self.epoch}") from None
 
+    async def split(self, color: int | None, *, key: int = 0, timeout: float | None = None) -> Group | None:
+        """A group of the members that give the same `color`, in the order of their keys, then ranks.
+
+        All members call this; who gives None gets None. The new group has links and memory of this one, an
+        own channel, and ends as any other: by `close`, or an error. It belongs to the view of this group,
+        and goes on when this one is closed. Raises as `subgroup`.
+        """
+        self._home()
+        if not all(abs(number) < 2**62 for number in (color or 0, key)):
+            raise UserError(f"color={color} or key={key} is out of bounds")
+        end_ns = self.deadline_ns(timeout)
+        mine = np.array([color is not None, color or 0, key], np.int64)
+        said = await self.run(lambda c: c.all_gather(mine, deadline_ns=end_ns))
+        if color is None:
+            return None
+        chosen = [
+            (int(said[i, 2]), rank) for i, rank in enumerate(self.members) if tuple(said[i, :2]) == (1, color)
+        ]
+        return await self.subgroup(
+            [rank for _, rank in sorted(chosen)], timeout=max(1e-9, (end_ns - now_ns()) / 1e9)
+        )
+
+    async def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Group:
+        """The group of some members, in this order; just these call it, with the same `ranks`.
+
+        See `split`. Who makes several at once does so in the same order as the others. Raises `UserError` on
+        ranks that are not members, `MembersLost` when one of them ends, `DeadlineExceeded` when one does not
+        come, and `LocalProtocolError` when a member is in `SUBGROUPS_MAX` already.
+        """
+        members, home = tuple(ranks), self._home()
+        if (
+            self.rank not in members
+            or len(set(members)) != len(members)
+            or not set(members) <= {*self.members}
+        ):
+            raise UserError(f"{list(members)} are not members of {self!r}, this one among them, each once")
+        end_ns = self.deadline_ns(timeout)
+        async with self._limit(timeout, f"sub-group of ranks {list(members)}"):
+            agreed = await home.subgroups.agree(self.epoch, members)
+        give_back = partial(home.subgroups.channels.give_back, agreed.channel)
+        try:
+            made = _make(home.node, self.view, members=members, agreed=agreed, closed=give_back)
+        except BaseException:
+            give_back()
+            raise
+        try:
+            made.home = home
+            made.tagged = await open_tagged(home.node, members, epoch=agreed.stamp, channel=agreed.channel)
+            await made.run(lambda c: self._begin_subgroup(c, end_ns))
+        except BaseException:
+            await made.close()
+            raise
+        return made
+
+    def _begin_subgroup(self, made: Communicator, end_ns: int) -> None:
+        """Return once all members have opened it. What was measured for this group holds for one like it."""
+        over_hosts = [len({*c.hosts}) > 1 for c in (self.communicator, made)]
+        if over_hosts[0] == over_hosts[1]:
+            made.model = self.communicator.model
+            made.barrier(deadline_ns=end_ns)
+        else:
+            made.tune(deadline_ns=end_ns)
+
+    def _home(self) -> Home:
+        if self.home is None:
+            raise LocalProtocolError("this group can have no sub-groups: get it from zbmd.group")
+        if self.home.node.epoch != self.epoch:
+            raise OperationAborted(
+                f"{self!r} is of a view that is over: make sub-groups of the new one's group"
+            )
+        return self.home
+
     def abort(self) -> None:
         """End the operations in flight; they raise `OperationAborted`. Callable from any thread."""
         self.communicator.abort()
@@ -251,7 +330,8 @@ class Group:
         # executor cancels is never reported to who waits for it (`concurrent.futures.wait`).
         await asyncio.to_thread(self._data_plane.shutdown)
         self.communicator.close()
-        self._unwatch()
+        unwatch, self._unwatch = self._unwatch, lambda: None
+        unwatch()
 
 
 class GroupBlocking(Blocking):
@@ -276,6 +356,14 @@ class GroupBlocking(Blocking):
         """As `Group.recv`, on another thread than the loop's."""
         return self._wait(lambda: self._group.recv(source, tag=tag, out=out, timeout=timeout))
 
+    def split(self, color: int | None, *, key: int = 0, timeout: float | None = None) -> Group | None:
+        """As `Group.split`, on another thread than the loop's."""
+        return self._wait(lambda: self._group.split(color, key=key, timeout=timeout))
+
+    def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Group:
+        """As `Group.subgroup`, on another thread than the loop's."""
+        return self._wait(lambda: self._group.subgroup(ranks, timeout=timeout))
+
     def _wait(self, begin: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
         messages = self._group.messages()
         if threading.get_ident() == messages.thread:
@@ -283,38 +371,63 @@ class GroupBlocking(Blocking):
         return asyncio.run_coroutine_threadsafe(begin(), messages.loop).result()
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a group's sub-groups are made: its process's membership, and the channels there."""
+
+    node: Node
+    subgroups: Subgroups
+
+
 async def group(node: Node, *, after: int = 0, channel: int = 0) -> Group:
     """The group of the first view with an epoch greater than `after`; waits for it and for its members.
 
     They measure how fast they reach each other, once a process: "auto" chooses by that (`Communicator.tune`).
 
-    Each group of a process at one time needs a channel of its own.
+    Each group of a view in a process at one time needs a channel of its own, below `SUBGROUP_CHANNEL_FIRST`.
     """
     view = await node.view(after=after)
     made = group_of(node, view, channel=channel)
     made.tagged = await open_tagged(node, made.members, epoch=made.epoch, channel=channel)
+    made.home = Home(node, await open_subgroups(node))
     if made.size > 1:
         end_ns = made.deadline_ns()
         await made.run(lambda c: c.tune(deadline_ns=end_ns))
     return made
 
 
-def hosts_of(view: View) -> tuple[int, ...]:
+def hosts_of(view: View, members: Sequence[int]) -> tuple[int, ...]:
     """The host of each member, by number, in the members' order."""
     numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(member.host, len(numbers)) for member in view.members)
+    hosts = {member.rank: member.host for member in view.members}
+    return tuple(numbers.setdefault(hosts[rank], len(numbers)) for rank in members)
 
 
 def group_of(node: Node, view: View, *, channel: int = 0) -> Group:
     """The group of a view that `node` has already got. Waits for nobody."""
+    if channel >= SUBGROUP_CHANNEL_FIRST:
+        raise LocalProtocolError(
+            f"channel {channel} is for sub-groups; use one below {SUBGROUP_CHANNEL_FIRST}"
+        )
+    return _make(node, view, members=view.ranks, agreed=Agreed(channel=channel, stamp=view.epoch))
+
+
+def _make(
+    node: Node,
+    view: View,
+    *,
+    members: tuple[int, ...],
+    agreed: Agreed,
+    closed: Callable[[], None] = lambda: None,
+) -> Group:
     communicator = Communicator(
         segment=node.segment,
-        peers={rank: node.peers[rank].memory for rank in view.ranks if rank != node.rank},
-        members=view.ranks,
+        peers={rank: node.peers[rank].memory for rank in members if rank != node.rank},
+        members=members,
         rank=node.rank,
-        epoch=view.epoch,
-        channel=channel,
-        hosts=hosts_of(view),
+        epoch=agreed.stamp,
+        channel=agreed.channel,
+        hosts=hosts_of(view, members),
     )
     record_operations(node, communicator)
     forget = node.progress.add_group(GroupWatch(node.system.name, communicator))
@@ -323,5 +436,6 @@ def group_of(node: Node, view: View, *, channel: int = 0) -> Group:
     def unwatch() -> None:
         forget()
         land()
+        closed()
 
     return Group(communicator, view, unwatch=unwatch)

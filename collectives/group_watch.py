@@ -28,7 +28,7 @@ class GroupWatch:
             return
         # An operation in pieces makes progress with each of them.
         mark = (record.sequence, self._communicator.sequence)
-        what = f"{record.operation} #{record.sequence} of epoch {self._communicator.epoch}"
+        what = f"{record.operation} #{record.sequence} of {self._communicator.title}"
         described = Described(kind=PlaceKind.OPERATION, who=self._name, what=what)
         yield Watched(sample=Sample(key=self.key, mark=mark), describe=lambda: described)
 

@@ -65,6 +65,7 @@ class Runs:
         self.rank = rank
         self.epoch = epoch
         self.channel = channel
+        self.title = self._executor.title
         self.hosts = hosts
         self.model = MANY_HOSTS if len(set(hosts)) > 1 else ONE_HOST
         self._wish = wish_of_environment()

@@ -23,7 +23,7 @@
 #include <unistd.h>
 
 #define ZBMD_MAX_SLOTS 64   /* ranks of one host, one bit each in the lost mask */
-#define ZBMD_CHANNELS 16    /* groups a process can be in at once */
+#define ZBMD_CHANNELS 32    /* groups a process can be in at once */
 #define ZBMD_LINE 64
 #define ZBMD_LOOKS_A_PAUSE 1
 #define ZBMD_PARK_NS 50000000ULL /* a parked wait looks again at least this often */
@@ -42,9 +42,9 @@
 #define ZBMD_OFF_LOST 128       /* u64: bit s set when the process in slot s is known dead (owner writes) */
 #define ZBMD_OFF_ABORT 192      /* u64 per channel: operations up to this value are aborted (owner writes) */
 #define ZBMD_OFF_MUTEX 4096     /* robust futex word per slot, ZBMD_LINE apart (life.h) */
-#define ZBMD_OFF_NOTIFY 8192    /* u64 cell per (sender slot, channel), ZBMD_LINE apart: 64 KiB */
-#define ZBMD_OFF_DESCRIPTORS 73728 /* operation descriptors, written by the owner: 56 KiB */
-#define ZBMD_OFF_END 131072     /* inbox starts here */
+#define ZBMD_OFF_NOTIFY 8192    /* u64 cell per (sender slot, channel), ZBMD_LINE apart: 128 KiB */
+#define ZBMD_OFF_DESCRIPTORS 139264 /* operation descriptors, written by the owner: 120 KiB */
+#define ZBMD_OFF_END 262144     /* inbox starts here */
 #define ZBMD_MAGIC 0x31304d4744424d5aULL
 
 typedef char *zbmd_base;

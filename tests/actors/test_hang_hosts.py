@@ -39,7 +39,7 @@ def load_batch():
     threading.Event().wait()  # STANDS HERE
 
 async def main():
-    async with zbmd.join(inbox_bytes=1 << 18) as node:
+    async with zbmd.join(inbox_bytes=1 << 20) as node:
         group = await zbmd.group(node)
         if (node.rank, node.incarnation) == (int(os.environ["HANGS"]), 1):
             load_batch()

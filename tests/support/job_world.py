@@ -40,7 +40,7 @@ def cut_connections():
 
 async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, cut_connections)
-    async with join(inbox_bytes=1 << 18) as node:
+    async with join(inbox_bytes=1 << 20) as node:
         while True:
             view = node.latest
             members = ",".join(f"{m.rank}#{m.incarnation}" for m in view.members if node.epoch == view.epoch)

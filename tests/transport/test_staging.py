@@ -148,6 +148,6 @@ def test_the_end_of_a_peer_ends_both_waits(
 def test_misuse_is_told(segments: tuple[Segment, Segment], pipes: Pipes) -> None:
     with pytest.raises(LocalProtocolError, match="C-contiguous"):
         pipes[0].send(np.zeros((2, 4)).T)
-    with pytest.raises(LocalProtocolError, match="channels 15 and 16"):
-        StagedPipe(segments[0], channel=15)
+    with pytest.raises(LocalProtocolError, match="channels 31 and 32"):
+        StagedPipe(segments[0], channel=31)
     assert [chunk_bytes(n) for n in (0, 1 << 20, 1 << 30)] == [CHUNK_BYTES_MIN, 128 << 10, CHUNK_BYTES_MAX]

@@ -1,0 +1,226 @@
+"""Sub-groups of a group among real ranks, over shared memory and over TCP; one rank is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import zbmd
+from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host_events import HostEvent, RankReport
+from zbmd.actors.host_output import OutputLine
+from zbmd.actors.view import OnLoss, Outcome
+from zbmd.collectives.group_channels import SUBGROUPS_MAX
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
+
+JOB = '''
+import asyncio
+
+import numpy as np
+
+import zbmd
+from zbmd.collectives.errors import Desynchronised, OperationAborted
+from zbmd.collectives.flight_dump import FLIGHTS
+
+
+async def rows_and_columns(group):
+    """A 2 x 2 mesh, both ways, used at once."""
+    me = group.rank
+    row, column = await group.split(me // 2), await group.split(me % 2, key=-me)
+    assert row.members == (me // 2 * 2, me // 2 * 2 + 1)
+    assert column.members == (me % 2 + 2, me % 2), column.members
+    for count in (3, 100_000):
+        x = np.full(count, 10.0**me)
+        totals = await asyncio.gather(*(g.all_reduce(x, out=np.empty(count)) for g in (row, column, group)))
+        for g, total in zip((row, column, group), totals):
+            assert (total == sum(10.0**rank for rank in g.members)).all(), (g, total[:2])
+    gathered = await column.all_gather(np.array([me]))
+    assert tuple(gathered.ravel()) == column.members
+    other = row.members[1 - row.members.index(me)]
+    sent = asyncio.ensure_future(row.send(np.array([me]), other, tag=7))
+    got = await row.recv(other, tag=7)
+    assert got.array[0] == other
+    await sent
+    total = await asyncio.to_thread(column.blocking.all_reduce, np.ones(2))
+    assert (total == 2).all()
+    titles = {g.communicator.title for g in (row, column)}
+    assert len(titles) == 2 and all(title.startswith("sub-group") for title in titles), titles
+    return row, column
+
+
+async def remade_again_and_again(group):
+    for k in range(40):
+        part = await group.split(group.rank % 2 if k % 3 else group.rank // 2)
+        assert (await part.all_reduce(np.ones(1)))[0] == 2
+        await part.close()
+    await group.barrier()
+    names = [(g.channel, g.epoch) for g in FLIGHTS.taken("test").groups if not g.closed]
+    assert len(names) == 3, names  # with row and column
+
+
+async def only_some(group):
+    left_out = await group.split(None if group.rank == 1 else 5)
+    assert (left_out is None) == (group.rank == 1)
+    if left_out is not None:
+        assert left_out.members == (0, 2, 3)
+        await left_out.barrier()
+        await left_out.close()
+    if group.rank in (1, 3):  # the others hear nothing of it
+        pair = await asyncio.to_thread(group.blocking.subgroup, [3, 1])
+        assert pair.members == (3, 1) and (await pair.broadcast(np.full(2, group.rank), 3))[0] == 3
+        try:
+            await pair.all_reduce(np.ones(2 if group.rank == 1 else 3), algorithm="direct")
+        except Desynchronised as error:
+            assert "sub-group" in str(error) and set(error.calls) == {1, 3}, error
+        else:
+            raise AssertionError("calls that differ are told")
+        await pair.close()
+    await group.barrier()
+
+
+async def main():
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        row, column = await rows_and_columns(group)
+        await remade_again_and_again(group)
+        await only_some(group)
+        node.report({"ready": node.rank})
+        if node.rank == 3:
+            await asyncio.Event().wait()
+        with_dead = row if node.rank == 2 else column if node.rank == 1 else None
+        if with_dead is not None:
+            try:
+                await with_dead.all_reduce(np.ones(10))
+            except zbmd.PeerLost as error:
+                assert error.ranks == (3,), error
+            else:
+                raise AssertionError("a member was lost")
+        if node.rank < 2:  # a sub-group without the dead goes on
+            assert ((await row.all_reduce(np.ones(5))) == 2).all()
+        try:
+            await group.subgroup([0, 1, 2, 3], timeout=30)
+        except zbmd.PeerLost as error:
+            assert error.ranks == (3,), error
+        for g in (row, column, group):
+            await g.close()
+        first, group = group, await zbmd.group(node, after=group.epoch)
+        try:
+            await first.split(0)
+        except OperationAborted as error:
+            assert "view that is over" in str(error)
+        pair = await group.split(int(node.rank == 1))
+        assert pair.members == ((1,) if node.rank == 1 else (0, 2))
+        assert (await pair.all_reduce(np.ones(3)))[0] == pair.size
+        await pair.close()
+        await group.close()
+        node.report({"done": node.rank})
+
+asyncio.run(main())
+'''
+
+
+class Lines:
+    """Keeps what ranks print."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def write_line(self, line: OutputLine) -> None:
+        self.lines.append(f"{line.rank}: {line.text.decode()}")
+
+
+@pytest.mark.parametrize("links", ["auto", "tcp"])
+async def test_a_mesh_of_ranks_one_of_which_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: str
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    monkeypatch.setenv("ZBMD_LINKS", links)
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    output, ready, done = Lines(), set[int](), set[int]()
+
+    async def observe(event: HostEvent) -> None:
+        match event:
+            case RankReport(payload={"ready": rank}):
+                ready.add(rank)
+                if ready == {0, 1, 2, 3}:
+                    os.kill(host.ranks[3].pid, signal.SIGKILL)
+            case RankReport(payload={"done": rank}):
+                done.add(rank)
+            case _:
+                pass
+
+    config = HostConfig(
+        target=str(script), world_size=4, on_loss=OnLoss.SHRINK, arena_bytes=16 << 20, preload=("zbmd",)
+    )
+    host = Host(config, output=output, observer=observe)
+    result = await host.run()
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(output.lines)
+    assert done == {0, 1, 2}, output.lines
+
+
+async def test_a_world_of_one_has_sub_groups_too() -> None:
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        parts = [await group.subgroup([0]) for _ in range(SUBGROUPS_MAX)]
+        assert (await parts[-1].all_reduce(np.ones(3)) == 1).all()
+        with pytest.raises(LocalProtocolError, match="close one"):
+            await group.split(0)
+        await parts[0].close()
+        await parts[0].close()  # again, it does nothing
+        nested = await parts[1].split(3)
+        assert nested is not None
+        await nested.barrier()
+        await nested.close()
+        for part in parts:
+            await part.close()
+        await group.close()
+
+
+async def test_misuse_is_told() -> None:
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        for ranks in ([], [1], [0, 0], [0, 5]):
+            with pytest.raises(UserError, match="are not members"):
+                await group.subgroup(ranks)
+        with pytest.raises(UserError, match="out of bounds"):
+            await group.split(2**70)
+        with pytest.raises(LocalProtocolError, match="is for sub-groups"):
+            await zbmd.group(node, channel=8)
+        await group.close()
+
+
+async def test_a_member_that_does_not_come_is_waited_for_until_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    script = tmp_path / "job.py"
+    script.write_text(f"""
+import zbmd
+
+async def main():
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        if node.rank == 0:
+            try:
+                await group.subgroup([0, 1], timeout=0.05)
+            except zbmd.{DeadlineExceeded.__name__} as error:
+                assert "sub-group of ranks [0, 1]" in str(error), error
+            else:
+                raise AssertionError("nobody came")
+        await group.barrier()
+        part = await group.subgroup([1] if node.rank else [0])
+        await part.barrier()
+        await part.close()
+        await group.close()
+
+zbmd.run(main())
+""")
+    output = Lines()
+    host = Host(HostConfig(target=str(script), world_size=2, preload=("zbmd",)), output=output)
+    result = await host.run()
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(output.lines)

@@ -1,0 +1,14 @@
+"""The devices are there, and pyverbs opens them."""
+
+from __future__ import annotations
+
+from rdma_world import given_devices
+
+from zbmd.transport.rdma_devices import rdma_devices, verbs_missing
+from zbmd.transport.topology.rdma import read_rdma_devices
+
+
+def test_pyverbs_lists_the_devices_that_sysfs_has() -> None:
+    assert verbs_missing() is None
+    known = {device.name for device in read_rdma_devices() if device.active}
+    assert {each.device for each in given_devices()} <= known == set(rdma_devices())

@@ -1,0 +1,23 @@
+"""The RDMA devices that tests are given."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+
+class RdmaAt(NamedTuple):
+    """A device, and the IP address of its interface."""
+
+    device: str
+    address: str
+
+
+def given_devices() -> list[RdmaAt]:
+    """What `ZBMD_RDMA_DEVICES` names."""
+    return [
+        RdmaAt(device, address)
+        for device, _, address in (
+            each.partition("@") for each in os.environ.get("ZBMD_RDMA_DEVICES", "").split(",") if each
+        )
+    ]

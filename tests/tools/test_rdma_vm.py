@@ -1,0 +1,140 @@
+"""The machine with RDMA devices; and in it, by one boot, all of tests/rdma."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zbmd.tools.rdma_vm.initrd import Archive
+from zbmd.tools.rdma_vm.modules import load_order, module_name
+from zbmd.tools.rdma_vm.packages import PackagesMissing, merged, require_programs
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = [sys.executable, "-m", "zbmd.tools.rdma_vm"]
+PATIENCE_S = 300
+OFFSET = 40
+"""Added to the exit code in the machine, so that one that was made up outside would show."""
+
+
+@pytest.fixture
+def machine_can_be_made() -> None:
+    try:
+        require_programs()
+    except PackagesMissing as error:
+        pytest.skip(str(error))
+
+
+def test_a_module_is_loaded_behind_those_that_it_needs() -> None:
+    modules = {
+        "rdma_rxe": b"\0depends=ib-core,udp_tunnel\0",
+        "ib_core": b"name=x\0depends=\0",
+        "udp_tunnel": b"depends=ib_core\0",
+        "unused": b"depends=rdma_rxe\0",
+    }
+    assert load_order(modules, ("built_in", "rdma-rxe")) == ["ib_core", "udp_tunnel", "rdma_rxe"]
+
+
+def test_module_files_are_told_from_others() -> None:
+    assert module_name("./lib/modules/6.1/kernel/net/9p/9pnet-virtio.ko.xz") == "9pnet_virtio"
+    assert module_name("./lib/modules/6.1/kernel/sound/snd.ko") is None
+    assert module_name("./lib/modules/6.1/kernel/net/9p/Makefile") is None
+
+
+def test_files_of_packages_lie_where_a_merged_system_has_them() -> None:
+    assert merged("./lib/x86_64/a.so").as_posix() == "usr/lib/x86_64/a.so"
+    assert merged("./usr/bin/a").as_posix() == "usr/bin/a"
+    assert merged("./etc/lib/a").as_posix() == "etc/lib/a"
+
+
+def test_an_archive_is_what_cpio_reads() -> None:
+    archive = Archive()
+    archive.file("a/b/file", b"12345", executable=True)
+    archive.link("a/link", "b/file")
+    archive.folder("a")
+    found: list[tuple[str, int, bytes]] = []
+    data = io.BytesIO(archive.bytes())
+    while True:
+        fields = [int(data.read(8), 16) for _ in range(13)] if data.read(6) == b"070701" else []
+        assert len(fields) == 13
+        name = data.read(fields[11])[:-1].decode()
+        data.read(-data.tell() % 4)
+        body = data.read(fields[6])
+        data.read(-data.tell() % 4)
+        if name == "TRAILER!!!":
+            break
+        found.append((name, fields[1], body))
+    assert data.read() == b""
+    assert found == [
+        ("a", 0o040755, b""),
+        ("a/b", 0o040755, b""),
+        ("a/b/file", 0o100755, b"12345"),
+        ("a/link", 0o120777, b"b/file"),
+    ]
+
+
+def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(PackagesMissing, match="apt-get install .*iproute2 qemu-system-x86"):
+        require_programs()
+
+
+def children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(each) for each in path.read_text().split()] if path.exists() else []
+
+
+@pytest.mark.usefixtures("machine_can_be_made")
+def test_a_killed_tool_leaves_no_machine() -> None:
+    command = [*TOOL, "--verbose", "true"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as tool:
+        assert tool.stderr is not None
+        machines: list[int] = []
+        while not machines:  # the image is made first, if there is none; apt's words come and go
+            assert tool.poll() is None
+            machines = [
+                pid for pid in children(tool.pid) if b"qemu" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ]
+        held = os.pidfd_open(machines[0])
+        tool.send_signal(signal.SIGKILL)
+        tool.wait()
+        try:
+            assert select.select([held], [], [], PATIENCE_S)[0], "the machine outlives its tool"
+        finally:
+            os.close(held)
+
+
+@pytest.mark.usefixtures("machine_can_be_made")
+def test_a_machine_that_takes_too_long_is_ended_and_told() -> None:
+    done = subprocess.run(
+        [*TOOL, "--timeout", "50ms", "true"], capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
+    assert done.returncode == 125
+    assert "has had its 0.05 s" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("machine_can_be_made")
+def test_the_rdma_tests_pass_in_the_machine() -> None:
+    suite = f"{sys.executable} -m pytest -q -p no:cacheprovider tests/rdma"
+    done = subprocess.run(
+        [*TOOL, "--timeout", f"{PATIENCE_S}s", "bash", "-c", f"{suite}; exit $(($? + {OFFSET}))"],
+        cwd=ROOT,
+        env=os.environ | {"ZBMD_STRICT_SKIPS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=2 * PATIENCE_S,
+    )
+    print(done.stdout)
+    assert done.returncode == OFFSET, "the tests failed in the machine; their words are above"
+    passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
+    assert passed is not None and int(passed[1]) >= 1
+    assert "skipped" not in done.stdout and "deselected" not in done.stdout

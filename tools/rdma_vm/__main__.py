@@ -28,7 +28,10 @@ TIMEOUT: Final = "300s"
 
 def main(argv: list[str] | None = None) -> int:
     """The command; its exit code."""
-    parser = argparse.ArgumentParser(prog="rdma_vm", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="rdma_vm",
+        description="Run a command in a virtual machine that has two RDMA devices in software.",
+    )
     parser.add_argument("--timeout", default=TIMEOUT, help=f"of the whole machine (default: {TIMEOUT})")
     parser.add_argument(
         "--accelerator", choices=("tcg", "kvm"), default="tcg", help="default: tcg, which every machine has"

@@ -9,7 +9,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def image() -> Iterator[Image]:
+def image() -> Generator[Image]:
     """The image of today's packages, made if it is not there; nobody removes it meanwhile.
 
     Raises `PackagesMissing` and `UserError`.
@@ -89,7 +89,7 @@ def _make(packages: tuple[Package, ...], folder: Path) -> None:
         _add_busybox(archive, files[BUSYBOX])
         for name in USERLAND:
             _add_package(archive, files[name], is_pyverbs=name == PYVERBS)
-        (new / "initrd").write_bytes(archive.bytes())
+        (new / "initrd").write_bytes(archive.whole())
         new.rename(folder)
 
 

@@ -37,7 +37,7 @@ class Archive:
         """The device that the first process writes to."""
         self._add("dev/console", stat.S_IFCHR | 0o600, b"", device=(5, 1))
 
-    def bytes(self) -> bytes:
+    def whole(self) -> bytes:
         """The whole archive."""
         trailer = _record(_TRAILER, 0, b"", 0, (0, 0))
         return b"".join((*self._parts, trailer))

@@ -99,7 +99,7 @@ def _initrd(image: Image, what: Run) -> int:
     initrd = os.memfd_create("initrd")
     with os.fdopen(os.dup(initrd), "wb") as file:
         file.write(image.initrd.read_bytes())
-        file.write(archive.bytes())
+        file.write(archive.whole())
     return initrd
 
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -103,7 +103,7 @@ def download(packages: tuple[Package, ...], folder: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def files_of(package: Path) -> Iterator[tarfile.TarFile]:
+def files_of(package: Path) -> Generator[tarfile.TarFile]:
     """The files of a package, one after the other, by names as they are on a system with one /usr."""
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -35,22 +35,22 @@ result=$(port {RESULT_PORT})
 mount -t 9p -o ro,cache=loose,trans=virtio,version=9p2000.L,msize=512000 host /host
 mount -t tmpfs -o size=60% tmpfs /scratch
 mkdir /scratch/upper /scratch/work
-mount -t overlay -o lowerdir=/packages:/host,upperdir=/scratch/upper,workdir=/scratch/work overlay /root
-mount -t proc proc /root/proc
-mount -t sysfs sys /root/sys
-mount --move /dev /root/dev
-mkdir -p /root/dev/shm /root/dev/pts /root/run
-mount -t tmpfs tmpfs /root/dev/shm
-mount -t devpts devpts /root/dev/pts
-mount -t tmpfs tmpfs /root/run
-mount -t cgroup2 cgroup2 /root/sys/fs/cgroup
+mount -t overlay -o lowerdir=/packages:/host,upperdir=/scratch/upper,workdir=/scratch/work overlay /system
+mount -t proc proc /system/proc
+mount -t sysfs sys /system/sys
+mount --move /dev /system/dev
+mkdir -p /system/dev/shm /system/dev/pts /system/run
+mount -t tmpfs tmpfs /system/dev/shm
+mount -t devpts devpts /system/dev/pts
+mount -t tmpfs tmpfs /system/run
+mount -t cgroup2 cgroup2 /system/sys/fs/cgroup
 ip link set lo up
-cp /{COMMAND_FILE} /root/run/{COMMAND_FILE}
+cp /{COMMAND_FILE} /system/run/{COMMAND_FILE}
 read -r up _ </proc/uptime
 echo "ready after $up s"
-chroot /root /bin/bash /run/{COMMAND_FILE} </root/dev/null >"/root$output" 2>&1
+chroot /system /bin/bash /run/{COMMAND_FILE} </system/dev/null >"/system$output" 2>&1
 code=$?
-echo "exit $code" >"/root$result"
+echo "exit $code" >"/system$result"
 poweroff -f
 """
 

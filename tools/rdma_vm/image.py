@@ -31,7 +31,7 @@ from zbmd.tools.rdma_vm.packages import (
 )
 from zbmd.transport.errors import UserError
 
-RECIPE: Final = 1
+RECIPE: Final = 2
 """Counts up when the files made from the same packages change."""
 _PYVERBS_AT: Final = "usr/lib/python3/dist-packages"
 _LEFT_OUT: Final = ("usr/share/doc", "usr/share/man", "usr/share/lintian")
@@ -81,7 +81,7 @@ def _make(packages: tuple[Package, ...], folder: Path) -> None:
         downloads.mkdir()
         files = download(packages, downloads)
         archive = Archive()
-        for name in ("bin", "dev", "host", "proc", "root", "scratch", "sys"):
+        for name in ("bin", "dev", "host", "proc", "scratch", "sys", "system"):
             archive.folder(name)
         archive.console()
         archive.file("init", guest.INIT.encode(), executable=True)

@@ -1,0 +1,78 @@
+"""Meshes of ranks: coordinates, groups, and sizes that do not fit the world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbmd.training.mesh import Mesh
+from zbmd.transport.errors import UserError
+
+SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+NAMES = ("dp", "pp", "tp", "ep")
+
+
+def mesh_of(sizes: list[int]) -> Mesh:
+    return Mesh(NAMES[: len(sizes)], tuple(sizes))
+
+
+@given(sizes=SIZES)
+def test_ranks_and_coordinates_are_each_others_inverse(sizes: list[int]) -> None:
+    mesh = mesh_of(sizes)
+    for rank in range(mesh.world_size):
+        assert mesh.rank(mesh.coordinates(rank)) == rank
+    assert Mesh.parse(str(mesh), mesh.world_size) == mesh
+
+
+@given(sizes=SIZES, draw=st.data())
+def test_groups_cut_the_world_along_their_axes(sizes: list[int], draw: st.DataObject) -> None:
+    mesh = mesh_of(sizes)
+    along = draw.draw(st.lists(st.sampled_from(mesh.axes), unique=True))
+    groups = mesh.groups(*along)
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+    for group in groups:
+        assert list(group) == sorted(group)
+        places = [mesh.coordinates(rank) for rank in group]
+        assert all(
+            place[axis] == places[0][axis] for place in places for axis in mesh.axes if axis not in along
+        )
+        assert all(mesh.group_of(rank, *along) == group for rank in group)
+
+
+def test_three_axes_lie_as_usual() -> None:
+    mesh = Mesh.of(8, {"dp": 2, "pp": -1, "tp": 2})
+    assert str(mesh) == "dp=2,pp=2,tp=2"
+    assert mesh.coordinates(5) == {"dp": 1, "pp": 0, "tp": 1}
+    assert mesh.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert mesh.groups("pp") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert mesh.group_of(6, "dp") == (2, 6)
+    assert mesh.group_of(6, "dp", "tp") == (2, 3, 6, 7)
+    assert (mesh.size("pp"), mesh.size("ep")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Mesh.of(6, {"dp": 2, "tp": 2}), "has 4 ranks, and there are 6: start 4"),
+        (
+            lambda: Mesh.of(6, {"dp": -1, "tp": 4}),
+            "does not divide 6 ranks: start a multiple of 4 of them, such as 8",
+        ),
+        (lambda: Mesh.of(6, {"dp": -1, "tp": -1}), "dp and tp are both -1"),
+        (lambda: Mesh.of(6, {"dp": 0}), "dp has size 0"),
+        (lambda: Mesh.of(1, {}), "1 to 8 axes"),
+        (lambda: Mesh.parse("dp=2;tp=3", 6), "is no axis"),
+        (lambda: Mesh.parse("dp=2,dp=3", 6), "comes twice"),
+        (lambda: Mesh.parse("", 1), "write it as dp=2,pp=2,tp=2"),
+        (lambda: mesh_of([2, 2]).coordinates(4), "no rank 4"),
+        (lambda: mesh_of([2, 2]).rank({"dp": 0}), "give a place on each"),
+        (lambda: mesh_of([2, 2]).rank({"dp": 0, "pp": 2}), "no place 2 on axis pp"),
+        (lambda: mesh_of([2, 2]).groups("tp"), "no axis tp"),
+    ],
+)
+def test_what_does_not_fit_is_told(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make()

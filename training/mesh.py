@@ -1,0 +1,136 @@
+"""A mesh of ranks: named axes such as `dp × pp × tp`, coordinates, and the groups along them.
+
+Ranks are numbered with the last axis running fastest, so ranks that differ in it alone are neighbours: put
+the axis that talks most last (`tp`), the one that talks least first (`dp`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from zbmd.transport.errors import UserError
+
+AXES_MAX = 8
+_AXIS = re.compile(r"([a-z][a-z0-9_]{0,15})=([0-9]{1,9}|-1)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes and their sizes. Make one with `Mesh.of` or `Mesh.parse`."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, world_size: int, sizes: Mapping[str, int]) -> Mesh:
+        """The mesh of `world_size` ranks with these axes, in their order; one size may be -1: what is left.
+
+        Raises `UserError` if it does not take up all ranks.
+        """
+        if not 1 <= len(sizes) <= AXES_MAX:
+            raise UserError(f"a mesh has 1 to {AXES_MAX} axes, not {len(sizes)}.")
+        wrong = {name: size for name, size in sizes.items() if size < 1 and size != -1}
+        if wrong:
+            name, size = next(iter(wrong.items()))
+            raise UserError(
+                f"the mesh's axis {name} has size {size}: it must be at least 1, or -1 for the rest."
+            )
+        open_axes = [name for name, size in sizes.items() if size == -1]
+        if len(open_axes) > 1:
+            raise UserError(
+                f"the mesh's axes {' and '.join(open_axes)} are both -1: only one can be what is left."
+            )
+        given = math.prod(size for size in sizes.values() if size != -1)
+        if open_axes:
+            if world_size % given:
+                raise UserError(
+                    f"{_spelled(sizes)} does not divide {world_size} ranks: start a multiple of {given} "
+                    f"of them, such as {_next_multiple(world_size, given)}."
+                )
+            sizes = {**sizes, open_axes[0]: world_size // given}
+        elif given != world_size:
+            raise UserError(
+                f"a mesh of {_spelled(sizes)} has {given} ranks, and there are {world_size}: start {given} "
+                "of them, or change a size (-1: what is left)."
+            )
+        return cls(tuple(sizes), tuple(sizes.values()))
+
+    @classmethod
+    def parse(cls, text: str, world_size: int) -> Mesh:
+        """The mesh that `text` spells: `dp=2,pp=2,tp=2`. Raises `UserError`."""
+        sizes: dict[str, int] = {}
+        for word in text.split(","):
+            found = _AXIS.fullmatch(word.strip())
+            if found is None or found[1] in sizes:
+                why = "comes twice" if found is not None else "is no axis"
+                raise UserError(f'the mesh "{text}": "{word.strip()}" {why}; write it as dp=2,pp=2,tp=2.')
+            sizes[found[1]] = int(found[2])
+        return cls.of(world_size, sizes)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in zip(self.axes, self.sizes, strict=True))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the mesh."""
+        return math.prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        """Ranks along `axis`; 1 for an axis that the mesh does not have."""
+        return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` is on each axis. Raises `UserError` beyond the mesh."""
+        if not 0 <= rank < self.world_size:
+            raise UserError(f"there is no rank {rank} in the mesh {self} of {self.world_size}.")
+        found: dict[str, int] = {}
+        for name, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name in self.axes}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at these coordinates, one for each axis. Raises `UserError` if there is none."""
+        if set(coordinates) != set(self.axes):
+            raise UserError(f"the mesh {self} has the axes {', '.join(self.axes)}: give a place on each.")
+        rank = 0
+        for name, size in zip(self.axes, self.sizes, strict=True):
+            if not 0 <= coordinates[name] < size:
+                raise UserError(f"there is no place {coordinates[name]} on axis {name} of the mesh {self}.")
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def groups(self, *along: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks that differ in the axes `along` alone, group by group, each in rank order.
+
+        Every rank is in exactly one. Raises `UserError` for an axis that the mesh does not have.
+        """
+        for axis in along:
+            if axis not in self.axes:
+                raise UserError(f"the mesh {self} has no axis {axis}: it has {', '.join(self.axes)}.")
+        others = [axis for axis in self.axes if axis not in along]
+        inside = [axis for axis in self.axes if axis in along]
+        return tuple(
+            tuple(self.rank({**fixed, **free}) for free in self._places(inside))
+            for fixed in self._places(others)
+        )
+
+    def group_of(self, rank: int, *along: str) -> tuple[int, ...]:
+        """The group of `groups(*along)` that `rank` is in."""
+        self.coordinates(rank)
+        return next(group for group in self.groups(*along) if rank in group)
+
+    def _places(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+        for places in product(*(range(self.size(axis)) for axis in axes)):
+            yield dict(zip(axes, places, strict=True))
+
+
+def _spelled(sizes: Mapping[str, int]) -> str:
+    return " × ".join(f"{name} {'?' if size == -1 else size}" for name, size in sizes.items())
+
+
+def _next_multiple(count: int, of: int) -> int:
+    return -(-count // of) * of

@@ -189,7 +189,7 @@ def neighbour(stages: int = 2) -> StageMachine:
     [
         (Heard(stage=2, what=Told.ACTIVATIONS, count=1), "stage 2 tells stage 1 of ACTIVATIONS"),
         (Heard(stage=0, what=Told.GRADIENTS, count=1), "tells stage 1 of GRADIENTS"),
-        (Heard(stage=0, what=Told.ACTIVATIONS, count=3), "there is room for 2"),
+        (Heard(stage=0, what=Told.ACTIVATIONS, count=3), "the room is 2"),
         (Heard(stage=0, what=Told.ACTIVATIONS, count=-1), "and now -1"),
         (Heard(stage=0, what=Told.GRADIENTS_RELEASED, count=1), "released 1 messages of 0"),
     ],

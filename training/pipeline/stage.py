@@ -186,7 +186,7 @@ class StageMachine:
                 raise RemoteProtocolError(f"stage {event.stage} released {event.count} messages of {sent}")
         elif event.count > self._room(key):
             raise RemoteProtocolError(
-                f"stage {event.stage} told {event.count} {event.what.name}; there is room for {self._room(key)}"
+                f"stage {event.stage} told {event.count} {event.what.name}: the room is {self._room(key)}"
             )
         self._heard[key] = event.count
         if self.state is StageState.WAITING:

@@ -1,0 +1,108 @@
+"""A part of a GPT: some of its layers, from the activations that come in to those that go out.
+
+The model's layers are the embedding, its blocks, and the head with the loss. A part does on its layers what
+the whole model does on them, operation by operation, so its bits are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from zbmd.training import ops
+from zbmd.training.config import GPTConfig
+from zbmd.training.gpt import GPT, PARAMETERS_PER_BLOCK, Tokens
+from zbmd.training.layout import ParameterLayout
+from zbmd.training.tape import Parameter, Tape, Tensor
+from zbmd.training.xp import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward pass that waits for its backward pass: all that it holds is needed until then."""
+
+    tape: Tape
+    input: Tensor | None
+    output: Tensor
+
+
+def layers_in(config: GPTConfig) -> int:
+    """How many layers can be put on parts: the embedding, the blocks, the head."""
+    return config.layers + 2
+
+
+class GPTPart(GPT):
+    """Layers `layers` of the model of `config`, a run of 0..`layers_in(config)` - 1.
+
+    `span` is where its parameters lie in the model's flat array; `part_layout` is their layout in one of
+    their own, in the same order with the same padding.
+    """
+
+    def __init__(self, config: GPTConfig, layers: range) -> None:
+        super().__init__(config)
+        self.layers = layers
+        self.is_first = layers[0] == 0
+        self.is_last = layers[-1] == config.layers + 1
+        slots = self.layout.slots[
+            _first_parameter(config, layers[0]) : _first_parameter(config, layers[-1] + 1)
+        ]
+        self.part_layout = ParameterLayout.of({slot.name: slot.shape for slot in slots})
+        self.span = slice(slots[0].offset, slots[0].offset + self.part_layout.size)
+
+    def forward(
+        self, params: Array, grads: Array, tokens: Tokens, activations: Array | None, *, global_batch: int
+    ) -> Pass:
+        """Run the layers on one micro-batch; its backward pass will write the gradient to `grads`.
+
+        params, grads: (part_layout.size,) float32; tokens: as of `GPT.loss_and_grads`; activations:
+        (samples * T, width), the output of the part before, or None for the first. The output has that shape,
+        and is the loss for the last part.
+        """
+        tape = Tape(self.xp)
+        pairs = zip(self.part_layout.views(params), self.part_layout.views(grads), strict=True)
+        parameters = iter([Parameter(data, grad, i, None) for i, (data, grad) in enumerate(pairs)])
+        device_tokens = self.xp.asarray(tokens)
+        batch, length = len(tokens), tokens.shape[1] - 1
+        bias = self._bias(length, params.dtype)
+        source = None if activations is None else Tensor(activations)
+        x = source
+        for layer in self.layers:
+            if layer == 0:
+                x = ops.embedding(tape, device_tokens[:, :-1].reshape(-1), next(parameters))
+                continue
+            assert x is not None, "only the first part begins with tokens"
+            if layer <= self.config.layers:
+                block = [next(parameters) for _ in range(PARAMETERS_PER_BLOCK)]
+                x = self._block(tape, x, block, bias, batch)
+            else:
+                logits = ops.linear(tape, ops.rms_norm(tape, x, next(parameters)), next(parameters))
+                targets = device_tokens[:, 1:].reshape(-1)
+                x = ops.cross_entropy(tape, logits, targets, weight=1.0 / (global_batch * length))
+        assert x is not None, "a part has a layer"
+        return Pass(tape, source, x)
+
+    def backward(self, forward: Pass, gradient: Array | None) -> Array | None:
+        """Play a forward pass backwards from the gradient of its output, which is used up; None: the loss's.
+
+        Returns the gradient of its input, (samples * T, width), or None for the first part.
+        """
+        end = forward.output
+        if gradient is not None:
+            given = gradient
+
+            def pass_on(_: Array) -> None:
+                forward.output.accumulate(given)
+
+            end = forward.tape.record(np.zeros((), given.dtype), pass_on)
+        forward.tape.backward(end)
+        return None if forward.input is None else forward.input.grad
+
+
+def _first_parameter(config: GPTConfig, layer: int) -> int:
+    """The index of the first parameter of a layer, or of what would come behind the last."""
+    if layer == 0:
+        return 0
+    if layer <= config.layers + 1:
+        return 1 + PARAMETERS_PER_BLOCK * (layer - 1)
+    return 1 + PARAMETERS_PER_BLOCK * config.layers + 2

@@ -20,6 +20,7 @@ import structlog
 from zbmd.actors import view as membership
 from zbmd.actors.capture import CaptureSettings, ProcessCapture
 from zbmd.actors.capture_kinds import MEMBERSHIP
+from zbmd.actors.early_template import EarlyTemplate
 from zbmd.actors.hang_collector import HangCollector
 from zbmd.actors.hang_verdict import HangNotice, OnHang
 from zbmd.actors.host_contracts import (
@@ -98,17 +99,24 @@ class Host:
     """Runs one job to its end. Use on the main thread: the template and all ranks die with it.
 
     output: takes the ranks' lines (default: our own standard output and error); observer: an async callback
-    that gets every `HostEvent`, in order. If it raises, the run ends and `run` raises the same.
+    that gets every `HostEvent`, in order. If it raises, the run ends and `run` raises the same; template: one
+    that was forked for this job (`zbmd.actors.early_template`), which the host then owns.
     """
 
     def __init__(
-        self, config: HostConfig, *, output: OutputSink | None = None, observer: Observer | None = None
+        self,
+        config: HostConfig,
+        *,
+        output: OutputSink | None = None,
+        observer: Observer | None = None,
+        template: EarlyTemplate | None = None,
     ) -> None:
         self.config = config
         self.job = secrets.randbits(63) | 1
         self.address = f"zbmd-{os.getuid()}-{self.job:016x}"
         self._output = output
         self._observer = observer
+        self._early = template
         self._deadlines = derive(config.recovery_budget_ns)
         self._machine_config: dict[str, Any] = {
             "world_size": config.world_size,
@@ -201,7 +209,7 @@ class Host:
             )
             self._hangs.open()
             assert self._output is not None
-            self._processes = RankProcesses(self, self._output)
+            self._processes = RankProcesses(self, self._output, early=self._early)
             await self._processes.start(modules=self.config.preload, environment=os.environ)
             self._put(membership.StartRequested())
             end = await self._done

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, TypeAlias, assert_never
 
 import structlog
 
+from zbmd.actors.early_template import EarlyTemplate
 from zbmd.actors.host_output import OutputSink
 from zbmd.actors.host_process import RankProcess
 from zbmd.actors.host_template import TemplateClient, TemplateLost
@@ -49,9 +50,9 @@ class ProcessDesk(Protocol):
 
 
 class RankProcesses:
-    """All rank processes that come from one template. `output` takes their lines."""
+    """All rank processes of one template. output: takes their lines; early: see `TemplateClient`."""
 
-    def __init__(self, desk: ProcessDesk, output: OutputSink) -> None:
+    def __init__(self, desk: ProcessDesk, output: OutputSink, *, early: EarlyTemplate | None = None) -> None:
         self._desk = desk
         self._output = output
         self._live: dict[ProcessKey, RankProcess] = {}
@@ -59,7 +60,7 @@ class RankProcesses:
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._template = TemplateClient(on_reply=self._on_reply, on_lost=self._on_template_lost)
+        self._template = TemplateClient(on_reply=self._on_reply, on_lost=self._on_template_lost, early=early)
         self._template_lost = False
 
     @property

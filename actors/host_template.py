@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from zbmd.actors import template
+from zbmd.actors.early_template import EarlyTemplate, ForkedProcess
+from zbmd.actors.one_thread import ONE_THREAD_DEFAULTS
 from zbmd.actors.template import Exited, Forked, ForkFailed, ForkRequest, Ready, Reply
 from zbmd.transport.attach import close_all
 from zbmd.transport.errors import RemoteProtocolError, UserError, ZbmdError
@@ -20,13 +22,10 @@ CLOSE_S_MAX = 0.5
 REPLIES_PER_WAKE_MAX = 64
 REPLY_BYTES_MAX = 4096
 
-# Ranks share the cores: a pool of BLAS threads in each would fight over them, and a pool made before the
-# fork makes the fork unsafe.
-ONE_THREAD_DEFAULTS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
 _MAIN = (
-    "from zbmd.actors.reaper import leave_reaper_behind; leave_reaper_behind(); "
-    "from zbmd.actors.template import main; main()"
+    "import sys; from zbmd.actors.reaper import leave_reaper_behind; "
+    "leave_reaper_behind(int(sys.argv[1]), int(sys.argv[2])); "
+    "from zbmd.actors.template import serve_host; serve_host(int(sys.argv[1]), sys.argv[3:])"
 )
 
 
@@ -37,7 +36,8 @@ class TemplateLost(ZbmdError):
 class TemplateClient:
     """One template process, and its reaper.
 
-    `on_reply` gets each reply, a `Forked` one with the child's pidfd, which it then owns.
+    `on_reply` gets each reply, a `Forked` one with the child's pidfd, which it then owns. early: a template
+    that was forked already, which it then owns; without it a new interpreter is started.
     """
 
     def __init__(
@@ -45,12 +45,16 @@ class TemplateClient:
         *,
         on_reply: Callable[[Forked | ForkFailed | Exited, int | None], None],
         on_lost: Callable[[TemplateLost], None],
+        early: EarlyTemplate | None = None,
     ) -> None:
+        self._early = early
         self._on_reply = on_reply
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
-        self._process: subprocess.Popen[bytes] | None = None  # the reaper, the template's parent
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = (
+            None  # the reaper, the template's parent
+        )
         self._socket: socket.socket | None = None
 
     @property
@@ -62,21 +66,14 @@ class TemplateClient:
     async def start(self, *, modules: Sequence[str], environment: Mapping[str, str]) -> Ready:
         """Start the process and wait until it has imported `modules`.
 
-        Must be called on the thread that lives longest: the template goes with it. Raises `TemplateLost`
-        when the imports fail or take longer than `READY_S_MAX`.
+        Must be called on the thread that lives longest: the template goes with it. One that was forked
+        already has its own modules and environment. Raises `TemplateLost` when the imports fail or take
+        longer than `READY_S_MAX`.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            # -P: the working directory must not shadow what we import.
-            command = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(os.getpid()), *modules]
-            self._process = subprocess.Popen(  # noqa: ASYNC220 - a few ms, once, before there are ranks
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
-                env={**ONE_THREAD_DEFAULTS, **environment},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C reaches the host alone, which decides
-            )
+        if self._early is None:
+            self._process, ours = self._spawn(modules, environment)
+        else:
+            self._process, ours = self._early.process, self._early.socket
         ours.setblocking(False)
         self._socket = ours
         self._loop.add_reader(ours.fileno(), self._readable)
@@ -85,6 +82,24 @@ class TemplateClient:
         except TimeoutError:
             await self.close()
             raise TemplateLost(f"the template process did not start within {READY_S_MAX:g} s") from None
+
+    @staticmethod
+    def _spawn(
+        modules: Sequence[str], environment: Mapping[str, str]
+    ) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # -P: the working directory must not shadow what we import.
+            command = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(os.getpid()), *modules]
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
+                env={**ONE_THREAD_DEFAULTS, **environment},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C reaches the host alone, which decides
+            )
+        return process, ours
 
     def fork(self, request: ForkRequest, *, stdout_fd: int, stderr_fd: int) -> None:
         """Ask for a child; the caller keeps its descriptors. Answered by `Forked` or `ForkFailed`.

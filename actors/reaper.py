@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -29,12 +28,12 @@ _HOST_GONE = signal.SIGTERM  # also what asks it to end
 _WAITED_FOR = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def leave_reaper_behind() -> None:
+def leave_reaper_behind(socket_fd: int, host_pid: int) -> None:
     """Go on in a child; the process that calls this becomes its reaper.
 
-    To be called first thing by a new interpreter with the template's arguments, so that the reaper is small.
+    To be called first thing by the process that is to be a template, so that the reaper is small. socket_fd:
+    the template's end of its host's socket.
     """
-    socket_fd, host_pid = int(sys.argv[1]), int(sys.argv[2])
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
     adopt_orphans()
     end_with_parent(host_pid, _HOST_GONE)

@@ -216,9 +216,13 @@ def _close_all(fds: Sequence[int]) -> None:
 
 def _show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Tell the traceback from the user's first frame on, as `python script.py` would have."""
-    ours = (__file__, runpy.__file__, "<frozen runpy>", "<string>")
-    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
-        trace = trace.tb_next
+    users = trace
+    while users is not None and users.tb_frame.f_code is not run_target.__code__:
+        users = users.tb_next
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while users is not None and users.tb_frame.f_code.co_filename in ours:
+        users = users.tb_next
+    trace = users or trace
     say_last_words("".join(traceback.format_exception(kind, error, trace)))
 
 
@@ -243,14 +247,13 @@ def run_target(request: ForkRequest) -> None:
         runpy.run_path(request.target, run_name="__main__")
 
 
-def main() -> NoReturn:
-    """Arguments: the socket's descriptor, the host's pid (for the reaper), then the modules to import."""
-    fd, _, *modules = sys.argv[1:]
+def serve_host(fd: int, modules: Sequence[str]) -> NoReturn:
+    """Import `modules` and serve the host at the other end of the socket `fd`; in a fork, be a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_process_name("zbmd-template")
     for module in modules:
         importlib.import_module(module)
-    with socket.socket(fileno=int(fd)) as host:
+    with socket.socket(fileno=fd) as host:
         host.set_inheritable(False)
         gc.collect()
         gc.freeze()  # the collector of a child need not touch, and so copy, what it inherited

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import signal
+from collections.abc import Callable
+
+from zbmd.actors.one_thread import default_to_one_thread
 
 
 def node() -> int:
@@ -22,8 +25,19 @@ def _run(module: str) -> int:
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so where it is to be ignored
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    default_to_one_thread()
     main = importlib.import_module(module).main
     if ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    code: int = main()
-    return code
+    return run(main)
+
+
+def run(main: Callable[[], int]) -> int:
+    """Run a command; in the fork that it has made for a job's ranks, go on as their template."""
+    from zbmd.actors.early_template import TemplateBegins
+
+    try:
+        return main()
+    except TemplateBegins as begins:
+        begun = begins.with_traceback(None)  # and so without the frames of the launcher
+    return begun.run()

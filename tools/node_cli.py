@@ -14,9 +14,10 @@ import uvloop
 
 import zbmd
 from zbmd.actors.bootstrap.merge import Role
+from zbmd.actors.early_template import fork_template
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
-from zbmd.tools import doctor, launch, node_cluster, node_dump, node_inside, node_run_many, status
+from zbmd.tools import doctor, entry, launch, node_cluster, node_dump, node_inside, node_run_many, status
 from zbmd.tools.console import screen_for_tables
 from zbmd.tools.launch import add_flags, spellings
 from zbmd.tools.node_run import Job, check, host_config, run_job
@@ -139,9 +140,11 @@ def run_command(arguments: argparse.Namespace) -> int:
     check(job, settings)
     variables = launch.rank_variables(settings, os.environ)
     if bootstrap.role is Role.ALONE:
-        return uvloop.run(run_job(host_config(job, settings, variables)))
+        config = host_config(job, settings, variables)
+        return uvloop.run(run_job(config, fork_template(config.preload, os.environ)))
     plan = node_run_many.Plan(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
-    return uvloop.run(node_run_many.run_over_nodes(plan))
+    template = fork_template(node_run_many.preload_of(plan), node_run_many.local_variables(plan))
+    return uvloop.run(node_run_many.run_over_nodes(plan, template))
 
 
 def status_command(arguments: argparse.Namespace) -> int:
@@ -182,4 +185,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(entry.run(main))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any, Final
 
 import uvloop
 
+from zbmd.actors.early_template import fork_template
 from zbmd.tools import node_jobs, node_members, node_submit, node_token, node_up
 from zbmd.tools.console import screen_for_tables
 
@@ -56,8 +58,10 @@ def main(arguments: argparse.Namespace) -> int:
     """Run one of them; returns the exit code."""
     match arguments.command:
         case "up":
+            config = node_up.node_config(arguments)
+            template = fork_template(node_up.PRELOADS, os.environ)
             start = None if arguments.actors is None else node_up.load_start(arguments.actors)
-            return uvloop.run(node_up.run_node(node_up.node_config(arguments), arguments.store, start))
+            return uvloop.run(node_up.run_node(config, arguments.store, start, template))
         case "submit":
             return uvloop.run(node_submit.submit(arguments))
         case "token":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zbmd.actors.capture import CAPTURE_BULK_VARIABLE, CAPTURE_VARIABLE, LOG_DIR_VARIABLE
+from zbmd.actors.early_template import EarlyTemplate
 from zbmd.actors.host import PRELOAD, Host, HostConfig
 from zbmd.actors.runtime_env import ARENA_BYTES_MIN, HOST_MEMORY_VARIABLE
 from zbmd.actors.view import Outcome, RankState
@@ -140,12 +141,12 @@ def own_modules(job: Job) -> tuple[str, ...]:
     return tuple(f"{job.target}.{name}" for name in names if name != "__main__")
 
 
-async def run_job(config: HostConfig) -> int:
-    """Run the job on this terminal; returns the exit code."""
+async def run_job(config: HostConfig, template: EarlyTemplate | None) -> int:
+    """Run the job on this terminal; returns the exit code. template: see `Host`."""
     loop = asyncio.get_running_loop()
     async with Console(hold_last_words=True) as console:
         story = Story(console, lambda: host.ranks)
-        host = Host(config, output=console, observer=story.observe)
+        host = Host(config, output=console, observer=story.observe, template=template)
         running = loop.create_task(host.run())
         received: list[signal.Signals] = []
 

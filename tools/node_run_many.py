@@ -31,6 +31,7 @@ from zbmd.actors.cluster.node import ClusterNode
 from zbmd.actors.cluster.node_state import BriefMemory
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.contracts import Contract
+from zbmd.actors.early_template import EarlyTemplate
 from zbmd.actors.host import PRELOAD
 from zbmd.actors.host_events import EXIT_FAILED
 from zbmd.actors.host_links import host_identity
@@ -125,8 +126,21 @@ def differences(own: JobSpec, given: JobSpec) -> list[str]:
     ]
 
 
-async def run_over_nodes(plan: Plan) -> int:
-    """Run this node until the job is over; returns the exit code. Raises `UserError`."""
+def preload_of(plan: Plan) -> tuple[str, ...]:
+    """What the template imports."""
+    return *PRELOAD, *MORE_PRELOADS, *own_modules(plan.job)
+
+
+def local_variables(plan: Plan) -> dict[str, str]:
+    """The environment of the ranks of this host, but for what a rank is told of itself."""
+    return {**os.environ, **host_variables(plan.settings)}
+
+
+async def run_over_nodes(plan: Plan, template: EarlyTemplate | None) -> int:
+    """Run this node until the job is over; returns the exit code. Raises `UserError`.
+
+    template: of the ranks of this host, if it was forked already.
+    """
     spec = await asyncio.to_thread(spec_of, plan)
     config = await as_told(plan.bootstrap, _config(plan))
     given_up_ns = time.monotonic_ns() + plan.patience_ns
@@ -134,7 +148,9 @@ async def run_over_nodes(plan: Plan) -> int:
         while True:  # until it has run, or time is up
             try:
                 async with _found(plan, config) as (found, superseded):
-                    return await _NodeRun(plan, spec, found, console).run(superseded)
+                    node = _NodeRun(plan, spec, found, console, template)
+                    template = None  # it is its own now
+                    return await node.run(superseded)
             except PortInUse:
                 if not (plan.bootstrap.role is Role.HOLDER and config.founds):
                     raise
@@ -178,7 +194,14 @@ async def _found(
 class _NodeRun:
     """One node, from its start to its end: the driver of `OneJob`, and a `ClusterListener`."""
 
-    def __init__(self, plan: Plan, spec: JobSpec, config: NodeConfig, console: Console) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        spec: JobSpec,
+        config: NodeConfig,
+        console: Console,
+        template: EarlyTemplate | None,
+    ) -> None:
         self._plan = plan
         self._spec = spec
         self._loop = asyncio.get_running_loop()
@@ -198,7 +221,7 @@ class _NodeRun:
         self._name = config.name
         memory = BriefMemory(node_id_of(plan.bootstrap.node, founds=founds))
         self._node = ClusterNode(config, memory, self._hear)
-        local = {**os.environ, **host_variables(plan.settings)}
+        local = local_variables(plan)
         self._clock = HybridClock()
         self._capture = ProcessCapture(host_identity(0), self._clock, CaptureSettings.read(local, job=0))
         self._jobs = JobHost(
@@ -207,9 +230,10 @@ class _NodeRun:
             clock=self._clock,
             output=console,
             listen_host=f"[{config.listen.host}]" if ":" in config.listen.host else config.listen.host,
-            preload=(*PRELOAD, *MORE_PRELOADS, *own_modules(plan.job)),
+            preload=preload_of(plan),
             environment=local,
             on_event=lambda _, event: self._teller.happened(event),
+            template=template,
         )
 
     # -- its course --------------------------------------------------------------------------------------

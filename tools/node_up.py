@@ -23,6 +23,7 @@ from zbmd.actors.cluster.node import ClusterNode
 from zbmd.actors.cluster.node_actors import NodeActors, Start
 from zbmd.actors.cluster.node_state import NodeState
 from zbmd.actors.cluster.nodes import Node
+from zbmd.actors.early_template import EarlyTemplate
 from zbmd.actors.host import PRELOAD
 from zbmd.actors.host_links import host_identity
 from zbmd.tools.node_run import MORE_PRELOADS
@@ -196,18 +197,33 @@ def load_start(text: str) -> Start:
     return cast(Start, function)
 
 
-async def run_node(config: NodeConfig, store: str | None = None, start: Start | None = None) -> int:
+PRELOADS: Final = (*PRELOAD, *MORE_PRELOADS)
+"""What the template of the ranks imports."""
+
+
+async def run_node(
+    config: NodeConfig,
+    store: str | None = None,
+    start: Start | None = None,
+    template: EarlyTemplate | None = None,
+) -> int:
     """Run the node, its jobs and its actors on this terminal; returns the exit code.
 
-    store: an etcd that knows the cluster; start: what starts its actors.
+    store: an etcd that knows the cluster; start: what starts its actors; template: of ranks, if it was forked
+    already.
     """
     if store is None:
-        return await _run_node(config, None, start)
+        return await _run_node(config, None, start, template)
     async with with_store(config, store) as (found, superseded):
-        return await _run_node(found, superseded, start)
+        return await _run_node(found, superseded, start, template)
 
 
-async def _run_node(config: NodeConfig, superseded: asyncio.Future[str] | None, start: Start | None) -> int:
+async def _run_node(
+    config: NodeConfig,
+    superseded: asyncio.Future[str] | None,
+    start: Start | None,
+    template: EarlyTemplate | None,
+) -> int:
     clock, settings = HybridClock(), CaptureSettings.read(os.environ, job=0)
     node = ClusterNode(config, NodeState.open(), Teller())
     capture = ProcessCapture(host_identity(0), clock, settings)
@@ -217,7 +233,8 @@ async def _run_node(config: NodeConfig, superseded: asyncio.Future[str] | None, 
         clock=clock,
         output=node.output,
         listen_host=_ranks_host(config.listen),
-        preload=(*PRELOAD, *MORE_PRELOADS),
+        preload=PRELOADS,
+        template=template,
     )
 
     actors: NodeActors | None = None

@@ -25,6 +25,7 @@ from zbmd.actors.cluster.local_jobs import LocalJob, LocalJobs
 from zbmd.actors.cluster.members import ClusterView, host_of_first_rank
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.contracts import Contract
+from zbmd.actors.early_template import EarlyTemplate
 from zbmd.actors.host import PRELOAD
 from zbmd.actors.host_contracts import EnterView, MemberDown, ViewInstalled
 from zbmd.actors.host_events import HostEvent, RankStarted, ViewChanged
@@ -52,7 +53,8 @@ class JobHost:
 
     Use on the main thread: the template and all ranks die with it. port: the node; output: takes the ranks'
     lines (default: our own standard output and error); recorder, clock: the process's; listen_host: where
-    ranks listen for other hosts; on_event: called on the loop, must not block.
+    ranks listen for other hosts; on_event: called on the loop, must not block;
+    template: the first one, if it was forked already.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class JobHost:
         preload: Sequence[str] = PRELOAD,
         environment: Mapping[str, str] | None = None,
         on_event: OnJobEvent | None = None,
+        template: EarlyTemplate | None = None,
     ) -> None:
         self.recorder = recorder
         self.clock = clock
@@ -76,6 +79,7 @@ class JobHost:
         self._preload = preload
         self._environment = dict(os.environ if environment is None else environment)
         self._on_event = on_event
+        self._early = template
         self._loop = asyncio.get_running_loop()
         self._machine = LocalJobs()
         self._tap = Tap(recorder, LOCAL_JOBS, "jobs", self._machine, {})
@@ -325,7 +329,8 @@ class JobHost:
         self._template = self._loop.create_task(self._new_template())
 
     async def _new_template(self) -> RankProcesses:
-        before, self._processes = self._processes, RankProcesses(self, self._output)
+        early, self._early = self._early, None
+        before, self._processes = self._processes, RankProcesses(self, self._output, early=early)
         processes = self._processes
         if before is not None:
             self._task(self._closing, _close_once_empty(before))

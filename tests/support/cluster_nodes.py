@@ -8,9 +8,10 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -213,20 +214,28 @@ def view_of(*names: str) -> str:
     return rf"view \d+: {each}\w+(, \w+){{{len(names) - 1}}} \("
 
 
-@asynccontextmanager
-async def nodes_in(directory: Path) -> AsyncGenerator[Nodes]:
-    """Nodes that are all gone afterwards."""
+@contextmanager
+def node_template() -> Generator[socket.socket]:
+    """What nodes are forked from, for as many tests as like: see `cluster_template`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
-        # `pass_fds` keeps the number that a descriptor has; the shell makes it 3.
-        command = f"exec {sys.executable} {cluster_template.__file__} 3<&{theirs.fileno()}"
+        command = [sys.executable, cluster_template.__file__, str(theirs.fileno())]
         with theirs:
-            template = await asyncio.create_subprocess_exec("bash", "-c", command, pass_fds=[theirs.fileno()])
-        nodes = Nodes(directory, ours)
+            template = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         try:
-            yield nodes
+            ours.settimeout(TIMEOUT_S)
+            ours.recv(cluster_template.REQUEST_BYTES_MAX)
+            yield ours
         finally:
-            await nodes.close()
             ours.close()
-            async with asyncio.timeout(TIMEOUT_S):
-                await template.wait()
+            template.wait(TIMEOUT_S)
+
+
+@asynccontextmanager
+async def nodes_in(directory: Path, template: socket.socket) -> AsyncGenerator[Nodes]:
+    """Nodes that are all gone afterwards. template: from `node_template`; one test uses it at a time."""
+    nodes = Nodes(directory, template)
+    try:
+        yield nodes
+    finally:
+        await nodes.close()

@@ -1,67 +1,79 @@
 """A process that has imported `zbmd-node` and forks one for each request, so that a test can start many.
 
-Requests come over the unix socket on descriptor 3, one a packet: JSON of `argv`, `environment` and `cwd`,
-with the descriptors of standard output and error. It answers `{"pid": …}`, and `{"pid": …, "code": …}` at
-its end.
+Requests come over the unix socket whose descriptor is its argument, one a packet: JSON of `argv`,
+`environment` and `cwd`, with the descriptors of standard output and error. It says `{}` once it is ready,
+answers `{"pid": …}`, and `{"pid": …, "code": …}` at the end of one.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import select
 import signal
 import socket
 import sys
-import traceback
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
-from zbmd.tools import node_cli
+from zbmd.actors.one_thread import default_to_one_thread
+from zbmd.tools import entry
 
 REQUEST_BYTES_MAX = 1 << 16
+COMMAND = "zbmd.tools.node_cli"
+ALSO_LOADED = "zbmd.collectives.group"
 
 
-def serve(requests: socket.socket) -> None:
+def serve(requests: socket.socket) -> dict[str, Any] | None:
+    """Fork by request until there are no more (None); in a fork, return what it is to run."""
+    requests.send(b"{}")
     children: dict[int, int] = {}
     while True:
-        ready, _, _ = select.select([requests, *children], [], [])
+        ready, _, _ = select.select([requests.fileno(), *children], [], [])
         for fd in [fd for fd in children if fd in ready]:
             pid = children.pop(fd)
             os.close(fd)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             requests.send(json.dumps({"pid": pid, "code": code}).encode())
-        if requests in ready:
+        if requests.fileno() in ready:
             data, fds, _, _ = socket.recv_fds(requests, REQUEST_BYTES_MAX, 2)
             if not data:
-                return
+                return None
             pid = os.fork()
             if pid == 0:
-                run(json.loads(data), fds)
+                request: dict[str, Any] = json.loads(data)
+                become(request, requests, fds)
+                return request
             for fd in fds:
                 os.close(fd)
             children[os.pidfd_open(pid)] = pid
             requests.send(json.dumps({"pid": pid}).encode())
 
 
-def run(request: dict[str, Any], fds: list[int]) -> NoReturn:
-    code = 70
-    try:
-        for place, fd in zip((1, 2), fds, strict=True):
-            os.dup2(fd, place)
-        os.closerange(3, 1024)
-        os.chdir(request["cwd"])
-        os.environ.clear()
-        os.environ.update(request["environment"])
-        sys.argv = ["zbmd-node", *request["argv"]]
-        sys.orig_argv = [sys.executable, "-m", "zbmd.tools.node_cli", *request["argv"]]
-        code = node_cli.main(request["argv"])
-        sys.stdout.flush()
-    except BaseException:  # noqa: BLE001 (a fork ends here, whatever happens)
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+def become(request: dict[str, Any], requests: socket.socket, fds: list[int]) -> None:
+    for place, fd in zip((1, 2), fds, strict=True):
+        os.dup2(fd, place)
+    requests.detach()
+    os.closerange(3, 1024)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = ["zbmd-node", *request["argv"]]
+    sys.orig_argv = [sys.executable, "-m", COMMAND, *request["argv"]]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    default_to_one_thread()
+    command: Callable[[], int] = importlib.import_module(COMMAND).main
+    importlib.import_module(ALSO_LOADED)
+    gc.collect()
+    gc.freeze()
+    return 0 if serve(socket.socket(fileno=int(sys.argv[1]))) is None else entry.run(command)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(socket.socket(fileno=3))
+    raise SystemExit(main())

@@ -6,16 +6,33 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cluster_nodes import Nodes, node_template, nodes_in
+
+
+@pytest.fixture(scope="session")
+def template() -> Generator[socket.socket]:
+    """What `cluster_nodes.nodes_in` forks nodes from."""
+    with node_template() as ours:
+        yield ours
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path, template: socket.socket) -> AsyncGenerator[Nodes]:
+    """Real nodes, that are all gone afterwards."""
+    async with nodes_in(tmp_path, template) as found:
+        yield found
+
 
 TIMEOUT_S = 60.0
 MARKER = "ZBMD_TEST_LAUNCH"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
-from cluster_nodes import BUDGET, Nodes, nodes_in
+from cluster_nodes import BUDGET, Nodes
 
 APP = '''
 import contextlib
@@ -86,10 +83,9 @@ async def start(system):
 
 
 @pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
-    (tmp_path / "app.py").write_text(APP)
-    async with nodes_in(tmp_path) as made:
-        yield made
+def nodes(nodes: Nodes) -> Nodes:
+    (nodes.directory / "app.py").write_text(APP)
+    return nodes
 
 
 async def test_actors_of_a_cluster_have_one_leader_also_after_it_is_killed(nodes: Nodes) -> None:

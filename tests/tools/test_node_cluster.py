@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
-import pytest
-from cluster_nodes import BUDGET, Nodes, nodes_in
+from cluster_nodes import BUDGET, Nodes
 
 FIVE = ("n1", "n2", "n3", "n4", "n5")
-
-
-@pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncGenerator[Nodes]:
-    async with nodes_in(tmp_path) as found:
-        yield found
 
 
 async def test_kills_of_any_node_the_founder_included_and_its_return(nodes: Nodes) -> None:

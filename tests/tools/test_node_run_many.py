@@ -6,11 +6,10 @@ import os
 import re
 import signal
 import socket
-from collections.abc import AsyncGenerator, Generator
-from pathlib import Path
+from collections.abc import Generator
 
 import pytest
-from cluster_nodes import Nodes, Run, nodes_in
+from cluster_nodes import Nodes, Run
 from etcd_server import EtcdServer, etcd_server, free_ports
 
 BUDGET = "2s"
@@ -37,11 +36,10 @@ asyncio.run(main())
 
 
 @pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncGenerator[Nodes]:
-    async with nodes_in(tmp_path) as found:
-        (tmp_path / "tell.py").write_text(TELL)
-        (tmp_path / "wait.py").write_text(WAIT)
-        yield found
+def nodes(nodes: Nodes) -> Nodes:
+    (nodes.directory / "tell.py").write_text(TELL)
+    (nodes.directory / "wait.py").write_text(WAIT)
+    return nodes
 
 
 @pytest.fixture(scope="module")
@@ -180,12 +178,12 @@ async def test_sigterm_takes_one_node_out(nodes: Nodes) -> None:
 
 
 async def test_who_waits_for_nodes_gives_up(nodes: Nodes) -> None:
-    door = Door(nodes, "--nnodes", "2", "--join-timeout", "1s")
-    alone = await door.run("n0", "--node-rank", "0", "tell.py")
-    assert await alone.ended() == 1
+    doors = [Door(nodes, "--nnodes", "2", "--join-timeout", "1s") for _ in range(2)]
+    alone, nobody = [
+        await door.run(f"n{n}", "--node-rank", str(n), "tell.py") for n, door in enumerate(doors)
+    ]
+    assert await codes(alone, nobody) == [1, 1], f"{alone}\n{nobody}"
     await alone.until("given up after 1s: 1 of 2 nodes are here. Start zbmd-node run on the others too")
-    nobody = await door.run("n1", "--node-rank", "1", "tell.py")
-    assert await nobody.ended() == 1, str(nobody)
     await nobody.until("no member of a cluster has let this node in.*nobody listens at its address")
 
 

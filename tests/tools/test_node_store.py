@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncGenerator, Generator
-from pathlib import Path
+from collections.abc import Generator
 
 import pytest
-from cluster_nodes import Nodes, nodes_in
+from cluster_nodes import Nodes
 from etcd_server import EtcdServer, etcd_server, free_ports
 
 
@@ -15,12 +14,6 @@ from etcd_server import EtcdServer, etcd_server, free_ports
 def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[EtcdServer]:
     with etcd_server(tmp_path_factory.mktemp("etcd")) as running:
         yield running
-
-
-@pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncGenerator[Nodes]:
-    async with nodes_in(tmp_path) as found:
-        yield found
 
 
 async def form(nodes: Nodes, server: EtcdServer, name: str, *names: str) -> None:

@@ -37,7 +37,7 @@ CANDIDATES_MAX = 4
 """Members in line for the speaker's place that a report goes to, one more with each retry."""
 STORY_EVENTS_MAX = 16
 QUICK_SHARE = 20
-"""What no others will report as well, as commands, waits only for such a share of an agreement's time."""
+"""What no others will report, commands and leaves, waits only for such a share of an agreement's time."""
 LEFT = "it left"
 """The reason of a node that stops because it was asked to leave."""
 
@@ -334,7 +334,7 @@ class ClusterMachine:
         """There is something to agree on; let more reports come in first."""
         if self._gathering_ns is None:
             self._gathering_ns = now_ns
-        wait_ns = self.quick_ns if report.commands else self.batch_ns
+        wait_ns = self.quick_ns if report.commands or report.leaves else self.batch_ns
         self._agenda.put_by("propose", now_ns + wait_ns)
 
     # -- proposing ---------------------------------------------------------------------------------------

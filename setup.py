@@ -37,6 +37,7 @@ def extensions() -> list[Extension]:
             extension("transport", "_recording"),
             extension("actors", "_heartbeat"),
             extension("actors", "_mailbox"),
+            extension("actors", "_serving"),
             extension("actors", "_turns"),
             extension("collectives", "_stepper"),
             extension("collectives", "_remote"),

@@ -76,8 +76,6 @@ def message_bytes(message):
 
 @cython.freelist(64)
 cdef class LocalReply:
-    cdef object _future
-
     def __cinit__(self, future):
         self._future = future
 
@@ -96,20 +94,13 @@ cdef class LocalReply:
 
 @cython.freelist(256)
 cdef class Delivery:
-    cdef readonly object message, sender, peer
-    cdef public object reply_to
-    cdef readonly object trace_id
-    cdef public int64_t deadline_ns
-    cdef int64_t nbytes
-
-    def __cinit__(self, message, int64_t deadline_ns, trace_id, sender, peer, reply_to):
+    def __init__(self, message, int64_t deadline_ns, trace_id, sender, peer, reply_to):
         self.message = message
         self.deadline_ns = deadline_ns
         self.trace_id = trace_id
         self.sender = sender
         self.peer = peer
         self.reply_to = reply_to
-        self.nbytes = 0
 
     @property
     def waits(self):
@@ -117,9 +108,6 @@ cdef class Delivery:
 
 
 cdef class MailboxMemory:
-    cdef readonly int64_t used, bound
-    cdef object _refusal
-
     def __init__(self, bound, refusal):
         self.used = 0
         self.bound = bound
@@ -133,20 +121,12 @@ cdef class MailboxMemory:
         delivery.nbytes = nbytes
         return 0
 
-    cdef inline void release(self, Delivery delivery) noexcept:
+    cdef void release(self, Delivery delivery) noexcept:
         self.used -= delivery.nbytes
         delivery.nbytes = 0
 
 
 cdef class Mailbox:
-    cdef MailboxMemory _memory
-    cdef list _ring
-    cdef Py_ssize_t _head, _count, _mask, _capacity
-    cdef object _waiting, _stash
-    cdef readonly object signals
-    cdef readonly int64_t dropped
-    cdef readonly int64_t nbytes
-
     def __cinit__(self, Py_ssize_t capacity, MailboxMemory memory not None):
         self._capacity = capacity
         self._memory = memory
@@ -203,12 +183,16 @@ cdef class Mailbox:
 
     # Messages in.
 
-    def offer(self, Delivery delivery not None):
+    cdef bint take_in(self, Delivery delivery) except -1:
+        """As `offer`, if there is room and nobody waits for any."""
         if self._count >= self._capacity or self._waiting is not None:
-            return self._offer_full(delivery)
+            return False
         self._admit(delivery)
         self._append(delivery)
         return True
+
+    def offer(self, Delivery delivery not None):
+        return self.take_in(delivery) or self._offer_full(delivery)
 
     def put(self, Delivery delivery not None):
         self._admit(delivery)
@@ -284,10 +268,12 @@ cdef class Mailbox:
     # Messages out.
 
     def take(self):
-        cdef Delivery delivery
-        if not self._count:
+        return self.next_taken()
+
+    cdef Delivery next_taken(self):
+        cdef Delivery delivery = self.next()
+        if delivery is None:
             return None
-        delivery = <Delivery>self._ring[self._head]
         self._ring[self._head] = None
         self._head = (self._head + 1) & self._mask
         self._count -= 1

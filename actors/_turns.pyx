@@ -11,28 +11,17 @@ from msgspec import Raw
 from xxhash import xxh3_128_digest
 
 from zbmd.actors import actor_events as _ev
+from zbmd.actors._sending cimport RETURNED, YIELDED, as_error, go_on, say, set_send, value_of
 from zbmd.actors.actor_events import encode_body, encode_text, ref_text
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.transport._recording cimport Taking
 from zbmd.transport.capture.errors import CaptureMismatch
 
-cdef extern from *:
-    """
-    /* What a type is asked for before `__next__`: a value that is returned needs no StopIteration then. */
-    static void zbmd_set_send(PyObject *type, int (*send)(PyObject *, PyObject *, PyObject **)) {
-        ((PyTypeObject *)type)->tp_as_async->am_send = (sendfunc)send;
-    }
-    """
-    void zbmd_set_send(object type, int (*send)(object, object, PyObject **) except -1)
-
 cdef extern from "Python.h":
-    int PyIter_Send(object iterator, object value, PyObject **result) except -1
     bint PyUnicode_IS_ASCII(object text)
     long long PyLong_AsLongLongAndOverflow(object number, int *overflow) except? -1
 
 cdef enum:
-    RETURNED = 0  # what PyIter_Send says, but for errors
-    YIELDED = 1
     EVENT = 2
     ACTIONS = 3
     FIELD_BYTES = 16
@@ -313,11 +302,11 @@ cdef class Strand(Wrapped):
 
     def send(self, value):
         cdef PyObject *result = NULL
-        return _value(self._advance(value, None, &result), result)
+        return value_of(self._advance(value, None, &result), result)
 
     def throw(self, kind, value=None, trace=None):
         cdef PyObject *result = NULL
-        return _value(self._advance(None, _error(kind, value), &result), result)
+        return value_of(self._advance(None, as_error(kind, value), &result), result)
 
     def close(self):
         self._coroutine.close()
@@ -330,7 +319,7 @@ cdef class Strand(Wrapped):
 
     def __next__(self):
         cdef PyObject *result = NULL
-        return _value(self._advance(None, None, &result), result)
+        return value_of(self._advance(None, None, &result), result)
 
     cdef int _advance(self, value, error, PyObject **result) except -1:
         cdef int how = YIELDED
@@ -346,11 +335,9 @@ cdef class Strand(Wrapped):
                 # As `Future.__await__` hands itself to the task. A cancellation in between replaces what is kept.
                 self._kept_value, self._kept_error, self._held = value, error, held
                 held._asyncio_future_blocking = True
-                Py_INCREF(held)
-                result[0] = <PyObject *>held
-                return YIELDED
+                return say(YIELDED, held, result)
         try:
-            how = _go_on(self._coroutine, value, error, result)
+            how = go_on(self._coroutine, value, error, result)
         except BaseException:
             if self.number != SERVING:
                 self._settle()
@@ -387,11 +374,11 @@ cdef class Call(Wrapped):
 
     def send(self, value):
         cdef PyObject *result = NULL
-        return _value(self._advance(value, None, &result), result)
+        return value_of(self._advance(value, None, &result), result)
 
     def throw(self, kind, value=None, trace=None):
         cdef PyObject *result = NULL
-        return _value(self._advance(None, _error(kind, value), &result), result)
+        return value_of(self._advance(None, as_error(kind, value), &result), result)
 
     def close(self):
         self._coroutine.close()
@@ -407,14 +394,14 @@ cdef class Call(Wrapped):
 
     def __next__(self):
         cdef PyObject *result = NULL
-        return _value(self._advance(None, None, &result), result)
+        return value_of(self._advance(None, None, &result), result)
 
     cdef int _advance(self, value, error, PyObject **result) except -1:
         cdef int how
         if self._state == NEW and error is None:
             self._begin()
         try:
-            how = _go_on(self._coroutine, value, error, result)
+            how = go_on(self._coroutine, value, error, result)
         except BaseException as failure:
             self._fail(failure)
             raise
@@ -487,38 +474,8 @@ cdef int _call_send(self, value, PyObject **result) except -1:
     return (<Call>self)._advance(value, None, result)
 
 
-zbmd_set_send(Strand, _strand_send)
-zbmd_set_send(Call, _call_send)
-
-
-cdef int _go_on(coroutine, value, error, PyObject **result) except -1:
-    """As PyIter_Send; `result` is a new reference."""
-    if error is None:
-        return PyIter_Send(coroutine, value, result)
-    try:
-        thrown = coroutine.throw(error)
-    except StopIteration as stop:
-        returned = stop.value
-        Py_INCREF(returned)
-        result[0] = <PyObject *>returned
-        return RETURNED
-    Py_INCREF(thrown)
-    result[0] = <PyObject *>thrown
-    return YIELDED
-
-
-cdef object _value(int how, PyObject *result):
-    """What was yielded; what was returned is raised, as of any generator."""
-    value = <object>result
-    Py_DECREF(value)
-    if how == RETURNED:
-        raise StopIteration(value)
-    return value
-
-
-cdef object _error(kind, value):
-    error = value if isinstance(value, BaseException) else kind
-    return error if isinstance(error, BaseException) else kind()
+set_send(Strand, _strand_send)
+set_send(Call, _call_send)
 
 
 async def _awaiting(awaitable):

@@ -339,7 +339,7 @@ def handler_table(cls: type[Actor]) -> Mapping[type, Handler]:
         for contract in [c for c in table if issubclass(c, Contract)]:
             for older in older_versions(contract):
                 table.setdefault(older, _renewing(contract, table[contract]))
-        cls._table = types.MappingProxyType(table)
+        cls._table = table
     return cls._table
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import copy_context
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from zbmd.actors._mailbox import SIGNALS_MAX, Delivery, Mailbox
+from zbmd.actors._serving import CellCore, Serving
 from zbmd.actors.actor import Actor, Down, Exited, Handler, Reason, ReasonKind, Signal, handler_table
 from zbmd.actors.context import current_cell, current_delivery
 from zbmd.actors.contracts import Contract, contract_tag
@@ -26,15 +27,8 @@ from zbmd.transport.errors import LocalProtocolError
 if TYPE_CHECKING:
     from random import Random
 
-    from zbmd.actors.actor_life import ActorLife
     from zbmd.actors.system import ActorSystem
 
-TURN_NS = 100_000
-"""How long an actor handles messages before the loop gets its turn; it looks after `MESSAGES_PER_LOOK`."""
-MESSAGES_PER_LOOK = 4
-LOOKS_PER_TURN = 16
-MESSAGES_PER_TURN = MESSAGES_PER_LOOK * LOOKS_PER_TURN
-"""How many it handles before that if it is fast with them, and nobody in the process waits for an answer."""
 LINKS_MAX = 65_536
 WATCHERS_MAX = 65_536
 TAGS_NAMED_MAX = 8
@@ -60,7 +54,7 @@ class CellState(Enum):
     DEAD = "dead"
 
 
-class ActorCell:
+class ActorCell(CellCore):
     """One life of one actor. A task exists only while it starts, has messages to handle, or stops."""
 
     __slots__ = (
@@ -68,28 +62,14 @@ class ActorCell:
         "_deferred",
         "_end",
         "_next_watch",
-        "_stop",
         "_timers",
         "_watchers",
-        "_withdrawn",
-        "accepts",
-        "actor",
-        "current",
-        "handled",
-        "handlers",
-        "incarnation",
-        "life",
         "links",
-        "mailbox",
-        "name",
         "parent",
         "random",
         "ready",
         "ref",
         "state",
-        "system",
-        "task",
-        "turns",
     )
 
     def __init__(
@@ -104,32 +84,21 @@ class ActorCell:
         self.handlers = handler_table(type(actor))
         self.parent = parent
         self.state = CellState.STARTING
-        self.accepts = True
-        self.life: ActorLife | None = None
-        """Who records or replays this life, if anyone does."""
         self.random: Random | None = None
         self.links: dict[Ref, None] = {} if parent is None else {parent: None}
         """In the order in which they were made, which is that of exit signals."""
-        self.handled = 0
-        self.turns = 0
-        """How often the loop gave it its turn."""
-        self.current: Delivery | None = None
-        """The message that is being handled."""
         self.ready: asyncio.Future[None] | None = system.loop.create_future()
         """What its spawner waits for. None once it runs: what an idle actor does not need, it has not."""
         self._end: asyncio.Future[Reason] | None = None
         self._watchers: dict[int, Callable[[Down], None]] | None = None
         self._next_watch = 0
-        self._stop: Reason | None = None
-        self._withdrawn: Delivery | None = None
         self._deferred: DeferredBook | None = None
         self._timers: TimerBook | None = None
         # One context for all tasks of this life: the sender that wakes it lends it nothing of its own.
         self._context = copy_context()
         self._context.run(current_cell.set, self)
         self._context.run(current_delivery.set, None)
-        self.task: asyncio.Task[None] | None = self._new_task()
-        """What serves the mailbox; None while it is idle."""
+        self.task = self._new_task()
 
     def _new_task(self) -> asyncio.Task[None]:
         return self.system.loop.create_task(self._run(), name=self.name, context=self._context)
@@ -289,7 +258,7 @@ class ActorCell:
             self._withdrawn = self.current
             self.task.cancel()
 
-    def _is_withdrawn(self) -> bool:
+    def is_withdrawn(self) -> bool:
         """Whether the current handler was cancelled because nobody wants its answer; if so, that is over."""
         withdrawn, self._withdrawn = self._withdrawn, None
         if withdrawn is None or self.state is CellState.DEAD:
@@ -334,70 +303,80 @@ class ActorCell:
 
     async def _serve(self) -> None:
         """Handle signals and messages until there are none, or a stop is requested."""
-        mailbox, handlers, actor, life = self.mailbox, self.handlers, self.actor, self.life
-        self.turns += 1
-        deadlines = self.system.deadlines
-        look, looks, until_ns = MESSAGES_PER_LOOK, LOOKS_PER_TURN, time.monotonic_ns() + TURN_NS
+        serving = Serving(self)
         while self._stop is None:
-            if not look:
-                look = MESSAGES_PER_LOOK
-                looks -= 1
-                if not looks or deadlines.pending or time.monotonic_ns() > until_ns:
-                    await asyncio.sleep(0)
-                    self.turns += 1
-                    looks, until_ns = LOOKS_PER_TURN, time.monotonic_ns() + TURN_NS
-                    continue
-            look -= 1
-            if mailbox.signals:
-                signal = mailbox.signals.popleft()
-                current_delivery.set(None)
-                if type(signal) is Boundary:
-                    signal.work()
-                    handlers = self.handlers
-                    continue
-                handling = handlers[type(signal)].function(actor, signal)
-                await (handling if life is None else life.signalled(signal, handling))
-                continue
-            delivery = mailbox.take()
-            if delivery is None:
-                return
-            expired = delivery.deadline_ns and delivery.deadline_ns <= time.monotonic_ns()
-            if expired and not (life is not None and life.replays):
-                continue  # its asker has already been told
-            handler = handlers.get(type(delivery.message))
-            if handler is None:
-                self._not_understood(delivery)
-                continue
-            current_delivery.set(delivery)
-            self.current = delivery
-            handling = handler.function(actor, delivery.message)
             try:
-                reply = await (handling if life is None else life.received(delivery, handling))
+                room = await serving
             except asyncio.CancelledError:
-                if self._is_withdrawn():
+                if self.is_withdrawn():
                     continue
                 raise
-            if type(reply) not in handler.replies:
-                self._check_later(delivery, handler, reply)
-                continue
-            if life is not None:
-                life.replied(delivery, reply)
-            room = None if delivery.reply_to is None else delivery.reply_to.reply(reply)
-            self.current = None
-            self.handled += 1
-            if self._withdrawn is not None:
-                self._is_withdrawn()
-            if room is not None:
+            if room is None:
+                return
+            if room is not False:
                 await room
+            elif serving.is_over():
+                await asyncio.sleep(0)
+            elif self._stop is None:
+                await self._serve_one()
 
-    def _check_later(self, delivery: Delivery, handler: Handler, reply: object) -> None:
+    async def _serve_one(self) -> None:
+        """Handle the next signal or message, whatever is special about it."""
+        life, signals = self.life, self.mailbox.signals
+        if signals:
+            signal = signals.popleft()
+            current_delivery.set(None)
+            if type(signal) is Boundary:
+                signal.work()
+            else:
+                handling = self.handlers[type(signal)].function(self.actor, signal)
+                await (handling if life is None else life.signalled(signal, handling))
+            return
+        delivery = self.mailbox.take()
+        if delivery is None:
+            return
+        expired = delivery.deadline_ns and delivery.deadline_ns <= time.monotonic_ns()
+        if expired and not (life is not None and life.replays):
+            return  # its asker has already been told
+        handler = self.handlers.get(type(delivery.message))
+        if handler is None:
+            self._not_understood(delivery)
+            return
+        current_delivery.set(delivery)
+        self.current = delivery
+        handling = handler.function(self.actor, delivery.message)
+        try:
+            reply = await (handling if life is None else life.received(delivery, handling))
+        except asyncio.CancelledError:
+            if self.is_withdrawn():
+                return
+            raise
+        if type(reply) not in handler.replies:
+            self.answers_later(delivery, handler, reply)
+            return
+        if life is not None:
+            life.replied(delivery, reply)
+        room = None if delivery.reply_to is None else delivery.reply_to.reply(reply)
+        self.current = None
+        self.handled += 1
+        if self._withdrawn is not None:
+            self.is_withdrawn()
+        if room is not None:
+            await room
+
+    @staticmethod
+    async def awaiting(handling: Awaitable[Any]) -> Any:
+        """What awaits a handling that is no coroutine."""
+        return await handling
+
+    def answers_later(self, delivery: Delivery, handler: Handler, reply: object) -> None:
         """The handler returned none of its contracts: it answers later, or is wrong."""
         if not isinstance(reply, Later) or not handler.puts_off:
             raise TypeError(f"the handler of {contract_tag(delivery.message)} returned {reply!r:.200}")
         self.current = None
         self.handled += 1
         if self._withdrawn is not None:
-            self._is_withdrawn()
+            self.is_withdrawn()
         if self.life is not None:
             self.life.settle()
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from zbmd.actors import wire
 from zbmd.actors._mailbox import Delivery, LocalReply, MailboxMemory
-from zbmd.actors.cell import MESSAGES_PER_LOOK, ActorCell
+from zbmd.actors._serving import Post
+from zbmd.actors.cell import ActorCell
 from zbmd.actors.context import current_cell, current_delivery
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.deadlines import DeadlineWheel, Expired
@@ -30,15 +31,9 @@ from zbmd.actors.ref import Ref
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
 
 ASKS_PENDING_MAX = 65_536
-TELLS_PER_TURN = 64
-"""After how many tells to actors of this process the loop gets its turn, lest one sender keep it.
-
-At once, if somebody waits for an answer and the receiver has more than enough to do."""
-
-_U64 = (1 << 64) - 1
 
 
-class Messaging:
+class Messaging(Post):
     """What an actor system needs to send: who lives here, who can be reached, and how much may wait."""
 
     def __init__(self, name: str, incarnation: int, mailbox_bytes_max: int) -> None:
@@ -46,12 +41,9 @@ class Messaging:
         self.incarnation = incarnation
         self.loop = asyncio.get_running_loop()
         self.memory = MailboxMemory(mailbox_bytes_max, self._no_memory)
-        self._cells: dict[str, ActorCell] = {}
         self._peers: dict[str, Peer] = {}
         self.deadlines = DeadlineWheel(self.loop)
         self._stopped = False
-        self._last_trace = 0
-        self._tells_left = TELLS_PER_TURN
         self.codec = wire.Codec(self._bind)
         self.pools = Pools(self)
         """Where handlers run that are declared for a pool."""
@@ -75,7 +67,8 @@ class Messaging:
             return None
         return self.find(ref.actor, ref.incarnation)
 
-    async def _tell(self, ref: Ref, message: Contract) -> None:
+    async def tell_at_length(self, ref: Ref, message: Contract) -> None:
+        """A tell to an actor of another process, or about which something else is out of the ordinary."""
         trace_id, sender = self._envelope(message)
         if ref.process == self.name:
             cell = self._living(ref)
@@ -84,9 +77,7 @@ class Messaging:
                 await self._tell_when_room(cell, delivery)
             elif cell.task is None:
                 cell.wake()
-            self._tells_left -= 1
-            if not self._tells_left or (self.deadlines.pending and len(cell.mailbox) >= MESSAGES_PER_LOOK):
-                self._tells_left = TELLS_PER_TURN
+            if self.has_told(cell):
                 await asyncio.sleep(0)
         else:
             peer = self._peer(ref.process, ref.process_incarnation)
@@ -220,11 +211,6 @@ class Messaging:
 
     def _bind(self, data: wire.RefData) -> Ref:
         return Ref(self, data.process, data.process_incarnation, data.actor, data.incarnation)
-
-    def new_trace(self) -> int:
-        """A trace id for what nothing else has caused."""
-        self._last_trace = self._last_trace + 1 & _U64
-        return self._last_trace
 
     def _envelope(self, message: object) -> tuple[int, str]:
         """Trace id and sender's name for a message sent here and now."""

@@ -317,16 +317,8 @@ def _become(cell: ActorCell, cls: type[Actor], state: dict[str, Any], table: Map
 
 
 def _use_table(cell: ActorCell, table: Mapping[type, Handler]) -> None:
-    """In place, where the table is the actor's own: the loop around a handler that runs holds on to it.
-
-    Signals that nobody handles any more are dropped, as if they came now.
-    """
-    own = cell.handlers
-    if isinstance(own, dict):
-        own.clear()
-        own.update(table)
-    else:
-        cell.handlers = dict(table)
+    """Signals that nobody handles any more are dropped, as if they came now."""
+    cell.handlers = table
     signals = cell.mailbox.signals
     if signals:
         kept = [s for s in signals if type(s) in table or not isinstance(s, Signal)]

@@ -9,11 +9,10 @@ import time
 import pytest
 from actor_recordings import until
 
+from zbmd.actors._serving import LOOKS_PER_TURN, MESSAGES_PER_LOOK, TELLS_PER_TURN
 from zbmd.actors.actor import Actor, on
-from zbmd.actors.cell import MESSAGES_PER_TURN
 from zbmd.actors.contracts import Contract
 from zbmd.actors.mailbox import MailboxSpec
-from zbmd.actors.messaging import TELLS_PER_TURN
 from zbmd.actors.system import ActorSystem
 
 PATIENCE_S = 20.0
@@ -51,7 +50,7 @@ class Worker(Actor):
             pass
 
 
-@pytest.mark.parametrize(("busy_s", "longest_turn"), [(0.0, MESSAGES_PER_TURN), (0.001, 8)])
+@pytest.mark.parametrize(("busy_s", "longest_turn"), [(0.0, MESSAGES_PER_LOOK * LOOKS_PER_TURN), (0.001, 8)])
 async def test_a_flooded_actor_shares_the_loop(system: ActorSystem, busy_s: float, longest_turn: int) -> None:
     journal: list[str] = []
     flooded = await system.spawn(Worker, journal, busy_s, name="flooded")

@@ -21,6 +21,7 @@ BUILT = {
     "transport/_region",
     "actors/_heartbeat",
     "actors/_mailbox",
+    "actors/_serving",
     "actors/_turns",
     "collectives/_flight",
     "collectives/_lane",

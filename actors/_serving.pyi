@@ -1,0 +1,75 @@
+from asyncio import Task
+from collections.abc import Awaitable, Coroutine, Generator, Mapping
+from typing import Any, Final, Literal
+
+from zbmd.actors._mailbox import Delivery, Mailbox
+from zbmd.actors.actor import Actor, Handler, Reason
+from zbmd.actors.actor_life import ActorLife
+from zbmd.actors.cell import ActorCell
+from zbmd.actors.contracts import Contract
+from zbmd.actors.deadlines import DeadlineWheel
+from zbmd.actors.ref import Ref
+from zbmd.actors.system import ActorSystem
+
+TURN_NS: Final[int]
+"""How long an actor handles messages before the loop gets its turn; it looks after `MESSAGES_PER_LOOK`."""
+MESSAGES_PER_LOOK: Final[int]
+LOOKS_PER_TURN: Final[int]
+"""So often it looks before that if it is fast, and nobody in the process waits for an answer."""
+TELLS_PER_TURN: Final[int]
+"""After how many tells to actors of this process the loop gets its turn, lest one sender keep it.
+
+At once, if somebody waits for an answer and the receiver has more than enough to do."""
+
+class CellCore:
+    """What of an actor is touched at every message. What is not set is None.
+
+    life: who records or replays it, if anyone does; task: what serves the mailbox, None while it is idle;
+    current: the message that is being handled; turns: how often the loop gave it its turn.
+    """
+
+    mailbox: Mailbox
+    actor: Actor
+    handlers: Mapping[type, Handler]
+    life: ActorLife | None
+    task: Task[None] | None
+    current: Delivery | None
+    name: str
+    incarnation: int
+    system: ActorSystem
+    accepts: bool
+    handled: int
+    turns: int
+    _stop: Reason | None
+    _withdrawn: Delivery | None
+
+    def __init__(self, *_: Any) -> None: ...
+
+class Serving:
+    """Awaited, it handles messages until there are none, or something is out of the ordinary.
+
+    It yields to the loop when a turn is over. Its result is what is to be awaited for room on an answer's way
+    back, None if nothing waits, or False if somebody should look at what comes next.
+    """
+
+    def __init__(self, cell: ActorCell) -> None: ...
+    def __await__(self) -> Generator[Any, Any, Awaitable[None] | Literal[False] | None]: ...
+    def is_over(self) -> bool:
+        """Whether the loop is to get its turn now, before the message that is about to be handled."""
+
+class Post:
+    """What of a system is touched at every message."""
+
+    _cells: dict[str, ActorCell]
+    name: str
+    incarnation: int
+    deadlines: DeadlineWheel
+    _last_trace: int
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def new_trace(self) -> int:
+        """A trace id for what nothing else has caused."""
+    def has_told(self, cell: ActorCell) -> bool:
+        """An actor of this process was told something: whether the loop is to get its turn now."""
+    def _tell(self, ref: Ref, message: Contract) -> Coroutine[Any, Any, None]:
+        """What `Ref.tell` returns: the short way if nothing is out of the ordinary, else `tell_at_length`."""

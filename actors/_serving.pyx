@@ -1,0 +1,344 @@
+"""What runs at every message: a tell within the process, and the turns of an actor. See _serving.pyi."""
+
+cimport cython
+from cpython.dict cimport PyDict_GetItem
+from cpython.object cimport PyObject, PyObject_TypeCheck, PyTypeObject
+from cpython.ref cimport Py_DECREF
+from libc.stdint cimport int64_t, uint64_t
+
+import time
+
+from zbmd.actors._mailbox cimport Delivery, Mailbox
+from zbmd.actors._sending cimport RETURNED, YIELDED, as_error, go_on, say, set_send, value_of
+from zbmd.actors.context import current_cell, current_delivery
+from zbmd.actors.contracts import Contract
+
+cdef extern from "Python.h":
+    int PyContextVar_Get(object variable, PyObject *default, PyObject **value) except -1
+    object PyContextVar_Set(object variable, object value)
+    bint PyCoro_CheckExact(object thing)
+    bint PyDict_CheckExact(object thing)
+    int PyErr_WarnEx(object category, const char *text, Py_ssize_t level) except -1
+
+cdef enum:
+    HANDLED = 2  # beside what PyIter_Send says
+
+TURN_NS = 100_000
+MESSAGES_PER_LOOK = 4
+LOOKS_PER_TURN = 16
+TELLS_PER_TURN = 64
+cdef int64_t _TURN_NS = TURN_NS
+cdef Py_ssize_t _LOOK = MESSAGES_PER_LOOK
+cdef Py_ssize_t _LOOKS = LOOKS_PER_TURN
+cdef Py_ssize_t _TELLS = TELLS_PER_TURN
+
+# The states of a tell.
+cdef enum:
+    NEW = 0
+    WAITS = 1
+    OVER = 2
+
+
+cdef object _context(variable):
+    """What a context variable holds; None if it was never set."""
+    cdef PyObject *found = NULL
+    PyContextVar_Get(variable, NULL, &found)
+    if found is NULL:
+        return None
+    value = <object>found
+    Py_DECREF(value)
+    return value
+
+
+cdef inline int64_t _now_ns() except -1:
+    return time.monotonic_ns()  # which a simulation replaces
+
+
+cdef class CellCore:
+    cdef public Mailbox mailbox
+    cdef public object actor, handlers, life, task, current, name, incarnation
+    cdef public Post system
+    cdef public bint accepts
+    cdef public int64_t handled, turns
+    cdef public object _stop, _withdrawn
+
+    def __cinit__(self, *_, **__):
+        self.accepts = True
+        self.handled = self.turns = 0
+
+
+@cython.freelist(64)
+cdef class Serving:
+    cdef CellCore _cell
+    cdef object _coroutine
+    cdef Delivery _delivery
+    cdef tuple _handler
+    cdef Py_ssize_t _look, _looks
+    cdef int64_t _until_ns
+
+    def __init__(self, CellCore cell not None):
+        self._cell = cell
+        self._begin_turn()
+
+    def send(self, value):
+        cdef PyObject *result = NULL
+        return value_of(self._advance(value, None, &result), result)
+
+    def throw(self, kind, value=None, trace=None):
+        cdef PyObject *result = NULL
+        return value_of(self._advance(None, as_error(kind, value), &result), result)
+
+    def close(self):
+        if self._coroutine is not None:
+            self._coroutine.close()
+
+    def __await__(self):
+        return self
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        cdef PyObject *result = NULL
+        return value_of(self._advance(None, None, &result), result)
+
+    @property
+    def cr_await(self):
+        return self._coroutine
+
+    def is_over(self):
+        return self._is_over()
+
+    cdef int _begin_turn(self) except -1:
+        self._look, self._looks, self._until_ns = _LOOK, _LOOKS, _now_ns() + _TURN_NS
+        self._cell.turns += 1
+        return 0
+
+    cdef bint _is_over(self) except -1:
+        if self._look:
+            self._look -= 1
+            return False
+        self._look = _LOOK - 1
+        self._looks -= 1
+        if self._looks and not self._cell.system.deadlines.pending and _now_ns() <= self._until_ns:
+            return False
+        self._begin_turn()
+        return True
+
+    cdef int _advance(self, value, error, PyObject **result) except -1:
+        cdef int how
+        if self._coroutine is not None:
+            how = self._handle(value, error, result)
+            if how != HANDLED:
+                return how
+        elif error is not None:
+            raise error
+        while self._finds():
+            if self._is_over():
+                return say(YIELDED, None, result)
+            how = self._begin(result)
+            if how != HANDLED:
+                return how
+        return say(RETURNED, None if self._is_idle() else False, result)
+
+    cdef bint _is_idle(self) except -1:
+        cdef Mailbox mailbox = self._cell.mailbox
+        return mailbox._count == 0 and not (mailbox.signals is not None and mailbox.signals)
+
+    cdef bint _finds(self) except -1:
+        """Whether what comes next is to handle a message, and nothing about it is out of the ordinary."""
+        cdef CellCore cell = self._cell
+        cdef Mailbox mailbox = cell.mailbox
+        cdef Delivery delivery = mailbox.next()
+        cdef PyObject *found
+        if delivery is None or cell._stop is not None or cell.life is not None:
+            return False
+        if mailbox.signals is not None and mailbox.signals:
+            return False
+        if delivery.deadline_ns and delivery.deadline_ns <= _now_ns():
+            return False
+        if not PyDict_CheckExact(cell.handlers):
+            return False
+        found = PyDict_GetItem(cell.handlers, type(delivery.message))
+        if found is NULL:
+            return False
+        self._handler = <tuple>found
+        return True
+
+    cdef int _begin(self, PyObject **result) except -1:
+        cdef CellCore cell = self._cell
+        cdef Delivery delivery = cell.mailbox.next_taken()
+        PyContextVar_Set(current_delivery, delivery)
+        cell.current = self._delivery = delivery
+        handling = self._handler[0](cell.actor, delivery.message)
+        self._coroutine = handling if PyCoro_CheckExact(handling) else cell.awaiting(handling)
+        return self._handle(None, None, result)
+
+    cdef int _handle(self, value, error, PyObject **result) except -1:
+        """Let the handler go on, and answer if it has returned."""
+        cdef CellCore cell = self._cell
+        cdef Delivery delivery = self._delivery
+        cdef int how
+        try:
+            how = go_on(self._coroutine, value, error, result)
+        except BaseException:
+            self._coroutine = self._delivery = self._handler = None
+            raise
+        if how == YIELDED:
+            return YIELDED
+        reply = <object>result[0]
+        Py_DECREF(reply)
+        handler, self._handler = self._handler, None
+        self._coroutine = self._delivery = None
+        if type(reply) not in <frozenset>handler[1]:
+            cell.answers_later(delivery, handler, reply)
+            return HANDLED
+        room = None if delivery.reply_to is None else delivery.reply_to.reply(reply)
+        cell.current = None
+        cell.handled += 1
+        if cell._withdrawn is not None:
+            cell.is_withdrawn()
+        return HANDLED if room is None else say(RETURNED, room, result)
+
+
+cdef int _serving_send(self, value, PyObject **result) except -1:
+    return (<Serving>self)._advance(value, None, result)
+
+
+cdef class Post:
+    cdef public dict _cells
+    cdef public object name, incarnation, deadlines
+    cdef public uint64_t _last_trace
+    cdef public Py_ssize_t _tells_left
+
+    def __cinit__(self, *_, **__):
+        self._cells = {}
+        self._tells_left = _TELLS
+
+    def new_trace(self):
+        self._last_trace += 1
+        return self._last_trace
+
+    def _tell(self, ref, message):
+        return Tell(self, ref, message)
+
+    def has_told(self, CellCore cell not None):
+        return self._has_told(cell.mailbox)
+
+    cdef bint _has_told(self, Mailbox mailbox) except -1:
+        self._tells_left -= 1
+        if self._tells_left > 0 and not (mailbox._count >= _LOOK and self.deadlines.pending):
+            return False
+        self._tells_left = _TELLS
+        return True
+
+    cdef Mailbox _told(self, ref, message):
+        """The mailbox that the message was put into; None if anything is out of the ordinary."""
+        cdef CellCore cell
+        cdef Delivery running, delivery
+        cdef PyObject *found
+        process = ref.process
+        if (process is not self.name and process != self.name) or not PyObject_TypeCheck(message, <PyTypeObject *>Contract):
+            return None
+        found = PyDict_GetItem(self._cells, ref.actor)
+        if found is NULL:
+            return None
+        cell = <CellCore>found
+        if not cell.accepts:
+            return None
+        life = ref.incarnation
+        if life and life != cell.incarnation:
+            return None
+        life = ref.process_incarnation
+        if life and life != self.incarnation:
+            return None
+        running = _context(current_delivery)
+        sender = _context(current_cell)
+        delivery = Delivery.__new__(Delivery)
+        delivery.message = message
+        delivery.trace_id = self.new_trace() if running is None else running.trace_id
+        delivery.sender = "" if sender is None else (<CellCore>sender).name
+        if not cell.mailbox.take_in(delivery):
+            return None
+        if cell.task is None:
+            cell.wake()
+        return cell.mailbox
+
+
+@cython.freelist(64)
+cdef class Tell:
+    cdef Post _post
+    cdef object _ref, _message, _coroutine
+    cdef int _state
+
+    def __cinit__(self, Post post not None, ref, message):
+        self._post = post
+        self._ref = ref
+        self._message = message
+        self._state = NEW
+
+    def __dealloc__(self):
+        if self._state == NEW:
+            PyErr_WarnEx(RuntimeWarning, b"coroutine 'Ref.tell' was never awaited", 1)
+
+    def send(self, value):
+        cdef PyObject *result = NULL
+        return value_of(self._advance(value, None, &result), result)
+
+    def throw(self, kind, value=None, trace=None):
+        cdef PyObject *result = NULL
+        return value_of(self._advance(None, as_error(kind, value), &result), result)
+
+    def close(self):
+        self._state = OVER
+        if self._coroutine is not None:
+            self._coroutine.close()
+
+    def __await__(self):
+        return self
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        cdef PyObject *result = NULL
+        return value_of(self._advance(None, None, &result), result)
+
+    @property
+    def cr_frame(self):
+        return None
+
+    @property
+    def cr_await(self):
+        return self._coroutine
+
+    @property
+    def cr_running(self):
+        return False
+
+    cdef int _advance(self, value, error, PyObject **result) except -1:
+        cdef Mailbox mailbox
+        if self._coroutine is not None:
+            return go_on(self._coroutine, value, error, result)
+        state, self._state = self._state, OVER
+        if state == OVER:
+            raise RuntimeError("cannot reuse already awaited coroutine")
+        if error is not None:
+            raise error
+        if state == NEW:
+            mailbox = self._post._told(self._ref, self._message)
+            if mailbox is None:
+                self._coroutine = self._post.tell_at_length(self._ref, self._message)
+                return go_on(self._coroutine, value, error, result)
+            if self._post._has_told(mailbox):
+                self._state = WAITS
+                return say(YIELDED, None, result)
+        return say(RETURNED, None, result)
+
+
+cdef int _tell_send(self, value, PyObject **result) except -1:
+    return (<Tell>self)._advance(value, None, result)
+
+
+set_send(Serving, _serving_send)
+set_send(Tell, _tell_send)

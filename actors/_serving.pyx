@@ -24,8 +24,8 @@ cdef enum:
     HANDLED = 2  # beside what PyIter_Send says
 
 TURN_NS = 100_000
-MESSAGES_PER_LOOK = 4
-LOOKS_PER_TURN = 16
+MESSAGES_PER_LOOK = 2
+LOOKS_PER_TURN = 32
 TELLS_PER_TURN = 64
 cdef int64_t _TURN_NS = TURN_NS
 cdef Py_ssize_t _LOOK = MESSAGES_PER_LOOK

@@ -9,10 +9,13 @@ import msgspec
 
 from zbmd.actors import directory_events as directory
 from zbmd.actors import supervision_events as supervision
+from zbmd.actors import upgrade_events as upgrade
 from zbmd.actors import view
 from zbmd.actors.directory_machine import DirectoryMachine
 from zbmd.actors.supervision import SupervisionMachine
 from zbmd.actors.supervision_events import BackOff, ChildPolicy, Strategy
+from zbmd.actors.upgrade_agent import UpgradeAgent
+from zbmd.actors.upgrade_machine import UpgradeMachine
 from zbmd.actors.view import MembershipMachine, OnLoss
 from zbmd.transport.capture.registry import MachineKind, register
 
@@ -60,3 +63,25 @@ DIRECTORY: MachineKind[directory.Event, directory.Action] = register(
     "directory", 1, _build_directory, events=directory.Event, actions=directory.Action
 )
 """Its configuration: `me`, the process's name and incarnation."""
+
+
+def _build_upgrade(config: Mapping[str, Any]) -> UpgradeMachine:
+    return UpgradeMachine(
+        config["stages"], answer_ns=config["answer_ns"], probation_ns=config["probation_ns"]
+    )
+
+
+UPGRADE: MachineKind[upgrade.Event, upgrade.Action] = register(
+    "upgrade", 1, _build_upgrade, events=upgrade.Event, actions=upgrade.Action
+)
+"""Whoever leads a change of code; its configuration: the arguments of `UpgradeMachine`."""
+
+
+def _build_upgrade_agent(config: Mapping[str, Any]) -> UpgradeAgent:
+    return UpgradeAgent(config["me"], config["processes"])
+
+
+UPGRADE_AGENT: MachineKind[upgrade.LocalEvent, upgrade.LocalAction] = register(
+    "upgrade-agent", 1, _build_upgrade_agent, events=upgrade.LocalEvent, actions=upgrade.LocalAction
+)
+"""One process's part in it; its configuration: the arguments of `UpgradeAgent`."""

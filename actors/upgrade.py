@@ -17,7 +17,8 @@ from typing import Annotated, assert_never
 import msgspec
 
 from zbmd.actors import upgrade_events as ev
-from zbmd.actors.actor import Actor, Down, find_remote_class, on, remote_class_id
+from zbmd.actors.actor import Actor, Down, Reason, find_remote_class, on, remote_class_id
+from zbmd.actors.capture_kinds import UPGRADE, UPGRADE_AGENT
 from zbmd.actors.context import sender_process
 from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import UnknownActorClass, UpgradeRefused, UpgradeUndone
@@ -27,6 +28,7 @@ from zbmd.actors.upgrade_agent import COORDINATOR, UpgradeAgent
 from zbmd.actors.upgrade_local import LocalUpgrade, check
 from zbmd.actors.upgrade_machine import PROCESSES_MAX, UpgradeMachine
 from zbmd.actors.wire import TEXT_CHARS_MAX
+from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
 
 ORPHAN_S = 60.0
@@ -147,12 +149,14 @@ async def upgrade(
             if find_remote_class(remote_class_id(cls)) is not cls:
                 raise UpgradeRefused(f"{cls.__qualname__} is not declared with remote=True")
     stages = [stage for stage in (names[:canaries], names[canaries:]) if stage]
-    machine = UpgradeMachine(stages, answer_ns=int(answer_s * 1e9), probation_ns=int(probation_s * 1e9))
+    times_ns = {"answer_ns": int(answer_s * 1e9), "probation_ns": int(probation_s * 1e9)}
+    machine = UpgradeMachine(stages, **times_ns)
     over: asyncio.Future[ev.Finished] = system.loop.create_future()
     name = f"zbmd-upgrade-{secrets.token_hex(4)}"
     classes = (old, new)
+    tap = Tap(system.recorder, UPGRADE, name, machine, {"stages": stages, **times_ns})
     coordinator = await system.spawn(
-        Coordinator, machine, names, classes, probation_s > 0, answer_s, over, name=name
+        Coordinator, tap, names, classes, probation_s > 0, answer_s, over, name=name
     )
     try:
         finished = await over
@@ -178,7 +182,7 @@ class Coordinator(Actor):
 
     def __init__(
         self,
-        machine: UpgradeMachine,
+        machine: Tap[ev.Event, ev.Action],
         processes: tuple[str, ...],
         classes: tuple[type[Actor], type[Actor]],
         tries: bool,
@@ -202,6 +206,10 @@ class Coordinator(Actor):
             if error is not None:
                 await self._handle(ev.Voted(process=process, why=str(error)))
                 await self._handle(ev.ProcessLost(process=process, why="there is no agent"))
+
+    async def stopping(self, reason: Reason) -> None:
+        """The recording ends with it."""
+        self._machine.close(str(reason))
 
     async def _spawn_agent(self, process: str) -> ZbmdError | None:
         name = f"{self.ref.actor}-agent"
@@ -292,7 +300,7 @@ class Agent(Actor, remote=True):
 
     def __init__(self) -> None:
         self.classes: tuple[type[Actor], type[Actor]] | None = None
-        self._machine: UpgradeAgent | None = None
+        self._machine: Tap[ev.LocalEvent, ev.LocalAction] | None = None
         self._change: LocalUpgrade | None = None
         self._prepare: Prepare | None = None
         self._watched = False
@@ -300,6 +308,11 @@ class Agent(Actor, remote=True):
     async def started(self) -> None:
         """Wait to be told."""
         self.after(ORPHAN_S, TimeUp(0))
+
+    async def stopping(self, reason: Reason) -> None:
+        """The recording ends with it."""
+        if self._machine is not None:
+            self._machine.close(str(reason))
 
     @on(TimeUp)
     async def time_up(self, _: TimeUp) -> None:
@@ -313,7 +326,10 @@ class Agent(Actor, remote=True):
         if self._machine is not None or message.coordinator.process != _sender(self):
             raise LocalProtocolError(f"{message!r:.200} by {_sender(self)} comes too late, or from another")
         self._prepare = message
-        self._machine = UpgradeAgent(self.system.name, message.processes)
+        me, processes = self.system.name, message.processes
+        config = {"me": me, "processes": list(processes)}
+        machine = UpgradeAgent(me, processes)
+        self._machine = Tap(self.system.recorder, UPGRADE_AGENT, self.ref.actor, machine, config)
         self.system.watch(message.coordinator, partial(self._ended, COORDINATOR))
         await self._handle(ev.Ordered(leader=COORDINATOR, order=ev.Order.PREPARE))
 
@@ -394,8 +410,8 @@ class Agent(Actor, remote=True):
                     await self._handle(ev.LocalSettled())
                 else:
                     self._change.take_back(partial(self._done, "take back"))
-            case ev.Say():
-                await self._tell(self._prepare.coordinator, _told(action.what))
+            case ev.Voted() | ev.Changed() | ev.Broke() | ev.Settled():
+                await self._tell(self._prepare.coordinator, _told(action))
             case ev.SaySettled():
                 await self._tell(self._agent(action.leader), SettledTold())
             case ev.AskFate():
@@ -433,7 +449,7 @@ class Agent(Actor, remote=True):
             return  # it is gone, which is told by the watch
 
 
-def _told(what: ev.Voted | ev.Changed | ev.Broke | ev.Settled) -> Contract:
+def _told(what: ev.ToCoordinator) -> Contract:
     match what:
         case ev.Voted():
             return VoteTold(what.why)

@@ -34,12 +34,12 @@ from zbmd.actors.upgrade_events import (
     LocalSettled,
     Order,
     Ordered,
-    Say,
     SaySettled,
     Settled,
     TakeBack,
     TellFate,
     TellOther,
+    ToCoordinator,
     Voted,
 )
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
@@ -131,10 +131,10 @@ class UpgradeAgent:
     def _leader(self) -> str:
         return next(name for name in self._chain if name not in self._lost)
 
-    def _say(self, what: Voted | Changed | Broke | Settled, actions: list[LocalAction]) -> None:
+    def _say(self, what: ToCoordinator, actions: list[LocalAction]) -> None:
         """Tell the coordinator; another that leads wants to know only who is done."""
         if self._leader == COORDINATOR:
-            actions.append(Say(what=what))
+            actions.append(what)
         elif self._leader != self._me and isinstance(what, Settled):
             actions.append(SaySettled(leader=self._leader))
 

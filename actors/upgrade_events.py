@@ -215,13 +215,6 @@ class TakeBack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Say:
-    """Tell the coordinator."""
-
-    what: Voted | Changed | Broke | Settled
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SaySettled:
     """Tell the process that leads that this one is done."""
 
@@ -256,6 +249,17 @@ class End:
     """Nothing is left to do here."""
 
 
+ToCoordinator: TypeAlias = Voted | Changed | Broke | Settled
+"""Told to the coordinator, which takes it as it is."""
 LocalAction: TypeAlias = (
-    Check | ChangeActors | KeepNew | TakeBack | Say | SaySettled | AskFate | TellFate | TellOther | End
+    Check
+    | ChangeActors
+    | KeepNew
+    | TakeBack
+    | ToCoordinator
+    | SaySettled
+    | AskFate
+    | TellFate
+    | TellOther
+    | End
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zbmd.actors.actor_capture import ACTOR
-from zbmd.actors.capture_kinds import DIRECTORY, MEMBERSHIP, SUPERVISION
+from zbmd.actors.capture_kinds import DIRECTORY, MEMBERSHIP, SUPERVISION, UPGRADE, UPGRADE_AGENT
 from zbmd.actors.cluster.cluster_kinds import CLUSTER, DETECTOR, LOCAL_JOBS
 from zbmd.collectives.capture_kinds import OPERATIONS, STEP_COMMIT
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
@@ -22,6 +22,8 @@ __all__ = [
     "OPERATIONS",
     "STEP_COMMIT",
     "SUPERVISION",
+    "UPGRADE",
+    "UPGRADE_AGENT",
     "secrets_for",
 ]
 

@@ -92,8 +92,8 @@ class World:
                 case ev.TakeBack():
                     process.runs_new = process.on_probation = False
                     process.work.append(ev.LocalSettled())
-                case ev.Say(what=what):
-                    self.send(name, COORDINATOR, what)
+                case ev.Voted() | ev.Changed() | ev.Broke() | ev.Settled():
+                    self.send(name, COORDINATOR, action)
                 case ev.SaySettled(leader=leader):
                     self.send(name, leader, ev.FollowerSettled(process=name))
                 case ev.AskFate(process=other):

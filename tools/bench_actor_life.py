@@ -91,6 +91,7 @@ async def restarting(system: ActorSystem, times: int = 200) -> list[Row]:
     child = ChildSpec(name="fragile", actor=Fragile)
     supervisor = await system.supervise([child], intensity=INTENSITY_MAX)
     times_us: list[float] = []
+    failed_ns = 0
     for _ in range(times):
         Fragile.begun.clear()
         try:

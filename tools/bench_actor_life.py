@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import structlog
 
 from zbmd.actors.actor import Actor, on
 from zbmd.actors.contracts import Contract
+from zbmd.actors.devices import DeviceWorker, Workers, cpu_cores
 from zbmd.actors.errors import ActorFailed
 from zbmd.actors.ref import Ref
 from zbmd.actors.supervision import INTENSITY_MAX
@@ -38,7 +40,7 @@ class Break(Contract, id="bench.break"):
     """Make the actor fail."""
 
 
-class Idle(Actor):
+class Idle(Actor, remote=True):
     """Waits to be asked."""
 
     @on(Nudge)
@@ -103,6 +105,44 @@ async def restarting(system: ActorSystem, times: int = 200) -> list[Row]:
     await system.terminate(supervisor)
     p50_us, p99_us = percentile(times_us, 0.5), percentile(times_us, 0.99)
     return [Row(what="restart of a crashed actor", where=HERE, p50_us=p50_us, p99_us=p99_us)]
+
+
+async def restarting_process(system: ActorSystem, times: int = 10) -> Row:
+    """From a SIGKILL of a supervised process to the first answer of an actor in the next one.
+
+    A worker of `zbmd.actors.devices`, which is a new interpreter each time; ranks are forked, and sooner up.
+    """
+    workers = Workers(system, cpu_cores(capacity=2), modules=[__name__], failures=INTENSITY_MAX)
+    supervisor = await system.supervise([workers.child("killed")], intensity=INTENSITY_MAX)
+    times_us: list[float] = []
+    try:
+        for _ in range(times):
+            cell = system.find("killed", 0)
+            assert (
+                cell is not None and isinstance(cell.actor, DeviceWorker) and cell.actor.process is not None
+            )
+            life, began_ns = system.peers["killed"], time.perf_counter_ns()
+            os.kill(cell.actor.process.pid, signal.SIGKILL)
+            async with asyncio.timeout(TIMEOUT_S):
+                while True:
+                    if system.peers.get("killed", life) != life:
+                        break
+                    await asyncio.sleep(0.001)
+            await (await system.spawn_on("killed", Idle, timeout=TIMEOUT_S)).ask(Nudge(), timeout=TIMEOUT_S)
+            times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
+            await settled(system, "killed")
+    finally:
+        await system.terminate(supervisor)
+        await workers.close()
+    p50_us, p99_us = percentile(times_us, 0.5), percentile(times_us, 0.99)
+    return Row(what="restart of a killed process", where=HERE, p50_us=p50_us, p99_us=p99_us)
+
+
+async def settled(system: ActorSystem, name: str) -> None:
+    """Its actor here has seen it come up, so that the next kill meets one that runs."""
+    cell = system.find(name, 0)
+    if cell is not None:
+        await system.until_started(cell)
 
 
 @dataclass(slots=True)
@@ -179,6 +219,7 @@ async def life(seconds: float) -> list[Row]:
     try:
         rows = await spawning(system)
         rows += await restarting(system)
+        rows.append(await restarting_process(system))
         return rows + await fairness(system, seconds)
     finally:
         await system.stop()

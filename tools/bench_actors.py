@@ -2,6 +2,8 @@
 
     zbmd bench actors [--seconds S] [--vs xoscar,ray,monarch] [--json]
 
+A library that has an interpreter of its own is named with it: `--vs ray=/opt/ray/bin/python`.
+
 Everything is on: typed contracts, references, deadlines, bounded mailboxes, trace ids, frame headers. The
 other process is a plain child on the same host, reached over a shared-memory link; both run uvloop.
 `noise_percent` is the same measurement against itself (A against A).
@@ -18,10 +20,12 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
+import zbmd
 from zbmd.actors.actor import Actor, on
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.mailbox import MailboxSpec
@@ -175,12 +179,14 @@ async def _bench(seconds: float) -> list[Row]:
     return rows
 
 
-async def _beside(library: str, seconds: float) -> list[Row]:
+async def _beside(library: str, python: str, seconds: float) -> list[Row]:
     """The same by another library, in processes of its own; that it is absent, if it is not installed."""
     command = ("-m", "zbmd.tools.peers.actor_asks", library)
     options = ("--seconds", str(seconds), "--in-flight", str(IN_FLIGHT))
+    # An interpreter of its own has no zbmd: it finds this one, whose peers need nothing compiled.
+    found = {**os.environ, "PYTHONPATH": str(Path(zbmd.__file__).parents[1])}
     peer = await asyncio.create_subprocess_exec(
-        sys.executable, *command, *options, stdout=asyncio.subprocess.PIPE
+        python, *command, *options, env=found, stdout=asyncio.subprocess.PIPE
     )
     told, _ = await peer.communicate()
     if peer.returncode == EXIT_MISSING:
@@ -191,10 +197,10 @@ async def _beside(library: str, seconds: float) -> list[Row]:
     return [replace(Row(**row), by=library) for row in rows]
 
 
-async def _all(seconds: float, libraries: list[str]) -> list[Row]:
+async def _all(seconds: float, libraries: dict[str, str]) -> list[Row]:
     rows = await _bench(seconds) + await life(seconds)
-    for library in libraries:
-        rows += await _beside(library, seconds)
+    for library, python in libraries.items():
+        rows += await _beside(library, python, seconds)
     return rows
 
 
@@ -203,13 +209,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--vs", default="", metavar="LIBRARIES", help=f"to run in turn, of {', '.join(LIBRARIES)}"
+        "--vs",
+        default="",
+        metavar="LIBRARIES",
+        help=f"to run in turn, of {', '.join(LIBRARIES)}; NAME=PYTHON: in that interpreter",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and print a table, or JSON. Raises `UserError`."""
-    libraries = [name for name in options.vs.split(",") if name]
+    named = [one.partition("=") for one in options.vs.split(",") if one]
+    libraries = {name: python or sys.executable for name, _, python in named}
+    if missing := [python for python in libraries.values() if not os.access(python, os.X_OK)]:
+        raise UserError(f"--vs …={missing[0]}: there is no interpreter; give its path.")
     if unknown := [name for name in libraries if name not in LIBRARIES]:
         raise UserError(f"--vs {unknown[0]} is not known: give some of {', '.join(LIBRARIES)}.")
     if not 0 < options.seconds <= SECONDS_MAX:

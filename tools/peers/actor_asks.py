@@ -1,8 +1,8 @@
-"""Asks of an actor in another process, by another actor library, in the way that its own guide shows.
+"""An actor in another process, by another actor library, in the way that its own guide shows.
 
     python -m zbmd.tools.peers.actor_asks {xoscar,ray,monarch} --seconds S --in-flight N
 
-Prints a JSON list of `{what, p50_us, p99_us, per_second}`; exits with 3 if the library is not installed.
+Prints a JSON list of rows; exits with 3 if the library is not installed.
 """
 
 from __future__ import annotations
@@ -11,50 +11,132 @@ import argparse
 import asyncio
 import importlib
 import json
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from zbmd.tools.bench_row import Row, percentile
 
 EXIT_MISSING = 3
 WARM_UP = 200
+BATCH = 200
 LARGE_BYTES = 1_000_000
 """As much as one message may hold, roughly: a frame takes 1 MiB with its headers."""
 SIZES = (("ask 1 B", 1), (f"ask {LARGE_BYTES:,} B", LARGE_BYTES))
 WHERE = "other process"
+BACK_S = 60.0
+"""How long a killed process may take to come back."""
 
-Echo = Callable[[bytes], Awaitable[Any]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is measured.
+
+    echo: ask the actor, in another process; tell: send it bytes and expect no answer; spawn: make another
+    actor and return the process that it answers from; spawns: of so many; pid: the actor's process;
+    restarts: whether it is brought back when its process is killed.
+    """
+
+    echo: Callable[[bytes], Awaitable[Any]]
+    tell: Callable[[bytes], Awaitable[Any]]
+    spawn: Callable[[], Awaitable[int]]
+    spawns: int
+    pid: Callable[[], Awaitable[int]]
+    restarts: bool
 
 
-async def measure(echo: Echo, seconds: float, in_flight: int) -> list[Row]:
-    """Round trips one by one, by size; and how many a second with so many under way."""
+async def measure(subject: Subject, seconds: float, in_flight: int) -> list[Row]:
+    """All of it."""
+    rows = await _asks(subject, seconds)
+    rows.append(await _asks_in_flight(subject, seconds, in_flight))
+    rows.append(await _tells(subject, seconds))
+    rows += await _spawns(subject)
+    if subject.restarts:
+        rows.append(await _restart(subject))
+    return rows
+
+
+async def _asks(subject: Subject, seconds: float) -> list[Row]:
     rows: list[Row] = []
     for what, nbytes in SIZES:
         payload, times_us = bytes(nbytes), list[float]()
         for _ in range(WARM_UP):
-            await echo(payload)
+            await subject.echo(payload)
         end_s = time.perf_counter() + seconds
         while time.perf_counter() < end_s:
             began_ns = time.perf_counter_ns()
-            await echo(payload)
+            await subject.echo(payload)
             times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
         p50_us, p99_us = percentile(times_us, 0.5), percentile(times_us, 0.99)
         rate = len(times_us) / seconds
         rows.append(Row(what=what, where=WHERE, p50_us=p50_us, p99_us=p99_us, per_second=rate))
+    return rows
+
+
+async def _asks_in_flight(subject: Subject, seconds: float, in_flight: int) -> Row:
     count, began_s = 0, time.perf_counter()
 
     async def work() -> None:
         nonlocal count
         while time.perf_counter() < began_s + seconds:
-            await echo(b"x")
+            await subject.echo(b"x")
             count += 1
 
     await asyncio.gather(*(work() for _ in range(in_flight)))
     rate = count / (time.perf_counter() - began_s)
-    rows.append(Row(what=f"asks, {in_flight} in flight", where=WHERE, per_second=rate))
-    return rows
+    return Row(what=f"asks, {in_flight} in flight", where=WHERE, per_second=rate)
+
+
+async def _tells(subject: Subject, seconds: float) -> Row:
+    count, began_s = 0, time.perf_counter()
+    while time.perf_counter() < began_s + seconds:
+        for _ in range(BATCH):
+            await subject.tell(b"x")
+        await subject.echo(b"x")
+        count += BATCH
+    return Row(what="tells", where=WHERE, per_second=count / (time.perf_counter() - began_s))
+
+
+async def _spawns(subject: Subject) -> list[Row]:
+    """Spawns a second, and what their processes hold more than before, by actor."""
+    first = await subject.pid()
+    before = _resident_bytes(first)
+    began_s = time.perf_counter()
+    pids = {await subject.spawn() for _ in range(subject.spawns)} | {first}
+    rate = subject.spawns / (time.perf_counter() - began_s)
+    nbytes = (sum(_resident_bytes(pid) for pid in pids) - before) / subject.spawns
+    return [
+        Row(what="spawns", where=WHERE, per_second=rate),
+        Row(what=f"bytes an idle actor, of {subject.spawns:,}", where=WHERE, amount=nbytes),
+    ]
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+async def _restart(subject: Subject, times: int = 5) -> Row:
+    """From a SIGKILL of its process to its next answer."""
+    times_us: list[float] = []
+    for _ in range(times):
+        pid = await subject.pid()
+        began_ns = time.perf_counter_ns()
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(BACK_S):
+            while True:
+                # Each library has its own errors for an actor that is not there.
+                with suppress(Exception):
+                    if await subject.pid() != pid:
+                        break
+                await asyncio.sleep(0.001)
+        times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
+    p50_us, p99_us = percentile(times_us, 0.5), percentile(times_us, 0.99)
+    return Row(what="restart of a killed process", where=WHERE, p50_us=p50_us, p99_us=p99_us)
 
 
 async def _xoscar(library: Any, seconds: float, in_flight: int) -> list[Row]:
@@ -63,9 +145,21 @@ async def _xoscar(library: Any, seconds: float, in_flight: int) -> list[Row]:
     pool = await library.create_actor_pool("127.0.0.1:0", n_process=2)
     async with pool:
         place = library.allocate_strategy.ProcessIndex(1)
-        address = pool.external_address
-        actor = await library.create_actor(XoscarEcho, address=address, uid="echo", allocate_strategy=place)
-        return await measure(actor.echo, seconds, in_flight)
+
+        async def create(uid: str) -> Any:
+            return await library.create_actor(
+                XoscarEcho, address=pool.external_address, uid=uid, allocate_strategy=place
+            )
+
+        actor, number = await create("echo"), iter(range(1, 1 << 30))
+
+        async def spawn() -> int:
+            return int(await (await create(f"echo{next(number)}")).pid())
+
+        subject = Subject(
+            echo=actor.echo, tell=actor.echo.tell, spawn=spawn, spawns=1000, pid=actor.pid, restarts=True
+        )
+        return await measure(subject, seconds, in_flight)
 
 
 class _Echo:
@@ -75,23 +169,56 @@ class _Echo:
         """Answer."""
         return payload
 
+    def pid(self) -> int:
+        """Where it lives."""
+        return os.getpid()
+
 
 async def _ray(library: Any, seconds: float, in_flight: int) -> list[Row]:
     library.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
-        actor = library.remote(_Echo).options(max_concurrency=1).remote()
-        return await measure(actor.echo.remote, seconds, in_flight)
+        # An actor is a process of its own; without a core to itself, so that all have room.
+        make = library.remote(_Echo).options(max_concurrency=1, num_cpus=0, max_restarts=-1).remote
+        actor, kept = make(), list[Any]()
+
+        async def tell(payload: bytes) -> None:
+            actor.echo.remote(payload)
+
+        async def pid() -> int:
+            return int(await actor.pid.remote())
+
+        async def spawn() -> int:
+            kept.append(make())
+            return int(await kept[-1].pid.remote())
+
+        subject = Subject(echo=actor.echo.remote, tell=tell, spawn=spawn, spawns=8, pid=pid, restarts=True)
+        return await measure(subject, seconds, in_flight)
     finally:
         library.shutdown()
 
 
 async def _monarch(library: Any, seconds: float, in_flight: int) -> list[Row]:
-    echo_class = type(
-        "MonarchEcho", (library.Actor,), {"echo": library.endpoint(_monarch_echo), "__module__": __name__}
-    )
+    endpoints = {"echo": library.endpoint(_monarch_echo), "pid": library.endpoint(_monarch_pid)}
+    echo_class = type("MonarchEcho", (library.Actor,), {**endpoints, "__module__": __name__})
     processes = library.this_host().spawn_procs(per_host={"procs": 1})
-    actor = processes.spawn("echo", echo_class)
-    return await measure(actor.echo.call_one, seconds, in_flight)
+    actor, kept = processes.spawn("echo", echo_class), list[Any]()
+
+    async def tell(payload: bytes) -> None:
+        actor.echo.broadcast(payload)
+
+    async def spawn() -> int:
+        kept.append(processes.spawn(f"echo{len(kept)}", echo_class))
+        return int(await kept[-1].pid.call_one())
+
+    # It tells of a process that has ended, and restarts none by itself.
+    subject = Subject(
+        echo=actor.echo.call_one, tell=tell, spawn=spawn, spawns=100, pid=actor.pid.call_one, restarts=False
+    )
+    return await measure(subject, seconds, in_flight)
+
+
+async def _monarch_pid(_: Any) -> int:
+    return os.getpid()
 
 
 async def _monarch_echo(_: Any, payload: bytes) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import os
 import time
 from typing import Any
 
@@ -24,6 +25,10 @@ class Echo(_Actor):  # type: ignore[misc]  # xoscar is loaded by name, so its cl
     async def echo(self, payload: bytes) -> bytes:
         """Answer."""
         return payload
+
+    async def pid(self) -> int:
+        """Where it lives."""
+        return os.getpid()
 
 
 async def _round_trips(actor: Any, nbytes: int, iterations: int) -> list[float]:

@@ -112,7 +112,7 @@ async def restarting_process(system: ActorSystem, times: int = 10) -> Row:
 
     A worker of `zbmd.actors.devices`, which is a new interpreter each time; ranks are forked, and sooner up.
     """
-    workers = Workers(system, cpu_cores(capacity=2), modules=[__name__], failures=INTENSITY_MAX)
+    workers = Workers(system, cpu_cores(capacity=2), modules=[__name__], failures=1000)
     supervisor = await system.supervise([workers.child("killed")], intensity=INTENSITY_MAX)
     times_us: list[float] = []
     try:

@@ -33,7 +33,7 @@ from zbmd.actors.ref import Ref
 from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench_actor_life import life
 from zbmd.tools.bench_row import Row, percentile, table
-from zbmd.tools.peers.actor_asks import EXIT_MISSING, LARGE_BYTES, LIBRARIES
+from zbmd.tools.peers.actor_asks import EXIT_MISSING, LARGE_BYTES, LIBRARIES, tells_per_second
 from zbmd.transport.errors import UserError
 from zbmd.transport.hello import Identity
 from zbmd.transport.shm import Endpoint, dial, listen
@@ -143,18 +143,18 @@ async def _measure(ref: Ref, where: str, seconds: float) -> list[Row]:
             )
         )
 
-    async def note() -> None:
-        for i in range(BATCH):
-            await ref.tell(Note(i))
-        await ref.ask(Ping(0), timeout=TIMEOUT_S)
+    ping, note = Ping(1), Note(1)
 
-    ping = Ping(1)
-    for what, one, workers, factor in (
-        (f"asks, {IN_FLIGHT} in flight", lambda: ref.ask(ping, timeout=TIMEOUT_S), IN_FLIGHT, 1),
-        ("tells", note, 1, BATCH),
-    ):
-        rate = factor * await _rate(seconds, one, workers)
-        again_rate = factor * await _rate(seconds, one, workers)
+    async def ask_many() -> float:
+        return await _rate(seconds, lambda: ref.ask(ping, timeout=TIMEOUT_S), IN_FLIGHT)
+
+    async def tell_many() -> float:
+        return await tells_per_second(
+            lambda: ref.tell(note), lambda: ref.ask(ping, timeout=TIMEOUT_S), seconds
+        )
+
+    for what, measure in ((f"asks, {IN_FLIGHT} in flight", ask_many), ("tells", tell_many)):
+        rate, again_rate = await measure(), await measure()
         noise = abs(rate - again_rate) / rate * 100
         rows.append(Row(what=what, where=where, per_second=rate, noise_percent=noise))
     return rows

@@ -39,7 +39,7 @@ class Subject:
 
     echo: ask the actor, in another process; tell: send it bytes and expect no answer; spawn: make another
     actor and return the process that it answers from; spawns: of so many; pid: the actor's process;
-    restarts: whether it is brought back when its process is killed.
+    gone: what an ask of a killed one raises; none if nobody brings it back.
     """
 
     echo: Callable[[bytes], Awaitable[Any]]
@@ -47,7 +47,7 @@ class Subject:
     spawn: Callable[[], Awaitable[int]]
     spawns: int
     pid: Callable[[], Awaitable[int]]
-    restarts: bool
+    gone: tuple[type[Exception], ...]
 
 
 async def measure(subject: Subject, seconds: float, in_flight: int) -> list[Row]:
@@ -56,7 +56,7 @@ async def measure(subject: Subject, seconds: float, in_flight: int) -> list[Row]
     rows.append(await _asks_in_flight(subject, seconds, in_flight))
     rows.append(await _tells(subject, seconds))
     rows += await _spawns(subject)
-    if subject.restarts:
+    if subject.gone:
         rows.append(await _restart(subject))
     return rows
 
@@ -143,8 +143,7 @@ async def _restart(subject: Subject, times: int = 5) -> Row:
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(BACK_S):
             while True:
-                # Each library has its own errors for an actor that is not there.
-                with suppress(Exception):
+                with suppress(*subject.gone):
                     if await subject.pid() != pid:
                         break
                 await asyncio.sleep(0.001)
@@ -165,13 +164,14 @@ async def _xoscar(library: Any, seconds: float, in_flight: int) -> list[Row]:
                 XoscarEcho, address=pool.external_address, uid=uid, allocate_strategy=place
             )
 
+        gone = (library.errors.XoscarError, OSError, EOFError)
         actor, number = await create("echo"), iter(range(1, 1 << 30))
 
         async def spawn() -> int:
             return int(await (await create(f"echo{next(number)}")).pid())
 
         subject = Subject(
-            echo=actor.echo, tell=actor.echo.tell, spawn=spawn, spawns=1000, pid=actor.pid, restarts=True
+            echo=actor.echo, tell=actor.echo.tell, spawn=spawn, spawns=1000, pid=actor.pid, gone=gone
         )
         return await measure(subject, seconds, in_flight)
 
@@ -192,6 +192,7 @@ async def _ray(library: Any, seconds: float, in_flight: int) -> list[Row]:
     library.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         # An actor is a process of its own; without a core to itself, so that all have room.
+        gone = (library.exceptions.RayError,)
         make = library.remote(_Echo).options(max_concurrency=1, num_cpus=0, max_restarts=-1).remote
         actor, kept = make(), list[Any]()
 
@@ -205,7 +206,7 @@ async def _ray(library: Any, seconds: float, in_flight: int) -> list[Row]:
             kept.append(make())
             return int(await kept[-1].pid.remote())
 
-        subject = Subject(echo=actor.echo.remote, tell=tell, spawn=spawn, spawns=8, pid=pid, restarts=True)
+        subject = Subject(echo=actor.echo.remote, tell=tell, spawn=spawn, spawns=8, pid=pid, gone=gone)
         return await measure(subject, seconds, in_flight)
     finally:
         library.shutdown()
@@ -226,7 +227,7 @@ async def _monarch(library: Any, seconds: float, in_flight: int) -> list[Row]:
 
     # It tells of a process that has ended, and restarts none by itself.
     subject = Subject(
-        echo=actor.echo.call_one, tell=tell, spawn=spawn, spawns=100, pid=actor.pid.call_one, restarts=False
+        echo=actor.echo.call_one, tell=tell, spawn=spawn, spawns=100, pid=actor.pid.call_one, gone=()
     )
     return await measure(subject, seconds, in_flight)
 

@@ -34,7 +34,12 @@ def _build_membership(config: Mapping[str, Any]) -> MembershipMachine:
 
 
 MEMBERSHIP: MachineKind[view.Event, view.Action] = register(
-    "membership", 2, _build_membership, events=view.Event, actions=view.Action
+    "membership",
+    2,
+    _build_membership,
+    events=view.Event,
+    actions=view.Action,
+    states=(MembershipMachine, SupervisionMachine),
 )
 """Its configuration: the arguments of `MembershipMachine`."""
 
@@ -50,7 +55,12 @@ def _build_supervision(config: Mapping[str, Any]) -> SupervisionMachine:
 
 
 SUPERVISION: MachineKind[supervision.Event, supervision.Action] = register(
-    "supervision", 1, _build_supervision, events=supervision.Event, actions=supervision.Action
+    "supervision",
+    1,
+    _build_supervision,
+    events=supervision.Event,
+    actions=supervision.Action,
+    states=(SupervisionMachine,),
 )
 """Its configuration: the arguments of `SupervisionMachine`."""
 
@@ -60,7 +70,12 @@ def _build_directory(config: Mapping[str, Any]) -> DirectoryMachine:
 
 
 DIRECTORY: MachineKind[directory.Event, directory.Action] = register(
-    "directory", 1, _build_directory, events=directory.Event, actions=directory.Action
+    "directory",
+    1,
+    _build_directory,
+    events=directory.Event,
+    actions=directory.Action,
+    states=(DirectoryMachine,),
 )
 """Its configuration: `me`, the process's name and incarnation."""
 

@@ -29,7 +29,7 @@ def _build_commit(config: Mapping[str, Any]) -> StepCommit:
 
 
 STEP_COMMIT: MachineKind[CommitEvent, CommitAction] = register(
-    "step-commit", 1, _build_commit, events=CommitEvent, actions=CommitAction
+    "step-commit", 1, _build_commit, events=CommitEvent, actions=CommitAction, states=(StepCommit,)
 )
 
 
@@ -112,5 +112,5 @@ def _build_operations(config: Mapping[str, Any]) -> OperationLog:
 
 
 OPERATIONS: MachineKind[OperationEvent, OperationTook] = register(
-    "operations", 1, _build_operations, events=OperationEvent, actions=OperationTook
+    "operations", 1, _build_operations, events=OperationEvent, actions=OperationTook, states=(OperationLog,)
 )

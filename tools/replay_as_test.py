@@ -20,6 +20,7 @@ from zbmd.transport.capture.records import (
     Raised,
     RawRecord,
     Record,
+    StateTaken,
     StreamDeclared,
 )
 from zbmd.transport.errors import UserError
@@ -27,7 +28,7 @@ from zbmd.transport.errors import UserError
 FIXTURE_SUFFIX = ".zlog"
 RECORDS_PER_WRITE = 4096
 
-_KEPT = (StreamDeclared, EventTaken, ActionsGiven, Raised, Mark, Lost, End)
+_KEPT = (StreamDeclared, StateTaken, EventTaken, ActionsGiven, Raised, Mark, Lost, End)
 
 _TEST = '''\
 """What {source} recorded must be answered in the same way: written by `zbmd replay --as-test`."""

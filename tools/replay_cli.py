@@ -355,7 +355,8 @@ def _verdict_text(verdict: Identical | Divergence | Incomplete) -> str:
     changed = "; its code looks otherwise now" if verdict.code_changed else ""
     match verdict:
         case Identical():
-            return f"identical ({verdict.events} events){changed}"
+            since = f", from its state in record {verdict.begun_at} on" if verdict.begun_at else ""
+            return f"identical ({verdict.events} events{since}){changed}"
         case Incomplete():
             return f"identical as far as it goes ({verdict.events} events): {verdict.reason}{changed}"
         case Divergence():

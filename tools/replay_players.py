@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from zbmd.collectives.commit_messages import SendFinish, SendReport, SendVote
 from zbmd.tools.replay_story import body_text, envelope_of
 from zbmd.transport.capture import (
     CaptureDamaged,
+    CaptureMismatch,
     Entry,
     Filter,
     ProcessLog,
@@ -28,6 +30,7 @@ from zbmd.transport.capture.records import (
     FrameIn,
     FrameOut,
     Mark,
+    StateTaken,
     StreamDeclared,
 )
 from zbmd.transport.capture.registry import LINK, MachineKind, find
@@ -127,6 +130,8 @@ class _Player:
         self._offset_ns = offset_ns
         self._secrets = secrets
         self._by_stream: dict[int, Played] = {}
+        self._await_state: dict[int, Played] = {}
+        """Machines whose beginning is not in the log: they are played from their first state that is."""
         self._peers: dict[int, str] = {}
         self._last: Record | None = None
 
@@ -145,6 +150,8 @@ class _Player:
                 self._declare(record)
             case EventTaken():
                 self._event(record, at_ns)
+            case StateTaken():
+                self._restore(record)
             case Mark(step=step):
                 self.end.step = step
                 self.end.moved_ns = max(self.end.moved_ns, at_ns)
@@ -156,13 +163,11 @@ class _Player:
                 pass
 
     def _declare(self, record: StreamDeclared) -> None:
-        if record.stream in self._by_stream or record.stream in self._peers:
+        if {record.stream} & (self._by_stream.keys() | self._await_state.keys() | self._peers.keys()):
             return  # declared again in a later segment
         if record.machine == LINK:
             self._peers[record.stream] = record.name.rpartition("#")[0]
             return
-        if record.continued:
-            return  # without its beginning there is nothing to play
         try:
             kind = find(record.machine, record.version)
             secrets = {name: self._secrets[name] for name in kind.secrets}
@@ -170,8 +175,25 @@ class _Player:
         except (ZbmdError, ValueError, TypeError, KeyError, RecursionError):
             return  # the verdicts say why it cannot be played
         played = Played(record.machine, record.name, machine, kind)
-        self._by_stream[record.stream] = played
+        if record.continued:
+            self._await_state[record.stream] = played
+        else:
+            self._play(record.stream, played)
+
+    def _play(self, stream: int, played: Played) -> None:
+        self._by_stream[stream] = played
         self.end.machines.append(played)
+
+    def _restore(self, record: StateTaken) -> None:
+        played = self._await_state.pop(record.stream, None)
+        if played is None:
+            return
+        states = played.codec.states
+        if states is None or states.fingerprint != record.fingerprint:
+            return
+        with contextlib.suppress(CaptureMismatch):  # the verdicts say so
+            states.restore(played.machine, record.state)
+            self._play(record.stream, played)
 
     def _event(self, record: EventTaken, at_ns: int) -> None:
         played = self._by_stream.get(record.stream)

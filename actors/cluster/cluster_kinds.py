@@ -8,10 +8,16 @@ from typing import Any
 import msgspec
 
 from zbmd.actors.cluster import detector, local_events, messages
+from zbmd.actors.cluster.acceptor import Acceptor
+from zbmd.actors.cluster.agenda import Agenda
 from zbmd.actors.cluster.detector import Detector
 from zbmd.actors.cluster.local_jobs import LocalJobs
 from zbmd.actors.cluster.membership import ClusterMachine
 from zbmd.actors.cluster.nodes import Node
+from zbmd.actors.cluster.reports import Reports
+from zbmd.actors.cluster.rounds import Round
+from zbmd.actors.cluster.tie_break import TieBreak
+from zbmd.actors.cluster.word import OwnWord
 from zbmd.transport.budget import derive
 from zbmd.transport.capture.registry import MachineKind, register
 
@@ -28,7 +34,12 @@ def _build_cluster(config: Mapping[str, Any]) -> ClusterMachine:
 
 
 CLUSTER: MachineKind[messages.Event, messages.Action] = register(
-    "cluster", 1, _build_cluster, events=messages.Event, actions=messages.Action
+    "cluster",
+    1,
+    _build_cluster,
+    events=messages.Event,
+    actions=messages.Action,
+    states=(ClusterMachine, Acceptor, Agenda, OwnWord, Reports, Round, TieBreak),
 )
 """One life of a node; its configuration: `cluster_config`."""
 
@@ -38,7 +49,7 @@ def _build_detector(config: Mapping[str, Any]) -> Detector:
 
 
 DETECTOR: MachineKind[detector.Event, detector.Action] = register(
-    "detector", 1, _build_detector, events=detector.Event, actions=detector.Action
+    "detector", 1, _build_detector, events=detector.Event, actions=detector.Action, states=(Detector,)
 )
 """What a life makes of heartbeats; its configuration: `recovery_budget_ns`."""
 
@@ -48,6 +59,6 @@ def _build_jobs(config: Mapping[str, Any]) -> LocalJobs:
 
 
 LOCAL_JOBS: MachineKind[local_events.Event, local_events.Action] = register(
-    "jobs", 1, _build_jobs, events=local_events.Event, actions=local_events.Action
+    "jobs", 1, _build_jobs, events=local_events.Event, actions=local_events.Action, states=(LocalJobs,)
 )
 """The jobs of a node; it has no configuration."""

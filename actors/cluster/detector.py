@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias, assert_never
 
@@ -90,13 +90,11 @@ class Audible:
 Action: TypeAlias = Limit | Silent | Audible
 
 
+@dataclass(slots=True)
 class _Heard:
-    __slots__ = ("intervals_ns", "last_ns", "suspected")
-
-    def __init__(self, now_ns: int) -> None:
-        self.last_ns = now_ns
-        self.intervals_ns: deque[int] = deque(maxlen=INTERVALS_KEPT)
-        self.suspected = False
+    last_ns: int
+    intervals_ns: deque[int] = field(default_factory=lambda: deque(maxlen=INTERVALS_KEPT))
+    suspected: bool = False
 
 
 class Detector:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from state_followers import follow_all
 
 from zbmd.actors.cluster import detector, jobs_scenario, local_events, membership_scenario, messages
 from zbmd.actors.cluster.cluster_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, cluster_config
@@ -84,3 +86,5 @@ def test_a_cluster_with_jobs_and_faults_replays_identical(
     verdicts: list[Any] = list(capture.replay_log(tmp_path / "log"))
     assert len(verdicts) >= 12 and all(isinstance(v, capture.Identical) for v in verdicts), verdicts
     assert sum(verdict.events for verdict in verdicts) > 300
+    (log,) = capture.open_log(tmp_path / "log").processes
+    assert follow_all(log, random.Random(seed)) == {"cluster", "detector", "jobs"}

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
+from state_followers import follow_all
 
 from zbmd.actors import supervision, view
 from zbmd.actors.supervision import SupervisionMachine
@@ -82,13 +83,23 @@ def _build_hello(config: Mapping[str, Any]) -> hello.HelloMachine:
 
 
 MEMBERSHIP: capture.MachineKind[view.Event, view.Action] = capture.register(
-    "test.membership", 1, _build_membership, events=view.Event, actions=view.Action
+    "test.membership",
+    1,
+    _build_membership,
+    events=view.Event,
+    actions=view.Action,
+    states=(MembershipMachine, SupervisionMachine),
 )
 SUPERVISION: capture.MachineKind[supervision.Event, supervision.Action] = capture.register(
-    "test.supervision", 1, _build_supervision, events=supervision.Event, actions=supervision.Action
+    "test.supervision",
+    1,
+    _build_supervision,
+    events=supervision.Event,
+    actions=supervision.Action,
+    states=(SupervisionMachine,),
 )
 COMMIT: capture.MachineKind[cm.CommitEvent, cm.CommitAction] = capture.register(
-    "test.step-commit", 1, _build_commit, events=cm.CommitEvent, actions=cm.CommitAction
+    "test.step-commit", 1, _build_commit, events=cm.CommitEvent, actions=cm.CommitAction, states=(StepCommit,)
 )
 HELLO: capture.MachineKind[hello.HelloEvent, hello.HelloAction] = capture.register(
     "test.hello", 2, _build_hello, events=hello.HelloEvent, actions=hello.HelloAction, secrets=("cookie",)
@@ -472,7 +483,7 @@ class _Forgetful(SupervisionMachine):
 
 
 def test_the_golden_machines_replay_identical_and_mutants_diverge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     golden = tmp_path / "golden"
     capture.text_to_capture(GOLDEN_MACHINES.read_text(), golden)
@@ -481,6 +492,9 @@ def test_the_golden_machines_replay_identical_and_mutants_diverge(
     assert all(isinstance(verdict, capture.Identical) and not verdict.code_changed for verdict in found), (
         found
     )
+    (log,) = capture.open_log(golden).processes
+    kinds = {"test.membership", "test.supervision", "test.step-commit"}
+    assert follow_all(log, random.Random(seed)) == kinds
     mutants: list[tuple[str, Callable[..., Any]]] = [
         ("membership", _NoViewAfterLoss),
         ("supervision", _Forgetful),

@@ -10,6 +10,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,6 +35,7 @@ from zbmd.transport.capture import format as fmt
 from zbmd.transport.capture.errors import CaptureDamaged, CaptureError
 from zbmd.transport.capture.index import SegmentIndex, unpack_index
 from zbmd.transport.capture.reader import Segment
+from zbmd.transport.capture.registry import MachineKind
 from zbmd.transport.capture.text import capture_to_text, text_to_capture
 from zbmd.transport.hello_kind import hello_config
 from zbmd.transport.hlc import HybridClock
@@ -47,6 +49,8 @@ COMMANDS: tuple[list[str], ...] = (
     ["--export", "perfetto", "{out}"],
     ["--json"],
 )
+MEMBERSHIP_CONFIG = {"world_size": 2, "on_loss": "replace", "restarts_max": 3, "period_ns": 10**9}
+COMMIT_CONFIG = commit_config(StepCommit(rank=0, version=0, digest=bytes(16), handle=b"h", last_version=2))
 
 
 # ---- a good capture
@@ -98,9 +102,8 @@ def _record_hello(log: capture.Recorder) -> None:
         said = dialer.handle(hello.BytesReceived(data=answer), now_ns=1)
 
 
-def _record_membership(log: capture.Recorder) -> None:
-    config = {"world_size": 2, "on_loss": "replace", "restarts_max": 3, "period_ns": 10**9}
-    tap = log.machine(MEMBERSHIP, "host", MEMBERSHIP.build(config), config)
+def _record_membership(log: capture.Recorder) -> capture.Tap[view.Event, view.Action]:
+    tap = log.machine(MEMBERSHIP, "host", MEMBERSHIP.build(MEMBERSHIP_CONFIG), MEMBERSHIP_CONFIG)
     events: list[view.Event] = [view.StartRequested()]
     events += [view.Forked(rank=rank, incarnation=1) for rank in range(2)]
     events += [view.Joined(rank=rank, incarnation=1, address=f"a{rank}") for rank in range(2)]
@@ -109,13 +112,12 @@ def _record_membership(log: capture.Recorder) -> None:
     for number, event in enumerate(events):
         tap.handle(event, now_ns=number)
         tap.mark(number)
+    return tap
 
 
-def _record_commit(log: capture.Recorder) -> None:
-    digest = bytes(16)
-    machine = StepCommit(rank=0, version=0, digest=digest, handle=b"h", last_version=2)
-    tap = log.machine(STEP_COMMIT, "step-commit", machine, commit_config(machine))
-    held = cm.Held(version=0, digest=digest, slot=0, handle=b"h", known=0, fresh=True)
+def _record_commit(log: capture.Recorder) -> capture.Tap[cm.CommitEvent, cm.CommitAction]:
+    tap = log.machine(STEP_COMMIT, "step-commit", STEP_COMMIT.build(COMMIT_CONFIG), COMMIT_CONFIG)
+    held = cm.Held(version=0, digest=bytes(16), slot=0, handle=b"h", known=0, fresh=True)
     members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in range(2))
     vote = cm.VoteReceived(sender=1, epoch=1, version=1, digest=b"1" * 16, part=b"p")
     events: list[cm.CommitEvent] = [
@@ -127,6 +129,7 @@ def _record_commit(log: capture.Recorder) -> None:
     ]
     for number, event in enumerate(events):
         tap.handle(event, now_ns=number)
+    return tap
 
 
 def _record_cluster(log: capture.Recorder) -> None:
@@ -226,6 +229,34 @@ def _replay(data: bytes) -> None:
                 raise Broken(f"{verdict!r} is no verdict")
 
 
+@functools.cache
+def _machines() -> tuple[tuple[MachineKind[Any, Any], dict[str, Any], object], ...]:
+    """Kinds of machines whose state is recorded, each with a configuration and one that has lived."""
+    origin = capture.Origin(process="rank0", incarnation=1)
+    ring = capture.RingRecorder(origin, capture.Clocks(hybrid=HybridClock()))
+    return (
+        (MEMBERSHIP, MEMBERSHIP_CONFIG, _record_membership(ring).machine),
+        (STEP_COMMIT, COMMIT_CONFIG, _record_commit(ring).machine),
+    )
+
+
+def _states() -> tuple[bytes, ...]:
+    """Behind the number of their kind."""
+    return tuple(
+        bytes([number]) + kind.states.encode(machine)
+        for number, (kind, _, machine) in enumerate(_machines())
+        if kind.states is not None
+    )
+
+
+def _state(data: bytes) -> None:
+    script = Script(data)
+    kind, config, _ = _machines()[script.number(1) % len(_machines())]
+    if kind.states is None:
+        raise Broken(f"{kind.name} has no states")
+    kind.states.restore(kind.build(config), script.rest())
+
+
 def _command(data: bytes) -> None:
     script = Script(data)
     options = COMMANDS[script.number(1) % len(COMMANDS)]
@@ -322,6 +353,14 @@ TARGETS = (
         seeds=_streams,
         run=_replay,
         bytes_per_byte=4096,
+    ),
+    Target(
+        name="replay.state",
+        what="the state that a machine is played from",
+        allowed=(CaptureError,),
+        seeds=_states,
+        run=_state,
+        bytes_per_byte=1024,
     ),
     Target(
         name="replay.command",

@@ -66,6 +66,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "transport/capture/reader.py": ("capture.file", "capture.body"),
     "transport/capture/records.py": ("capture.records",),
     "transport/capture/replay.py": ("replay.machines",),
+    "transport/capture/state.py": ("replay.state",),
     "transport/capture/story.py": ("capture.records", "replay.machines"),
     "transport/capture/text.py": ("capture.text",),
     "actors/actor_arguments.py": ("arguments",),

@@ -76,7 +76,8 @@ class _Segment:
 class LogFiles:
     """The files of one process incarnation, in a directory of their own below `directory`.
 
-    records_before: how many records of the process are not in this log, before its first.
+    records_before: how many records of the process are not in this log, before its first. on_segment: is told
+    the number of each segment that begins.
     Not thread-safe. Raises `CaptureExists` if that incarnation's directory is there already, `CaptureError`
     if it cannot be made. Any method raises `OSError` when the disk fails; what was whole stays whole.
     """
@@ -89,6 +90,7 @@ class LogFiles:
         anchor: Callable[[], Anchor],
         *,
         records_before: int = 0,
+        on_segment: Callable[[int], None] = lambda number: None,
     ) -> None:
         self.path = directory / directory_name(origin.process, origin.incarnation)
         self.records = records_before
@@ -97,6 +99,7 @@ class LogFiles:
         self._origin = origin
         self._limits = limits
         self._anchor = anchor
+        self._on_segment = on_segment
         self._compressor = new_compressor()
         self._streams: dict[int, RawRecord] = {}
         self._closed: list[tuple[int, int, int]] = []  # number, bytes with the index, records before it
@@ -180,6 +183,7 @@ class LogFiles:
         self._complete(segment)
         self._delete_oldest()
         self._open(segment.number + 1)
+        self._on_segment(segment.number + 1)
         again = [declared_again(s, self._last_ns, self._last_hlc) for s in self._streams.values()]
         for start in range(0, len(again), BLOCK_RECORDS_MAX):
             self._write_block(again[start : start + BLOCK_RECORDS_MAX])

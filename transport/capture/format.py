@@ -29,7 +29,9 @@ import zstandard
 
 from zbmd.transport.capture.errors import CaptureDamaged, NotACapture
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2: machines' states are among the records."""
+FORMATS_READ = (1, 2)
 LOG_MAGIC = b"ZBMDZLOG"
 INDEX_MAGIC = b"ZBMDZIDX"
 LOG_SUFFIX = ".zlog"
@@ -179,9 +181,9 @@ def header_bytes(data: bytes, *, path: Path, magic: bytes, body_bytes_max: int) 
             f"{path} is no capture of zbmd: it begins with {data[8:16]!r}, not with {magic!r}. "
             "Name the directory that --capture was given."
         )
-    if version != FORMAT_VERSION:
+    if version not in FORMATS_READ:
         raise NotACapture(
-            f"{path} has format {version}, and this release of zbmd reads format {FORMAT_VERSION}. "
+            f"{path} has format {version}, and this release of zbmd reads formats {FORMATS_READ}. "
             "Read it with the release that wrote it."
         )
     if body_bytes > body_bytes_max or skipped != _HEADER.size - 8 + body_bytes:

@@ -81,7 +81,7 @@ class LogRecorder(Recorder):
         """The writer's count against `_taken_bytes`: each of the two has one thread that changes it."""
         self._lost = 0
         self._failure: str | None = None
-        self._files = LogFiles(directory, origin, limits.disk, clocks.anchor)
+        self._files = LogFiles(directory, origin, limits.disk, clocks.anchor, on_segment=self._begin_stretch)
         self.path = self._files.path
         self._closing = False
         self._writer_done = False
@@ -163,6 +163,9 @@ class LogRecorder(Recorder):
         return (int(Kind.LOST), PROCESS_STREAM, self.now_ns(), self._stamp(), self._lost, reason)
 
     # ---- the writing thread
+
+    def _begin_stretch(self, segment: int) -> None:
+        self.stretch = segment
 
     def _write_on(self) -> None:
         try:

@@ -39,6 +39,7 @@ TEXT_CHARS_MAX = 4096
 
 _EVENT, _ACTIONS, _RAISED, _MARK = int(Kind.EVENT), int(Kind.ACTIONS), int(Kind.RAISED), int(Kind.MARK)
 _STREAM, _END, _LOST, _NOTE = int(Kind.STREAM), int(Kind.END), int(Kind.LOST), int(Kind.NOTE)
+_STATE = int(Kind.STATE)
 _NIL = msgspec.Raw(b"\xc0")
 NEVER = 1 << 62
 
@@ -98,6 +99,9 @@ class Recorder(Taking, ABC):
         self.clocks = clocks
         self._bulk = bulk
         self._actions = actions
+        self.stretch = 0
+        """Grows when older records may be gone before those that come now. A machine's state is recorded
+        before its first event in each stretch: it can be replayed from there when what was before is gone."""
         self._streams: dict[int, RawRecord] = {}
         self._last_stream = PROCESS_STREAM
         _recorders.add(self)
@@ -167,6 +171,18 @@ class Recorder(Taking, ABC):
         return stream
 
     # ---- machines
+
+    def state(self, stream: int, kind: MachineKind[Any, Any], machine: object, now_ns: int) -> None:
+        """What a machine is before its next event. Without one it is replayed from its beginning only."""
+        if kind.states is None or stream == PROCESS_STREAM:
+            return
+        try:
+            state = kind.states.encode(machine)
+        except CaptureMismatch as error:
+            self.note(str(error), stream=stream)
+            return
+        record = (_STATE, stream, now_ns, self._stamp(), kind.states.fingerprint, msgspec.Raw(state))
+        self._take(record, len(state))
 
     def event(self, stream: int, codec: UnionCodec[EventT], event: EventT, now_ns: int) -> None:
         """A machine is given an event."""

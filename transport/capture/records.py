@@ -34,6 +34,7 @@ class Kind(IntEnum):
     LOST = 13
     END = 14
     RAISED = 15
+    STATE = 16
 
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -176,6 +177,17 @@ class Raised(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.RAISE
     message: str
 
 
+class StateTaken(_Record, frozen=True, array_like=True, gc=False, tag=int(Kind.STATE)):
+    """What a machine was just before its next event: a replay can begin here. See `state.StateCodec`.
+
+    fingerprint: of the classes that the state is made of.
+    """
+
+    kind: ClassVar[Kind] = Kind.STATE
+    fingerprint: str
+    state: msgspec.Raw
+
+
 Record: TypeAlias = (
     StreamDeclared
     | EventTaken
@@ -192,6 +204,7 @@ Record: TypeAlias = (
     | Lost
     | End
     | Raised
+    | StateTaken
 )
 
 RawRecord: TypeAlias = tuple[Any, ...]

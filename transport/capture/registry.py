@@ -10,6 +10,7 @@ import xxhash
 
 from zbmd.transport.capture.codec import UnionCodec
 from zbmd.transport.capture.errors import CaptureMismatch
+from zbmd.transport.capture.state import StateCodec
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.machine import Machine
 
@@ -26,7 +27,8 @@ class MachineKind(Generic[EventT, ActionT]):
 
     name, version: its own; the version grows when an old log cannot be replayed any more. build: takes the
     configuration as MessagePack gives it back (tuples are lists) and the secrets. secrets: entries of the
-    configuration that are never recorded; the replayer asks for them.
+    configuration that are never recorded; the replayer asks for them. states: writes the machine's state down
+    now and then, so that a replay can begin there; without it a machine is replayed from its beginning only.
     """
 
     name: str
@@ -35,6 +37,7 @@ class MachineKind(Generic[EventT, ActionT]):
     events: UnionCodec[EventT]
     actions: UnionCodec[ActionT]
     secrets: tuple[str, ...] = ()
+    states: StateCodec | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -54,13 +57,20 @@ def register(
     events: object,
     actions: object,
     secrets: tuple[str, ...] = (),
+    states: tuple[type[Any], ...] = (),
 ) -> MachineKind[EventT, ActionT]:
-    """Make a kind of machine known, at import. `events`, `actions`: the closed unions.
+    """Make a kind of machine known, at import. `events`, `actions`: the closed unions; `states`: the
+    machine's class and those in it that are no data classes, if its state can be recorded, see `StateCodec`.
 
-    Raises `LocalProtocolError` if the name and version are taken, or a union cannot be recorded.
+    Raises `LocalProtocolError` if the name and version are taken, a union cannot be recorded, or a machine
+    with secrets would write them down with its state.
     """
     if name == LINK or not name or (name, version) in _kinds:
         raise LocalProtocolError(f"machine {name!r} version {version} is registered already, or reserved")
+    if secrets and states:
+        raise LocalProtocolError(
+            f"the state of machine {name!r} would hold its secrets: {', '.join(secrets)}"
+        )
     kind = MachineKind[EventT, ActionT](
         name=name,
         version=version,
@@ -68,6 +78,7 @@ def register(
         events=UnionCodec[EventT](events),
         actions=UnionCodec[ActionT](actions),
         secrets=secrets,
+        states=StateCodec(states, (events, actions)) if states else None,
     )
     _kinds[name, version] = kind
     return kind

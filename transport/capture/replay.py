@@ -27,6 +27,7 @@ from zbmd.transport.capture.records import (
     Mark,
     Raised,
     Record,
+    StateTaken,
     StreamDeclared,
 )
 from zbmd.transport.capture.registry import LINK, MachineKind, find
@@ -34,18 +35,27 @@ from zbmd.transport.capture.story import action_texts, actions_text, describe
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.machine import Machine
 
+NO_BEGINNING = (
+    "its beginning is not in the log: it was deleted at the bound on the disk, or has left the ring; "
+    "its records can be shown, but no state to play it from was recorded since"
+)
 STORY_RECORDS = 12
 """How many records before a divergence are told with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identical:
-    """The machine answered all as recorded. code_changed: its events or actions look otherwise now."""
+    """The machine answered all as recorded.
+
+    code_changed: its events or actions look otherwise now. begun_at: 0 if it was played from its beginning,
+    else the number of the record of its state from which it was, for what was before is not in the log.
+    """
 
     process: str
     stream: str
     events: int
     code_changed: bool = False
+    begun_at: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +134,9 @@ class StreamReplay:
         self._broken: Exception | None = None
         """What `check_invariants` raises now, and did not yet when it was recorded."""
         self._code_changed = False
+        self._awaits_state = record.continued
+        """Its beginning is not in the log: it is played from the first state of it that is."""
+        self._begun_at = 0
         try:
             self._kind, self._machine = self._build(record, secrets or {})
         except _Stop as stop:
@@ -143,6 +156,8 @@ class StreamReplay:
 
     def finish(self) -> Verdict:
         """The log is at its end: an answer that is still owed was cut off with it."""
+        if self.verdict is None and self._awaits_state:
+            self.verdict = self._incomplete(NO_BEGINNING)
         if self.verdict is None and self._broken is not None and not self._owed:
             self.verdict = self._invariant_broken(self._broken)
         if self.verdict is None:
@@ -151,6 +166,7 @@ class StreamReplay:
                 stream=self.stream,
                 events=self.events,
                 code_changed=self._code_changed,
+                begun_at=self._begun_at,
             )
         return self.verdict
 
@@ -163,17 +179,12 @@ class StreamReplay:
     def _build(
         self, record: StreamDeclared, secrets: Mapping[str, Any]
     ) -> tuple[MachineKind[Any, Any], Machine[Any, Any]]:
-        if record.continued:
-            raise _Stop(
-                self._incomplete(
-                    "its beginning is not in the log: it was deleted at the bound on the disk, or has left "
-                    "the ring; its records can be shown, but it is played from its beginning only"
-                )
-            )
         try:
             kind = find(record.machine, record.version)
         except CaptureMismatch as error:
             raise _Stop(self._incomplete(str(error))) from None
+        if record.continued and kind.states is None:
+            raise _Stop(self._incomplete(NO_BEGINNING))
         self._code_changed = kind.fingerprint != record.fingerprint
         missing = [name for name in kind.secrets if name not in secrets]
         if missing:
@@ -190,11 +201,15 @@ class StreamReplay:
         match record:
             case Mark(step=step):
                 self._step = step
-            case Lost(records=records, reason=reason):
+            case Lost(records=records, reason=reason) if not self._awaits_state:
                 raise _Stop(self._incomplete(f"{records} records are missing at {entry.number}: {reason}"))
             case _:
                 pass
         if record.stream != self.number:
+            return
+        if self._awaits_state and not isinstance(record, End):
+            if isinstance(record, StateTaken):
+                self._restore(entry.number, record)
             return
         match record:
             case EventTaken():
@@ -208,6 +223,16 @@ class StreamReplay:
             case _:
                 pass
         self._story.append((entry.number, record))
+
+    def _restore(self, number: int, record: StateTaken) -> None:
+        states = self._kind.states
+        if states is None or record.fingerprint != states.fingerprint:
+            raise _Stop(self._incomplete(f"{NO_BEGINNING}; its state was recorded by other code"))
+        try:
+            states.restore(self._machine, record.state)
+        except CaptureMismatch as error:
+            raise _Stop(self._incomplete(f"record {number}: {error}")) from None
+        self._awaits_state, self._begun_at = False, number
 
     def _take(self, number: int, record: EventTaken) -> None:
         """Give the machine an event; its answer is compared when the recorded one comes."""

@@ -28,6 +28,8 @@ from zbmd.transport.errors import LocalProtocolError
 RING_BYTES = 8 << 20
 RING_PARTS = 64
 """The ring forgets by parts of this fraction."""
+PARTS_PER_STRETCH = 16
+"""So often machines' states are recorded: of the ring's records at least three quarters can be replayed."""
 CRASH_SIGNALS = (signal.SIGABRT, signal.SIGQUIT, signal.SIGXCPU)
 """Sent from outside, these end a process that can still run Python."""
 
@@ -110,6 +112,7 @@ class RingRecorder(Recorder):
         self._parts.append(part)
         self._begun_bytes.append(self._taken_bytes - weight)
         self._parts_begun += 1
+        self.stretch = self._parts_begun // PARTS_PER_STRETCH
         while self._ended and self._ended[0][0] <= self._parts_begun - len(self._parts):
             self._ended.popleft()
         self._append = part.append

@@ -22,6 +22,7 @@ from zbmd.transport.capture.records import (
     Raised,
     Record,
     SeedDrawn,
+    StateTaken,
     StreamDeclared,
     TimerFired,
 )
@@ -60,6 +61,8 @@ def describe(record: Record) -> str:
             return f"-- {text}"
         case Bulk(name=name, payload_bytes=payload_bytes, digest=digest):
             return f"<- bulk {name}, {payload_bytes} bytes, digest {digest.hex()}"
+        case StateTaken(state=state):
+            return f"-- its state, {len(bytes(state))} bytes"
         case Mark(step=step):
             return f"== step {step}"
         case Lost(records=records, reason=reason):

@@ -20,7 +20,7 @@ class Tap(Generic[EventT, ActionT]):
     Used from the recorder's thread.
     """
 
-    __slots__ = ("_kind", "_recorder", "_stream", "machine")
+    __slots__ = ("_kind", "_recorder", "_stream", "_stretch", "machine")
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class Tap(Generic[EventT, ActionT]):
         self.machine = machine
         self._recorder = recorder
         self._kind = kind
+        self._stretch = 0 if recorder is None else recorder.stretch
         self._stream = 0 if recorder is None else recorder.declare_machine(kind, name, config)
 
     @property
@@ -45,6 +46,9 @@ class Tap(Generic[EventT, ActionT]):
         recorder = self._recorder
         if recorder is None:
             return self.machine.handle(event, now_ns=now_ns)
+        if self._stretch != recorder.stretch:
+            self._stretch = recorder.stretch
+            recorder.state(self._stream, self._kind, self.machine, now_ns)
         recorder.event(self._stream, self._kind.events, event, now_ns)
         try:
             actions = self.machine.handle(event, now_ns=now_ns)

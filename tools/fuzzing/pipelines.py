@@ -1,13 +1,28 @@
-"""The target of pipeline programs as text: read, proven or refused, and run in the model of time."""
+"""Targets of pipelines: programs as text, and the rings that a stage offers."""
 
 from __future__ import annotations
 
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.training.pipeline.errors import ScheduleError, ScheduleFlawed
 from zbmd.training.pipeline.program import Shape, format_program, parse_programs
+from zbmd.training.pipeline.rings import RingOffer, decode_offers, encode_offers
 from zbmd.training.pipeline.schedules import programs_of
 from zbmd.training.pipeline.simulate import Costs, simulate
 from zbmd.training.pipeline.verifier import verify
+from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.region import RegionHandle
+
+
+def _offers(data: bytes) -> None:
+    found = decode_offers(data, 1)
+    offers = [RingOffer(*boundary, handle) for boundary, handle in found.items()]
+    if decode_offers(encode_offers(offers), 1) != found:
+        raise Broken(f"{found}")
+
+
+def _offer_seeds() -> tuple[bytes, ...]:
+    handle = RegionHandle(slot=1, incarnation=2, offset=4096, nbytes=1024, writable=True)
+    return (encode_offers([RingOffer(False, 1, handle), RingOffer(True, 0, handle)]),)
 
 
 def _pipeline(data: bytes) -> None:
@@ -38,5 +53,12 @@ TARGETS = (
         seeds=_seeds,
         run=_pipeline,
     ),
+    Target(
+        name="pipeline.rings",
+        what="where a stage says that its rings lie",
+        allowed=(RemoteProtocolError,),
+        seeds=_offer_seeds,
+        run=_offers,
+    ),
 )
-"""Targets of the training layer's programs."""
+"""Targets of the training layer's pipelines."""

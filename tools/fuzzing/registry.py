@@ -100,6 +100,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "collectives/_stepper.pyx": ("collective.descriptor",),
     "collectives/program.py": ("program",),
     "training/pipeline/program.py": ("pipeline",),
+    "training/pipeline/rings.py": ("pipeline.rings",),
     "training/checkpoint.py": ("checkpoint",),
     "training/corpus.py": ("corpus",),
     "training/journal.py": ("commit.part",),

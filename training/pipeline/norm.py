@@ -40,6 +40,13 @@ def pieces_of(grads: Array, span: slice) -> Pieces:
     return np.concatenate([grads[:first].astype(np.float64), sums, grads[last:].astype(np.float64)])
 
 
+def pieces_length(span: slice) -> int:
+    """How many numbers `pieces_of` gives for `span`."""
+    blocks = _whole_blocks(span)
+    size: int = span.stop - span.start
+    return size - len(blocks) * (NORM_BLOCK - 1)
+
+
 def norm_of(pieces: Sequence[tuple[slice, Pieces]], dtype: np.dtype[np.floating]) -> float:
     """The norm of the whole, from the pieces of all parts in their order.
 
@@ -55,8 +62,7 @@ def norm_of(pieces: Sequence[tuple[slice, Pieces]], dtype: np.dtype[np.floating]
     for span, values in pieces:
         blocks = _whole_blocks(span)
         head = blocks.start * NORM_BLOCK - span.start if blocks else span.stop - span.start
-        tail = span.stop - blocks.stop * NORM_BLOCK if blocks else 0
-        if len(values) != head + len(blocks) + tail:
+        if len(values) != pieces_length(span):
             raise RemoteProtocolError(f"{len(values)} pieces of a gradient came for elements {span}")
         if not blocks and span.start // NORM_BLOCK != span.stop // NORM_BLOCK:
             cut = span.stop // NORM_BLOCK * NORM_BLOCK - span.start

@@ -1,0 +1,228 @@
+"""Rings of slots between the stages of a pipeline: regions that a neighbour puts into, and counts in cells.
+
+A ring lies in its receiver's inbox; its sender puts messages into the slots that the stage machine says.
+Behind each put, and for each release, one of four notify cells of the pair of stages is set to how many there
+have been (`Told`), under the epoch. So nothing of a step passes an event loop, and a stage waits natively.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import msgspec
+import numpy as np
+
+from zbmd.actors.member import Node
+from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.group import Group
+from zbmd.training.pipeline.program import StageProgram
+from zbmd.training.pipeline.stage_events import Await, Put, Release, Told
+from zbmd.training.pipeline.storage import Boundary, boundary_of, slots_of
+from zbmd.training.xp import Array
+from zbmd.transport import _native
+from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, RemoteProtocolError
+from zbmd.transport.region import RegionHandle, RemoteRegion
+from zbmd.transport.segment import Segment
+from zbmd.transport.transfer import Transfer
+
+CHANNEL_DEFAULT = 4
+"""The first of as many notify channels as there are kinds of `Told`; no group may use one of them."""
+COUNT_MAX = (1 << 32) - 1
+"""A count of this says that the stage has given up."""
+_EPOCH_SHIFT = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What passes between stages: the shape and dtype of every message."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.floating]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a message."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class RingOffer(msgspec.Struct, frozen=True, array_like=True):
+    """Where a ring of this stage lies."""
+
+    gradient: bool
+    part: int
+    handle: RegionHandle
+
+
+def inbox_bytes_needed(programs: Sequence[StageProgram], traffic: Traffic) -> int:
+    """Bytes that the rings of the stage with most of them take."""
+    return max(sum(slots_of(program).values()) for program in programs) * traffic.nbytes
+
+
+def decode_offers(data: bytes, stage: int) -> dict[Boundary, RegionHandle]:
+    """The rings that a stage offers. Raises `RemoteProtocolError` if that cannot be read."""
+    try:
+        offers = msgspec.msgpack.decode(data, type=list[RingOffer])
+    except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
+        raise RemoteProtocolError(f"stage {stage} offers rings that cannot be read: {error}") from error
+    return {Boundary(offer.gradient, offer.part): offer.handle for offer in offers}
+
+
+def encode_offers(offers: Sequence[RingOffer]) -> bytes:
+    """The inverse of `decode_offers`."""
+    return msgspec.msgpack.encode(offers)
+
+
+class StageRings:
+    """The rings of one stage, and its way into those of its neighbours. For one thread.
+
+    Made by all stages together, after the view was entered. Every call raises `PeerLost` when a stage has
+    ended, and `OperationAborted` when a neighbour has given up.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        group: Group,
+        programs: Sequence[StageProgram],
+        stage: int,
+        traffic: Traffic,
+        *,
+        channel: int = CHANNEL_DEFAULT,
+    ) -> None:
+        self._segment: Segment = node.segment
+        self._members = group.members
+        self._epoch, self._channel, self._traffic = group.epoch, channel, traffic
+        self._mask = sum(1 << rank for rank in group.members if rank != node.rank)
+        self._transfers: list[Transfer] = []
+        self._own = self._make(programs[stage])
+        self._handles = [
+            self._segment.regions.register(ring, writers=self._writers()) for ring in self._own.values()
+        ]
+        self._regions: dict[Boundary, RemoteRegion] = {}
+        self._towards: dict[int, RemoteRegion] = {}
+        offers = [
+            RingOffer(gradient=boundary.gradient, part=boundary.part, handle=handle)
+            for boundary, handle in zip(self._own, self._handles, strict=True)
+        ]
+        for other, data in enumerate(_exchange(group, encode_offers(offers))):
+            if other != stage:
+                self._open(node, programs, stage, other, data)
+
+    def _make(self, program: StageProgram) -> dict[Boundary, Array]:
+        inbox, shape = self._segment.inbox, self._traffic.shape
+        return {
+            boundary: inbox.empty((slots, *shape), self._traffic.dtype)
+            for boundary, slots in slots_of(program).items()
+        }
+
+    def _writers(self) -> list[int]:
+        return [rank for rank in self._members if self._mask >> rank & 1]
+
+    def _open(
+        self, node: Node, programs: Sequence[StageProgram], stage: int, other: int, data: bytes
+    ) -> None:
+        """Open the rings of stage `other` that this one puts into."""
+        memory = node.peers[self._members[other]].memory
+        offered = decode_offers(data, other)
+        for boundary, slots in slots_of(programs[other]).items():
+            sender = boundary.part + (1 if boundary.gradient else -1)
+            if programs[other].shape.stage_of(sender) != stage:
+                continue
+            handle = offered.get(boundary)
+            if handle is None or handle.nbytes != slots * self._traffic.nbytes:
+                raise RemoteProtocolError(f"stage {other} offers no ring of {slots} slots for {boundary}")
+            region = memory.open_region(handle, self._segment)
+            self._regions[boundary] = self._towards[other] = region
+
+    def slot(self, boundary: Boundary, slot: int) -> Array:
+        """What a neighbour put there: ours, to read and to overwrite, until it is released."""
+        found: Array = self._own[boundary][slot]
+        return found
+
+    def put(self, put: Put, array: Array) -> None:
+        """Begin to put `array`; it must not change until `drain`."""
+        self._transfers = [transfer for transfer in self._transfers if not transfer.done]
+        transfer = self._regions[boundary_of(put.message)].put(
+            np.ascontiguousarray(array, self._traffic.dtype),
+            put.slot * self._traffic.nbytes,
+            channel=self._channel + put.what.value,
+            value=self._value(put.count),
+        )
+        self._transfers.append(transfer)
+
+    def release(self, release: Release) -> None:
+        """Tell the sender."""
+        region = self._towards[release.stage]
+        region.notify(self._channel + release.what.value, self._value(release.count))
+
+    def drain(self, deadline_ns: int) -> None:
+        """Wait until all that was put is on its way, and its memory free."""
+        transfers, self._transfers = self._transfers, []
+        for transfer in transfers:
+            transfer.wait(deadline_ns)
+
+    def count(self, stage: int, what: Told) -> int:
+        """How much a neighbour has told by now."""
+        rank, channel = self._members[stage], self._channel + what.value
+        cell = _native.load_cell(self._segment.base, rank, channel)
+        if cell >> _EPOCH_SHIFT > self._epoch or cell == self._value(COUNT_MAX):
+            raise OperationAborted(f"stage {stage} has given the step up")
+        return cell & COUNT_MAX if cell >> _EPOCH_SHIFT == self._epoch else 0
+
+    def wait(self, awaited: Await, deadline_ns: int) -> int | None:
+        """Wait, without the GIL, until a neighbour has told it; a stage that has ended meanwhile, or None.
+
+        Raises `DeadlineExceeded`.
+        """
+        rank, channel = self._members[awaited.stage], self._channel + awaited.what.value
+        found = self._segment.wait(
+            rank, channel, self._value(awaited.count), group_mask=self._mask, deadline_ns=deadline_ns
+        )
+        if found == _native.WAIT_LOST:
+            lost = self._segment.lost_mask() & self._mask
+            return next(stage for stage, rank in enumerate(self._members) if lost >> rank & 1)
+        if found == _native.WAIT_DEADLINE:
+            raise DeadlineExceeded(
+                f"stage {awaited.stage} (rank {rank}) lives, and has not told {awaited.count} "
+                f"{awaited.what.name} in time: see what it computes, or raise the timeout"
+            )
+        if found == _native.WAIT_ABORTED:
+            raise OperationAborted(f"stage {awaited.stage} is in a later view: get its group")
+        return None
+
+    def give_up(self) -> None:
+        """Tell the neighbours that this step will not be finished: their waits end."""
+        for region in self._towards.values():
+            for what in Told:
+                with contextlib.suppress(PeerLost, LinkClosed):
+                    region.notify(self._channel + what.value, self._value(COUNT_MAX))
+
+    def close(self) -> None:
+        """Let go of all rings. Idempotent. What a neighbour may still write lives until it is gone."""
+        for region in self._regions.values():
+            region.close()
+        for handle in self._handles:
+            self._segment.regions.release(handle)
+        self._regions.clear()
+        self._towards.clear()
+        self._handles.clear()
+
+    def _value(self, count: int) -> int:
+        return self._epoch << _EPOCH_SHIFT | count
+
+
+def gather_rows(group: Group, rows: Array) -> Array:
+    """The `rows` of all members of a group, one behind the other, in their order."""
+    end_ns = group.deadline_ns()
+    return group.submit(lambda c: c.all_gather_v(rows, deadline_ns=end_ns)).result()
+
+
+def _exchange(group: Group, data: bytes) -> list[bytes]:
+    """What every member says, in their order."""
+    sizes = group.blocking.all_gather(np.array([len(data)], np.int64)).reshape(-1)
+    every = gather_rows(group, np.frombuffer(data, np.uint8))
+    ends = np.cumsum(sizes)
+    return [every[end - size : end].tobytes() for size, end in zip(sizes, ends, strict=True)]

@@ -39,6 +39,7 @@ from zbmd.training.recipe import Recipe
 from zbmd.transport.errors import UserError
 
 REPORT_EVERY_STEPS = 10
+LEAVE_TAG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,7 @@ def _train(node: Node, made: Group, recipe: Recipe, schedule: str, parts: int) -
     try:
         steps = [_step(node, trainer, recipe.config.steps) for _ in range(recipe.config.steps)]
         digest = weights_sha256(trainer.weights())
+        _take_leave(node, made)
     finally:
         trainer.close()
     if node.rank != made.members[0]:
@@ -106,6 +108,19 @@ def _train(node: Node, made: Group, recipe: Recipe, schedule: str, parts: int) -
         bubble=float(np.median([one.took_ns / max(one.busy_ns) - 1.0 for one in steps])),
         weights_sha256=digest,
     )
+
+
+def _take_leave(node: Node, made: Group) -> None:
+    """Return once all stages have done their last operation: a group that closes ends those under way."""
+    first, nothing = made.members[0], np.zeros(1, np.uint8)
+    if node.rank != first:
+        made.blocking.send(nothing, first, tag=LEAVE_TAG)
+        made.blocking.recv(first, tag=LEAVE_TAG)
+        return
+    for rank in made.members[1:]:
+        made.blocking.recv(rank, tag=LEAVE_TAG)
+    for rank in made.members[1:]:
+        made.blocking.send(nothing, rank, tag=LEAVE_TAG)
 
 
 def _step(node: Node, trainer: StageTrainer, steps: int) -> StageStep:

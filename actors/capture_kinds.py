@@ -87,7 +87,7 @@ def _build_upgrade(config: Mapping[str, Any]) -> UpgradeMachine:
 
 
 UPGRADE: MachineKind[upgrade.Event, upgrade.Action] = register(
-    "upgrade", 1, _build_upgrade, events=upgrade.Event, actions=upgrade.Action
+    "upgrade", 1, _build_upgrade, events=upgrade.Event, actions=upgrade.Action, states=(UpgradeMachine,)
 )
 """Whoever leads a change of code; its configuration: the arguments of `UpgradeMachine`."""
 
@@ -97,6 +97,11 @@ def _build_upgrade_agent(config: Mapping[str, Any]) -> UpgradeAgent:
 
 
 UPGRADE_AGENT: MachineKind[upgrade.LocalEvent, upgrade.LocalAction] = register(
-    "upgrade-agent", 1, _build_upgrade_agent, events=upgrade.LocalEvent, actions=upgrade.LocalAction
+    "upgrade-agent",
+    1,
+    _build_upgrade_agent,
+    events=upgrade.LocalEvent,
+    actions=upgrade.LocalAction,
+    states=(UpgradeAgent,),
 )
 """One process's part in it; its configuration: the arguments of `UpgradeAgent`."""

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from state_followers import follow_all
 
 from zbmd.actors import upgrade_events as ev
 from zbmd.actors.actor import Actor, on
@@ -62,6 +63,8 @@ def replayed(log: capture.LogRecorder, path: Path) -> list[int]:
     log.close("the end")
     verdicts = list(capture.replay_log(path))
     assert all(isinstance(verdict, capture.Identical) for verdict in verdicts), verdicts
+    (process,) = capture.open_log(path).processes
+    assert follow_all(process, random.Random(len(verdicts))) <= {"upgrade", "upgrade-agent"}
     return [verdict.events for verdict in verdicts if isinstance(verdict, capture.Identical)]
 
 

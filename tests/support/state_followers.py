@@ -10,6 +10,7 @@ import msgspec
 from zbmd.transport import capture
 from zbmd.transport.capture.records import EventTaken, StreamDeclared
 from zbmd.transport.capture.registry import find
+from zbmd.transport.errors import ProtocolError
 
 FOLLOWERS_MAX = 6
 """Of each machine."""
@@ -32,12 +33,19 @@ def follow_all(log: capture.ProcessLog, rng: random.Random) -> set[str]:
                 followers.append(kind.build(config))
                 kind.states.restore(followers[-1], kind.states.encode(machine))
             event = kind.events.decode(record.tag, record.fields)
-            answer = machine.handle(event, now_ns=record.at_ns)
+            answer = _answer(machine, event, record.at_ns)
             for follower in followers:
-                assert follower.handle(event, now_ns=record.at_ns) == answer, (kind.name, number)
+                assert _answer(follower, event, record.at_ns) == answer, (kind.name, number)
                 follower.check_invariants()
         found.add(kind.name)
     return found
+
+
+def _answer(machine: Any, event: Any, now_ns: int) -> object:
+    try:
+        return machine.handle(event, now_ns=now_ns)
+    except ProtocolError as error:
+        return type(error), str(error)
 
 
 def _events_of(log: capture.ProcessLog) -> dict[int, tuple[StreamDeclared, list[EventTaken]]]:

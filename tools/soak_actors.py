@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import secrets
@@ -187,7 +188,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 1 <= given.processes <= PROCESSES_MAX:
         parser.error(f"--processes {given.processes}: give 1 to {PROCESSES_MAX}")
     print(f"seed {given.seed}", file=sys.stderr, flush=True)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
     run = uvloop.run(soak(given.processes, given.minutes * 60, given.kill_every, given.seed))
     books = run.books
     result = {

@@ -12,6 +12,7 @@ from actor_recordings import until
 from zbmd.actors._serving import LOOKS_PER_TURN, MESSAGES_PER_LOOK, TELLS_PER_TURN
 from zbmd.actors.actor import Actor, on
 from zbmd.actors.contracts import Contract
+from zbmd.actors.loop_watch import LOOK_S
 from zbmd.actors.mailbox import MailboxSpec
 from zbmd.actors.system import ActorSystem
 
@@ -82,6 +83,7 @@ async def test_a_sender_shares_the_loop_too(system: ActorSystem) -> None:
 
 
 async def test_who_holds_the_loop_is_named_with_the_place(system: ActorSystem) -> None:
+    assert 2 * LOOK_S < 0.1, "whoever holds the loop is told of within 100 ms"
     ref = await system.spawn(Worker, list[str](), name="hog")
     watch = system.watch_of_loop
     for count in (1, 2):

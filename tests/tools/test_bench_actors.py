@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import pytest
 
 from zbmd.actors.system import ActorSystem
 from zbmd.tools import bench_actors
-from zbmd.tools.bench_actor_life import fairness, restarting, spawning
+from zbmd.tools.bench_actor_life import fairness, restarting, restarting_process, spawning
 from zbmd.tools.bench_row import Row, percentile, table
 from zbmd.transport.errors import UserError
 
@@ -20,13 +21,15 @@ async def test_every_figure_of_a_life_is_measured() -> None:
         assert spawned.per_second > 0 and "100" in kept.what
         (restarted,) = await restarting(system, 3)
         assert 0 < restarted.p50_us <= restarted.p99_us
-        alone, beside, flooded, growth = await fairness(system, 0.01)
+        killed = await restarting_process(system, 1)
+        assert killed.p50_us > 0
+        alone, beside, flooded, growth, own = await fairness(system, 0.01)
         assert alone.p50_us > 0 and beside.p50_us > 0 and flooded.per_second > 0
-        assert growth.amount == beside.p99_us / alone.p99_us
+        assert growth.amount > 0 and own.amount > 0
     finally:
         await system.stop()
-    shown = table([spawned, kept, restarted, alone, beside, flooded, growth])
-    assert len(shown.splitlines()) == 8 and "restart of a crashed actor" in shown
+    shown = table([spawned, kept, restarted, killed, alone, beside, flooded, growth, own])
+    assert len(shown.splitlines()) == 10 and "restart of a crashed actor" in shown
 
 
 def test_a_percentile_is_one_of_the_values() -> None:
@@ -36,10 +39,10 @@ def test_a_percentile_is_one_of_the_values() -> None:
 
 async def test_a_library_that_is_absent_is_named() -> None:
     absent = [Row(what="not installed here: monarch", where="", by="monarch")]
-    assert await bench_actors._beside("monarch", 0.01) == absent
+    assert await bench_actors._beside("monarch", sys.executable, 0.01) == absent
 
 
-@pytest.mark.parametrize(("seconds", "vs"), [(0.0, ""), (1e9, ""), (1.0, "erlang")])
+@pytest.mark.parametrize(("seconds", "vs"), [(0.0, ""), (1e9, ""), (1.0, "erlang"), (1.0, "ray=/no/python")])
 def test_bad_input_is_told(seconds: float, vs: str) -> None:
     with pytest.raises(UserError):
         bench_actors.run(argparse.Namespace(seconds=seconds, vs=vs, json=False))

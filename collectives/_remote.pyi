@@ -9,6 +9,16 @@ class RemoteGroup(NativeGroup):
     What a phase needs of such a member goes through its `RemoteMemory`, which is its caller's to do.
     """
 
+    wide: bool
+    """Whether the running operation's descriptors lie in slots, not in mirrors: their payload is large."""
+
+    def widen(self, addresses: list[int], slot_bytes: int) -> None:
+        """From now on an eager run may carry `slot_bytes` less its header of each rank.
+
+        `addresses`: here, of the two slots of each rank, by place. A slot's memory is the caller's to keep.
+        """
+    def slots_of(self, rank: int) -> int:
+        """Where `rank` says that its slots begin, bytes in its segment; 0 if it has none. After a `meet`."""
     def begin(
         self,
         program: NativeProgram,
@@ -34,11 +44,11 @@ class RemoteGroup(NativeGroup):
         """Offset in our segment and bytes of one of our buffers, as our descriptor tells it."""
     def extent(self, program: NativeProgram, rank: int, buffer: int) -> tuple[int, int]:
         """The same of a peer, once `meet` has found it to be within its segment."""
-    def descriptor(self, program: NativeProgram) -> bytes:
-        """Our descriptor, for the mirrors of others."""
+    def descriptor(self, program: NativeProgram) -> bytes | memoryview:
+        """Our descriptor, for the others: for their mirrors, or of a wide run, in place, for their slots."""
     @property
     def descriptor_offset(self) -> int:
-        """Where it belongs in a mirror."""
+        """Where it belongs in a mirror, or behind the first of our slots."""
     @property
     def word(self) -> int:
         """What tells the running operation from all others; it stands first in a descriptor."""
@@ -47,6 +57,13 @@ class RemoteGroup(NativeGroup):
         """The bits of the other members in a lost mask."""
     def tell(self, peer: int) -> int:
         """Notify `peer`, return 0; if it is on another host, count it and return what to set its cell to."""
+    def all_are_here(self) -> bool:
+        """Whether `meet` would not wait: all have entered, or something has ended the wait for them."""
+    def has_told(self, peer: int, count: int) -> bool:
+        """The same of `wait`."""
+    @property
+    def over(self) -> bool:
+        """Whether a member is lost, or the group aborted."""
     def meet(self, program: NativeProgram, deadline_ns: int) -> int:
         """Wait until all have entered and check that all called the same; returns a STATUS."""
     def walk(self, program: NativeProgram, kill_point: int, deadline_ns: int) -> int:

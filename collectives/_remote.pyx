@@ -1,12 +1,12 @@
 # cython: boundscheck=False, wraparound=False
 """The run of a group with members on other hosts, one phase at a time. See _remote.pyi."""
 
-from cpython.buffer cimport PyBUF_WRITE
+from cpython.buffer cimport PyBUF_READ, PyBUF_WRITE
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 
 from zbmd.collectives._stepper cimport (
-    HEADER_BYTES, PUB, S_ABORTED, S_DONE, Header, NativeGroup, NativeProgram, Run, extent, published,
+    DESCRIPTOR_BYTES, HEADER_BYTES, PAYLOAD_BYTES, PUB, RANKS, SCRATCH, S_ABORTED, S_DONE, Header, NativeGroup, NativeProgram, Run, extent, published,
     zbmd_apply, zbmd_move, zbmd_move_of, zbmd_place_of
 )
 
@@ -14,12 +14,16 @@ cdef extern from "native.h" nogil:
     ctypedef char *zbmd_base
     uint64_t zbmd_load64(zbmd_base base, uint64_t off)
     uint64_t zbmd_abort_offset(uint32_t channel)
+    uint64_t zbmd_cell_offset(uint32_t slot, uint32_t channel)
+    int zbmd_arrived(uint64_t cell, uint64_t value)
 
 cdef extern from *:
     """
     #include <signal.h>
+    static inline uint64_t zbmd_lost_offset(void) { return ZBMD_OFF_LOST; }
     static inline void zbmd_kill_self(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
     """
+    uint64_t zbmd_lost_offset() nogil
     void zbmd_kill_self() nogil
 
 
@@ -28,6 +32,41 @@ cdef class RemoteGroup(NativeGroup):
 
     cdef Run current
     cdef const uint64_t[:, ::1] layout, extents  # the run points into them
+    cdef char *narrow[RANKS]          # descriptors as they always are
+    cdef char *slots[RANKS]           # and of wide runs, two slots in turn
+    cdef uint64_t slot_stride
+    cdef readonly bint wide
+
+    def __init__(self, list ranges not None, **settings):
+        super().__init__(ranges, **settings)
+        self.whole_headers, self.wide = True, False
+        for i in range(self.n):
+            self.narrow[i] = self.descriptors[i]
+
+    def widen(self, list addresses not None, uint64_t slot_bytes):
+        if len(addresses) != self.n or slot_bytes <= HEADER_BYTES + PAYLOAD_BYTES:
+            raise ValueError("a place for every rank is needed, and more room than there is")
+        for i, address in enumerate(addresses):
+            self.slots[i] = <char *><uintptr_t>address
+        self.slot_stride, self.payload_max = slot_bytes, slot_bytes - HEADER_BYTES
+
+    def slots_of(self, int rank):
+        if not 0 <= rank < self.n:
+            raise IndexError(rank)
+        return self.headers[rank].offsets[SCRATCH]
+
+    cdef void _choose_slots(self, NativeProgram program) noexcept:
+        """Read and write the descriptors of the next run where they are wide enough for it."""
+        cdef uint32_t parity = (self.sequence + 1) & 1
+        cdef uint64_t most = 0
+        cdef int i
+        for i in range(self.n):
+            most = max(most, published(&self.current, i))
+        self.wide = program.eager and most > PAYLOAD_BYTES
+        for i in range(self.n):
+            self.descriptors[i] = self.narrow[i]
+            if self.wide:
+                self.descriptors[i] = self.slots[i] + parity * self.slot_stride - (self.channel * 2 + parity) * DESCRIPTOR_BYTES
 
     def begin(self, NativeProgram program not None, const uint64_t[::1] addresses not None, *,
               int operation, int dtype, int reduction, int root, uint64_t count, uint64_t total,
@@ -37,6 +76,7 @@ cdef class RemoteGroup(NativeGroup):
         self._prepare(program, &self.current, addresses, operation, dtype, reduction, root, count, total,
                       piece, in_stride, out_stride, scratch, scratch_bytes, layout, extents, layout_digest)
         self.layout, self.extents = layout, extents
+        self._choose_slots(program)
         self._publish(program, &self.current)
 
     def own_extent(self, NativeProgram program not None, int buffer):
@@ -51,11 +91,13 @@ cdef class RemoteGroup(NativeGroup):
         cdef uint64_t nbytes = HEADER_BYTES
         if program.eager and self.current.address[self.rank][PUB] != NULL:
             nbytes += published(&self.current, self.rank)
+        if self.wide:
+            return PyMemoryView_FromMemory(mine, nbytes, PyBUF_READ)
         return mine[:nbytes]
 
     @property
     def descriptor_offset(self):
-        return self._descriptor_offset()
+        return ((self.sequence & 1) * self.slot_stride) if self.wide else self._descriptor_offset()
 
     @property
     def word(self):
@@ -73,6 +115,34 @@ cdef class RemoteGroup(NativeGroup):
             return 0
         self.sent[peer] += 1
         return <uint64_t>self.epoch << 32 | self.sent[peer]
+
+    cdef int _look(self, int peer, uint64_t count) noexcept nogil:
+        """What ends the wait for so many notifications of a peer by now; below 0: nothing."""
+        cdef char *own = self.base[self.rank]
+        cdef uint64_t value = <uint64_t>self.epoch << 32 | count
+        cdef int found = zbmd_arrived(zbmd_load64(own, zbmd_cell_offset(self.slot[peer], self.channel)), value)
+        if found < 0 and (zbmd_load64(own, zbmd_lost_offset()) & self.mask or zbmd_load64(own, zbmd_abort_offset(self.channel)) >= value):
+            return S_ABORTED
+        return found
+
+    def all_are_here(self):
+        cdef int k, peer, found
+        for k in range(1, self.n):
+            peer = (self.rank + k) % self.n
+            found = self._look(peer, self.received[peer] + 1)
+            if found:
+                return found > 0
+        return True
+
+    def has_told(self, int peer, uint64_t count):
+        if not 0 <= peer < self.n or peer == self.rank:
+            raise IndexError(peer)
+        return self._look(peer, self.received[peer] + count) >= 0
+
+    @property
+    def over(self):
+        return (zbmd_load64(self.base[self.rank], zbmd_lost_offset()) & self.mask != 0
+                or zbmd_load64(self.base[self.rank], zbmd_abort_offset(self.channel)) >> 32 >= self.epoch)
 
     def meet(self, NativeProgram program not None, uint64_t deadline_ns):
         cdef int status

@@ -142,6 +142,8 @@ cdef class NativeGroup:
     cdef int n, rank
     cdef uint32_t channel, epoch, sequence, spins, yields
     cdef uint64_t mask, identity
+    cdef uint64_t payload_max         # bytes of input that travel with a descriptor
+    cdef bint whole_headers           # always tell where all buffers are
     cdef readonly int64_t pc
     cdef readonly int culprit
     cdef readonly uint64_t met_ns
@@ -156,6 +158,7 @@ cdef class NativeGroup:
     cdef uint64_t _fingerprint(self, Header *h) noexcept
     cdef char *_descriptor(self, int rank) noexcept nogil
     cdef uint64_t _descriptor_offset(self) noexcept nogil
+    cdef size_t _header_bytes(self, NativeProgram program) noexcept nogil
     cdef uint64_t _word(self) noexcept nogil
     cdef void _withdraw(self) noexcept nogil
     cdef bint _still_there(self) noexcept nogil

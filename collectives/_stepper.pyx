@@ -175,6 +175,7 @@ cdef class NativeGroup:
         self.n, self.rank, self.channel, self.epoch = len(ranges), rank, channel, epoch
         self.identity, self.spins, self.yields, self.sequence, self.mask = identity, spins, yields, 0, 0
         self.pc, self.culprit, self.met_ns = 0, -1, 0
+        self.payload_max, self.whole_headers = PAYLOAD_BYTES, False
         memset(self.sent, 0, sizeof(self.sent))
         memset(self.received, 0, sizeof(self.received))
         for i, (base, slot, inbox_end, total) in enumerate(ranges):
@@ -292,8 +293,8 @@ cdef class NativeGroup:
         run.scratch = <char *>scratch
         if count >= <uint64_t>1 << 48 or program.scratch_slots * run.slot_bytes > scratch_bytes:
             raise ValueError("too many elements, or too little scratch")
-        if program.eager and run.pub_bytes > PAYLOAD_BYTES:
-            raise ValueError(f"an eager operation has at most {PAYLOAD_BYTES} bytes")
+        if program.eager and run.pub_bytes > self.payload_max:
+            raise ValueError(f"an eager operation has at most {self.payload_max} bytes")
         own.plan, own.count, own.total = program.plan ^ layout_digest, count, total
         own.operation, own.dtype, own.reduction, own.root = operation, dtype, reduction, root
         own.piece, own.in_stride, own.out_stride = piece, in_stride, out_stride
@@ -323,6 +324,9 @@ cdef class NativeGroup:
 
     cdef uint64_t _descriptor_offset(self) noexcept nogil:
         return (self.channel * 2 + (self.sequence & 1)) * DESCRIPTOR_BYTES
+
+    cdef size_t _header_bytes(self, NativeProgram program) noexcept nogil:
+        return HEAD_BYTES if program.head_only and not self.whole_headers else sizeof(Header)
 
     cdef uint64_t _word(self) noexcept nogil:
         return <uint64_t>self.epoch << 32 | self.sequence
@@ -394,7 +398,7 @@ cdef class NativeGroup:
         zbmd_store64(mine, 0, 0)
         zbmd_fence_release()
         self.own.word = self.own.withdrawn = 0
-        memcpy(mine, &self.own, HEAD_BYTES if program.head_only else sizeof(Header))
+        memcpy(mine, &self.own, self._header_bytes(program))
         if program.eager and run.address[self.rank][PUB] != NULL:
             memcpy(mine + HEADER_BYTES, run.address[self.rank][PUB], run.pub_bytes)
         self.own.word = self._word()
@@ -427,7 +431,7 @@ cdef class NativeGroup:
         memcpy(&self.headers[self.rank], &self.own, sizeof(Header))
         for i in range(self.n):
             if i != self.rank:
-                memcpy(&self.headers[i], self._descriptor(i), HEAD_BYTES if program.head_only else sizeof(Header))
+                memcpy(&self.headers[i], self._descriptor(i), self._header_bytes(program))
         if not self._still_there():
             return S_ABORTED
         for i in range(self.n):
@@ -458,7 +462,7 @@ cdef class NativeGroup:
         cdef uint64_t need
         if buffer == PUB:
             run.address[rank][PUB] = self._descriptor(rank) + HEADER_BYTES
-            return published(run, rank) <= PAYLOAD_BYTES
+            return published(run, rank) <= self.payload_max
         if buffer == INBOX:
             low, high = ZBMD_OFF_END, self.inbox_end[rank]
         # Of a rank on another host: 0, so that places in the buffer are counted from its beginning.

@@ -45,6 +45,7 @@ class Calls(Runs):
             assignment=assignment,
             hosts=self.hosts,
             model=self.model,
+            eager_bytes_max=self._executor.eager_bytes_max,
             wish=self._wish,
         )
 

@@ -33,15 +33,23 @@ class Choice:
 
 @lru_cache(maxsize=CHOICES_MAX)
 def choose(
-    operation: Operation, *, n: int, nbytes: int, published_bytes: int, hosts: int, model: Model, wish: str
+    operation: Operation,
+    *,
+    n: int,
+    nbytes: int,
+    published_bytes: int,
+    hosts: int,
+    model: Model,
+    wish: str,
+    eager_bytes_max: int = PUB_BYTES_MAX,
 ) -> Choice:
     """What "auto" stands for.
 
     `nbytes`: a rank's largest array. `published_bytes`: what a rank would publish, if all of its input
-    travelled. `hosts`: how many. `wish`: the value of `ZBMD_ALGORITHM`. Raises `UserError` if the wish cannot
-    be.
+    travelled. `hosts`: how many. `wish`: the value of `ZBMD_ALGORITHM`. `eager_bytes_max`: what can travel
+    with a descriptor; up to `PUB_BYTES_MAX` it always does. Raises `UserError` if the wish cannot be.
     """
-    fits = published_bytes <= PUB_BYTES_MAX
+    fits = published_bytes <= eager_bytes_max
     wished = _wished(operation, wish)
     if wished and (fits or wished != "eager"):
         return Choice(algorithm=wished, reason=f"{VARIABLE}={wish}")
@@ -59,7 +67,7 @@ def choose(
     }
     ranked = tuple(sorted(costs.items(), key=lambda item: item[1]))
     best, cost = ranked[0]
-    if fits:
+    if published_bytes <= PUB_BYTES_MAX:
         return Choice(
             algorithm="eager",
             reason=f"{published_bytes} bytes travel with the descriptor (at most {PUB_BYTES_MAX})",

@@ -63,14 +63,25 @@ class Case:
         return (self.n - 1).bit_length()
 
     def time_ns(self, *, steps: float, moved: float, reduced: float = 0.0) -> float:
-        """Of so many notifications one after the other, and shares of `nbytes` moved and reduced."""
+        """Of so many notifications one after the other, and shares of `nbytes` moved and reduced.
+
+        Between hosts who reads what a notification behind the first tells of asks for it, and is answered.
+        """
         model = self.model
+        if self.hosts > 1:
+            steps = 1 + 3 * (steps - 1)
         work = moved * model.beta_ns_per_byte + reduced * model.gamma_ns_per_byte
         return steps * model.alpha_ns + self.crowding * self.nbytes * work
 
 
 def _eager(case: Case) -> float:
-    return case.time_ns(steps=1, moved=case.n, reduced=case.n - 1)
+    moved = case.n if case.hosts == 1 else case.n - 1  # between hosts a rank's own is not moved
+    return case.time_ns(steps=1, moved=moved, reduced=case.n - 1)
+
+
+def _eager_blocks(case: Case) -> float:
+    moved = case.n if case.hosts == 1 else (case.n - 1) / case.n
+    return case.time_ns(steps=1, moved=moved)
 
 
 def _direct_all_reduce(case: Case) -> float:
@@ -154,6 +165,9 @@ def _blocks_by_bruck(case: Case) -> float:
     return case.time_ns(steps=1 + case.levels * case.n / 2, moved=case.levels)
 
 
+_GATHERING = frozenset((Operation.ALL_GATHER, Operation.GATHER))
+"""Their `nbytes` is that of the result."""
+
 FORMULAS: Mapping[tuple[Operation, str], Formula] = MappingProxyType(
     {
         (Operation.ALL_REDUCE, "direct"): _direct_all_reduce,
@@ -178,7 +192,7 @@ FORMULAS: Mapping[tuple[Operation, str], Formula] = MappingProxyType(
         (Operation.SCATTER, "direct"): _blocks_directly,
     }
     | {
-        (operation, "eager"): _eager
+        (operation, "eager"): _eager_blocks if operation in _GATHERING else _eager
         for operation in (
             Operation.ALL_REDUCE,
             Operation.REDUCE,

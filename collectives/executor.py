@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbmd.collectives._stepper import (
+    PUB_BYTES_MAX,
     STATUS_ABORTED,
     STATUS_BAD_DESCRIPTOR,
     STATUS_DEADLINE,
@@ -148,6 +149,11 @@ class Executor(ABC):
     def addresses(self) -> NDArray[np.uint64]:
         """Where the buffers of the latest run began."""
         return self._addresses
+
+    @property
+    def eager_bytes_max(self) -> int:
+        """What a rank's input may have to travel with its descriptor; the same on all ranks."""
+        return PUB_BYTES_MAX
 
     @property
     def sequence(self) -> int:

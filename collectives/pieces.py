@@ -55,6 +55,8 @@ class Ask:
     hosts: tuple[int, ...] = ()
     """The host of each rank, by number; empty: all on one."""
     model: Model = ONE_HOST
+    eager_bytes_max: int = PUB_BYTES_MAX
+    """What can travel with a descriptor."""
     wish: str = ""
     """The value of `ZBMD_ALGORITHM`."""
 
@@ -96,8 +98,10 @@ def choice_of(ask: Ask) -> Choice:
         n=ask.n,
         nbytes=count * item,
         published_bytes=max(ask.published, ask.count) * item,
-        hosts=max(1, len(set(ask.hosts))),
+        # Only where no two members share memory does more than a little travel with a descriptor.
+        hosts=max(1, len(set(ask.hosts))) if ask.eager_bytes_max <= PUB_BYTES_MAX else ask.n,
         model=ask.model,
+        eager_bytes_max=ask.eager_bytes_max,
         wish=ask.wish,
     )
 
@@ -108,7 +112,7 @@ def shape_of(ask: Ask) -> Shape:
     item = itemsize(ask.dtype)
     published_bytes = max(ask.published, ask.count) * item
     name = choice_of(ask).algorithm if ask.algorithm == "auto" else ask.algorithm
-    if name == "eager" and published_bytes > PUB_BYTES_MAX:
+    if name == "eager" and published_bytes > ask.eager_bytes_max:
         raise UserError(f"algorithm 'eager' does not take {published_bytes} bytes; use 'auto'")
 
     def plan(elements: int) -> Plan:

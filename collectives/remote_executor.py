@@ -26,8 +26,10 @@ from zbmd.collectives.executor import (
     no_executor,
 )
 from zbmd.collectives.plan import Plan
-from zbmd.collectives.program import INBOX
+from zbmd.collectives.program import INBOX, SCRATCH
+from zbmd.collectives.remote_drive import Driver
 from zbmd.collectives.remote_fetch import Ended, Fetcher, Landings, Staging
+from zbmd.collectives.remote_slots import Slots
 from zbmd.collectives.remote_walk import Walk, reach
 from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.region import RegionHandle
@@ -83,12 +85,19 @@ class RemoteExecutor(Executor):
         self._group = group
         self._channel = channel
         self._mappings = mappings  # the group holds bare addresses
+        self._driver = Driver(next((memory.plane for memory in self._remote.values()), None))
         self._landings = Landings(
-            segment, channel=channel, epoch=epoch, lost_mask=group.lost_mask, spins=SPINS_REMOTE
+            segment, group, self._driver, channel=channel, epoch=epoch, spins=SPINS_REMOTE
         )
         self._staging = Staging()
+        self._slots = Slots(segment, group, members=len(members), place=self.place, remote=self._remote)
         self._gone: set[int] = set()
         """Places of members that could not be reached any more."""
+
+    @property
+    def eager_bytes_max(self) -> int:
+        """See `Executor.eager_bytes_max`."""
+        return self._slots.payload_max
 
     def give_up(self) -> None:
         """See `Executor.give_up`."""
@@ -100,6 +109,7 @@ class RemoteExecutor(Executor):
         """See `Executor.release`."""
         super().release()
         self._staging = Staging()
+        self._slots.release()
 
     def _lost(self) -> list[int]:
         return sorted({*super()._lost(), *self._gone})
@@ -107,6 +117,7 @@ class RemoteExecutor(Executor):
     def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
         if kill_point == 0:
             self._group.die()
+        self._addresses[SCRATCH] = self._slots.address
         self._group.begin(
             plan.native,
             self._addresses,
@@ -117,10 +128,13 @@ class RemoteExecutor(Executor):
         status = STATUS_ABORTED
         try:
             self._lend(plan, lent)
-            self._enter(plan, kill_point)
-            status = self._group.meet(plan.native, deadline_ns)
-            if status == STATUS_DONE:
-                status = self._walk(plan, call, fetcher, deadline_ns, kill_point)
+            with self._driver.driving():
+                self._enter(plan, kill_point)
+                self._driver.until(self._group.all_are_here)
+                status = self._group.meet(plan.native, deadline_ns)
+                if status == STATUS_DONE:
+                    self._slots.learn()
+                    status = self._walk(plan, call, fetcher, deadline_ns, kill_point)
         except Ended as ended:
             status = ended.status
             if ended.gone is not None:
@@ -128,6 +142,8 @@ class RemoteExecutor(Executor):
         finally:
             for handle in lent:
                 self._segment.regions.take_back(handle)
+            if lent or status != STATUS_DONE:
+                self._driver.leave()
             if status != STATUS_DONE:
                 self._withdraw(fetcher)
         if status == STATUS_DONE and kill_point == plan.kill_points - 1:
@@ -143,6 +159,7 @@ class RemoteExecutor(Executor):
             plan,
             group,
             fetcher,
+            driver=self._driver,
             remote=self._remote,
             channel=self._channel,
             dtype=call.dtype,
@@ -175,7 +192,7 @@ class RemoteExecutor(Executor):
             value = group.tell(place)
             memory = self._remote.get(place)
             if memory is not None:
-                self._try(place, partial(memory.describe, offset, data, channel=self._channel, value=value))
+                self._try(place, partial(self._put_descriptor, place, memory, offset, data, value))
         if self._gone:
             raise Ended(STATUS_LOST)
 
@@ -188,7 +205,16 @@ class RemoteExecutor(Executor):
         for place, memory in self._remote.items():
             memory.let_go(fetcher.asked[place])
             # A notification that is not awaited: the cell holds what it holds.
-            self._try(place, partial(memory.describe, at, word, channel=self._channel, value=0))
+            self._try(place, partial(self._put_descriptor, place, memory, at, word, 0))
+
+    def _put_descriptor(
+        self, place: int, memory: RemoteMemory, offset: int, data: bytes | memoryview, value: int
+    ) -> None:
+        """Put a part of our descriptor where the member at `place` reads it."""
+        if self._group.wide:
+            self._slots.put(place, offset, data, channel=self._channel, value=value)
+        else:
+            memory.describe(offset, data, channel=self._channel, value=value)
 
     def _try(self, place: int, send: partial[None]) -> None:
         """Send something to a member on another host, whose end ends none of what we do for the others."""

@@ -12,6 +12,7 @@ import numpy as np
 from zbmd.collectives._remote import RemoteGroup
 from zbmd.collectives._stepper import STATUS_ABORTED, STATUS_DONE, STATUS_LOST
 from zbmd.collectives.plan import Plan
+from zbmd.collectives.remote_drive import Driver
 from zbmd.transport import _native
 from zbmd.transport.bulk_region import BulkRegion
 from zbmd.transport.errors import LinkClosed, PeerLost
@@ -41,12 +42,16 @@ class Landings:
     The data-plane thread counts them in the notify cell of our own slot, which nobody else writes.
     """
 
-    def __init__(self, segment: Segment, *, channel: int, epoch: int, lost_mask: int, spins: int) -> None:
+    def __init__(
+        self, segment: Segment, group: RemoteGroup, driver: Driver, *, channel: int, epoch: int, spins: int
+    ) -> None:
         self._segment = segment
+        self._group = group
+        self._driver = driver
         self._mapping = segment.mapping  # it may tell of the last one when the segment is closed
         self._channel = channel
         self._epoch = epoch
-        self._lost_mask = lost_mask
+        self._lost_mask = group.lost_mask
         self._spins = spins
         self._lock = threading.Lock()
         self._count = 0
@@ -57,6 +62,7 @@ class Landings:
 
     def wait(self, transfer: Transfer, deadline_ns: int) -> int:
         """Until an expected transfer has ended; returns a STATUS."""
+        self._driver.until(lambda: transfer.done or self._group.over)
         while True:
             seen = self._count
             if transfer.done:

@@ -33,6 +33,7 @@ from zbmd.collectives.program import (
     Wait,
 )
 from zbmd.collectives.reductions import itemsize, slot_itemsize
+from zbmd.collectives.remote_drive import Driver
 from zbmd.collectives.remote_fetch import STAGING_BYTES_MAX, Ended, Fetch, Fetched, Fetcher
 from zbmd.transport._native import address_of
 from zbmd.transport.errors import LinkClosed, PeerLost
@@ -64,6 +65,7 @@ class Walk:
         group: RemoteGroup,
         fetcher: Fetcher,
         *,
+        driver: Driver,
         remote: Mapping[int, RemoteMemory],
         channel: int,
         dtype: int,
@@ -73,6 +75,7 @@ class Walk:
         self._plan = plan
         self._group = group
         self._fetcher = fetcher
+        self._driver = driver
         self._remote = remote
         self._channel = channel
         self._itemsize = itemsize(dtype)
@@ -96,6 +99,8 @@ class Walk:
                 group.die()
             instruction = instructions[begin]
             if at == BLOCKED and isinstance(instruction, Wait):
+                peer, count = instruction.peer, instruction.count
+                self._driver.until(lambda peer=peer, count=count: group.has_told(peer, count))
                 self._require(group.wait(instruction.peer, instruction.count, self._deadline_ns))
                 received[instruction.peer] = instruction.count
                 continue

@@ -132,6 +132,11 @@ class BulkPeer:
 
     # -- any thread ----------------------------------------------------------------------------------
 
+    @property
+    def plane(self) -> DataPlane:
+        """Who moves the bytes."""
+        return self._plane
+
     def open_region(self, handle: RegionHandle) -> BulkRegion:
         """The peer's region behind `handle`. Raises `RemoteProtocolError` if it is forged or stale."""
         require_owner(handle, slot=self.info.slot, incarnation=self.info.incarnation)

@@ -2,6 +2,9 @@
 
 It is Python, but while bytes move it is inside the kernel without the GIL: every call moves up to 4 MiB.
 Under a MAC a second thread tags what is moved meanwhile, without the GIL, too (`payload_tag`).
+
+A thread that waits for what the plane brings may take its turns itself (`driving`, `drive`): a message then
+costs no wake-up on its way. The plane's own thread stands by meanwhile, and is back when nobody drives.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import structlog
@@ -30,6 +34,8 @@ IDLE_MS: Final = 60_000
 """The thread looks around at least this often."""
 SILENCE_CHECK_NS: Final = 250_000_000
 """How often it is looked whether hosts still acknowledge what is sent to them."""
+STAND_BY_MS: Final = 2
+"""The thread takes its turns again when nobody has driven for so long."""
 _READ: Final = select.EPOLLIN | select.EPOLLRDHUP
 log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
 
@@ -55,6 +61,15 @@ class DataPlane:
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self.tag_helper = TagHelper() if usable_cpus() > 1 else None
         """Makes tags beside the thread; None where they would share one processor."""
+        self._turns = threading.Lock()
+        """Held by the thread that takes a turn: all that a turn touches is its."""
+        self._driver = 0
+        """The thread that drives, by its ident; 0: none."""
+        self._driven = 0
+        """Turns that were not the thread's own."""
+        self._stands_by = False
+        self._wake_poll = select.poll()
+        self._wake_poll.register(self._wake_fd, select.POLLIN)
         self._asleep = False
         self._closing = False
         self._lock = threading.Lock()
@@ -90,10 +105,55 @@ class DataPlane:
             if self._closing:
                 return False
             self._calls.append(function)
-            # Whoever is about to sleep says so first and looks at `_calls` after.
-            if self._asleep:
+            # Whoever is about to sleep says so first and looks at `_calls` after. Who drives calls next.
+            if self._asleep and self._driver != threading.get_ident():
                 os.eventfd_write(self._wake_fd, 1)
         return True
+
+    @contextmanager
+    def driving(self) -> Generator[None]:
+        """For the time of the context this thread, if no other does so, performs its own calls by `drive`.
+
+        It waits for nothing else than by `drive`, or by any means after `hand_over`.
+        """
+        ident = threading.get_ident()
+        with self._lock:
+            ours = self._driver == 0
+            if ours:
+                self._driver = ident
+        try:
+            yield
+        finally:
+            if ours:
+                self._driver = 0
+                if self._calls or self._to_flush or self._again:
+                    self.drive()
+            if self._calls or self._to_flush or self._again or self._any_unsent():
+                self.hand_over()
+
+    def _any_unsent(self) -> bool:
+        with self._turns:
+            return any(events & select.EPOLLOUT for _, _, events in self._watched.values())
+
+    def drive(self) -> bool:
+        """Take one turn on the calling thread, without waiting; whether there was anything to do."""
+        if not self._turns.acquire(blocking=False):
+            return False
+        try:
+            if self._closing:
+                return False
+            self._stands_by = True
+            self._driven += 1
+            return self._turn(self._epoll.poll(0, EVENTS_PER_WAKE))
+        finally:
+            self._turns.release()
+
+    def hand_over(self) -> None:
+        """The thread is to take its turns again at once: the caller drives no more, for now."""
+        with self._lock:
+            self._stands_by = False
+            if self._asleep and not self._closing:
+                os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         """End the thread and every connection at once; close peers first for an orderly end. Idempotent."""
@@ -165,52 +225,89 @@ class DataPlane:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn()
+                if self._stands_by:
+                    self._stand_by()
+                    continue
+                found = self._poll()
+                if not self._stands_by:  # what was found is there for the driver, too
+                    with self._turns:
+                        self._turn(found)
         finally:
             # Also after a bug of ours: nobody may wait for ever for a thread that has ended.
             with self._lock:
                 self._closing = True
-            try:
-                while self._calls:
-                    self._calls.popleft()()
-            finally:
-                error = LinkClosed("the data plane of this process is closed")
-                for peer in list(self._peers):
-                    peer.cut(error)
-                if self.tag_helper is not None:
-                    self.tag_helper.close()
-                self._epoll.close()
-                os.close(self._wake_fd)
+            with self._turns:
+                self._end()
 
-    def _turn(self) -> None:
+    def _end(self) -> None:
+        try:
+            while self._calls:
+                self._calls.popleft()()
+        finally:
+            error = LinkClosed("the data plane of this process is closed")
+            for peer in list(self._peers):
+                peer.cut(error)
+            if self.tag_helper is not None:
+                self.tag_helper.close()
+            self._epoll.close()
+            os.close(self._wake_fd)
+
+    def _stand_by(self) -> None:
+        """Somebody drives: wait until nobody does, or somebody else calls."""
+        seen = self._driven
+        self._asleep = True
+        try:
+            if not self._stands_by:
+                return
+            called = self._calls or self._closing or self._wake_poll.poll(STAND_BY_MS)
+        finally:
+            self._asleep = False
+        if called:
+            self._read_wake_up()
+            with self._turns:
+                self._turn(())
+        elif self._driven == seen:
+            self._stands_by = False
+
+    def _turn(self, found: Sequence[tuple[int, int]]) -> bool:
+        """Do what there is to do, and read and write the sockets `found`; whether there was anything."""
+        some = bool(found or self._calls or self._to_flush or self._again)
         while self._calls:
             self._calls.popleft()()
-        while self._to_flush:
-            self._to_flush.popitem()[0].flush()
+        self._flush()
         again, self._again = self._again, {}
         for peer, lane in again:
             peer.readable(lane)
         self._fire_timers()
-        for fd, events in self._poll():
+        for fd, events in found:
             watched = self._watched.get(fd)
             if watched is None:
+                if fd == self._wake_fd:
+                    self._read_wake_up()
                 continue
             peer, lane, _ = watched
             if events & ~select.EPOLLOUT:
                 peer.readable(lane)
             if events & select.EPOLLOUT:
                 peer.writable(lane)
+        self._flush()
+        return some
+
+    def _flush(self) -> None:
+        while self._to_flush:
+            self._to_flush.popitem()[0].flush()
+
+    def _read_wake_up(self) -> None:
+        with suppress(BlockingIOError):  # the other, driver or thread, was faster
+            os.eventfd_read(self._wake_fd)
 
     def _poll(self) -> list[tuple[int, int]]:
         self._asleep = True
         busy = self._calls or self._to_flush or self._again or self._closing
         try:
-            found = self._epoll.poll(0 if busy else self._sleep_s(), EVENTS_PER_WAKE)
+            return self._epoll.poll(0 if busy else self._sleep_s(), EVENTS_PER_WAKE)
         finally:
             self._asleep = False
-        if any(fd == self._wake_fd for fd, _ in found):
-            os.eventfd_read(self._wake_fd)
-        return found
 
     def _sleep_s(self) -> float:
         times_ns = [*self._timers.values(), *([self._check_at_ns] if self._owed else [])]

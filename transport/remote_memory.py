@@ -13,6 +13,7 @@ import numpy as np
 
 from zbmd.transport import _native
 from zbmd.transport.bulk_peer import BulkPeer
+from zbmd.transport.bulk_plane import DataPlane
 from zbmd.transport.bulk_region import BulkRegion
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 from zbmd.transport.region import RegionHandle
@@ -77,11 +78,16 @@ class RemoteMemory:
         return self._mirror.address
 
     @property
+    def plane(self) -> DataPlane:
+        """Who moves the bytes."""
+        return self._bulk.plane
+
+    @property
     def ended(self) -> bool:
         """Whether nobody stores on the peer's behalf any more."""
         return self._bulk.ended.done
 
-    def describe(self, offset: int, data: bytes, *, channel: int, value: int) -> None:
+    def describe(self, offset: int, data: bytes | memoryview, *, channel: int, value: int) -> None:
         """Put a descriptor of ours at `offset` of the peer's mirror, then set its cell of us; see `put`."""
         self._theirs.put(data, offset, channel=channel, value=value)
 

@@ -14,11 +14,12 @@ import pytest
 from numpy.typing import NDArray
 
 from zbmd.collectives._remote import RemoteGroup
-from zbmd.collectives._stepper import COUNTER_MAX, STATUS_ABORTED
+from zbmd.collectives._stepper import COUNTER_MAX, PUB_BYTES_MAX, STATUS_ABORTED
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
 from zbmd.collectives.errors import Desynchronised, OperationAborted
 from zbmd.collectives.reductions import REDUCTIONS, dtypes, reduction_code
 from zbmd.collectives.remote_fetch import Ended, Fetcher
+from zbmd.collectives.remote_slots import slot_payload_bytes
 from zbmd.collectives.remote_walk import Walk
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
@@ -286,3 +287,54 @@ def test_a_descriptor_is_not_trusted(
         next_epoch_works(p)
 
     run_ranks(2, body, hosts=(0, 1))
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 2), (0, 0, 1)])
+def test_inputs_travel_with_the_descriptors(run_ranks: RunRanks, hosts: Sequence[int]) -> None:
+    """From the second operation on, if no two members share memory; the bits are those of other programs."""
+
+    def body(p: Any) -> list[int]:
+        c = p.communicator()
+        limits = [c._executor.eager_bytes_max]
+        c.barrier()
+        limit = c._executor.eager_bytes_max
+        limits.append(limit)
+        for count in (353, limit // 4, limit // 4 + 1, limit // 4, 1):
+            for fill in range(2):
+                x = values(10 * p.rank + fill, count, np.dtype(np.float32))
+                kept = x.copy()
+                direct = c.all_reduce(x, np.empty_like(x), algorithm="direct", deadline_ns=p.soon())
+                assert c.all_reduce(x, deadline_ns=p.soon()).tobytes() == direct.tobytes()
+                gathered = c.all_gather(kept, algorithm="direct", deadline_ns=p.soon())
+                assert c.all_gather(kept, deadline_ns=p.soon()).tobytes() == gathered.tobytes()
+        with pytest.raises(UserError, match="eager"):
+            c.all_reduce(np.zeros(limit // 4 + 1, np.float32), algorithm="eager")
+        return limits
+
+    first, then = run_ranks(len(hosts), body, hosts=hosts)[0]
+    apart = len(set(hosts)) == len(hosts)
+    assert first == PUB_BYTES_MAX
+    assert then == (slot_payload_bytes(len(hosts)) if apart else PUB_BYTES_MAX)
+
+
+def test_who_differs_or_gives_up_in_a_wide_operation_is_told_of(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> str:
+        c = p.communicator()
+        c.barrier()
+        with pytest.raises(Desynchronised) as caught:
+            c.all_reduce(np.zeros(9_000 + p.rank, np.float32), algorithm="eager", deadline_ns=p.soon())
+        c.close()
+        c = p.communicator(epoch=2)
+        c.barrier()
+        if p.rank == 0:
+            with pytest.raises(DeadlineExceeded):
+                c.all_reduce(np.zeros(9_000, np.float32), algorithm="eager", deadline_ns=now_ns() + 1)
+        else:
+            p.segment.wait(0, 0, 2 << 32 | COUNTER_MAX, deadline_ns=p.soon())
+            with pytest.raises(OperationAborted):
+                c.all_reduce(np.zeros(9_000, np.float32), algorithm="eager", deadline_ns=p.soon())
+        next_epoch_works(p, 3)
+        return str(caught.value)
+
+    texts = run_ranks(2, body, hosts=(0, 1))
+    assert all("all_reduce(float32[9000]" in text and "all_reduce(float32[9001]" in text for text in texts)

@@ -308,6 +308,7 @@ class Node:
             self._reporter.cancel()
             await asyncio.wait([self._reporter])
             self._reporter = None
+        await self._links.settle()
         await self._links.close()
         await self.system.stop()
         if self._telling:

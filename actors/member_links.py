@@ -158,6 +158,10 @@ class MemberLinks:
                 return False
             await self._changed.wait()
 
+    async def settle(self) -> None:
+        """Wait until what was put into members' memory has arrived, but not for long."""
+        await self._tcp.settle()
+
     async def close(self) -> None:
         """Stop to listen and dial; links that are in use are the actor system's to close."""
         self._closing = True

@@ -110,6 +110,18 @@ class MemberTcp:
             bulk.abort(PeerLost(child_id(key[0]), "its process is gone"))
         return self.link_closed(key)
 
+    async def settle(self) -> None:
+        """Wait until what was put has arrived at all members that live, but not for long.
+
+        A link's end is the notice of ours: whoever waits for our last notification must have it first.
+        """
+        waits = [asyncio.ensure_future(_settled(bulk)) for bulk in self._bulks.values()]
+        if waits:
+            await asyncio.wait(waits, timeout=self._endpoint.deadlines.flush_ns / 1e9)
+            for wait in waits:
+                wait.cancel()
+            await asyncio.wait(waits)
+
     async def stop_listening(self) -> None:
         """Accept no more, and join no more."""
         if self._listener is not None:
@@ -192,3 +204,8 @@ class MemberTcp:
             if memory is not None:
                 memory.close()
             self._on_gone(key)
+
+
+async def _settled(bulk: BulkPeer) -> None:
+    with contextlib.suppress(ZbmdError):
+        await bulk.settled()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -100,7 +101,7 @@ class Walk:
             instruction = instructions[begin]
             if at == BLOCKED and isinstance(instruction, Wait):
                 peer, count = instruction.peer, instruction.count
-                self._driver.until(lambda peer=peer, count=count: group.has_told(peer, count))
+                self._driver.until(partial(group.has_told, peer, count))
                 self._require(group.wait(instruction.peer, instruction.count, self._deadline_ns))
                 received[instruction.peer] = instruction.count
                 continue

@@ -194,6 +194,11 @@ class BulkPeer:
         """Set the peer's cell of (our slot, channel) behind all puts before."""
         self._ask(lambda n: NotifyAsked(transfer=n, channel=channel, value=value), memoryview(b""), None)
 
+    def settled(self) -> Transfer:
+        """Done once all that was put and notified before has arrived; raises what ends the connection."""
+        # A cell only grows: this notification changes none.
+        return self._ask(lambda n: NotifyAsked(transfer=n, channel=0, value=0), memoryview(b""), None)
+
     def _ask(
         self, event: Callable[[int], PutAsked | GetAsked | NotifyAsked], view: memoryview, owner: object
     ) -> Transfer:

@@ -70,6 +70,15 @@ class Blocking:
             )
         return (x if out is None else out) if done else self._communicator.lane_failed()
 
+    def all_reduce_many(
+        self, arrays: Sequence[Any], *, op: str = "sum", algorithm: str = "auto", timeout: float | None = None
+    ) -> Sequence[Any]:
+        """As `Group.all_reduce_many`."""
+        return self._run(
+            timeout_ns(timeout),
+            lambda c, ns: c.all_reduce_many(arrays, op=op, algorithm=algorithm, deadline_ns=ns),
+        )
+
     def broadcast(self, x: Any, root: int, *, timeout: float | None = None) -> Any:
         """As `Group.broadcast`."""
         limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)

@@ -36,6 +36,7 @@ from zbmd.collectives.arrays import (
     require_apart,
     require_size,
 )
+from zbmd.collectives.coalescing import CoalescedOperations
 from zbmd.collectives.cost_model import Model
 from zbmd.collectives.layout import gather_layout, reduce_scatter_layout, scatter_layout
 from zbmd.collectives.pieces import Job, Side, shape_of
@@ -43,7 +44,6 @@ from zbmd.collectives.program import IN, OUT, PUB, input_buffer
 from zbmd.collectives.reductions import BYTES_CODE, dtype_code, reduction_code
 from zbmd.collectives.runs import Said
 from zbmd.collectives.tuning import agree_on_model
-from zbmd.collectives.uneven import UnevenOperations
 from zbmd.transport.errors import UserError
 
 _ALL_REDUCE: Final = Operation.ALL_REDUCE.value
@@ -57,7 +57,7 @@ _BARRIER: Final = Operation.BARRIER.value
 NO_ROOT: Final = -1
 
 
-class Communicator(UnevenOperations):
+class Communicator(CoalescedOperations):
     """The collective operations of `members` at `epoch`, from the side of process `rank`.
 
     `peers` maps every other member to its memory. Two communicators of a process that are alive at once need

@@ -75,6 +75,8 @@ class Call:
     in_stride: int
     out_stride: int
     layout: Piece | None = None
+    digest: int = 0
+    """Of what the ranks must agree on beyond the plan and the layout."""
 
 
 class RunArguments(TypedDict):
@@ -137,7 +139,7 @@ class Executor(ABC):
             scratch_bytes=self._scratch.nbytes,
             layout=None if piece is None else piece.table,
             extents=None if piece is None else piece.extents,
-            layout_digest=0 if piece is None else piece.digest,
+            layout_digest=call.digest if piece is None else piece.digest,
         )
 
     @property

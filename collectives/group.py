@@ -125,6 +125,18 @@ class Group:
         end_ns = self.deadline_ns(timeout)
         return await self.run(lambda c: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=end_ns))
 
+    async def all_reduce_many(
+        self, arrays: Sequence[Any], *, op: str = "sum", algorithm: str = "auto", timeout: float | None = None
+    ) -> Sequence[Any]:
+        """`all_reduce` of every array, in place; small ones travel together (`zbmd.collectives.coalescing`).
+
+        All members give arrays of the same dtypes and sizes in the same order. Returns `arrays`.
+        """
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(
+            lambda c: c.all_reduce_many(arrays, op=op, algorithm=algorithm, deadline_ns=end_ns)
+        )
+
     async def reduce(
         self, x: Any, root: int, *, out: Any = None, op: str = "sum", timeout: float | None = None
     ) -> Any:

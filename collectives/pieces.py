@@ -80,6 +80,8 @@ class Job:
     dtype: int
     reduction: int = 0
     layout: Layout | None = None
+    digest: int = 0
+    """Of what the ranks must agree on beyond the plan; it enters the fingerprint."""
 
     @property
     def nbytes(self) -> int:
@@ -200,6 +202,7 @@ class PieceRunner:
                 piece=piece,
                 in_stride=strides[IN],
                 out_stride=strides[OUT],
+                digest=job.digest,
             )
             plan = shape.plan if length == shape.piece else shape.last
             self._executor.run(plan, call, addresses, deadline_ns=deadline_ns)

@@ -29,6 +29,7 @@ import msgspec
 from zbmd.actors.last_words import is_users_to_mend, say_last_words
 from zbmd.actors.prctl import end_with_parent, set_process_name
 from zbmd.actors.rank_log import log_to_stderr
+from zbmd.actors.script_end import script_ended
 from zbmd.actors.view import USAGE_EXIT_CODE
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 
@@ -239,12 +240,20 @@ def run_target(request: ForkRequest) -> None:
     sys.excepthook = _show_exception
     log_to_stderr()
     sys.argv = [request.target, *request.arguments]
-    if request.is_module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(request.target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(request.target).resolve().parent))
-        runpy.run_path(request.target, run_name="__main__")
+    failed = True
+    try:
+        if request.is_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(request.target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(request.target).resolve().parent))
+            runpy.run_path(request.target, run_name="__main__")
+        failed = False
+    except SystemExit as end:
+        failed = end.code not in (None, 0)
+        raise
+    finally:
+        script_ended(failed=failed)
 
 
 def serve_host(fd: int, modules: Sequence[str]) -> NoReturn:

@@ -40,7 +40,7 @@ IMPURE_IMPORTS = frozenset(
 )
 # Import name -> the paths that may import it. An empty tuple bans it everywhere.
 CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
-    "torch": ("collectives/torch_backend*", "tools/peers/gloo_*.py", "tests/*"),
+    "torch": ("collectives/torch_backend*", "examples/torch_*.py", "tools/peers/gloo_*.py", "tests/*"),
     "mpi4py": ("tools/peers/mpi4py_*.py",),
     "xoscar": ("tools/peers/xoscar_pair.py",),
     "cupy": ("training/xp.py", "tests/*"),

@@ -126,6 +126,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "actors/pool_worker.py": "reads what the process that has started it asks, within a bound",
     "actors/supervision_events.py": "makes a number of a digest of its own settings",
     "collectives/group.py": "hands on what tagged.py has decoded",
+    "collectives/torch_backend_group.py": "hands on what tagged.py has decoded",
     "collectives/layout.py": "makes a number of a digest of its own numbers",
     "actors/system.py": "makes a number of a digest of its own name",
     "tools/node_run_many.py": "makes a number of a digest of a name",

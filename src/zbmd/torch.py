@@ -1,0 +1,7 @@
+"""Importing this makes the backend `zbmd` known to `torch.distributed`: see docs/GUIDE_TORCH.md."""
+
+from __future__ import annotations
+
+from zbmd.collectives.torch_backend import register
+
+register()

@@ -1,0 +1,58 @@
+"""What is called when a rank's script has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host_output import OutputLine
+from zbmd.actors.script_end import CALLBACKS_MAX, at_script_end, script_ended
+from zbmd.actors.view import OnLoss, Outcome
+from zbmd.transport.errors import LocalProtocolError
+
+
+def test_the_latest_is_called_first_and_each_once() -> None:
+    called: list[tuple[int, bool]] = []
+    for k in range(CALLBACKS_MAX):
+        at_script_end(lambda failed, k=k: called.append((k, failed)))  # type: ignore[misc]
+    with pytest.raises(LocalProtocolError, match="registered already"):
+        at_script_end(lambda _: None)
+    script_ended(failed=True)
+    script_ended(failed=False)
+    assert called == [(k, True) for k in reversed(range(CALLBACKS_MAX))]
+
+
+@pytest.mark.parametrize(
+    ("last_line", "failed"),
+    [("pass", False), ("raise SystemExit(0)", False), ("raise SystemExit(3)", True), ("1 / 0", True)],
+)
+async def test_a_rank_calls_them_while_threads_may_still_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_line: str, failed: bool
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    script = tmp_path / "job.py"
+    script.write_text(f"""
+from concurrent.futures import ThreadPoolExecutor
+
+from zbmd.actors.script_end import at_script_end
+
+def ended(failed):
+    with ThreadPoolExecutor(1) as executor:
+        print("failed", executor.submit(lambda: failed).result())
+
+at_script_end(ended)
+{last_line}
+""")
+    lines: list[str] = []
+
+    class Lines:
+        async def write_line(self, line: OutputLine) -> None:
+            lines.append(line.text.decode())
+
+    result = await Host(
+        HostConfig(target=str(script), world_size=1, on_loss=OnLoss.STOP), output=Lines()
+    ).run()
+    assert (result.outcome is Outcome.SUCCEEDED) is not failed
+    assert f"failed {failed}" in lines, lines

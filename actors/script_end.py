@@ -20,9 +20,7 @@ _callbacks: list[OnEnd] = []
 def at_script_end(callback: OnEnd) -> None:
     """Have `callback` called on the main thread, the latest first. Raises `LocalProtocolError`."""
     if len(_callbacks) >= CALLBACKS_MAX:
-        raise LocalProtocolError(
-            f"{CALLBACKS_MAX} callbacks for the script's end are registered already"
-        )
+        raise LocalProtocolError(f"{CALLBACKS_MAX} callbacks for the script's end are registered already")
     _callbacks.append(callback)
 
 

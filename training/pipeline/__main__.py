@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import uvloop
 
 from zbmd.actors.member import INBOX_BYTES_DEFAULT, Node, join
 from zbmd.actors.runtime_env import RankEnvironment
+from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group import Group, group
 from zbmd.training import __main__ as training
 from zbmd.training.job import JobOptions, open_recipe, weights_sha256
@@ -36,7 +38,7 @@ from zbmd.training.pipeline.trainer import (
     traffic_of,
 )
 from zbmd.training.recipe import Recipe
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import PeerLost, UserError
 
 REPORT_EVERY_STEPS = 10
 LEAVE_TAG = 1
@@ -115,12 +117,16 @@ def _take_leave(node: Node, made: Group) -> None:
     first, nothing = made.members[0], np.zeros(1, np.uint8)
     if node.rank != first:
         made.blocking.send(nothing, first, tag=LEAVE_TAG)
-        made.blocking.recv(first, tag=LEAVE_TAG)
-        return
-    for rank in made.members[1:]:
-        made.blocking.recv(rank, tag=LEAVE_TAG)
-    for rank in made.members[1:]:
-        made.blocking.send(nothing, rank, tag=LEAVE_TAG)
+    else:
+        for rank in made.members[1:]:
+            made.blocking.recv(rank, tag=LEAVE_TAG)
+    # Who has closed the group or ended by now had leave from the first, so all are done: that says the same.
+    with contextlib.suppress(OperationAborted, PeerLost):
+        if node.rank != first:
+            made.blocking.recv(first, tag=LEAVE_TAG)
+        else:
+            for rank in made.members[1:]:
+                made.blocking.send(nothing, rank, tag=LEAVE_TAG)
 
 
 def _step(node: Node, trainer: StageTrainer, steps: int) -> StageStep:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from link_harness import LinkHarness, ShmHarness, SimHarness
+from rdma_harness import RdmaHarness
+from rdma_world import given_devices
 from tcp_harness import TcpHarness
 from tcp_machine import has_ipv6
 
 from zbmd.transport.session import Protection
 
-HARNESSES: tuple[LinkHarness, ...] = (
+OVER_RDMA: tuple[LinkHarness, ...] = (RdmaHarness("uvloop"),)
+WITHOUT_DEVICES: tuple[LinkHarness, ...] = (
     ShmHarness("asyncio"),
     ShmHarness("uvloop"),
     ShmHarness("uvloop", spins=True),
@@ -19,3 +22,5 @@ HARNESSES: tuple[LinkHarness, ...] = (
     *([TcpHarness("uvloop", host="::1", protection=Protection.NONE)] if has_ipv6() else []),
     SimHarness(),
 )
+HARNESSES = OVER_RDMA if given_devices() else WITHOUT_DEVICES
+"""Where RDMA devices are given, the suites are about these: the others have been through them elsewhere."""

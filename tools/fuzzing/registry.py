@@ -20,6 +20,7 @@ from zbmd.tools.fuzzing import (
     links,
     memories,
     pipelines,
+    rdma,
     streams,
     wires,
 )
@@ -29,7 +30,7 @@ from zbmd.transport.errors import UserError
 TARGETS: Final[Mapping[str, Target]] = {
     target.name: target
     for module in (
-        *(wires, streams, bulks, memories, links, actors, hangs, cluster),
+        *(wires, streams, bulks, memories, links, actors, hangs, cluster, rdma),
         *(collectives, captures, files, bootstraps, pipelines),
     )
     for target in module.TARGETS
@@ -50,6 +51,8 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "transport/tcp_settings.py": ("options",),
     "transport/topology/netlink.py": ("netlink",),
     "transport/segment.py": ("segment",),
+    "transport/rdma_flow.py": ("rdma.messages",),
+    "transport/rdma_setup.py": ("rdma.setup",),
     "transport/bulk_arrivals.py": ("bulk.peer",),
     "transport/bulk_machine.py": ("bulk.peer",),
     "transport/bulk_records.py": ("bulk.record",),

@@ -1,0 +1,205 @@
+"""RDMA links between hosts: listening and dialing. Each is set up over an authenticated TCP link.
+
+Needs pyverbs and a device (`rdma_device.open_device`) on both hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from zbmd.transport import tcp
+from zbmd.transport._native import now_ns
+from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
+from zbmd.transport.frames import FrameHeader
+from zbmd.transport.rdma_device import RdmaDevice
+from zbmd.transport.rdma_link import RdmaLink
+from zbmd.transport.rdma_queue_pair import QueuePair
+from zbmd.transport.rdma_setup import (
+    Answer,
+    MessageT,
+    Offer,
+    Ready,
+    Refusal,
+    decode,
+    encode,
+    require_fits,
+)
+from zbmd.transport.tcp_address import TcpAddress
+from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.tcp_settings import TcpSettings
+
+log: Final = structlog.stdlib.get_logger("zbmd.transport.rdma")
+
+OnLink = Callable[[RdmaLink], None]
+
+
+class _Talk:
+    """The messages of one set-up, over its TCP link."""
+
+    def __init__(self, link: TcpLink, deadline_ns: int) -> None:
+        self._link = link
+        self._deadline_ns = deadline_ns
+        self._came: asyncio.Queue[bytes | None] = asyncio.Queue()
+        link.on_frame = self._on_frame
+        link.on_closed = lambda error: self._came.put_nowait(None)
+
+    def _on_frame(self, header: FrameHeader, payload: memoryview) -> None:
+        self._link.on_frame = None  # one at a time: what follows may be for the link
+        self._came.put_nowait(bytes(payload))
+
+    def say(self, message: Offer | Answer | Refusal | Ready) -> None:
+        self._link.send(encode(message))
+
+    async def hear(self, kind: type[MessageT]) -> MessageT:
+        name = self._link.peer.name
+        self._link.on_frame = self._on_frame
+        try:
+            async with asyncio.timeout((self._deadline_ns - now_ns()) / 1e9):
+                data = await self._came.get()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{name} did not set up its RDMA link in time: it may be stuck") from error
+        if data is None:
+            raise PeerLost(name, "it ended while the RDMA link was set up")
+        return decode(data, kind, name)
+
+
+async def dial(
+    address: TcpAddress | str,
+    endpoint: Endpoint,
+    device: RdmaDevice,
+    *,
+    settings: TcpSettings | None = None,
+    timeout_ns: int | None = None,
+) -> RdmaLink:
+    """Connect to the listener at `address` and return the link.
+
+    timeout_ns: by default the endpoint's `deadlines.dial_ns`. Raises as `tcp.dial`, `RdmaRefused` if the peer
+    has no queue pair for us, and `UserError` if our device has none.
+    """
+    deadline_ns = now_ns() + (endpoint.deadlines.dial_ns if timeout_ns is None else timeout_ns)
+    link = await tcp.dial(address, endpoint, settings=settings, timeout_ns=timeout_ns)
+    try:
+        return await _offer(link, endpoint, device, deadline_ns)
+    except BaseException:
+        link.close()
+        raise
+
+
+async def _offer(link: TcpLink, endpoint: Endpoint, device: RdmaDevice, deadline_ns: int) -> RdmaLink:
+    queue_pair = QueuePair(device)
+    try:
+        talk = _Talk(link, deadline_ns)
+        talk.say(Offer(at=queue_pair.at))
+        answer = await talk.hear(Answer)
+        queue_pair.connect(require_fits(answer.at, link.peer.name))
+        talk.say(Ready())
+        return RdmaLink(link, queue_pair, device, endpoint=endpoint)
+    except BaseException:
+        queue_pair.end(link.close)
+        raise
+
+
+class Listener:
+    """Accepts RDMA links until closed. Made by `listen`."""
+
+    def __init__(self, on_link: OnLink, endpoint: Endpoint, device: RdmaDevice, timeout_ns: int) -> None:
+        self._on_link = on_link
+        self._endpoint = endpoint
+        self._device = device
+        self._timeout_ns = timeout_ns
+        self._tcp: tcp.Listener | None = None
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    async def begin(self, address: TcpAddress | str, settings: TcpSettings | None) -> None:
+        """Once, by `listen`."""
+        self._tcp = await tcp.listen(
+            address, self._welcome, self._endpoint, settings=settings, timeout_ns=self._timeout_ns
+        )
+
+    @property
+    def listening(self) -> tcp.Listener:
+        """What is listened with."""
+        assert self._tcp is not None
+        return self._tcp
+
+    @property
+    def address(self) -> TcpAddress:
+        """Where others can dial it."""
+        return self.listening.address
+
+    @property
+    def half_open(self) -> int:
+        """How many connections are in the middle of their set-up."""
+        return self.listening.half_open + len(self._under_way)
+
+    def close(self) -> None:
+        """Stop listening and end the connections under way; links already made live on. Idempotent."""
+        self.listening.close()
+        for task in self._under_way:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until the connections under way have ended, after `close`."""
+        await self.listening.wait_closed()
+        while self._under_way:
+            self.close()
+            await asyncio.wait(self._under_way)
+
+    def _welcome(self, link: TcpLink) -> None:
+        task = asyncio.ensure_future(self._answer_or_refuse(link))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def _answer_or_refuse(self, link: TcpLink) -> None:
+        talk = _Talk(link, now_ns() + self._timeout_ns)
+        try:
+            await self._answer(link, talk)
+        except ZbmdError as error:
+            log.warning("no RDMA link", peer=link.peer.name, reason=str(error))
+            if isinstance(error, UserError) and not link.closed:
+                talk.say(Refusal(why=str(error)[:400]))
+                with contextlib.suppress(ZbmdError):
+                    await link.flush()
+            link.close()
+        except BaseException:
+            link.close()
+            raise
+
+    async def _answer(self, link: TcpLink, talk: _Talk) -> None:
+        offer = await talk.hear(Offer)
+        queue_pair = QueuePair(self._device)
+        try:
+            queue_pair.connect(require_fits(offer.at, link.peer.name))
+            talk.say(Answer(at=queue_pair.at))
+            await talk.hear(Ready)
+            made = RdmaLink(link, queue_pair, self._device, endpoint=self._endpoint)
+        except BaseException:
+            queue_pair.end(lambda: None)
+            raise
+        self._on_link(made)
+
+
+async def listen(
+    address: TcpAddress | str,
+    on_link: OnLink,
+    endpoint: Endpoint,
+    device: RdmaDevice,
+    *,
+    settings: TcpSettings | None = None,
+    timeout_ns: int | None = None,
+) -> Listener:
+    """Listen at `address`, as `tcp.listen`, for links over `device`; `on_link` is called with each.
+
+    timeout_ns: from a connection to its link, by default the endpoint's `deadlines.hello_ns`.
+    """
+    if timeout_ns is None:
+        timeout_ns = endpoint.deadlines.hello_ns
+    listener = Listener(on_link, endpoint, device, timeout_ns)
+    await listener.begin(address, settings)
+    return listener

@@ -208,6 +208,7 @@ class RealHarness(LinkHarness):
         self._run_loop: Run = asyncio.run if loop == "asyncio" else uvloop.run
 
     transport: str
+    guard_s = GUARD_S
 
     def run_loop(self, main: Coroutine[None, None, None]) -> None:
         """Run `main` in this process, on a loop of its own."""
@@ -233,7 +234,7 @@ class RealHarness(LinkHarness):
             net = _RealNet(self, Who(name="a", limits=ours))
             await net.listen(Who(name="b", limits=theirs))
             try:
-                async with asyncio.timeout(GUARD_S):
+                async with asyncio.timeout(self.guard_s):
                     await scenario(net)
             finally:
                 for link in net.links:
@@ -255,7 +256,7 @@ class RealHarness(LinkHarness):
             peer = _RealPeer(self, lives, accepted, address, who)
             try:
                 peer.revive()
-                async with asyncio.timeout(GUARD_S):
+                async with asyncio.timeout(self.guard_s):
                     await scenario(peer)
             finally:
                 for link in peer.links:
@@ -313,7 +314,7 @@ class _Forked(Life):
 
     def close(self) -> int:
         """Reap it; its exit code."""
-        if not select.select([self.pidfd], [], [], GUARD_S)[0]:
+        if not select.select([self.pidfd], [], [], self._harness.guard_s)[0]:
             print(f"incarnation {self.incarnation} does not end", file=sys.stderr)
             os.kill(self.pid, signal.SIGABRT)
         os.close(self.pidfd)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from link_harness import INCARNATION, JOB, SMALL, Ear, LinkHarness, Net, fill
 from link_harnesses import HARNESSES
+from rdma_world import given_devices
 
 from zbmd.transport.errors import (
     LinkClosed,
@@ -60,7 +61,7 @@ async def turns(count: int) -> None:
 # --- order and boundaries -------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=4 if given_devices() else 25)
 @given(
     sizes=st.lists(
         st.one_of(st.integers(0, 200), st.integers(3_900, 4_200), st.integers(0, 40_000)), max_size=60

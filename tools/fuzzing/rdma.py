@@ -24,7 +24,7 @@ _WORD_BYTES = 4
 
 def _setup_seeds() -> tuple[bytes, ...]:
     at = QueuePairAt(gid=bytes(range(16)), lid=0, number=17, first_psn=1 << 23, mtu=3)
-    messages = (Offer(at=at), Answer(at=at), Ready(), Refusal(why="full"))
+    messages: tuple[Message, ...] = (Offer(at=at), Answer(at=at), Ready(), Refusal(why="full"))
     return tuple(bytes([kind]) + encode(message) for kind, message in enumerate(messages))
 
 

@@ -12,23 +12,25 @@ import contextlib
 import ipaddress
 import mmap
 from collections import deque
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import structlog
 
 from zbmd.transport import _native
 from zbmd.transport.errors import UserError
 from zbmd.transport.link import LinkLimits
+from zbmd.transport.rdma_devices import rdma_devices
 from zbmd.transport.rdma_flow import BUFFERS, MESSAGE_BYTES
 from zbmd.transport.rdma_verbs import open_channel, verbs
 from zbmd.transport.spin import SpinPolicy
-from zbmd.transport.topology.rdma import Gid, read_rdma_devices
 
 QUEUE_PAIRS_MAX: Final = 128
 """Of a device: links that stand, or are about to end."""
 SEND_SLOTS: Final = 32
 """Messages of a link that the device has not sent yet."""
 COMPLETIONS_MAX: Final = QUEUE_PAIRS_MAX * (BUFFERS + SEND_SLOTS)
+GIDS_MAX: Final = 256
+"""Addresses of a device, on all ports."""
 POLL_MAX: Final = 64
 """Completions that are taken at once."""
 DRAIN_S: Final = 5.0
@@ -52,11 +54,13 @@ class Completes(Protocol):
 class RdmaDevice:
     """One port of a device, opened by `open_device`. For its loop's thread."""
 
-    def __init__(self, name: str, port: int, gid: Gid, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, name: str, context: Any, at: _At, loop: asyncio.AbstractEventLoop) -> None:
         v = verbs()
         self.name = name
-        self.port = port
-        self.gid_index = gid.index
+        self.context = context
+        self.port = at.port
+        self.gid_index = at.gid_index
+        self.gid = at.gid.packed
         self._loop = loop
         self._owners: dict[int, Completes] = {}
         self._taken: deque[Any] = deque()
@@ -68,21 +72,13 @@ class RdmaDevice:
         self._spinning = False
         self._idle = asyncio.Event()
         self._idle.set()
-        try:
-            self.context = v.Context(name=name)
-            attributes = self.context.query_port(port)
-            self.mtu, self.lid = int(attributes.active_mtu), int(attributes.lid)
-            self.gid = _gid_bytes(str(self.context.query_gid(port, gid.index)))
-            self.domain = v.PD(self.context)
-            self._channel, self._fd = open_channel(self.context)
-            self.queue = v.CQ(self.context, COMPLETIONS_MAX, None, self._channel, 0)
-            limit = v.SrqAttr(max_wr=QUEUE_PAIRS_MAX * BUFFERS, max_sge=1)
-            self.receives = v.SRQ(self.domain, v.SrqInitAttr(limit))
-        except v.Error as error:
-            raise UserError(
-                f"the RDMA device {name} cannot be opened: {error}. Is it up, may this user lock memory "
-                "(ulimit -l)?"
-            ) from error
+        attributes = context.query_port(at.port)
+        self.mtu, self.lid = int(attributes.active_mtu), int(attributes.lid)
+        self.domain = v.PD(context)
+        self._channel, self._fd = open_channel(context)
+        self.queue = v.CQ(context, COMPLETIONS_MAX, None, self._channel, 0)
+        limit = v.SrqAttr(max_wr=QUEUE_PAIRS_MAX * BUFFERS, max_sge=1)
+        self.receives = v.SRQ(self.domain, v.SrqInitAttr(limit))
         self._arm()
         loop.add_reader(self._fd, self._on_event)
 
@@ -216,35 +212,56 @@ class RdmaDevice:
         self._slabs.clear()
 
 
+class _At(NamedTuple):
+    """A port of a device, and its address."""
+
+    port: int
+    gid_index: int
+    gid: ipaddress.IPv6Address
+
+
 def open_device(name: str, address: str | None = None) -> RdmaDevice:
     """Open the device on the running loop. address: of the interface to use, if the device has several.
 
     Raises `UserError` if it is not there, is down or has no such address, or pyverbs is missing.
     """
-    known = {device.name: device for device in read_rdma_devices()}
-    if name not in known:
-        raise UserError(f"there is no RDMA device {name!r}. There are: {', '.join(known) or 'none'}.")
-    verbs()
-    wanted = None if address is None else ipaddress.ip_address(address).exploded
-    for port in known[name].ports:
-        gids = [gid for gid in port.gids if gid.kind is None or "v1" not in gid.kind] or list(port.gids)
-        if wanted is not None:
-            gids = [gid for gid in gids if _ip_of(gid) == wanted]
-        if port.active and gids:
-            best = min(gids, key=lambda gid: gid.gid.startswith("fe80"))
-            return RdmaDevice(name, port.number, best, asyncio.get_running_loop())
-    raise UserError(
-        f"the RDMA device {name} has no active port" + (f" with the address {address}." if address else ".")
-    )
+    v = verbs()
+    try:
+        context = v.Context(name=name)
+    except v.Error as error:
+        known = ", ".join(rdma_devices()) or "none"
+        raise UserError(f"there is no RDMA device {name!r} ({error}). There are: {known}.") from error
+    try:
+        return RdmaDevice(name, context, _choose(context, name, address), asyncio.get_running_loop())
+    except v.Error as error:
+        context.close()
+        raise UserError(
+            f"the RDMA device {name} cannot be used: {error}. May this user lock memory (ulimit -l)?"
+        ) from error
+    except BaseException:
+        context.close()
+        raise
 
 
-def _ip_of(gid: Gid) -> str:
-    address = ipaddress.IPv6Address(gid.gid)
-    return (address.ipv4_mapped or address).exploded
+def _choose(context: Any, name: str, address: str | None) -> _At:
+    """An address of an active port, RoCE v2 or InfiniBand; rather one that is not link-local.
 
-
-def _gid_bytes(gid: str) -> bytes:
-    return ipaddress.IPv6Address(gid).packed
+    By the device's table: sysfs has a file for every entry that there could be, a thousand of them.
+    """
+    c = verbs().c
+    wanted = None if address is None else ipaddress.ip_address(address)
+    found: list[_At] = []
+    for entry in context.query_gid_table(GIDS_MAX):
+        port, index = int(entry.port_num), int(entry.gid_index)
+        if entry.gid_type == c.IBV_GID_TYPE_ROCE_V1 or context.query_port(port).state != c.IBV_PORT_ACTIVE:
+            continue
+        gid = ipaddress.IPv6Address(str(context.query_gid(port, index)))
+        if wanted is None or wanted in (gid, gid.ipv4_mapped):
+            found.append(_At(port, index, gid))
+    if not found:
+        which = f" with the address {address}" if address else ""
+        raise UserError(f"the RDMA device {name} has no active port{which}.")
+    return min(found, key=lambda at: at.gid.is_link_local)
 
 
 def address_of(slab: mmap.mmap) -> int:

@@ -25,9 +25,9 @@ import msgspec
 
 from zbmd.transport.errors import RemoteProtocolError
 
-MESSAGE_BYTES: Final = 1 << 12
+MESSAGE_BYTES: Final = 1 << 11
 """Of a frame, at most, in one message: the size of a receive buffer."""
-CREDITS: Final = 32
+CREDITS: Final = 128
 """Messages with a frame's bytes that may wait for their reader, of each direction of a link."""
 SPARE_BUFFERS: Final = 3
 """Beyond them: two messages of credits alone, and the goodbye."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Final
 
@@ -17,6 +18,7 @@ from zbmd.transport._native import now_ns
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
 from zbmd.transport.frames import FrameHeader
+from zbmd.transport.link import LinkLimits
 from zbmd.transport.rdma_device import RdmaDevice
 from zbmd.transport.rdma_link import RdmaLink
 from zbmd.transport.rdma_queue_pair import QueuePair
@@ -69,6 +71,11 @@ class _Talk:
         return decode(data, kind, name)
 
 
+def _for_setup(endpoint: Endpoint) -> Endpoint:
+    """What the TCP link carries is no larger or smaller for what the RDMA link may."""
+    return dataclasses.replace(endpoint, limits=LinkLimits())
+
+
 async def dial(
     address: TcpAddress | str,
     endpoint: Endpoint,
@@ -83,7 +90,7 @@ async def dial(
     has no queue pair for us, and `UserError` if our device has none.
     """
     deadline_ns = now_ns() + (endpoint.deadlines.dial_ns if timeout_ns is None else timeout_ns)
-    link = await tcp.dial(address, endpoint, settings=settings, timeout_ns=timeout_ns)
+    link = await tcp.dial(address, _for_setup(endpoint), settings=settings, timeout_ns=timeout_ns)
     try:
         return await _offer(link, endpoint, device, deadline_ns)
     except BaseException:
@@ -119,7 +126,7 @@ class Listener:
     async def begin(self, address: TcpAddress | str, settings: TcpSettings | None) -> None:
         """Once, by `listen`."""
         self._tcp = await tcp.listen(
-            address, self._welcome, self._endpoint, settings=settings, timeout_ns=self._timeout_ns
+            address, self._welcome, _for_setup(self._endpoint), settings=settings, timeout_ns=self._timeout_ns
         )
 
     @property

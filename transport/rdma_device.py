@@ -20,14 +20,15 @@ from zbmd.transport import _native
 from zbmd.transport.errors import UserError
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.rdma_devices import rdma_devices
-from zbmd.transport.rdma_flow import BUFFERS, MESSAGE_BYTES
+from zbmd.transport.rdma_flow import BUFFERS, CREDITS, MESSAGE_BYTES
 from zbmd.transport.rdma_verbs import open_channel, verbs
 from zbmd.transport.spin import SpinPolicy
 
-QUEUE_PAIRS_MAX: Final = 128
+QUEUE_PAIRS_MAX: Final = 96
 """Of a device: links that stand, or are about to end."""
-SEND_SLOTS: Final = 32
-"""Messages of a link that the device has not sent yet."""
+CONTROL_SLOTS: Final = 4
+SEND_SLOTS: Final = CREDITS + CONTROL_SLOTS
+"""Messages of a link that have not arrived yet: what credit allows, and those without a frame's bytes."""
 COMPLETIONS_MAX: Final = QUEUE_PAIRS_MAX * (BUFFERS + SEND_SLOTS)
 GIDS_MAX: Final = 256
 """Addresses of a device, on all ports."""

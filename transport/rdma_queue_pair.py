@@ -14,15 +14,13 @@ from enum import Enum
 from typing import Any, Final, Protocol
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.rdma_device import SEND_SLOTS, RdmaDevice, address_of
+from zbmd.transport.rdma_device import CONTROL_SLOTS, SEND_SLOTS, RdmaDevice, address_of
 from zbmd.transport.rdma_flow import MESSAGE_BYTES, Word
 from zbmd.transport.rdma_setup import QueuePairAt
 from zbmd.transport.rdma_verbs import verbs
 
 INLINE_BYTES: Final = 220
 """Up to so many bytes travel in the work request itself."""
-CONTROL_SLOTS: Final = 4
-"""Of the ring, for messages without a frame's bytes."""
 TIMEOUT: Final = 14
 """Of an acknowledgement: 4.096 us * 2**14 = 67 ms."""
 RETRIES: Final = 6
@@ -210,10 +208,10 @@ class QueuePair:
 
     def _destroy(self) -> None:
         """Into its error state, so that nothing new comes; what has completed is taken; then no more."""
-        v = verbs()
+        v, number = verbs(), self._qp.qp_num
+        if self._state is not State.MADE:
+            self._qp.modify(v.QPAttr(qp_state=v.c.IBV_QPS_ERR), v.c.IBV_QP_STATE)
         self._state = State.CLOSED
-        number = self._qp.qp_num
-        self._qp.modify(v.QPAttr(qp_state=v.c.IBV_QPS_ERR), v.c.IBV_QP_STATE)
         self._device.remove(number)
         self._qp.close()
         self._region.close()

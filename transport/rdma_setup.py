@@ -80,7 +80,7 @@ def decode(data: bytes, kind: type[MessageT], peer: str) -> MessageT:
         raise RemoteProtocolError(f"{peer} sent {len(data)} bytes to set up an RDMA link")
     try:
         message = _decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"{peer} sent no message that sets up an RDMA link: {error}") from error
     if isinstance(message, Refusal):
         raise RdmaRefused(f"{peer} refuses an RDMA link: {message.why}")

@@ -12,14 +12,19 @@ from zbmd.actors import supervision_events as supervision
 from zbmd.actors import upgrade_events as upgrade
 from zbmd.actors import view
 from zbmd.actors.directory_machine import DirectoryMachine
+from zbmd.actors.membership import MembershipMachine
 from zbmd.actors.supervision import SupervisionMachine
 from zbmd.actors.supervision_events import BackOff, ChildPolicy, Strategy
 from zbmd.actors.upgrade_agent import UpgradeAgent
 from zbmd.actors.upgrade_machine import UpgradeMachine
-from zbmd.actors.view import MembershipMachine, OnLoss
+from zbmd.actors.view import OnLoss
 from zbmd.transport.capture.registry import MachineKind, register
 
-_FIRST_GRACE_NS, _FIRST_KILL_NS = 1_000_000_000, 500_000_000  # of logs that do not name them
+_FIRST_GRACE_NS, _FIRST_KILL_NS, _FIRST_RELINK_NS = (
+    1_000_000_000,
+    500_000_000,
+    100_000_000,
+)  # of logs that do not name them
 
 
 def _build_membership(config: Mapping[str, Any]) -> MembershipMachine:
@@ -30,6 +35,7 @@ def _build_membership(config: Mapping[str, Any]) -> MembershipMachine:
         period_ns=config["period_ns"],
         grace_ns=config.get("grace_ns", _FIRST_GRACE_NS),
         kill_ns=config.get("kill_ns", _FIRST_KILL_NS),
+        relink_ns=config.get("relink_ns", _FIRST_RELINK_NS),
     )
 
 

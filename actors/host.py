@@ -23,6 +23,7 @@ from zbmd.actors.capture_kinds import MEMBERSHIP
 from zbmd.actors.early_template import EarlyTemplate
 from zbmd.actors.hang_collector import HangCollector
 from zbmd.actors.hang_verdict import HangNotice, OnHang
+from zbmd.actors.host_address import host_address
 from zbmd.actors.host_contracts import (
     EnterView,
     Join,
@@ -51,13 +52,15 @@ from zbmd.actors.host_output import LineWriter, OutputSink
 from zbmd.actors.host_process import RankProcess, describe_exit, resident_bytes
 from zbmd.actors.host_processes import RankProcesses
 from zbmd.actors.host_template import TemplateLost
+from zbmd.actors.membership import MembershipMachine
 from zbmd.actors.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, RankEnvironment
 from zbmd.actors.template import ForkRequest
-from zbmd.actors.view import USAGE_EXIT_CODE, MembershipMachine, OnLoss, Outcome, Phase, RankState
+from zbmd.actors.view import USAGE_EXIT_CODE, OnLoss, Outcome, Phase, RankState
 from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, derive
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
+from zbmd.transport.cookie import load_or_create_cookie
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.hello import Identity
 from zbmd.transport.hlc import HybridClock
@@ -113,7 +116,7 @@ class Host:
     ) -> None:
         self.config = config
         self.job = secrets.randbits(63) | 1
-        self.address = f"zbmd-{os.getuid()}-{self.job:016x}"
+        self.address = host_address(load_or_create_cookie(), self.job)
         self._output = output
         self._observer = observer
         self._early = template
@@ -125,6 +128,7 @@ class Host:
             "period_ns": round(config.restart_window_s * 1e9),
             "grace_ns": self._deadlines.stop_grace_ns,
             "kill_ns": self._deadlines.stop_kill_ns,
+            "relink_ns": self._deadlines.agreement_ns,
         }
         self._machine = MembershipMachine(**self._machine_config)
         self._tap = Tap(None, MEMBERSHIP, "", self._machine, self._machine_config)
@@ -249,8 +253,10 @@ class Host:
         self._put(membership.Linked(rank=message.rank, incarnation=message.incarnation, epoch=message.epoch))
 
     def link_lost(self, message: LinkLost) -> None:
-        """See `HostDesk`. All ranks run here: the end of one is known, and needs no link to tell of it."""
+        """See `HostDesk`."""
         log.warning("a link between ranks of this host has ended", rank=message.rank, peer=message.peer)
+        lost = membership.LinkLost(rank=message.rank, incarnation=message.incarnation, epoch=message.epoch)
+        self._put(lost)
 
     def reported(self, message: Report) -> None:
         """See `HostDesk`."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, assert_never
 
 from zbmd.actors import view as membership
+from zbmd.actors.membership import MembershipMachine
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives.commit import StepCommit
 from zbmd.collectives.commit_world import (
@@ -300,7 +301,7 @@ class NodeProcess:
         self.regroups = REGROUPS_MAX if rng.random() < REGROUP_SHARE else 0
         self.view = membership.View(epoch=0, members=())
         self.linked: set[int] = set()
-        self.machine = membership.MembershipMachine(
+        self.machine = MembershipMachine(
             options.world_size,
             on_loss=membership.OnLoss.SHRINK if options.shrink else membership.OnLoss.REPLACE,
             restarts_max=RESTARTS_MAX,

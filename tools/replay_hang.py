@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from zbmd.actors import view
 from zbmd.actors.host_contracts import NODE_NAME
+from zbmd.actors.membership import MembershipMachine
 from zbmd.actors.rank_names import child_id
 from zbmd.actors.supervision import ChildState, SupervisionMachine
-from zbmd.actors.view import MembershipMachine, RankState
+from zbmd.actors.view import RankState
 from zbmd.collectives.capture_kinds import OperationLog
 from zbmd.collectives.commit import END_STATES, CommitState, StepCommit
 from zbmd.collectives.commit_driver import ACTOR_NAME

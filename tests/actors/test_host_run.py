@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_world import CUT_CONNECTIONS
 
 from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.host_events import (
@@ -108,6 +109,23 @@ async def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     downs = job.of(RankDown)
     assert all(down.normal and down.expected and down.reason == "exit code 0" for down in downs)
     assert len(downs) == 2
+
+
+async def test_live_ranks_that_lose_their_link_are_linked_anew(tmp_path: Path) -> None:
+    body = f"""
+scope = {{}}
+exec({CUT_CONNECTIONS!r}, scope)
+while node.epoch < 3:
+    if node.rank == 0:
+        scope["cut_connections"]()
+    view = await node.view(after=node.epoch)
+    print("entered", view.epoch, [member.incarnation for member in view.members])
+"""
+    job = Job(tmp_path, body, world_size=2, environment={"ZBMD_LINKS": "tcp"})
+    result = await job.run()
+    assert result.outcome is Outcome.SUCCEEDED and result.restarts == 0, job.output.lines
+    entered = sorted(line for line in job.output.lines if "entered" in line)
+    assert entered == [f"{rank}: entered {epoch} [1, 1]" for rank in (0, 1) for epoch in (2, 3)]
 
 
 async def test_a_kill_is_noticed_told_and_repaired(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.actors import view as v
-from zbmd.actors.view import MembershipMachine, OnLoss, Outcome
+from zbmd.actors.membership import MembershipMachine
+from zbmd.actors.view import OnLoss, Outcome
 from zbmd.transport.errors import LocalProtocolError
 
 MS = 1_000_000
@@ -328,3 +329,43 @@ def test_any_history(seed: int, n: int, on_loss: OnLoss, deaths: int) -> None:
         assert not members & dead_before, "no incarnation comes back"
         for m in view.members:
             dead_before |= {(m.rank, i) for i in range(1, m.incarnation)}
+
+
+def lose_link(host: Host, rank: int, epoch: int) -> list[v.Action]:
+    lost = v.LinkLost(rank=rank, incarnation=host.machine.state(rank)[1], epoch=epoch)
+    return host.machine.handle(lost, now_ns=host.now_ns)
+
+
+def test_live_ranks_that_lost_a_link_get_another_view_of_the_same_members() -> None:
+    host = make(2)
+    host.drain()
+    (timer,) = lose_link(host, 0, 1)
+    assert isinstance(timer, v.SetTimer) and timer.at_ns == host.now_ns + host.machine.relink_ns
+    assert not lose_link(host, 1, 1), "one view mends all links"
+    (early,) = host.machine.handle(v.TimerFired(), now_ns=timer.at_ns - 1)
+    assert early == timer
+    (install,) = host.machine.handle(v.TimerFired(), now_ns=timer.at_ns)
+    assert isinstance(install, v.InstallView)
+    assert install.view.epoch == 2 and install.view.members == host.views[0].members
+    assert not lose_link(host, 0, 1), "that view is over"
+    assert not lose_link(host, 0, 2), "this one is not entered yet, and links are still being made"
+
+
+def test_a_link_that_a_death_took_asks_for_no_view_of_its_own() -> None:
+    host = make(2)
+    host.drain()
+    (timer,) = lose_link(host, 0, 1)
+    assert isinstance(timer, v.SetTimer)
+    host.die(1, 1)
+    host.drain()
+    assert [x.epoch for x in host.views] == [1, 2]
+    assert not host.machine.handle(v.TimerFired(), now_ns=timer.at_ns)
+
+
+def test_a_lost_link_does_not_hasten_the_end_of_a_stop() -> None:
+    host = make(2)
+    host.drain()
+    lose_link(host, 0, 1)
+    stop = host.machine.handle(v.StopRequested(reason="enough"), now_ns=host.now_ns)
+    timers = [action for action in stop if isinstance(action, v.SetTimer)]
+    assert timers == [v.SetTimer(at_ns=host.now_ns + host.machine.grace_ns)]

@@ -24,9 +24,8 @@ from zbmd.transport.hlc import HybridClock
 TIMEOUT_S = 60.0
 JOB = 11
 
-FOLLOWS_VIEWS = """
-import asyncio, os, signal, socket
-from zbmd.actors.member import join
+CUT_CONNECTIONS = """
+import os, socket
 
 def cut_connections():
     for name in os.listdir("/proc/self/fd"):
@@ -37,6 +36,14 @@ def cut_connections():
         with sock:
             if sock.family == socket.AF_INET and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 sock.shutdown(socket.SHUT_RDWR)
+"""
+"""A function that a rank calls to lose all of its TCP connections."""
+
+FOLLOWS_VIEWS = (
+    CUT_CONNECTIONS
+    + """
+import asyncio, os, signal
+from zbmd.actors.member import join
 
 async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, cut_connections)
@@ -51,6 +58,7 @@ async def main():
 
 asyncio.run(main())
 """
+)
 
 
 class Place:

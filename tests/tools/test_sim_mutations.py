@@ -195,7 +195,7 @@ MUTATIONS = [
         "commit",
         (
             Edit(
-                "zbmd.actors.view:MembershipMachine._on_end",
+                "zbmd.actors.membership:MembershipMachine._on_end",
                 "self._view_wanted = True",
                 "self._view_wanted = self._view_wanted or not normal or bool(self._unlinked)",
             ),

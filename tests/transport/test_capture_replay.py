@@ -21,9 +21,9 @@ import pytest
 from state_followers import follow_all
 
 from zbmd.actors import supervision, view
+from zbmd.actors.membership import MembershipMachine
 from zbmd.actors.supervision import SupervisionMachine
 from zbmd.actors.supervision_events import ChildPolicy
-from zbmd.actors.view import MembershipMachine
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives import commit_scenario, commit_world
 from zbmd.collectives.commit import StepCommit

@@ -138,9 +138,12 @@ class Template:
                 if fd != self._host.fileno():
                     self._reap(fd)
                     continue
-                packet, fds, _, _ = socket.recv_fds(
-                    self._host, REQUEST_BYTES_MAX, FDS_PER_REQUEST, socket.MSG_CMSG_CLOEXEC
-                )
+                try:
+                    packet, fds, _, _ = socket.recv_fds(
+                        self._host, REQUEST_BYTES_MAX, FDS_PER_REQUEST, socket.MSG_CMSG_CLOEXEC
+                    )
+                except ConnectionResetError:
+                    return None  # it went without having read all that we said
                 if not packet:
                     return None
                 request = self._fork(packet, fds)

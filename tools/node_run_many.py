@@ -18,8 +18,9 @@ from typing import Any, Final, assert_never
 import zbmd
 from zbmd.actors.bootstrap.founding import as_told, joining, node_id_of, node_name
 from zbmd.actors.bootstrap.merge import Bootstrap, Role
-from zbmd.actors.capture import CaptureSettings, ProcessCapture
+from zbmd.actors.capture import CaptureSettings
 from zbmd.actors.cluster import one_job as o
+from zbmd.actors.cluster.cluster_kinds import ONE_JOB
 from zbmd.actors.cluster.door import JoinFailed, NotLetInYet
 from zbmd.actors.cluster.hosted_job import ON_HANG_VARIABLE
 from zbmd.actors.cluster.job_code import code_of
@@ -28,13 +29,13 @@ from zbmd.actors.cluster.jobs import REASON_CHARACTERS_MAX, JobSpec, Stop, Submi
 from zbmd.actors.cluster.lives import Hindered, NodeConfig, NodeEvent
 from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.node import ClusterNode
+from zbmd.actors.cluster.node_capture import node_capture
 from zbmd.actors.cluster.node_state import BriefMemory
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.contracts import Contract
 from zbmd.actors.early_template import EarlyTemplate
 from zbmd.actors.host import PRELOAD
 from zbmd.actors.host_events import EXIT_FAILED
-from zbmd.actors.host_links import host_identity
 from zbmd.actors.runtime_env import OFF, PROGRESS_DEADLINE_VARIABLE
 from zbmd.tools.console import Console
 from zbmd.tools.launch import free_port
@@ -43,6 +44,7 @@ from zbmd.tools.node_store import with_store
 from zbmd.tools.run_teller import RunTeller
 from zbmd.tools.settings import DEFAULT, Settings
 from zbmd.transport.budget import SECOND_NS
+from zbmd.transport.capture.tap import Tap
 from zbmd.transport.cookie import load_or_create_cookie
 from zbmd.transport.errors import UserError
 from zbmd.transport.hlc import HybridClock
@@ -210,20 +212,23 @@ class _NodeRun:
         self._teller = RunTeller(console)
         self._members: tuple[Node, ...] = ()
         self._compared = False
-        self.machine = o.OneJob(
-            spec.job,
-            nodes_min=spec.nodes_min,
-            nodes_max=spec.nodes_max,
-            patience_ns=plan.patience_ns,
-            leave_ns=round(LEAVE_S * SECOND_NS),
-        )
+        about: dict[str, int] = {
+            "job": spec.job,
+            "nodes_min": spec.nodes_min,
+            "nodes_max": spec.nodes_max,
+            "patience_ns": plan.patience_ns,
+            "leave_ns": round(LEAVE_S * SECOND_NS),
+        }
+        self.machine = o.OneJob(**about)
         founds = config.founds or (plan.bootstrap.role is Role.STORE and config.anew)
         self._name = config.name
         memory = BriefMemory(node_id_of(plan.bootstrap.node, founds=founds))
-        self._node = ClusterNode(config, memory, self._hear)
         local = local_variables(plan)
         self._clock = HybridClock()
-        self._capture = ProcessCapture(host_identity(0), self._clock, CaptureSettings.read(local, job=0))
+        captured = CaptureSettings.read(local, job=0)
+        self._capture = node_capture(config.name, self._clock, captured)
+        self._tap = Tap(self._capture.recorder, ONE_JOB, "one job", self.machine, about)
+        self._node = ClusterNode(dataclasses.replace(config, capture=captured), memory, self._hear)
         self._jobs = JobHost(
             self._node,
             recorder=self._capture.recorder,
@@ -337,8 +342,8 @@ class _NodeRun:
 
     def _put(self, event: o.Event) -> None:
         try:
-            actions = self.machine.handle(event, now_ns=time.monotonic_ns())
-            self.machine.check_invariants()
+            actions = self._tap.handle(event, now_ns=time.monotonic_ns())
+            self._tap.check_invariants()
             for action in actions:
                 self._perform(action)
         except Exception as error:  # noqa: BLE001 (given to whoever awaits `run`)
@@ -359,12 +364,16 @@ class _NodeRun:
                 if self._timer is not None:
                     self._timer.cancel()
                 delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
-                self._timer = self._loop.call_later(delay_s, self._put, o.TimerFired())
+                self._timer = self._loop.call_later(delay_s, self._timer_fired, at_ns)
             case o.End(exit_code=exit_code):
                 if not self._ended.done():
                     self._ended.set_result(exit_code)
             case _:
                 assert_never(action)
+
+    def _timer_fired(self, due_ns: int) -> None:
+        self._capture.recorder.timer("one job", due_ns, stream=self._tap.stream)
+        self._put(o.TimerFired())
 
 
 def _members_in_words(before: tuple[Node, ...], now: tuple[Node, ...], me: Node) -> str:

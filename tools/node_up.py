@@ -10,22 +10,23 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Final, cast
 
 import zbmd
 from zbmd.actors.actor import allow_remote_modules
-from zbmd.actors.capture import CaptureSettings, ProcessCapture
+from zbmd.actors.capture import CAPTURE_VARIABLE, CaptureSettings
 from zbmd.actors.cluster.cluster_contracts import is_name
 from zbmd.actors.cluster.job_host import JobHost
 from zbmd.actors.cluster.lives import PORT_DEFAULT, Acting, Hindered, LifeOver, NodeConfig, NodeEvent
 from zbmd.actors.cluster.membership import LEFT
 from zbmd.actors.cluster.node import ClusterNode
 from zbmd.actors.cluster.node_actors import NodeActors, Start
+from zbmd.actors.cluster.node_capture import node_capture
 from zbmd.actors.cluster.node_state import NodeState
 from zbmd.actors.cluster.nodes import Node
 from zbmd.actors.early_template import EarlyTemplate
 from zbmd.actors.host import PRELOAD
-from zbmd.actors.host_links import host_identity
 from zbmd.tools.node_run import MORE_PRELOADS
 from zbmd.tools.node_store import with_store
 from zbmd.tools.node_token import read_token
@@ -77,6 +78,12 @@ def add_arguments(up: argparse.ArgumentParser) -> None:
         "--new", action="store_true", help="begin a new cluster, whatever this node was in before"
     )
     up.add_argument(
+        "--capture",
+        metavar="DIR",
+        default=os.environ.get(CAPTURE_VARIABLE),
+        help="record what this node and the ranks of its jobs take in, for zbmd replay DIR and DIR/job-…",
+    )
+    up.add_argument(
         "--actors",
         metavar="MODULE[:FUNCTION]",
         help="call FUNCTION(system), default `start`, to start actors on this node; other nodes may spawn "
@@ -114,7 +121,14 @@ def node_config(arguments: argparse.Namespace) -> NodeConfig:
         cookie=cookie or load_or_create_cookie(),
         settings=tcp_settings(),
         release=zbmd.__version__,
+        capture=CaptureSettings.read(captured_into(arguments.capture), job=0),
     )
+
+
+def captured_into(directory: str | None) -> dict[str, str]:
+    """The environment of this process, and of the ranks that it forks, with `--capture`."""
+    given = {} if directory is None else {CAPTURE_VARIABLE: str(Path(directory).absolute())}
+    return {**os.environ, **given}
 
 
 def _dialable(text: str) -> TcpAddress:
@@ -224,9 +238,10 @@ async def _run_node(
     start: Start | None,
     template: EarlyTemplate | None,
 ) -> int:
-    clock, settings = HybridClock(), CaptureSettings.read(os.environ, job=0)
+    clock = HybridClock()
+    settings = config.capture or CaptureSettings.read(os.environ, job=0)
     node = ClusterNode(config, NodeState.open(), Teller())
-    capture = ProcessCapture(host_identity(0), clock, settings)
+    capture = node_capture(config.name, clock, settings)
     jobs = JobHost(
         node,
         recorder=capture.recorder,
@@ -234,6 +249,7 @@ async def _run_node(
         output=node.output,
         listen_host=_ranks_host(config.listen),
         preload=PRELOADS,
+        captures=settings.directory,
         template=template,
     )
 

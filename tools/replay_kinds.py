@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zbmd.actors.actor_capture import ACTOR
 from zbmd.actors.capture_kinds import DIRECTORY, MEMBERSHIP, SUPERVISION, UPGRADE, UPGRADE_AGENT
-from zbmd.actors.cluster.cluster_kinds import CLUSTER, DETECTOR, LOCAL_JOBS
+from zbmd.actors.cluster.cluster_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, ONE_JOB
 from zbmd.collectives.capture_kinds import OPERATIONS, STEP_COMMIT
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
 from zbmd.transport.hello_kind import HELLO
@@ -19,6 +19,7 @@ __all__ = [
     "HELLO",
     "LOCAL_JOBS",
     "MEMBERSHIP",
+    "ONE_JOB",
     "OPERATIONS",
     "STEP_COMMIT",
     "SUPERVISION",

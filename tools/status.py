@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
-from pathlib import Path
 
 import msgspec
 import rich.console
 import rich.table
 
 from zbmd.actors.contracts import fingerprints
+from zbmd.actors.host_address import find_hosts
 from zbmd.actors.host_contracts import HOST_ACTOR, NODE_NAME, NodeStatus, RankStatus, StatusRequest
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.cookie import load_or_create_cookie
@@ -20,16 +19,12 @@ from zbmd.transport.hello import Identity
 from zbmd.transport.shm import Endpoint, dial
 
 ASK_S = 2.0
-NODES_MAX = 256
 ACTORS_SHOWN_MAX = 6
 
 
 def find_nodes() -> list[str]:
-    """The addresses of this user's hosts: abstract sockets named `zbmd-UID-JOB`, from /proc/net/unix."""
-    wanted = re.compile(rf" @(zbmd-{os.getuid()}-[0-9a-f]{{16}})$")
-    lines = Path("/proc/net/unix").read_text().splitlines()
-    found = {match[1] for line in lines if (match := wanted.search(line))}
-    return sorted(found)[:NODES_MAX]
+    """The addresses of this user's hosts, those of a cluster's jobs as well. Raises `CookieError`."""
+    return find_hosts(load_or_create_cookie())
 
 
 async def ask_node(address: str, index: int) -> NodeStatus | None:

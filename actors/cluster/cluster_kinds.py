@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 
-from zbmd.actors.cluster import detector, local_events, messages
+from zbmd.actors.cluster import detector, local_events, messages, one_job
 from zbmd.actors.cluster.acceptor import Acceptor
 from zbmd.actors.cluster.agenda import Agenda
 from zbmd.actors.cluster.detector import Detector
 from zbmd.actors.cluster.local_jobs import LocalJobs
 from zbmd.actors.cluster.membership import ClusterMachine
 from zbmd.actors.cluster.nodes import Node
+from zbmd.actors.cluster.one_job import OneJob
 from zbmd.actors.cluster.reports import Reports
 from zbmd.actors.cluster.rounds import Round
 from zbmd.actors.cluster.tie_break import TieBreak
@@ -62,3 +63,19 @@ LOCAL_JOBS: MachineKind[local_events.Event, local_events.Action] = register(
     "jobs", 1, _build_jobs, events=local_events.Event, actions=local_events.Action, states=(LocalJobs,)
 )
 """The jobs of a node; it has no configuration."""
+
+
+def _build_one_job(config: Mapping[str, Any]) -> OneJob:
+    return OneJob(
+        config["job"],
+        nodes_min=config["nodes_min"],
+        nodes_max=config["nodes_max"],
+        patience_ns=config["patience_ns"],
+        leave_ns=config["leave_ns"],
+    )
+
+
+ONE_JOB: MachineKind[one_job.Event, one_job.Action] = register(
+    "one_job", 1, _build_one_job, events=one_job.Event, actions=one_job.Action, states=(OneJob,)
+)
+"""A node that was started for one job; its configuration: the arguments of `OneJob`."""

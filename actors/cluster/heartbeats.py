@@ -26,10 +26,13 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from zbmd.actors._heartbeat import BEAT_KEY_BYTES, PEERS_MAX, NativeHeartbeats
 from zbmd.actors.cluster import detector as d
+from zbmd.actors.cluster.cluster_kinds import DETECTOR
 from zbmd.actors.cluster.nodes import NodeKey
 from zbmd.actors.cluster.overlay import OBSERVERS_MAX
 from zbmd.transport._native import now_ns
 from zbmd.transport.budget import Deadlines
+from zbmd.transport.capture.recorder import Recorder
+from zbmd.transport.capture.tap import Tap
 from zbmd.transport.hello import Side
 from zbmd.transport.lane import Lane
 from zbmd.transport.session import Keys, Session
@@ -90,10 +93,14 @@ def beat_keys(control: Session, lane: Session) -> Keys:
 
 
 class Heartbeats:
-    """Made on the life's loop, whose thread is the one that must renew the lease."""
+    """Made on the life's loop, whose thread must renew the lease. recorder: the detector's."""
 
-    def __init__(self, me: NodeKey, deadlines: Deadlines, desk: BeatsDesk) -> None:
+    def __init__(
+        self, me: NodeKey, deadlines: Deadlines, desk: BeatsDesk, recorder: Recorder | None = None
+    ) -> None:
         self.detector = d.Detector(deadlines)
+        config = {"recovery_budget_ns": deadlines.recovery_budget_ns}
+        self._tap = Tap(recorder, DETECTOR, "detector", self.detector, config)
         self._me = me
         self._deadlines = deadlines
         self._beat_ns = deadlines.heartbeat_ns
@@ -124,6 +131,7 @@ class Heartbeats:
             self._by_link.cancel()
         self._loop.remove_reader(self._native.fd)
         self._native.close()
+        self._tap.close("this life is over")
 
     # -- what the machine wants --------------------------------------------------------------------------
 
@@ -248,8 +256,8 @@ class Heartbeats:
         self.look()
 
     def _feed(self, event: d.Event, at_ns: int) -> None:
-        actions = self.detector.handle(event, now_ns=at_ns)
-        self.detector.check_invariants()
+        actions = self._tap.handle(event, now_ns=at_ns)
+        self._tap.check_invariants()
         for action in actions:
             match action:
                 case d.Limit(key=key, limit_ns=limit_ns):

@@ -6,11 +6,13 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final, Protocol, assert_never
 
 import structlog
 
 from zbmd.actors.bootstrap.readings import port_of_job
+from zbmd.actors.capture import CAPTURE_VARIABLE
 from zbmd.actors.cluster import local_events as e
 from zbmd.actors.cluster.hang_relay import HangRelay
 from zbmd.actors.cluster.job_contracts import (
@@ -30,6 +32,7 @@ from zbmd.actors.cluster.nodes import NodeKey
 from zbmd.actors.contracts import Contract
 from zbmd.actors.hang_collector import HangCollector
 from zbmd.actors.hang_verdict import AskStanding, HangNotice, LookOutside, OnHang, Replace
+from zbmd.actors.host_address import host_address
 from zbmd.actors.host_contracts import Join, Linked, LinkLost, NodeStatus, RankStatus, Report, read_report
 from zbmd.actors.host_events import HostEvent, RankReport
 from zbmd.actors.host_links import HostLinks, host_identity
@@ -39,6 +42,7 @@ from zbmd.actors.template import ForkRequest
 from zbmd.actors.view import RankState
 from zbmd.transport.budget import derive
 from zbmd.transport.capture.recorder import Recorder
+from zbmd.transport.cookie import load_or_create_cookie
 from zbmd.transport.errors import RemoteProtocolError, UserError
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.liveness import DeathNotice
@@ -107,13 +111,25 @@ class JobDesk(Protocol):
 
 
 class HostedJob:
-    """The links and the watchdogs of one job's ranks. `listen`: where they accept members on other hosts."""
+    """The links and the watchdogs of one job's ranks.
 
-    def __init__(self, spec: JobSpec, node: NodeKey, desk: JobDesk, *, listen: str) -> None:
+    listen: where they accept members on other hosts; captures: where they record, in a folder of the job.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        node: NodeKey,
+        desk: JobDesk,
+        *,
+        listen: str,
+        captures: Path | None = None,
+    ) -> None:
         self.spec = spec
+        self._captured = {} if captures is None else {CAPTURE_VARIABLE: str(captures / f"job-{spec.job:x}")}
         # Two clusters of one host may call nodes and jobs alike.
-        own = os.urandom(4).hex()
-        self.address = f"zbmd-{os.getuid()}-{spec.job:016x}-{node.id:x}-{node.incarnation:x}-{own}"
+        names = (f"{node.id:x}", f"{node.incarnation:x}", os.urandom(4).hex())
+        self.address = host_address(load_or_create_cookie(), spec.job, *names)
         self._listen = listen
         self._desk = desk
         self._began_ns = time.monotonic_ns()
@@ -179,6 +195,7 @@ class HostedJob:
             arguments=spec.arguments,
             environment={
                 "MASTER_PORT": str(port_of_job(f"{spec.job:x}")),
+                **self._captured,
                 **self._environment,
                 **environment.variables(),
                 "MASTER_ADDR": master_host,

@@ -9,6 +9,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, assert_never
 
 import structlog
@@ -54,7 +55,8 @@ class JobHost:
     Use on the main thread: the template and all ranks die with it. port: the node; output: takes the ranks'
     lines (default: our own standard output and error); recorder, clock: the process's; listen_host: where
     ranks listen for other hosts; on_event: called on the loop, must not block;
-    template: the first one, if it was forked already.
+    template: the first one, if it was forked already; captures: where
+    the ranks of each job record, in a folder of its own; without it their environment says.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class JobHost:
         environment: Mapping[str, str] | None = None,
         on_event: OnJobEvent | None = None,
         template: EarlyTemplate | None = None,
+        captures: Path | None = None,
     ) -> None:
         self.recorder = recorder
         self.clock = clock
@@ -80,6 +83,7 @@ class JobHost:
         self._environment = dict(os.environ if environment is None else environment)
         self._on_event = on_event
         self._early = template
+        self._captures = captures
         self._loop = asyncio.get_running_loop()
         self._machine = LocalJobs()
         self._tap = Tap(recorder, LOCAL_JOBS, "jobs", self._machine, {})
@@ -245,7 +249,9 @@ class JobHost:
 
     def _open(self, spec: JobSpec) -> None:
         assert self._me is not None
-        hosted = self._jobs[spec.job] = HostedJob(spec, self._me, self, listen=self._listen)
+        hosted = self._jobs[spec.job] = HostedJob(
+            spec, self._me, self, listen=self._listen, captures=self._captures
+        )
         self._opened[spec.job] = self._loop.create_task(self._open_checked(hosted))
 
     async def _open_checked(self, hosted: HostedJob) -> None:

@@ -14,6 +14,7 @@ from typing import Final, Protocol, TypeAlias
 
 import structlog
 
+from zbmd.actors.capture import CaptureSettings
 from zbmd.actors.cluster.admission import Wish, advertised, has_namesake, is_loopback, refusal
 from zbmd.actors.cluster.cluster_contracts import TEXT_CHARS_MAX
 from zbmd.actors.cluster.door import (
@@ -29,6 +30,7 @@ from zbmd.actors.cluster.job_output import JobOutput
 from zbmd.actors.cluster.jobs import CommandRefused, Order, Stop, Submit
 from zbmd.actors.cluster.members import ClusterView, quorum
 from zbmd.actors.cluster.membership import LEFT, State
+from zbmd.actors.cluster.node_capture import life_recorder
 from zbmd.actors.cluster.node_contracts import (
     ADDRESSES_MAX,
     MEMBERS_SHOWN_MAX,
@@ -56,6 +58,7 @@ from zbmd.transport.budget import Deadlines, derive
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import UserError
 from zbmd.transport.hello import Identity
+from zbmd.transport.hlc import HybridClock
 from zbmd.transport.tcp_address import TcpAddress, parse_address
 from zbmd.transport.tcp_link import TcpLink
 from zbmd.transport.tcp_settings import TcpSettings
@@ -75,7 +78,8 @@ class NodeConfig:
     Without `joins` it goes back to the cluster that it was in when it last ran; if there was none, or `anew`
     is given, it founds one. founds: it also does so if none of `joins` lets it in at the first try; join_ns:
     how long they are tried otherwise, None for as long as a view may take. recovery_budget_ns: None for the
-    cluster's, or the default; witness: makes each life its own, if the cluster has one.
+    cluster's, or the default; witness: makes each life its own, if the cluster has one; capture: where lives
+    are recorded, if they are.
     """
 
     name: str
@@ -89,6 +93,7 @@ class NodeConfig:
     settings: TcpSettings = field(default_factory=TcpSettings)
     release: str = ""
     witness: MakeWitness | None = None
+    capture: CaptureSettings | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +262,23 @@ class Lives:
             incarnation=key.incarnation,
             contracts=fingerprints(),
         )
-        endpoint = Endpoint(identity=identity, cookie=config.cookie, deadlines=self._deadlines)
+        clock = HybridClock()
+        recorder = life_recorder(identity, clock, config.capture)
+        endpoint = Endpoint(
+            identity=identity,
+            cookie=config.cookie,
+            deadlines=self._deadlines,
+            clock=clock,
+            recorder=recorder,
+        )
+        try:
+            return await self._lived(key, endpoint, doorway)
+        finally:
+            if recorder is not None:
+                recorder.close("this life is over")
+
+    async def _lived(self, key: NodeKey, endpoint: Endpoint, doorway: Doorway | None) -> str:
+        config = self._config
         listener = await tcp.listen(self._listen, self._on_link, endpoint, settings=config.settings)
         self._listen = TcpAddress(host=self._listen.host, port=listener.address.port)
         try:
@@ -267,7 +288,7 @@ class Lives:
             life = self._life = NodeLife(
                 me, endpoint, config.settings, self, release=config.release, witness=config.witness
             )
-            desk = self._desk = Desk(identity.name, key.incarnation, self)
+            desk = self._desk = Desk(endpoint.identity.name, key.incarnation, self)
             try:
                 self._open = True
                 self._state.running_at(address)

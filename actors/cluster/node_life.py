@@ -16,6 +16,7 @@ import structlog
 
 from zbmd.actors.cluster import messages as m
 from zbmd.actors.cluster.cluster_contracts import PROTOCOL_VERSION, Hail, check
+from zbmd.actors.cluster.cluster_kinds import CLUSTER, cluster_config
 from zbmd.actors.cluster.heartbeat_lanes import HeartbeatLanes
 from zbmd.actors.cluster.heartbeats import Heartbeats
 from zbmd.actors.cluster.jobs import Order
@@ -27,6 +28,7 @@ from zbmd.actors.cluster.peer_links import PeerLinks
 from zbmd.actors.cluster.witness import Given
 from zbmd.actors.contracts import Contract
 from zbmd.transport._native import now_ns
+from zbmd.transport.capture.tap import Tap
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.tcp_link import TcpLink
@@ -86,8 +88,10 @@ class NodeLife:
     ) -> None:
         self.me = me
         self.machine = machine = ClusterMachine(me, endpoint.deadlines, witnessed=witness is not None)
+        config = cluster_config(me, endpoint.deadlines.recovery_budget_ns, witnessed=witness is not None)
+        self._tap = Tap(endpoint.recorder, CLUSTER, "cluster", machine, config)
         self._witness = None if witness is None else witness(me.key, machine.retry_ns, self._witness_gave)
-        self.beats = Heartbeats(me.key, endpoint.deadlines, self)
+        self.beats = Heartbeats(me.key, endpoint.deadlines, self, endpoint.recorder)
         self.links = PeerLinks(me.key, endpoint, settings, self)
         self._lanes = HeartbeatLanes(self.beats, endpoint)
         self.deaths = LocalDeaths(self._died)
@@ -135,11 +139,12 @@ class NodeLife:
         await self.links.flush()
         await self.links.close()
         self.beats.close()
+        self._tap.close("this life is over")
 
     def _feed(self, event: m.Event) -> None:
         machine = self.machine
-        actions = machine.handle(event, now_ns=now_ns())
-        machine.check_invariants()
+        actions = self._tap.handle(event, now_ns=now_ns())
+        self._tap.check_invariants()
         for action in actions:
             self._perform(action)
         self.beats.say(machine.state is State.MEMBER, machine.view.epoch, machine.entered)

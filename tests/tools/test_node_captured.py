@@ -67,7 +67,7 @@ async def test_a_node_that_is_up_is_replayed_with_all_of_its_lives_and_jobs(node
         await nodes.agreed("n1", "n2")
         second.signal(signal.SIGTERM)  # a kill would take the last tenth of a second of its log along
         assert await second.ended() == 0, str(second)
-    jobs = [await nodes.command("n1", "submit", "-n", "1", "wait.py") for _ in range(2)]
+    jobs = [await nodes.command("n1", "submit", "--follow", "-n", "1", "wait.py") for _ in range(2)]
     assert [code for code, _ in jobs] == [0, 0], jobs
     assert (await nodes.command("n1", "down"))[0] == 0
     assert await first.ended() == 0

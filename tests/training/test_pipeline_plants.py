@@ -222,7 +222,9 @@ PLANTS: list[tuple[str, Shape, Callable[[Programs], None], Flaw]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shape", "plant", "flaw"), PLANTS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("name", "shape", "plant", "flaw"), PLANTS, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_a_planted_wrong_program_is_rejected(
     name: str, shape: Shape, plant: Callable[[Programs], None], flaw: Flaw
 ) -> None:

@@ -16,7 +16,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 # Compiled modules are built once, by the rule of $(NATIVE), and not with each installation.
 INSTALL := ZBMD_COMPILE=later $(PIP) --no-build-isolation --editable
 
-NATIVE_SOURCES := $(foreach layer,transport actors collectives,$(wildcard $(addprefix $(layer)/*.,pyx pxd h)))
+NATIVE_SOURCES := $(foreach layer,transport actors collectives training,$(wildcard $(addprefix $(layer)/*.,pyx pxd h)))
 RUNTIME := $(VENV)/.stamp-runtime
 NATIVE := $(VENV)/.stamp-native
 DEV := $(VENV)/.stamp-dev
@@ -77,7 +77,7 @@ format: $(DEV)
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
-	rm -f $(addsuffix /*.so,transport actors collectives) $(patsubst %.pyx,%.c,$(filter %.pyx,$(NATIVE_SOURCES)))
+	rm -f $(addsuffix /*.so,transport actors collectives training) $(patsubst %.pyx,%.c,$(filter %.pyx,$(NATIVE_SOURCES)))
 	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):

@@ -9,11 +9,11 @@ import numpy as np
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-LAYERS = [f"src/zbmd/{layer}" for layer in ("transport", "actors", "collectives")]
+LAYERS = [f"src/zbmd/{layer}" for layer in ("transport", "actors", "collectives", "training")]
 HEADERS = [str(header) for layer in LAYERS for header in sorted(Path(layer).glob("*.h"))]
 
 
-def extension(layer: str, name: str) -> Extension:
+def extension(layer: str, name: str, *more_flags: str) -> Extension:
     """Describe `zbmd.<layer>.<name>`, built from the Cython source of that name."""
     return Extension(
         f"zbmd.{layer}.{name}",
@@ -22,7 +22,7 @@ def extension(layer: str, name: str) -> Extension:
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         depends=HEADERS,
         # No fused multiply-add: the bits of a reduction must not depend on the machine.
-        extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-ffp-contract=off"],
+        extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-ffp-contract=off", *more_flags],
     )
 
 
@@ -44,6 +44,8 @@ def extensions() -> list[Extension]:
             extension("collectives", "_flight"),
             extension("collectives", "_lane"),
             extension("collectives", "_timeline"),
+            # So that square roots and choices become vectors too; neither changes a result.
+            extension("training", "_kernels", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
         ],
         language_level=3,
         include_path=["src"],

@@ -12,7 +12,9 @@ from types import ModuleType
 
 import numpy as np
 
+from zbmd.training import _kernels
 from zbmd.training.layout import ParameterLayout, padded
+from zbmd.training.ops.native import has_kernels
 from zbmd.training.xp import Array
 
 # Nine streams of this many float32 fit a 1 MiB second-level cache.
@@ -94,6 +96,11 @@ class AdamW:
         length = span.stop - span.start
         scratch, scaled = self._scratch[:length], self._scaled[:length]
         mean, square, weights = new.mean[span], new.square[span], new.weights[span]
+        olds = (old.weights[span], old.mean[span], old.square[span])
+        if has_kernels(xp, weights, mean, square, *olds, grads[span]):
+            numbers = np.array([beta1, beta2, *factors])
+            _kernels.adamw((weights, mean, square), olds, grads[span], numbers)
+            return
 
         xp.multiply(grads[span], grad_scale, out=scaled)
         xp.multiply(scaled, 1.0 - beta1, out=scratch)

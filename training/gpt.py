@@ -127,7 +127,7 @@ class GPT:
         batch, length = tokens.shape
         if not 0 < length <= self.config.context:
             raise ValueError(f"sequences have 1 to {self.config.context} positions, not {length}")
-        bias = self._bias(length, parameters[0].data.dtype)
+        bias = self._bias(parameters[0].data.dtype)
         x = ops.embedding(tape, tokens.reshape(-1), parameters[0])
         for block in range(self.config.layers):
             first = 1 + PARAMETERS_PER_BLOCK * block
@@ -143,8 +143,8 @@ class GPT:
         hidden = self._activation(tape, ops.linear(tape, ops.rms_norm(tape, x, mlp_norm), mlp_in))
         return ops.linear(tape, hidden, mlp_out, residual=x)
 
-    def _bias(self, length: int, dtype: np.dtype[np.floating]) -> Array:
+    def _bias(self, dtype: np.dtype[np.floating]) -> Array:
         if self._cached_bias.dtype != dtype:
             context, heads = self.config.context, self.config.heads
             self._cached_bias = ops.causal_distance_bias(self.xp, heads, context, dtype)
-        return self._cached_bias[:, :length, :length]
+        return self._cached_bias

@@ -28,6 +28,7 @@ BUILT = {
     "collectives/_remote",
     "collectives/_stepper",
     "collectives/_timeline",
+    "training/_kernels",
 }
 SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}
 

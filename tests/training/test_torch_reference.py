@@ -52,9 +52,11 @@ def compare(ours: Ours, theirs: Theirs, x: Floats, *parameters: Floats) -> None:
             np.testing.assert_allclose(grad, tensor.grad.numpy(), rtol=1e-9, atol=1e-12)
 
 
-def torch_attention(qkv: Any, bias: Any, batch: int, heads: int) -> Any:
+def torch_attention(qkv: Any, by_distance: Any, batch: int, heads: int) -> Any:
     length, depth = len(qkv) // batch, qkv.shape[1] // (3 * heads)
     q, k, v = qkv.reshape(batch, length, 3, heads, depth).permute(2, 0, 3, 1, 4)
+    back = torch.arange(length)[:, None] - torch.arange(length)
+    bias = by_distance[:, back.abs()].masked_fill(back < 0, -math.inf)
     mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     return mixed.transpose(1, 2).reshape(batch * length, heads * depth)
 

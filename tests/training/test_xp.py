@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
+from array_modules import Witness
 
 from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState
 from zbmd.training.clip import global_norm
@@ -42,20 +41,6 @@ IN_BOTH_MODULES = frozenset(
         "zeros_like",
     }
 )
-
-
-class Witness(ModuleType):
-    """numpy, except that it keeps the names asked of it and refuses what only numpy takes."""
-
-    def __init__(self) -> None:
-        super().__init__("witness")
-        self.asked: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        self.asked.add(name)
-        if name == "einsum":
-            return lambda subscripts, *operands: np.einsum(subscripts, *operands)
-        return getattr(np, name)
 
 
 @pytest.mark.parametrize("activation", ["relu2", "gelu"])

@@ -11,7 +11,7 @@ from zbmd.training.ops.attention import causal_attention, causal_distance_bias
 from zbmd.training.ops.cross_entropy import cross_entropy
 from zbmd.training.ops.embedding import embedding
 from zbmd.training.ops.linear import linear
-from zbmd.training.ops.norm import rms_norm
+from zbmd.training.ops.norm import layer_norm, rms_norm
 
 __all__ = [
     "causal_attention",
@@ -19,6 +19,7 @@ __all__ = [
     "cross_entropy",
     "embedding",
     "gelu",
+    "layer_norm",
     "linear",
     "rms_norm",
     "squared_relu",

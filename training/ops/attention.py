@@ -8,7 +8,9 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.training.tape import Tape, Tensor
+from zbmd.training import _kernels
+from zbmd.training.ops.native import has_kernels
+from zbmd.training.tape import Backward, Tape, Tensor
 from zbmd.training.xp import Array
 
 NEAR_HEADS_MAX = 4
@@ -17,21 +19,18 @@ FAR_SLOPES = (0.5, 1.0 / 128.0)
 
 
 def causal_distance_bias(xp: ModuleType, heads: int, length: int, dtype: npt.DTypeLike) -> Array:
-    """Return what to add to scores, (heads, length, length), before the softmax; a constant, not learned.
+    """Return what to add to a score before the softmax, (heads, length): by how many places the key is back.
 
-    Up to half of the heads, at most `NEAR_HEADS_MAX`, are near heads: head i prefers the key i places back,
-    a key that is n places off that has `NEAR_SLOPE * n` less. The others are ALiBi heads (O. Press and
-    others, 2022, arXiv:2108.12409) with slopes in geometric series from the first to the second of
-    `FAR_SLOPES`. Keys after the query get minus infinity. With the near heads a model reads n-grams from
-    its first step: they take 0.15 nats a byte off the loss after 600,000 bytes, against ALiBi alone.
+    A constant, not learned. Up to half of the heads, at most `NEAR_HEADS_MAX`, are near heads: head i prefers
+    the key i places back, a key that is n places off that has `NEAR_SLOPE * n` less. The others are ALiBi heads
+    (O. Press and others, 2022, arXiv:2108.12409) with slopes in geometric series from the first to the second
+    of `FAR_SLOPES`. With the near heads a model reads n-grams from its first step: they take 0.15 nats a byte
+    off the loss after 600,000 bytes, against ALiBi alone.
     """
     near = min(NEAR_HEADS_MAX, heads // 2)
     slopes = np.concatenate([np.full(near, NEAR_SLOPE), np.geomspace(*FAR_SLOPES, heads - near)])
     offsets = np.concatenate([np.arange(near), np.zeros(heads - near)])
-    place = np.arange(length)
-    distance = place[:, None] - place[None, :]
-    bias = -slopes[:, None, None] * np.abs(distance - offsets[:, None, None])
-    bias[:, distance < 0] = -math.inf
+    bias = -slopes[:, None] * np.abs(np.arange(length) - offsets[:, None])
     on_device: Array = xp.asarray(bias, dtype=dtype)
     return on_device
 
@@ -40,11 +39,36 @@ def causal_attention(tape: Tape, qkv: Tensor, bias: Array, *, batch: int, heads:
     """Return softmax(q k^T / sqrt(d) + bias) v for each sequence and head, d = features / heads.
 
     qkv: (batch * T, 3 * features), each row holding q, k and v of all heads in this order; bias:
-    (heads, T, T); result: (batch * T, features).
+    (heads, at least T), by the key's distance from the query; result: (batch * T, features). No query sees a
+    key behind it.
 
-    The softmax is kept unnormalised and the (T, d) results are divided instead of the (T, T) weights, in
-    both passes, as FlashAttention does (T. Dao and others, 2022, arXiv:2205.14135). The heads are strided
-    views of `qkv`: BLAS takes their strides as leading dimensions, nothing is transposed in memory.
+    The numpy device computes in blocks and keeps nothing of (T, T) (training/attention.h); elsewhere the whole
+    matrix is kept for the way back.
+    """
+    if has_kernels(tape.xp, qkv.data, bias):
+        return _by_kernel(tape, qkv, bias, batch, heads)
+    return tape.record(*_whole(tape, qkv, bias, batch, heads))
+
+
+def _by_kernel(tape: Tape, qkv: Tensor, bias: Array, batch: int, heads: int) -> Tensor:
+    rows, width = qkv.data.shape
+    y = np.empty((rows, width // 3), dtype=qkv.data.dtype)
+    logs = np.empty((batch, heads, rows // batch), dtype=y.dtype)
+    _kernels.attention(y, logs, qkv.data, bias, batch, heads)
+
+    def backward(dy: Array) -> None:
+        dqkv = np.empty_like(qkv.data)
+        _kernels.attention_grad(dqkv, dy, y, logs, qkv.data, bias, batch, heads)
+        qkv.accumulate(dqkv)
+
+    return tape.record(y, backward)
+
+
+def _whole(tape: Tape, qkv: Tensor, bias: Array, batch: int, heads: int) -> tuple[Array, Backward]:
+    """The softmax is kept unnormalised, and the (T, d) results are divided instead of the weights.
+
+    The heads are strided views of `qkv`: BLAS takes their strides as leading dimensions, nothing is transposed
+    in memory.
     """
     xp = tape.xp
     rows, width = qkv.data.shape
@@ -57,7 +81,7 @@ def causal_attention(tape: Tape, qkv: Tensor, bias: Array, *, batch: int, heads:
     q, k, v = split(qkv.data, 3)
     q = q * scale
     odds = xp.matmul(q, k.swapaxes(-1, -2))
-    odds += bias
+    odds += _by_places(xp, bias, length)
     odds -= odds.max(axis=-1, keepdims=True)
     xp.exp(odds, out=odds)
     inverse = xp.reciprocal(xp.matmul(odds, xp.ones((length, 1), dtype=odds.dtype)))
@@ -81,4 +105,13 @@ def causal_attention(tape: Tape, qkv: Tensor, bias: Array, *, batch: int, heads:
         xp.matmul(dscores.swapaxes(-1, -2), q, out=dk)
         qkv.accumulate(dqkv)
 
-    return tape.record(y, backward)
+    return y, backward
+
+
+def _by_places(xp: ModuleType, bias: Array, length: int) -> Array:
+    """The bias of each head, query and key, (heads, length, length), minus infinity for the future."""
+    place = np.arange(length)
+    distance = place[:, None] - place[None, :]
+    future = np.where(distance < 0, -math.inf, 0.0)
+    whole: Array = bias[:, xp.asarray(np.abs(distance))] + xp.asarray(future, dtype=bias.dtype)
+    return whole

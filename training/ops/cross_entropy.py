@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from zbmd.training import _kernels
+from zbmd.training.ops.native import as_indices, has_kernels
 from zbmd.training.tape import Tape, Tensor
 from zbmd.training.xp import Array
 
@@ -11,6 +15,8 @@ def cross_entropy(tape: Tape, logits: Tensor, targets: Array, *, weight: float) 
 
     logits: (rows, classes), one float dtype; targets: (rows,), an integer dtype, values below classes.
     """
+    if has_kernels(tape.xp, logits.data):
+        return _by_kernel(tape, logits, targets, weight)
     xp = tape.xp
     rows = xp.arange(len(targets))
     odds = logits.data - logits.data.max(axis=1, keepdims=True)
@@ -26,3 +32,16 @@ def cross_entropy(tape: Tape, logits: Tensor, targets: Array, *, weight: float) 
         logits.accumulate(odds)
 
     return tape.record(loss, backward)
+
+
+def _by_kernel(tape: Tape, logits: Tensor, targets: Array, weight: float) -> Tensor:
+    wanted = as_indices(targets)
+    logs = np.empty(len(wanted), dtype=logits.data.dtype)
+    total = _kernels.cross_entropy(logs, logits.data, wanted)
+
+    def backward(dy: Array) -> None:
+        grad = np.empty_like(logits.data)
+        _kernels.cross_entropy_grad(grad, logs, logits.data, wanted, float(dy) * weight)
+        logits.accumulate(grad)
+
+    return tape.record(np.asarray(total * weight, dtype=logs.dtype), backward)

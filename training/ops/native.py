@@ -1,0 +1,21 @@
+"""Which way an op takes: the numpy device has kernels of its own, any other array module the general formula."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.training import _kernels
+from zbmd.training.xp import Array
+
+
+def has_kernels(xp: ModuleType, *arrays: Array) -> bool:
+    """Tell whether `zbmd.training._kernels` computes on `arrays`, of the array module `xp`."""
+    return xp is np and _kernels.fits(*arrays)
+
+
+def as_indices(indices: Array) -> npt.NDArray[np.int64]:
+    """Return integers of any dtype as the kernels take them."""
+    return np.ascontiguousarray(indices, dtype=np.int64)

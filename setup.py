@@ -45,7 +45,7 @@ def extensions() -> list[Extension]:
             extension("collectives", "_lane"),
             extension("collectives", "_timeline"),
             # So that square roots and choices become vectors too; neither changes a result.
-            extension("training", "_kernels", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
+            extension("training", "_kernels", "-fno-math-errno", "-fno-trapping-math"),
         ],
         language_level=3,
         include_path=["src"],

@@ -40,7 +40,13 @@ IMPURE_IMPORTS = frozenset(
 )
 # Import name -> the paths that may import it. An empty tuple bans it everywhere.
 CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
-    "torch": ("collectives/torch_backend*", "examples/torch_*.py", "tools/peers/gloo_*.py", "tests/*"),
+    "torch": (
+        "collectives/torch_backend*",
+        "examples/torch_*.py",
+        "tools/peers/gloo_*.py",
+        "tools/peers/torch_engine.py",
+        "tests/*",
+    ),
     "mpi4py": ("tools/peers/mpi4py_*.py",),
     "xoscar": ("tools/peers/xoscar_pair.py",),
     "cupy": ("training/xp.py", "tests/*"),

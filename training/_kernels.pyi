@@ -1,8 +1,8 @@
 """The numpy device's own kernels, for float32 and float64; the GIL is released while they compute.
 
-All arrays are C-contiguous and of one type; anything else, or a wrong size, raises `TypeError` or `ValueError`
-before a byte is written, an index that is out of range `IndexError`. Same inputs, same bits, wherever the arrays
-lie and whatever vectors the machine has (apart from the C library's log).
+All arrays are C-contiguous and of one type; anything else, or a wrong size, raises `TypeError` or
+`ValueError` before a byte is written, an index that is out of range `IndexError`. Same inputs, same bits,
+wherever the arrays lie and whatever vectors the machine has (apart from the C library's log).
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def norm(out: Array, rows: Array, x: Array, gain: Array, bias: Array | None, eps
     `rows`, (rows, 2), gets what `norm_grad` wants: the mean and the inverse deviation.
     """
 
-def norm_grad(
-    dy: Array, dgain: Array, dbias: Array | None, rows: Array, x: Array, gain: Array
-) -> None:
+def norm_grad(dy: Array, dgain: Array, dbias: Array | None, rows: Array, x: Array, gain: Array) -> None:
     """Turn `dy` into the gradient of `x`, in place, and write those of gain and bias."""
 
 def cross_entropy(logs: Array, logits: Array, targets: NDArray[np.int64]) -> float:
@@ -49,7 +47,7 @@ def cross_entropy_grad(
     """Write `scale * (softmax(logits) - one_hot(targets))` to `out`, (rows, classes)."""
 
 def embedding_grad(out: Array, dy: Array, tokens: NDArray[np.int64]) -> None:
-    """Write to `out`, (vocabulary, features), the rows of `dy` added up by token, in the order of the rows."""
+    """Write to `out`, (vocabulary, features), the rows of `dy` added up by token, in their order."""
 
 def adamw(
     new: tuple[Array, Array, Array],

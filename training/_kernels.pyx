@@ -146,7 +146,7 @@ def squared_relu_grad(cnp.ndarray dy, cnp.ndarray x):
 
 def norm(cnp.ndarray out, cnp.ndarray rows, cnp.ndarray x, cnp.ndarray gain, bias, double epsilon):
     cdef bint single = is_single(x)
-    cdef Py_ssize_t n = cnp.PyArray_SIZE(gain)
+    cdef Py_ssize_t n = max(1, cnp.PyArray_SIZE(gain))
     cdef Py_ssize_t count = cnp.PyArray_SIZE(x) // n
     cdef void *y = reals(out, single, count * n)
     cdef void *kept = reals(rows, single, 2 * count)
@@ -166,7 +166,7 @@ def norm(cnp.ndarray out, cnp.ndarray rows, cnp.ndarray x, cnp.ndarray gain, bia
 
 def norm_grad(cnp.ndarray dy, cnp.ndarray dgain, dbias, cnp.ndarray rows, cnp.ndarray x, cnp.ndarray gain):
     cdef bint single = is_single(x)
-    cdef Py_ssize_t n = cnp.PyArray_SIZE(gain)
+    cdef Py_ssize_t n = max(1, cnp.PyArray_SIZE(gain))
     cdef Py_ssize_t count = cnp.PyArray_SIZE(x) // n
     cdef void *slopes = reals(dy, single, count * n)
     cdef void *gain_slopes = reals(dgain, single, n)
@@ -259,6 +259,8 @@ def attention(
     cnp.ndarray out, cnp.ndarray logs, cnp.ndarray qkv, cnp.ndarray bias, Py_ssize_t batch, Py_ssize_t heads
 ):
     cdef bint single = is_single(qkv)
+    if batch < 1 or heads < 1:
+        raise ValueError(f"{batch} sequences and {heads} heads: there is at least one of each")
     cdef Py_ssize_t length = qkv.shape[0] // batch
     cdef Py_ssize_t depth = qkv.shape[1] // (3 * heads)
     cdef Py_ssize_t rows = batch * length
@@ -287,6 +289,8 @@ def attention_grad(
     Py_ssize_t batch, Py_ssize_t heads
 ):
     cdef bint single = is_single(qkv)
+    if batch < 1 or heads < 1:
+        raise ValueError(f"{batch} sequences and {heads} heads: there is at least one of each")
     cdef Py_ssize_t length = qkv.shape[0] // batch
     cdef Py_ssize_t depth = qkv.shape[1] // (3 * heads)
     cdef Py_ssize_t rows = batch * length

@@ -51,7 +51,8 @@ class GPT:
         self.xp = xp
         self.layout = ParameterLayout.of(parameter_shapes(config))
         self._activation = {"relu2": ops.squared_relu, "gelu": ops.gelu}[config.activation]
-        self._cached_bias = ops.causal_distance_bias(xp, config.heads, config.context, np.float32)
+        self.distance_bias = ops.causal_distance_bias(xp, config.heads, config.context, np.float32)
+        """What positions are known by, (heads, context): see `ops.causal_distance_bias`."""
 
     def init(self, seed: int) -> npt.NDArray[np.float32]:
         """Return fresh flat parameters, (layout.size,) float32 in host memory; the same for the same seed.
@@ -144,7 +145,7 @@ class GPT:
         return ops.linear(tape, hidden, mlp_out, residual=x)
 
     def _bias(self, dtype: np.dtype[np.floating]) -> Array:
-        if self._cached_bias.dtype != dtype:
+        if self.distance_bias.dtype != dtype:
             context, heads = self.config.context, self.config.heads
-            self._cached_bias = ops.causal_distance_bias(self.xp, heads, context, dtype)
-        return self._cached_bias
+            self.distance_bias = ops.causal_distance_bias(self.xp, heads, context, dtype)
+        return self.distance_bias

@@ -1,6 +1,7 @@
 /* Vectors of 64 bytes, for one type of real: include it with REAL, BITS (an integer as wide), LANES and SUFFIX
  * defined. The compiler makes of them what the machine has, one register or four: the lanes, and so the bits,
  * are the same. Sums go by lanes, element i to lane i % LANES, and then the lanes along a fixed tree. */
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed to inlined functions alone */
 #define ZBMD_CAT2(a, b) zbmd_##a##_##b
 #define ZBMD_CAT(a, b) ZBMD_CAT2(a, b)
 #define NAME(name) ZBMD_CAT(name, SUFFIX)

@@ -30,7 +30,7 @@ INLINE VEC NAME(gelu_slope)(VEC x) {
     return odds + x * odds * ((REAL)1 - odds) * inner_slope;
 }
 
-INLINE VEC NAME(positive)(VEC x) { return SELECT((x > (REAL)0) | (x != x), x, (VEC){0}); }
+INLINE VEC NAME(positive)(VEC x) { return SELECT(x < (REAL)0, (VEC){0}, x); }
 
 ELEMENTS(gelu, a * NAME(gelu_odds)(b))
 ELEMENTS(gelu_grad, a * NAME(gelu_slope)(b))

@@ -1,4 +1,4 @@
-"""An array module that is not numpy itself, so that what the numpy device has kernels for goes the general way."""
+"""An array module that is not numpy itself: with it ops go the general way, and not by numpy's kernels."""
 
 from __future__ import annotations
 

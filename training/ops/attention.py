@@ -22,10 +22,10 @@ def causal_distance_bias(xp: ModuleType, heads: int, length: int, dtype: npt.DTy
     """Return what to add to a score before the softmax, (heads, length): by how many places the key is back.
 
     A constant, not learned. Up to half of the heads, at most `NEAR_HEADS_MAX`, are near heads: head i prefers
-    the key i places back, a key that is n places off that has `NEAR_SLOPE * n` less. The others are ALiBi heads
-    (O. Press and others, 2022, arXiv:2108.12409) with slopes in geometric series from the first to the second
-    of `FAR_SLOPES`. With the near heads a model reads n-grams from its first step: they take 0.15 nats a byte
-    off the loss after 600,000 bytes, against ALiBi alone.
+    the key i places back, a key that is n places off that has `NEAR_SLOPE * n` less. The others are ALiBi
+    heads (O. Press and others, 2022, arXiv:2108.12409) with slopes in geometric series from the first to the
+    second of `FAR_SLOPES`. With the near heads a model reads n-grams from its first step: they take 0.15 nats
+    a byte off the loss after 600,000 bytes, against ALiBi alone.
     """
     near = min(NEAR_HEADS_MAX, heads // 2)
     slopes = np.concatenate([np.full(near, NEAR_SLOPE), np.geomspace(*FAR_SLOPES, heads - near)])
@@ -42,8 +42,8 @@ def causal_attention(tape: Tape, qkv: Tensor, bias: Array, *, batch: int, heads:
     (heads, at least T), by the key's distance from the query; result: (batch * T, features). No query sees a
     key behind it.
 
-    The numpy device computes in blocks and keeps nothing of (T, T) (training/attention.h); elsewhere the whole
-    matrix is kept for the way back.
+    The numpy device computes in blocks and keeps nothing of (T, T) (training/attention.h); elsewhere the
+    whole matrix is kept for the way back.
     """
     if has_kernels(tape.xp, qkv.data, bias):
         return _by_kernel(tape, qkv, bias, batch, heads)
@@ -67,8 +67,8 @@ def _by_kernel(tape: Tape, qkv: Tensor, bias: Array, batch: int, heads: int) -> 
 def _whole(tape: Tape, qkv: Tensor, bias: Array, batch: int, heads: int) -> tuple[Array, Backward]:
     """The softmax is kept unnormalised, and the (T, d) results are divided instead of the weights.
 
-    The heads are strided views of `qkv`: BLAS takes their strides as leading dimensions, nothing is transposed
-    in memory.
+    The heads are strided views of `qkv`: BLAS takes their strides as leading dimensions, nothing is
+    transposed in memory.
     """
     xp = tape.xp
     rows, width = qkv.data.shape

@@ -1,4 +1,4 @@
-"""Which way an op takes: the numpy device has kernels of its own, any other array module the general formula."""
+"""Which way an op takes: the numpy device has kernels of its own, other modules the general formula."""
 
 from __future__ import annotations
 

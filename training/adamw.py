@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 
 from zbmd.training import _kernels
-from zbmd.training.layout import ParameterLayout, padded
+from zbmd.training.layout import ParameterLayout, ParameterSlot, padded
 from zbmd.training.ops.native import has_kernels
 from zbmd.training.xp import Array
 
@@ -50,11 +50,13 @@ class AdamW:
         *,
         xp: ModuleType = np,
         dtype: type[np.floating] = np.float32,
+        skipped: tuple[ParameterSlot, ...] = (),
     ) -> None:
+        """`skipped` are parameters that another optimizer updates: neither read nor written here."""
         self.config = config
         self.layout = layout
         self.xp = xp
-        self._blocks = _blocks(layout)
+        self._blocks = update_blocks(layout, skipped)
         self._scratch = xp.empty(UPDATE_BLOCK, dtype=dtype)
         self._scaled = xp.empty(UPDATE_BLOCK, dtype=dtype)
 
@@ -119,10 +121,14 @@ class AdamW:
         weights -= scratch
 
 
-def _blocks(layout: ParameterLayout) -> list[tuple[slice, bool]]:
+def update_blocks(
+    layout: ParameterLayout, skipped: tuple[ParameterSlot, ...] = ()
+) -> list[tuple[slice, bool]]:
     """Cut the flat array, padding included, into spans of at most `UPDATE_BLOCK` that agree on decay."""
     blocks: list[tuple[slice, bool]] = []
     for slot in layout.slots:
+        if slot in skipped:
+            continue
         stop = slot.offset + padded(slot.size)
         for start in range(slot.offset, stop, UPDATE_BLOCK):
             blocks.append((slice(start, min(start + UPDATE_BLOCK, stop)), slot.decayed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import ModuleType
 
+from zbmd.training.layout import ParameterLayout
 from zbmd.training.xp import Array
 from zbmd.transport.errors import ZbmdError
 
@@ -32,6 +33,21 @@ def global_norm(grads: Array, *, xp: ModuleType) -> float:
             f"the gradient's norm is {norm}: the training diverged. Lower the learning rate, or clip harder."
         )
     return norm
+
+
+def non_finite(layout: ParameterLayout, grads: Array, *, xp: ModuleType) -> str | None:
+    """Name the first parameter, as the backward pass goes, whose gradient is not finite; None if all are.
+
+    The backward pass goes from the last parameter to the first, and carries what is not finite along.
+    """
+    views = layout.views(grads)
+    for slot, view in zip(reversed(layout.slots), reversed(views), strict=True):
+        finite = xp.isfinite(view)
+        bad = int(slot.size - finite.sum())
+        if bad:
+            kind = "NaN" if bool(xp.isnan(view).any()) else "infinite"
+            return f"that of {slot.name} is {kind} ({bad:,} of {slot.size:,} elements are not finite)"
+    return None
 
 
 def clip_scale(norm: float, *, limit: float) -> float:

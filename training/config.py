@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zbmd.training.adamw import AdamWConfig
+from zbmd.training.optim import AdamWConfig, OptimizerConfig
+from zbmd.training.schedule import CURVES, Curve
 from zbmd.transport.errors import UserError
 
 VOCABULARY = 256  # bytes
@@ -25,6 +26,7 @@ class GPTConfig:
     heads: int = 8
     layers: int = 5
     activation: Activation = "relu2"
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -40,6 +42,8 @@ class GPTConfig:
                 f"the model's width {self.width} cannot be divided over {self.heads} heads: "
                 "choose a width that is a multiple of the number of heads."
             )
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"the model's dropout is {self.dropout}: it must be at least 0 and below 1.")
         if self.activation not in ("relu2", "gelu"):
             raise UserError(f'there is no activation "{self.activation}": use "relu2" or "gelu".')
 
@@ -49,8 +53,8 @@ class TrainingConfig:
     """What fixes the bits of a run besides model and data. Raises `UserError` for an impossible one.
 
     A step trains on `shards * sequences_per_shard` windows. Shards are logical: their number is that of
-    the job, not of its ranks. The learning rate rises for `warmup_steps`, then follows a cosine down to
-    `learning_rate_floor` times its peak at the last of `steps`.
+    the job, not of its ranks. The learning rate rises for `warmup_steps`, then follows `curve` down to
+    `learning_rate_floor` times its peak at the last of `steps` (see `zbmd.training.schedule`).
     """
 
     steps: int
@@ -61,7 +65,8 @@ class TrainingConfig:
     learning_rate_floor: float = 0.1
     clip_norm: float = 1.0
     seed: int = 0
-    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+    curve: Curve = "cosine"
 
     def __post_init__(self) -> None:
         for name in ("steps", "shards", "sequences_per_shard"):
@@ -70,6 +75,8 @@ class TrainingConfig:
         for name in ("learning_rate", "clip_norm"):
             if not getattr(self, name) > 0.0:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be above 0.")
+        if self.curve not in CURVES:
+            raise UserError(f'there is no learning rate curve "{self.curve}": use {", ".join(CURVES)}.')
         if not 0 <= self.seed < 2**63:
             raise UserError(f"the seed is {self.seed}: it must be 0 to 2**63 - 1.")
 

@@ -16,6 +16,8 @@
 #define ZBMD_CLONES
 #endif
 
+#include "philox.h"
+
 #define REAL float
 #define BITS int32_t
 #define LANES 16

@@ -8,6 +8,7 @@ it worse (0.09 nats a byte after 600,000 bytes). A layer is `x @ weight`: matric
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from zbmd.training import ops
 from zbmd.training.config import VOCABULARY, GPTConfig
 from zbmd.training.layout import ParameterLayout
-from zbmd.training.rng import Purpose, stream
+from zbmd.training.rng import Noise, Purpose, stream
 from zbmd.training.tape import GradReady, Parameter, Tape, Tensor
 from zbmd.training.xp import Array
 
@@ -46,8 +47,13 @@ def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 class GPT:
     """The model of one configuration. It holds no weights: they are arguments."""
 
-    def __init__(self, config: GPTConfig, *, xp: ModuleType = np) -> None:
+    def __init__(self, config: GPTConfig, *, xp: ModuleType = np, recompute: bool = False) -> None:
+        """With `recompute`, blocks keep nothing but their input, and are computed again on the way back.
+
+        It costs about a third more time, and changes no bit.
+        """
         self.config = config
+        self.recompute = recompute
         self.xp = xp
         self.layout = ParameterLayout.of(parameter_shapes(config))
         self._activation = {"relu2": ops.squared_relu, "gelu": ops.gelu}[config.activation]
@@ -84,6 +90,7 @@ class GPT:
         *,
         global_batch: int,
         on_grad_ready: GradReady | None = None,
+        noise: Noise | None = None,
     ) -> float:
         """Return the loss of `tokens` and write its gradient to `grads`; same inputs, same bits.
 
@@ -92,12 +99,12 @@ class GPT:
         The loss (nats per byte) is the sum over the samples of their mean loss, divided by `global_batch`:
         the losses and gradients of a batch's shards add up to those of the batch.
         `on_grad_ready(index)` is called as soon as parameter `index` has its final gradient in `grads`,
-        from the last parameters to the first.
+        from the last parameters to the first. Without `noise` nothing is dropped out.
         """
         tape = Tape(self.xp)
         pairs = zip(self.layout.views(params), self.layout.views(grads), strict=True)
         parameters = [Parameter(data, grad, i, on_grad_ready) for i, (data, grad) in enumerate(pairs)]
-        loss = self._loss(tape, parameters, tokens, global_batch)
+        loss = self._loss(tape, parameters, tokens, global_batch, noise)
         value = float(loss.data)
         tape.backward(loss)
         return value
@@ -117,32 +124,66 @@ class GPT:
     def _leaves(self, params: Array) -> list[Parameter]:
         return [Parameter(data, None, index, None) for index, data in enumerate(self.layout.views(params))]
 
-    def _loss(self, tape: Tape, parameters: list[Parameter], tokens: Tokens, global_batch: int) -> Tensor:
+    def _loss(
+        self,
+        tape: Tape,
+        parameters: list[Parameter],
+        tokens: Tokens,
+        global_batch: int,
+        noise: Noise | None = None,
+    ) -> Tensor:
         device_tokens = self.xp.asarray(tokens)
-        logits = self._logits(tape, parameters, device_tokens[:, :-1])
+        logits = self._logits(tape, parameters, device_tokens[:, :-1], noise)
         targets = device_tokens[:, 1:].reshape(-1)
         weight = 1.0 / (global_batch * (tokens.shape[1] - 1))
         return ops.cross_entropy(tape, logits, targets, weight=weight)
 
-    def _logits(self, tape: Tape, parameters: list[Parameter], tokens: Array) -> Tensor:
+    def _logits(
+        self, tape: Tape, parameters: list[Parameter], tokens: Array, noise: Noise | None = None
+    ) -> Tensor:
         batch, length = tokens.shape
         if not 0 < length <= self.config.context:
             raise ValueError(f"sequences have 1 to {self.config.context} positions, not {length}")
         bias = self._bias(parameters[0].data.dtype)
-        x = ops.embedding(tape, tokens.reshape(-1), parameters[0])
-        for block in range(self.config.layers):
-            first = 1 + PARAMETERS_PER_BLOCK * block
-            x = self._block(tape, x, parameters[first : first + PARAMETERS_PER_BLOCK], bias, batch)
+        x = self._dropout(tape, ops.embedding(tape, tokens.reshape(-1), parameters[0]), noise, 0)
+        for number in range(self.config.layers):
+            first = 1 + PARAMETERS_PER_BLOCK * number
+            own = parameters[first : first + PARAMETERS_PER_BLOCK]
+            block = partial(self._block, parameters=own, bias=bias, batch=batch, number=number, noise=noise)
+            x = tape.checkpoint(block, x, own) if self.recompute else block(tape, x)
         head_norm, head = parameters[-2:]
         return ops.linear(tape, ops.rms_norm(tape, x, head_norm), head)
 
-    def _block(self, tape: Tape, x: Tensor, parameters: list[Parameter], bias: Array, batch: int) -> Tensor:
+    def _block(
+        self,
+        tape: Tape,
+        x: Tensor,
+        *,
+        parameters: list[Parameter],
+        bias: Array,
+        batch: int,
+        number: int,
+        noise: Noise | None,
+    ) -> Tensor:
         attn_norm, qkv, proj, mlp_norm, mlp_in, mlp_out = parameters
         packed = ops.linear(tape, ops.rms_norm(tape, x, attn_norm), qkv)
         mixed = ops.causal_attention(tape, packed, bias, batch=batch, heads=self.config.heads)
-        x = ops.linear(tape, mixed, proj, residual=x)
+        x = self._onto(tape, x, mixed, proj, noise, 1 + 2 * number)
         hidden = self._activation(tape, ops.linear(tape, ops.rms_norm(tape, x, mlp_norm), mlp_in))
-        return ops.linear(tape, hidden, mlp_out, residual=x)
+        return self._onto(tape, x, hidden, mlp_out, noise, 2 + 2 * number)
+
+    def _onto(
+        self, tape: Tape, x: Tensor, inner: Tensor, weight: Parameter, noise: Noise | None, site: int
+    ) -> Tensor:
+        """Add a layer's output, thinned by dropout, to the residual stream."""
+        if noise is None or self.config.dropout == 0.0:
+            return ops.linear(tape, inner, weight, residual=x)
+        return ops.add(tape, x, self._dropout(tape, ops.linear(tape, inner, weight), noise, site))
+
+    def _dropout(self, tape: Tape, x: Tensor, noise: Noise | None, site: int) -> Tensor:
+        if noise is None or self.config.dropout == 0.0:
+            return x
+        return ops.dropout(tape, x, rate=self.config.dropout, noise=noise, site=site)
 
     def _bias(self, dtype: np.dtype[np.floating]) -> Array:
         if self.distance_bias.dtype != dtype:

@@ -43,7 +43,7 @@ class PlainTrainer:
         loss = 0.0
         for leaf in self._plan.leaves:
             buffer = self._buffers[leaf.buffer]
-            loss += self.recipe.shard_gradient(self.state.weights, buffer, ids[leaf.shard])
+            loss += self.recipe.shard_gradient(self.state.weights, buffer, ids[leaf.shard], step=self.step)
             self._plan.perform(leaf.additions, self._buffers, self._everything)
         (total,) = self._plan.partials.values()
         norm = self.recipe.update(self.state, self._spare, self._buffers[total], step=self.step)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.training.adamw import AdamW, AdamWState
-from zbmd.training.clip import clip_scale, global_norm
+from zbmd.training.adamw import AdamWState
+from zbmd.training.clip import TrainingDiverged, clip_scale, global_norm, non_finite
 from zbmd.training.config import TrainingConfig
 from zbmd.training.corpus import Corpus, SampleOrder
 from zbmd.training.gpt import GPT
 from zbmd.training.memory import keep_freed_memory
+from zbmd.training.optim import optimizer_for
+from zbmd.training.rng import Noise
 from zbmd.training.schedule import learning_rate
 from zbmd.training.tape import GradReady
 from zbmd.training.xp import Array
@@ -32,7 +34,7 @@ class Recipe:
         self.corpus = corpus
         self.config = config
         self._order = SampleOrder(corpus.split, seed=config.seed, batch=config.global_batch)
-        self._optimizer = AdamW(config.optimizer, model.layout, xp=model.xp)
+        self._optimizer = optimizer_for(config.optimizer, model.layout, xp=model.xp)
 
     def sample_ids(self, step: int) -> npt.NDArray[np.int64]:
         """Return the window ids of `step`, (shards, sequences_per_shard)."""
@@ -44,11 +46,13 @@ class Recipe:
         grads: Array,
         sample_ids: npt.NDArray[np.int64],
         *,
+        step: int,
         on_grad_ready: GradReady | None = None,
     ) -> float:
         """Write to `grads` one shard's part of the batch's gradient and return its part of the loss, nats.
 
-        `sample_ids` is one row of `sample_ids(step)`; the rest is as in `GPT.loss_and_grads`.
+        `sample_ids` is one row of `sample_ids(step)`, and `step` keys what is random; the rest is as in
+        `GPT.loss_and_grads`.
         """
         return self.model.loss_and_grads(
             params,
@@ -56,6 +60,7 @@ class Recipe:
             self.corpus.windows(sample_ids),
             global_batch=self.config.global_batch,
             on_grad_ready=on_grad_ready,
+            noise=Noise(self.config.seed, step, sample_ids),
         )
 
     def learning_rate(self, step: int) -> float:
@@ -67,6 +72,7 @@ class Recipe:
             warmup_steps=config.warmup_steps,
             total_steps=config.steps,
             floor=config.learning_rate_floor,
+            curve=config.curve,
         )
 
     def update(self, old: AdamWState, new: AdamWState, grads: Array, *, step: int) -> float:
@@ -74,7 +80,11 @@ class Recipe:
 
         Raises `TrainingDiverged` if the gradient is not finite; `new` is then as it was.
         """
-        norm = global_norm(grads, xp=self.model.xp)
+        try:
+            norm = global_norm(grads, xp=self.model.xp)
+        except TrainingDiverged as error:
+            first = non_finite(self.model.layout, grads, xp=self.model.xp) or "all its elements are finite"
+            raise TrainingDiverged(f"step {step}: {error} First of the gradients, {first}.") from None
         self._optimizer.update(
             old,
             new,

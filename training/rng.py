@@ -6,16 +6,23 @@ keyed by a seed and a purpose; permutations are Feistel networks over it that ne
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 from numpy.random import Generator, Philox  # numpy loads it on first use: not in a rank that is waited for
 
+from zbmd.training import _kernels
+from zbmd.training.xp import Array
+
+PHILOX_ROUNDS = 10
 FEISTEL_ROUNDS = 6
 # Each walk leaves the domain with probability at most 3/4: 512 steps fail once in 10**64.
 CYCLE_WALK_STEPS_MAX = 512
 
+_WORD = 0xFFFFFFFF
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
@@ -26,12 +33,68 @@ class Purpose(IntEnum):
     INIT = 1
     SHUFFLE = 2
     GENERATE = 3
+    DROPOUT = 4
 
 
 def stream(seed: int, purpose: Purpose, index: int = 0) -> Generator:
     """Return the generator of `(seed, purpose, index)`; `seed` and `index` are in [0, 2**64)."""
     key = np.array([seed, (int(purpose) << 56) ^ index], dtype=np.uint64)
     return Generator(Philox(key=key))
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What random numbers of a step depend on: the seed, the step, and each sample, (samples,) integers.
+
+    Nothing else: whoever computes a sample, again or for the first time, draws the same numbers for it.
+    """
+
+    seed: int
+    step: int
+    samples: npt.NDArray[np.int64]
+
+
+def random_words(noise: Noise, site: int, count: int, *, xp: ModuleType = np) -> Array:
+    """Return the random words of each sample of `noise` at `site`, (samples, count) of uint32.
+
+    Philox4x32-10 with the seed as its key. Word i of a sample is word i % 4 of the block with the counter
+    (i // 4, purpose and site, step, sample), each modulo 2**32; `site` is below 2**24, and tells the places
+    of a model apart that draw numbers.
+    """
+    counters = [
+        ((int(Purpose.DROPOUT) << 24) | site, noise.step & _WORD, sample & _WORD)
+        for sample in noise.samples.tolist()
+    ]
+    if xp is not np:
+        return _philox(noise.seed, counters, count, xp=xp)
+    words = np.empty((len(counters), count), dtype=np.uint32)
+    for row, counter in zip(words, counters, strict=True):
+        _kernels.random_words(row, noise.seed, *counter)
+    return words
+
+
+def _philox(seed: int, counters: list[tuple[int, int, int]], count: int, *, xp: ModuleType) -> Array:
+    """The same in whole-array operations of 64-bit integers, for a device that has no kernel."""
+    blocks = -(-count // 4)
+    c = [xp.zeros((len(counters), blocks), dtype=np.uint64) for _ in range(4)]
+    c[0] += xp.arange(blocks, dtype=np.uint64)
+    for place in range(3):
+        c[place + 1] += xp.asarray([counter[place] for counter in counters], dtype=np.uint64)[:, None]
+    low, high = seed & _WORD, seed >> 32
+    for _ in range(PHILOX_ROUNDS):
+        left, right = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [
+            (right >> np.uint64(32)) ^ c[1] ^ np.uint64(low),
+            right & np.uint64(_WORD),
+            (left >> np.uint64(32)) ^ c[3] ^ np.uint64(high),
+            left & np.uint64(_WORD),
+        ]
+        low, high = (low + 0x9E3779B9) & _WORD, (high + 0xBB67AE85) & _WORD
+    words = xp.empty((len(counters), blocks, 4), dtype=np.uint32)
+    for place in range(4):
+        words[:, :, place] = c[place]
+    flat: Array = words.reshape(len(counters), 4 * blocks)[:, :count]
+    return flat
 
 
 class Permutation:

@@ -1,18 +1,45 @@
-"""The learning rate over a run: linear warm-up, then a cosine to a fraction of the peak."""
+"""The learning rate over a run: linear warm-up, then down to a fraction of the peak along a curve."""
 
 from __future__ import annotations
 
 import math
+from typing import Literal, assert_never, get_args
+
+Curve = Literal["cosine", "linear", "wsd", "constant"]
+CURVES: tuple[Curve, ...] = get_args(Curve)
+WSD_DECAY = 0.2
+"""The part of the steps after warm-up in which a WSD schedule goes down."""
 
 
-def learning_rate(step: int, *, peak: float, warmup_steps: int, total_steps: int, floor: float) -> float:
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    total_steps: int,
+    floor: float,
+    curve: Curve = "cosine",
+) -> float:
     """Return the rate of `step` (from 0): up to `peak` in `warmup_steps`, then down to `floor * peak`.
 
-    The last step, `total_steps - 1`, has the lowest rate; any step after it keeps that
-    (I. Loshchilov, F. Hutter, "SGDR", 2017, arXiv:1608.03983, without restarts).
+    The last step, `total_steps - 1`, has the lowest rate; any step after it keeps that. `cosine`:
+    I. Loshchilov, F. Hutter, "SGDR", 2017, arXiv:1608.03983, without restarts; `linear`; `wsd`: at the peak,
+    and down along a line in the last `WSD_DECAY` of the way (S. Hu and others, "MiniCPM", 2024,
+    arXiv:2404.06395); `constant`: at the peak to the end.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     span = max(1, total_steps - 1 - warmup_steps)
     progress = min(1.0, (step - warmup_steps) / span)
-    return peak * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    match curve:
+        case "cosine":
+            left = 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "linear":
+            left = 1.0 - progress
+        case "wsd":
+            left = min(1.0, (1.0 - progress) / WSD_DECAY)
+        case "constant":
+            left = 1.0
+        case _:
+            assert_never(curve)
+    return peak * (floor + (1.0 - floor) * left)

@@ -12,7 +12,7 @@ final, so that its reduction can start while the backward pass goes on. The meth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from zbmd.training.xp import Array
@@ -56,6 +56,10 @@ class Parameter:
         self._fresh = True
         self._on_ready = on_ready
 
+    def release(self) -> None:
+        """Give up one use that was counted and will bring no gradient: those counted since will."""
+        self.uses_left -= 1
+
     def receive(self, write: Callable[[Array], object]) -> None:
         """Take the gradient of one use: `write(out)` sets all of `out`, an array like `data`."""
         if self.grad is None or self.uses_left == 0:
@@ -96,19 +100,48 @@ class Tape:
                 self._parameters.append(parameter)
         return output
 
-    def backward(self, loss: Tensor) -> None:
-        """Play the tape backwards from `loss` with a gradient of one. A tape plays once.
+    def backward(self, loss: Tensor, *, scale: float = 1.0) -> None:
+        """Play the tape backwards from `loss` with a gradient of `scale`. A tape plays once.
 
         Raises `LocalProtocolError` if a parameter that was used gets no gradient, or nothing was recorded.
         """
         if not self._nodes:
             raise LocalProtocolError("nothing is recorded on this tape, or it was played before")
-        loss.accumulate(self.xp.ones_like(loss.data))
+        loss.accumulate(self.xp.ones_like(loss.data) * loss.data.dtype.type(scale))
+        self._play()
+        for parameter in self._parameters:
+            if parameter.uses_left:
+                raise LocalProtocolError(f"parameter {parameter.index} was used but the loss is blind to it")
+
+    def checkpoint(
+        self, block: Callable[[Tape, Tensor], Tensor], x: Tensor, parameters: Sequence[Parameter]
+    ) -> Tensor:
+        """Return `block(tape, x)` and keep nothing of it but `x`: the way back computes it again.
+
+        `parameters` are all that `block` uses, each at least once. It must be a function of `x`, `parameters`
+        and constants, so that the second time gives the same bits; random numbers are such a function too
+        (`zbmd.training.rng.random_words`). T. Chen and others, "Training deep nets with sublinear memory
+        cost", 2016, arXiv:1604.06174.
+        """
+        if not self.recording:
+            return block(self, x)
+        y = block(Tape(self.xp, recording=False), Tensor(x.data))
+
+        def backward(dy: Array) -> None:
+            inner, source = Tape(self.xp), Tensor(x.data)
+            output = block(inner, source)
+            for parameter in parameters:
+                parameter.release()  # `inner` has counted its uses by now
+            output.accumulate(dy)
+            inner._play()
+            if source.grad is not None:
+                x.accumulate(source.grad)
+
+        return self.record(y.data, backward, *parameters)
+
+    def _play(self) -> None:
         while self._nodes:
             output, backward = self._nodes.pop()
             grad, output.grad = output.grad, None
             if grad is not None:
                 backward(grad)
-        for parameter in self._parameters:
-            if parameter.uses_left:
-                raise LocalProtocolError(f"parameter {parameter.index} was used but the loss is blind to it")

@@ -178,7 +178,8 @@ class TrainingSlots(Slots):
         buffers = [_zeros(layout.size) for _ in range(plan.buffers)]
         ids, old = self._recipe.sample_ids(work.version - 1), self.store.slots[1 - work.slot].state
         for leaf in plan.leaves:
-            self._recipe.shard_gradient(old.weights, buffers[leaf.buffer], ids[leaf.shard])
+            step = work.version - 1
+            self._recipe.shard_gradient(old.weights, buffers[leaf.buffer], ids[leaf.shard], step=step)
             plan.perform(leaf.additions, buffers, slice(0, layout.size))
         partials = {node: buffers[plan.partials[node]] for node in shard_tree_nodes(shards, lo, hi)}
         self._training.enter(work, self._member, partials)

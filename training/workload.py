@@ -142,7 +142,7 @@ class TrainingWorkload:
         held_out = self._evaluate(work)
         try:
             losses = {
-                leaf.shard: self._run_leaf(index, ids[leaf.shard], reduction, cancellation)
+                leaf.shard: self._run_leaf(index, step, ids[leaf.shard], reduction, cancellation)
                 for index, leaf in enumerate(plan.leaves)
             }
             if not plan.leaves:
@@ -167,7 +167,7 @@ class TrainingWorkload:
         return StepOutcome(digest, msgspec.msgpack.encode(part))
 
     def _run_leaf(
-        self, index: int, ids: np.ndarray, reduction: _Reduction, cancellation: Cancellation
+        self, index: int, step: int, ids: np.ndarray, reduction: _Reduction, cancellation: Cancellation
     ) -> float:
         """Compute one shard; behind the last one, hand over each bucket as it becomes final."""
         cancellation.check()
@@ -187,7 +187,8 @@ class TrainingWorkload:
                 reduction.submit(span)
 
         weights, on_grad_ready = self.store.current.state.weights, send if last else check
-        loss = self.recipe.shard_gradient(weights, buffers[leaf.buffer], ids, on_grad_ready=on_grad_ready)
+        grads = buffers[leaf.buffer]
+        loss = self.recipe.shard_gradient(weights, grads, ids, step=step, on_grad_ready=on_grad_ready)
         if not last:
             everything = slice(0, self.recipe.model.layout.size)
             AccumulationPlan.perform(leaf.additions, buffers, everything)

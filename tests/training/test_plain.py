@@ -62,7 +62,7 @@ def test_a_step_is_shards_tree_and_update(corpus: Corpus) -> None:
     ids = recipe.sample_ids(1)
     grads = [np.zeros_like(start[0]) for _ in range(TRAINING.shards)]
     for shard in reversed(range(TRAINING.shards)):  # the order of computing them does not matter
-        recipe.shard_gradient(start[0], grads[shard], ids[shard])
+        recipe.shard_gradient(start[0], grads[shard], ids[shard], step=1)
     after = AdamWState(*(np.zeros_like(start[0]) for _ in range(3)))
     norm = recipe.update(AdamWState(*start), after, reduce_shards(grads), step=1)
     assert norm == reported.grad_norm

@@ -9,14 +9,17 @@ from __future__ import annotations
 from zbmd.training.ops.activation import gelu, squared_relu
 from zbmd.training.ops.attention import causal_attention, causal_distance_bias
 from zbmd.training.ops.cross_entropy import cross_entropy
+from zbmd.training.ops.dropout import dropout
 from zbmd.training.ops.embedding import embedding
-from zbmd.training.ops.linear import linear
+from zbmd.training.ops.linear import add, linear
 from zbmd.training.ops.norm import layer_norm, rms_norm
 
 __all__ = [
+    "add",
     "causal_attention",
     "causal_distance_bias",
     "cross_entropy",
+    "dropout",
     "embedding",
     "gelu",
     "layer_norm",

@@ -6,6 +6,16 @@ from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.xp import Array
 
 
+def add(tape: Tape, x: Tensor, y: Tensor) -> Tensor:
+    """Return `x + y`; one shape, one float dtype."""
+
+    def backward(dy: Array) -> None:
+        x.accumulate(dy.copy())
+        y.accumulate(dy)
+
+    return tape.record(x.data + y.data, backward)
+
+
 def linear(tape: Tape, x: Tensor, weight: Parameter, residual: Tensor | None = None) -> Tensor:
     """Return `x @ weight`, plus `residual` if given.
 

@@ -1,0 +1,26 @@
+"""Dropout whose choices depend on the sample alone."""
+
+from __future__ import annotations
+
+from zbmd.training.rng import Noise, random_words
+from zbmd.training.tape import Tape, Tensor
+from zbmd.training.xp import Array
+
+
+def dropout(tape: Tape, x: Tensor, *, rate: float, noise: Noise, site: int) -> Tensor:
+    """Return `x` with each element zeroed with probability `rate`, the others divided by `1 - rate`.
+
+    x: (samples * T, features), the samples in the order of `noise`. Which are zeroed depends on seed, step,
+    sample, `site` and the element's place in its sample, so the way back draws the same numbers again and
+    nothing is kept. N. Srivastava and others, "Dropout", JMLR 15, 2014.
+    """
+    xp = tape.xp
+    least, factor = min(int(rate * 2**32), 2**32 - 1), 1.0 / (1.0 - rate)
+
+    def thinned(values: Array) -> Array:
+        words = random_words(noise, site, values.size // len(noise.samples), xp=xp)
+        kept: Array = values * (words >= least).reshape(values.shape)
+        kept *= factor
+        return kept
+
+    return tape.record(thinned(x.data), lambda dy: x.accumulate(thinned(dy)))

@@ -1,0 +1,62 @@
+"""Lion, out of place: the sign of a moment is the step.
+
+X. Chen and others, "Symbolic discovery of optimization algorithms", 2023, arXiv:2302.06675.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+
+from zbmd.training.adamw import AdamWState, update_blocks
+from zbmd.training.layout import ParameterLayout
+from zbmd.training.xp import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionConfig:
+    """The constants of Lion; `weight_decay` is multiplied by the learning rate and hits matrices only."""
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.1
+
+
+class Lion:
+    """The optimizer of one layout. It keeps one moment, `mean`."""
+
+    def __init__(self, config: LionConfig, layout: ParameterLayout, *, xp: ModuleType = np) -> None:
+        self.config = config
+        self.layout = layout
+        self.xp = xp
+        self._blocks = update_blocks(layout)
+
+    def update(
+        self,
+        old: AdamWState,
+        new: AdamWState,
+        grads: Array,
+        *,
+        step: int,
+        learning_rate: float,
+        grad_scale: float = 1.0,
+    ) -> None:
+        """Write to `new` the state that follows `old` by `grad_scale * grads`; see `AdamW.update`."""
+        xp, beta1, beta2 = self.xp, self.config.beta1, self.config.beta2
+        for array in (old.weights, old.mean, new.weights, new.mean, grads):
+            self.layout.check(array)
+        for span, decayed in self._blocks:
+            decay = learning_rate * self.config.weight_decay if decayed else 0.0
+            slope = grads[span] * grad_scale
+            move = old.mean[span] * beta1
+            move += slope * (1.0 - beta1)
+            xp.sign(move, out=move)
+            move *= learning_rate
+            weights, mean = new.weights[span], new.mean[span]
+            xp.multiply(old.weights[span], 1.0 - decay, out=weights)
+            weights -= move
+            xp.multiply(old.mean[span], beta2, out=mean)
+            slope *= 1.0 - beta2
+            mean += slope

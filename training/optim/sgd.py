@@ -1,0 +1,65 @@
+"""Stochastic gradient descent with momentum, out of place, with decoupled weight decay.
+
+B. Polyak, "Some methods of speeding up the convergence of iteration methods", 1964; Nesterov's form as in
+I. Sutskever and others, "On the importance of initialization and momentum in deep learning", 2013; the decay
+as in I. Loshchilov, F. Hutter, arXiv:1711.05101 (SGDW).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+
+from zbmd.training.adamw import AdamWState, update_blocks
+from zbmd.training.layout import ParameterLayout
+from zbmd.training.xp import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGDConfig:
+    """The constants of SGD; `weight_decay` is multiplied by the learning rate and hits matrices only."""
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+
+class SGD:
+    """The optimizer of one layout. It keeps one moment, `mean`: the velocity."""
+
+    def __init__(self, config: SGDConfig, layout: ParameterLayout, *, xp: ModuleType = np) -> None:
+        self.config = config
+        self.layout = layout
+        self.xp = xp
+        self._blocks = update_blocks(layout)
+
+    def update(
+        self,
+        old: AdamWState,
+        new: AdamWState,
+        grads: Array,
+        *,
+        step: int,
+        learning_rate: float,
+        grad_scale: float = 1.0,
+    ) -> None:
+        """Write to `new` the state that follows `old` by `grad_scale * grads`; see `AdamW.update`."""
+        momentum = self.config.momentum
+        for array in (old.weights, old.mean, new.weights, new.mean, grads):
+            self.layout.check(array)
+        for span, decayed in self._blocks:
+            decay = learning_rate * self.config.weight_decay if decayed else 0.0
+            slope = grads[span] * grad_scale
+            velocity = new.mean[span]
+            self.xp.multiply(old.mean[span], momentum, out=velocity)
+            velocity += slope
+            if self.config.nesterov:
+                slope += velocity * momentum
+            else:
+                slope = velocity * 1.0
+            slope *= learning_rate
+            weights = new.weights[span]
+            self.xp.multiply(old.weights[span], 1.0 - decay, out=weights)
+            weights -= slope

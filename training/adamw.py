@@ -32,6 +32,22 @@ class AdamWConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of the flat arrays: its length, and the spans of it that are updated, each decayed or not."""
+
+    size: int
+    blocks: list[tuple[slice, bool]]
+
+    def check(self, array: Array) -> None:
+        """Raise `ValueError` unless `array` is a contiguous 1-D array of `size` elements."""
+        if array.shape != (self.size,) or not array.flags.c_contiguous:
+            raise ValueError(
+                f"a flat array is 1-D, contiguous and here has {self.size} elements; "
+                f"this one has shape {array.shape} and strides {array.strides}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class AdamWState:
     """Weights and the first and second moments of their gradients: three flat arrays of one layout."""
 
@@ -51,12 +67,17 @@ class AdamW:
         xp: ModuleType = np,
         dtype: type[np.floating] = np.float32,
         skipped: tuple[ParameterSlot, ...] = (),
+        shard: Shard | None = None,
     ) -> None:
-        """`skipped` are parameters that another optimizer updates: neither read nor written here."""
+        """`skipped` are parameters that another optimizer updates: neither read nor written here.
+
+        With `shard`, the arrays given to `update` are a shard, not the whole flat arrays.
+        """
         self.config = config
         self.layout = layout
         self.xp = xp
-        self._blocks = update_blocks(layout, skipped)
+        whole = Shard(layout.size, update_blocks(layout, skipped))
+        self._shard = whole if shard is None else shard
         self._scratch = xp.empty(UPDATE_BLOCK, dtype=dtype)
         self._scaled = xp.empty(UPDATE_BLOCK, dtype=dtype)
 
@@ -72,16 +93,17 @@ class AdamW:
     ) -> None:
         """Write to `new` the state that follows `old` by `grad_scale * grads`.
 
-        All arrays are (layout.size,) of one float dtype; `new` shares no memory with `old` or `grads`.
-        `step` counts from 0. Padding that is zero stays zero.
+        All arrays are (layout.size,) of one float dtype, or as long as the shard. `new` shares no memory with
+        `grads`, and either none with `old` or all of it: then the update is in place. `step` counts from 0.
+        Padding that is zero stays zero.
         """
         for array in (old.weights, old.mean, old.square, new.weights, new.mean, new.square, grads):
-            self.layout.check(array)
+            self._shard.check(array)
         correction_1 = 1.0 - self.config.beta1 ** (step + 1)
         correction_2 = 1.0 - self.config.beta2 ** (step + 1)
         step_size = learning_rate * math.sqrt(correction_2) / correction_1
         epsilon = self.config.epsilon * math.sqrt(correction_2)
-        for span, decayed in self._blocks:
+        for span, decayed in self._shard.blocks:
             decay = learning_rate * self.config.weight_decay if decayed else 0.0
             self._update_block(old, new, grads, span, (grad_scale, step_size, epsilon, 1.0 - decay))
 

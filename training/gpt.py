@@ -8,6 +8,7 @@ it worse (0.09 nats a byte after 600,000 bytes). A layer is `x @ weight`: matric
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -44,6 +45,16 @@ def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {"head.norm.weight": (width,), "head.weight": (width, VOCABULARY)}
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Inputs, (samples, T) tokens, and what a loss needs: targets, (samples * T,), and each one's weight."""
+
+    inputs: Array
+    targets: Array | None = None
+    weight: float = 1.0
+    noise: Noise | None = None
+
+
 class GPT:
     """The model of one configuration. It holds no weights: they are arguments."""
 
@@ -59,6 +70,13 @@ class GPT:
         self._activation = {"relu2": ops.squared_relu, "gelu": ops.gelu}[config.activation]
         self.distance_bias = ops.causal_distance_bias(xp, config.heads, config.context, np.float32)
         """What positions are known by, (heads, context): see `ops.causal_distance_bias`."""
+
+    @property
+    def units(self) -> tuple[slice, ...]:
+        """The parameters, by index, of what is computed one after the other: embedding, each block, head."""
+        starts = [1 + PARAMETERS_PER_BLOCK * number for number in range(self.config.layers + 1)]
+        blocks = [slice(start, start + PARAMETERS_PER_BLOCK) for start in starts[:-1]]
+        return slice(0, 1), *blocks, slice(starts[-1], starts[-1] + 2)
 
     def init(self, seed: int) -> npt.NDArray[np.float32]:
         """Return fresh flat parameters, (layout.size,) float32 in host memory; the same for the same seed.
@@ -91,32 +109,59 @@ class GPT:
         global_batch: int,
         on_grad_ready: GradReady | None = None,
         noise: Noise | None = None,
+        loss_scale: float = 1.0,
     ) -> float:
         """Return the loss of `tokens` and write its gradient to `grads`; same inputs, same bits.
 
-        params, grads: (layout.size,), one float dtype; all of `grads` but its padding is overwritten.
+        params, grads: (layout.size,), one float dtype; all of `grads` but its padding is overwritten. 16-bit
+        floats are widened to float32, layer by layer, and gradients rounded.
         tokens: (samples, T + 1) integers below 256, T at most the context; T + 1 bytes hold T predictions.
         The loss (nats per byte) is the sum over the samples of their mean loss, divided by `global_batch`:
         the losses and gradients of a batch's shards add up to those of the batch.
         `on_grad_ready(index)` is called as soon as parameter `index` has its final gradient in `grads`,
         from the last parameters to the first. Without `noise` nothing is dropped out.
+        Gradients, not the loss, are multiplied by `loss_scale`.
         """
         tape = Tape(self.xp)
         pairs = zip(self.layout.views(params), self.layout.views(grads), strict=True)
         parameters = [Parameter(data, grad, i, on_grad_ready) for i, (data, grad) in enumerate(pairs)]
-        loss = self._loss(tape, parameters, tokens, global_batch, noise)
+        loss = self._run(tape, parameters, self.batch(tokens, global_batch=global_batch, noise=noise))
         value = float(loss.data)
-        tape.backward(loss)
+        tape.backward(loss, scale=loss_scale)
         return value
 
     def loss(self, params: Array, tokens: Tokens) -> float:
         """Return the mean loss of `tokens`, (samples, T + 1), in nats per byte."""
-        return float(self._loss(self._silent_tape(), self._leaves(params), tokens, len(tokens)).data)
+        batch = self.batch(tokens, global_batch=len(tokens))
+        return float(self._run(self._silent_tape(), self._leaves(params), batch).data)
 
     def logits(self, params: Array, tokens: Tokens) -> Array:
         """Return log odds, (samples, T, 256), of the byte after each position of `tokens`, (samples, T)."""
-        logits = self._logits(self._silent_tape(), self._leaves(params), self.xp.asarray(tokens))
+        batch = Batch(self._checked(self.xp.asarray(tokens)))
+        logits = self._run(self._silent_tape(), self._leaves(params), batch)
         return logits.data.reshape(*tokens.shape, VOCABULARY)
+
+    def batch(self, tokens: Tokens, *, global_batch: int, noise: Noise | None = None) -> Batch:
+        """Return what the units compute of `tokens`, (samples, T + 1): see `loss_and_grads`."""
+        device_tokens = self.xp.asarray(tokens)
+        inputs, targets = self._checked(device_tokens[:, :-1]), device_tokens[:, 1:].reshape(-1)
+        weight = 1.0 / (global_batch * (tokens.shape[1] - 1))
+        return Batch(inputs, targets=targets, weight=weight, noise=noise)
+
+    def unit(self, tape: Tape, number: int, x: Tensor, parameters: list[Parameter], batch: Batch) -> Tensor:
+        """Compute unit `number` (see `units`) of what the one before returned; the first one reads no `x`.
+
+        The last one returns the loss, or log odds where the batch has no targets.
+        """
+        if number == 0:
+            return self._dropout(tape, ops.embedding(tape, batch.inputs.reshape(-1), *parameters), batch, 0)
+        if number <= self.config.layers:
+            return self._block(tape, x, parameters=parameters, number=number - 1, batch=batch)
+        norm, head = parameters
+        logits = ops.linear(tape, ops.rms_norm(tape, x, norm), head)
+        if batch.targets is None:
+            return logits
+        return ops.cross_entropy(tape, logits, batch.targets, weight=batch.weight)
 
     def _silent_tape(self) -> Tape:
         return Tape(self.xp, recording=False)
@@ -124,35 +169,21 @@ class GPT:
     def _leaves(self, params: Array) -> list[Parameter]:
         return [Parameter(data, None, index, None) for index, data in enumerate(self.layout.views(params))]
 
-    def _loss(
-        self,
-        tape: Tape,
-        parameters: list[Parameter],
-        tokens: Tokens,
-        global_batch: int,
-        noise: Noise | None = None,
-    ) -> Tensor:
-        device_tokens = self.xp.asarray(tokens)
-        logits = self._logits(tape, parameters, device_tokens[:, :-1], noise)
-        targets = device_tokens[:, 1:].reshape(-1)
-        weight = 1.0 / (global_batch * (tokens.shape[1] - 1))
-        return ops.cross_entropy(tape, logits, targets, weight=weight)
+    def _checked(self, inputs: Array) -> Array:
+        if not 0 < inputs.shape[1] <= self.config.context:
+            raise ValueError(f"sequences have 1 to {self.config.context} positions, not {inputs.shape[1]}")
+        return inputs
 
-    def _logits(
-        self, tape: Tape, parameters: list[Parameter], tokens: Array, noise: Noise | None = None
-    ) -> Tensor:
-        batch, length = tokens.shape
-        if not 0 < length <= self.config.context:
-            raise ValueError(f"sequences have 1 to {self.config.context} positions, not {length}")
-        bias = self._bias(parameters[0].data.dtype)
-        x = self._dropout(tape, ops.embedding(tape, tokens.reshape(-1), parameters[0]), noise, 0)
-        for number in range(self.config.layers):
-            first = 1 + PARAMETERS_PER_BLOCK * number
-            own = parameters[first : first + PARAMETERS_PER_BLOCK]
-            block = partial(self._block, parameters=own, bias=bias, batch=batch, number=number, noise=noise)
-            x = tape.checkpoint(block, x, own) if self.recompute else block(tape, x)
-        head_norm, head = parameters[-2:]
-        return ops.linear(tape, ops.rms_norm(tape, x, head_norm), head)
+    def _run(self, tape: Tape, parameters: list[Parameter], batch: Batch) -> Tensor:
+        x = Tensor(self.xp.zeros(0))
+        for number, group in enumerate(self.units):
+            own = parameters[group]
+            if self.recompute and 0 < number <= self.config.layers:
+                block = partial(self._block, parameters=own, number=number - 1, batch=batch)
+                x = tape.checkpoint(block, x, own)
+            else:
+                x = self.unit(tape, number, x, own, batch)
+        return x
 
     def _block(
         self,
@@ -160,30 +191,29 @@ class GPT:
         x: Tensor,
         *,
         parameters: list[Parameter],
-        bias: Array,
-        batch: int,
         number: int,
-        noise: Noise | None,
+        batch: Batch,
     ) -> Tensor:
         attn_norm, qkv, proj, mlp_norm, mlp_in, mlp_out = parameters
         packed = ops.linear(tape, ops.rms_norm(tape, x, attn_norm), qkv)
-        mixed = ops.causal_attention(tape, packed, bias, batch=batch, heads=self.config.heads)
-        x = self._onto(tape, x, mixed, proj, noise, 1 + 2 * number)
+        samples, bias = len(batch.inputs), self._bias(packed.data.dtype)
+        mixed = ops.causal_attention(tape, packed, bias, batch=samples, heads=self.config.heads)
+        x = self._onto(tape, x, mixed, proj, batch, 1 + 2 * number)
         hidden = self._activation(tape, ops.linear(tape, ops.rms_norm(tape, x, mlp_norm), mlp_in))
-        return self._onto(tape, x, hidden, mlp_out, noise, 2 + 2 * number)
+        return self._onto(tape, x, hidden, mlp_out, batch, 2 + 2 * number)
 
     def _onto(
-        self, tape: Tape, x: Tensor, inner: Tensor, weight: Parameter, noise: Noise | None, site: int
+        self, tape: Tape, x: Tensor, inner: Tensor, weight: Parameter, batch: Batch, site: int
     ) -> Tensor:
         """Add a layer's output, thinned by dropout, to the residual stream."""
-        if noise is None or self.config.dropout == 0.0:
+        if batch.noise is None or self.config.dropout == 0.0:
             return ops.linear(tape, inner, weight, residual=x)
-        return ops.add(tape, x, self._dropout(tape, ops.linear(tape, inner, weight), noise, site))
+        return ops.add(tape, x, self._dropout(tape, ops.linear(tape, inner, weight), batch, site))
 
-    def _dropout(self, tape: Tape, x: Tensor, noise: Noise | None, site: int) -> Tensor:
-        if noise is None or self.config.dropout == 0.0:
+    def _dropout(self, tape: Tape, x: Tensor, batch: Batch, site: int) -> Tensor:
+        if batch.noise is None or self.config.dropout == 0.0:
             return x
-        return ops.dropout(tape, x, rate=self.config.dropout, noise=noise, site=site)
+        return ops.dropout(tape, x, rate=self.config.dropout, noise=batch.noise, site=site)
 
     def _bias(self, dtype: np.dtype[np.floating]) -> Array:
         if self.distance_bias.dtype != dtype:

@@ -164,15 +164,14 @@ ZBMD_CLONES void NAME(embedding_grad)(REAL *restrict table, const REAL *restrict
     }
 }
 
-/* One block of AdamW; factors: beta1, beta2, grad_scale, step_size, epsilon, keep (see adamw.py). */
-ZBMD_CLONES void NAME(adamw)(REAL *restrict weights, REAL *restrict mean, REAL *restrict square,
-                             const REAL *restrict old_weights, const REAL *restrict old_mean,
-                             const REAL *restrict old_square, const REAL *restrict grads, size_t n,
+/* One block of AdamW, whose new state may be the old one; factors: beta1, beta2, grad_scale, step_size, epsilon, keep (see adamw.py). */
+ZBMD_CLONES void NAME(adamw)(REAL *weights, REAL *mean, REAL *square, const REAL *old_weights,
+                             const REAL *old_mean, const REAL *old_square, const REAL *grads, size_t n,
                              const double *factors) {
     REAL beta1 = (REAL)factors[0], beta2 = (REAL)factors[1], scale = (REAL)factors[2];
     REAL fresh1 = (REAL)(1 - factors[0]), fresh2 = (REAL)(1 - factors[1]);
     REAL step_size = (REAL)factors[3], epsilon = (REAL)factors[4], keep = (REAL)factors[5];
-    for (size_t i = 0; i < n; i++) {
+    _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++) {
         REAL grad = grads[i] * scale;
         REAL m = old_mean[i] * beta1 + grad * fresh1;
         REAL s = old_square[i] * beta2 + grad * grad * fresh2;

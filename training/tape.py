@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from zbmd.training.xp import Array
+import numpy as np
+
+from zbmd.training.xp import Array, is_narrow, widened
 from zbmd.transport.errors import LocalProtocolError
 
 Backward = Callable[[Array], None]
@@ -42,19 +44,29 @@ class Tensor:
 class Parameter:
     """A leaf whose gradient goes to the caller's memory.
 
-    Shapes and dtypes of `data` and `grad` agree. What `grad` held before does not matter: the first use
-    overwrites it, each further use adds to it.
+    Shapes and dtypes of `stored` and `grad` agree. What `grad` held before does not matter: the first use
+    overwrites it, each further use adds to it. Of 16-bit floats everything is computed in float32, and a
+    gradient is rounded as it is kept.
     """
 
-    __slots__ = ("_fresh", "_on_ready", "data", "grad", "index", "uses_left")
+    __slots__ = ("_fresh", "_on_ready", "grad", "index", "stored", "uses_left")
 
-    def __init__(self, data: Array, grad: Array | None, index: int, on_ready: GradReady | None) -> None:
-        self.data = data
+    def __init__(self, stored: Array, grad: Array | None, index: int, on_ready: GradReady | None) -> None:
+        self.stored = stored
         self.grad = grad
         self.index = index
         self.uses_left = 0
         self._fresh = True
         self._on_ready = on_ready
+
+    @property
+    def data(self) -> Array:
+        """The value to compute with; of 16-bit floats a copy, made anew at each call."""
+        return widened(self.stored)
+
+    def rows(self, places: Array) -> Array:
+        """The rows `places` of the value: a copy."""
+        return widened(self.stored[places])
 
     def release(self) -> None:
         """Give up one use that was counted and will bring no gradient: those counted since will."""
@@ -64,13 +76,16 @@ class Parameter:
         """Take the gradient of one use: `write(out)` sets all of `out`, an array like `data`."""
         if self.grad is None or self.uses_left == 0:
             raise LocalProtocolError(f"parameter {self.index} got a gradient that it did not expect")
-        if self._fresh:
+        if self._fresh and not is_narrow(self.grad):
             write(self.grad)
-            self._fresh = False
         else:
-            partial = self.grad.copy()
+            partial = widened(self.grad) if is_narrow(self.grad) else self.grad.copy()
             write(partial)
-            self.grad += partial
+            if not self._fresh:
+                partial += self.grad
+            with np.errstate(over="ignore"):  # what is too large for 16 bits becomes infinite, which is seen
+                self.grad[...] = partial
+        self._fresh = False
         self.uses_left -= 1
         if self.uses_left == 0 and self._on_ready is not None:
             self._on_ready(self.index)
@@ -107,8 +122,7 @@ class Tape:
         """
         if not self._nodes:
             raise LocalProtocolError("nothing is recorded on this tape, or it was played before")
-        loss.accumulate(self.xp.ones_like(loss.data) * loss.data.dtype.type(scale))
-        self._play()
+        self.play(loss, self.xp.ones_like(loss.data) * loss.data.dtype.type(scale))
         for parameter in self._parameters:
             if parameter.uses_left:
                 raise LocalProtocolError(f"parameter {parameter.index} was used but the loss is blind to it")
@@ -132,14 +146,15 @@ class Tape:
             output = block(inner, source)
             for parameter in parameters:
                 parameter.release()  # `inner` has counted its uses by now
-            output.accumulate(dy)
-            inner._play()
+            inner.play(output, dy)
             if source.grad is not None:
                 x.accumulate(source.grad)
 
         return self.record(y.data, backward, *parameters)
 
-    def _play(self) -> None:
+    def play(self, output: Tensor, grad: Array) -> None:
+        """Play the tape backwards from `output`, whose gradient is `grad`, and no further than it goes."""
+        output.accumulate(grad)
         while self._nodes:
             output, backward = self._nodes.pop()
             grad, output.grad = output.grad, None

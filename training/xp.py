@@ -44,6 +44,17 @@ def xp_for(device: str) -> ModuleType:
     return cupy
 
 
+def is_narrow(array: Array) -> bool:
+    """Tell whether `array` holds 16-bit floats, which are for keeping and not for computing."""
+    return array.dtype.itemsize == 2
+
+
+def widened(array: Array) -> Array:
+    """Return `array` as float32 if it holds 16-bit floats (a copy), else itself."""
+    wide: Array = array.astype(np.float32) if is_narrow(array) else array
+    return wide
+
+
 def to_host(array: Array) -> npt.NDArray[Any]:
     """Return `array` in host memory: itself if it is a numpy array, else a copy."""
     download = getattr(array, "get", None)  # cupy's; numpy arrays have none

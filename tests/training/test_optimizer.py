@@ -91,7 +91,7 @@ def test_bits_do_not_depend_on_where_the_arrays_lie() -> None:
 
 def test_blocks_cover_the_flat_array_once() -> None:
     layout = ParameterLayout.of({"big": (5, UPDATE_BLOCK), "gain": (3,), "last": (7, 11)})
-    spans = [span for span, _ in AdamW(AdamWConfig(), layout)._blocks]
+    spans = [span for span, _ in AdamW(AdamWConfig(), layout)._shard.blocks]
     assert [span.start for span in spans[1:]] == [span.stop for span in spans[:-1]]
     assert spans[0].start == 0
     assert spans[-1].stop == layout.size

@@ -23,8 +23,8 @@ def embedding(tape: Tape, tokens: Array, table: Parameter) -> Tensor:
         if has_kernels(xp, dy):
             table.receive(lambda out: _kernels.embedding_grad(out, dy, as_indices(tokens)))
             return
-        one_hot = xp.zeros((len(tokens), len(table.data)), dtype=dy.dtype)
+        one_hot = xp.zeros((len(tokens), len(table.stored)), dtype=dy.dtype)
         one_hot[xp.arange(len(tokens)), tokens] = 1.0
         table.receive(lambda out: xp.matmul(one_hot.T, dy, out=out))
 
-    return tape.record(table.data[tokens], backward, table)
+    return tape.record(table.rows(tokens), backward, table)

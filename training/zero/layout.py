@@ -1,0 +1,108 @@
+"""How ZeRO cuts a flat array: into units, which are gathered whole, and each unit into one part a rank.
+
+Units are runs of whole parameters in the order of the forward pass (embedding, each block, head). A unit of
+`u` elements is cut into `ranks` equal parts of `part` elements, the least multiple of `ALIGNMENT` with
+`ranks * part >= u`; rank r has elements [r * part, (r + 1) * part) of it, and what lies behind the unit's
+end is zero. A rank's *shard* is its parts of all units, one behind the other:
+
+    flat     | unit 0                | unit 1          | ...
+    parts    | r0    | r1    | r2 ..0| r0 | r1 | r2    | ...
+    shard r1          | r1 of 0 | r1 of 1 | ...
+
+Weights, gradients, masters and moments all have this layout, so reduce-scatter of a unit's gradient, the
+update, and all-gather of a unit's weights touch one contiguous range a rank. S. Rajbhandari and others,
+"ZeRO", 2020, arXiv:1910.02054; the flat parameters of units as in Y. Zhao and others, "PyTorch FSDP", 2023,
+arXiv:2304.11277.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from zbmd.training.layout import ALIGNMENT, ParameterLayout
+from zbmd.training.xp import Array
+from zbmd.transport.errors import UserError
+
+RANKS_MAX = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One unit: its parameters (by index), its elements of the flat array, a part's length and place."""
+
+    parameters: slice
+    span: slice
+    part: int
+    shard_start: int
+
+    @property
+    def size(self) -> int:
+        """Elements of the flat array."""
+        return self.span.stop - self.span.start
+
+    @property
+    def in_shard(self) -> slice:
+        """Where a rank's part lies in its shard."""
+        return slice(self.shard_start, self.shard_start + self.part)
+
+    def of_rank(self, rank: int) -> slice:
+        """What of the flat array is in the part of `rank`: empty, or shorter than `part`, behind the end."""
+        start = min(self.span.start + rank * self.part, self.span.stop)
+        return slice(start, min(start + self.part, self.span.stop))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """The units of one model over `ranks` ranks."""
+
+    layout: ParameterLayout
+    ranks: int
+    units: tuple[Unit, ...]
+
+    @classmethod
+    def of(cls, layout: ParameterLayout, groups: tuple[slice, ...], *, ranks: int) -> ShardLayout:
+        """Cut `layout` into units of the parameters `groups`, which follow each other and are all of them.
+
+        Raises `UserError` for a number of ranks out of range, and `ValueError` for groups that leave a gap.
+        """
+        if not 1 <= ranks <= RANKS_MAX:
+            raise UserError(f"{ranks} ranks cannot share a model: it takes 1 to {RANKS_MAX:,}.")
+        units: list[Unit] = []
+        place = expected = 0
+        for group in groups:
+            if group.start != expected or group.stop <= group.start:
+                raise ValueError(f"the units' parameters {groups} do not follow each other")
+            expected = group.stop
+            start = layout.slots[group.start].offset
+            stop = layout.slots[group.stop].offset if group.stop < len(layout.slots) else layout.size
+            part = -(-(stop - start) // (ranks * ALIGNMENT)) * ALIGNMENT
+            units.append(Unit(parameters=group, span=slice(start, stop), part=part, shard_start=place))
+            place += part
+        if expected != len(layout.slots):
+            raise ValueError(f"the units hold {expected} of {len(layout.slots)} parameters")
+        return cls(layout, ranks, tuple(units))
+
+    @property
+    def shard_size(self) -> int:
+        """Elements of a rank's shard."""
+        return self.units[-1].in_shard.stop
+
+    def shard_of(self, flat: Array, rank: int) -> Array:
+        """A copy of the shard of `rank` of `flat`, (layout.size,)."""
+        self.layout.check(flat)
+        shard: Array = np.zeros(self.shard_size, dtype=flat.dtype)
+        for unit in self.units:
+            own = flat[unit.of_rank(rank)]
+            shard[unit.shard_start : unit.shard_start + len(own)] = own
+        return shard
+
+    def whole(self, shards: list[Array]) -> Array:
+        """The flat array of which `shards`, one a rank in their order, are the shards."""
+        flat: Array = np.zeros(self.layout.size, dtype=shards[0].dtype)
+        for rank, shard in enumerate(shards):
+            for unit in self.units:
+                span = unit.of_rank(rank)
+                flat[span] = shard[unit.shard_start : unit.shard_start + span.stop - span.start]
+        return flat

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from types import ModuleType
 
+import msgspec
 import numpy as np
 
 from zbmd.training import _kernels
@@ -21,8 +22,7 @@ from zbmd.training.xp import Array
 UPDATE_BLOCK = 16_384  # elements
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWConfig:
+class AdamWConfig(msgspec.Struct, frozen=True, kw_only=True, tag="adamw"):
     """The constants of AdamW; `weight_decay` is multiplied by the learning rate and hits matrices only."""
 
     beta1: float = 0.9

@@ -39,7 +39,8 @@ def storage_dtype(storage: Storage) -> np.dtype[Any]:
             return np.dtype(np.float16)
         case "bfloat16":
             try:
-                return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+                found: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+                return found
             except ImportError as error:
                 raise UserError("bfloat16 needs ml_dtypes: pip install 'zbmd[bfloat16]'.") from error
         case _:

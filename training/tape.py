@@ -156,7 +156,7 @@ class Tape:
         """Play the tape backwards from `output`, whose gradient is `grad`, and no further than it goes."""
         output.accumulate(grad)
         while self._nodes:
-            output, backward = self._nodes.pop()
-            grad, output.grad = output.grad, None
-            if grad is not None:
-                backward(grad)
+            node, backward = self._nodes.pop()
+            found, node.grad = node.grad, None
+            if found is not None:
+                backward(found)

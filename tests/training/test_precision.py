@@ -21,6 +21,7 @@ from zbmd.training.precision import (
     SCALE_LEAST,
     SCALE_MOST,
     LossScale,
+    MixedStep,
     MixedTrainer,
     Storage,
     storage_dtype,
@@ -42,6 +43,7 @@ def trainer_of(storage: Storage) -> MixedTrainer:
 @pytest.mark.parametrize("storage", ["bfloat16", "float16"])
 def test_a_run_in_16_bits_follows_the_run_in_32(storage: Storage) -> None:
     narrow, wide = trainer_of(storage), trainer_of("float32")
+    steps: list[MixedStep] = []
     for step in range(25):
         steps = [t.run_step(tokens_of(step), learning_rate=4e-3, clip_norm=1.0) for t in (narrow, wide)]
         assert steps[0].loss == pytest.approx(steps[1].loss, rel=0.02)

@@ -5,9 +5,9 @@ X. Chen and others, "Symbolic discovery of optimization algorithms", 2023, arXiv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 
+import msgspec
 import numpy as np
 
 from zbmd.training.adamw import AdamWState, update_blocks
@@ -15,8 +15,7 @@ from zbmd.training.layout import ParameterLayout
 from zbmd.training.xp import Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LionConfig:
+class LionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="lion"):
     """The constants of Lion; `weight_decay` is multiplied by the learning rate and hits matrices only."""
 
     beta1: float = 0.9

@@ -9,9 +9,9 @@ that bring every singular value near 1 in a few rounds, none exactly. Everything
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from types import ModuleType
 
+import msgspec
 import numpy as np
 
 from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState
@@ -24,14 +24,13 @@ NORM_LEAST = 1e-7
 NOT_HIDDEN = ("embed.weight", "head.weight")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MuonConfig:
+class MuonConfig(msgspec.Struct, frozen=True, kw_only=True, tag="muon"):
     """The constants of Muon. The learning rate of what is left to AdamW is `adamw_rate` times Muon's."""
 
     momentum: float = 0.95
     weight_decay: float = 0.1
     adamw_rate: float = 0.1
-    adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    adamw: AdamWConfig = msgspec.field(default_factory=AdamWConfig)
 
 
 class Muon:

@@ -7,9 +7,9 @@ as in I. Loshchilov, F. Hutter, arXiv:1711.05101 (SGDW).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 
+import msgspec
 import numpy as np
 
 from zbmd.training.adamw import AdamWState, update_blocks
@@ -17,8 +17,7 @@ from zbmd.training.layout import ParameterLayout
 from zbmd.training.xp import Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SGDConfig:
+class SGDConfig(msgspec.Struct, frozen=True, kw_only=True, tag="sgd"):
     """The constants of SGD; `weight_decay` is multiplied by the learning rate and hits matrices only."""
 
     momentum: float = 0.9

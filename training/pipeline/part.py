@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zbmd.training import ops
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT, PARAMETERS_PER_BLOCK, Tokens
+from zbmd.training.gpt import GPT, Tokens
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.xp import Array
@@ -44,9 +43,7 @@ class GPTPart(GPT):
         self.layers = layers
         self.is_first = layers[0] == 0
         self.is_last = layers[-1] == config.layers + 1
-        slots = self.layout.slots[
-            _first_parameter(config, layers[0]) : _first_parameter(config, layers[-1] + 1)
-        ]
+        slots = self.layout.slots[self.units[layers[0]].start : self.units[layers[-1]].stop]
         self.part_layout = ParameterLayout.of({slot.name: slot.shape for slot in slots})
         self.span = slice(slots[0].offset, slots[0].offset + self.part_layout.size)
 
@@ -61,25 +58,13 @@ class GPTPart(GPT):
         """
         tape = Tape(self.xp)
         pairs = zip(self.part_layout.views(params), self.part_layout.views(grads), strict=True)
-        parameters = iter([Parameter(data, grad, i, None) for i, (data, grad) in enumerate(pairs)])
-        device_tokens = self.xp.asarray(tokens)
-        batch, length = len(tokens), tokens.shape[1] - 1
-        bias = self._bias(length, params.dtype)
+        parameters = [Parameter(data, grad, i, None) for i, (data, grad) in enumerate(pairs)]
+        batch = self.batch(tokens, global_batch=global_batch)
         source = None if activations is None else Tensor(activations)
-        x = source
+        first, x = self.units[self.layers[0]].start, source or Tensor(self.xp.zeros(0))
         for layer in self.layers:
-            if layer == 0:
-                x = ops.embedding(tape, device_tokens[:, :-1].reshape(-1), next(parameters))
-                continue
-            assert x is not None, "only the first part begins with tokens"
-            if layer <= self.config.layers:
-                block = [next(parameters) for _ in range(PARAMETERS_PER_BLOCK)]
-                x = self._block(tape, x, block, bias, batch)
-            else:
-                logits = ops.linear(tape, ops.rms_norm(tape, x, next(parameters)), next(parameters))
-                targets = device_tokens[:, 1:].reshape(-1)
-                x = ops.cross_entropy(tape, logits, targets, weight=1.0 / (global_batch * length))
-        assert x is not None, "a part has a layer"
+            unit = self.units[layer]
+            x = self.unit(tape, layer, x, parameters[unit.start - first : unit.stop - first], batch)
         return Pass(tape, source, x)
 
     def backward(self, forward: Pass, gradient: Array | None) -> Array | None:
@@ -97,12 +82,3 @@ class GPTPart(GPT):
             end = forward.tape.record(np.zeros((), given.dtype), pass_on)
         forward.tape.backward(end)
         return None if forward.input is None else forward.input.grad
-
-
-def _first_parameter(config: GPTConfig, layer: int) -> int:
-    """The index of the first parameter of a layer, or of what would come behind the last."""
-    if layer == 0:
-        return 0
-    if layer <= config.layers + 1:
-        return 1 + PARAMETERS_PER_BLOCK * (layer - 1)
-    return 1 + PARAMETERS_PER_BLOCK * config.layers + 2

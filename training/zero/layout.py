@@ -40,7 +40,8 @@ class Unit:
     @property
     def size(self) -> int:
         """Elements of the flat array."""
-        return self.span.stop - self.span.start
+        size: int = self.span.stop - self.span.start
+        return size
 
     @property
     def in_shard(self) -> slice:
@@ -87,7 +88,8 @@ class ShardLayout:
     @property
     def shard_size(self) -> int:
         """Elements of a rank's shard."""
-        return self.units[-1].in_shard.stop
+        last = self.units[-1]
+        return last.shard_start + last.part
 
     def shard_of(self, flat: Array, rank: int) -> Array:
         """A copy of the shard of `rank` of `flat`, (layout.size,)."""

@@ -182,7 +182,7 @@ class ZeroStep:
             case NormShared(usable=usable):
                 self._expect(State.NORM, event)
                 self.state = State.UPDATING if usable else State.IDLE
-                actions = [Update()] if usable else [Finished(skipped=True)]
+                actions = [Update() if usable else Finished(skipped=True)]
             case Updated():
                 actions = self._updated()
             case Lost(reason=reason):

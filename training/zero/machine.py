@@ -170,6 +170,7 @@ class ZeroStep:
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take `event` and say what follows. Raises `LocalProtocolError` for one out of place."""
+        actions: list[Action]
         match event:
             case Begin():
                 actions = self._begin()

@@ -10,7 +10,12 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 LAYERS = [f"src/zbmd/{layer}" for layer in ("transport", "actors", "collectives", "training")]
-HEADERS = [str(header) for layer in LAYERS for header in sorted(Path(layer).glob("*.h"))]
+
+
+def headers(layer: str) -> list[str]:
+    """Those of a layer and of the layers below it, which are all that it includes."""
+    own = LAYERS[: LAYERS.index(f"src/zbmd/{layer}") + 1]
+    return [str(header) for folder in own for header in sorted(Path(folder).glob("*.h"))]
 
 
 def extension(layer: str, name: str, *more_flags: str) -> Extension:
@@ -20,7 +25,7 @@ def extension(layer: str, name: str, *more_flags: str) -> Extension:
         [f"src/zbmd/{layer}/{name}.pyx"],
         include_dirs=[*LAYERS, np.get_include()],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
-        depends=HEADERS,
+        depends=headers(layer),
         # No fused multiply-add: the bits of a reduction must not depend on the machine.
         extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-ffp-contract=off", *more_flags],
     )

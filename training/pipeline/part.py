@@ -15,6 +15,7 @@ from zbmd.training.gpt import GPT, Tokens
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.xp import Array
+from zbmd.transport.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class GPTPart(GPT):
     """
 
     def __init__(self, config: GPTConfig, layers: range) -> None:
+        if config.dropout > 0.0:
+            raise UserError("a pipeline's stages do not drop anything out: give the model dropout 0.")
         super().__init__(config)
         self.layers = layers
         self.is_first = layers[0] == 0

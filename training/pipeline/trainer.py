@@ -17,8 +17,9 @@ import numpy as np
 from zbmd.actors.member import Node
 from zbmd.collectives.group import Group
 from zbmd.training.accumulate import AccumulationPlan
-from zbmd.training.adamw import AdamW, AdamWState
+from zbmd.training.adamw import AdamWState
 from zbmd.training.clip import clip_scale
+from zbmd.training.optim import optimizer_for
 from zbmd.training.pipeline.norm import norm_of, pieces_length, pieces_of
 from zbmd.training.pipeline.part import GPTPart, Pass
 from zbmd.training.pipeline.program import Instruction, Message, Op, Shape, StageProgram
@@ -78,7 +79,7 @@ class _PartState:
         self.spare = AdamWState(*(np.zeros_like(weights) for _ in range(3)))
         self.plan = AccumulationPlan.of(recipe.config.shards, 0, recipe.config.shards)
         self.buffers: list[Array] = [np.zeros(size, np.float32) for _ in range(self.plan.buffers)]
-        self.optimizer = AdamW(recipe.config.optimizer, layout)
+        self.optimizer = optimizer_for(recipe.config.optimizer, layout)
 
     @property
     def total(self) -> Array:

@@ -284,6 +284,10 @@ def pytest_configure(config: pytest.Config) -> None:
     state = tempfile.TemporaryDirectory(prefix="zbmd-test-state-")
     os.environ["XDG_STATE_HOME"] = state.name
     config.add_cleanup(state.cleanup)
+    # A shell starts what it runs in the background without these, and all that tests start would inherit it.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     # libuv opens a pipe with a process's first loop and keeps it.
     uvloop.new_event_loop().close()
     config.stash[WATCH] = watch = Watch(seed, runs_tests=not _is_controller(config))

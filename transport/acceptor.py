@@ -17,6 +17,7 @@ import structlog
 from zbmd.transport import descriptors
 from zbmd.transport._native import now_ns
 from zbmd.transport.half_open import Admit, HalfOpen, Wait
+from zbmd.transport.hello import HungUp
 
 log: Final = structlog.stdlib.get_logger("zbmd.transport.listener")
 
@@ -81,7 +82,9 @@ class Acceptor:
                 log.warning("more connections were refused", listener=self._name, count=untold)
         self._window_refusals += 1
         if self._window_refusals <= REFUSALS_LOGGED_MAX:
-            log.warning("connection refused", listener=self._name, kind=kind, reason=reason, **who)
+            # A process of ours that is killed in its hello hangs up, too, and is told of by who started it.
+            tell = log.info if kind == HungUp.__name__ else log.warning
+            tell("connection refused", listener=self._name, kind=kind, reason=reason, **who)
 
     def close(self) -> None:
         """Stop listening and end the connections under way. Idempotent."""

@@ -121,7 +121,7 @@ async def dial(address: str, budget: str) -> None:
             try:
                 await region.put(data, channel=CHANNEL, value=value)
             except ZbmdError as error:
-                say("put failed", type(error).__name__)
+                say(f"put failed {type(error).__name__}")
                 continue
             await send(link, f"digest {value} {data.nbytes}".encode())
             same = (await peer.frames.get()).decode() == hashlib.sha256(data.data).hexdigest()

@@ -19,22 +19,38 @@ SAYS = {
     "all_reduce.py": ["ranks sum to 3, ranks + 1 to 6"],
     "peer_death.py": ["rank 1 (incarnation 2) finished 5 rounds", "rank 0 (incarnation 1) finished 5 rounds"],
 }
+OF_TORCH = {"torch_ddp.py": ["rank 0 of 3: loss", "rank 1 of 3: loss", "rank 2 of 3: loss"]}
 
 
 def test_every_example_is_covered_and_short() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SAYS, *OF_TORCH}
     for path in EXAMPLES.glob("*.py"):
         lines_max = LINES_OF_TWO_VERSIONS_MAX if path.name == "upgrade.py" else LINES_MAX
         assert len(path.read_text().splitlines()) <= lines_max, path
 
 
+@pytest.mark.optional
+@pytest.mark.parametrize("name", sorted(OF_TORCH))
+def test_an_example_of_torch_runs(name: str) -> None:
+    pytest.importorskip("torch")
+    out = run_example(name)
+    for words in OF_TORCH[name]:
+        assert words in out, out
+
+
 @pytest.mark.parametrize("name", sorted(SAYS))
 def test_an_example_runs(name: str) -> None:
+    out = run_example(name)
+    for words in SAYS[name]:
+        assert words in out, out
+    if name == "upgrade.py":
+        counted, _, asked = out.rpartition(" counted ")[2].strip().partition(" of ")
+        assert counted == asked and int(asked) > 0, "no message is lost, none is handled twice"
+
+
+def run_example(name: str) -> str:
+    """What three ranks of an example have printed."""
     command = [sys.executable, "-m", "zbmd.tools.node_cli", "run", "-n", "3", str(EXAMPLES / name)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in SAYS[name]:
-        assert words in done.stdout, done.stdout + done.stderr
-    if name == "upgrade.py":
-        counted, _, asked = done.stdout.rpartition(" counted ")[2].strip().partition(" of ")
-        assert counted == asked and int(asked) > 0, "no message is lost, none is handled twice"
+    return done.stdout

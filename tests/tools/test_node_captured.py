@@ -18,8 +18,8 @@ import zbmd
 
 async def main():
     async with zbmd.join() as node:
-        print("rank", node.rank, "of", len(node.peers) + 1, flush=True)
         while not os.path.exists("done"):
+            print("rank", node.rank, "of", len(node.peers) + 1, flush=True)
             await node.view(after=node.epoch)
 
 zbmd.run(main())

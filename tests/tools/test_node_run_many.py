@@ -25,11 +25,17 @@ WAIT = """
 import asyncio, os, sys
 from zbmd.actors.member import join
 
+async def follow(node):
+    while True:
+        print("rank", node.rank, "of", len(node.peers) + 1, flush=True)
+        await node.view(after=node.epoch)  # who joins later waits for those who are there
+
 async def main():
     async with join() as node:
-        print("rank", node.rank, "of", len(node.peers) + 1, flush=True)
+        following = asyncio.create_task(follow(node))
         while not os.path.exists("done"):
             await asyncio.sleep(0.02)
+        following.cancel()
 
 asyncio.run(main())
 """

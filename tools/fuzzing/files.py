@@ -190,7 +190,7 @@ def _result_seeds() -> tuple[bytes, ...]:
 
 _PLAN = (
     '{"corpus":"00","model":{"width":8,"heads":2,"layers":1,"context":4,"activation":"gelu"},"reduction":"r",'
-    '"training":{"steps":3,"shards":2,"learning_rate":0.001,"seed":1,"optimizer":{}}}'
+    '"training":{"steps":3,"shards":2,"learning_rate":0.001,"seed":1,"optimizer":{"type":"adamw"}}}'
 )
 
 

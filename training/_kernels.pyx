@@ -107,52 +107,39 @@ def random_words(cnp.ndarray out, uint64_t key, uint32_t second, uint32_t third,
         zbmd_random_words(words, n, rest, key)
 
 
-def gelu(cnp.ndarray out, cnp.ndarray x):
+ctypedef void (*Singles)(float *, const float *, const float *, size_t) noexcept nogil
+ctypedef void (*Doubles)(double *, const double *, const double *, size_t) noexcept nogil
+
+
+cdef int elements(Singles singles, Doubles doubles, cnp.ndarray dst, cnp.ndarray left, cnp.ndarray x) except -1:
+    """Have the kernel of x's type write to `dst` what it makes of `left` and `x`, all of one size."""
     cdef bint single = is_single(x)
     cdef Py_ssize_t n = cnp.PyArray_SIZE(x)
-    cdef void *a = reals(out, single, n)
+    cdef void *to = reals(dst, single, n)
+    cdef void *a = reals(left, single, n)
     cdef void *b = reals(x, single, n)
     with nogil:
         if single:
-            zbmd_gelu_f32(<float *>a, <float *>b, <float *>b, n)
+            singles(<float *>to, <float *>a, <float *>b, n)
         else:
-            zbmd_gelu_f64(<double *>a, <double *>b, <double *>b, n)
+            doubles(<double *>to, <double *>a, <double *>b, n)
+    return 0
+
+
+def gelu(cnp.ndarray out, cnp.ndarray x):
+    elements(zbmd_gelu_f32, zbmd_gelu_f64, out, x, x)
 
 
 def gelu_grad(cnp.ndarray dy, cnp.ndarray x):
-    cdef bint single = is_single(x)
-    cdef Py_ssize_t n = cnp.PyArray_SIZE(x)
-    cdef void *a = reals(dy, single, n)
-    cdef void *b = reals(x, single, n)
-    with nogil:
-        if single:
-            zbmd_gelu_grad_f32(<float *>a, <float *>a, <float *>b, n)
-        else:
-            zbmd_gelu_grad_f64(<double *>a, <double *>a, <double *>b, n)
+    elements(zbmd_gelu_grad_f32, zbmd_gelu_grad_f64, dy, dy, x)
 
 
 def squared_relu(cnp.ndarray out, cnp.ndarray x):
-    cdef bint single = is_single(x)
-    cdef Py_ssize_t n = cnp.PyArray_SIZE(x)
-    cdef void *a = reals(out, single, n)
-    cdef void *b = reals(x, single, n)
-    with nogil:
-        if single:
-            zbmd_squared_relu_f32(<float *>a, <float *>b, <float *>b, n)
-        else:
-            zbmd_squared_relu_f64(<double *>a, <double *>b, <double *>b, n)
+    elements(zbmd_squared_relu_f32, zbmd_squared_relu_f64, out, x, x)
 
 
 def squared_relu_grad(cnp.ndarray dy, cnp.ndarray x):
-    cdef bint single = is_single(x)
-    cdef Py_ssize_t n = cnp.PyArray_SIZE(x)
-    cdef void *a = reals(dy, single, n)
-    cdef void *b = reals(x, single, n)
-    with nogil:
-        if single:
-            zbmd_squared_relu_grad_f32(<float *>a, <float *>a, <float *>b, n)
-        else:
-            zbmd_squared_relu_grad_f64(<double *>a, <double *>a, <double *>b, n)
+    elements(zbmd_squared_relu_grad_f32, zbmd_squared_relu_grad_f64, dy, dy, x)
 
 
 def norm(cnp.ndarray out, cnp.ndarray rows, cnp.ndarray x, cnp.ndarray gain, bias, double epsilon):

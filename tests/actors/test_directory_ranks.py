@@ -8,10 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from kept_lines import Lines
 
 from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.host_events import HostEvent, RankReport
-from zbmd.actors.host_output import OutputLine
 from zbmd.actors.view import OnLoss, Outcome
 
 JOB = '''
@@ -105,16 +105,6 @@ async def main():
 
 asyncio.run(main())
 '''
-
-
-class Lines:
-    """Keeps what ranks print."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    async def write_line(self, line: OutputLine) -> None:
-        self.lines.append(f"{line.rank}: {line.text.decode()}")
 
 
 @pytest.fixture(autouse=True)

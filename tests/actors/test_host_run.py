@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from job_world import CUT_CONNECTIONS
+from kept_lines import Lines
 
 from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.host_events import (
@@ -23,7 +24,6 @@ from zbmd.actors.host_events import (
     RunResult,
     ViewChanged,
 )
-from zbmd.actors.host_output import OutputLine
 from zbmd.actors.member import join
 from zbmd.actors.view import OnLoss, Outcome, RankState
 from zbmd.transport.errors import LocalProtocolError
@@ -40,16 +40,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-class Lines:
-    """Keeps what ranks print."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    async def write_line(self, line: OutputLine) -> None:
-        self.lines.append(f"{line.rank}: {line.text.decode()}")
 
 
 class Job:

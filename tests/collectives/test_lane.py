@@ -57,6 +57,48 @@ def test_every_operation_is_numpys_on_the_lane(run_ranks: RunRanks, n: int, coun
     assert all(taken >= 3 * 8 for taken in run_ranks(n, body))
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("root", [0, "last"])
+def test_a_call_in_place_teaches_nothing_about_the_call_on_two_arrays(
+    run_ranks: RunRanks, n: int, root: int | str
+) -> None:
+    """Each operation first within one array and then, alike in all but that, from one to another."""
+
+    def body(p: Any) -> None:
+        c: Communicator = p.communicator()
+        end, at = p.soon(), 0 if root == 0 else n - 1
+        make = p.segment.arena.from_array
+        rows = np.arange(n * 300, dtype=np.float32).reshape(n, 300)
+        whole, mine = make(rows), make(rows[p.rank])
+        here = make(np.zeros_like(rows))
+        for turn in range(3):
+            out = whole[at] if p.rank == at else make(np.zeros(300, np.float32))
+            source = whole if p.rank == at else None
+            c.scatter(source, at, out, deadline_ns=end)
+            assert (out == rows[p.rank]).all(), turn
+            apart = make(np.zeros(300, np.float32))
+            c.scatter(source, at, apart, deadline_ns=end)
+            assert (apart == rows[p.rank]).all(), turn
+
+            here[:] = 0
+            here[p.rank] = mine
+            for given in (here[p.rank], mine):
+                kept = here if given is not mine else make(np.zeros_like(rows))
+                c.all_gather(given, kept, deadline_ns=end)
+                assert (kept == rows).all(), turn
+                kept = here if given is not mine else make(np.zeros_like(rows))
+                c.gather(given, at, kept, deadline_ns=end)
+                assert p.rank != at or (kept == rows).all(), turn
+
+            terms = make(rows.copy())
+            c.reduce_scatter(terms, terms[p.rank], deadline_ns=end)
+            assert (terms[p.rank] == n * rows[p.rank]).all(), turn
+            c.reduce_scatter(make(rows), apart, deadline_ns=end)
+            assert (apart == n * rows[p.rank]).all(), turn
+
+    run_ranks(n, body)
+
+
 def test_what_the_lane_cannot_take_goes_the_long_way(run_ranks: RunRanks) -> None:
     def body(p: Any) -> list[int]:
         c: Communicator = p.communicator()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kept_lines import Lines
 
 import zbmd
 from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.host_events import HostEvent, RankReport
-from zbmd.actors.host_output import OutputLine
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.collectives.group_channels import SUBGROUPS_MAX
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
@@ -121,16 +121,6 @@ async def main():
 
 asyncio.run(main())
 '''
-
-
-class Lines:
-    """Keeps what ranks print."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    async def write_line(self, line: OutputLine) -> None:
-        self.lines.append(f"{line.rank}: {line.text.decode()}")
 
 
 @pytest.mark.parametrize("links", ["auto", "tcp"])

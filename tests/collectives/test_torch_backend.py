@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kept_lines import Lines
 
 from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_output import OutputLine
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.tools.launch import free_port
 
@@ -257,16 +257,6 @@ assert total[0] == 3
 print("good")
 dist.destroy_process_group()
 """
-
-
-class Lines:
-    """Keeps what ranks print."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    async def write_line(self, line: OutputLine) -> None:
-        self.lines.append(f"{line.rank}: {line.text.decode()}")
 
 
 @pytest.mark.parametrize(

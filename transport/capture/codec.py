@@ -117,7 +117,7 @@ class UnionCodec(Generic[InstanceT]):
         self._tags: dict[type[Any], str] = {}
         self._decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
         for member in members:
-            if not (isinstance(member, type) and dataclasses.is_dataclass(member) and _is_frozen(member)):
+            if not (isinstance(member, type) and dataclasses.is_dataclass(member) and is_frozen(member)):
                 raise LocalProtocolError(
                     f"{member!r} is no frozen dataclass: a closed union holds nothing else"
                 )
@@ -181,7 +181,8 @@ def _is_union(union: object) -> bool:
     return typing.get_origin(union) in (typing.Union, types.UnionType)
 
 
-def _is_frozen(cls: type[Any]) -> bool:
+def is_frozen(cls: type[Any]) -> bool:
+    """Tell whether `cls` is a frozen dataclass."""
     parameters = getattr(cls, "__dataclass_params__", None)
     return parameters is not None and bool(parameters.frozen)
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 import xxhash
 
-from zbmd.transport.capture.codec import encode
+from zbmd.transport.capture.codec import encode, is_frozen
 from zbmd.transport.capture.errors import CaptureMismatch
 
 STATE_BYTES_MAX: Final = 1 << 20
@@ -112,7 +112,7 @@ class _Writing:
             return [What.NAMED, self._number(cls), *(self.tree(v) for v in msgspec.structs.astuple(value))]
         if isinstance(value, frozenset):
             return [What.FROZEN_SET, *self._sorted(value)]
-        if _is_frozen(cls):
+        if is_frozen(cls):
             return self._object(value)
         if (number := self._begun.get(id(value))) is not None:
             return [What.AGAIN, number]
@@ -222,7 +222,7 @@ class _Reading:
         if issubclass(cls, Enum | tuple | msgspec.Struct):
             raise TypeError(f"a {cls.__name__} is not written by its attributes")
         made = object.__new__(cls)
-        if not _is_frozen(cls):
+        if not is_frozen(cls):
             self._begun.append(made)
         self._fill(made, attributes, None if known is None else set(known))
         return made
@@ -256,11 +256,6 @@ def _is_data(cls: type[Any]) -> bool:
         or issubclass(cls, Enum | msgspec.Struct)
         or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
     )
-
-
-def _is_frozen(cls: type[Any]) -> bool:
-    parameters = getattr(cls, "__dataclass_params__", None)
-    return parameters is not None and bool(parameters.frozen)
 
 
 def _known_attributes(cls: type[Any]) -> list[str] | None:

@@ -1,0 +1,16 @@
+"""Where a host of a test sends what its ranks print."""
+
+from __future__ import annotations
+
+from zbmd.actors.host_output import OutputLine
+
+
+class Lines:
+    """Keeps what ranks print, each line behind its rank."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def write_line(self, line: OutputLine) -> None:
+        """Keep one line."""
+        self.lines.append(f"{line.rank}: {line.text.decode()}")

@@ -16,6 +16,7 @@ import structlog
 
 from zbmd.transport import descriptors
 from zbmd.transport._native import now_ns
+from zbmd.transport.errors import PeerLost, ZbmdError
 from zbmd.transport.half_open import Admit, HalfOpen, Wait
 from zbmd.transport.hello import HungUp
 
@@ -35,6 +36,13 @@ _EXHAUSTED: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 Welcome = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
 """Sees one connection through: the non-blocking socket, which becomes its own, and the source. It raises
 nothing, and closes the socket when it is cancelled."""
+
+
+class Evicted(ZbmdError):
+    """A connection gave up its place to others."""
+
+    def __init__(self) -> None:
+        super().__init__("its hello was not done when others needed its place")
 
 
 class Acceptor:
@@ -72,7 +80,7 @@ class Acceptor:
         """How many connections are in the middle of their hello."""
         return len(self._half_open)
 
-    def refused(self, kind: str, reason: str, **who: object) -> None:
+    def refused(self, error: Exception, **who: object) -> None:
         """Log that a connection was turned away, unless there are too many of that to be told."""
         at_ns = now_ns()
         if at_ns - self._window_ns >= REFUSALS_WINDOW_NS:
@@ -82,9 +90,10 @@ class Acceptor:
                 log.warning("more connections were refused", listener=self._name, count=untold)
         self._window_refusals += 1
         if self._window_refusals <= REFUSALS_LOGGED_MAX:
-            # A process of ours that is killed in its hello hangs up, too, and is told of by who started it.
-            tell = log.info if kind == HungUp.__name__ else log.warning
-            tell("connection refused", listener=self._name, kind=kind, reason=reason, **who)
+            # A process of ours that ends in its hello hangs up, too, and is told of by who started it.
+            tell = log.info if isinstance(error, HungUp | PeerLost | ConnectionError) else log.warning
+            kind = type(error).__name__
+            tell("connection refused", listener=self._name, kind=kind, reason=str(error), **who)
 
     def close(self) -> None:
         """Stop listening and end the connections under way. Idempotent."""
@@ -127,9 +136,7 @@ class Acceptor:
                 case Admit(evict=evict, source=source):
                     if evict is not None:
                         evict.cancel()
-                        self.refused(
-                            "Evicted", "its hello was not done when others needed its place", source=source
-                        )
+                        self.refused(Evicted(), source=source)
             sock = self._accept(listening)
             if sock is None:
                 return

@@ -105,7 +105,7 @@ class Listener:
                 link = await _listener_side(sock, self._endpoint, now_ns() + self._timeout_ns)
                 undo.pop_all()
         except (ZbmdError, OSError) as error:
-            self._acceptor.refused(type(error).__name__, str(error), peer_pid=pid, peer_uid=uid)
+            self._acceptor.refused(error, peer_pid=pid, peer_uid=uid)
             return
         self._on_link(link)
 

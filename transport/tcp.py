@@ -103,7 +103,7 @@ class Listener:
             ready = await self._set_up(sock, source, deadline_ns)
             lane = _lane(ready, self._endpoint) if ready.session.purpose is Purpose.LANE else None
         except (ZbmdError, OSError) as error:
-            self._acceptor.refused(type(error).__name__, str(error), source=source)
+            self._acceptor.refused(error, source=source)
             return
         if lane is None:
             self._add_link(ready)

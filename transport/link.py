@@ -45,9 +45,10 @@ class LinkLimits:
     """How many frames may wait."""
     frames_per_wake: int = 256
     """How many frames are delivered before the loop gets its turn."""
-    spin_ns: int = 30_000
-    """How long a reader that has run dry right after a frame looks again, once a turn of the loop, before it
-    parks; 0: not at all. Only where memory is shared."""
+    spin_ns: int = 200_000
+    """For how long at most a reader that has run dry right after a frame looks again, once a turn of the
+    loop, before it parks, where the last frames came within that time; 0: not at all. Only where memory is
+    shared. It is more than two wake-ups of sleeping processors take."""
 
     def __post_init__(self) -> None:
         ring = self.ring_bytes

@@ -159,7 +159,8 @@ class RdmaDevice:
         with contextlib.suppress(verbs().Error, BlockingIOError):
             self._channel.get_cq_event(self.queue)
             self.queue.ack_events(1)
-        self.poll()
+        if self.poll():
+            self._policy.came(_native.now_ns())
         self._look_again()
 
     def _look_again(self) -> None:
@@ -181,7 +182,7 @@ class RdmaDevice:
         if self._closed:
             return
         if self.poll():
-            self._policy.paid()
+            self._policy.came(_native.now_ns())
             self._spinning = False
             self._look_again()
         elif self._policy.goes_on(_native.now_ns()):

@@ -127,7 +127,9 @@ class ShmLink(LinkSide):
         frame = self._reader.read()
         if frame is None:
             return None
-        self._dry = False
+        if self._dry:
+            self._dry = False
+            self._policy.came(now_ns())
         return self._borrowed(frame) if self._reader.marked else frame
 
     def _borrowed(self, frame: bytes) -> bytes | BorrowedFrame:
@@ -151,7 +153,6 @@ class ShmLink(LinkSide):
             return
         if self._reader.ready():
             self._spinning = False
-            self._policy.paid()
             self._drain()
         elif self._policy.goes_on(now_ns()):
             self._loop.call_soon(self._spin)

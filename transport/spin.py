@@ -1,10 +1,13 @@
 """Spin, then park: whether a reader that has run dry looks again for a while before it sleeps.
 
-A wake-up through the kernel costs both sides some microseconds; a look at shared memory costs none. Spinning
-for about as long as a wake-up costs is never worse than twice the best choice (Karlin, Li, Manasse, Owicki,
-"Empirical studies of competitive spinning for a shared-memory multiprocessor", SOSP 1991). It pays only if
-the peer answers in that time, and if its processor is not the one that we spin on. So a reader spins only
-right after a frame, not where all processors are busy, and ever more rarely where it did not pay.
+A wake-up through the kernel costs both sides some microseconds, and 50 and more on a virtual machine whose
+processor has gone to sleep; a look at shared memory costs none. Spinning for about as long as a wake-up
+costs is never worse than twice the best choice (Karlin, Li, Manasse, Owicki, "Empirical studies of
+competitive spinning for a shared-memory multiprocessor", SOSP 1991). It pays only if the peer answers in
+that time, and if its processor is not the one that we spin on. So a reader spins only right after a frame,
+not where all processors are busy, and where the last frames came soon after it had run dry, whether it spun
+for them or slept. Two that both sleep find each other again: who sleeps learns as much as who spins, also
+where the other's wake-up is part of what it waits for.
 """
 
 from __future__ import annotations
@@ -16,8 +19,12 @@ from functools import cache
 
 from zbmd.transport.topology.cpus import usable_cpus
 
-MISSES_MAX = 5
-"""After so many spins in vain in a row, one of 2**MISSES_MAX chances is taken: a microsecond a frame."""
+SPIN_NS_MIN = 30_000
+"""A spin lasts for twice as long as the last waits took, and at least for so long."""
+WAIT_WEIGHT_LOG2 = 2
+"""Of the mean of the last waits, the last one counts for one in 2**WAIT_WEIGHT_LOG2."""
+WAIT_SPINS_MAX = 4
+"""A wait counts for at most so many of the longest spins: one pause is soon forgotten."""
 CORES_CHECK_NS = 50_000_000
 """For how long it is believed that a processor is spare, or, once it has been so for long, that none is."""
 BUSY_CHECK_NS = 500_000
@@ -33,7 +40,7 @@ class SpinChoice(Enum):
     OFF = "spinning is switched off"
     ONE_PROCESSOR = "this process has one processor, which the peer may need"
     NO_SPARE_PROCESSOR = "more threads want to run than there are processors"
-    DID_NOT_PAY = "the last spins ended without a frame"
+    TOO_LONG = "the last frames took longer to come than a spin may last"
 
 
 class SpareProcessors:
@@ -82,7 +89,7 @@ class SpinPolicy:
     spin_ns: how long one spin lasts at most; 0 switches it off. processors: how many this process may use.
     """
 
-    __slots__ = ("_end_ns", "_misses", "_processors", "_skip", "_spare", "_spin_ns", "choice", "parks")
+    __slots__ = ("_dry_ns", "_end_ns", "_processors", "_spare", "_spin_ns", "_wait_ns", "choice", "parks")
 
     def __init__(
         self, spin_ns: int, *, spare: SpareProcessors | None = None, processors: int | None = None
@@ -90,8 +97,10 @@ class SpinPolicy:
         self._spin_ns = spin_ns
         self._spare = spare or shared_processors()
         self._processors = processors or _processors_of_ours()
-        self._misses = 0
-        self._skip = 0
+        self._wait_ns = 0
+        """The mean of the last waits."""
+        self._dry_ns: int | None = None
+        """Since when it waits."""
         self._end_ns = 0
         self.choice = SpinChoice.OFF
         self.parks = dict.fromkeys(SpinChoice, 0)
@@ -99,19 +108,19 @@ class SpinPolicy:
 
     def begins(self, now_ns: int) -> bool:
         """The reader has run dry after a frame: spin?"""
+        self._dry_ns = now_ns
         self.choice = choice = self._choose(now_ns)
         if choice is not SpinChoice.SPIN:
             self.parks[choice] += 1
             return False
-        self._end_ns = now_ns + self._spin_ns
+        self._end_ns = now_ns + min(self._spin_ns, max(SPIN_NS_MIN, 2 * self._wait_ns))
         return True
 
     def _choose(self, now_ns: int) -> SpinChoice:
         if not self._spin_ns:
             return SpinChoice.OFF
-        if self._skip:
-            self._skip -= 1
-            return SpinChoice.DID_NOT_PAY
+        if self._wait_ns > self._spin_ns:
+            return SpinChoice.TOO_LONG
         if self._processors < 2:
             return SpinChoice.ONE_PROCESSOR
         if not self._spare.spare(now_ns):
@@ -123,10 +132,11 @@ class SpinPolicy:
         if now_ns < self._end_ns:
             return True
         self.parks[SpinChoice.SPIN] += 1
-        self._misses = min(self._misses + 1, MISSES_MAX)
-        self._skip = (1 << self._misses) - 2
         return False
 
-    def paid(self) -> None:
-        """A frame came while we spun."""
-        self._misses = 0
+    def came(self, now_ns: int) -> None:
+        """A frame has come, while it spun or was parked."""
+        if self._dry_ns is not None:
+            waited_ns = min(now_ns - self._dry_ns, WAIT_SPINS_MAX * self._spin_ns)
+            self._wait_ns += (waited_ns - self._wait_ns) >> WAIT_WEIGHT_LOG2
+            self._dry_ns = None

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 from zbmd.transport.spin import (
     BUSY_CHECK_NS,
     CORES_CHECK_NS,
-    MISSES_MAX,
+    SPIN_NS_MIN,
+    WAIT_SPINS_MAX,
     SpareProcessors,
     SpinChoice,
     SpinPolicy,
     shared_processors,
 )
 
-SPIN_NS = 30_000
+SPIN_NS = 200_000
+AT_ONCE_NS = 10_000
+LATE_NS = 50 * SPIN_NS
 
 
 def loadavg(folder: Path, runnable: int) -> str:
@@ -33,51 +36,76 @@ def spare(tmp_path: Path) -> SpareProcessors:
     return SpareProcessors(loadavg(tmp_path, 2), processors=2)
 
 
-def spin_in_vain(policy: SpinPolicy, now_ns: int) -> bool:
-    """One dry moment; whether it was spun through."""
-    if not policy.begins(now_ns):
-        return False
-    assert policy.goes_on(now_ns + SPIN_NS - 1)
-    assert not policy.goes_on(now_ns + SPIN_NS)
-    return True
+class Reader:
+    """Runs dry, and gets a frame some time later, again and again."""
+
+    def __init__(self, policy: SpinPolicy) -> None:
+        self._policy = policy
+        self._now_ns = 0
+
+    def wait(self, wait_ns: int) -> bool:
+        """One wait; whether it was begun with a spin."""
+        spun = self._policy.begins(self._now_ns)
+        if spun:
+            assert self._policy.goes_on(self._now_ns + SPIN_NS_MIN - 1), "no spin is shorter"
+            if wait_ns > SPIN_NS:
+                assert not self._policy.goes_on(self._now_ns + SPIN_NS), "nor longer"
+            else:
+                self._policy.goes_on(self._now_ns + wait_ns)
+        self._now_ns += wait_ns
+        self._policy.came(self._now_ns)
+        return spun
 
 
-def test_a_reader_that_is_answered_goes_on_spinning(spare: SpareProcessors) -> None:
-    policy = SpinPolicy(SPIN_NS, spare=spare, processors=2)
-    for now_ns in range(0, 10_000_000, 10_000):
-        assert policy.begins(now_ns)
-        policy.paid()
-    assert policy.choice is SpinChoice.SPIN
+@pytest.fixture
+def policy(spare: SpareProcessors) -> SpinPolicy:
+    return SpinPolicy(SPIN_NS, spare=spare, processors=2)
 
 
-def test_spins_in_vain_become_rare_and_one_answer_brings_them_back(spare: SpareProcessors) -> None:
-    policy = SpinPolicy(SPIN_NS, spare=spare, processors=2)
-    spun = [spin_in_vain(policy, now_ns) for now_ns in range(0, 1_000_000, 1000)]
-    assert spun[:2] == [True, True], "one miss is no reason yet"
-    assert sum(spun[200:]) in (800 >> MISSES_MAX, (800 >> MISSES_MAX) + 1)
-    assert policy.choice is SpinChoice.DID_NOT_PAY
-    while not policy.begins(0):
-        pass
-    policy.paid()
+def test_a_reader_that_is_answered_goes_on_spinning(policy: SpinPolicy) -> None:
+    reader = Reader(policy)
+    assert all(reader.wait(AT_ONCE_NS) for _ in range(1000))
+    assert policy.choice is SpinChoice.SPIN and not policy.parks[SpinChoice.SPIN]
+
+
+def test_who_is_answered_late_parks_and_spins_for_what_comes_soon_again(policy: SpinPolicy) -> None:
+    reader = Reader(policy)
+    assert [reader.wait(LATE_NS) for _ in range(10)] == [True, True] + 8 * [False]
+    assert policy.choice is SpinChoice.TOO_LONG
+    assert [reader.wait(AT_ONCE_NS) for _ in range(10)].index(True) <= 6, "it sees that from its sleep"
+    assert reader.wait(AT_ONCE_NS)
+
+
+def test_two_that_sleep_find_each_other(policy: SpinPolicy) -> None:
+    """What each waits for takes two wake-ups, of 50 us each, until one of them spins."""
+    reader = Reader(policy)
+    for _ in range(10):
+        reader.wait(LATE_NS)
+    assert any(reader.wait(SPIN_NS - 80_000) for _ in range(10))
+
+
+def test_a_spin_lasts_for_twice_what_was_waited_for(policy: SpinPolicy) -> None:
+    reader = Reader(policy)
+    for _ in range(40):
+        reader.wait(50_000)
     assert policy.begins(0)
+    assert policy.goes_on(2 * 50_000 - 1000) and not policy.goes_on(2 * 50_000)
+    assert policy.parks[SpinChoice.SPIN] == 4, "here, and at first, when little was known"
 
 
-@given(answers=st.lists(st.booleans(), max_size=300))
-def test_what_is_lost_by_spinning_is_bounded(answers: list[bool]) -> None:
-    """However the answers come, there is no run of vain spins without ever longer pauses in between."""
-    policy = SpinPolicy(SPIN_NS, spare=SpareProcessors("/nonexistent", processors=2), processors=2)
-    vain = quiet = 0
-    for answered in answers:
-        if not policy.begins(0):
-            quiet += 1
-            assert quiet <= (1 << MISSES_MAX) - 2
-        elif answered:
-            policy.paid()
-            vain = quiet = 0
-        else:
-            assert not policy.goes_on(SPIN_NS)
-            assert quiet == (0 if vain == 0 else (1 << min(vain, MISSES_MAX)) - 2)
-            vain, quiet = vain + 1, 0
+@given(waits=st.lists(st.sampled_from([AT_ONCE_NS, SPIN_NS // 2, 2 * SPIN_NS, LATE_NS]), max_size=300))
+def test_what_is_lost_by_spinning_is_bounded(waits: list[int]) -> None:
+    """However the frames come: of those that come late no more are spun for than others come soon."""
+    spare = SpareProcessors("/nonexistent", processors=2)
+    reader = Reader(SpinPolicy(SPIN_NS, spare=spare, processors=2))
+    in_vain = sum(reader.wait(wait_ns) and wait_ns > SPIN_NS for wait_ns in waits)
+    assert in_vain <= 3 + sum(wait_ns <= SPIN_NS for wait_ns in waits)
+
+
+def test_a_wait_counts_for_no_more_than_its_bound(policy: SpinPolicy) -> None:
+    reader = Reader(policy)
+    reader.wait(1 << 60)
+    assert policy._wait_ns <= WAIT_SPINS_MAX * SPIN_NS
 
 
 def test_nobody_spins_where_the_peer_needs_the_processor(tmp_path: Path, spare: SpareProcessors) -> None:

@@ -40,6 +40,8 @@ def extensions() -> list[Extension]:
             extension("transport", "_native"),
             extension("transport", "_region"),
             extension("transport", "_recording"),
+            extension("transport", "_hlc"),
+            extension("transport", "_link"),
             extension("actors", "_heartbeat"),
             extension("actors", "_mailbox"),
             extension("actors", "_serving"),

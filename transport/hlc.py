@@ -9,67 +9,12 @@ physical part, which runs ahead by one tick.
 
 from __future__ import annotations
 
-from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport._hlc import LOGICAL_BITS as LOGICAL_BITS
+from zbmd.transport._hlc import MAX_DRIFT_NS as MAX_DRIFT_NS
+from zbmd.transport._hlc import STAMP_MAX as STAMP_MAX
+from zbmd.transport._hlc import HybridClock as HybridClock
 
-LOGICAL_BITS = 16
 LOGICAL_MASK = (1 << LOGICAL_BITS) - 1
-STAMP_MAX = (1 << 64) - 1
-_PHYSICAL_MASK = ~LOGICAL_MASK
-
-MAX_DRIFT_NS = 60_000_000_000
-"""How far a peer's stamp may be ahead of our wall clock and still be followed."""
-
-
-class HybridClock:
-    """The clock of one process. Pure: wall-clock time is an argument.
-
-    `last` is the last stamp given; every stamp is greater than all those given or merged before it, also
-    when the wall clock stands still or goes back. A stamp more than `max_drift_ns` ahead of the wall clock
-    is not followed, as in the paper: one broken clock must not carry all others away, nor end a job. Such
-    stamps are counted in `refused`, and the furthest is kept in `refused_ahead_ns_max`: their causality is
-    lost until the hosts' clocks are synchronised.
-    """
-
-    __slots__ = ("last", "max_drift_ns", "refused", "refused_ahead_ns_max")
-
-    def __init__(self, *, max_drift_ns: int = MAX_DRIFT_NS) -> None:
-        self.last = 0
-        self.max_drift_ns = max_drift_ns
-        self.refused = 0
-        self.refused_ahead_ns_max = 0
-
-    def tick(self, wall_ns: int) -> int:
-        """Stamp a local event or a send at `wall_ns` (ns since 1970): a 64-bit stamp.
-
-        Raises `LocalProtocolError` if `wall_ns` is no such time.
-        """
-        return self._advance(self.last, wall_ns)
-
-    def merge(self, remote: int, wall_ns: int) -> int:
-        """Stamp the receipt at `wall_ns` of a message stamped `remote`: greater than all of ours before it,
-        and than `remote` unless that is refused.
-
-        Raises `LocalProtocolError` if `wall_ns` is no time or `remote` does not fit into 64 bits.
-        """
-        if not 0 <= remote <= STAMP_MAX:
-            raise LocalProtocolError(f"clock stamp {remote:#x} does not fit into 64 bits")
-        ahead_ns = remote - wall_ns
-        if ahead_ns > self.max_drift_ns:
-            self.refused += 1
-            self.refused_ahead_ns_max = max(self.refused_ahead_ns_max, ahead_ns)
-            remote = 0
-        return self._advance(remote if remote > self.last else self.last, wall_ns)
-
-    def _advance(self, latest: int, wall_ns: int) -> int:
-        if not 0 <= wall_ns <= STAMP_MAX:
-            raise LocalProtocolError(f"wall clock of {wall_ns} ns since 1970 does not fit into 64 bits")
-        stamp = wall_ns & _PHYSICAL_MASK
-        if stamp <= latest:
-            stamp = latest + 1
-        if stamp > STAMP_MAX:
-            raise LocalProtocolError("the hybrid clock is at its end (year 2554): set the wall clock")
-        self.last = stamp
-        return stamp
 
 
 def physical_ns(stamp: int) -> int:

@@ -9,7 +9,7 @@ the end. A transport adds how bytes leave and arrive. It overrides five methods:
     _say_goodbye    tell the peer that this is an orderly end
     _tear_down      give back descriptors and memory
 
-and calls three, each from the loop's thread:
+and calls three, each from the loop's thread (what runs at every frame is compiled, `_link.pyx`):
 
     _pump           there is room again for what waits in the queue
     _drain          a frame may have arrived
@@ -27,10 +27,10 @@ from typing import Final
 
 import structlog
 
+from zbmd.transport._link import LinkCore
 from zbmd.transport.capture.recorder import Recorder
-from zbmd.transport.errors import LinkClosed, LinkFull, LocalProtocolError, RemoteProtocolError, ZbmdError
+from zbmd.transport.errors import LinkClosed, LocalProtocolError, RemoteProtocolError, ZbmdError
 from zbmd.transport.frame_loans import BorrowedFrame
-from zbmd.transport.frames import HEADER_BYTES, pack_fields, require_origin, unpack_frame
 from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits, OnClosed, OnFrame
@@ -40,7 +40,7 @@ from zbmd.transport.segment import PeerSegment, Segment
 log: Final = structlog.stdlib.get_logger("zbmd.transport.link")
 
 
-class LinkSide(ABC):
+class LinkSide(LinkCore, ABC):
     """See `zbmd.transport.link.Link`. A transport's link derives from this."""
 
     def __init__(
@@ -57,13 +57,11 @@ class LinkSide(ABC):
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._identity = identity
-        self._job, self._incarnation = identity.job, identity.incarnation
         self._peer = peer
         self._own_segment = own_segment
         self._peer_segment = peer_segment
-        self._clock = clock
-        self._wall_ns = wall_ns
         self._limits = limits
+        self._begin(clock, wall_ns)
         self._recorder = recorder
         self._stream = 0 if recorder is None else recorder.link(peer.name, peer.incarnation)
         self._loop = loop
@@ -165,36 +163,6 @@ class LinkSide(ABC):
 
     # -- sending -----------------------------------------------------------------------------------------
 
-    def send(self, payload: bytes, *, epoch: int = 0, trace_id: int = 0, flags: int = 0) -> None:
-        """Send one frame, or queue it. See `zbmd.transport.link.Link.send`."""
-        if self._closed or self._peer_end is not None:
-            raise self._closed_error()
-        limits, queue = self._limits, self._queue
-        frame_bytes = HEADER_BYTES + len(payload)
-        if frame_bytes > limits.frame_bytes_max:
-            raise LocalProtocolError(
-                f"a frame of {frame_bytes} bytes to {self._peer.name} is over the bound of "
-                f"{limits.frame_bytes_max}: send bulk data as a region"
-            )
-        if self._queue_bytes >= limits.queue_bytes_max or len(queue) >= limits.queue_frames_max:
-            raise LinkFull(
-                f"{len(queue)} frames ({self._queue_bytes} bytes) already wait for {self._peer.name}; "
-                "await writable() and send again"
-            )
-        hlc = self._clock.tick(self._wall_ns())
-        header = pack_fields(flags, len(payload), epoch, self._job, self._incarnation, hlc, trace_id)
-        if self._recorder is not None:
-            self._recorder.frame_out(self._stream, header, payload, hlc)
-        if not queue:
-            try:
-                if self._push(header, payload):
-                    return
-            except RemoteProtocolError as error:
-                self._fail(error)
-                raise self._closed_error() from error
-        queue.append((header, payload))
-        self._queue_bytes += frame_bytes
-
     async def writable(self) -> None:
         """Wait until the send queue is at most half full. Raises `LinkClosed` if the link ends first."""
         await self._until(self._has_room)
@@ -251,56 +219,6 @@ class LinkSide(ABC):
     def _drain_on_turn(self) -> None:
         self._drain_scheduled = False
         self._drain()
-
-    def _drain(self) -> None:
-        """Deliver a bounded number of frames, then park or give the loop its turn."""
-        if self._closed or self._drain_scheduled:
-            return
-        if self._on_frame is None:
-            if self._peer_end is not None and self._on_closed is not None:
-                self._end(self._peer_end[0])
-            return
-        more = True
-        try:
-            for _ in range(self._limits.frames_per_wake):
-                frame = self._next_frame()
-                if frame is None:
-                    more = self._peer_end is None and not self._park()
-                    break
-                if isinstance(frame, BorrowedFrame):
-                    self._deliver_borrowed(frame)
-                else:
-                    self._deliver(frame)
-                del frame  # a block that was lent is brought back at once
-                if not self._reading():
-                    return
-        except RemoteProtocolError as error:
-            self._fail(error)
-        finally:
-            # Also when the callback raised something of its own, which is the loop's to report.
-            if more:
-                self._schedule_drain()
-        if self._peer_end is not None and not more:
-            self._end(self._peer_end[0])
-
-    def _reading(self) -> bool:
-        return self._on_frame is not None and not self._closed
-
-    def _deliver(self, frame: bytes | bytearray) -> None:
-        assert self._on_frame is not None
-        peer = self._peer
-        header, payload = unpack_frame(frame, job=peer.job, incarnation=peer.incarnation)
-        hlc = self._clock.merge(header.hlc, self._wall_ns())
-        if self._recorder is not None:
-            self._recorder.frame_in(self._stream, bytes(frame), hlc)
-        self._on_frame(header, payload)
-
-    def _deliver_borrowed(self, frame: BorrowedFrame) -> None:
-        assert self._on_frame is not None and self._recorder is None
-        header, payload = frame
-        require_origin(header, job=self._peer.job, incarnation=self._peer.incarnation)
-        self._clock.merge(header.hlc, self._wall_ns())
-        self._on_frame(header, payload)
 
     # -- the end -----------------------------------------------------------------------------------------
 

@@ -107,7 +107,11 @@ class ShmLink(LinkSide):
 
     def _push(self, header: bytes, payload: bytes) -> bool:
         record, done = self._head_record, self._head_done
-        if len(payload) >= BLOCK_BYTES_MIN and self._loans is not None and not done and record is None:
+        if not done and record is None and len(payload) < BLOCK_BYTES_MIN:
+            done = self._writer.write(header, payload, 0)
+            if done == _PREFIX_BYTES + len(header) + len(payload):
+                return True
+        elif len(payload) >= BLOCK_BYTES_MIN and self._loans is not None and not done and record is None:
             record = self._head_record = self._loans.lend(payload)
             if record is None and self._loans.ask():
                 record = self._head_record = self._loans.lend(payload)

@@ -16,6 +16,8 @@ from zbmd.tools import tidy
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = {
+    "transport/_hlc",
+    "transport/_link",
     "transport/_native",
     "transport/_recording",
     "transport/_region",

@@ -1,0 +1,38 @@
+from collections import deque
+from collections.abc import Callable
+
+from zbmd.transport.capture.recorder import Recorder
+from zbmd.transport.errors import ZbmdError
+from zbmd.transport.frame_loans import BorrowedFrame
+from zbmd.transport.hello import Identity, PeerInfo
+from zbmd.transport.hlc import HybridClock
+from zbmd.transport.link import LinkLimits, OnFrame
+
+class LinkCore:
+    """The hot path of a link. `LinkSide` has the rest, and says what each field is.
+
+    wall_ns: the clock that stamps frames, ns since 1970.
+    """
+
+    _limits: LinkLimits
+    _identity: Identity
+    _peer: PeerInfo
+    _on_frame: OnFrame | None
+    _queue: deque[tuple[bytes, bytes]]
+    _queue_bytes: int
+    _closed: bool
+    _drain_scheduled: bool
+    _peer_end: tuple[ZbmdError | None] | None
+    _recorder: Recorder | None
+    _stream: int
+    _wall_ns: Callable[[], int]
+    def _begin(self, clock: HybridClock, wall_ns: Callable[[], int]) -> None:
+        """Begin with `_identity`, `_peer` and `_limits` as they are now."""
+    def send(self, payload: bytes, *, epoch: int = 0, trace_id: int = 0, flags: int = 0) -> None:
+        """Send one frame, or queue it. See `zbmd.transport.link.Link.send`."""
+    def _drain(self) -> None:
+        """Deliver a bounded number of frames, then park or give the loop its turn."""
+    def _deliver(self, frame: bytes | bytearray) -> None:
+        """Deliver a frame that is in a buffer of its own. Raises as `zbmd.transport.frames.unpack_frame`."""
+    def _deliver_borrowed(self, frame: BorrowedFrame) -> None:
+        """Deliver a frame that lies in the peer's arena; nothing is recorded. Raises as `_deliver`."""

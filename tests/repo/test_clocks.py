@@ -21,7 +21,8 @@ READERS = {
     "actors/context.py": "an actor's own wall clock",
     "actors/rank_log.py": "the time of a line of the log",
     "collectives/flight_dump.py": "when a dump was taken, to be told beside the monotonic clock",
-    "transport/link_side.py": "the stamp of a frame",
+    "transport/_link.pyx": "the stamp of a frame",
+    "transport/link_side.py": "that clock, as its default",
     "transport/capture/recorder.py": "the anchor of a log",
 }
 

@@ -8,8 +8,8 @@ it worse (0.09 nats a byte after 600,000 bytes). A layer is `x @ weight`: matric
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -45,6 +45,24 @@ def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {"head.norm.weight": (width,), "head.weight": (width, VOCABULARY)}
 
 
+Operator = Callable[..., Tensor]
+"""An op as those of `zbmd.training.ops`: it leaves its inputs as they are, and records exactly one node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operators:
+    """What units compute with: each is called like the op of its name."""
+
+    embedding: Operator = ops.embedding
+    rms_norm: Operator = ops.rms_norm
+    linear: Operator = ops.linear
+    causal_attention: Operator = ops.causal_attention
+    activation: Operator = ops.squared_relu
+    dropout: Operator = ops.dropout
+    add: Operator = ops.add
+    cross_entropy: Operator = ops.cross_entropy
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Inputs, (samples, T) tokens, and what a loss needs: targets, (samples * T,), and each one's weight."""
@@ -67,7 +85,9 @@ class GPT:
         self.recompute = recompute
         self.xp = xp
         self.layout = ParameterLayout.of(parameter_shapes(config))
-        self._activation = {"relu2": ops.squared_relu, "gelu": ops.gelu}[config.activation]
+        self.operators = Operators(
+            activation={"relu2": ops.squared_relu, "gelu": ops.gelu}[config.activation]
+        )
         self.distance_bias = ops.causal_distance_bias(xp, config.heads, config.context, np.float32)
         """What positions are known by, (heads, context): see `ops.causal_distance_bias`."""
 
@@ -77,6 +97,11 @@ class GPT:
         starts = [1 + PARAMETERS_PER_BLOCK * number for number in range(self.config.layers + 1)]
         blocks = [slice(start, start + PARAMETERS_PER_BLOCK) for start in starts[:-1]]
         return slice(0, 1), *blocks, slice(starts[-1], starts[-1] + 2)
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """What the units are called: embed, blocks.0, …, head."""
+        return "embed", *(f"blocks.{number}" for number in range(self.config.layers)), "head"
 
     def init(self, seed: int) -> npt.NDArray[np.float32]:
         """Return fresh flat parameters, (layout.size,) float32 in host memory; the same for the same seed.
@@ -122,10 +147,16 @@ class GPT:
         from the last parameters to the first. Without `noise` nothing is dropped out.
         Gradients, not the loss, are multiplied by `loss_scale`.
         """
-        tape = Tape(self.xp)
         pairs = zip(self.layout.views(params), self.layout.views(grads), strict=True)
         parameters = [Parameter(data, grad, i, on_grad_ready) for i, (data, grad) in enumerate(pairs)]
-        loss = self._run(tape, parameters, self.batch(tokens, global_batch=global_batch, noise=noise))
+        batch = self.batch(tokens, global_batch=global_batch, noise=noise)
+        return self.differentiate(Tape(self.xp), parameters, batch, loss_scale=loss_scale)
+
+    def differentiate(
+        self, tape: Tape, parameters: list[Parameter], batch: Batch, *, loss_scale: float
+    ) -> float:
+        """Go forwards and backwards on an empty `tape`; returns the loss."""
+        loss = self.run(tape, parameters, batch)
         value = float(loss.data)
         tape.backward(loss, scale=loss_scale)
         return value
@@ -133,12 +164,12 @@ class GPT:
     def loss(self, params: Array, tokens: Tokens) -> float:
         """Return the mean loss of `tokens`, (samples, T + 1), in nats per byte."""
         batch = self.batch(tokens, global_batch=len(tokens))
-        return float(self._run(self._silent_tape(), self._leaves(params), batch).data)
+        return float(self.evaluate(params, batch).data)
 
     def logits(self, params: Array, tokens: Tokens) -> Array:
         """Return log odds, (samples, T, 256), of the byte after each position of `tokens`, (samples, T)."""
         batch = Batch(self._checked(self.xp.asarray(tokens)))
-        logits = self._run(self._silent_tape(), self._leaves(params), batch)
+        logits = self.evaluate(params, batch)
         return logits.data.reshape(*tokens.shape, VOCABULARY)
 
     def batch(self, tokens: Tokens, *, global_batch: int, noise: Noise | None = None) -> Batch:
@@ -154,19 +185,22 @@ class GPT:
         The last one returns the loss, or log odds where the batch has no targets.
         """
         if number == 0:
-            return self._dropout(tape, ops.embedding(tape, batch.inputs.reshape(-1), *parameters), batch, 0)
+            embedded = self.operators.embedding(tape, batch.inputs.reshape(-1), *parameters)
+            return self._dropout(tape, embedded, batch, 0)
         if number <= self.config.layers:
             return self._block(tape, x, parameters=parameters, number=number - 1, batch=batch)
-        norm, head = parameters
+        (norm, head), ops = parameters, self.operators
         logits = ops.linear(tape, ops.rms_norm(tape, x, norm), head)
         if batch.targets is None:
             return logits
         return ops.cross_entropy(tape, logits, batch.targets, weight=batch.weight)
 
-    def _silent_tape(self) -> Tape:
-        return Tape(self.xp, recording=False)
+    def evaluate(self, params: Array, batch: Batch) -> Tensor:
+        """Go forwards alone: the loss, or log odds where the batch has no targets."""
+        return self.run(Tape(self.xp, recording=False), self.leaves(params), batch)
 
-    def _leaves(self, params: Array) -> list[Parameter]:
+    def leaves(self, params: Array) -> list[Parameter]:
+        """The parameters, for a pass forwards alone."""
         return [Parameter(data, None, index, None) for index, data in enumerate(self.layout.views(params))]
 
     def _checked(self, inputs: Array) -> Array:
@@ -174,16 +208,24 @@ class GPT:
             raise ValueError(f"sequences have 1 to {self.config.context} positions, not {inputs.shape[1]}")
         return inputs
 
-    def _run(self, tape: Tape, parameters: list[Parameter], batch: Batch) -> Tensor:
+    def run(self, tape: Tape, parameters: list[Parameter], batch: Batch) -> Tensor:
+        """Go forwards on an empty `tape`, unit after unit; returns what the last one does."""
         x = Tensor(self.xp.zeros(0))
         for number, group in enumerate(self.units):
             own = parameters[group]
             if self.recompute and 0 < number <= self.config.layers:
-                block = partial(self._block, parameters=own, number=number - 1, batch=batch)
-                x = tape.checkpoint(block, x, own)
+                x = self._recomputed(tape, number, x, own, batch)
             else:
                 x = self.unit(tape, number, x, own, batch)
         return x
+
+    def _recomputed(
+        self, tape: Tape, number: int, x: Tensor, parameters: list[Parameter], batch: Batch
+    ) -> Tensor:
+        def block(inner: Tape, source: Tensor) -> Tensor:
+            return self.unit(inner, number, source, parameters, batch)
+
+        return tape.checkpoint(block, x, parameters)
 
     def _block(
         self,
@@ -195,11 +237,12 @@ class GPT:
         batch: Batch,
     ) -> Tensor:
         attn_norm, qkv, proj, mlp_norm, mlp_in, mlp_out = parameters
+        ops = self.operators
         packed = ops.linear(tape, ops.rms_norm(tape, x, attn_norm), qkv)
         samples, bias = len(batch.inputs), self._bias(packed.data.dtype)
         mixed = ops.causal_attention(tape, packed, bias, batch=samples, heads=self.config.heads)
         x = self._onto(tape, x, mixed, proj, batch, 1 + 2 * number)
-        hidden = self._activation(tape, ops.linear(tape, ops.rms_norm(tape, x, mlp_norm), mlp_in))
+        hidden = ops.activation(tape, ops.linear(tape, ops.rms_norm(tape, x, mlp_norm), mlp_in))
         return self._onto(tape, x, hidden, mlp_out, batch, 2 + 2 * number)
 
     def _onto(
@@ -207,13 +250,14 @@ class GPT:
     ) -> Tensor:
         """Add a layer's output, thinned by dropout, to the residual stream."""
         if batch.noise is None or self.config.dropout == 0.0:
-            return ops.linear(tape, inner, weight, residual=x)
-        return ops.add(tape, x, self._dropout(tape, ops.linear(tape, inner, weight), batch, site))
+            return self.operators.linear(tape, inner, weight, residual=x)
+        thinned = self._dropout(tape, self.operators.linear(tape, inner, weight), batch, site)
+        return self.operators.add(tape, x, thinned)
 
     def _dropout(self, tape: Tape, x: Tensor, batch: Batch, site: int) -> Tensor:
         if batch.noise is None or self.config.dropout == 0.0:
             return x
-        return ops.dropout(tape, x, rate=self.config.dropout, noise=batch.noise, site=site)
+        return self.operators.dropout(tape, x, rate=self.config.dropout, noise=batch.noise, site=site)
 
     def _bias(self, dtype: np.dtype[np.floating]) -> Array:
         if self.distance_bias.dtype != dtype:

@@ -26,6 +26,7 @@ from zbmd.training.gpt import GPT, parameter_shapes
 from zbmd.training.journal import WEIGHTS_NAME, Journal
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import LOG_FORMAT, LogHeader, loss_of, read_log
+from zbmd.training.ml_actors.model_actors import ModelActors
 from zbmd.training.plain import PlainTrainer
 from zbmd.training.recipe import Recipe
 from zbmd.training.store import PARTS, Store
@@ -203,9 +204,10 @@ async def _train(
         report=node.report,
         checkpoint_every=options.checkpoint_every,
     )
+    actors = ModelActors(recipe, store)
     workload = TrainingWorkload(
         node,
-        recipe,
+        actors,
         store,
         journal,
         evaluate_every=options.evaluate_every,
@@ -222,16 +224,20 @@ async def _train(
     forget = node.on_peer_lost(
         lambda rank, incarnation, notice: _report_loss(node, rank, incarnation, notice)
     )
+    await actors.start(node.system)
     try:
         await CommitDriver(node, machine, workload).run()
+        await journal.settle()
+        if machine.members[0].rank != node.rank:
+            return None
+        # From the log: this rank may have come up when the last step was done.
+        loss_last = loss_of(read_log(journal.log.path)[1][-1])
+        actors.while_waiting()  # the last step and its cancellation are over
+        weights = store.current.state.weights
+        result = await asyncio.to_thread(result_of, options, actors.recipe, weights, loss_last)
     finally:
         forget()
-    await journal.settle()
-    if machine.members[0].rank != node.rank:
-        return None
-    # From the log: this rank may have come up when the last step was done.
-    loss_last = loss_of(read_log(journal.log.path)[1][-1])
-    result = result_of(options, recipe, store.current.state.weights, loss_last)
+        await actors.stop()
     node.report({"kind": "result", **asdict(result)})
     return result
 
@@ -257,4 +263,5 @@ def _initial_store(node: Node, recipe: Recipe, options: JobOptions, plan: str) -
         return store, 0
     checkpoint = load_checkpoint(options.resume, plan=plan, elements=PARTS * store.layout.size)
     slot.flat[:] = recipe.model.xp.asarray(checkpoint.flat)
+    store.version = checkpoint.version
     return store, checkpoint.version

@@ -38,6 +38,8 @@ class Store:
     def __init__(self, layout: ParameterLayout, allocate: Allocate) -> None:
         self.layout = layout
         self.committed = 0
+        self.version = 0
+        """Of the committed slot."""
         self.slots = tuple(self._slot(allocate) for _ in range(SLOTS))
 
     def _slot(self, allocate: Allocate) -> Slot:
@@ -56,6 +58,10 @@ class Store:
     def current(self) -> Slot:
         """The committed slot."""
         return self.slots[self.committed]
+
+    def commit(self, slot: int, *, version: int) -> None:
+        """`slot` holds `version`, which is the committed one from now on."""
+        self.committed, self.version = slot, version
 
     def digest(self, slot: int) -> bytes:
         """xxh3-128 of a slot's bits: equal on all ranks, or one of them has erred."""

@@ -49,13 +49,15 @@ class Parameter:
     gradient is rounded as it is kept.
     """
 
-    __slots__ = ("_fresh", "_on_ready", "grad", "index", "stored", "uses_left")
+    __slots__ = ("_fresh", "_on_ready", "grad", "handed", "index", "stored", "uses_left")
 
     def __init__(self, stored: Array, grad: Array | None, index: int, on_ready: GradReady | None) -> None:
         self.stored = stored
         self.grad = grad
         self.index = index
         self.uses_left = 0
+        self.handed = False
+        """Whether the hook has been told that the gradient is final."""
         self._fresh = True
         self._on_ready = on_ready
 
@@ -89,18 +91,31 @@ class Parameter:
         self.uses_left -= 1
         if self.uses_left == 0 and self._on_ready is not None:
             self._on_ready(self.index)
+            self.handed = True
+
+    @property
+    def handing(self) -> bool:
+        """Whether the hook is being told, or has raised."""
+        told = not self._fresh and self.uses_left == 0 and self._on_ready is not None
+        return told and not self.handed
 
 
 class Tape:
     """The record of one forward pass. With `recording=False` it keeps nothing and `backward` is refused."""
 
-    __slots__ = ("_nodes", "_parameters", "recording", "xp")
+    __slots__ = ("_nodes", "_parameters", "_unrecorded", "recording", "xp")
 
     def __init__(self, xp: ModuleType, *, recording: bool = True) -> None:
         self.xp = xp
         self.recording = recording
         self._nodes: list[tuple[Tensor, Backward]] = []
         self._parameters: list[Parameter] = []
+        self._unrecorded = 0
+
+    @property
+    def position(self) -> int:
+        """Which op is at work, counted from 0 in the order of the forward pass: forwards and backwards."""
+        return len(self._nodes) if self.recording else self._unrecorded
 
     def record(self, data: Array, backward: Backward, *parameters: Parameter) -> Tensor:
         """Return the tensor of an op's output, made from `parameters` and others by the rule `backward`.
@@ -113,6 +128,8 @@ class Tape:
             for parameter in parameters:
                 parameter.uses_left += 1
                 self._parameters.append(parameter)
+        else:
+            self._unrecorded += 1
         return output
 
     def backward(self, loss: Tensor, *, scale: float = 1.0) -> None:

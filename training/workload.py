@@ -26,6 +26,8 @@ from zbmd.training.accumulate import AccumulationPlan, Buckets
 from zbmd.training.journal import Journal
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import VotePart
+from zbmd.training.ml_actors.model_actors import ModelActors
+from zbmd.training.ml_actors.tensor_actor import CommitSlot, Committed, TensorActor
 from zbmd.training.recipe import Recipe
 from zbmd.training.store import Store
 from zbmd.training.xp import Array
@@ -41,6 +43,9 @@ FETCH_ELEMENTS = 1 << 18
 """A pull looks for its cancellation after every MiB."""
 FETCH_LOOK_NS = 100_000_000
 """And as often as this, while nothing comes."""
+
+COMMIT_S = 30.0
+"""How long the actor that holds the state may take to change its slots."""
 
 HELD_OUT_WINDOWS = 96
 """Held-out windows evaluated on the way, all ranks together."""
@@ -98,12 +103,15 @@ class _Reduction:
 
 
 class TrainingWorkload:
-    """Trains `recipe` on `node`, with the state in `store`; what is committed goes to `journal`."""
+    """Trains on `node`, with `actors` whose state is in `store`; what is committed goes to `journal`.
+
+    What it computes, it asks of the actors; memory that peers read, it knows by the store.
+    """
 
     def __init__(
         self,
         node: Node,
-        recipe: Recipe,
+        actors: ModelActors,
         store: Store,
         journal: Journal,
         *,
@@ -111,14 +119,15 @@ class TrainingWorkload:
         before_step: Callable[[int], None] | None = None,
     ) -> None:
         self.node = node
-        self.recipe = recipe
+        self.actors = actors
+        self.recipe: Recipe = actors.recipe
         self.store = store
         self.journal = journal
         self._evaluate_every = evaluate_every
         self._before_step = before_step
-        self._buckets = Buckets(recipe.model.layout)
+        self._buckets = Buckets(store.layout)
         self._buffers: list[Array] = []
-        self._total: Array = node.segment.arena.empty((recipe.model.layout.size,), np.float32)
+        self._total: Array = node.segment.arena.empty((store.layout.size,), np.float32)
         self._total[:] = 0.0
         self._settled = False
         """Whether a step has been committed since this rank is up."""
@@ -134,6 +143,7 @@ class TrainingWorkload:
     def run_step(self, work: cm.RunStep, group: Group, cancellation: Cancellation) -> StepOutcome:
         """Compute version `work.version` into `work.slot`; see `Workload`."""
         faults.hit(STEP_BEGIN)
+        self.actors.while_waiting(cancellation.check)
         step, shards = work.version - 1, self.recipe.config.shards
         assignment = assign_shards(shards, len(work.members))
         plan = AccumulationPlan.of(shards, *assignment[work.members.index(self.node.rank)])
@@ -154,7 +164,8 @@ class TrainingWorkload:
             reduction.drain()
         cancellation.check()
         faults.hit(STEP_UPDATE)
-        old, new = self.store.slots[1 - work.slot].state, self.store.slots[work.slot].state
+        tensors = self.actors.tensors
+        old, new = tensors.call(TensorActor.state, 1 - work.slot), tensors.call(TensorActor.state, work.slot)
         norm = self.recipe.update(old, new, self._total, step=step)
         part = VotePart(
             shards={shard: tuple(ids[shard].tolist()) for shard in losses},
@@ -162,7 +173,7 @@ class TrainingWorkload:
             grad_norm=norm,
             held_out=held_out,
         )
-        digest = self.store.digest(work.slot)
+        digest = tensors.call(TensorActor.digest, work.slot)
         faults.hit(STEP_PREPARED)
         return StepOutcome(digest, msgspec.msgpack.encode(part))
 
@@ -186,7 +197,7 @@ class TrainingWorkload:
                 AccumulationPlan.perform(leaf.additions, buffers, span)
                 reduction.submit(span)
 
-        weights, on_grad_ready = self.store.current.state.weights, send if last else check
+        weights, on_grad_ready = self.actors.tensors.call(TensorActor.weights), send if last else check
         grads = buffers[leaf.buffer]
         loss = self.recipe.shard_gradient(weights, grads, ids, step=step, on_grad_ready=on_grad_ready)
         if not last:
@@ -209,7 +220,8 @@ class TrainingWorkload:
         ids = self.recipe.corpus.evaluation_ids(HELD_OUT_WINDOWS)[index::size]
         if len(ids) == 0:
             return (0.0, 0)
-        loss = self.recipe.model.loss(self.store.current.state.weights, self.recipe.corpus.windows(ids))
+        weights = self.actors.tensors.call(TensorActor.weights)
+        loss = self.recipe.model.loss(weights, self.recipe.corpus.windows(ids))
         return (loss * len(ids), len(ids))
 
     def fetch(self, work: cm.Fetch, cancellation: Cancellation) -> bytes:
@@ -260,9 +272,14 @@ class TrainingWorkload:
 
     async def committed(self, commit: cm.Commit, members: tuple[int, ...]) -> None:
         """Flip the slots and write the record."""
-        self.store.committed = commit.slot
+        await self._commit(commit.version, commit.slot)
         self._settle()
         await self.journal.committed(commit, members, self.store.current)
+
+    async def _commit(self, version: int, slot: int) -> None:
+        await self.actors.tensors.ask(
+            CommitSlot(version=version, slot=slot), reply=Committed, timeout=COMMIT_S
+        )
 
     def _settle(self) -> None:
         """Once a step is done, nobody waits for this rank to come up any more: give it huge pages."""
@@ -273,7 +290,7 @@ class TrainingWorkload:
 
     async def adopted(self, adopted: cm.Adopted) -> None:
         """Flip the slots: the pulled version is ours."""
-        self.store.committed = adopted.slot
+        await self._commit(adopted.version, adopted.slot)
         self.journal.adopted(adopted)
 
     async def preserve(self, version: int) -> None:

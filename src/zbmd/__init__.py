@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from zbmd.collectives.elastic import ElasticGroup, elastic_group
     from zbmd.collectives.errors import InputsOverwritten, NotReplaced, OperationAborted
     from zbmd.collectives.group import Group, group
+    from zbmd.training.ml_actors.layer_actor import LayerActor
+    from zbmd.training.ml_actors.model_actors import ModelActors
+    from zbmd.training.ml_actors.operator_actor import OperatorActor
+    from zbmd.training.ml_actors.optimizer_actor import OptimizerActor
+    from zbmd.training.ml_actors.seat import GivenUp, Seat, SeatedActor
+    from zbmd.training.ml_actors.supervisor_actor import SupervisorActor
+    from zbmd.training.ml_actors.tensor_actor import TensorActor
     from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
     from zbmd.transport.process_arena import empty, from_array
 
@@ -46,17 +53,26 @@ __all__ = [
     "Down",
     "Exited",
     "ElasticGroup",
+    "GivenUp",
     "Group",
     "InputsOverwritten",
+    "LayerActor",
     "MailboxFull",
+    "ModelActors",
     "Node",
     "NotReplaced",
     "OperationAborted",
+    "OperatorActor",
+    "OptimizerActor",
     "PeerLost",
     "Ref",
     "Restart",
+    "Seat",
+    "SeatedActor",
     "Session",
     "Strategy",
+    "SupervisorActor",
+    "TensorActor",
     "Undelivered",
     "UpgradeRefused",
     "UpgradeUndone",
@@ -86,6 +102,13 @@ _HOMES = {
     "zbmd.collectives.elastic": ("ElasticGroup", "elastic_group"),
     "zbmd.collectives.errors": ("InputsOverwritten", "NotReplaced", "OperationAborted"),
     "zbmd.collectives.group": ("Group", "group"),
+    "zbmd.training.ml_actors.layer_actor": ("LayerActor",),
+    "zbmd.training.ml_actors.model_actors": ("ModelActors",),
+    "zbmd.training.ml_actors.operator_actor": ("OperatorActor",),
+    "zbmd.training.ml_actors.optimizer_actor": ("OptimizerActor",),
+    "zbmd.training.ml_actors.seat": ("GivenUp", "Seat", "SeatedActor"),
+    "zbmd.training.ml_actors.supervisor_actor": ("SupervisorActor",),
+    "zbmd.training.ml_actors.tensor_actor": ("TensorActor",),
     "zbmd.transport.errors": ("DeadlineExceeded", "PeerLost", "UserError", "ZbmdError"),
     "zbmd.transport.process_arena": ("empty", "from_array"),
 }

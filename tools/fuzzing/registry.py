@@ -10,6 +10,7 @@ from typing import Final
 
 from zbmd.tools.fuzzing import (
     actors,
+    arrays,
     bootstraps,
     bulks,
     captures,
@@ -31,7 +32,7 @@ TARGETS: Final[Mapping[str, Target]] = {
     target.name: target
     for module in (
         *(wires, streams, bulks, memories, links, actors, hangs, cluster, rdma),
-        *(collectives, captures, files, bootstraps, pipelines),
+        *(collectives, captures, files, bootstraps, pipelines, arrays),
     )
     for target in module.TARGETS
 }
@@ -104,6 +105,9 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "collectives/program.py": ("program",),
     "training/pipeline/program.py": ("pipeline",),
     "training/pipeline/rings.py": ("pipeline.rings",),
+    "training/ml_actors/arrays.py": ("array",),
+    "training/ml_actors/layer_actor.py": ("array",),
+    "training/ml_actors/tensor_actor.py": ("array",),
     "training/checkpoint.py": ("checkpoint",),
     "training/corpus.py": ("corpus",),
     "training/journal.py": ("commit.part",),

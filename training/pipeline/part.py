@@ -1,7 +1,7 @@
 """A part of a GPT: some of its layers, from the activations that come in to those that go out.
 
-The model's layers are the embedding, its blocks, and the head with the loss. A part does on its layers what
-the whole model does on them, operation by operation, so its bits are the same.
+The layers that are put on parts are the model's units (`GPT.units`): the embedding, its blocks, and the head
+with the loss. A part computes its units as the whole model does, so its bits are the same.
 """
 
 from __future__ import annotations

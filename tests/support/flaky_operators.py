@@ -1,0 +1,76 @@
+"""Operators that fail when they are told to, forwards or backwards, before or in the middle of their work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from random import Random
+
+from zbmd.training.gpt import Operator, Operators
+from zbmd.training.tape import Backward, Parameter, Tape, Tensor
+from zbmd.training.xp import Array
+
+
+class Broken(RuntimeError):
+    """What a flaky operator raises."""
+
+
+class Flaky:
+    """Fails each op with probability `share`, seeded, at most `failures_max` times; then never again.
+
+    only: what fails, such as "linear, backwards"; empty: anything.
+    """
+
+    def __init__(self, seed: int, *, share: float, failures_max: int, only: str = "") -> None:
+        self._random = Random(seed)
+        self._share = share
+        self._left = failures_max
+        self._only = only
+        self.failed: list[str] = []
+
+    def around(self, operators: Operators) -> Operators:
+        """The same operators, which fail."""
+        return Operators(
+            **{f.name: self._wrapped(f.name, getattr(operators, f.name)) for f in fields(Operators)}
+        )
+
+    def fail(self, what: str) -> None:
+        """Raise `Broken`, or not."""
+        if self._left and self._only in ("", what) and self._random.random() < self._share:
+            self._left -= 1
+            self.failed.append(what)
+            raise Broken(what)
+
+    def _wrapped(self, name: str, kernel: Operator) -> Operator:
+        def run(tape: Tape, *args: object, **options: object) -> Tensor:
+            self.fail(f"{name}, before")
+            made = kernel(_FlakyTape(tape, lambda when: self.fail(f"{name}, {when}")), *args, **options)
+            self.fail(f"{name}, recorded")
+            return made
+
+        return run
+
+
+class _FlakyTape(Tape):
+    """Records on another tape rules that spoil the gradient which they are given before they fail."""
+
+    __slots__ = ("_fail", "_tape")
+
+    def __init__(self, tape: Tape, fail: Callable[[str], None]) -> None:
+        super().__init__(tape.xp, recording=tape.recording)
+        self._tape = tape
+        self._fail = fail
+
+    def record(self, data: Array, backward: Backward, *parameters: Parameter) -> Tensor:
+        """See `Tape`."""
+
+        def rule(grad: Array) -> None:
+            self._fail("backwards")
+            backward(grad)
+            try:
+                self._fail("backwards, at the end")
+            except Broken:
+                grad *= 3.0
+                raise
+
+        return self._tape.record(data, rule, *parameters)

@@ -1,9 +1,10 @@
 """The process of one worker of a device: binds the device, links with who has started it, and hosts actors.
 
-    python -m zbmd.actors.device_worker PARENT KIND INDEX NAME INCARNATION ADDRESS [MODULE …]
-    python -m zbmd.actors.device_worker PARENT KIND INDEX --probe
+    python -m zbmd.actors.device_worker KIND INDEX NAME INCARNATION ADDRESS [MODULE …]
+    python -m zbmd.actors.device_worker KIND INDEX --probe
 
-The cookie comes on standard input, in a line. It ends with the link, with its standard input, or its parent.
+The cookie comes on standard input, in a line. It ends with the link, or its parent: whoever starts it has
+seen to that, as a fork's template or by a leash.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import uvloop
 from zbmd.actors.actor import Actor, allow_remote_modules, on
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.devices import CHECK, CheckDevice, Device, DeviceChecked
-from zbmd.actors.prctl import end_with_parent, set_process_name
+from zbmd.actors.prctl import set_process_name
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import UserError, ZbmdError
@@ -73,8 +74,7 @@ async def serve(device: Device, name: str, incarnation: int, address: str, cooki
 
 def main() -> int:
     """See the module."""
-    parent, kind, index, name, *more = sys.argv[1:]
-    end_with_parent(int(parent))
+    kind, index, name, *more = sys.argv[1:]
     try:
         device = open_device(kind, int(index))
         if name == "--probe":

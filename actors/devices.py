@@ -20,8 +20,9 @@ import structlog
 from zbmd.actors.actor import Down, Reason, ReasonKind
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.errors import ActorError
+from zbmd.actors.forks import Fork, Forks
 from zbmd.actors.places import Place, PlacesMachine
-from zbmd.actors.process_actor import Places, ProcessActor
+from zbmd.actors.process_actor import Places, ProcessActor, leashed
 from zbmd.actors.supervision_events import Restart
 from zbmd.actors.supervisor import ChildSpec
 from zbmd.actors.system import ActorSystem
@@ -33,6 +34,8 @@ from zbmd.transport.shm_link import ShmLink
 
 CHECK: Final = "device"
 """The actor of a worker that checks its device."""
+WORKER: Final = "zbmd.actors.device_worker"
+_WORKER_IMPORTS: Final = (__name__, "zbmd.actors.rank_log", "uvloop")
 COOKIE_BYTES: Final = 32
 CHECK_EVERY_S: Final = 10.0
 CHECK_S: Final = 10.0
@@ -104,6 +107,9 @@ class DeviceChecked(Contract, id="zbmd.device.checked"):
 class Workers:
     """The workers of this process's devices. `close` it at the end, before the system.
 
+    Workers are forked from a template that has imported what they need, where that starts no thread; else
+    each is a new interpreter.
+
     modules: what workers import, and whose actor classes may be spawned there. failures, period_s,
     quarantine_s: see `PlacesMachine`.
     """
@@ -120,6 +126,8 @@ class Workers:
     ) -> None:
         self.devices: Mapping[str, DeviceSpec] = {device.name: device for device in devices}
         self.modules = tuple(modules)
+        kinds = [device.kind.partition(":")[0] for device in devices]
+        self.forks = Forks([*_WORKER_IMPORTS, *kinds, *modules], on_task=system.linger)
         self.cookie = os.urandom(COOKIE_BYTES)
         self.address = f"zbmd-workers-{os.getpid()}-{os.urandom(8).hex()}"
         places = [Place(name=device.name, capacity=device.capacity) for device in devices]
@@ -154,6 +162,7 @@ class Workers:
         self._listener.close()
         await self._listener.wait_closed()
         await self.places.close()
+        await self.forks.close()
 
     def expect(self, name: str, incarnation: int, lost: Callable[[str], None]) -> asyncio.Future[None]:
         """A worker is being started; done when its link is attached. lost: called when that ends."""
@@ -177,8 +186,9 @@ class Workers:
 
     async def _probe(self, place: str) -> str:
         """In a process of its own, which binds the device, checks it, and ends."""
+        device = self.devices[place]
         process = await asyncio.create_subprocess_exec(
-            *worker_command(self.devices[place], "--probe"),
+            *leashed([sys.executable, "-m", WORKER, device.kind, str(device.index), "--probe"]),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
@@ -190,12 +200,6 @@ class Workers:
             await process.wait()
             raise
         return "" if process.returncode == 0 else errors.decode(errors="replace")[-500:] or "it does not say"
-
-
-def worker_command(device: DeviceSpec, *arguments: str) -> list[str]:
-    """What runs a worker on a device, or probes that."""
-    base = [sys.executable, "-m", "zbmd.actors.device_worker", str(os.getpid()), device.kind]
-    return [*base, str(device.index), *arguments]
 
 
 class DeviceWorker(ProcessActor):
@@ -210,9 +214,24 @@ class DeviceWorker(ProcessActor):
 
     def command(self) -> Sequence[str]:
         """See `ProcessActor`."""
+        return [sys.executable, "-m", WORKER, *self._arguments()]
+
+    def _arguments(self) -> list[str]:
         name, incarnation = self.ref.actor, str(self.ref.incarnation)
         device = self._workers.devices[self.place]
-        return worker_command(device, name, incarnation, self._workers.address, *self._workers.modules)
+        return [
+            device.kind,
+            str(device.index),
+            name,
+            incarnation,
+            self._workers.address,
+            *self._workers.modules,
+        ]
+
+    async def launch(self) -> asyncio.subprocess.Process | Fork:
+        """See `ProcessActor`: a fork, where there are any."""
+        fork = await self._workers.forks.fork(WORKER, self._arguments())
+        return await super().launch() if fork is None else fork
 
     def first_words(self) -> bytes:
         """The cookie: not in its arguments, which anybody can see."""

@@ -101,7 +101,9 @@ class TemplateClient:
             )
         return process, ours
 
-    def fork(self, request: ForkRequest, *, stdout_fd: int, stderr_fd: int) -> None:
+    def fork(
+        self, request: ForkRequest, *, stdout_fd: int, stderr_fd: int, stdin_fd: int | None = None
+    ) -> None:
         """Ask for a child; the caller keeps its descriptors. Answered by `Forked` or `ForkFailed`.
 
         Raises `UserError` when the request is too large and `TemplateLost` when nobody can take it.
@@ -115,7 +117,8 @@ class TemplateClient:
                 "Put them into a file and give its name."
             )
         try:
-            socket.send_fds(self._socket, [packet], [stdout_fd, stderr_fd])
+            fds = [stdout_fd, stderr_fd] if stdin_fd is None else [stdout_fd, stderr_fd, stdin_fd]
+            socket.send_fds(self._socket, [packet], fds)
         except OSError as error:
             raise TemplateLost(f"the template process takes no requests: {error}") from error
 

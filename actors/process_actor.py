@@ -22,6 +22,7 @@ import structlog
 from zbmd.actors import places as p
 from zbmd.actors.actor import Actor, Down, Reason, ReasonKind
 from zbmd.actors.errors import ActorStartFailed
+from zbmd.actors.forks import Fork
 from zbmd.actors.host_process import describe_exit
 from zbmd.transport.errors import ZbmdError
 
@@ -114,6 +115,11 @@ class Places:
         self._handle(p.Probed(place=place, problem=problem))
 
 
+def leashed(command: Sequence[str]) -> list[str]:
+    """The command, so that it ends with this process, however that ends."""
+    return [sys.executable, "-m", "zbmd.actors.leash", str(os.getpid()), *command]
+
+
 class ProcessActor(Actor):
     """Runs a command at a place that it takes for its life.
 
@@ -128,7 +134,7 @@ class ProcessActor(Actor):
     def __init__(self, places: Places) -> None:
         self.places = places
         self.place = ""
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: asyncio.subprocess.Process | Fork | None = None
         self._tail: deque[str] = deque(maxlen=LINES_KEPT)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -149,6 +155,17 @@ class ProcessActor(Actor):
     async def ready(self) -> None:
         """Wait until the process is what it should be."""
 
+    async def launch(self) -> asyncio.subprocess.Process | Fork:
+        """Start the process: here, of the command."""
+        return await asyncio.create_subprocess_exec(
+            *leashed(self.command()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **self.environment()},
+            start_new_session=True,
+        )
+
     async def until_line(self, holds: Callable[[str], bool]) -> None:
         """For `ready`: wait for a line of its output."""
         seen: str | None = None
@@ -163,16 +180,7 @@ class ProcessActor(Actor):
         cell = self._running_cell()
         cell.watch(self._over)
         self.place = self.places.take(self.ref.actor)
-        leash = (sys.executable, "-m", "zbmd.actors.leash", str(os.getpid()))
-        self.process = await asyncio.create_subprocess_exec(
-            *leash,
-            *self.command(),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **self.environment()},
-            start_new_session=True,
-        )
+        self.process = await self.launch()
         if not cell.is_alive:  # killed meanwhile
             self._kill()
             return
@@ -208,15 +216,17 @@ class ProcessActor(Actor):
         said = f"; it said: {self._tail[-1]}" if self._tail else ""
         return f"{'it runs' if code is None else describe_exit(code)}{said}"
 
-    async def _wait(self, process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
+    async def _wait(self, process: asyncio.subprocess.Process | Fork, reading: asyncio.Task[None]) -> None:
         code = await process.wait()
         await asyncio.wait([reading], timeout=1.0)  # what it has started may hold the pipe open
         reading.cancel()
+        if isinstance(process, Fork):
+            process.close()
         if not self._stopping and self._running_cell().is_alive:
             kind = ReasonKind.NORMAL if code == 0 else ReasonKind.FAILED
             self.system.exit(self.ref, Reason(kind, f"at {self.place}: {self._end()}"))
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
+    async def _read(self, process: asyncio.subprocess.Process | Fork) -> None:
         assert process.stdout is not None
         rest = b""
         while data := await process.stdout.read(OUTPUT_CHUNK_BYTES):
@@ -241,5 +251,8 @@ class ProcessActor(Actor):
     def _signal(self, number: signal.Signals) -> None:
         """To the process and what it has started: it leads a session of its own, and is not reaped yet."""
         assert self.process is not None
+        if isinstance(self.process, Fork):
+            self.process.send_signal(number)
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)

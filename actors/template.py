@@ -34,13 +34,15 @@ from zbmd.actors.view import USAGE_EXIT_CODE
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 
 REQUEST_BYTES_MAX = 128 * 1024  # one packet; argv and the environment's changes must fit
-FDS_PER_REQUEST = 2
+FDS_PER_REQUEST_MIN = 2
+FDS_PER_REQUEST_MAX = 3
 CHILDREN_MAX = 256  # live children; a host has at most 62 ranks, and some that are still dying
 REASON_CHARACTERS_MAX = 500
 
 
 class ForkRequest(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
-    """Fork one rank process. The request carries two descriptors: its standard output and error.
+    """Fork one process. The request carries two descriptors, its standard output and error, and a third if
+    it gets a standard input.
 
     job, rank and incarnation name it in the replies.
     """
@@ -140,7 +142,7 @@ class Template:
                     continue
                 try:
                     packet, fds, _, _ = socket.recv_fds(
-                        self._host, REQUEST_BYTES_MAX, FDS_PER_REQUEST, socket.MSG_CMSG_CLOEXEC
+                        self._host, REQUEST_BYTES_MAX, FDS_PER_REQUEST_MAX, socket.MSG_CMSG_CLOEXEC
                     )
                 except ConnectionResetError:
                     return None  # it went without having read all that we said
@@ -152,8 +154,8 @@ class Template:
 
     def _fork(self, packet: bytes, fds: list[int]) -> ForkRequest | None:
         request = decode_request(packet)
-        if len(fds) != FDS_PER_REQUEST:
-            raise OSError(f"a fork request came with {len(fds)} descriptors, not {FDS_PER_REQUEST}")
+        if not FDS_PER_REQUEST_MIN <= len(fds) <= FDS_PER_REQUEST_MAX:
+            raise OSError(f"a fork request came with {len(fds)} descriptors")
         try:
             if len(self._children) >= CHILDREN_MAX:
                 raise OSError(f"{CHILDREN_MAX} children live already")
@@ -187,6 +189,8 @@ class Template:
         _close_all(list(self._children))
         os.dup2(fds[0], 1)
         os.dup2(fds[1], 2)
+        for stdin_fd in fds[2:]:
+            os.dup2(stdin_fd, 0)
         _close_all(fds)
 
     def _reap(self, pidfd: int) -> None:

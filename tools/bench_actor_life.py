@@ -110,7 +110,7 @@ async def restarting(system: ActorSystem, times: int = 200) -> list[Row]:
 async def restarting_process(system: ActorSystem, times: int = 10) -> Row:
     """From a SIGKILL of a supervised process to the first answer of an actor in the next one.
 
-    A worker of `zbmd.actors.devices`, which is a new interpreter each time; ranks are forked, and sooner up.
+    A worker of `zbmd.actors.devices`, forked from its supervisor's template.
     """
     workers = Workers(system, cpu_cores(capacity=2), modules=[__name__], failures=1000)
     supervisor = await system.supervise([workers.child("killed")], intensity=INTENSITY_MAX)

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbmd.actors.prctl import end_with_parent
+from zbmd.collectives.blocking import Blocking
 from zbmd.collectives.communicator import Communicator
-from zbmd.tools.peers.collective_cases import elements
+from zbmd.tools.peers.collective_cases import CPU, elements, measured
 from zbmd.tools.peers.control import serve
-from zbmd.tools.peers.patterns import timed
+from zbmd.transport.arena import Arena
 from zbmd.transport.segment import PeerSegment, Segment
 
 INBOX_BYTES = 16 << 20
@@ -28,56 +29,50 @@ Array = NDArray[np.float32]
 
 
 class Rank:
-    """One rank, and the arrays of one measurement after the other."""
+    """One rank, and the arrays of one measurement after the other. `c`: a communicator, or what has its calls."""
 
-    def __init__(self, segments: list[Segment], rank: int) -> None:
-        own = segments[rank]
-        peers = {
-            place: PeerSegment.attach(segment.fd, slot=place)
-            for place, segment in enumerate(segments)
-            if place != rank
-        }
-        self._arena = own.arena
-        self._communicator = Communicator(
-            segment=own, peers=peers, members=tuple(range(len(segments))), rank=rank, epoch=1, channel=0
-        )
+    def __init__(self, c: Communicator | Blocking, arena: Arena, *, place: int, size: int) -> None:
+        self._c = c
+        self._arena = arena
+        self._place = place
+        self._size = size
 
     def measure(self, what: str, nbytes: int, iterations: int) -> list[float]:
         """Nanoseconds an operation."""
-        operation = self._operation(what, nbytes)
-        self._communicator.barrier()
-        return timed(iterations, operation, 1)
+        operation = self._operation(what.removeprefix(CPU), nbytes)
+        self._c.barrier()
+        return measured(what, iterations, operation)
 
     def _operation(self, what: str, nbytes: int) -> Callable[[], object]:
-        c = self._communicator
-        count, block = elements(nbytes, c.size)
+        c, size, root = self._c, self._size, self._place == 0
+        count, block = elements(nbytes, size)
         if what == "all-reduce-foreign":
             plain = np.zeros(count, np.float32)
             return lambda: c.all_reduce(plain)
         if what.startswith("all-reduce") or what in ("broadcast", "reduce"):
             return self._of_one_array(what, self._zeros(count))
-        large, small, root = self._zeros(c.size, block), self._zeros(block), c.place == 0
+        large, small = self._zeros(size, block), self._zeros(block)
         if what == "all-to-all":
-            other = self._zeros(c.size, block)
-            return lambda: c.all_to_all(large, other)
+            other = self._zeros(size, block)
+            return lambda: c.all_to_all(large, out=other)
         table: dict[str, Callable[[], object]] = {
-            "reduce-scatter": lambda: c.reduce_scatter(large, small),
-            "all-gather": lambda: c.all_gather(small, large),
-            "gather": lambda: c.gather(small, 0, large if root else None),
-            "scatter": lambda: c.scatter(large if root else None, 0, small),
+            "reduce-scatter": lambda: c.reduce_scatter(large, out=small),
+            "all-gather": lambda: c.all_gather(small, out=large),
+            "gather": lambda: c.gather(small, 0, out=large if root else None),
+            "scatter": lambda: c.scatter(large if root else None, 0, out=small),
         }
         return table[what]
 
     def _of_one_array(self, what: str, x: Array) -> Callable[[], object]:
-        c = self._communicator
+        c = self._c
         if what == "broadcast":
             return lambda: c.broadcast(x, 0)
         if what == "all-reduce":
             return lambda: c.all_reduce(x)
         out = self._zeros(x.size)
         if what == "reduce":
-            return lambda: c.reduce(x, 0, out)
-        return lambda: c.all_reduce(x, out)
+            return lambda: c.reduce(x, 0, out=out)
+        return lambda: c.all_reduce(x, out=out)
 
     def _zeros(self, *shape: int) -> Array:
         found: Array = self._arena.empty(shape, np.float32)
@@ -85,9 +80,22 @@ class Rank:
         return found
 
 
+def _rank(segments: list[Segment], rank: int) -> Rank:
+    own = segments[rank]
+    peers = {
+        place: PeerSegment.attach(segment.fd, slot=place)
+        for place, segment in enumerate(segments)
+        if place != rank
+    }
+    communicator = Communicator(
+        segment=own, peers=peers, members=tuple(range(len(segments))), rank=rank, epoch=1, channel=0
+    )
+    return Rank(communicator, own.arena, place=rank, size=len(segments))
+
+
 def _serve(segments: list[Segment], rank: int, control: str) -> None:
     end_with_parent(os.getppid())
-    serve(control, rank, Rank(segments, rank).measure)
+    serve(control, rank, _rank(segments, rank).measure)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import IO, Final, Self
 
 import msgspec
 
-from zbmd.tools.peers.control import REPLY_BYTES_MAX, Reply
+from zbmd.tools.peers.control import REPLY_BYTES_MAX, Reply, socket_name
 from zbmd.transport.errors import ZbmdError
 
 CONTROL: Final = "{control}"
@@ -41,7 +41,8 @@ class Workers:
     """Processes that answer commands. Use it as a context manager.
 
     `commands` are started as they are, with `CONTROL` replaced; together they connect as ranks 0 to
-    `ranks` - 1. `pass_fds` are given to each of them, and closed here then. Raises `ContenderFailed` with the
+    `ranks` - 1. `pass_fds` are given to each of them, and closed here then. folder: where the control address
+    lies as a file, for processes in other network namespaces. Raises `ContenderFailed` with the
     last words of their output if they do not connect.
     """
 
@@ -53,6 +54,7 @@ class Workers:
         ranks: int,
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        folder: str = "",
     ) -> None:
         self._name = name
         self._commands = commands
@@ -61,6 +63,7 @@ class Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[tuple[socket.socket, IO[bytes]]] = []
         self._pass_fds = pass_fds
+        self._folder = folder
         self._output: IO[bytes] | None = None
         self._stack = contextlib.ExitStack()
 
@@ -110,9 +113,11 @@ class Workers:
 
     def _start(self) -> None:
         control = f"zbmd-bench-{os.getpid()}-{secrets.token_hex(8)}"
+        if self._folder:
+            control = os.path.join(self._folder, control)
         self._output = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(f"\0{control}")
+            listener.bind(socket_name(control))
             listener.listen(self._ranks)
             for command in self._commands:
                 self._processes.append(self._spawn([part.replace(CONTROL, control) for part in command]))

@@ -141,6 +141,10 @@ class LabHost:
             "ZBMD_LAB_HOSTS": " ".join(host.address for host in self._lab.hosts),
         }
 
+    def enter(self) -> list[str]:
+        """The beginning of a command that is to run on this host."""
+        return self._namespace.enter()
+
     def popen(
         self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:

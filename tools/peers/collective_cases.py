@@ -5,7 +5,10 @@ The size of a case is the bytes of a rank's largest array.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
+
+from zbmd.tools.peers.patterns import busy, timed
 
 ITEM_BYTES: Final = 4
 CASES: Final = {
@@ -21,6 +24,15 @@ CASES: Final = {
     "all-to-all": "all-to-all",
 }
 """The cases and what they are; only ours tells arrays in shared memory from ordinary ones."""
+
+
+CPU: Final = "cpu-"
+"""Before a case: not its time but the CPU that it takes a rank."""
+
+
+def measured(what: str, iterations: int, operation: Callable[[], object]) -> list[float]:
+    """Nanoseconds of `operation`, of CPU if `what` says so."""
+    return busy(iterations, operation) if what.startswith(CPU) else timed(iterations, operation, 1)
 
 
 def bus_factor(case: str, ranks: int) -> float:

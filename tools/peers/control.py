@@ -1,6 +1,7 @@
 """What a benchmarked process and the benchmark say to each other, over one unix socket a rank.
 
-The process connects to an abstract address that it was given and says its rank in one line. From then on
+The process connects to an address that it was given, abstract or, with a slash, a path, which reaches into other
+network namespaces, too, and says its rank in one line. From then on
 each line that it reads is `WHAT NBYTES ITERATIONS`, and it answers with one line of JSON: `Reply`. The end
 of the connection is the end of the process, so a killed benchmark leaves nothing running. While a process
 waits for its next line it sleeps in the kernel: it never polls while another one is measured.
@@ -27,11 +28,16 @@ class Reply(msgspec.Struct, kw_only=True):
     ns: list[float] = []
 
 
+def socket_name(control: str) -> str:
+    """How the kernel calls the control address."""
+    return control if "/" in control else f"\0{control}"
+
+
 def connect(control: str, rank: int) -> socket.socket:
-    """Connect to the benchmark at the abstract address `control` as `rank`. Raises OSError if it is gone."""
+    """Connect to the benchmark at the address `control` as `rank`. Raises OSError if it is gone."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.connect(f"\0{control}")
+        sock.connect(socket_name(control))
         sock.sendall(f"{rank}\n".encode())
     except OSError:
         sock.close()

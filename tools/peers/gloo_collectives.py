@@ -9,9 +9,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from zbmd.tools.peers.collective_cases import elements
+from zbmd.tools.peers.collective_cases import CPU, elements, measured
 from zbmd.tools.peers.control import serve
-from zbmd.tools.peers.patterns import timed
 
 
 class Ranks:
@@ -26,9 +25,9 @@ class Ranks:
 
     def measure(self, what: str, nbytes: int, iterations: int) -> list[float]:
         """Nanoseconds an operation."""
-        operation = self._operation(what, nbytes)
+        operation = self._operation(what.removeprefix(CPU), nbytes)
         self._dist.barrier()
-        return timed(iterations, operation, 1)
+        return measured(what, iterations, operation)
 
     def _operation(self, what: str, nbytes: int) -> Callable[[], object]:
         count, block = elements(nbytes, self._ranks)

@@ -27,6 +27,16 @@ def warmups(iterations: int) -> int:
     return min(WARMUP_MAX, 1 + iterations // 10)
 
 
+def busy(iterations: int, operation: Callable[[], object]) -> list[float]:
+    """Nanoseconds of CPU that this process spends on a call of `operation`, all its threads, on average."""
+    for _ in range(warmups(iterations)):
+        operation()
+    began = time.process_time_ns()
+    for _ in range(iterations):
+        operation()
+    return [(time.process_time_ns() - began) / iterations]
+
+
 def timed(iterations: int, operation: Callable[[], object], parts: int) -> list[float]:
     """Nanoseconds of each call of `operation`, divided by `parts`; the first ones do not count."""
     clock = time.perf_counter_ns

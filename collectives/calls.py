@@ -46,6 +46,7 @@ class Calls(Runs):
             hosts=self.hosts,
             model=self.model,
             eager_bytes_max=self._executor.eager_bytes_max,
+            far=self._executor.far,
             wish=self._wish,
         )
 

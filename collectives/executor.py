@@ -158,6 +158,11 @@ class Executor(ABC):
         return PUB_BYTES_MAX
 
     @property
+    def far(self) -> bool:
+        """Whether there are members on other hosts; the same on all ranks."""
+        return False
+
+    @property
     def sequence(self) -> int:
         """Native runs begun in this epoch."""
         return self.native.sequence_number

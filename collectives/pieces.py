@@ -15,7 +15,16 @@ from zbmd.collectives.cost_model import ONE_HOST, Model
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.executor import Call, Executor
 from zbmd.collectives.layout import Layout, Piece
-from zbmd.collectives.plan import PIECE_BYTES, PLANS_MAX, Plan, chunks_for, plan_of
+from zbmd.collectives.plan import (
+    CHUNK_BYTES,
+    FAR_CHUNK_BYTES,
+    FAR_PIECE_BYTES,
+    PIECE_BYTES,
+    PLANS_MAX,
+    Plan,
+    chunks_for,
+    plan_of,
+)
 from zbmd.collectives.program import IN, OUT
 from zbmd.collectives.reductions import itemsize
 from zbmd.transport._native import address_of
@@ -57,6 +66,8 @@ class Ask:
     model: Model = ONE_HOST
     eager_bytes_max: int = PUB_BYTES_MAX
     """What can travel with a descriptor."""
+    far: bool = False
+    """Whether there are members on other hosts."""
     wish: str = ""
     """The value of `ZBMD_ALGORITHM`."""
 
@@ -110,12 +121,17 @@ def choice_of(ask: Ask) -> Choice:
 
 @lru_cache(maxsize=PLANS_MAX)
 def shape_of(ask: Ask) -> Shape:
-    """The plans: pieces of at most `PIECE_BYTES` over all blocks of a rank. Raises `UserError`."""
+    """The plans: pieces of at most `PIECE_BYTES` over all blocks of a rank, and `FAR_PIECE_BYTES` where members
+    on other hosts are read directly. Raises `UserError`.
+    """
     item = itemsize(ask.dtype)
     published_bytes = max(ask.published, ask.count) * item
     name = choice_of(ask).algorithm if ask.algorithm == "auto" else ask.algorithm
     if name == "eager" and published_bytes > ask.eager_bytes_max:
         raise UserError(f"algorithm 'eager' does not take {published_bytes} bytes; use 'auto'")
+
+    far = ask.far and name == "direct"
+    chunk_bytes, piece_bytes = (FAR_CHUNK_BYTES, FAR_PIECE_BYTES) if far else (CHUNK_BYTES, PIECE_BYTES)
 
     def plan(elements: int) -> Plan:
         request = Request(
@@ -129,12 +145,13 @@ def shape_of(ask: Ask) -> Shape:
         )
         try:
             request = replace(request, chunks=request.blocks)
-            return plan_of(replace(request, chunks=chunks_for(request, elements * item)), ask.place)
+            chunks = chunks_for(request, elements * item, chunk_bytes)
+            return plan_of(replace(request, chunks=chunks), ask.place)
         except ProgramError as error:
             raise UserError(str(error)) from None
 
     a_rank = 1 if not _entry(ask, name).blocked else ask.n
-    piece = min(ask.count, max(1, PIECE_BYTES // (item * a_rank)))
+    piece = min(ask.count, max(1, piece_bytes // (item * a_rank)))
     whole = plan(piece)
     rest = ask.count % piece if piece else 0
     return Shape(piece, whole, plan(rest) if rest else whole)

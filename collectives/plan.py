@@ -20,6 +20,10 @@ CHUNK_BYTES = 128 << 10
 """A chunk is at most this long, so that a reduction's partial results stay in a core's cache."""
 PIECE_BYTES = 4 << 20
 """A larger operation is done in consecutive pieces of this size: it bounds staging and scratch."""
+FAR_CHUNK_BYTES = 512 << 10
+"""The same where what is read comes over a network: each chunk is asked for, and a question costs."""
+FAR_PIECE_BYTES = 16 << 20
+"""The same: to meet for a piece costs messages."""
 PLANS_MAX = 512
 """Plans kept; the least recently used is dropped."""
 
@@ -71,10 +75,10 @@ def plan_of(request: Request, rank: int) -> Plan:
     )
 
 
-def chunks_for(request: Request, block_bytes: int) -> int:
+def chunks_for(request: Request, block_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     """How many chunks to cut the full vector into, for `block_bytes` a block, the longest if they differ.
 
-    Slices and blocks get the same number of chunks, a power of two, of at most `CHUNK_BYTES` each.
+    Slices and blocks get the same number of chunks, a power of two, of at most `chunk_bytes` each.
     """
     algorithm = algorithm_of(request)
     if request.operation is Operation.BARRIER or (algorithm.eager and not algorithm.blocked):
@@ -83,6 +87,6 @@ def chunks_for(request: Request, block_bytes: int) -> int:
     parts = request.blocks if algorithm.blocked else request.n if sliced else 1
     part_bytes = block_bytes if algorithm.blocked else -(-block_bytes // parts)
     per_part = 1
-    while part_bytes > per_part * CHUNK_BYTES:
+    while part_bytes > per_part * chunk_bytes:
         per_part *= 2
     return parts * per_part

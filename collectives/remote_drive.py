@@ -14,8 +14,12 @@ from typing import Final
 from zbmd.transport._native import now_ns
 from zbmd.transport.bulk_plane import DataPlane
 
+SPIN_NS: Final = 100_000
+"""How long a thread that waits looks again and again before it sleeps."""
 DRIVE_NS: Final = 500_000
-"""How long a thread that waits drives in vain: some wake-ups long."""
+"""How long it drives in vain if what it waits for may come another way: some wake-ups long."""
+PARKED_NS: Final = 50_000_000
+"""How long it drives in vain if that can come by the plane alone."""
 
 
 class Driver:
@@ -33,26 +37,37 @@ class Driver:
         with self._plane.driving():
             yield
 
-    def until(self, come: Callable[[], bool]) -> None:
-        """Drive until `come`, or for `DRIVE_NS` in vain: then the plane's own thread takes over."""
+    def wake(self) -> None:
+        """Have the thread that sleeps in `until` look again; from any thread."""
+        if self._plane is not None:
+            self._plane.wake()
+
+    def until(self, come: Callable[[], bool], *, far: bool) -> None:
+        """Drive until `come`, or for a while in vain: then the plane's own thread takes over.
+
+        far: only the plane can bring what `come` looks for, so the thread may sleep where the plane sleeps.
+        It sees whatever else ends a wait `PARK_MS` later at most.
+        """
         plane = self._plane
         if plane is None or come():
             return
-        end_ns = 0
+        idle_ns, vain_ns = 0, PARKED_NS if far else DRIVE_NS
         while True:
             moved = plane.drive()
             if come():
                 return
             if moved:
-                end_ns = 0
+                idle_ns = 0
                 continue
-            os.sched_yield()
             at_ns = now_ns()
-            if not end_ns:
-                end_ns = at_ns + DRIVE_NS
-            elif at_ns >= end_ns:
+            idle_ns = idle_ns or at_ns
+            if at_ns - idle_ns >= vain_ns:
                 plane.hand_over()
                 return
+            if far and at_ns - idle_ns >= SPIN_NS:
+                plane.park()
+            else:
+                os.sched_yield()
 
     def leave(self) -> None:
         """Others may still need what this process lends: have the plane's thread see to it at once."""

@@ -99,6 +99,16 @@ class RemoteExecutor(Executor):
         """See `Executor.eager_bytes_max`."""
         return self._slots.payload_max
 
+    @property
+    def far(self) -> bool:
+        """See `Executor.far`."""
+        return True
+
+    def abort(self) -> None:
+        """See `Executor.abort`."""
+        super().abort()
+        self._driver.wake()
+
     def give_up(self) -> None:
         """See `Executor.give_up`."""
         super().give_up()
@@ -130,7 +140,7 @@ class RemoteExecutor(Executor):
             self._lend(plan, lent)
             with self._driver.driving():
                 self._enter(plan, kill_point)
-                self._driver.until(self._group.all_are_here)
+                self._driver.until(self._group.all_are_here, far=len(self._remote) == len(self.members) - 1)
                 status = self._group.meet(plan.native, deadline_ns)
                 if status == STATUS_DONE:
                     self._slots.learn()

@@ -20,7 +20,7 @@ from zbmd.transport.remote_memory import RemoteMemory
 from zbmd.transport.segment import Segment
 from zbmd.transport.transfer import Transfer
 
-FETCH_BYTES: Final = 512 << 10
+FETCH_BYTES: Final = 1 << 20
 """A get is no longer than this, or than one chunk: what came is reduced while the next is on its way."""
 STAGING_BYTES_MAX: Final = 16 << 20
 """Received beside its destination at once, but for one chunk."""
@@ -62,7 +62,7 @@ class Landings:
 
     def wait(self, transfer: Transfer, deadline_ns: int) -> int:
         """Until an expected transfer has ended; returns a STATUS."""
-        self._driver.until(lambda: transfer.done or self._group.over)
+        self._driver.until(lambda: transfer.done or self._group.over, far=True)
         while True:
             seen = self._count
             if transfer.done:

@@ -101,7 +101,7 @@ class Walk:
             instruction = instructions[begin]
             if at == BLOCKED and isinstance(instruction, Wait):
                 peer, count = instruction.peer, instruction.count
-                self._driver.until(partial(group.has_told, peer, count))
+                self._driver.until(partial(group.has_told, peer, count), far=peer in self._remote)
                 self._require(group.wait(instruction.peer, instruction.count, self._deadline_ns))
                 received[instruction.peer] = instruction.count
                 continue

@@ -34,6 +34,8 @@ IDLE_MS: Final = 60_000
 """The thread looks around at least this often."""
 SILENCE_CHECK_NS: Final = 250_000_000
 """How often it is looked whether hosts still acknowledge what is sent to them."""
+PARK_MS: Final = 1
+"""How long a thread that drives sleeps at once: what it waits for may also end where nobody wakes it."""
 STAND_BY_MS: Final = 2
 """The thread takes its turns again when nobody has driven for so long."""
 _READ: Final = select.EPOLLIN | select.EPOLLRDHUP
@@ -71,6 +73,9 @@ class DataPlane:
         self._wake_poll = select.poll()
         self._wake_poll.register(self._wake_fd, select.POLLIN)
         self._asleep = False
+        self._parked = False
+        self._parking = threading.Lock()
+        """Held by the thread that sleeps in `park`, and to close what it sleeps on."""
         self._closing = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="zbmd-data", daemon=True)
@@ -106,7 +111,7 @@ class DataPlane:
                 return False
             self._calls.append(function)
             # Whoever is about to sleep says so first and looks at `_calls` after. Who drives calls next.
-            if self._asleep and self._driver != threading.get_ident():
+            if self._parked or (self._asleep and self._driver != threading.get_ident()):
                 os.eventfd_write(self._wake_fd, 1)
         return True
 
@@ -147,6 +152,24 @@ class DataPlane:
             return self._turn(self._epoll.poll(0, EVENTS_PER_WAKE))
         finally:
             self._turns.release()
+
+    def park(self) -> None:
+        """Sleep on behalf of the thread that drives until there may be something to do, or for `PARK_MS`."""
+        if not self._parking.acquire(blocking=False):
+            return
+        try:
+            self._parked = True
+            if not (self._calls or self._to_flush or self._again or self._closing):
+                self._epoll.poll(PARK_MS / 1e3, 1)  # `drive` finds it again
+        finally:
+            self._parked = False
+            self._parking.release()
+
+    def wake(self) -> None:
+        """Have a thread that sleeps in `park` look around; from any thread."""
+        with self._lock:
+            if self._parked and not self._closing:
+                os.eventfd_write(self._wake_fd, 1)
 
     def hand_over(self) -> None:
         """The thread is to take its turns again at once: the caller drives no more, for now."""
@@ -249,7 +272,8 @@ class DataPlane:
                 peer.cut(error)
             if self.tag_helper is not None:
                 self.tag_helper.close()
-            self._epoll.close()
+            with self._parking:
+                self._epoll.close()
             os.close(self._wake_fd)
 
     def _stand_by(self) -> None:

@@ -152,9 +152,8 @@ class RemoteExecutor(Executor):
         finally:
             for handle in lent:
                 self._segment.regions.take_back(handle)
-            if lent or status != STATUS_DONE:
-                self._driver.leave()
             if status != STATUS_DONE:
+                self._driver.leave()
                 self._withdraw(fetcher)
         if status == STATUS_DONE and kill_point == plan.kill_points - 1:
             self._group.die()

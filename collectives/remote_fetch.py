@@ -20,8 +20,11 @@ from zbmd.transport.remote_memory import RemoteMemory
 from zbmd.transport.segment import Segment
 from zbmd.transport.transfer import Transfer
 
-FETCH_BYTES: Final = 1 << 20
-"""A get is no longer than this, or than one chunk: what came is reduced while the next is on its way."""
+FETCH_BYTES: Final = 2 << 20
+"""A get of what is to be reduced is no longer than this, or than one chunk: what came is reduced while the next is
+on its way."""
+FETCH_DIRECT_BYTES: Final = 8 << 20
+"""A get of what lands where it belongs is no longer than this."""
 STAGING_BYTES_MAX: Final = 16 << 20
 """Received beside its destination at once, but for one chunk."""
 _ALIGNMENT: Final = 64
@@ -168,7 +171,8 @@ class Fetcher:
         last = self._last.get((place, buffer))
         if not address:
             self.staged_bytes += nbytes
-        if last is not None and last.offset + last.nbytes == offset and last.nbytes + nbytes <= FETCH_BYTES:
+        most = FETCH_DIRECT_BYTES if address else FETCH_BYTES
+        if last is not None and last.offset + last.nbytes == offset and last.nbytes + nbytes <= most:
             follows = last.address + last.nbytes == address if last.address else not address
             if follows:
                 last.nbytes += nbytes

@@ -155,6 +155,9 @@ class DataPlane:
 
     def park(self) -> None:
         """Sleep on behalf of the thread that drives until there may be something to do, or for `PARK_MS`."""
+        if not self._turns.acquire(timeout=PARK_MS / 1e3):
+            return  # somebody else's turn lasts
+        self._turns.release()
         if not self._parking.acquire(blocking=False):
             return
         try:

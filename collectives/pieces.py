@@ -121,8 +121,8 @@ def choice_of(ask: Ask) -> Choice:
 
 @lru_cache(maxsize=PLANS_MAX)
 def shape_of(ask: Ask) -> Shape:
-    """The plans: pieces of at most `PIECE_BYTES` over all blocks of a rank, and `FAR_PIECE_BYTES` where members
-    on other hosts are read directly. Raises `UserError`.
+    """The plans: pieces of at most `PIECE_BYTES` over all blocks of a rank; `FAR_PIECE_BYTES` if members on
+    other hosts are read directly. Raises `UserError`.
     """
     item = itemsize(ask.dtype)
     published_bytes = max(ask.published, ask.count) * item

@@ -14,7 +14,7 @@ from typing import Final
 from zbmd.transport._native import now_ns
 from zbmd.transport.bulk_plane import DataPlane
 
-SPIN_NS: Final = 100_000
+SPIN_NS: Final = 50_000
 """How long a thread that waits looks again and again before it sleeps."""
 DRIVE_NS: Final = 500_000
 """How long it drives in vain if what it waits for may come another way: some wake-ups long."""
@@ -42,16 +42,17 @@ class Driver:
         if self._plane is not None:
             self._plane.wake()
 
-    def until(self, come: Callable[[], bool], *, far: bool) -> None:
+    def until(self, come: Callable[[], bool], *, far: bool, soon: bool = True) -> None:
         """Drive until `come`, or for a while in vain: then the plane's own thread takes over.
 
         far: only the plane can bring what `come` looks for, so the thread may sleep where the plane sleeps.
-        It sees whatever else ends a wait `PARK_MS` later at most.
+        It sees whatever else ends a wait `PARK_MS` later at most. soon: it is worth to spin for it first.
         """
         plane = self._plane
         if plane is None or come():
             return
         idle_ns, vain_ns = 0, PARKED_NS if far else DRIVE_NS
+        spin_ns = SPIN_NS if soon else 0
         while True:
             moved = plane.drive()
             if come():
@@ -64,7 +65,7 @@ class Driver:
             if at_ns - idle_ns >= vain_ns:
                 plane.hand_over()
                 return
-            if far and at_ns - idle_ns >= SPIN_NS:
+            if far and at_ns - idle_ns >= spin_ns:
                 plane.park()
             else:
                 os.sched_yield()

@@ -21,10 +21,12 @@ from zbmd.transport.segment import Segment
 from zbmd.transport.transfer import Transfer
 
 FETCH_BYTES: Final = 2 << 20
-"""A get of what is to be reduced is no longer than this, or than one chunk: what came is reduced while the next is
-on its way."""
+"""A get of what is to be reduced is no longer than this, or than one chunk: what came is reduced while more
+is on its way."""
 FETCH_DIRECT_BYTES: Final = 8 << 20
 """A get of what lands where it belongs is no longer than this."""
+SOON_BYTES: Final = 64 << 10
+"""A get that is no longer is here after a round trip."""
 STAGING_BYTES_MAX: Final = 16 << 20
 """Received beside its destination at once, but for one chunk."""
 _ALIGNMENT: Final = 64
@@ -63,9 +65,9 @@ class Landings:
         """Count the end of this one."""
         transfer.then(self._landed)
 
-    def wait(self, transfer: Transfer, deadline_ns: int) -> int:
-        """Until an expected transfer has ended; returns a STATUS."""
-        self._driver.until(lambda: transfer.done or self._group.over, far=True)
+    def wait(self, transfer: Transfer, deadline_ns: int, *, soon: bool) -> int:
+        """Until an expected transfer has ended, which comes soon, if it comes; returns a STATUS."""
+        self._driver.until(lambda: transfer.done or self._group.over, far=True, soon=soon)
         while True:
             seen = self._count
             if transfer.done:
@@ -212,7 +214,7 @@ class Fetcher:
         for fetch in fetches:
             transfer = fetch.transfer
             assert transfer is not None, "it has been asked for"
-            status = self._landings.wait(transfer, self._deadline_ns)
+            status = self._landings.wait(transfer, self._deadline_ns, soon=fetch.nbytes <= SOON_BYTES)
             if status != STATUS_DONE:
                 raise Ended(status)
             if isinstance(transfer.error, PeerLost | LinkClosed):

@@ -29,7 +29,7 @@ Array = NDArray[np.float32]
 
 
 class Rank:
-    """One rank, and the arrays of one measurement after the other. `c`: a communicator, or what has its calls."""
+    """One rank, and arrays for one measurement after the other. c: a communicator, or what has its calls."""
 
     def __init__(self, c: Communicator | Blocking, arena: Arena, *, place: int, size: int) -> None:
         self._c = c

@@ -88,3 +88,28 @@ def test_an_end_is_no_harm_to_who_drives() -> None:
             plane.hand_over()
         with pytest.raises(Exception, match="closed"):
             a.connect(1)
+
+
+def test_who_drives_may_sleep() -> None:
+    """What comes, what others ask for and `wake` end the sleep; else it ends by itself."""
+    with BulkHost(0) as a, BulkHost(1) as b:
+        to_b, to_a = join(a, b)
+        there, at_b = region_of(to_b, b, 4)
+        back, at_a = region_of(to_a, a, 4)
+        with a.plane.driving():
+            a.plane.drive()
+            a.plane.wake()
+            back.put(b"1234", channel=0, value=1)
+            while _native.load_cell(a.segment.base, 1, 0) < 1:
+                a.plane.park()
+                a.plane.drive()
+                assert _native.now_ns() < deadline()
+            other = threading.Thread(target=lambda: there.put(b"5678", channel=0, value=1).wait(deadline()))
+            other.start()
+            while other.is_alive():
+                a.plane.park()
+                a.plane.drive()
+            a.plane.close()
+            a.plane.park()
+            a.plane.wake()
+        assert bytes(at_a) == b"1234" and bytes(at_b) == b"5678"

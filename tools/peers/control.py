@@ -1,9 +1,9 @@
 """What a benchmarked process and the benchmark say to each other, over one unix socket a rank.
 
-The process connects to an address that it was given, abstract or, with a slash, a path, which reaches into other
-network namespaces, too, and says its rank in one line. From then on
-each line that it reads is `WHAT NBYTES ITERATIONS`, and it answers with one line of JSON: `Reply`. The end
-of the connection is the end of the process, so a killed benchmark leaves nothing running. While a process
+The process connects to an address that it was given (abstract, or with a slash a path, which other network
+namespaces reach, too) and says its rank in one line. From then on each line that it reads is `WHAT NBYTES
+ITERATIONS`, and it answers with one line of JSON: `Reply`. The end of the connection is the end of the
+process, so a killed benchmark leaves nothing running. While a process
 waits for its next line it sleeps in the kernel: it never polls while another one is measured.
 """
 

@@ -22,6 +22,8 @@ GATHER_PARTS_MAX: Final = 16
 """Views in one gathering send."""
 TLS_SEND_BYTES: Final = 1 << 18
 """What is given to TLS at a time: it must take all of it before we may go on."""
+AHEAD_BYTES: Final = 4096
+"""Read at a time where records begin: several small ones, or a large one's first bytes, in one call."""
 WAKE_BYTES: Final = 1 << 20
 """While a payload is under way, the thread is woken for no less than that (SO_RCVLOWAT)."""
 SCRATCH_BYTES: Final = 1 << 16
@@ -48,6 +50,9 @@ class LaneSocket:
         self.reader = LaneReader(None if keys is None else RecordMac(keys.receive), helper)
         self.writer = LaneWriter(None if keys is None else RecordMac(keys.send), helper)
         self._surplus = memoryview(lane.surplus)
+        self._ahead = memoryview(bytearray(AHEAD_BYTES))
+        self._drained = False
+        """The last call gave less than there was room for: there is nothing more for now."""
         self._tls = isinstance(self.sock, ssl.SSLSocket)
         self._wake_bytes = 1
         self.paused = False
@@ -62,24 +67,39 @@ class LaneSocket:
     def receive(self) -> Record | Arrived | Wait:
         """Take what one call gives. Raises `BulkError` if it is wrong, `PeerLost` if the socket fails."""
         into = self.reader.want()
-        if self._surplus:
-            nbytes = min(len(into), len(self._surplus))
-            into[:nbytes] = self._surplus[:nbytes]
-            self._surplus = self._surplus[nbytes:]
-        else:
-            try:
-                nbytes = self.sock.recv_into(into)
-            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                self._set_wake_bytes()
-                return Wait.BLOCKED
-            except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-                return Wait.ENDED
-            except OSError as error:
-                raise self._failed(error) from error
-            if nbytes == 0:
-                return Wait.ENDED
+        if not self._surplus:
+            ahead = len(into) < AHEAD_BYTES
+            found = self._recv(self._ahead if ahead else into)
+            if isinstance(found, Wait):
+                return found
+            if not ahead:
+                came = self.reader.filled(found)
+                return Wait.MORE if came is None else came
+            self._surplus = self._ahead[:found]
+        nbytes = min(len(into), len(self._surplus))
+        into[:nbytes] = self._surplus[:nbytes]
+        self._surplus = self._surplus[nbytes:]
         came = self.reader.filled(nbytes)
         return Wait.MORE if came is None else came
+
+    def _recv(self, into: memoryview) -> int | Wait:
+        """One call, unless the one before has shown that nothing is there."""
+        if self._drained:
+            self._drained = False
+            self._set_wake_bytes()
+            return Wait.BLOCKED
+        try:
+            nbytes = self.sock.recv_into(into)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            self._set_wake_bytes()
+            return Wait.BLOCKED
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            return Wait.ENDED
+        except OSError as error:
+            raise self._failed(error) from error
+        # Not with TLS, which may keep what it has read beyond one of its records.
+        self._drained = nbytes < len(into) and not self._tls
+        return nbytes or Wait.ENDED
 
     def send(self) -> int | None:
         """Send what the socket takes; how many records have left whole, None if it takes nothing now.

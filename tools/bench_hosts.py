@@ -89,7 +89,7 @@ def _ours(hosts: Sequence[LabHost], ranks: int, protection: str, bytes_max: int,
             "--rdzv-endpoint",
             f"{hosts[0].address}:{PORT + PROTECTIONS.index(protection)}",
         ]
-        command += ["--local-addr", host.address, "-m", MODULE]
+        command += ["--local-addr", host.address, "--max-restarts", "0", "-m", MODULE]
         commands.append([*command, "--control", CONTROL, "--arena", str(arena_bytes)])
     name = OURS if protection == "mac" else f"{OURS}-{protection}"
     return Workers(name, commands, ranks=HOSTS * ranks, folder=folder)

@@ -16,14 +16,13 @@ cdef extern from "native.h" nogil:
     uint64_t zbmd_abort_offset(uint32_t channel)
     uint64_t zbmd_cell_offset(uint32_t slot, uint32_t channel)
     int zbmd_arrived(uint64_t cell, uint64_t value)
+    int zbmd_lost_in(zbmd_base own, uint32_t channel, uint64_t last, uint64_t group_mask)
 
 cdef extern from *:
     """
     #include <signal.h>
-    static inline uint64_t zbmd_lost_offset(void) { return ZBMD_OFF_LOST; }
     static inline void zbmd_kill_self(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
     """
-    uint64_t zbmd_lost_offset() nogil
     void zbmd_kill_self() nogil
 
 
@@ -121,7 +120,8 @@ cdef class RemoteGroup(NativeGroup):
         cdef char *own = self.base[self.rank]
         cdef uint64_t value = <uint64_t>self.epoch << 32 | count
         cdef int found = zbmd_arrived(zbmd_load64(own, zbmd_cell_offset(self.slot[peer], self.channel)), value)
-        if found < 0 and (zbmd_load64(own, zbmd_lost_offset()) & self.mask or zbmd_load64(own, zbmd_abort_offset(self.channel)) >= value):
+        if found < 0 and (zbmd_lost_in(own, self.channel, value | <uint64_t>0xffffffff, self.mask)
+                          or zbmd_load64(own, zbmd_abort_offset(self.channel)) >= value):
             return S_ABORTED
         return found
 
@@ -141,7 +141,7 @@ cdef class RemoteGroup(NativeGroup):
 
     @property
     def over(self):
-        return (zbmd_load64(self.base[self.rank], zbmd_lost_offset()) & self.mask != 0
+        return (zbmd_lost_in(self.base[self.rank], self.channel, <uint64_t>self.epoch << 32 | <uint64_t>0xffffffff, self.mask) != 0
                 or zbmd_load64(self.base[self.rank], zbmd_abort_offset(self.channel)) >> 32 >= self.epoch)
 
     def meet(self, NativeProgram program not None, uint64_t deadline_ns):

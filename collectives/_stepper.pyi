@@ -90,7 +90,7 @@ class NativeGroup:
     def meet_anew(self) -> None:
         """Forget `met_ns`."""
     def lost(self) -> list[int]:
-        """The ranks that are known to be dead."""
+        """The ranks that are known to be dead, and had not given up or closed the group before."""
     def abort(self) -> None:
         """End the running operation and all later ones; from any thread."""
     def give_up(self) -> None:

@@ -7,7 +7,7 @@ from libc.string cimport memcpy, memmove, memset
 
 cdef extern from "native.h" nogil:
     ctypedef char *zbmd_base
-    int ZBMD_OFF_ABORT, ZBMD_OFF_DESCRIPTORS, ZBMD_OFF_END, ZBMD_OFF_LOST
+    int ZBMD_OFF_ABORT, ZBMD_OFF_DESCRIPTORS, ZBMD_OFF_END
     int ZBMD_MAX_SLOTS, ZBMD_CHANNELS
     int ZBMD_WAIT_OK, ZBMD_WAIT_LOST, ZBMD_WAIT_ABORTED, ZBMD_WAIT_DEADLINE
     uint64_t zbmd_load64(zbmd_base base, uint64_t off)
@@ -16,6 +16,7 @@ cdef extern from "native.h" nogil:
     uint64_t zbmd_abort_offset(uint32_t channel)
     void zbmd_notify(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint64_t value)
     void zbmd_end_channel(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint32_t epoch)
+    int zbmd_lost_in(zbmd_base own, uint32_t channel, uint64_t last, uint64_t group_mask)
     void zbmd_abort_channel(zbmd_base own, uint32_t channel, uint32_t epoch)
     uint64_t zbmd_now_ns()
     int zbmd_spin(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value, uint32_t looks, uint32_t *used)
@@ -209,8 +210,9 @@ cdef class NativeGroup:
         self.met_ns = 0
 
     def lost(self):
-        cdef uint64_t mask = zbmd_load64(self.base[self.rank], ZBMD_OFF_LOST)
-        return [i for i in range(self.n) if i != self.rank and mask >> self.slot[i] & 1]
+        cdef uint64_t last = <uint64_t>self.epoch << 32 | 0xffffffff
+        return [i for i in range(self.n) if i != self.rank
+                and zbmd_lost_in(self.base[self.rank], self.channel, last, <uint64_t>1 << self.slot[i])]
 
     def abort(self):
         zbmd_abort_channel(self.base[self.rank], self.channel, self.epoch)

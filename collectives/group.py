@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -292,7 +291,7 @@ class Group:
         end_ns = self.deadline_ns(timeout)
         async with self._limit(timeout, f"sub-group of ranks {list(members)}"):
             agreed = await home.subgroups.agree(self.epoch, members)
-        give_back = partial(home.subgroups.channels.give_back, agreed.channel)
+        give_back = home.subgroups.leaving(members, agreed)
         try:
             made = _make(home.node, self.view, members=members, agreed=agreed, closed=give_back)
         except BaseException:
@@ -332,6 +331,7 @@ class Group:
     async def close(self) -> None:
         """Abort what is in flight, return once it has drained, and give back the group's memory; idempotent.
 
+        What is complete here completes on slower members, too; what they begin later ends as aborted.
         After a loss call it once the next view has been entered: until then a dead member's last store may
         still be under way into that memory.
         """

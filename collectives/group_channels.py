@@ -6,7 +6,7 @@ again is used with a higher *stamp*, in the place where the group of a view has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,9 +43,14 @@ class Channels:
     def __init__(self) -> None:
         self._free = (1 << SUBGROUPS_MAX) - 1
         self._used = [0] * SUBGROUPS_MAX
+        self._left: dict[int, Callable[[], bool]] = {}
+        """Places whose sub-group is closed here, and whether it is on all others."""
 
     def offer(self) -> Offer:
         """What is free now."""
+        for place in [place for place, all_have in self._left.items() if all_have()]:
+            del self._left[place]
+            self._free |= 1 << place
         return Offer(free=self._free, used=tuple(self._used))
 
     def take(self, agreed: Agreed) -> None:
@@ -56,9 +61,12 @@ class Channels:
         self._free &= ~(1 << place)
         self._used[place] = agreed.stamp
 
-    def give_back(self, channel: int) -> None:
-        """A sub-group is closed."""
-        self._free |= 1 << channel - SUBGROUP_CHANNEL_FIRST
+    def give_back(self, channel: int, all_have: Callable[[], bool]) -> None:
+        """A sub-group is closed here; the channel is free once `all_have` left it.
+
+        Until then a member may still be in its last operation, and reads there what we say on the channel.
+        """
+        self._left[channel - SUBGROUP_CHANNEL_FIRST] = all_have
 
 
 def agree(offers: Sequence[Offer]) -> Agreed:

@@ -7,6 +7,8 @@ links that are there; nothing is dialed, and no memory is mapped.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Final
 from weakref import WeakKeyDictionary
 
@@ -20,8 +22,10 @@ from zbmd.actors.errors import ActorError
 from zbmd.actors.member import Node
 from zbmd.actors.rank_names import rank_of
 from zbmd.actors.view import EPOCH_MAX, RANKS_MAX
+from zbmd.collectives._stepper import COUNTER_MAX
 from zbmd.collectives.errors import MembersLost
 from zbmd.collectives.group_channels import STAMP_MAX, SUBGROUPS_MAX, Agreed, Channels, Offer, agree
+from zbmd.transport._native import load_cell
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.groups")
@@ -90,6 +94,25 @@ class Subgroups:
                 del self._meetings[key]
             self.channels.take(agreed)
             return agreed
+
+    def leaving(self, members: tuple[int, ...], agreed: Agreed) -> Callable[[], None]:
+        """What gives the channel of the sub-group of `members` back, to be called once it is closed here.
+
+        It is used again when each of the others has closed it too, or has ended.
+        """
+        node, last = self._node, agreed.stamp << 32 | COUNTER_MAX
+        others = {member: node.peers[member].incarnation for member in members if member != node.rank}
+
+        def has_left(member: int, incarnation: int) -> bool:
+            peer = node.peers.get(member)
+            if peer is None or peer.incarnation != incarnation or node.segment.lost_mask() >> member & 1:
+                return True
+            return load_cell(node.segment.base, member, agreed.channel) >= last
+
+        def all_have() -> bool:
+            return all(has_left(member, incarnation) for member, incarnation in others.items())
+
+        return partial(self.channels.give_back, agreed.channel, all_have)
 
     async def _meet(self, key: Key, meeting: _Meeting) -> list[Offer]:
         epoch, members, number = key

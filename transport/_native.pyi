@@ -81,7 +81,7 @@ def wait(
 ) -> int:
     """Wait, without the GIL, until our cell of (slot, channel) holds at least `value`.
 
-    Returns WAIT_OK, or WAIT_LOST when a slot of `group_mask` is lost, WAIT_ABORTED when the channel is
+    Returns WAIT_OK, or WAIT_LOST when a slot of `group_mask` is lost that had not ended the channel, WAIT_ABORTED when the channel is
     aborted up to `value`, WAIT_DEADLINE when CLOCK_MONOTONIC has passed `deadline_ns` (0: none).
     """
 

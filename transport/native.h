@@ -151,6 +151,15 @@ static inline void zbmd_end_channel(zbmd_base peer, uint32_t our_slot, uint32_t 
     zbmd_ring(peer);
 }
 
+/* Whether a process of `group_mask` is lost that had not ended the channel. Who has ended it at `last` is owed no
+ * wait: what it took part in it has finished, or given up, and then the descriptors tell. */
+static inline int zbmd_lost_in(zbmd_base own, uint32_t channel, uint64_t last, uint64_t group_mask) {
+    uint64_t lost = zbmd_load64(own, ZBMD_OFF_LOST) & group_mask;
+    for (; lost; lost &= lost - 1)
+        if (zbmd_load64(own, zbmd_cell_offset((uint32_t)__builtin_ctzll(lost), channel)) != last) return 1;
+    return 0;
+}
+
 enum { ZBMD_WAIT_OK = 0, ZBMD_WAIT_LOST = 1, ZBMD_WAIT_ABORTED = 2, ZBMD_WAIT_DEADLINE = 3 };
 
 /* What a cell that may hold a notification at or behind `value` says of it. Epochs are the high 32 bits: a
@@ -175,7 +184,7 @@ static inline int zbmd_spin(zbmd_base own, uint32_t slot, uint32_t channel, uint
 }
 
 /* Wait until our cell for (slot, channel) holds at least `value` of the same epoch.
- * Ends early: LOST when a slot of `group_mask` is in our lost mask, ABORTED when our abort word for the
+ * Ends early: LOST when a slot of `group_mask` is lost that had not ended the channel, ABORTED when our abort word for the
  * channel has reached `value` or the cell is of a later epoch, DEADLINE when monotonic time has passed
  * `deadline_ns` (0: none). A value that has already arrived wins over the others. */
 static inline int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
@@ -189,7 +198,7 @@ static inline int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint
         uint32_t seen = atomic_load_explicit(zbmd_u32(own, ZBMD_OFF_DOORBELL), memory_order_seq_cst);
         result = zbmd_arrived(zbmd_load64(own, cell), value);
         if (result >= 0) break;
-        if (zbmd_load64(own, ZBMD_OFF_LOST) & group_mask) result = ZBMD_WAIT_LOST;
+        if (zbmd_lost_in(own, channel, value | 0xffffffffULL, group_mask)) result = ZBMD_WAIT_LOST;
         else if (zbmd_load64(own, zbmd_abort_offset(channel)) >= value) result = ZBMD_WAIT_ABORTED;
         else {
             uint64_t park_ns = ZBMD_PARK_NS;

@@ -38,7 +38,7 @@ def test_no_channel_is_in_two_groups_of_a_process_and_its_stamps_only_grow(histo
         if what == "close" and alive:
             gone, agreed = alive.pop(number % len(alive))
             for rank in gone:
-                processes[rank].give_back(agreed.channel)
+                processes[rank].give_back(agreed.channel, lambda: True)
         elif what == "make":
             agreed = agree([processes[rank].offer() for rank in members])
             assert agreed == agree([processes[rank].offer() for rank in reversed(members)])
@@ -62,7 +62,7 @@ def test_a_process_that_has_no_channel_left_is_told_so() -> None:
         full.take(agree([full.offer()]))
     with pytest.raises(LocalProtocolError, match="close one"):
         agree([full.offer(), fresh.offer()])
-    full.give_back(SUBGROUP_CHANNEL_FIRST + 3)
+    full.give_back(SUBGROUP_CHANNEL_FIRST + 3, lambda: True)
     assert agree([full.offer(), fresh.offer()]) == Agreed(channel=SUBGROUP_CHANNEL_FIRST + 3, stamp=2)
 
 
@@ -72,15 +72,25 @@ def test_a_channel_is_taken_once_and_with_a_higher_stamp() -> None:
     channels.take(agreed)
     with pytest.raises(LocalProtocolError, match="in use"):
         channels.take(agreed)
-    channels.give_back(agreed.channel)
+    channels.give_back(agreed.channel, lambda: True)
     with pytest.raises(LocalProtocolError, match="been used"):
         channels.take(agreed)
+
+
+def test_a_channel_is_free_again_once_all_have_left_it() -> None:
+    channels, here = Channels(), {"others": True}
+    agreed = agree([channels.offer()])
+    channels.take(agreed)
+    channels.give_back(agreed.channel, lambda: not here["others"])
+    assert agree([channels.offer()]).channel == agreed.channel + 1
+    here["others"] = False
+    assert agree([channels.offer()]) == Agreed(channel=agreed.channel, stamp=2)
 
 
 def test_a_channel_whose_stamps_are_used_up_is_left_out() -> None:
     channels = Channels()
     channels.take(Agreed(channel=SUBGROUP_CHANNEL_FIRST, stamp=STAMP_MAX))
-    channels.give_back(SUBGROUP_CHANNEL_FIRST)
+    channels.give_back(SUBGROUP_CHANNEL_FIRST, lambda: True)
     assert agree([channels.offer(), Channels().offer()]).channel == SUBGROUP_CHANNEL_FIRST + 1
 
 

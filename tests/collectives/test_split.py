@@ -153,6 +153,33 @@ async def test_a_mesh_of_ranks_one_of_which_is_killed(
     assert done == {0, 1, 2}, output.lines
 
 
+async def test_who_closes_and_leaves_behind_the_last_operation_harms_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    monkeypatch.setenv("ZBMD_ALGORITHM", "tree")  # the root is done long before the others
+    script = tmp_path / "job.py"
+    script.write_text("""
+import zbmd
+
+async def main():
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        x = zbmd.empty(1 << 20, "f8")
+        x.fill(node.rank)
+        await group.broadcast(x, 0)
+        await group.close()
+    print("sum", x.sum())
+
+zbmd.run(main())
+""")
+    output = Lines()
+    config = HostConfig(target=str(script), world_size=3, preload=("zbmd",), arena_bytes=16 << 20)
+    result = await Host(config, output=output).run()
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(output.lines)
+    assert sum("sum 0.0" in line for line in output.lines) == 3, output.lines
+
+
 async def test_a_world_of_one_has_sub_groups_too() -> None:
     async with zbmd.join() as node:
         group = await zbmd.group(node)
@@ -203,8 +230,13 @@ async def main():
             else:
                 raise AssertionError("nobody came")
         await group.barrier()
-        part = await group.subgroup([1] if node.rank else [0])
+        pair = await group.subgroup([1, 0])
+        if node.rank == 0:  # the other may still be in the pair's last operation, and look at our descriptor
+            await pair.close()
+        part = await group.subgroup([node.rank])
+        assert part.communicator.channel != pair.communicator.channel
         await part.barrier()
+        await pair.close()
         await part.close()
         await group.close()
 

@@ -53,6 +53,22 @@ def test_a_lost_peer_ends_only_the_waits_of_its_groups(segment: Segment) -> None
     assert wait(segment, 1, group_mask=1 << SLOT, deadline_ns=1) == _native.WAIT_DEADLINE
 
 
+def test_who_had_ended_the_channel_before_its_end_ends_no_wait_for_the_others(segment: Segment) -> None:
+    other = SLOT + 1
+    group = 1 << SLOT | 1 << other
+    _native.notify(segment.base, SLOT, CHANNEL, EPOCH_1 | 0xFFFFFFFF)
+    _native.set_lost(segment.base, SLOT)
+
+    def wait_for_other(value: int, channel: int = CHANNEL) -> int:
+        return _native.wait(segment.base, other, channel, value, group_mask=group, deadline_ns=1)
+
+    assert wait_for_other(EPOCH_1 | 1) == _native.WAIT_DEADLINE
+    assert wait_for_other(2 << 32 | 1) == _native.WAIT_LOST  # of the next epoch it has ended nothing
+    assert wait_for_other(EPOCH_1 | 1, CHANNEL + 1) == _native.WAIT_LOST  # nor on another channel
+    _native.set_lost(segment.base, other)
+    assert wait_for_other(EPOCH_1 | 1) == _native.WAIT_LOST
+
+
 def test_an_abort_ends_waits_of_its_channel_up_to_its_epoch_and_never_goes_back(segment: Segment) -> None:
     _native.abort_channel(segment.base, CHANNEL, 2)
     _native.abort_channel(segment.base, CHANNEL, 1)

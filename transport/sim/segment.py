@@ -92,7 +92,9 @@ class SimSegment:
         if cell >= value:
             same_epoch = cell >> _EPOCH_BITS == value >> _EPOCH_BITS
             return _native.WAIT_OK if same_epoch else _native.WAIT_ABORTED
-        if self._lost & group_mask:
+        last = value | ((1 << _EPOCH_BITS) - 1)
+        lost = self._lost & group_mask
+        if any(lost >> other & 1 and self.told(other, channel) != last for other in range(lost.bit_length())):
             return _native.WAIT_LOST
         if self._aborted.get(channel, 0) >= value:
             return _native.WAIT_ABORTED

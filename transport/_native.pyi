@@ -81,8 +81,9 @@ def wait(
 ) -> int:
     """Wait, without the GIL, until our cell of (slot, channel) holds at least `value`.
 
-    Returns WAIT_OK, or WAIT_LOST when a slot of `group_mask` is lost that had not ended the channel, WAIT_ABORTED when the channel is
-    aborted up to `value`, WAIT_DEADLINE when CLOCK_MONOTONIC has passed `deadline_ns` (0: none).
+    Returns WAIT_OK, or WAIT_LOST when a slot of `group_mask` is lost that had not ended the channel in this
+    epoch (by the highest value there is of it), WAIT_ABORTED when the channel is aborted up to `value`,
+    WAIT_DEADLINE when CLOCK_MONOTONIC has passed `deadline_ns` (0: none).
     """
 
 def ring(own_base: int) -> None:

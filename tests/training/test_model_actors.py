@@ -269,13 +269,13 @@ async def test_a_job_whose_operators_fail_has_the_bits_of_the_plain_run(
     sit_down = OperatorActor.ready
 
     async def counted(self: OperatorActor) -> None:
-        kernel = self.kernel
+        op = self.op
 
         def run(*arguments: Any, **options: Any) -> Tensor:
             called.append(self.seat.name)
-            return kernel(*arguments, **options)
+            return op(*arguments, **options)
 
-        self.kernel = run
+        self.op = run
         await sit_down(self)
 
     monkeypatch.setattr(OperatorActor, "ready", counted)

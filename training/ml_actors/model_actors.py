@@ -10,7 +10,7 @@ model
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,8 @@ from zbmd.training.clip import TrainingDiverged
 from zbmd.training.gpt import GPT, Batch, Operator, Operators, Tokens
 from zbmd.training.ml_actors.crew import Crew, Vacated
 from zbmd.training.ml_actors.layer_actor import LayerActor
-from zbmd.training.ml_actors.operator_actor import OperatorActor
+from zbmd.training.ml_actors.operator_actor import OperatorActor, OperatorPlace
+from zbmd.training.ml_actors.operator_devices import HostDevice, OperatorDevice
 from zbmd.training.ml_actors.optimizer_actor import OptimizerActor
 from zbmd.training.ml_actors.seat import Seat, no_check
 from zbmd.training.ml_actors.supervisor_actor import BACK_OFF, INTENSITY, PERIOD_S, SupervisorActor, seats_of
@@ -40,12 +41,17 @@ from zbmd.training.xp import Array
 class SupervisedGPT(GPT):
     """`plain`, each of whose units is computed by who sits at its seat, with operators that sit at theirs.
 
-    The same bits.
+    The same bits, if all `devices` are of one kind. An operator begins with the first of them.
     """
 
-    def __init__(self, plain: GPT, name: str = "model") -> None:
+    def __init__(self, plain: GPT, devices: Sequence[OperatorDevice], name: str = "model") -> None:
         vars(self).update(vars(plain))
         self._plain = plain
+        self._devices = tuple(devices)
+        self._neighbours: set[OperatorActor] = set()
+        self.places = {
+            field.name: OperatorPlace(self._devices, self._neighbours) for field in fields(Operators)
+        }
         self._seated = copy.copy(plain)
         self.crew = crew = Crew(name)
         self.operator_seats = {
@@ -58,10 +64,20 @@ class SupervisedGPT(GPT):
         self._by_number = tuple(self.layer_seats.values())
         crew.join((*self._by_number, *self.operator_seats.values()))
 
+    @property
+    def moves(self) -> int:
+        """How often operators have moved to another device."""
+        return sum(place.choice.moves for place in self.places.values())
+
     def operator_children(self) -> list[ChildSpec]:
         """For a supervisor: who sits there."""
         return [
-            seat.child(OperatorActor, getattr(self._plain.operators, name), partial(self._install, name))
+            seat.child(
+                OperatorActor,
+                getattr(self._plain.operators, name),
+                self.places[name],
+                partial(self._install, name),
+            )
             for name, seat in self.operator_seats.items()
         ]
 
@@ -152,11 +168,21 @@ class SupervisedRecipe(Recipe):
 
 
 class ModelActors:
-    """The actors of `recipe`'s model and `store`, named `name` and below. Made by `start`."""
+    """The actors of `recipe`'s model and `store`, named `name` and below. Made by `start`.
 
-    def __init__(self, recipe: Recipe, store: Store, *, name: str = "model") -> None:
+    devices: where operators compute, each on the first of them until that fails it.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        store: Store,
+        *,
+        name: str = "model",
+        devices: Sequence[OperatorDevice] = (HostDevice(),),
+    ) -> None:
         self.name = name
-        self.model = SupervisedGPT(recipe.model, name)
+        self.model = SupervisedGPT(recipe.model, devices, name)
         self.tensors = Seat[TensorActor](f"{name}.tensors")
         self.optimizer = Seat[OptimizerActor](f"{name}.optimizer", answers=(TrainingDiverged,))
         self.recipe = SupervisedRecipe(recipe, self.model, self.optimizer)

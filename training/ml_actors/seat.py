@@ -58,13 +58,17 @@ class DescribeSeat(Contract, id="zbmd.training.describe"):
 
 
 class SeatDescribed(Contract, id="zbmd.training.described"):
-    """life: how many have sat there, this one included; failures: direct calls that failed in all of them."""
+    """life: how many have sat there, this one included; failures: direct calls that failed in all of them.
+
+    place: where it computes; moves: how often that has changed.
+    """
 
     kind: str
     life: int
     failures: int
     last_failure: str
     place: str
+    moves: int = 0
 
 
 class Seat(Generic[SeatedT]):
@@ -89,8 +93,6 @@ class Seat(Generic[SeatedT]):
         """Who sits here. Written on the loop."""
         self.lives = 0
         self.failures = 0
-        self.failing = 0
-        """Failures of the direct calls that have not been brought to an end yet."""
         self.last_failure = ""
         self.check: Callable[[], None] = no_check
         """Called from time to time by a thread that waits for the next life; what it raises ends the wait."""
@@ -152,14 +154,13 @@ class Seat(Generic[SeatedT]):
     def failed(self, life: SeatedActor, error: Exception) -> None:
         """A direct call failed: that life is over. From any thread."""
         self.failures += 1
-        self.failing += 1
         self.last_failure = f"{type(error).__name__}: {error}"
         log.warning(
             "actor failed in a direct call",
             seat=self.name,
             exception="".join(traceback.format_exception(error)),
         )
-        life.fail_soon(self.last_failure)
+        life.fail_soon(error)
 
     def wait_behind(self, life: SeatedActor) -> None:
         """Wait for the life that comes behind this one. Raises `GivenUp`, and what `check` raises."""
@@ -171,7 +172,9 @@ class Seat(Generic[SeatedT]):
 
     def worked(self) -> None:
         """The message that had failed was handled. From any thread."""
-        self.failing = 0
+        life = self.life
+        if life is not None:
+            life.system.loop.call_soon_threadsafe(life.worked)
 
     def _wait(self, behind: SeatedActor | None) -> SeatedT:
         if threading.get_ident() == self._loop_thread:
@@ -290,17 +293,33 @@ class SeatedActor(Actor):
     async def describe(self, _: DescribeSeat) -> SeatDescribed:
         """How it stands."""
         seat = self.seat
-        return SeatDescribed(type(self).__name__, seat.lives, seat.failures, seat.last_failure, self.place)
+        kind, place, moves = type(self).__name__, self.place, self.moves
+        return SeatDescribed(kind, seat.lives, seat.failures, seat.last_failure, place, moves)
 
     @property
     def place(self) -> str:
         """Where it computes."""
         return self.system.name
 
-    def fail_soon(self, reason: str) -> None:
+    @property
+    def moves(self) -> int:
+        """How often that has changed, in all lives."""
+        return 0
+
+    def failed(self, error: Exception) -> None:
+        """A direct call failed, which ends this life."""
+
+    def worked(self) -> None:
+        """A direct call that had failed has been brought to its end, by this life."""
+
+    def fail_soon(self, error: Exception) -> None:
         """End as one does that raises in a handler. From any thread."""
-        cell = self._running_cell()
-        cell.system.loop.call_soon_threadsafe(cell.request_stop, Reason(ReasonKind.FAILED, reason))
+        self.system.loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: Exception) -> None:
+        self.failed(error)
+        reason = Reason(ReasonKind.FAILED, f"{type(error).__name__}: {error}")
+        self._running_cell().request_stop(reason)
 
     def code_state(self) -> dict[str, Any]:
         """Its attributes, not copied: what it computes with lies elsewhere."""

@@ -15,6 +15,7 @@ LINES_OF_TWO_VERSIONS_MAX = 70
 SAYS = {
     "join.py": ["rank 0 of 3", "rank 2 of 3", "with [0, 1, 2]"],
     "actors.py": ["the counter said 6"],
+    "operators.py": ["180, by 5 lives of one operator, after 4 failures"],
     "upgrade.py": ["Upgraded(actors=1", "rank0/counter Add: ValueError: this version is wrong", "version 2"],
     "all_reduce.py": ["ranks sum to 3, ranks + 1 to 6"],
     "peer_death.py": ["rank 1 (incarnation 2) finished 5 rounds", "rank 0 (incarnation 1) finished 5 rounds"],

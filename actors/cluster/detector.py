@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TypeAlias, assert_never
 
 from zbmd.actors.cluster.nodes import NodeKey
@@ -93,8 +92,23 @@ Action: TypeAlias = Limit | Silent | Audible
 @dataclass(slots=True)
 class _Heard:
     last_ns: int
+    limit_ns: int
+    """Of the intervals below, worked out when they change: it is read far more often."""
     intervals_ns: deque[int] = field(default_factory=lambda: deque(maxlen=INTERVALS_KEPT))
+    sum_ns: int = 0
+    sum_ns2: int = 0
+    """Of the intervals, and of their squares: whole numbers, so nothing is lost as they come and go."""
     suspected: bool = False
+
+    def took(self, interval_ns: int) -> None:
+        """One more interval; the oldest goes once there are `INTERVALS_KEPT`."""
+        if len(self.intervals_ns) == INTERVALS_KEPT:
+            oldest_ns = self.intervals_ns[0]
+            self.sum_ns -= oldest_ns
+            self.sum_ns2 -= oldest_ns * oldest_ns
+        self.intervals_ns.append(interval_ns)
+        self.sum_ns += interval_ns
+        self.sum_ns2 += interval_ns * interval_ns
 
 
 class Detector:
@@ -118,49 +132,54 @@ class Detector:
                 assert_never(event)
 
     def check_invariants(self) -> None:
-        """Limits are within their bounds, and no interval is negative."""
+        """Limits are within their bounds, and the sums are sums of some intervals (Cauchy, Schwarz)."""
         for key, known in self._heard.items():
-            assert self._beat_ns < self.limit_ns(key) <= self.suspicion_ns, (key, self.limit_ns(key))
-            assert all(interval > 0 for interval in known.intervals_ns), (key, known.intervals_ns)
+            assert self._beat_ns < known.limit_ns <= self.suspicion_ns, (key, known.limit_ns)
+            assert 0 <= known.sum_ns * known.sum_ns <= INTERVALS_KEPT * known.sum_ns2, (key, known)
 
     def silence(self, key: NodeKey, now_ns: int) -> tuple[int | None, int]:
         """For how long `key` was not heard, and the silence that is suspect; None and 0 if not observed."""
         known = self._heard.get(key)
-        return (None, 0) if known is None else (max(0, now_ns - known.last_ns), self.limit_ns(key))
+        return (None, 0) if known is None else (max(0, now_ns - known.last_ns), known.limit_ns)
 
-    def limit_ns(self, key: NodeKey) -> int:
-        """The silence of `key` that is suspect now."""
-        intervals = self._heard[key].intervals_ns
-        if len(intervals) < INTERVALS_MIN:
+    def _limit_ns(self, known: _Heard) -> int:
+        """The silence that is suspect after these intervals."""
+        count = len(known.intervals_ns)
+        if count < INTERVALS_MIN:
             return self.suspicion_ns
-        mean = sum(intervals) / len(intervals)
-        spread = math.sqrt(sum((interval - mean) ** 2 for interval in intervals) / len(intervals))
+        mean = known.sum_ns / count
+        spread = math.sqrt(count * known.sum_ns2 - known.sum_ns * known.sum_ns) / count
         limit_ns = mean + PHI_SIGMAS * max(spread, self._beat_ns / 2)
         return int(min(self.suspicion_ns, max(MISSED_MIN * self._beat_ns, limit_ns)))
 
     def _observe(self, subjects: tuple[NodeKey, ...], beat_ns: int, now_ns: int) -> list[Action]:
         self._beat_ns = beat_ns
-        self._heard = {key: self._heard.get(key) or _Heard(now_ns) for key in subjects}
-        return [Limit(key=key, limit_ns=self.limit_ns(key)) for key in subjects]
+        self._heard = {key: self._heard.get(key) or _Heard(now_ns, self.suspicion_ns) for key in subjects}
+        for known in self._heard.values():
+            known.limit_ns = self._limit_ns(known)
+        return [Limit(key=key, limit_ns=known.limit_ns) for key, known in self._heard.items()]
 
     def _beats(self, key: NodeKey, arrivals_ns: tuple[int, ...]) -> list[Action]:
         known = self._heard.get(key)
         if known is None:
             return []
-        new = [at_ns for at_ns in arrivals_ns if at_ns > known.last_ns]
-        if not new:
+        before_ns = known.last_ns
+        for at_ns in arrivals_ns:
+            if at_ns > known.last_ns:
+                known.took(at_ns - known.last_ns)
+                known.last_ns = at_ns
+        if known.last_ns == before_ns:
             return []
-        known.intervals_ns.extend(after - before for before, after in pairwise([known.last_ns, *new]))
-        known.last_ns = new[-1]
+        known.limit_ns = self._limit_ns(known)
         was, known.suspected = known.suspected, False
-        limit = Limit(key=key, limit_ns=self.limit_ns(key))
+        limit = Limit(key=key, limit_ns=known.limit_ns)
         return [limit, Audible(key=key)] if was else [limit]
 
     def _looked(self, now_ns: int) -> list[Action]:
         found: list[Action] = []
         for key, known in self._heard.items():
             silence_ns = now_ns - known.last_ns
-            if known.suspected or silence_ns < self.limit_ns(key):
+            if known.suspected or silence_ns < known.limit_ns:
                 continue
             known.suspected = True
             found.append(Silent(key=key, reason=f"not heard for {silence_ns / 1e6:.0f} ms"))

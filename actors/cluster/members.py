@@ -76,7 +76,7 @@ class ClusterView:
     def holds(self, key: NodeKey) -> bool:
         """Whether this life of the node is a member."""
         node = self.by_id.get(key.id)
-        return node is not None and node.key == key
+        return node is not None and node.key.incarnation == key.incarnation
 
     def after(self, change: Change) -> ClusterView:
         """The next view. Raises `LocalProtocolError` if the change does not follow from this one."""

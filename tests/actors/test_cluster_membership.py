@@ -253,15 +253,19 @@ def test_the_limit_of_silence_follows_what_was_heard() -> None:
     beat_ns = deadlines.heartbeat_ns
     beats = tuple(number * beat_ns for number in range(1, 33))
     late = tuple(at_ns + (at_ns // beat_ns % 3) * beat_ns // 2 for at_ns in beats)
+
+    def limit_of(key: NodeKey) -> int:
+        return detector.silence(key, 0)[1]
+
     (limit,) = detector.handle(d.Beats(key=steady, arrivals_ns=beats), now_ns=0)
-    assert limit == d.Limit(key=steady, limit_ns=detector.limit_ns(steady)), "a batch is as good as each"
+    assert limit == d.Limit(key=steady, limit_ns=limit_of(steady)), "a batch is as good as each"
     for at_ns in late:
         detector.handle(d.Beats(key=jumpy, arrivals_ns=(at_ns,)), now_ns=0)
     detector.check_invariants()
-    assert 4 * beat_ns <= detector.limit_ns(steady) < detector.limit_ns(jumpy) <= deadlines.suspicion_ns
-    at_ns = beats[-1] + detector.limit_ns(steady)
+    assert 4 * beat_ns <= limit_of(steady) < limit_of(jumpy) <= deadlines.suspicion_ns
+    at_ns = beats[-1] + limit_of(steady)
     assert detector.handle(d.Looked(), now_ns=at_ns - 1) == []
-    silent = d.Silent(key=steady, reason=f"not heard for {detector.limit_ns(steady) / 1e6:.0f} ms")
+    silent = d.Silent(key=steady, reason=f"not heard for {limit_of(steady) / 1e6:.0f} ms")
     assert detector.handle(d.Looked(), now_ns=at_ns) == [silent]
     assert detector.handle(d.Looked(), now_ns=at_ns) == [], "told once"
     assert detector.handle(d.Beats(key=steady, arrivals_ns=(beats[-1],)), now_ns=at_ns) == [], "it is old"

@@ -206,8 +206,13 @@ class LineWriter:
 
 
 def emit_plainly(stream: StreamName, text: str) -> None:
-    """Write one line to our own standard output or error; a reader that went away loses it."""
+    """Write one line to our own standard output or error; a reader that went away loses it.
+
+    In one piece: `print` writes the end of the line by itself, and another thread's line may come before it.
+    """
+    file = sys.stdout if stream == "stdout" else sys.stderr
     try:
-        print(text, file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+        file.write(f"{text}\n")
+        file.flush()
     except BrokenPipeError:
         return

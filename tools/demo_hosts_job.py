@@ -1,11 +1,15 @@
 """The training job over three hosts: one's cable is pulled and plugged in, one is killed; the bits stay.
 
-    python -m zbmd.tools.demo_hosts_job [--steps N] [--delay TIME] [--loss FRACTION] [--rate MBPS] [--json]
+    python -m zbmd.tools.demo_hosts_job [--steps N] [--spare] [--delay TIME] [--loss FRACTION] [--rate MBPS]
+                                        [--json]
 
 Each host is a network namespace with a node and one rank of the job (`demo_hosts_node`), reached over
-TCP. The last host's cable is pulled: the others go on with its shards. It is plugged in, comes back
-with its next life, and takes work again. Then it is killed with all that it runs, and started again. At
-the end the weights are compared with those of one plain process. Wants root and iproute2.
+TCP. One host's cable is pulled: the others go on with its shards. It is plugged in, comes back with its
+next life, and takes work again. Then it is killed with all that it runs, and started again. At the end
+the weights are compared with those of one plain process. Wants root and iproute2.
+
+With `--spare` two of the hosts run two ranks each and the third runs none: it takes the place of the one
+that is killed.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +46,33 @@ NODE: Final = (sys.executable, "-m", "zbmd.tools.demo_hosts_node")
 MODEL: Final = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--evaluate-every", "0")
 ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}
 Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The job's ranks on a host, and on how many hosts it runs."""
+
+    ranks_per_node: int
+    nodes_min: int
+    nodes_max: int
+
+    def ranks(self, hosts: int) -> int:
+        """How many there are while so many hosts live."""
+        return self.ranks_per_node * min(hosts, self.nodes_max)
+
+
+ONE_EACH: Final = Layout(ranks_per_node=1, nodes_min=HOSTS - 1, nodes_max=HOSTS)
+WITH_SPARE: Final = Layout(ranks_per_node=2, nodes_min=1, nodes_max=HOSTS - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A commit. members: how many; at_ns: when it was told of (CLOCK_MONOTONIC)."""
+
+    version: int
+    epoch: int
+    members: int
+    at_ns: int
 
 
 class DemoFailed(ZbmdError):
@@ -104,13 +136,17 @@ class Place:
 class JobDemo:
     """The hosts, the job, and what is done to them."""
 
-    def __init__(self, lab: Lab, steps: int) -> None:
+    def __init__(self, lab: Lab, steps: int, layout: Layout) -> None:
         cookie = secrets.token_hex()
         self.places = [Place(host, cookie) for host in lab.hosts]
-        self.last = self.places[-1]
-        self.steps: list[tuple[int, int, int]] = []
-        """Of each commit: version, members, when (CLOCK_MONOTONIC, ns)."""
+        self.victim = self.places[-1]
+        self.layout = layout
+        self.steps: list[Step] = []
         self.views: dict[str, tuple[str, ...]] = {}
+        self.working: set[str] = set()
+        """The hosts that have started ranks."""
+        self.noticed_ns: int | None = None
+        """When one of the others first no longer heard the victim, since something was done to that."""
         self.result: Event | None = None
         self.figures: dict[str, float] = {}
         self._total = steps
@@ -128,36 +164,41 @@ class JobDemo:
                 "target": "zbmd.training",
                 "is_module": True,
                 "arguments": job_arguments(out, self._total),
-                "nodes_min": HOSTS - 1,
-                "nodes_max": HOSTS,
+                "ranks_per_node": self.layout.ranks_per_node,
+                "nodes_min": self.layout.nodes_min,
+                "nodes_max": self.layout.nodes_max,
             }
         )
-        self._commits(HOSTS)
+        self._commits(self.layout.ranks(HOSTS))
+        self.victim = next(place for place in reversed(self.places) if place.host.name in self.working)
 
     def pull_and_plug(self) -> None:
-        """The last host's cable."""
-        begin_ns = time.monotonic_ns()
-        self.last.host.pull_cable()
-        self._all_agree(self.places[:-1])
+        """The victim's cable."""
+        begin_ns, epoch = self._begin()
+        self.victim.host.pull_cable()
+        self._all_agree([place for place in self.places if place is not self.victim])
         self._note("cable pulled to new view, ms", begin_ns)
-        self._next_step(begin_ns, "cable pulled to the next committed step, ms")
-        self._commits(HOSTS - 1)
-        self.last.host.plug_cable()
+        self._next_step(begin_ns, epoch, "cable pulled")
+        self._commits(self.layout.ranks(HOSTS - 1))
+        self.victim.host.plug_cable()
         self._joined("as the cut-off host joins: the longest time between two steps, ms")
 
     def kill_and_start(self) -> None:
-        """The last host's processes."""
-        begin_ns = time.monotonic_ns()
-        self.last.kill()
-        self._next_step(begin_ns, "host killed to the next committed step, ms")
-        self._commits(HOSTS - 1)
-        self.last.start(f"{self.places[0].host.address}:{PORT}")
-        self._joined("as the killed host joins: the longest time between two steps, ms")
+        """The victim's processes."""
+        begin_ns, epoch = self._begin()
+        self.victim.kill()
+        self._next_step(begin_ns, epoch, "host killed")
+        self._commits(self.layout.ranks(HOSTS - 1))
+        self.victim.start(f"{self.places[0].host.address}:{PORT}")
+        if self.layout.nodes_max == HOSTS:
+            self._joined("as the killed host joins: the longest time between two steps, ms")
+        else:
+            self._all_agree(self.places)
 
     def finish(self) -> str:
         """The digest of the weights at the end."""
         self._until(lambda: self.result is not None, "the result of the job")
-        gaps = [(b[2] - a[2]) / 1e6 for a, b in pairwise(self.steps)]
+        gaps = [(b.at_ns - a.at_ns) / 1e6 for a, b in pairwise(self.steps)]
         self.figures["an ordinary step, ms"] = median(gaps)
         self.figures["the longest time between two steps of the whole run, ms"] = max(gaps)
         assert self.result is not None
@@ -168,17 +209,26 @@ class JobDemo:
         for place in self.places:
             place.kill()
 
+    def _begin(self) -> tuple[int, int]:
+        """Before something is done to the victim: the time, and the epoch of the job's ranks."""
+        self.noticed_ns = None
+        return time.monotonic_ns(), self.steps[-1].epoch
+
     def _joined(self, what: str) -> None:
         begin = len(self.steps) - 1
-        self._commits(HOSTS)
-        times_ns = [at_ns for _, _, at_ns in self.steps[begin:]]
+        self._commits(self.layout.ranks(HOSTS))
+        times_ns = [step.at_ns for step in self.steps[begin:]]
         self.figures[what] = max(b - a for a, b in pairwise(times_ns)) / 1e6
 
-    def _next_step(self, begin_ns: int, what: str) -> None:
-        after = len(self.steps)
-        self._until(lambda: any(n == HOSTS - 1 for _, n, _ in self.steps[after:]), "a step without it")
-        at_ns = next(at_ns for _, n, at_ns in self.steps[after:] if n == HOSTS - 1)
-        self.figures[what] = (at_ns - begin_ns) / 1e6
+    def _next_step(self, begin_ns: int, epoch: int, what: str) -> None:
+        self._until(lambda: self.steps[-1].epoch > epoch, "a step without it")
+        at_ns = next(step.at_ns for step in self.steps if step.epoch > epoch)
+        if self.noticed_ns is not None:
+            self.figures[f"{what} to the notice of it, ms"] = (self.noticed_ns - begin_ns) / 1e6
+            self.figures[f"{what}: the next committed step beyond the notice, ms"] = (
+                at_ns - self.noticed_ns
+            ) / 1e6
+        self.figures[f"{what} to the next committed step, ms"] = (at_ns - begin_ns) / 1e6
 
     def _note(self, what: str, begin_ns: int) -> None:
         self.figures[what] = (time.monotonic_ns() - begin_ns) / 1e6
@@ -188,7 +238,7 @@ class JobDemo:
 
         def reached() -> bool:
             latest = self.steps[-STEPS_BETWEEN:]
-            return len(latest) == STEPS_BETWEEN and all(n == members for _, n, _ in latest)
+            return len(latest) == STEPS_BETWEEN and all(step.members == members for step in latest)
 
         self._until(reached, f"{STEPS_BETWEEN} steps of {members} ranks")
 
@@ -203,10 +253,10 @@ class JobDemo:
             ready = select.select(list(running), [], [], max(0.0, deadline_s - time.monotonic()))[0]
             if not ready or (self.result is not None and not reached()):
                 now_ns = time.monotonic_ns()
-                last = [(step[0], step[1], f"{(now_ns - step[2]) / 1e6:.0f} ms") for step in self.steps[-3:]]
+                ages = [f"{(now_ns - step.at_ns) / 1e6:.0f} ms ago {step}" for step in self.steps[-3:]]
                 raise DemoFailed(
-                    f"not within {PATIENCE_S:g} s, or before the job's end: {what}. Last commits (version, "
-                    f"members, age): {last}; views: {self.views}"
+                    f"not within {PATIENCE_S:g} s, or before the job's end: {what}. Last commits: "
+                    f"{'; '.join(ages)}. Views: {self.views}"
                 )
             for fd in ready:
                 for event in running[fd].read():
@@ -216,9 +266,20 @@ class JobDemo:
         match event["kind"]:
             case "view":
                 self.views[place.host.name] = tuple(event["members"])
+            case "started":
+                self.working.add(place.host.name)
+            case "suspects" if place is not self.victim and self.noticed_ns is None:
+                self.noticed_ns = event["at_ns"]
             case "report" if event["payload"]["kind"] == "step":
                 payload = event["payload"]
-                self.steps.append((payload["version"], len(payload["members"]), event["at_ns"]))
+                self.steps.append(
+                    Step(
+                        version=payload["version"],
+                        epoch=payload["epoch"],
+                        members=len(payload["members"]),
+                        at_ns=event["at_ns"],
+                    )
+                )
             case "report" if event["payload"]["kind"] == "result":
                 self.result = event["payload"]
             case _:
@@ -240,7 +301,14 @@ def plain_digest(out: Path, steps: int) -> str:
 
 
 def run(
-    steps: int, *, delay_ms: float = 0.0, loss: float = 0.0, rate_mbps: float = 0.0, kill: bool = True
+    steps: int,
+    *,
+    layout: Layout = ONE_EACH,
+    delay_ms: float = 0.0,
+    loss: float = 0.0,
+    rate_mbps: float = 0.0,
+    pull: bool = True,
+    kill: bool = True,
 ) -> tuple[dict[str, float], bool]:
     """All of it: the figures, and whether the weights are those of a plain run. Raises `DemoFailed`."""
     with contextlib.ExitStack() as stack:
@@ -249,10 +317,11 @@ def run(
         lab = stack.enter_context(Lab(HOSTS, shaped=shaped))
         for host in lab.hosts if shaped else ():
             host.shape(delay_ms=delay_ms, loss=loss, rate_mbps=rate_mbps)
-        demo = JobDemo(lab, steps)
+        demo = JobDemo(lab, steps, layout)
         stack.callback(demo.close)
         demo.start(folder / "run")
-        demo.pull_and_plug()
+        if pull:
+            demo.pull_and_plug()
         if kill:
             demo.kill_and_start()
         digest = demo.finish()
@@ -264,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS_DEFAULT)
+    parser.add_argument("--spare", action="store_true", help="two ranks on each of two hosts, one host idle")
     parser.add_argument("--delay", metavar="TIME", help="of what each host sends")
     parser.add_argument("--loss", type=float, default=0.0, metavar="FRACTION")
     parser.add_argument("--rate", type=float, default=0.0, metavar="MBPS", help="of each host's cable")
@@ -273,7 +343,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.steps < STEPS_MIN:
             raise UserError(f"--steps {arguments.steps}: give {STEPS_MIN} or more.")
         delay_ms = 0.0 if arguments.delay is None else parse_duration(arguments.delay) * 1e3
-        figures, same = run(arguments.steps, delay_ms=delay_ms, loss=arguments.loss, rate_mbps=arguments.rate)
+        figures, same = run(
+            arguments.steps,
+            layout=WITH_SPARE if arguments.spare else ONE_EACH,
+            delay_ms=delay_ms,
+            loss=arguments.loss,
+            rate_mbps=arguments.rate,
+            pull=not arguments.spare,
+        )
     except ZbmdError as error:
         print(f"demo_hosts_job: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

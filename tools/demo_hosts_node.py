@@ -18,17 +18,18 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+import structlog
 import uvloop
 
 from zbmd.actors.cluster.job_host import JobHost
 from zbmd.actors.cluster.jobs import JobSpec, Submit
-from zbmd.actors.cluster.lives import Acting, LifeOver, NodeConfig, NodeEvent
+from zbmd.actors.cluster.lives import Acting, LifeOver, NodeConfig, NodeEvent, Suspecting
 from zbmd.actors.cluster.node import ClusterNode
 from zbmd.actors.cluster.node_state import NodeState
 from zbmd.actors.host import PRELOAD
 from zbmd.actors.host_events import HostEvent, RankDown, RankReport, RankStarted
 from zbmd.actors.host_links import host_identity
-from zbmd.actors.host_output import OutputLine
+from zbmd.actors.host_output import OutputLine, emit_plainly
 from zbmd.transport.capture.recorder import Clocks, origin_of
 from zbmd.transport.capture.ring import RingRecorder
 from zbmd.transport.cookie import load_or_create_cookie
@@ -40,8 +41,8 @@ MODULES: Final = (*PRELOAD, "zbmd.collectives.group", "zbmd.training.job")
 
 
 def say(kind: str, **fields: Any) -> None:
-    """One line."""
-    print(json.dumps({"kind": kind, "at_ns": time.monotonic_ns(), **fields}), flush=True)
+    """One line, in one piece: the node's thread says things, too."""
+    emit_plainly("stdout", json.dumps({"kind": kind, "at_ns": time.monotonic_ns(), **fields}))
 
 
 class Place:
@@ -76,6 +77,8 @@ class Place:
                 say("view", epoch=view.epoch, members=sorted(node.name for node in view.nodes))
                 for job in view.jobs.jobs:
                     say("job", phase=str(job.phase.value), reason=job.reason)
+            case Suspecting(reason=reason):
+                say("suspects", node=event.key.id, reason=reason)
             case LifeOver(reason=reason):
                 say("stopped", reason=reason)
             case _:
@@ -117,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--join")
     parser.add_argument("--name", required=True)
     arguments = parser.parse_args(argv)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     uvloop.run(run(arguments.address, arguments.join, arguments.name))
     return 0
 

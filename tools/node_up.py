@@ -18,7 +18,15 @@ from zbmd.actors.actor import allow_remote_modules
 from zbmd.actors.capture import CAPTURE_VARIABLE, CaptureSettings
 from zbmd.actors.cluster.cluster_contracts import is_name
 from zbmd.actors.cluster.job_host import JobHost
-from zbmd.actors.cluster.lives import PORT_DEFAULT, Acting, Hindered, LifeOver, NodeConfig, NodeEvent
+from zbmd.actors.cluster.lives import (
+    PORT_DEFAULT,
+    Acting,
+    Hindered,
+    LifeOver,
+    NodeConfig,
+    NodeEvent,
+    Suspecting,
+)
 from zbmd.actors.cluster.membership import LEFT
 from zbmd.actors.cluster.node import ClusterNode
 from zbmd.actors.cluster.node_actors import NodeActors, Start
@@ -183,6 +191,8 @@ class Teller:
                 names = ", ".join(node.name or str(node.key) for node in view.nodes[:16])
                 more = f" and {len(view.nodes) - 16} more" if len(view.nodes) > 16 else ""
                 say(f"{me} at {me.address}: view {view.epoch}: {names}{more} ({reason})")
+            case Suspecting(key=key, reason=reason):
+                say(f"{key} is suspect: {reason}")
             case LifeOver(key=key, reason=reason):
                 again = "" if reason == LEFT else "; it will try to come back"
                 say(f"{key} stops: {reason}{again}")

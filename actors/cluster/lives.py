@@ -120,6 +120,14 @@ class Acting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Suspecting:
+    """A member is no longer heard: not yet out, and perhaps heard again."""
+
+    key: NodeKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LifeOver:
     """This life has ended; unless it has left, the node tries to come back with its next."""
 
@@ -135,7 +143,7 @@ class Told:
     contract: Contract
 
 
-NodeEvent: TypeAlias = Hindered | Began | Acting | LifeOver | Told
+NodeEvent: TypeAlias = Hindered | Began | Acting | Suspecting | LifeOver | Told
 
 
 class LivesHost(Protocol):
@@ -376,6 +384,10 @@ class Lives:
             await loop.run_in_executor(None, self._state.remember, doors)
         except UserError as error:
             log.warning("the other members are not remembered", reason=str(error))
+
+    def suspects(self, key: NodeKey, reason: str) -> None:
+        """See `LifeDesk`."""
+        self._tell(Suspecting(key=key, reason=reason))
 
     def told(self, sender: NodeKey, contract: Contract) -> None:
         """See `LifeDesk`."""

@@ -17,7 +17,17 @@ import uvloop
 from zbmd.actors.cluster.cluster_port import ClusterListener
 from zbmd.actors.cluster.job_output import JobOutput
 from zbmd.actors.cluster.jobs import CommandRefused, Order, problem_of
-from zbmd.actors.cluster.lives import Acting, Began, Hindered, LifeOver, Lives, NodeConfig, NodeEvent, Told
+from zbmd.actors.cluster.lives import (
+    Acting,
+    Began,
+    Hindered,
+    LifeOver,
+    Lives,
+    NodeConfig,
+    NodeEvent,
+    Suspecting,
+    Told,
+)
 from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.node_state import NodeMemory
 from zbmd.actors.cluster.nodes import Node, NodeKey
@@ -199,7 +209,7 @@ class ClusterNode:
                 self._me, self._view = None, NO_VIEW
                 for listener in self._listeners:
                     listener.stopped(reason)
-            case Hindered():
+            case Hindered() | Suspecting():
                 pass
             case _:
                 assert_never(event)

@@ -44,6 +44,10 @@ class LifeDesk(Protocol):
         """Every member of this view knows it."""
         ...
 
+    def suspects(self, key: NodeKey, reason: str) -> None:
+        """A member is no longer heard; what becomes of it, the next view tells."""
+        ...
+
     def told(self, sender: NodeKey, contract: Contract) -> None:
         """A node said something that is not about membership. Raises `RemoteProtocolError`."""
         ...
@@ -193,6 +197,7 @@ class NodeLife:
 
     def suspected(self, key: NodeKey, reason: str) -> None:
         """See `BeatsDesk`."""
+        self._desk.suspects(key, reason)
         self._feed(m.Suspected(key=key, reason=reason))
 
     def trusted(self, key: NodeKey) -> None:

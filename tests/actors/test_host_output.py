@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import threading
+from typing import ClassVar
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +21,7 @@ from zbmd.actors.host_output import (
     OutputLine,
     OutputPump,
     StreamName,
+    emit_plainly,
 )
 
 
@@ -66,6 +70,21 @@ async def test_what_was_written_before_the_end_is_delivered_though_the_pipe_stay
     assert sink.texts == [b"line %d" % i for i in range(100)] + [b"last words"]
     assert len(pump.tail) == TAIL_LINES_MAX
     assert pump.tail[-1] == "last words"
+
+
+def test_a_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a buffer (PYTHONUNBUFFERED) each piece is a system call, and another's may come before it."""
+
+    class Unbuffered(io.StringIO):
+        pieces: ClassVar[list[str]] = []
+
+        def write(self, text: str) -> int:
+            self.pieces.append(text)
+            return len(text)
+
+    monkeypatch.setattr("sys.stdout", Unbuffered())
+    emit_plainly("stdout", "a whole line")
+    assert Unbuffered.pieces == ["a whole line\n"]
 
 
 async def test_a_sink_that_does_not_move_stops_the_writer_at_the_pipe() -> None:

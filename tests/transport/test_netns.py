@@ -83,7 +83,9 @@ def test_a_pulled_cable_ends_links_and_lanes_and_a_plugged_one_takes_new_ones() 
             dialer.tell("put 16000000")
             dialer.until("^put failed PeerLost$")
             for process in (dialer, listener):
-                assert "500 ms" in process.until("^ended PeerLost (.*)$")[1]
+                # On a starved machine the kernel's word on the same silence may come before ours.
+                reason = process.until("^ended PeerLost (.*)$")[1]
+                assert "500 ms" in reason or "Connection timed out" in reason
         lab.hosts[1].plug_cable()
         with netns.peers(lab, budget="500ms") as (_, dialer):
             dialer.tell("frames 1000 100")

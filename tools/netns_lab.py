@@ -38,8 +38,8 @@ PREFIX: Final = "10.77.0"
 PREFIX6: Final = "fd77::"
 START_S: Final = 30.0
 
-# Ends when its input does, which is when the process that holds the other end is gone. Each host has booted by
-# itself: else its nodes would take each other for processes of one host, whose ends the kernel proves.
+# Ends when its input does, which is when the process that holds the other end is gone. Each host has booted
+# by itself: else its nodes would take each other for processes of one host, whose ends the kernel proves.
 _HOLDER: Final = """
 set -e
 hostname "$1"

@@ -45,6 +45,7 @@ def extensions() -> list[Extension]:
             extension("actors", "_heartbeat"),
             extension("actors", "_mailbox"),
             extension("actors", "_serving"),
+            extension("actors", "_asking"),
             extension("actors", "_turns"),
             extension("collectives", "_stepper"),
             extension("collectives", "_remote"),

@@ -14,6 +14,7 @@ cdef extern from *:
 
 cdef extern from "Python.h":
     int PyIter_Send(object iterator, object value, PyObject **result) except -1
+    int PyContextVar_Get(object variable, PyObject *default, PyObject **value) except -1
 
 cdef enum:
     RETURNED = 0  # what PyIter_Send says, but for errors
@@ -51,3 +52,14 @@ cdef inline object as_error(kind, value):
     """What is thrown by `throw(kind, value)`."""
     error = value if isinstance(value, BaseException) else kind
     return error if isinstance(error, BaseException) else kind()
+
+
+cdef inline object value_in(variable):
+    """What a context variable holds; None if it was never set."""
+    cdef PyObject *found = NULL
+    PyContextVar_Get(variable, NULL, &found)
+    if found is NULL:
+        return None
+    value = <object>found
+    Py_DECREF(value)
+    return value

@@ -4,17 +4,16 @@ cimport cython
 from cpython.dict cimport PyDict_GetItem
 from cpython.object cimport PyObject, PyObject_TypeCheck, PyTypeObject
 from cpython.ref cimport Py_DECREF
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t
 
 import time
 
 from zbmd.actors._mailbox cimport Delivery, Mailbox
-from zbmd.actors._sending cimport RETURNED, YIELDED, as_error, go_on, say, set_send, value_of
+from zbmd.actors._sending cimport RETURNED, YIELDED, as_error, go_on, say, set_send, value_in, value_of
 from zbmd.actors.context import current_cell, current_delivery
 from zbmd.actors.contracts import Contract
 
 cdef extern from "Python.h":
-    int PyContextVar_Get(object variable, PyObject *default, PyObject **value) except -1
     object PyContextVar_Set(object variable, object value)
     bint PyCoro_CheckExact(object thing)
     bint PyDict_CheckExact(object thing)
@@ -39,29 +38,11 @@ cdef enum:
     OVER = 2
 
 
-cdef object _context(variable):
-    """What a context variable holds; None if it was never set."""
-    cdef PyObject *found = NULL
-    PyContextVar_Get(variable, NULL, &found)
-    if found is NULL:
-        return None
-    value = <object>found
-    Py_DECREF(value)
-    return value
-
-
 cdef inline int64_t _now_ns() except -1:
     return time.monotonic_ns()  # which a simulation replaces
 
 
 cdef class CellCore:
-    cdef public Mailbox mailbox
-    cdef public object actor, handlers, life, task, current, name, incarnation
-    cdef public Post system
-    cdef public bint accepts
-    cdef public int64_t handled, turns
-    cdef public object _stop, _withdrawn
-
     def __cinit__(self, *_, **__):
         self.accepts = True
         self.handled = self.turns = 0
@@ -206,13 +187,9 @@ cdef int _serving_send(self, value, PyObject **result) except -1:
 
 
 cdef class Post:
-    cdef public dict _cells
-    cdef public object name, incarnation, deadlines
-    cdef public uint64_t _last_trace
-    cdef public Py_ssize_t _tells_left
-
     def __cinit__(self, *_, **__):
         self._cells = {}
+        self._peers = {}
         self._tells_left = _TELLS
 
     def new_trace(self):
@@ -232,13 +209,12 @@ cdef class Post:
         self._tells_left = _TELLS
         return True
 
-    cdef Mailbox _told(self, ref, message):
-        """The mailbox that the message was put into; None if anything is out of the ordinary."""
+    cdef CellCore found(self, ref):
+        """The actor of this process that a reference names; None if it does not live, or lives elsewhere."""
         cdef CellCore cell
-        cdef Delivery running, delivery
         cdef PyObject *found
         process = ref.process
-        if (process is not self.name and process != self.name) or not PyObject_TypeCheck(message, <PyTypeObject *>Contract):
+        if process is not self.name and process != self.name:
             return None
         found = PyDict_GetItem(self._cells, ref.actor)
         if found is NULL:
@@ -252,12 +228,30 @@ cdef class Post:
         life = ref.process_incarnation
         if life and life != self.incarnation:
             return None
-        running = _context(current_delivery)
-        sender = _context(current_cell)
+        return cell
+
+    cdef Delivery envelope(self, message):
+        """What is sent here and now: its trace, its sender, and the deadline under which that runs."""
+        cdef Delivery running = value_in(current_delivery), delivery
+        sender = value_in(current_cell)
         delivery = Delivery.__new__(Delivery)
         delivery.message = message
+        delivery.deadline_ns = 0 if running is None else running.deadline_ns
         delivery.trace_id = self.new_trace() if running is None else running.trace_id
         delivery.sender = "" if sender is None else (<CellCore>sender).name
+        return delivery
+
+    cdef Mailbox _told(self, ref, message):
+        """The mailbox that the message was put into; None if anything is out of the ordinary."""
+        cdef CellCore cell
+        cdef Delivery delivery
+        if not PyObject_TypeCheck(message, <PyTypeObject *>Contract):
+            return None
+        cell = self.found(ref)
+        if cell is None:
+            return None
+        delivery = self.envelope(message)
+        delivery.deadline_ns = 0
         if not cell.mailbox.take_in(delivery):
             return None
         if cell.task is None:

@@ -10,47 +10,19 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from typing import Any
 
-QUANTUM_NS_LOG2_MIN = 20  # about 1 ms
-QUANTA_PER_TIMEOUT_LOG2 = 6
-
-Bucket = set["asyncio.Future[Any]"]
+from zbmd.actors._asking import Wheel
 
 
 class Expired(Exception):
     """Set on a future whose deadline passed; whoever awaits it turns it into words."""
 
 
-class DeadlineWheel:
+class DeadlineWheel(Wheel):
     """Sets `Expired` on each future that is still in the wheel when its deadline passes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._buckets: dict[int, Bucket] = {}
-        self._expiries_ns: list[int] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_ns = 0
-        self.pending = 0
-
-    def add(self, future: asyncio.Future[Any], deadline_ns: int, timeout_ns: int) -> Bucket:
-        """Watch `future`; the caller owes one `remove` with the bucket that is returned."""
-        quantum_log2 = max(QUANTUM_NS_LOG2_MIN, timeout_ns.bit_length() - QUANTA_PER_TIMEOUT_LOG2)
-        expiry_ns = ((deadline_ns >> quantum_log2) + 1) << quantum_log2
-        bucket = self._buckets.get(expiry_ns)
-        if bucket is None:
-            bucket = self._buckets[expiry_ns] = set()
-            heapq.heappush(self._expiries_ns, expiry_ns)
-            if self._timer is None or expiry_ns < self._timer_ns:
-                self._arm(expiry_ns, time.monotonic_ns())
-        bucket.add(future)
-        self.pending += 1
-        return bucket
-
-    def remove(self, future: asyncio.Future[Any], bucket: Bucket) -> None:
-        """Stop watching `future`."""
-        bucket.discard(future)
-        self.pending -= 1
 
     def close(self) -> None:
         """Cancel the timer."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from zbmd.actors import wire
-from zbmd.actors._mailbox import Delivery, LocalReply, MailboxMemory
+from zbmd.actors._asking import Asked, ask, deadline, envelope
+from zbmd.actors._mailbox import Delivery, MailboxMemory
 from zbmd.actors._serving import Post
 from zbmd.actors.cell import ActorCell
 from zbmd.actors.context import current_cell, current_delivery
@@ -20,17 +21,13 @@ from zbmd.actors.errors import (
     InvalidMessage,
     MailboxFull,
     MailboxMemoryFull,
-    MissingDeadline,
     SystemStopped,
-    TooManyPending,
 )
 from zbmd.actors.loop_watch import watch_loop
-from zbmd.actors.peer import TIMEOUT_NS_MAX, Peer
+from zbmd.actors.peer import Peer
 from zbmd.actors.pools import Pools
 from zbmd.actors.ref import Ref
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
-
-ASKS_PENDING_MAX = 65_536
 
 
 class Messaging(Post):
@@ -86,51 +83,36 @@ class Messaging(Post):
                 await peer.send(payload, trace_id)
 
     async def _ask(self, ref: Ref, message: Contract, wanted: type[Any] | None, timeout: float | None) -> Any:
-        trace_id, sender = self._envelope(message)
-        deadline_ns, timeout_ns = self._deadline(timeout, ref)
-        if self.deadlines.pending >= ASKS_PENDING_MAX:
-            raise TooManyPending(f"{ASKS_PENDING_MAX} asks are pending in {self.name}")
-        future: asyncio.Future[Any] = self.loop.create_future()
-        bucket = self.deadlines.add(future, deadline_ns, timeout_ns)
-        cell: ActorCell | None = None
-        peer: Peer | None = None
-        delivery: Delivery | None = None
-        call = 0
+        asked = ask(self, ref, message, timeout)
         try:
-            if ref.process == self.name:
-                cell = self._living(ref)
-                delivery = Delivery(message, deadline_ns, trace_id, sender, None, LocalReply(future))
-                if not cell.mailbox.offer(delivery):
-                    await self._wait_for_room(cell, delivery, deadline_ns, timeout_ns)
-                elif cell.task is None:
-                    cell.wake()
-            else:
-                peer = self._peer(ref.process, ref.process_incarnation)
-                call = peer.open_call(future)
-                payload = wire.encode_ask(call, ref.actor, ref.incarnation, timeout_ns, sender, message)
-                if not peer.try_send(payload, trace_id):
-                    await peer.send_before(payload, trace_id, future)
-            reply = await future
+            if asked.waits:
+                await self._until_taken(asked)
+            reply = await asked.future
         except BaseException as error:
-            _forget_outcome(future)
+            _forget_outcome(asked.future)
             if isinstance(error, asyncio.CancelledError):
-                if peer is not None:
-                    peer.withdraw(ref, call)
-                elif cell is not None and delivery is not None:
-                    cell.withdraw(delivery.reply_to)
+                if asked.peer is not None:
+                    asked.peer.withdraw(ref, asked.call)
+                elif asked.cell is not None:
+                    asked.cell.withdraw(asked.delivery.reply_to)
             if isinstance(error, Expired):
-                what = f"{ref!r} did not answer {contract_tag(message)} within {timeout_ns / 1e9:g} s"
+                what = f"{ref!r} did not answer {contract_tag(message)} within {asked.timeout_ns / 1e9:g} s"
                 raise DeadlineExceeded(what) from None
             raise
         finally:
-            self.deadlines.remove(future, bucket)
-            if peer is not None:
-                peer.close_call(call)
+            asked.over()
         if wanted is not None and type(reply) is not wanted:
             raise InvalidMessage(
                 f"{ref!r} answered {contract_tag(message)} with {type(reply).__name__}, not {wanted.__name__}"
             )
         return reply
+
+    async def _until_taken(self, asked: Asked) -> None:
+        """Wait for room in the mailbox, or on the link."""
+        if asked.peer is not None:
+            await asked.peer.send_before(asked.payload, asked.delivery.trace_id, asked.future)
+        elif asked.cell is not None:
+            await self._wait_for_room(asked.cell, asked.delivery, asked.deadline_ns, asked.timeout_ns)
 
     async def cast(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
         """Tell many the same message; returns those to whom it could not be sent, and why.
@@ -214,26 +196,12 @@ class Messaging(Post):
 
     def _envelope(self, message: object) -> tuple[int, str]:
         """Trace id and sender's name for a message sent here and now."""
-        if not isinstance(message, Contract):
-            raise InvalidMessage(f"{message!r:.200} is not a Contract")
-        running = current_delivery.get()
-        trace_id = self.new_trace() if running is None else running.trace_id
-        cell = current_cell.get()
-        return trace_id, "" if cell is None else cell.name
+        return envelope(self, message)
 
     def _deadline(self, timeout: float | None, whom: object) -> tuple[int, int]:
         """(deadline, time left), ns: the earlier of the given timeout and the inherited deadline."""
-        now_ns = time.monotonic_ns()
         running = current_delivery.get()
-        inherited_ns = 0 if running is None else running.deadline_ns
-        if timeout is None:
-            if not inherited_ns:
-                raise MissingDeadline(f"asking {whom}: give a timeout, there is no deadline to inherit here")
-            return inherited_ns, max(0, inherited_ns - now_ns)
-        timeout_ns = min(max(0, int(timeout * 1e9)), TIMEOUT_NS_MAX)
-        if inherited_ns and inherited_ns < now_ns + timeout_ns:
-            return inherited_ns, max(0, inherited_ns - now_ns)
-        return now_ns + timeout_ns, timeout_ns
+        return deadline(timeout, 0 if running is None else running.deadline_ns, whom)
 
     def _no_memory(self, nbytes: int) -> ActorError:
         """The refusal of a message of that size."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
 from zbmd.actors import wire
+from zbmd.actors._asking import TIMEOUT_NS_MAX as TIMEOUT_NS_MAX
+from zbmd.actors._asking import PeerCore
+from zbmd.actors._asking import RemoteReply as RemoteReply
 from zbmd.actors._mailbox import Delivery
 from zbmd.actors.actor import (
     Down,
@@ -24,8 +26,6 @@ from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.errors import (
     ActorError,
     ActorStartFailed,
-    DeadActor,
-    MailboxFull,
     TooManyPending,
     UnknownActorClass,
     error_from_wire,
@@ -39,7 +39,6 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
     ZbmdError,
 )
-from zbmd.transport.frames import FrameHeader
 from zbmd.transport.link import Link
 
 if TYPE_CHECKING:
@@ -49,38 +48,9 @@ OUTBOX_FRAMES_MAX = 65_536
 """Replies and signals that wait for room on the link; past it the link is closed: its peer does not read."""
 WATCHES_MAX = 65_536
 SPAWNS_PENDING_MAX = 1024
-TIMEOUT_NS_MAX = 30 * 24 * 3600 * 1_000_000_000
 
 
-class RemoteReply:
-    """The way back to an asker of another process."""
-
-    __slots__ = ("call", "peer")
-
-    def __init__(self, peer: Peer, call: int) -> None:
-        self.peer = peer
-        self.call = call
-
-    def reply(self, message: Any) -> Any:
-        """Send the answer. If the asker's process is gone there is nobody to tell."""
-        return self.peer.answer(wire.encode_reply(self.call, message))
-
-    def post(self, message: Any) -> None:
-        """Send the answer, from the peer's bounded outbox if need be."""
-        self.peer.post_payload(wire.encode_reply(self.call, message))
-
-    def fail(self, error: ActorError) -> None:
-        """Send the error."""
-        self.peer.fail_call(self.call, error)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemoteReply) and self.call == other.call and self.peer is other.peer
-
-    def __hash__(self) -> int:
-        return hash((id(self.peer), self.call))
-
-
-class Peer:
+class Peer(PeerCore):
     """The other end of a link."""
 
     def __init__(
@@ -93,8 +63,6 @@ class Peer:
         self._system = system
         self._codec = system.codec
         self._on_closed = on_closed
-        self._calls: dict[int, tuple[asyncio.Future[Any], bool]] = {}
-        self._next_call = 0
         self._watches: dict[int, tuple[Ref, Callable[[Down], None]]] = {}
         self._next_watch = 0
         self._watched: dict[int, tuple[ActorCell, int]] = {}
@@ -114,18 +82,6 @@ class Peer:
         return Ref(self._system, self.name, self.incarnation, actor, incarnation)
 
     # Sending.
-
-    def try_send(self, payload: bytes, trace_id: int = 0) -> bool:
-        """Send now, in order; False if there is no room. Raises `PeerLost`."""
-        if self._outbox:
-            return False
-        try:
-            self.link.send(payload, trace_id=trace_id)
-        except LinkFull:
-            return False
-        except LinkClosed as error:
-            raise self.lost or PeerLost(self.name, str(error)) from None
-        return True
 
     async def send(self, payload: bytes, trace_id: int = 0) -> None:
         """Send, waiting for room in turn. Raises `PeerLost`, or `TooManyPending` if too many wait."""
@@ -156,15 +112,6 @@ class Peer:
     def post(self, envelope: wire.Envelope) -> None:
         """Send without waiting: in order, from a bounded outbox if need be."""
         self.post_payload(wire.encode(envelope))
-
-    def answer(self, payload: bytes) -> Any:
-        """Send an answer; returns what waits for room if there was none."""
-        if self.lost is not None:
-            return None
-        try:
-            return None if self.try_send(payload) else self._answer_later(payload)
-        except PeerLost:
-            return None
 
     async def _answer_later(self, payload: bytes) -> None:
         try:
@@ -225,16 +172,6 @@ class Peer:
             self._flush = None
 
     # What we wait for.
-
-    def open_call(self, future: asyncio.Future[Any], *, wants_ref: bool = False) -> int:
-        """A number under which the answer will come back."""
-        self._next_call += 1
-        self._calls[self._next_call] = (future, wants_ref)
-        return self._next_call
-
-    def close_call(self, call: int) -> None:
-        """Expect no answer (any more): a late one is dropped."""
-        self._calls.pop(call, None)
 
     def withdraw(self, ref: Ref, call: int) -> None:
         """The ask of that number, to `ref`, has been given up."""
@@ -307,17 +244,8 @@ class Peer:
 
     # Receiving. Errors raised here end the link.
 
-    def _on_frame(self, header: FrameHeader, payload: memoryview | bytes) -> None:
-        if self.lost is not None:
-            return
-        envelope = self._codec.decode(payload)
+    def _on_rarer(self, envelope: wire.Envelope, trace_id: int) -> None:
         match envelope:
-            case wire.Ask():
-                self._on_ask(envelope, header.trace_id)
-            case wire.Reply():
-                self._on_reply(envelope)
-            case wire.Tell():
-                self._on_tell(envelope, header.trace_id)
             case wire.Fail():
                 self._on_fail(envelope)
             case wire.Bounce():
@@ -345,18 +273,11 @@ class Peer:
                 if cell is not None:
                     cell.withdraw(RemoteReply(self, envelope.call))
             case wire.Cast():
-                self._on_cast(envelope, header.trace_id)
+                self._on_cast(envelope, trace_id)
+            case wire.Ask() | wire.Reply() | wire.Tell():
+                raise LocalProtocolError(f"{type(envelope).__name__} is none of the rarer envelopes")
             case _:
                 assert_never(envelope)
-
-    def _on_tell(self, m: wire.Tell, trace_id: int) -> None:
-        tag = "unknown"
-        try:
-            message = self._codec.decode_contract(m.body)
-            tag = str(message.__struct_config__.tag)
-            self._deliver(m.to, m.incarnation, Delivery(message, 0, trace_id, m.sender, self, None))
-        except ActorError as error:
-            self.bounce(m.to, m.incarnation, m.sender, tag, error)
 
     def _on_cast(self, m: wire.Cast, trace_id: int) -> None:
         message: Contract | None = None
@@ -369,40 +290,6 @@ class Peer:
                 self._deliver(to, incarnation, Delivery(message, 0, trace_id, m.sender, self, None))
             except ActorError as error:
                 self.bounce(to, incarnation, m.sender, tag, error)
-
-    def _on_ask(self, m: wire.Ask, trace_id: int) -> None:
-        try:
-            message = self._codec.decode_contract(m.body)
-            deadline_ns = time.monotonic_ns() + min(m.timeout_ns, TIMEOUT_NS_MAX)
-            delivery = Delivery(message, deadline_ns, trace_id, m.sender, self, RemoteReply(self, m.call))
-            self._deliver(m.to, m.incarnation, delivery)
-        except ActorError as error:
-            self.fail_call(m.call, error)
-
-    def _deliver(self, to: str, incarnation: int, delivery: Delivery) -> None:
-        cell = self._find(to, incarnation)
-        if cell is None or not cell.accepts:
-            raise DeadActor(f"{self._system.name}/{to} (incarnation {incarnation}) does not live")
-        if not cell.mailbox.offer(delivery):
-            raise MailboxFull(f"{cell.ref.address} has {len(cell.mailbox)} messages waiting")
-        cell.wake()
-
-    def _on_reply(self, m: wire.Reply) -> None:
-        call = self._calls.pop(m.call, None)
-        if call is None:
-            return  # its asker gave up
-        future, wants_ref = call
-        if future.done():
-            return
-        try:
-            future.set_result(
-                self._codec.decode_ref(m.body) if wants_ref else self._codec.decode_reply(m.body)
-            )
-        except ActorError as error:
-            future.set_exception(error)
-        except RemoteProtocolError as error:
-            future.set_exception(error)
-            raise
 
     def _on_fail(self, m: wire.Fail) -> None:
         call = self._calls.pop(m.call, None)

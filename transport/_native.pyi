@@ -140,8 +140,11 @@ class RingReader:
     @property
     def partial(self) -> bool:
         """Whether bytes of a frame are waiting."""
-    def ready(self) -> bool:
-        """Whether bytes have come since the last `read`, or the writer's position is impossible."""
+    def ready(self, look_ns: int = 0) -> bool:
+        """Whether bytes have come since the last `read`, or the writer's position is impossible.
+
+        If not, it looks on for `look_ns`, without the GIL.
+        """
     def park(self) -> bool:
         """Ask to be woken at the next write; False, and not asked, if there are bytes already."""
 

@@ -96,6 +96,7 @@ cdef extern from "ring.h" nogil:
     void zbmd_ring_copy_out(zbmd_ring_end *end, uint64_t at, char *target, uint64_t n)
     int64_t zbmd_ring_free(zbmd_ring_end *writer)
     int64_t zbmd_ring_used(zbmd_ring_end *reader)
+    void zbmd_pause()
     void zbmd_ring_publish_head(zbmd_ring_end *writer)
     void zbmd_ring_publish_tail(zbmd_ring_end *reader)
     bint zbmd_ring_park_reader(zbmd_ring_end *reader)
@@ -451,8 +452,15 @@ cdef class RingReader:
     def partial(self):
         return self.frame is not None or zbmd_ring_used(&self.end) != 0
 
-    def ready(self):
-        """Whether bytes have come, or the writer's position is impossible."""
+    def ready(self, uint64_t look_ns=0):
+        """Whether bytes have come, or come within that time, or the writer's position is impossible."""
+        cdef uint64_t end_ns
+        if zbmd_ring_used(&self.end) != 0 or look_ns == 0:
+            return zbmd_ring_used(&self.end) != 0
+        with nogil:
+            end_ns = zbmd_now_ns() + look_ns
+            while zbmd_ring_used(&self.end) == 0 and zbmd_now_ns() < end_ns:
+                zbmd_pause()
         return zbmd_ring_used(&self.end) != 0
 
     def park(self):

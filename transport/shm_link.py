@@ -26,6 +26,8 @@ from zbmd.transport.segment import PeerSegment, Segment
 from zbmd.transport.spin import SpinPolicy
 
 GOODBYE = b"\x01"
+LOOK_NS = 2_000
+"""How long a reader that spins looks before the loop gets its next turn, which takes about as long."""
 _PREFIX_BYTES = 4
 
 
@@ -155,7 +157,7 @@ class ShmLink(LinkSide):
     def _spin(self) -> None:
         if self._closed:
             return
-        if self._reader.ready():
+        if self._reader.ready(LOOK_NS):
             self._spinning = False
             self._drain()
         elif self._policy.goes_on(now_ns()):

@@ -21,6 +21,7 @@ BUILT = {
     "transport/_native",
     "transport/_recording",
     "transport/_region",
+    "actors/_asking",
     "actors/_heartbeat",
     "actors/_mailbox",
     "actors/_serving",

@@ -1,0 +1,24 @@
+from libc.stdint cimport int64_t, uint64_t
+
+from zbmd.actors._mailbox cimport Delivery, Mailbox
+
+
+cdef class CellCore:
+    cdef public Mailbox mailbox
+    cdef public object actor, handlers, life, task, current, name, incarnation
+    cdef public Post system
+    cdef public bint accepts
+    cdef public int64_t handled, turns
+    cdef public object _stop, _withdrawn
+
+
+cdef class Post:
+    cdef public dict _cells, _peers
+    cdef public object name, incarnation, deadlines
+    cdef public uint64_t _last_trace
+    cdef public Py_ssize_t _tells_left
+
+    cdef bint _has_told(self, Mailbox mailbox) except -1
+    cdef CellCore found(self, ref)
+    cdef Delivery envelope(self, message)
+    cdef Mailbox _told(self, ref, message)

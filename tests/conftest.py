@@ -2,6 +2,7 @@
 
 - `ZBMD_TEST_SEED=n` repeats a run; without it the seed is fresh. It is printed first, feeds hypothesis, and
   the `seed` fixture derives each test's own from it.
+- The log is as structlog has it by default: at the start of each test nobody has set it up.
 - After each test no child, thread, file descriptor or file in /dev/shm may be left that was not there
   before; what a fixture of wider scope holds is accounted for at the end of the session.
 - With `ZBMD_STRICT_SKIPS=1` (CI) a skip fails the run, unless the test is marked `optional`.
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import structlog
 import uvloop
 from hypothesis import HealthCheck, settings
 
@@ -297,6 +299,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     """Print the seed first."""
     return f"{SEED_VARIABLE}={config.stash[WATCH].seed} repeats this run"
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Generator[None]:
+    """What a test has structlog do with the log ends with it: others look for entries of every level."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture

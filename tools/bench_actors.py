@@ -18,7 +18,8 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from zbmd.tools.bench_row import Row, percentile, table
 from zbmd.tools.peers.actor_asks import EXIT_MISSING, LARGE_BYTES, LIBRARIES, tells_per_second
 from zbmd.transport.errors import UserError
 from zbmd.transport.hello import Identity
+from zbmd.transport.segment import Segment
 from zbmd.transport.shm import Endpoint, dial, listen
 from zbmd.transport.shm_link import ShmLink
 
@@ -44,6 +46,7 @@ TIMEOUT_S = 30.0
 SECONDS_MAX = 60.0
 BATCH = 200
 COOKIE = bytes(32)
+ARENA_BYTES = 64 << 20
 
 
 class Ping(Contract, id="bench.ping"):
@@ -80,18 +83,25 @@ class Echo(Actor):
         """Take note."""
 
 
-def _endpoint(name: str) -> Endpoint:
+@contextmanager
+def _endpoint(name: str, slot: int) -> Generator[Endpoint]:
+    """With memory, as the ranks of a job have it: large messages are read where they lie there."""
     identity = Identity(name=name, pid=os.getpid(), uid=os.getuid(), incarnation=1, contracts=fingerprints())
-    return Endpoint(identity=identity, cookie=COOKIE)
+    segment = Segment.create(slot=slot, incarnation=1, arena_bytes=ARENA_BYTES, inbox_bytes=0)
+    try:
+        yield Endpoint(identity=identity, cookie=COOKIE, segment=segment)
+    finally:
+        segment.close()
 
 
 async def _serve(address: str) -> None:
     system = ActorSystem("child")
     await system.spawn(Echo, name="echo")
     ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-    system.attach(await dial(address, _endpoint("child")), on_closed=ended.set_result)
-    await ended
-    await system.stop()
+    with _endpoint("child", 1) as endpoint:
+        system.attach(await dial(address, endpoint), on_closed=ended.set_result)
+        await ended
+        await system.stop()
 
 
 async def _round_trips(ref: Ref, message: Ping, seconds: float) -> list[float]:
@@ -164,18 +174,19 @@ async def _bench(seconds: float) -> list[Row]:
     system = ActorSystem("bench")
     address = f"zbmd-bench-{os.getpid()}-{secrets.token_hex(4)}"
     came: asyncio.Future[ShmLink] = asyncio.get_running_loop().create_future()
-    listener = listen(address, came.set_result, _endpoint("bench"))
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "zbmd.tools.bench_actors", "--serve", address
-    )
-    try:
-        system.attach(await asyncio.wait_for(came, TIMEOUT_S))
-        rows = await _measure(await system.spawn(Echo, name="echo"), "this process", seconds)
-        rows += await _measure(system.ref("child/echo"), "other process", seconds)
-    finally:
-        listener.close()
-        await system.stop()
-        await child.wait()
+    with _endpoint("bench", 0) as endpoint:
+        listener = listen(address, came.set_result, endpoint)
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "zbmd.tools.bench_actors", "--serve", address
+        )
+        try:
+            system.attach(await asyncio.wait_for(came, TIMEOUT_S))
+            rows = await _measure(await system.spawn(Echo, name="echo"), "this process", seconds)
+            rows += await _measure(system.ref("child/echo"), "other process", seconds)
+        finally:
+            listener.close()
+            await system.stop()
+            await child.wait()
     return rows
 
 

@@ -196,8 +196,9 @@ cdef class PeerCore:
         call = m.call
         try:
             delivery = self._delivery(m, trace_id)
-            timeout_ns = m.timeout_ns
-            delivery.deadline_ns = _now_ns() + min(timeout_ns, _TIMEOUT_MAX)
+            given_ns = m.timeout_ns  # as the peer says: any number
+            timeout_ns = _TIMEOUT_MAX if given_ns > _TIMEOUT_MAX else given_ns
+            delivery.deadline_ns = _now_ns() + timeout_ns
             reply_to = RemoteReply.__new__(RemoteReply)
             reply_to.peer, reply_to.call = self, call
             delivery.reply_to = reply_to

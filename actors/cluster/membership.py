@@ -90,8 +90,6 @@ class ClusterMachine:
         self._agenda = Agenda()
         self._actions: list[m.Action] = []
 
-    # -- events ------------------------------------------------------------------------------------------
-
     def handle(self, event: m.Event, *, now_ns: int) -> list[m.Action]:
         """Take one event at `now_ns` (monotonic) and return what to do, in order."""
         if self.state is State.STOPPED:
@@ -286,8 +284,6 @@ class ClusterMachine:
         self._word.leaving = True
         self._report(now_ns)
 
-    # -- reporting ---------------------------------------------------------------------------------------
-
     def candidates(self) -> list[int]:
         """Who may speak, the first in line first: the members that we have no word against."""
         out = {key.id for key in self._word.suspected | self._word.proven}
@@ -350,8 +346,7 @@ class ClusterMachine:
             return
         if change is None:
             # Reported by too few to be believed. Are we the ones who are cut off?
-            heard = self._tie.quorum(self.view, self.candidates(), self._reports.proven()).holds
-            if heard and now_ns - gathering_ns < self.lonely_ns:
+            if self._hears_enough() and now_ns - gathering_ns < self.lonely_ns:
                 self._agenda.put("propose", now_ns + self.retry_ns)
                 return
         elif (
@@ -361,7 +356,7 @@ class ClusterMachine:
         ):
             self._agenda.put("propose", now_ns + self.batch_ns)
             return
-        elif not change.removed and self.entered < self.view.epoch:
+        elif not change.removed and self.entered < self.view.epoch and self._hears_enough():
             self._agenda.put("propose", now_ns + self.retry_ns)  # first let those in who have been agreed on
             return
         self._number = max(self._number, self._acceptor.promised.number if self._acceptor.promised else 0)
@@ -371,6 +366,10 @@ class ClusterMachine:
         else:
             self._number += 1
             self._ask(m.Phase.PREPARE, m.Ballot(self._number, self.me.id), now_ns)
+
+    def _hears_enough(self) -> bool:
+        """Whether those whom we do not suspect could agree on anything."""
+        return self._tie.quorum(self.view, self.candidates(), self._reports.proven()).holds
 
     def _wanted(self, now_ns: int) -> Change | None:
         return self._reports.change(elapsed_ns=max(0, now_ns - self._known_ns))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from zbmd.actors.cluster import detector as d
 from zbmd.actors.cluster.jobs import CommandRefused, JobSpec, Stop, Submit
+from zbmd.actors.cluster.jobs_scenario import JobsScenario
 from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.membership import ClusterMachine
 from zbmd.actors.cluster.membership_exploration import STORIES, explore
@@ -41,7 +42,7 @@ from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.word import COMMANDS_WAITING_MAX
 from zbmd.transport import sim
 from zbmd.transport.budget import derive
-from zbmd.transport.sim import Options, Outcome, run_scenario
+from zbmd.transport.sim import Options, Outcome, parse_plan, run_scenario
 
 World = tuple[sim.Simulation[Packet], Cluster]
 
@@ -77,6 +78,14 @@ def settle(world: World, expected: frozenset[str]) -> None:
 def test_clusters_stand_faults(seed: int, ranks: int, length: int, faults: int) -> None:
     scenario, options = MembershipScenario(), Options(ranks=ranks, length=length, faults=faults)
     report = run_scenario(scenario, seed, options, scenario.draw_plan(seed, options), tell=None)
+    assert report.outcome is Outcome.OK, report
+
+
+def test_who_is_cut_off_as_a_view_is_installed_stops_though_it_has_commands() -> None:
+    """It knows a view that it cannot enter, and waited for that with the commands of its job, for ever."""
+    fault = "partition:groups=node0+node2/node1,at={}ns,for={}ns"
+    plan = parse_plan(";".join([fault.format(3433369838, 1817573661), fault.format(4429671818, 1901264580)]))
+    report = run_scenario(JobsScenario(), 160487494768267, Options(ranks=3, length=6), plan, tell=None)
     assert report.outcome is Outcome.OK, report
 
 

@@ -70,7 +70,7 @@ def test_the_job_is_identical_kill_included(job: Path, capsys: pytest.CaptureFix
         "rank2#1",
     ]
     kinds = {v["kind"] for v in verdicts(found)}
-    assert kinds == {"membership", "hello", "step-commit", "operations", "directory"}
+    assert kinds == {"membership", "hello", "step-commit", "operations", "directory", "supervision"}
     assert sum(v["events"] for v in verdicts(found)) > 100
     endings = {p["process"]: p["ending"] for p in found["processes"]}
     assert [process for process, ending in endings.items() if ending] == ["rank1#1"]
@@ -177,7 +177,7 @@ def test_as_test_passes_now_and_fails_on_a_mutated_machine(
     run()
     (log,) = open_log(path.with_suffix(".zlog")).processes
     machines = {declared.machine for declared in log.streams.values()}
-    assert machines == {"step-commit", "operations", "directory"}
+    assert machines == {"step-commit", "operations", "directory", "supervision"}
     monkeypatch.setattr(StepCommit, "_count_votes", commit_a_vote_early)
     with pytest.raises(AssertionError, match="Divergence"):
         run()

@@ -287,9 +287,9 @@ MUTATIONS = [
         "links",
         (
             Edit(
-                "zbmd.actors.system:ActorSystem.find",
-                "if cell is None or (incarnation and incarnation != cell.ref.incarnation):",
-                "if cell is None:",
+                "zbmd.actors.system:ActorSystem._create",
+                "Ref(self, self.name, self.incarnation, actor_name, incarnation)",
+                "Ref(self, self.name, self.incarnation, actor_name, 1)",
             ),
         ),
         BROKEN,

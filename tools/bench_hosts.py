@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -178,6 +179,7 @@ def main() -> None:
     if RankEnvironment.read(os.environ) is not None:
         uvloop.run(_serve(arguments.control, arguments.arena))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started ends with it
     try:
         measure(arguments)
     except ZbmdError as error:

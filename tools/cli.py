@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from zbmd.actors.rank_log import log_to_stderr
 from zbmd.tools import bench_cli, sim_cli
 from zbmd.tools.flight import add_flights
 from zbmd.tools.plan_cli import add_plan
@@ -152,6 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     See `sim_cli` and `bench_cli` for others.
     """
+    log_to_stderr()
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run_command(arguments))

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from zbmd.actors.rank_log import log_to_stderr
 from zbmd.training.config import TrainingConfig
 from zbmd.training.job import JobOptions, open_recipe, run
 from zbmd.training.plain import PlainTrainer
@@ -110,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory of the run")
     parser.add_argument("--data", help="file, directory or glob to train on")
     arguments = parser.parse_args(argv)
+    log_to_stderr()
     options = JobOptions(
         out=arguments.out,
         data=arguments.data,

@@ -236,6 +236,7 @@ async def main():
         part = await group.subgroup([node.rank])
         assert part.communicator.channel != pair.communicator.channel
         await part.barrier()
+        await group.barrier()  # once both have closed the pair, its channel may be used again
         await pair.close()
         await part.close()
         await group.close()

@@ -27,7 +27,7 @@ from zbmd.training.job import JobOptions, open_recipe
 from zbmd.training.ml_actors.model_actors import ModelActors
 from zbmd.training.overhead import median_interval
 from zbmd.training.recipe import Recipe
-from zbmd.training.store import Store
+from zbmd.training.store import Store, own_memory
 from zbmd.transport.errors import UserError
 
 WARMUP_ROUNDS = 5
@@ -80,7 +80,7 @@ def _rounds(sides: dict[str, _Clocked], rounds: int) -> list[dict[str, tuple[flo
 async def measure(options: JobOptions, rounds: int) -> ActorsCost:
     """Time `rounds` of the job's model. Raises `UserError`."""
     recipe = open_recipe(options)
-    store = Store(recipe.model.layout, lambda size: np.zeros(size, np.float32))
+    store = Store(recipe.model.layout, own_memory)
     store.current.state.weights[:] = recipe.model.init(recipe.config.seed)
     weights = store.current.state.weights
     system, actors = ActorSystem("bench"), ModelActors(recipe, store)

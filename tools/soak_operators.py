@@ -29,7 +29,7 @@ from zbmd.training.ml_actors.operator_devices import DeviceFault, HostDevice, Mo
 from zbmd.training.ml_actors.seat import GivenUp
 from zbmd.training.plain import PlainTrainer
 from zbmd.training.recipe import Recipe
-from zbmd.training.store import Store
+from zbmd.training.store import Store, own_memory
 from zbmd.training.tape import Backward, Parameter, Tape, Tensor
 from zbmd.training.training_scenario import plain_job
 from zbmd.training.xp import Array
@@ -78,7 +78,7 @@ class FlakyDevice:
 
         def run(tape: Tape, *arguments: object, **options: object) -> Tensor:
             self.fail()
-            return there(_FlakyTape(tape, self.fail), *arguments, **options)
+            return there(FlakyTape(tape, lambda _: self.fail()), *arguments, **options)
 
         return run
 
@@ -95,12 +95,15 @@ class FlakyDevice:
             raise Flake(self.name)
 
 
-class _FlakyTape(Tape):
-    """Records on another tape rules that fail, some with the gradient spoiled that they were given."""
+class FlakyTape(Tape):
+    """Records on another tape rules that fail, some with the gradient spoiled that they were given.
+
+    fail: raises, or not; is told where the rule stands.
+    """
 
     __slots__ = ("_fail", "_tape")
 
-    def __init__(self, tape: Tape, fail: Callable[[], None]) -> None:
+    def __init__(self, tape: Tape, fail: Callable[[str], None]) -> None:
         super().__init__(tape.xp, recording=tape.recording)
         self._tape = tape
         self._fail = fail
@@ -109,10 +112,10 @@ class _FlakyTape(Tape):
         """See `Tape`."""
 
         def rule(grad: Array) -> None:
-            self._fail()
+            self._fail("backwards")
             backward(grad)
             try:
-                self._fail()
+                self._fail("backwards, at the end")
             except Exception:
                 grad *= 3.0
                 raise
@@ -148,7 +151,7 @@ async def _run_seed(seed: int) -> Soaked:
     dropout, recompute = random.choice((0.0, 0.2)), random.random() < 0.3
     recipe = _recipe(dropout, recompute=recompute)
     devices = _devices(random)
-    store = Store(recipe.model.layout, lambda size: np.zeros(size, np.float32))
+    store = Store(recipe.model.layout, own_memory)
     system = ActorSystem(f"soak{seed}")
     actors = ModelActors(recipe, store, devices=devices)
     kills = 0

@@ -24,6 +24,11 @@ Allocate = Callable[[int], Array]
 """Return a 1-D float32 array of so many elements."""
 
 
+def own_memory(elements: int) -> Array:
+    """An `Allocate`: zeros in this process's own memory, where no peer reads."""
+    return np.zeros(elements, np.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """One version of the state: `flat` (3 * layout.size,) float32, and its three parts as views."""

@@ -29,7 +29,7 @@ from zbmd.training.corpus import Corpus, Source, write_corpus
 from zbmd.training.gpt import GPT
 from zbmd.training.plain import PlainTrainer
 from zbmd.training.recipe import Recipe
-from zbmd.training.store import Store
+from zbmd.training.store import Store, own_memory
 from zbmd.training.xp import Array
 from zbmd.transport import sim
 
@@ -56,7 +56,7 @@ def plain_job(steps: int, shards: int) -> Job:
     """The job of so many steps and shards, done by one plain process."""
     config = TrainingConfig(steps=steps, shards=shards, sequences_per_shard=1, warmup_steps=2)
     recipe = Recipe(GPT(MODEL), _corpus(), config)
-    trainer, store = PlainTrainer(recipe), Store(recipe.model.layout, _zeros)
+    trainer, store = PlainTrainer(recipe), Store(recipe.model.layout, own_memory)
     digests: list[bytes] = []
     for version in range(steps + 1):
         if version:
@@ -65,10 +65,6 @@ def plain_job(steps: int, shards: int) -> Job:
         slot.weights[:], slot.mean[:], slot.square[:] = state.weights, state.mean, state.square
         digests.append(store.digest(0))
     return Job(recipe, tuple(digests), store.slots[0].flat.copy())
-
-
-def _zeros(elements: int) -> Array:
-    return np.zeros(elements, np.float32)
 
 
 @lru_cache(maxsize=1)
@@ -133,7 +129,10 @@ class Training(Contents):
         )
         size = self.job.recipe.model.layout.size
         buffers = [
-            {**{input_buffer(k): entered[m][node] for k, node in enumerate(entered[m])}, OUT: _zeros(size)}
+            {
+                **{input_buffer(k): entered[m][node] for k, node in enumerate(entered[m])},
+                OUT: own_memory(size),
+            }
             for m in members
         ]
         kills = {
@@ -157,7 +156,7 @@ class TrainingSlots(Slots):
         self._training, self._member = training, member
         self._recipe = training.job.recipe
         layout = self._recipe.model.layout
-        self.store = Store(layout, _zeros)
+        self.store = Store(layout, own_memory)
         self.store.slots[0].state.weights[:] = self._recipe.model.init(self._recipe.config.seed)
 
     def digest(self, slot: int) -> bytes:
@@ -175,7 +174,7 @@ class TrainingSlots(Slots):
         shards, layout = self._recipe.config.shards, self._recipe.model.layout
         lo, hi = assign_shards(shards, len(work.members))[work.members.index(self._member.rank)]
         plan = AccumulationPlan.of(shards, lo, hi)
-        buffers = [_zeros(layout.size) for _ in range(plan.buffers)]
+        buffers = [own_memory(layout.size) for _ in range(plan.buffers)]
         ids, old = self._recipe.sample_ids(work.version - 1), self.store.slots[1 - work.slot].state
         for leaf in plan.leaves:
             step = work.version - 1

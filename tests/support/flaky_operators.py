@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from random import Random
 
+from zbmd.tools.soak_operators import FlakyTape
 from zbmd.training.gpt import Operator, Operators
-from zbmd.training.tape import Backward, Parameter, Tape, Tensor
-from zbmd.training.xp import Array
+from zbmd.training.tape import Tape, Tensor
 
 
 class Broken(RuntimeError):
@@ -44,33 +43,8 @@ class Flaky:
     def _wrapped(self, name: str, kernel: Operator) -> Operator:
         def run(tape: Tape, *args: object, **options: object) -> Tensor:
             self.fail(f"{name}, before")
-            made = kernel(_FlakyTape(tape, lambda when: self.fail(f"{name}, {when}")), *args, **options)
+            made = kernel(FlakyTape(tape, lambda when: self.fail(f"{name}, {when}")), *args, **options)
             self.fail(f"{name}, recorded")
             return made
 
         return run
-
-
-class _FlakyTape(Tape):
-    """Records on another tape rules that spoil the gradient which they are given before they fail."""
-
-    __slots__ = ("_fail", "_tape")
-
-    def __init__(self, tape: Tape, fail: Callable[[str], None]) -> None:
-        super().__init__(tape.xp, recording=tape.recording)
-        self._tape = tape
-        self._fail = fail
-
-    def record(self, data: Array, backward: Backward, *parameters: Parameter) -> Tensor:
-        """See `Tape`."""
-
-        def rule(grad: Array) -> None:
-            self._fail("backwards")
-            backward(grad)
-            try:
-                self._fail("backwards, at the end")
-            except Broken:
-                grad *= 3.0
-                raise
-
-        return self._tape.record(data, rule, *parameters)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,20 +27,13 @@ from zbmd.training.ml_actors.operator_actor import OperatorActor
 from zbmd.training.ml_actors.seat import GivenUp
 from zbmd.training.ml_actors.tensor_actor import CommitSlot, Committed, TensorActor, read_tensor
 from zbmd.training.recipe import Recipe
-from zbmd.training.store import Store
+from zbmd.training.store import Store, own_memory
 from zbmd.training.tape import Tensor
 from zbmd.training.training_scenario import plain_job
 from zbmd.training.xp import Array
 from zbmd.transport.errors import RemoteProtocolError, UserError
 
 TEXT = " ".join(str(n) for n in range(2000))
-
-
-@pytest.fixture
-async def system() -> AsyncIterator[ActorSystem]:
-    made = ActorSystem("here")
-    yield made
-    await made.stop()
 
 
 @pytest.fixture
@@ -63,7 +55,7 @@ def options_of(directory: Path, name: str) -> job.JobOptions:
 
 
 def store_of(recipe: Recipe) -> Store:
-    store = Store(recipe.model.layout, lambda size: np.zeros(size, np.float32))
+    store = Store(recipe.model.layout, own_memory)
     store.current.state.weights[:] = recipe.model.init(recipe.config.seed)
     return store
 

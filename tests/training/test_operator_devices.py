@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from random import Random
 
@@ -37,17 +36,10 @@ from zbmd.training.ml_actors.operator_devices import (
 )
 from zbmd.training.ml_actors.seat import DescribeSeat, SeatDescribed
 from zbmd.training.recipe import Recipe
-from zbmd.training.store import Store
+from zbmd.training.store import Store, own_memory
 from zbmd.training.tape import Tape, Tensor
 from zbmd.training.training_scenario import plain_job
 from zbmd.transport.errors import LocalProtocolError
-
-
-@pytest.fixture
-async def system() -> AsyncIterator[ActorSystem]:
-    made = ActorSystem("here")
-    yield made
-    await made.stop()
 
 
 @pytest.fixture
@@ -64,7 +56,7 @@ def gradient(recipe: Recipe) -> bytes:
 
 
 async def started(system: ActorSystem, recipe: Recipe, *devices: OperatorDevice) -> ModelActors:
-    store = Store(recipe.model.layout, lambda size: np.zeros(size, np.float32))
+    store = Store(recipe.model.layout, own_memory)
     actors = ModelActors(recipe, store, devices=devices)
     await actors.start(system)
     return actors

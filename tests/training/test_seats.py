@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -56,13 +55,6 @@ class Worker(SeatedActor):
             if message.fail and self.failures:
                 raise self.failures.pop()
             return Taken(self.seat.lives, self.inside)
-
-
-@pytest.fixture
-async def system() -> AsyncIterator[ActorSystem]:
-    made = ActorSystem("here")
-    yield made
-    await made.stop()
 
 
 async def seated(

@@ -3,6 +3,7 @@
 examples:
   zbmd-node run -n 4 -m zbmd.training --steps 300
   zbmd-node run -n 4 -m zbmd.training --data 'texts/**/*.txt' --out runs/texts
+  zbmd-node run -n 4 -m zbmd.training --zero 3 --storage bfloat16
   python -m zbmd.training --plain --steps 300 --out runs/plain
 """
 
@@ -22,6 +23,8 @@ import uvloop
 from zbmd.actors.runtime_env import RankEnvironment
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job import JobOptions, JobResult, run, run_plain
+from zbmd.training.zero.job import run_zero
+from zbmd.training.zero.trainer import ZeroOptions
 from zbmd.transport.errors import UserError
 
 USER_ERROR_EXIT = 2
@@ -64,6 +67,10 @@ def parser() -> argparse.ArgumentParser:
         "--checkpoint-every", type=int, default=50, help="steps, 0: only the last (%(default)s)"
     )
     made.add_argument("--evaluate-every", type=int, default=50, help="steps, 0: only the last (%(default)s)")
+    made.add_argument("--zero", type=int, choices=(1, 2, 3), help="share the state out: ZeRO of this stage")
+    made.add_argument(
+        "--storage", choices=("float32", "bfloat16"), default="float32", help="with --zero (%(default)s)"
+    )
     made.add_argument("--plain", action="store_true", help="one plain process, without any of the stack")
     return made
 
@@ -97,6 +104,14 @@ def options_of(arguments: argparse.Namespace) -> JobOptions:
     )
 
 
+def _run(arguments: argparse.Namespace, options: JobOptions) -> JobResult | None:
+    if arguments.plain:
+        return run_plain(options)
+    if arguments.zero is None:
+        return uvloop.run(run(options))
+    return uvloop.run(run_zero(options, ZeroOptions(stage=arguments.zero, storage=arguments.storage)))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; the last line printed by the lowest rank is its result as JSON.
 
@@ -104,8 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = parser().parse_args(argv)
-        options = options_of(arguments)
-        result: JobResult | None = run_plain(options) if arguments.plain else uvloop.run(run(options))
+        result = _run(arguments, options_of(arguments))
     except UserError as error:
         if RankEnvironment.read(os.environ) is not None:
             raise

@@ -22,7 +22,8 @@ from zbmd.training.precision import MixedTrainer, Storage
 from zbmd.training.zero import machine as zm
 from zbmd.training.zero.accountant import Kind
 from zbmd.training.zero.layout import ShardLayout
-from zbmd.training.zero.rank import ZeroRank, norm_of
+from zbmd.training.zero.rank import ZeroRank
+from zbmd.training.zero.shard_sum import ShardSum
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 MODEL = GPTConfig(context=8, width=32, heads=2, layers=4)
@@ -141,8 +142,8 @@ class World:
         default_factory=list[tuple[int, Callable[[], zm.Event]]]
     )
     sent: dict[int, list[zm.Action]] = field(default_factory=dict[int, list[zm.Action]])
-    values: dict[tuple[int, int], npt.NDArray[np.generic]] = field(
-        default_factory=dict[tuple[int, int], npt.NDArray[np.generic]]
+    values: dict[tuple[int, int], list[npt.NDArray[np.generic]]] = field(
+        default_factory=dict[tuple[int, int], list[npt.NDArray[np.generic]]]
     )
     finished: int = 0
     torn: list[bool] = field(default_factory=list[bool])
@@ -154,7 +155,10 @@ class World:
         self.machines = [zm.ZeroStep(stage=stage, units=units, prefetch=self.prefetch) for _ in self.ranks]
         self.waiting, self.values, self.finished, self.torn = [], {}, 0, []
         self.sent = {rank: [] for rank in range(len(self.ranks))}
-        for rank in range(len(self.ranks)):
+        for rank, own in enumerate(self.ranks):
+            size = 8 // own.sums.shards
+            tokens = [tokens_of(self.step)[size * shard : size * (shard + 1)] for shard in own.leaves]
+            own.begin([own.model.batch(part, global_batch=8) for part in tokens])
             self._handle(rank, zm.Begin())
         for count in range(EVENTS_MAX):
             if self.finished == len(self.ranks):
@@ -198,12 +202,11 @@ class World:
                 assert_never(action)
 
     def _compute(self, rank: int, action: zm.Forward | zm.Backward) -> zm.Event:
-        own, size = self.ranks[rank], len(self.ranks)
+        own = self.ranks[rank]
         if isinstance(action, zm.Backward):
             own.backward(action.unit)
         else:
-            mine = tokens_of(self.step)[rank * 8 // size : (rank + 1) * 8 // size]
-            own.forward(action.unit, own.model.batch(mine, global_batch=8))
+            own.forward(action.unit)
         return zm.Computed(unit=action.unit)
 
     def _update(self, rank: int) -> zm.Event:
@@ -216,11 +219,11 @@ class World:
         self.sent[rank].append(action)
         if isinstance(action, zm.Gather):
             own.room(action.unit)
-            self.values[rank, number] = own.part(action.unit).copy()
+            self.values[rank, number] = [own.part(action.unit).copy()]
         elif isinstance(action, zm.Reduce):
-            self.values[rank, number] = own.gradient(action.unit).copy()
+            self.values[rank, number] = [array.copy() for array in own.outgoing(action.unit)]
         else:
-            self.values[rank, number] = np.array(own.squares())
+            self.values[rank, number] = [own.norm_pieces()]
         if all(len(self.sent[other]) > number for other in self.sent):
             assert all(self.sent[other][number] == action for other in self.sent), (
                 "ranks sent other operations"
@@ -232,14 +235,15 @@ class World:
         own, action = self.ranks[rank], self.sent[rank][number]
         values = [self.values[other, number] for other in range(len(self.ranks))]
         if isinstance(action, zm.Gather):
-            own.room(action.unit)[:] = np.concatenate(values)
+            own.room(action.unit)[:] = np.concatenate([value[0] for value in values])
             return zm.Gathered(unit=action.unit)
         if isinstance(action, zm.Reduce):
             part = own.shards.units[action.unit].part
-            mine = [value[rank * part : (rank + 1) * part].astype(np.float32) for value in values]
-            own.take_reduced(action.unit, sum(mine[1:], mine[0]), release=action.release)
+            mine = slice(rank * part, (rank + 1) * part)
+            received = [np.stack([value[k][mine] for value in values]) for k in range(own.sums.width)]
+            own.take_reduced(action.unit, own.sums.fold(received))
             return zm.Reduced(unit=action.unit)
-        self.norm = norm_of([float(value) for value in values])
+        self.norm = own.norm([value[0].astype(np.float64) for value in values])
         return zm.NormShared(usable=bool(np.isfinite(self.norm)))
 
 
@@ -254,8 +258,9 @@ def world_of(
 ) -> World:
     model = GPT(config)
     shards = ShardLayout.of(model.layout, model.units, ranks=size)
+    sums = ShardSum.of(8, size)
     ranks = [
-        ZeroRank(model, shards, rank=r, stage=stage, storage=storage, optimizer=AdamWConfig(), seed=1)
+        ZeroRank(model, shards, sums, rank=r, stage=stage, storage=storage, optimizer=AdamWConfig(), seed=1)
         for r in range(size)
     ]
     return World(ranks, prefetch, random.Random(seed))
@@ -296,13 +301,14 @@ def test_a_kill_at_any_moment_leaves_the_bits_of_an_undisturbed_run(stage: int) 
     kills = 0
     while world.step < 4:
         # What only one rank holds has a copy elsewhere, as of the last step that all have ended.
-        copies = [rank.kept() for rank in world.ranks]
+        copies = [rank.state_flat.copy() for rank in world.ranks]
         moment = luck.randrange(90) if kills < 8 else None
         if not world.run_step(kill_after=moment):
             kills += 1
             step, fresh = world.step, world_of(3, stage, seed=luck.randrange(2**32))
             for rank, copy in zip(fresh.ranks, copies, strict=True):
-                rank.restore(copy)
+                rank.state_flat[:] = copy
+                rank.round_weights()
             for rank in fresh.ranks if stage < 3 else []:
                 for number in range(len(rank.shards.units)):
                     rank.room(number)[:] = np.concatenate([other.part(number) for other in fresh.ranks])

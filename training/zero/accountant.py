@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -12,25 +13,38 @@ from zbmd.training.xp import Array
 
 
 class Kind(Enum):
-    """What memory is for. All but `WORKING` is model state; that is given back within a step."""
+    """What memory is for. Model state is all but `WORKING`, which is given back within a step, and `MIRROR`."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     WORKING = "working"
+    MIRROR = "mirror"
+    """Copies of another rank's state."""
+
+
+Make = Callable[[int, npt.DTypeLike], Array]
+"""Makes a 1-D array of so many elements; what is in it does not matter."""
+
+
+def own_memory(size: int, dtype: npt.DTypeLike) -> Array:
+    """A `Make`: of this process's own memory, where no peer reads."""
+    return np.empty(size, dtype=dtype)
 
 
 @dataclass(slots=True)
 class Accountant:
-    """Hands out zeroed arrays and counts them."""
+    """Hands out zeroed arrays, made by `make`, and counts them."""
 
+    make: Make = own_memory
     held: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
     most: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
     state_bytes_most: int = 0
 
     def allocate(self, kind: Kind, size: int, dtype: npt.DTypeLike) -> Array:
         """Return (size,) zeros of `dtype`."""
-        array: Array = np.zeros(size, dtype=dtype)
+        array = self.make(size, dtype)
+        array[:] = 0
         self.held[kind] += array.nbytes
         self.most[kind] = max(self.most[kind], self.held[kind])
         self.state_bytes_most = max(self.state_bytes_most, self.state_bytes)
@@ -44,4 +58,4 @@ class Accountant:
     @property
     def state_bytes(self) -> int:
         """Bytes of model state held now."""
-        return sum(nbytes for kind, nbytes in self.held.items() if kind is not Kind.WORKING)
+        return sum(nbytes for kind, nbytes in self.held.items() if kind not in (Kind.WORKING, Kind.MIRROR))

@@ -17,6 +17,9 @@ from typing import assert_never
 from zbmd.transport.errors import LocalProtocolError
 
 PREFETCH_MAX = 64
+REDUCING_MAX = 2
+"""Gradients of units that are on their way while the next one is computed: who computes faster than the group
+reduces waits, for their memory is not in what the stage promises."""
 
 
 class State(Enum):
@@ -109,10 +112,9 @@ class Backward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce:
-    """Reduce-scatter the gradient of `unit`; with `release`, its memory is given back behind that."""
+    """Reduce-scatter the gradient of `unit`; what of it the stage does not keep is given back then."""
 
     unit: int
-    release: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +199,7 @@ class ZeroStep:
         """Raise `AssertionError` if what must always hold does not."""
         assert not self._here & self._coming, "a unit that is here is gathered again"
         assert not self._reducing & self._reduced, "a unit was reduced twice"
+        assert len(self._reducing) <= REDUCING_MAX, "more gradients are on their way than may be"
         if self.state in (State.FORWARD, State.BACKWARD):
             assert 0 <= self._turn < self.units
             if self.stage == 3:
@@ -232,8 +235,10 @@ class ZeroStep:
         return [Release(unit=unit)]
 
     def _compute(self) -> list[Action]:
-        """Compute the unit whose turn it is, if its weights are here and nothing is computed."""
+        """Compute the unit whose turn it is, if its weights are here and nothing is in the way."""
         if self._computing or (self.stage == 3 and self._turn not in self._here):
+            return []
+        if self.state is State.BACKWARD and len(self._reducing) >= REDUCING_MAX:
             return []
         self._computing = True
         unit = self._turn
@@ -266,7 +271,7 @@ class ZeroStep:
 
     def _backward_done(self, unit: int) -> list[Action]:
         self._reducing.add(unit)
-        actions = [*self._release(unit), Reduce(unit=unit, release=self.stage > 1)]
+        actions = [*self._release(unit), Reduce(unit=unit)]
         actions += self._gather(unit - self.prefetch - 1)
         if unit > 0:
             self._turn -= 1
@@ -279,7 +284,7 @@ class ZeroStep:
             raise LocalProtocolError(f"unit {unit} was not being reduced, in state {self.state.value}")
         self._reducing.remove(unit)
         self._reduced.add(unit)
-        return self._norm_if_reduced()
+        return self._compute() if self.state is State.BACKWARD else self._norm_if_reduced()
 
     def _norm_if_reduced(self) -> list[Action]:
         if self.state is not State.REDUCING or self._reducing:

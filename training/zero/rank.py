@@ -3,11 +3,14 @@
 Weights and gradients are kept in 16 bits (or in float32), a rank's shard of masters and moments in float32.
 A unit that is whole in memory has room for all parts, `ranks * part` elements, so that gathering and
 reducing it is one operation over equal parts.
+
+A rank computes its logical shards one after the other, unit by unit, and adds their gradients up in float32
+along the shard tree (`shard_sum`). So in float32 the sums have the bits of one process that has all shards,
+whatever the number of ranks; 16-bit gradients are rounded once, as they are sent.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,16 +18,18 @@ import numpy as np
 
 from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState, Shard, update_blocks
 from zbmd.training.gpt import GPT, Batch
+from zbmd.training.pipeline.norm import Pieces, norm_of, pieces_length, pieces_of
 from zbmd.training.precision import Storage, storage_dtype
 from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.xp import Array
 from zbmd.training.zero.accountant import Accountant, Kind
 from zbmd.training.zero.layout import ShardLayout, Unit
+from zbmd.training.zero.shard_sum import ShardSum
 
 
 @dataclass(slots=True)
 class _Pass:
-    """One unit's forward pass, kept for its backward pass."""
+    """One unit's forward pass of one logical shard, kept for its backward pass."""
 
     tape: Tape
     x: Tensor
@@ -33,53 +38,68 @@ class _Pass:
 
 
 class ZeroRank:
-    """Rank `rank` of `shards.ranks`, with the initial weights of `seed`."""
+    """Rank `rank` of `shards.ranks`, with the initial weights of `seed`. `memory` makes and counts arrays."""
 
     def __init__(
         self,
         model: GPT,
         shards: ShardLayout,
+        sums: ShardSum,
         *,
         rank: int,
         stage: int,
         storage: Storage,
         optimizer: AdamWConfig,
         seed: int,
+        memory: Accountant | None = None,
     ) -> None:
         self.model = model
         self.shards = shards
+        self.sums = sums
         self.rank = rank
         self.stage = stage
-        self.memory = Accountant()
-        self.loss = 0.0
-        self._dtype = storage_dtype(storage)
-        self._passes: dict[int, _Pass] = {}
-        self._slope: Array = np.zeros(0)
+        self.memory = Accountant() if memory is None else memory
+        self.losses: dict[int, float] = {}
+        """Of the logical shards of the last forward pass."""
+        self.dtype = storage_dtype(storage)
+        self._plan = sums.plan(rank)
+        self._batches: list[Batch] = []
+        self._passes: dict[int, list[_Pass]] = {}
+        self._slopes: list[Array] = []
         size, take = shards.shard_size, self.memory.allocate
-        self.state = AdamWState(*(take(Kind.OPTIMIZER, size, np.float32) for _ in range(3)))
-        flat = model.init(seed)
-        self.state.weights[:] = shards.shard_of(flat, rank)
+        self.state_flat = take(Kind.OPTIMIZER, 3 * size, np.float32)
+        """Masters and both moments of the shard, one behind the other: what this rank alone holds."""
+        self.state = AdamWState(*(self.state_flat[k * size : (k + 1) * size] for k in range(3)))
         self._whole: dict[int, Array] = {}
         self._grads: dict[int, Array] = {}
+        self._outgoing: dict[int, list[Array]] = {}
         self._parts = self._sharded(Kind.WEIGHTS) if stage == 3 else {}
         self._grad_parts = self._sharded(Kind.GRADIENTS) if stage > 1 else {}
         for number, unit in enumerate(shards.units):
             if stage < 3:
-                self._whole[number] = take(Kind.WEIGHTS, shards.ranks * unit.part, self._dtype)
-                self._whole[number][: unit.size] = flat[unit.span]
+                self._whole[number] = take(Kind.WEIGHTS, shards.ranks * unit.part, self.dtype)
                 self._parts[number] = self._own(self._whole[number], unit)
             if stage == 1:
-                self._grads[number] = take(Kind.GRADIENTS, shards.ranks * unit.part, self._dtype)
+                self._grads[number] = take(Kind.GRADIENTS, shards.ranks * unit.part, self.dtype)
                 self._grad_parts[number] = self._own(self._grads[number], unit)
-        self._keep_rounded()
         blocks = update_blocks(model.layout)
         self._optimizers = [
             AdamW(optimizer, model.layout, shard=Shard(unit.part, self._blocks(unit, blocks)))
             for unit in shards.units
         ]
+        self.begin_anew(seed)
+
+    def begin_anew(self, seed: int) -> None:
+        """Take the initial state of `seed`: weights, whole where the stage keeps them so, and no moments."""
+        flat = self.model.init(seed)
+        self.state_flat[:] = 0
+        self.state.weights[:] = self.shards.shard_of(flat, self.rank)
+        for number, unit in enumerate(self.shards.units if self.stage < 3 else ()):
+            self._whole[number][: unit.size] = flat[unit.span]
+        self.round_weights()
 
     def _sharded(self, kind: Kind) -> dict[int, Array]:
-        shard = self.memory.allocate(kind, self.shards.shard_size, self._dtype)
+        shard = self.memory.allocate(kind, self.shards.shard_size, self.dtype)
         return {number: shard[unit.in_shard] for number, unit in enumerate(self.shards.units)}
 
     def _own(self, whole: Array, unit: Unit) -> Array:
@@ -90,6 +110,10 @@ class ZeroRank:
         cut = ((max(b.start, own.start), min(b.stop, own.stop), decayed) for b, decayed in blocks)
         return [(slice(lo - own.start, hi - own.start), decayed) for lo, hi, decayed in cut if lo < hi]
 
+    def _working(self, unit: int, dtype: np.dtype[np.generic] | type[np.generic]) -> Array:
+        size = self.shards.ranks * self.shards.units[unit].part
+        return self.memory.allocate(Kind.WORKING, size, dtype)
+
     # ---- weights
 
     def part(self, unit: int) -> Array:
@@ -99,87 +123,165 @@ class ZeroRank:
     def room(self, unit: int) -> Array:
         """Where the gathered weights of `unit` go: (ranks * part,), part r from rank r."""
         if unit not in self._whole:
-            size = self.shards.ranks * self.shards.units[unit].part
-            self._whole[unit] = self.memory.allocate(Kind.WORKING, size, self._dtype)
+            self._whole[unit] = self._working(unit, self.dtype)
         return self._whole[unit]
 
     def release(self, unit: int) -> None:
         """Give the gathered weights of `unit` back."""
-        if unit in self._passes:
-            for parameter in self._passes[unit].parameters:
+        for one in self._passes.get(unit, ()):
+            for parameter in one.parameters:
                 parameter.stored = parameter.stored[:0]
         self.memory.free(Kind.WORKING, self._whole.pop(unit))
 
     # ---- passes
 
-    def forward(self, unit: int, batch: Batch) -> None:
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """The logical shards that this rank computes, in their order."""
+        return tuple(leaf.shard for leaf in self._plan.leaves)
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """Take what is computed in the next step: a batch for each of `leaves`."""
+        assert len(batches) == len(self._plan.leaves), "a batch a logical shard"
+        self._batches, self.losses = list(batches), {}
+
+    def forward(self, unit: int) -> None:
         """Compute `unit` of what the unit before it returned."""
-        x = Tensor(self._passes[unit - 1].y.data if unit else np.zeros(0))
-        tape, parameters = (
-            Tape(np),
-            [Parameter(view, None, i, None) for i, view in self._views(unit, self._whole)],
-        )
-        y = self.model.unit(tape, unit, x, parameters, batch)
-        self._passes[unit] = _Pass(tape, x, y, parameters)
+        self._passes[unit] = [self._forward(unit, leaf) for leaf in range(len(self._batches))]
         if unit == len(self.shards.units) - 1:
-            self.loss = float(y.data)
-            self._slope = np.ones_like(y.data)
+            last = [one.y.data for one in self._passes[unit]]
+            self.losses = {shard: float(loss) for shard, loss in zip(self.leaves, last, strict=True)}
+            self._slopes = [np.ones_like(loss) for loss in last]
+
+    def _forward(self, unit: int, leaf: int) -> _Pass:
+        x = Tensor(self._passes[unit - 1][leaf].y.data if unit else np.zeros(0))
+        tape = Tape(np)
+        parameters = [Parameter(view, None, i, None) for i, view in self._views(unit, self._whole[unit])]
+        y = self.model.unit(tape, unit, x, parameters, self._batches[leaf])
+        return _Pass(tape, x, y, parameters)
 
     def backward(self, unit: int) -> None:
-        """Compute `unit` backwards; its gradient is then whole in memory."""
-        if unit not in self._grads:
-            size = self.shards.ranks * self.shards.units[unit].part
-            self._grads[unit] = self.memory.allocate(Kind.WORKING, size, self._dtype)
-        done = self._passes.pop(unit)
-        views = zip(self._views(unit, self._whole), self._views(unit, self._grads), strict=True)
-        for parameter, ((_, weights), (_, grads)) in zip(done.parameters, views, strict=True):
-            parameter.stored, parameter.grad = weights, grads
-        done.tape.play(done.y, self._slope)
-        if done.x.grad is not None:
-            self._slope = done.x.grad
+        """Compute `unit` backwards; the partial sums of its gradient are then whole in memory."""
+        buffers = self._buffers(unit)
+        size = self.shards.units[unit].size
+        for number, (leaf, done) in enumerate(zip(self._plan.leaves, self._passes.pop(unit), strict=True)):
+            views = zip(
+                self._views(unit, self._whole[unit]), self._views(unit, buffers[leaf.buffer]), strict=True
+            )
+            for parameter, ((_, weights), (_, grads)) in zip(done.parameters, views, strict=True):
+                parameter.stored, parameter.grad = weights, grads
+            done.tape.play(done.y, self._slopes[number])
+            if done.x.grad is not None:
+                self._slopes[number] = done.x.grad
+            self._plan.perform(leaf.additions, buffers, slice(0, size))
+        self._hand_out(unit, buffers)
 
-    def _views(self, number: int, whole: dict[int, Array]) -> list[tuple[int, Array]]:
+    def _buffers(self, unit: int) -> list[Array]:
+        """Where the gradients of shards are added up, float32: the one that is kept, if it is, and others."""
+        count = max(1, self._plan.buffers)
+        kept = self._grads.get(unit)
+        if kept is None or kept.dtype != np.float32:
+            return [self._working(unit, np.float32) for _ in range(count)]
+        first = next(iter(self._plan.partials.values()), 0)
+        return [kept if place == first else self._working(unit, np.float32) for place in range(count)]
+
+    def _hand_out(self, unit: int, buffers: list[Array]) -> None:
+        """Keep the partial sums, in the storage's dtype, for the group; give back what is not sent."""
+        chosen = [buffers[place] for place in self._plan.partials.values()] or buffers[:1]
+        out = [self._rounded(unit, array, first=k == 0) for k, array in enumerate(chosen)]
+        sent = {id(array) for array in out}
+        for array in buffers:
+            if id(array) not in sent and array is not self._grads.get(unit):
+                self.memory.free(Kind.WORKING, array)
+        self._outgoing[unit] = out
+
+    def _rounded(self, unit: int, array: Array, *, first: bool) -> Array:
+        if array.dtype == self.dtype:
+            return array
+        into = self._grads[unit] if first and unit in self._grads else self._working(unit, self.dtype)
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, which is seen
+            into[:] = array
+        return into
+
+    def _views(self, number: int, whole: Array) -> list[tuple[int, Array]]:
         unit, slots = self.shards.units[number], self.model.layout.slots
         places = range(unit.parameters.start, unit.parameters.stop)
         start = unit.span.start
         return [
-            (i, whole[number][slots[i].offset - start :][: slots[i].size].reshape(slots[i].shape))
-            for i in places
+            (i, whole[slots[i].offset - start :][: slots[i].size].reshape(slots[i].shape)) for i in places
         ]
 
-    def gradient(self, unit: int) -> Array:
-        """The whole gradient of `unit`, to be reduced and scattered by all: (ranks * part,)."""
-        return self._grads[unit]
+    def outgoing(self, unit: int) -> list[Array]:
+        """The partial sums of the gradient of `unit`, each (ranks * part,): `sums.width` of them.
 
-    def take_reduced(self, unit: int, part: Array, *, release: bool) -> None:
-        """Keep this rank's part of the summed gradient; with `release`, give the whole one back."""
-        self._grad_parts[unit][:] = part
-        if release:
-            self.memory.free(Kind.WORKING, self._grads.pop(unit))
+        Those that this rank does not have are repeats of its first, which nobody reads.
+        """
+        own = self._outgoing[unit]
+        return own + own[:1] * (self.sums.width - len(own))
+
+    def take_reduced(self, unit: int, part: Array) -> None:
+        """Keep this rank's part of the summed gradient, (part,); give back what the stage does not keep."""
+        with np.errstate(over="ignore"):
+            self._grad_parts[unit][:] = part
+        self._drop(unit)
+
+    def _drop(self, unit: int) -> None:
+        for array in self._outgoing.pop(unit):
+            if array is not self._grads.get(unit):
+                self.memory.free(Kind.WORKING, array)
 
     # ---- the update
 
-    def squares(self) -> float:
-        """The sum of squares of this rank's part of the gradient, in double precision, unit after unit."""
-        total = 0.0
-        for number in range(len(self.shards.units)):
-            part = self._grad_parts[number].astype(np.float64)
-            total += float(np.dot(part, part))
-        return total
+    def norm_pieces(self) -> Pieces:
+        """What others need of this rank's part of the gradient for the norm of the whole; see `norm`."""
+        pieces = [
+            pieces_of(self._grad_parts[number][: span.stop - span.start].astype(np.float32, copy=False), span)
+            for number, span in enumerate(self._spans(self.rank))
+        ]
+        return np.concatenate(pieces)
+
+    def pieces_lengths(self) -> tuple[int, ...]:
+        """The length of `norm_pieces` of each rank."""
+        return tuple(sum(map(pieces_length, self._spans(rank))) for rank in range(self.shards.ranks))
+
+    def norm(self, pieces: Sequence[Pieces]) -> float:
+        """The norm of the whole gradient from all ranks' `norm_pieces`: the bits of `clip.global_norm`.
+
+        Raises `TrainingDiverged` if it is not finite.
+        """
+        at = [0] * self.shards.ranks
+        found: list[tuple[slice, Pieces]] = []
+        for unit in self.shards.units:
+            for rank in range(self.shards.ranks):
+                span = unit.of_rank(rank)
+                length = pieces_length(span)
+                found.append((span, pieces[rank][at[rank] : at[rank] + length]))
+                at[rank] += length
+        return norm_of(found, np.dtype(np.float32))
+
+    def _spans(self, rank: int) -> list[slice]:
+        return [unit.of_rank(rank) for unit in self.shards.units]
 
     def update(self, *, step: int, learning_rate: float, grad_scale: float) -> None:
         """Update the shard of masters and moments in place, and round the weights from it."""
         for number, unit in enumerate(self.shards.units):
             own = AdamWState(*(array[unit.in_shard] for array in self._arrays))
-            grads = self.memory.allocate(Kind.WORKING, unit.part, np.float32)
-            grads[:] = self._grad_parts[number]
+            grads, kept = self._grad_parts[number], self.dtype == np.float32
+            if not kept:
+                grads = self.memory.allocate(Kind.WORKING, unit.part, np.float32)
+                grads[:] = self._grad_parts[number]
             self._optimizers[number].update(
                 own, own, grads, step=step, learning_rate=learning_rate, grad_scale=grad_scale
             )
-            self.memory.free(Kind.WORKING, grads)
-        self._keep_rounded()
+            if not kept:
+                self.memory.free(Kind.WORKING, grads)
+        self.round_weights()
 
-    def _keep_rounded(self) -> None:
+    def round_weights(self) -> None:
+        """Make this rank's parts of the weights from its masters, as behind every change of `state_flat`.
+
+        Under stages 1 and 2 weights are to be gathered behind this.
+        """
         for number, unit in enumerate(self.shards.units):
             self._parts[number][:] = self.state.weights[unit.in_shard]
 
@@ -195,23 +297,5 @@ class ZeroRank:
         for unit in units:
             if unit in self._whole:
                 self.release(unit)
-        if self.stage > 1:
-            for unit in list(self._grads):
-                self.memory.free(Kind.WORKING, self._grads.pop(unit))
-
-    def kept(self) -> tuple[Array, Array, Array]:
-        """A copy of what this rank alone holds: masters and moments of its shard."""
-        weights, mean, square = self._arrays
-        return weights.copy(), mean.copy(), square.copy()
-
-    def restore(self, kept: tuple[Array, Array, Array]) -> None:
-        """Go back to what `kept` returned. Under stages 1 and 2 weights are to be gathered behind this."""
-        for array, old in zip(self._arrays, kept, strict=True):
-            array[:] = old
-        self._keep_rounded()
-
-
-def norm_of(squares: Sequence[float]) -> float:
-    """The norm of the whole gradient from all ranks' `squares`, added in their order; may not be finite."""
-    total = sum(squares)
-    return math.sqrt(total) if total >= 0.0 else math.nan
+        for unit in list(self._outgoing):
+            self._drop(unit)

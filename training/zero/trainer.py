@@ -1,0 +1,390 @@
+"""ZeRO over a group: the driver of `ZeroStep`. It performs what the machine says, and decides nothing.
+
+Operations of the group run on its data-plane thread, in the machine's order, while this thread computes:
+weights are gathered ahead, and gradients reduced behind, the passes. What the machine hears of an operation it
+hears between two computations, or when there is nothing to compute.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.actors.member import Node
+from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.group import Group
+from zbmd.training.adamw import AdamWConfig
+from zbmd.training.clip import TrainingDiverged, clip_scale
+from zbmd.training.config import TrainingConfig
+from zbmd.training.gpt import GPT
+from zbmd.training.precision import Storage, storage_dtype
+from zbmd.training.recipe import Recipe
+from zbmd.training.rng import Noise
+from zbmd.training.xp import Array
+from zbmd.training.zero import machine as zm
+from zbmd.training.zero.accountant import Accountant, Kind
+from zbmd.training.zero.layout import ShardLayout
+from zbmd.training.zero.rank import ZeroRank
+from zbmd.training.zero.shard_sum import ShardSum
+from zbmd.transport import faults
+from zbmd.transport._native import now_ns
+from zbmd.transport.errors import UserError
+
+STAGES: Final = (1, 2, 3)
+VOTE_NUMBERS: Final = 4
+"""What a rank says beside its part of the norm, so many u64; see `StepWatch.vote`."""
+ARENA_SLACK: Final = 1.25
+"""Holes between arrays that come and go."""
+ARENA_ROOM_BYTES: Final = 8 << 20
+"""For what the group's operations stage."""
+
+FORWARD_POINT = faults.declare("zero.forward", "before a unit is computed forwards")
+BACKWARD_POINT = faults.declare("zero.backward", "before a unit is computed backwards")
+NORM_POINT = faults.declare("zero.norm", "when all gradients are reduced, before the norm is shared")
+UPDATE_POINT = faults.declare("zero.update", "before the shard is updated in place")
+UPDATED_POINT = faults.declare("zero.updated", "when the shard is updated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroOptions:
+    """How the state is shared out. prefetch: units whose weights are gathered ahead, with stage 3.
+
+    Raises `UserError` for a stage or storage that there is not.
+    """
+
+    stage: int = 3
+    storage: Storage = "float32"
+    prefetch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise UserError(f"there is no ZeRO stage {self.stage}: use 1, 2 or 3.")
+        if self.storage not in ("float32", "bfloat16"):
+            raise UserError(f"ZeRO keeps weights in float32 or bfloat16, not in {self.storage!r}.")
+        if not 1 <= self.prefetch <= zm.PREFETCH_MAX:
+            raise UserError(f"prefetch is {self.prefetch}: it must be 1 to {zm.PREFETCH_MAX}.")
+        storage_dtype(self.storage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroDone:
+    """What a step reported, the same on all ranks. losses: of the logical shards, nats per byte."""
+
+    version: int
+    losses: dict[int, float]
+    grad_norm: float
+
+    @property
+    def loss(self) -> float:
+        """The training loss, the shards' parts added in their order."""
+        return sum(self.losses[shard] for shard in sorted(self.losses))
+
+
+Vote = NDArray[np.uint64]
+"""(VOTE_NUMBERS,)."""
+
+
+class StepWatch(Protocol):
+    """Who goes along with a step: the mirror of another rank's shard. Called on the thread that trains."""
+
+    def all_hold(self, version: int) -> None:
+        """Every rank holds `version` now, and none changes its shard before it has `voted`."""
+        ...
+
+    def vote(self) -> Vote:
+        """Something for all ranks to see, before any shard changes. May wait."""
+        ...
+
+    def voted(self, votes: Sequence[Vote]) -> None:
+        """All ranks' votes, in their order; what it raises, ends the step with nothing changed."""
+        ...
+
+    def updated(self, done: ZeroDone) -> None:
+        """This rank's shard is that of `done.version` now."""
+        ...
+
+
+class _Alone(StepWatch):
+    """Nobody goes along."""
+
+    def all_hold(self, version: int) -> None:
+        """Nothing to do."""
+
+    def vote(self) -> Vote:
+        """Nothing to say."""
+        return np.zeros(VOTE_NUMBERS, np.uint64)
+
+    def voted(self, votes: Sequence[Vote]) -> None:
+        """Nothing to do."""
+
+    def updated(self, done: ZeroDone) -> None:
+        """Nothing to do."""
+
+
+ALONE: Final = _Alone()
+
+
+def shards_of(model: GPT, ranks: int) -> ShardLayout:
+    """How `model` is cut for `ranks` ranks."""
+    return ShardLayout.of(model.layout, model.units, ranks=ranks)
+
+
+def arena_bytes_needed(
+    model: GPT, config: TrainingConfig, options: ZeroOptions, *, ranks: int, mirrors: int = 0
+) -> int:
+    """Bytes of arena that a rank needs, with room for `mirrors` copies of another rank's shard."""
+    shards, sums = shards_of(model, ranks), ShardSum.of(config.shards, ranks)
+    itemsize = storage_dtype(options.storage).itemsize
+    whole = ranks * sum(unit.part for unit in shards.units)
+    largest = ranks * max(unit.part for unit in shards.units)
+    weights = shards.shard_size if options.stage == 3 else whole
+    grads = whole if options.stage == 1 else shards.shard_size
+    buffers = max(max(1, sums.plan(rank).buffers) for rank in range(ranks))
+    reducing = (zm.REDUCING_MAX + 1) * (4 * buffers + 2 * itemsize * sums.width)
+    gathered = (options.prefetch + 1) * itemsize
+    state_bytes = (1 + mirrors) * 12 * shards.shard_size + itemsize * (weights + grads)
+    return int(ARENA_SLACK * (state_bytes + (reducing + gathered) * largest)) + ARENA_ROOM_BYTES
+
+
+class ZeroTrainer:
+    """Trains `recipe` on all members of `group`, its state shared out. For one thread, not the loop's.
+
+    All members make it and call its methods together. `node` was joined with an arena of at least
+    `arena_bytes_needed`. Raises `UserError` for an optimizer that needs whole matrices.
+    """
+
+    def __init__(self, node: Node, group: Group, recipe: Recipe, options: ZeroOptions) -> None:
+        optimizer = recipe.config.optimizer
+        if not isinstance(optimizer, AdamWConfig):
+            raise UserError("ZeRO updates shards with AdamW alone: leave out the other optimizer.")
+        self.recipe, self.options, self.group = recipe, options, group
+        place, ranks = group.members.index(node.rank), group.size
+        arena = node.segment.arena
+        self.memory = Accountant(make=lambda size, dtype: arena.empty((size,), dtype))
+        self.sums = ShardSum.of(recipe.config.shards, ranks)
+        self.own = ZeroRank(
+            recipe.model,
+            shards_of(recipe.model, ranks),
+            self.sums,
+            rank=place,
+            stage=options.stage,
+            storage=options.storage,
+            optimizer=optimizer,
+            seed=recipe.config.seed,
+            memory=self.memory,
+        )
+        self.version = 0
+        """Of the shard: how many steps are behind it."""
+        units = len(self.own.shards.units)
+        self._machine = zm.ZeroStep(stage=options.stage, units=units, prefetch=options.prefetch)
+        self._pending: deque[tuple[Future[Any], Callable[[Any], zm.Event]]] = deque()
+        self._watch: StepWatch = ALONE
+        self._told = False
+        self._done: ZeroDone | None = None
+        self._norm = 0.0
+        self._losses: dict[int, float] = {}
+        self._lengths = self.own.pieces_lengths()
+
+    # ---- steps
+
+    def run_step(self, watch: StepWatch = ALONE) -> ZeroDone:
+        """Do one step; all ranks together.
+
+        Raises `PeerLost` when a rank has ended, `OperationAborted` when one has given up, `DeadlineExceeded`
+        when one stands still, and `TrainingDiverged` on all alike. Behind any but the last, ranks may be at
+        two versions: see `zbmd.training.zero.mirror`.
+        """
+        self._watch, self._told, self._done = watch, False, None
+        try:
+            return self._run_step()
+        except BaseException as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    def _run_step(self) -> ZeroDone:
+        self._take_batches()
+        if self.options.stage < 3:  # the last step ended with weights that all ranks have updated
+            self._tell()
+        actions = deque(self._handle(zm.Begin()))
+        while self._done is None:
+            event = self._perform(actions.popleft()) if actions else self._heard(wait_for_it=True)
+            while event is not None:
+                actions += self._handle(event)
+                event = self._heard(wait_for_it=False)
+        return self._done
+
+    def _take_batches(self) -> None:
+        recipe, step = self.recipe, self.version
+        ids = recipe.sample_ids(step)
+        self.own.begin(
+            [
+                recipe.model.batch(
+                    recipe.corpus.windows(ids[shard]),
+                    global_batch=recipe.config.global_batch,
+                    noise=Noise(recipe.config.seed, step, ids[shard]),
+                )
+                for shard in self.own.leaves
+            ]
+        )
+
+    def _handle(self, event: zm.Event) -> list[zm.Action]:
+        actions = self._machine.handle(event, now_ns=now_ns())
+        self._machine.check_invariants()
+        return actions
+
+    def _perform(self, action: zm.Action) -> zm.Event | None:
+        """Do it; the event it ends in if it is done, else None."""
+        match action:
+            case zm.Gather(unit=unit):
+                self._gather(unit)
+            case zm.Reduce(unit=unit):
+                self._reduce(unit)
+            case zm.ShareNorm():
+                self._share_norm()
+            case zm.Release(unit=unit):
+                self.own.release(unit)
+            case zm.Forward(unit=unit):
+                faults.hit(FORWARD_POINT)
+                self.own.forward(unit)
+                return zm.Computed(unit=unit)
+            case zm.Backward(unit=unit):
+                faults.hit(BACKWARD_POINT)
+                self.own.backward(unit)
+                return zm.Computed(unit=unit)
+            case zm.Update():
+                self._update()
+                return zm.Updated()
+            case zm.Finished(skipped=skipped):
+                if skipped:
+                    raise TrainingDiverged(
+                        f"step {self.version}: the gradient's norm is not finite: the training diverged. "
+                        "Lower the learning rate, or clip harder."
+                    )
+                self._done = self._result()
+            case zm.Abandon(units=units):
+                self.own.abandon(units)
+            case _:
+                assert_never(action)
+        return None
+
+    def _heard(self, *, wait_for_it: bool) -> zm.Event | None:
+        """The end of the oldest operation under way; None if it has not ended, unless `wait_for_it`."""
+        if not self._pending or not (wait_for_it or self._pending[0][0].done()):
+            assert not wait_for_it, "nothing is under way, and the step is not done"
+            return None
+        future, take = self._pending[0]
+        result = future.result()
+        self._pending.popleft()
+        return take(result)
+
+    def _submit(self, operation: Callable[[Communicator], Any], take: Callable[[Any], zm.Event]) -> None:
+        self._pending.append((self.group.submit(operation), take))
+
+    def _give_up(self, reason: str) -> None:
+        """Drain what is under way, and drop the step: others wait for us no longer."""
+        self.group.abort()
+        wait([future for future, _ in self._pending])
+        self._pending.clear()
+        for action in self._handle(zm.Lost(reason=reason)):
+            self._perform(action)
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            self._watch.all_hold(self.version)
+
+    # ---- operations of the group
+
+    def _gather(self, unit: int) -> None:
+        part, end_ns = self.own.part(unit), self.group.deadline_ns()
+        out = self.own.room(unit).reshape(self.group.size, len(part))
+
+        def gathered(_: Any) -> zm.Event:
+            self._tell()
+            return zm.Gathered(unit=unit)
+
+        self._submit(lambda c: c.all_gather(part, out, deadline_ns=end_ns), gathered)
+
+    def _reduce(self, unit: int) -> None:
+        ranks, end_ns = self.group.size, self.group.deadline_ns()
+        sent = [array.reshape(ranks, -1) for array in self.own.outgoing(unit)]
+        received = [self.memory.allocate(Kind.WORKING, array.size, array.dtype) for array in sent]
+
+        def operation(c: Communicator) -> Array:
+            blocks = [array.reshape(ranks, -1) for array in received]
+            for array, into in zip(sent, blocks, strict=True):
+                c.all_to_all(array, into, deadline_ns=end_ns)
+            return self.sums.fold(blocks)
+
+        def reduced(total: Array) -> zm.Event:
+            self.own.take_reduced(unit, total)
+            for array in received:
+                self.memory.free(Kind.WORKING, array)
+            return zm.Reduced(unit=unit)
+
+        self._submit(operation, reduced)
+
+    def _share_norm(self) -> None:
+        """Share the vote, the losses and the pieces of the norm of each rank, in one operation."""
+        faults.hit(NORM_POINT)
+        losses, end_ns = self._loss_room(), self.group.deadline_ns()
+        mine = np.zeros(VOTE_NUMBERS + losses + max(self._lengths))
+        mine[:VOTE_NUMBERS] = self._watch.vote().view(np.float64)
+        mine[VOTE_NUMBERS : VOTE_NUMBERS + len(self.own.losses)] = list(self.own.losses.values())
+        pieces = self.own.norm_pieces()
+        mine[VOTE_NUMBERS + losses :][: len(pieces)] = pieces
+        self._submit(lambda c: c.all_gather(mine, deadline_ns=end_ns), self._norm_shared)
+
+    def _loss_room(self) -> int:
+        return -(-self.recipe.config.shards // self.group.size)
+
+    def _norm_shared(self, every: NDArray[np.float64]) -> zm.Event:
+        self._watch.voted([row[:VOTE_NUMBERS].view(np.uint64) for row in every])
+        at = VOTE_NUMBERS + self._loss_room()
+        self._losses = {}
+        for rank, row in enumerate(every):
+            shards = [leaf.shard for leaf in self.sums.plan(rank).leaves]
+            self._losses |= dict(zip(shards, row[VOTE_NUMBERS:at].tolist(), strict=False))
+        pieces = [row[at : at + length] for row, length in zip(every, self._lengths, strict=True)]
+        try:
+            self._norm = self.own.norm(pieces)
+        except TrainingDiverged:
+            return zm.NormShared(usable=False)
+        return zm.NormShared(usable=True)
+
+    def _update(self) -> None:
+        faults.hit(UPDATE_POINT)
+        config, step = self.recipe.config, self.version
+        scale = clip_scale(self._norm, limit=config.clip_norm)
+        self.own.update(step=step, learning_rate=self.recipe.learning_rate(step), grad_scale=scale)
+        self.version += 1
+        self._watch.updated(self._result())
+        faults.hit(UPDATED_POINT)
+
+    def _result(self) -> ZeroDone:
+        return ZeroDone(version=self.version, losses=self._losses, grad_norm=self._norm)
+
+    # ---- between steps
+
+    def enter(self, group: Group, version: int) -> None:
+        """Go on in `group`, of a new view with as many members; `own.state_flat` is that of `version`.
+
+        All ranks together: under stages 1 and 2 weights are gathered.
+        """
+        self.group, self.version = group, version
+        self.own.round_weights()
+        for unit in range(len(self.own.shards.units) if self.options.stage < 3 else 0):
+            part = self.own.part(unit)
+            group.blocking.all_gather(part, out=self.own.room(unit).reshape(group.size, len(part)))
+
+    def weights(self) -> Array:
+        """The masters of all ranks, (layout.size,) float32; all ranks together."""
+        mine = np.ascontiguousarray(self.own.state.weights)
+        every = self.group.blocking.all_gather(mine)
+        return self.own.shards.whole(list(every))

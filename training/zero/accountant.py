@@ -13,7 +13,7 @@ from zbmd.training.xp import Array
 
 
 class Kind(Enum):
-    """What memory is for. Model state is all but `WORKING`, which is given back within a step, and `MIRROR`."""
+    """What memory is for. Model state is all but `WORKING`, given back within a step, and `MIRROR`."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"

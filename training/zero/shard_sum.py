@@ -2,9 +2,9 @@
 
 The reduce-scatter of ZeRO, in an order that does not depend on the number of ranks: a rank adds up the
 subtrees that it holds whole (`AccumulationPlan`), sends each other rank its part of these partial sums, and
-folds the parts that come along the rest of the tree (`zbmd.collectives.algorithms.shard_tree`). The bytes that
-travel are those of any reduce-scatter where each rank's shards are one subtree, as with 2, 4 or 8 ranks whose
-number divides that of the shards; else a rank sends as many parts as it holds subtrees.
+folds the parts that come along the rest of the tree (`zbmd.collectives.algorithms.shard_tree`). The bytes
+that travel are those of any reduce-scatter where each rank's shards are one subtree, as with 2, 4 or 8 ranks
+whose number divides that of the shards; else a rank sends as many parts as it holds subtrees.
 """
 
 from __future__ import annotations

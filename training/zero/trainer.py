@@ -1,8 +1,8 @@
 """ZeRO over a group: the driver of `ZeroStep`. It performs what the machine says, and decides nothing.
 
 Operations of the group run on its data-plane thread, in the machine's order, while this thread computes:
-weights are gathered ahead, and gradients reduced behind, the passes. What the machine hears of an operation it
-hears between two computations, or when there is nothing to compute.
+weights are gathered ahead, and gradients reduced behind, the passes. What the machine hears of an operation
+it hears between two computations, or when there is nothing to compute.
 """
 
 from __future__ import annotations

@@ -1,0 +1,281 @@
+"""The mirror of shards: simulated ranks that are killed between any two of their moves, one or more."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbmd.training.zero import mirror as zm
+from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+
+MOVES_MAX = 20_000
+TORN = -1
+Moves = Generator[None, None, None]
+
+
+def content(place: int, version: int) -> int:
+    """What the shard of a place holds at a version, for a digest."""
+    return 1 + place + 1000 * version
+
+
+@given(hosts=st.lists(st.integers(0, 4), min_size=2, max_size=24))
+def test_buddies_are_on_other_hosts_where_there_are_enough(hosts: list[int]) -> None:
+    found = zm.buddies(hosts)
+    assert sorted(found) == list(range(len(hosts)))
+    assert all(buddy != place for place, buddy in enumerate(found))
+    largest = max(hosts.count(host) for host in hosts)
+    apart = sum(hosts[buddy] != hosts[place] for place, buddy in enumerate(found))
+    assert apart == min(len(hosts), 2 * (len(hosts) - largest))
+
+
+@dataclass(slots=True)
+class Operation:
+    """An operation of the group: it ends for a rank once all have entered it."""
+
+    entered: dict[int, object] = field(default_factory=dict[int, object])
+
+
+@dataclass(slots=True)
+class Memory:
+    """Of one incarnation: two slots of its shard, two of copies, as contents. Peers read it."""
+
+    own: list[int]
+    slots: list[int] = field(default_factory=lambda: [TORN, TORN])
+
+
+class Cut(Exception):
+    """The epoch is over."""
+
+
+class World:
+    """Ranks of one job. A move is whatever happens between two moments at which a rank can be killed."""
+
+    def __init__(self, ranks: int, steps: int, luck: random.Random, hosts: Sequence[int] = ()) -> None:
+        self.ranks, self.steps, self.luck = ranks, steps, luck
+        self.hosts = tuple(hosts) or (0,) * ranks
+        self.epoch = 0
+        self.over = False
+        self.known = 0
+        """The commit log."""
+        self.lost = ""
+        self.finished: set[int] = set()
+        self.ended: dict[int, int] = {}
+        """What those who have come to the end of the run hold."""
+        self.waiting: set[int] = set()
+        self.operations: dict[tuple[int, str], Operation] = {}
+        self.memories = [Memory([content(place, 0), TORN]) for place in range(ranks)]
+        self.machines = [zm.Mirror(place=place, ranks=ranks) for place in range(ranks)]
+        self.processes: list[Moves] = [self.process(place) for place in range(ranks)]
+
+    def run(self, kills: Sequence[tuple[int, int]] = ()) -> int:
+        """Go on to the end; at move k of each `(k, place)` that one is killed. Returns how many moves."""
+        due = sorted(kills, reverse=True)
+        for move in range(MOVES_MAX):
+            while due and due[-1][0] <= move:
+                self.kill(due.pop()[1])
+            left = [place for place in range(self.ranks) if place not in self.finished]
+            if self.lost or not left:
+                return move
+            if self.over and self.waiting == set(range(self.ranks)):
+                self.epoch, self.over = self.epoch + 1, False
+                self.waiting.clear()
+            place = self.luck.choice(left)
+            try:
+                next(self.processes[place])
+            except StopIteration:
+                self.finished.add(place)
+        raise AssertionError(f"it does not end: {[machine.state for machine in self.machines]}")
+
+    def kill(self, place: int) -> None:
+        """A process ends between two moves; its replacement begins."""
+        if self.ended:
+            return
+        self.over = True
+        self.waiting.discard(place)
+        self.memories[place] = Memory([content(place, 0), TORN])
+        self.machines[place] = zm.Mirror(place=place, ranks=self.ranks, known=self.known)
+        self.processes[place] = self.process(place)
+
+    def process(self, place: int) -> Moves:
+        """One incarnation, from its start to its end."""
+        while not self.ended:  # who has ended, has left weights that are safe
+            try:
+                yield from self.in_epoch(place)
+            except Cut:
+                self.feed(place, zm.EpochOver())
+            else:
+                self.ended[place] = self.memories[place].own[self.steps % 2]
+            epoch = self.epoch
+            while not self.ended and (self.epoch == epoch or self.over):
+                self.waiting.add(place)
+                yield
+
+    def feed(self, place: int, event: zm.Event) -> list[zm.Action]:
+        return self.machines[place].handle(event, now_ns=0)
+
+    def together(self, place: int, name: str, value: object = None) -> Generator[None, None, list[object]]:
+        """Enter an operation, and wait for its end; it may be cut short though all have entered it."""
+        operation = self.operations.setdefault((self.epoch, name), Operation())
+        operation.entered[place] = value
+        yield
+        while len(operation.entered) < self.ranks:
+            if self.over:
+                raise Cut
+            yield
+        if self.over and self.luck.random() < 0.5:
+            raise Cut
+        return [operation.entered[other] for other in range(self.ranks)]
+
+    def in_epoch(self, place: int) -> Moves:
+        if self.over:
+            raise Cut
+        machine = self.machines[place]
+        held = yield from self.together(place, "meet", machine.held)
+        entered = zm.Entered(held=tuple(h for h in held if isinstance(h, zm.Held)), hosts=self.hosts)
+        for action in self.feed(place, entered):
+            yield from self.restore(place, action)
+        if self.lost:
+            return
+        yield from self.together(place, "restored")
+        while machine.version < self.steps:
+            yield from self.step(place, machine)
+        yield from self.together(place, "end")
+
+    def restore(self, place: int, action: zm.Action) -> Moves:
+        memory = self.memories[place]
+        match action:
+            case zm.Restore(version=version, source=source):
+                memory.own[version % 2] = TORN
+                yield
+                if self.over and self.luck.random() < 0.5:
+                    raise Cut
+                found = memory.own[version % 2] = self.memories[source.place].slots[source.slot]
+                assert found == content(place, version) or self.over, "a copy is not what it is said to be"
+                if self.over and found != content(place, version):
+                    raise Cut
+                for more in self.feed(place, zm.Restored(digest=found)):
+                    yield from self.restore(place, more)
+            case zm.StartAnew():
+                memory.own[0] = content(place, 0)
+            case zm.Resume(version=version):
+                assert memory.own[version % 2] == content(place, version), (
+                    "it goes on from what it does not hold"
+                )
+            case zm.Fail(lost=True, reason=reason):
+                self.check_lost()
+                self.lost = reason
+            case _:
+                raise AssertionError(action)
+
+    def step(self, place: int, machine: zm.Mirror) -> Moves:
+        memory, version = self.memories[place], machine.version
+        yield from self.together(place, f"first {version}")
+        for action in self.feed(place, zm.AllHold(version=version)):
+            assert isinstance(action, zm.CopyWard)
+            memory.slots[action.slot] = TORN
+            yield
+            whole = not (self.over and self.luck.random() < 0.5)
+            if whole:
+                copied = self.memories[action.ward].own[version % 2]
+                if not self.over:
+                    assert copied == content(action.ward, version), "a shard changed while it was copied"
+                whole = copied == content(action.ward, version)  # of a dead ward nothing may be left
+                memory.slots[action.slot] = copied if whole else TORN
+            yield
+            self.feed(place, zm.Copied(digest=memory.slots[action.slot] if whole else None))
+            if not whole:
+                raise Cut
+        vote = (memory.own[version % 2], memory.slots[version % zm.SLOTS])
+        votes = yield from self.together(place, f"norm {version}", vote)
+        actions = self.feed(place, zm.Voted(votes=tuple(v for v in votes if isinstance(v, tuple))))
+        assert [type(action) for action in actions] == [zm.Commit]
+        self.known = max(self.known, version)
+        self.check_safe(version)
+        memory.own[(version + 1) % 2] = TORN
+        yield
+        memory.own[(version + 1) % 2] = content(place, version + 1)
+        self.feed(place, zm.Updated())
+        yield
+
+    def where(self, place: int, version: int) -> bool:
+        """Whether the shard of a place at a version is anywhere."""
+        wanted = content(place, version)
+        return any(wanted in one.own or wanted in one.slots for one in self.memories)
+
+    def check_safe(self, version: int) -> None:
+        """A version is committed only when each shard of it has its copy."""
+        if not self.over and self.ranks > 1:
+            for place in range(self.ranks):
+                assert any(content(place, version) in memory.slots for memory in self.memories)
+
+    def check_lost(self) -> None:
+        """The state is said to be lost only if it is."""
+        for version in range(self.known, self.steps + 1):
+            assert not all(self.where(place, version) for place in range(self.ranks)), version
+
+
+def test_a_kill_at_any_moment_loses_nothing() -> None:
+    for ranks, hosts in ((2, ()), (3, (0, 0, 1))):
+        moves = World(ranks, 3, random.Random(ranks), hosts).run()
+        for moment in range(moves):
+            for place in range(ranks):
+                world = World(ranks, 3, random.Random(ranks), hosts)
+                world.run([(moment, place)])
+                assert not world.lost and world.ended, (ranks, moment, place)
+                assert world.ended == {rank: content(rank, 3) for rank in world.ended}
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    ranks=st.integers(1, 5),
+    kills=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 4)), max_size=5),
+)
+def test_any_kills_lose_only_what_is_nowhere_left(
+    seed: int, ranks: int, kills: list[tuple[int, int]]
+) -> None:
+    luck = random.Random(seed)
+    world = World(ranks, 4, luck, [luck.randrange(3) for _ in range(ranks)])
+    world.run([(moment, place) for moment, place in kills if place < ranks])
+    if not world.lost:
+        assert world.ended == {rank: content(rank, 4) for rank in world.ended}
+
+
+def test_a_rank_and_its_buddy_at_once_are_told_as_lost_state() -> None:
+    held = [zm.Held(own=(6, 7), known=6, copies=(zm.Copy(ward=2, version=6, digest=1), None))]
+    fresh = zm.Held(own=(0, None), known=0, copies=(None, None))
+    found = zm.choose([*held, fresh, fresh])
+    assert isinstance(found, zm.Lost)
+    assert found.places == (1,)
+    assert "a rank and its buddy were lost at once" in found.reason
+    moves = World(2, 3, random.Random(0)).run()
+    world = World(2, 3, random.Random(0))
+    world.run([(moves - 20, 0), (moves - 20, 1)])
+    assert "were lost at once" in world.lost
+
+
+def test_a_copy_with_other_bits_ends_the_run() -> None:
+    mirror = zm.Mirror(place=0, ranks=2)
+    fresh = mirror.held
+    assert mirror.handle(zm.Entered(held=(fresh, fresh), hosts=(0, 0)), now_ns=0) == [zm.Resume(version=0)]
+    assert mirror.handle(zm.AllHold(version=0), now_ns=0) == [zm.CopyWard(ward=1, version=0, slot=0)]
+    mirror.handle(zm.Copied(digest=5), now_ns=0)
+    (action,) = mirror.handle(zm.Voted(votes=((4, 5), (6, 4))), now_ns=0)
+    assert isinstance(action, zm.Fail) and not action.lost
+    assert "place 1 has digest 0000000000000005" in action.reason
+
+
+def test_events_out_of_place_are_refused() -> None:
+    mirror = zm.Mirror(place=0, ranks=2)
+    for event in (zm.AllHold(version=0), zm.Copied(digest=1), zm.Voted(votes=()), zm.Updated()):
+        with pytest.raises(LocalProtocolError):
+            mirror.handle(event, now_ns=0)
+    wrong = zm.Held(own=(0, None), known=0, copies=(zm.Copy(ward=2, version=0, digest=0), None))
+    with pytest.raises(RemoteProtocolError):
+        mirror.handle(zm.Entered(held=(mirror.held, wrong), hosts=(0, 0)), now_ns=0)
+    with pytest.raises(LocalProtocolError):
+        zm.Mirror(place=2, ranks=2)

@@ -1,0 +1,406 @@
+"""Sans-I/O: copies of what one rank alone holds, and what a group goes on from when ranks are lost.
+
+Under ZeRO a rank alone holds its shard of masters and moments. It has two slots of it: version v lies in slot
+v % 2, and the update writes the other. A *buddy* keeps copies in two slots of the same kind. All ranks do the
+same things in one order:
+
+    hold v ──first operation of the next step──▶ everybody holds v: copy the ward's v   (beside the passes)
+           ──the norm is shared, with votes────▶ every copy of v is whole: v is committed
+           ──update──────────────────────────▶ hold v + 1, and v
+
+So v + 1 is written only when every rank's v has a copy, and whatever holds v - 1 is written over only then.
+After a loss all who are there say what they hold (`Held`), and go on from the highest version of which every
+rank's shard is somewhere (`choose`): with one rank lost that is the last committed version or one later. Who
+is ahead goes back to its other slot: its copy may have gone with the rank that was lost. A replacement pulls
+its shard from the buddy. If a rank and its buddy are lost at once, the committed state is lost, and that is
+told.
+
+A vote carries the digests of the own shard and of the copy of the ward's: a copy with other bits than what
+it is a copy of ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import assert_never
+
+from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+
+SLOTS = 2
+NO_DIGEST = 0
+
+
+def buddies(hosts: Sequence[int]) -> tuple[int, ...]:
+    """The place of each rank's buddy, from the ranks' hosts: another host's wherever there are enough others.
+
+    Every rank has one ward. Ranks in the order of their hosts, the fullest first, are shifted by its size.
+    """
+    n = len(hosts)
+    if n < 2:
+        return (0,) * n
+    sizes = {host: hosts.count(host) for host in hosts}
+    order = sorted(range(n), key=lambda place: (-sizes[hosts[place]], hosts[place], place))
+    shift = max(sizes.values()) % n or 1
+    found = [0] * n
+    for at, place in enumerate(order):
+        found[place] = order[(at + shift) % n]
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A whole copy of the shard of the rank at place `ward`."""
+
+    ward: int
+    version: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a rank holds at the start of an epoch. own: versions of its shard by slot; None: none is whole.
+
+    known: the highest version that it knows to be committed.
+    """
+
+    own: tuple[int | None, int | None]
+    known: int
+    copies: tuple[Copy | None, Copy | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a shard is: a slot of the rank at `place`."""
+
+    place: int
+    slot: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The version to go on from, and why. sources: for each place where its shard is, None if it holds it."""
+
+    version: int
+    sources: tuple[Source | None, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """The state of `places` is lost, and why."""
+
+    places: tuple[int, ...]
+    reason: str
+
+
+def choose(held: Sequence[Held]) -> Choice | Lost:
+    """What a group goes on from, by what its ranks hold, in their order: the same on all of them.
+
+    Version 0 is what a seed gives: every rank can begin with it, if no later one was committed.
+    """
+    known = max(one.known for one in held)
+    versions = {0} | {version for one in held for version in one.own if version is not None}
+    versions |= {copy.version for one in held for copy in one.copies if copy is not None}
+    for version in sorted(versions, reverse=True):
+        sources = _sources(held, version)
+        if version < known or None in sources:
+            continue
+        pulled = sum(isinstance(source, Source) for source in sources)
+        reason = f"version {version} is the highest of which every shard is here; {pulled} are copies"
+        return Choice(
+            version=version,
+            sources=tuple(source if isinstance(source, Source) else None for source in sources),
+            reason=reason,
+        )
+    candidates = sorted(version for version in versions | {known} if version >= known)
+    missing = [
+        [p for p, found in enumerate(_sources(held, version)) if found is None] for version in candidates
+    ]
+    gone = min(missing, key=len)
+    return Lost(
+        places=tuple(gone),
+        reason=f"version {known} was committed, and of the shards of places {', '.join(map(str, gone))} "
+        "neither originals nor copies are left: a rank and its buddy were lost at once",
+    )
+
+
+class _Here(Enum):
+    HERE = "here"
+
+
+def _sources(held: Sequence[Held], version: int) -> list[Source | _Here | None]:
+    """For each place, where its shard of `version` is."""
+    found: list[Source | _Here | None] = [
+        _Here.HERE if version == 0 or version in one.own else None for one in held
+    ]
+    for place, one in enumerate(held):
+        for slot, copy in enumerate(one.copies):
+            if copy is not None and copy.version == version and found[copy.ward] is None:
+                found[copy.ward] = Source(place=place, slot=slot, digest=copy.digest)
+    return found
+
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """A new epoch: what all hold, in the order of their places, and each one's host."""
+
+    held: tuple[Held, ...]
+    hosts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """The shard has been pulled; `digest` of what came."""
+
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllHold:
+    """Every rank holds `version`, and none changes its shard before this one has voted."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """The copy under way has ended: `digest` of what was written, None if it was cut short."""
+
+    digest: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Voted:
+    """All ranks' votes, in the order of their places: (digest of its shard, digest of its ward's copy)."""
+
+    votes: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """This rank's shard is that of the next version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochOver:
+    """A rank is lost, or has given up. What was under way has been drained."""
+
+
+Event = Entered | Restored | AllHold | Copied | Voted | Updated | EpochOver
+
+
+# ---- actions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """Pull the own shard of `version` from `source` into slot `version % SLOTS`; answer with `Restored`."""
+
+    version: int
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartAnew:
+    """Make the own shard that of the seed again, in slot 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Go on from `version`, which this rank holds."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyWard:
+    """Copy the shard of the rank at place `ward`, of `version`, into `slot`; answer with `Copied`."""
+
+    ward: int
+    version: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """`version` is committed: every shard of it has a copy. digests: of the shards, by place."""
+
+    version: int
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The run cannot go on. lost: the committed state is lost; else a copy has other bits."""
+
+    lost: bool
+    reason: str
+
+
+Action = Restore | StartAnew | Resume | CopyWard | Commit | Fail
+
+
+class State(Enum):
+    """Where the machine stands."""
+
+    WAITING = "waiting"
+    RESTORING = "restoring"
+    HOLDING = "holding"
+    COPYING = "copying"
+    COPIED = "copied"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+class Mirror:
+    """One rank's side. `place` of `ranks`; `known`: what is known to have been committed, from a log."""
+
+    def __init__(self, *, place: int, ranks: int, known: int = 0) -> None:
+        if not 0 <= place < ranks or known < 0:
+            raise LocalProtocolError(f"no mirror at place {place} of {ranks}, with version {known} known")
+        self.place = place
+        self.ranks = ranks
+        self.state = State.WAITING
+        self.version = 0
+        """What the next step begins with."""
+        self.own: list[int | None] = [0, None]
+        self.known = known
+        self.ward = place
+        self.copies: list[Copy | None] = [None] * SLOTS
+        self._buddies: tuple[int, ...] = ()
+        self._target = 0
+        self._expected = NO_DIGEST
+        self._slot = 0
+
+    @property
+    def held(self) -> Held:
+        """What this rank says at the start of an epoch."""
+        copies = (self.copies[0], self.copies[1])
+        return Held(own=(self.own[0], self.own[1]), known=self.known, copies=copies)
+
+    def handle(self, event: Event, *, now_ns: int) -> list[Action]:
+        """Take `event` and say what follows. Raises `LocalProtocolError` for one out of place."""
+        if self.state is State.FAILED:
+            return []
+        match event:
+            case Entered():
+                actions = self._enter(event)
+            case Restored(digest=digest):
+                actions = self._restored(digest)
+            case AllHold(version=version):
+                actions = self._all_hold(version)
+            case Copied(digest=digest):
+                actions = self._copied(digest)
+            case Voted(votes=votes):
+                actions = self._voted(votes)
+            case Updated():
+                self._expect(event, State.COMMITTED)
+                self.state, self.version, actions = State.HOLDING, self.version + 1, []
+                self.own[self.version % SLOTS] = self.version
+            case EpochOver():
+                if self.state is State.COPYING:
+                    self._expect(event, State.COPIED)
+                self.state, actions = State.WAITING, []
+            case _:
+                assert_never(event)
+        self.check_invariants()
+        return actions
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if what must always hold does not."""
+        for slot, (own, copy) in enumerate(zip(self.own, self.copies, strict=True)):
+            assert own is None or own % SLOTS == slot, f"version {own} lies in slot {slot}"
+            assert copy is None or copy.version % SLOTS == slot, f"version {copy} lies in slot {slot}"
+        if self.state in (State.COPIED, State.COMMITTED) and self.ranks > 1:
+            copy = self.copies[self._slot]
+            assert copy is not None and copy.ward == self.ward and copy.version == self.version
+        if self.state not in (State.WAITING, State.RESTORING, State.FAILED):
+            assert self.own[self.version % SLOTS] == self.version, "it goes on from what it does not hold"
+        if self.state is State.COPYING:
+            assert self.copies[self._slot] is None, "a slot that is written is taken for whole"
+
+    def _expect(self, event: Event, *states: State) -> None:
+        if self.state not in states:
+            wanted = ", ".join(state.value for state in states)
+            raise LocalProtocolError(
+                f"place {self.place}: {event} came in state {self.state.value}, and belongs to {wanted}"
+            )
+
+    def _enter(self, event: Entered) -> list[Action]:
+        self._expect(event, State.WAITING)
+        if len(event.held) != self.ranks or len(event.hosts) != self.ranks:
+            raise LocalProtocolError(f"{len(event.held)} ranks hold a state of {self.ranks}")
+        if any(c is not None and not 0 <= c.ward < self.ranks for one in event.held for c in one.copies):
+            raise RemoteProtocolError("a rank says that it has a copy of a rank that there is not")
+        choice = choose(event.held)
+        if isinstance(choice, Lost):
+            return self._fail(choice.reason, lost=True)
+        self._buddies = buddies(event.hosts)
+        self.ward = self._buddies.index(self.place)
+        self.known = max(one.known for one in event.held)
+        self._target = choice.version
+        slot, source = choice.version % SLOTS, choice.sources[self.place]
+        if source is None and self.own[slot] != choice.version:
+            return [StartAnew(), *self._resume()]
+        if source is None:
+            return self._resume()
+        self.state, self.own[slot], self._expected = State.RESTORING, None, source.digest
+        return [Restore(version=choice.version, source=source)]
+
+    def _resume(self) -> list[Action]:
+        self.state, self.version = State.HOLDING, self._target
+        self.own[self.version % SLOTS] = self.version
+        return [Resume(version=self._target)]
+
+    def _restored(self, digest: int) -> list[Action]:
+        self._expect(Restored(digest=digest), State.RESTORING)
+        if digest != self._expected:
+            return self._fail(
+                f"the shard of version {self._target} that was pulled has digest {digest:016x}, and its copy "
+                f"{self._expected:016x}: memory or a link has erred",
+                lost=False,
+            )
+        return self._resume()
+
+    def _all_hold(self, version: int) -> list[Action]:
+        self._expect(AllHold(version=version), State.HOLDING)
+        if version != self.version:
+            raise LocalProtocolError(f"place {self.place} holds version {self.version}, and not {version}")
+        self._slot = version % SLOTS
+        copy = self.copies[self._slot]
+        if self.ranks == 1 or (copy is not None and (copy.ward, copy.version) == (self.ward, version)):
+            self.state = State.COPIED
+            return []
+        self.state, self.copies[self._slot] = State.COPYING, None
+        return [CopyWard(ward=self.ward, version=version, slot=self._slot)]
+
+    def _copied(self, digest: int | None) -> list[Action]:
+        self._expect(Copied(digest=digest), State.COPYING)
+        self.state = State.WAITING if digest is None else State.COPIED
+        if digest is not None:
+            self.copies[self._slot] = Copy(ward=self.ward, version=self.version, digest=digest)
+        return []
+
+    def _voted(self, votes: tuple[tuple[int, int], ...]) -> list[Action]:
+        self._expect(Voted(votes=votes), State.COPIED)
+        assert len(votes) == self.ranks
+        for place, (own, _) in enumerate(votes):
+            keeper = votes[self._buddies[place]]
+            if self.ranks > 1 and keeper[1] != own:
+                return self._fail(
+                    f"the copy of version {self.version} of place {place} has digest {keeper[1]:016x}, and "
+                    f"what it is a copy of {own:016x}: memory or a link has erred",
+                    lost=False,
+                )
+        self.state, self.known = State.COMMITTED, self.version
+        return [Commit(version=self.version, digests=tuple(own for own, _ in votes))]
+
+    def _fail(self, reason: str, *, lost: bool) -> list[Action]:
+        self.state = State.FAILED
+        return [Fail(lost=lost, reason=reason)]

@@ -14,7 +14,7 @@ from zbmd.actors import view
 from zbmd.actors.directory_machine import DirectoryMachine
 from zbmd.actors.membership import MembershipMachine
 from zbmd.actors.supervision import SupervisionMachine
-from zbmd.actors.supervision_events import BackOff, ChildPolicy, Strategy
+from zbmd.actors.supervision_events import AutoShutdown, BackOff, ChildPolicy, Strategy
 from zbmd.actors.upgrade_agent import UpgradeAgent
 from zbmd.actors.upgrade_machine import UpgradeMachine
 from zbmd.actors.view import OnLoss
@@ -57,6 +57,7 @@ def _build_supervision(config: Mapping[str, Any]) -> SupervisionMachine:
         intensity=config["intensity"],
         period_ns=config["period_ns"],
         back_off=msgspec.convert(config.get("back_off"), BackOff | None),
+        auto_shutdown=AutoShutdown(config.get("auto_shutdown", "never")),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import traceback
 from collections.abc import Awaitable, Callable
@@ -406,7 +407,8 @@ class ActorCell(CellCore):
         try:
             if started:
                 stopping = self.actor.stopping(reason)
-                async with asyncio.timeout(self.actor.stopping_s):
+                limit_s = self.actor.stopping_s
+                async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
                     await (stopping if self.life is None else self.life.stopping(reason, stopping))
         except Exception as error:  # noqa: BLE001 (it ends either way, for the reason it had)
             self._log_error("stopping() failed", error, reason=str(reason))

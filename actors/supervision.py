@@ -21,6 +21,7 @@ from typing import assert_never
 from zbmd.actors.supervision_events import (
     Action,
     AddRequested,
+    AutoShutdown,
     BackOff,
     CancelTimer,
     ChildExited,
@@ -100,7 +101,8 @@ class SupervisionMachine:
     `intensity` restarts are allowed in any window of `period_ns`; one more, and the supervisor stops all
     children and escalates. A restart of several children for one cause counts once, each failed attempt to
     start a child again counts too. A child that cannot be started the first time escalates at once, unless it
-    was added later. A temporary child is forgotten when it has ended.
+    was added later. A temporary child is forgotten when it has ended. auto_shutdown: whether the end of
+    significant children, by themselves and for good, stops the supervisor: that is no failure.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class SupervisionMachine:
         intensity: int = 3,
         period_ns: int = 5_000_000_000,
         back_off: BackOff | None = None,
+        auto_shutdown: AutoShutdown = AutoShutdown.NEVER,
     ) -> None:
         if len(children) > CHILDREN_MAX:
             raise LocalProtocolError(f"{len(children)} children; one supervisor takes {CHILDREN_MAX}")
@@ -119,8 +122,10 @@ class SupervisionMachine:
         self._children = {p.child: _Child(policy=p) for p in children}
         if len(self._children) != len(children):
             raise LocalProtocolError(f"child ids must differ: {[p.child for p in children]}")
-        if any(p.shutdown_ns < 0 for p in children):
-            raise LocalProtocolError("shutdown_ns must not be negative")
+        self._auto_shutdown = auto_shutdown
+        for policy in children:
+            if wrong := self._faults(policy):
+                raise LocalProtocolError(f"{policy.child}: {wrong}")
         self._order = list(self._children.values())
         self._strategy = strategy
         self._intensity = intensity
@@ -252,6 +257,8 @@ class SupervisionMachine:
             self._restart(c, what, now_ns, actions)
         else:
             self._leave_down(c, f"{what}; {restart.value}: not restarted", actions)
+            if c.policy.significant:
+                self._shut_down_with(what, actions)
 
     def _on_timer(self, event: TimerFired, actions: list[Action]) -> None:
         c = self._children.get(event.child)
@@ -261,7 +268,7 @@ class SupervisionMachine:
         if c.state is ChildState.WAITING:
             self._queue(c, c.why)
         elif c.state is ChildState.STOPPING:
-            seconds = c.policy.shutdown_ns / 1e9
+            seconds = (c.policy.shutdown_ns or 0) / 1e9
             self._kill(c, f"{c.why}; still there {seconds:g} s after being asked to stop", actions)
 
     def _on_stop_requested(self, event: StopRequested, actions: list[Action]) -> None:
@@ -270,7 +277,7 @@ class SupervisionMachine:
             self._condemn_all(event.reason, actions)
         if event.kill:
             for c in reversed(self._order):
-                if c.state is ChildState.STOPPING:
+                if c.state is ChildState.STOPPING and c.policy.shutdown_ns is not None:
                     actions.append(CancelTimer(child=c.policy.child, incarnation=c.incarnation))
                 if c.state in (ChildState.CONDEMNED, ChildState.STOPPING):
                     self._kill(c, event.reason, actions)
@@ -294,8 +301,8 @@ class SupervisionMachine:
     def _on_add(self, event: AddRequested, actions: list[Action]) -> None:
         child = event.policy.child
         known = self._children.get(child)
-        if event.policy.shutdown_ns < 0:
-            raise self._misuse(event, "shutdown_ns must not be negative")
+        if wrong := self._faults(event.policy):
+            raise self._misuse(event, wrong)
         if known is not None or len(self._order) >= CHILDREN_MAX or self._phase is not Phase.RUNNING:
             down = known is not None and known.state is ChildState.DOWN
             why = Refusal.TOO_MANY if known is None else Refusal.PRESENT if down else Refusal.UP
@@ -371,6 +378,24 @@ class SupervisionMachine:
         c.why = what
         actions.append(SetTimer(child=c.policy.child, incarnation=c.incarnation, at_ns=now_ns + delay_ns))
 
+    def _faults(self, policy: ChildPolicy) -> str:
+        """What is wrong with a child's policy, if anything is."""
+        if policy.shutdown_ns is not None and policy.shutdown_ns < 0:
+            return "shutdown_ns must not be negative"
+        if policy.significant and policy.restart is Restart.PERMANENT:
+            return "a permanent child never ends for good: only a transient or temporary one is significant"
+        if policy.significant and self._auto_shutdown is AutoShutdown.NEVER:
+            return "it is significant to nobody: give an auto_shutdown, too"
+        return ""
+
+    def _shut_down_with(self, what: str, actions: list[Action]) -> None:
+        """A significant child has ended by itself."""
+        significant = [c for c in self._order if c.policy.significant]
+        left = any(c.restart_after_end or c.state not in _ENDING | {ChildState.DOWN} for c in significant)
+        if self._auto_shutdown is AutoShutdown.ANY_SIGNIFICANT or not left:
+            self._stop_reason = f"{what}; {self._auto_shutdown.value}"
+            self._condemn_all(self._stop_reason, actions)
+
     def _fail(self, reason: str, actions: list[Action]) -> None:
         self._failure = reason
         self._condemn_all(reason, actions)
@@ -392,7 +417,7 @@ class SupervisionMachine:
         c.why = why
 
     def _ended(self, c: _Child, actions: list[Action]) -> None:
-        if c.state is ChildState.STOPPING:
+        if c.state is ChildState.STOPPING and c.policy.shutdown_ns is not None:
             actions.append(CancelTimer(child=c.policy.child, incarnation=c.incarnation))
         if c.restart_after_end:
             c.restart_after_end = False
@@ -457,8 +482,9 @@ class SupervisionMachine:
         else:
             c.state = ChildState.STOPPING
             actions.append(StopChild(child=child, reason=c.why))
-            at_ns = now_ns + c.policy.shutdown_ns
-            actions.append(SetTimer(child=child, incarnation=c.incarnation, at_ns=at_ns))
+            if c.policy.shutdown_ns is not None:
+                at_ns = now_ns + c.policy.shutdown_ns
+                actions.append(SetTimer(child=child, incarnation=c.incarnation, at_ns=at_ns))
 
     def _advance_starts(self, actions: list[Action]) -> None:
         """Start what is queued: in order, except that single restarts do not wait for one another."""

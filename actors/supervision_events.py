@@ -27,6 +27,14 @@ class Restart(Enum):
     TEMPORARY = "temporary"  # never, not even when a sibling's end stopped it
 
 
+class AutoShutdown(Enum):
+    """When a supervisor stops because significant children have ended by themselves, not to be restarted."""
+
+    NEVER = "never"
+    ANY_SIGNIFICANT = "any_significant"  # with the first
+    ALL_SIGNIFICANT = "all_significant"  # with the last
+
+
 class Refusal(Enum):
     """Why a request concerning a child is not granted."""
 
@@ -39,11 +47,16 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildPolicy:
-    """What the machine knows of a child. `shutdown_ns` 0 kills without asking first."""
+    """What the machine knows of a child.
+
+    shutdown_ns: from being asked to stop to being killed; 0 kills without asking (OTP's brutal_kill), None
+    waits for as long as it takes (infinity). significant: see `AutoShutdown`; not of a permanent child.
+    """
 
     child: str
     restart: Restart = Restart.PERMANENT
-    shutdown_ns: int = 5_000_000_000
+    shutdown_ns: int | None = 5_000_000_000
+    significant: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +242,7 @@ class Escalate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """All children are down, as was asked. The last action."""
+    """All children are down, as was asked, or since significant ones have ended. The last action."""
 
     reason: str
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from zbmd.actors.supervision import SupervisionMachine
 from zbmd.actors.supervision_events import (
     Action,
     AddRequested,
+    AutoShutdown,
     BackOff,
     CancelTimer,
     ChildExited,
@@ -59,7 +61,7 @@ from zbmd.actors.supervision_events import (
 )
 from zbmd.actors.wire import SPAWN_ARGUMENTS_MAX, Plain
 from zbmd.transport.capture.tap import Tap
-from zbmd.transport.errors import ZbmdError
+from zbmd.transport.errors import LocalProtocolError, ZbmdError
 
 SHUTDOWN_S = 5.0
 REMOTE_START_S = 10.0
@@ -78,7 +80,8 @@ class ChildSpec:
     """One child: `actor(*args)` under `name`, here or in another process (then as `ActorSystem.spawn_on`).
 
     shutdown_s: seconds from being asked to stop to being killed; None: `SHUTDOWN_S`, and for a nested
-    supervisor as long as its own children may take.
+    supervisor as long as its own children may take; 0 kills at once, `math.inf` never. significant: its end
+    by itself, for good, counts for the supervisor's `auto_shutdown`; not of a permanent child.
     """
 
     name: str
@@ -87,19 +90,26 @@ class ChildSpec:
     restart: Restart = Restart.PERMANENT
     shutdown_s: float | None = None
     process: str | None = None
+    significant: bool = False
 
     @property
-    def shutdown_ns(self) -> int:
-        """The shutdown time, ns."""
+    def longest_s(self) -> float:
+        """How long it may take to stop."""
         if self.shutdown_s is not None:
-            return int(self.shutdown_s * 1e9)
-        if issubclass(self.actor, Supervisor):
-            return int(_stopping_s(self.args[0]) * 1e9)
-        return int(SHUTDOWN_S * 1e9)
+            return self.shutdown_s
+        return _stopping_s(self.args[0]) if issubclass(self.actor, Supervisor) else SHUTDOWN_S
+
+    @property
+    def policy(self) -> ChildPolicy:
+        """What the machine is to know of it."""
+        shutdown_ns = None if math.isinf(self.longest_s) else int(self.longest_s * 1e9)
+        return ChildPolicy(
+            child=self.name, restart=self.restart, shutdown_ns=shutdown_ns, significant=self.significant
+        )
 
 
 def _stopping_s(children: Sequence[ChildSpec]) -> float:
-    return sum(c.shutdown_ns for c in children) / 1e9 + MARGIN_S
+    return sum(c.longest_s for c in children) + MARGIN_S
 
 
 class WhichChildren(Contract, id="zbmd.which_children"):
@@ -170,7 +180,8 @@ class Supervisor(Actor):
     within `period_s`, the supervisor stops all children and fails, and its own supervisor decides. Nest one
     with `ChildSpec(name=…, actor=Supervisor, args=(children, strategy, intensity, period_s))`.
     Children can be added, stopped, restarted and deleted while it runs, by `AddChild` and its like; template:
-    what `AddChild` starts one more of (OTP's simple_one_for_one).
+    what `AddChild` starts one more of (OTP's simple_one_for_one). auto_shutdown: whether it ends, normally,
+    when significant children have ended by themselves; none that `AddChild` adds is.
     """
 
     captured = False  # its machine is
@@ -184,21 +195,21 @@ class Supervisor(Actor):
         period_s: float = 5.0,
         back_off: BackOff | None = None,
         template: ChildSpec | None = None,
+        auto_shutdown: AutoShutdown = AutoShutdown.NEVER,
     ) -> None:
         self._template = template
         self._specs = {spec.name: spec for spec in children}
-        policies = [ChildPolicy(child=c.name, restart=c.restart, shutdown_ns=c.shutdown_ns) for c in children]
-        period_ns = int(period_s * 1e9)
-        self._machine = SupervisionMachine(
-            policies, strategy=strategy, intensity=intensity, period_ns=period_ns, back_off=back_off
-        )
+        if template is not None and template.significant:
+            raise LocalProtocolError(f"the template {template.name} is significant: children added never are")
         self._config: dict[str, Any] = {
-            "children": policies,
+            "children": [child.policy for child in children],
             "strategy": strategy,
             "intensity": intensity,
-            "period_ns": period_ns,
+            "period_ns": int(period_s * 1e9),
             "back_off": back_off,
+            "auto_shutdown": auto_shutdown,
         }
+        self._machine = SupervisionMachine(**self._config)
         self._tap = Tap(None, SUPERVISION, "", self._machine, self._config)
         self._running: dict[str, _Running] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -241,9 +252,8 @@ class Supervisor(Actor):
         except ActorError as error:
             later.fail(error)
             return later
-        policy = ChildPolicy(child=spec.name, restart=spec.restart, shutdown_ns=spec.shutdown_ns)
-        self.stopping_s = max(self.stopping_s, spec.shutdown_ns / 1e9 + MARGIN_S)
-        self._handle(AddRequested(policy=policy), later)
+        self.stopping_s = max(self.stopping_s, spec.longest_s + MARGIN_S)
+        self._handle(AddRequested(policy=spec.policy), later)
         return later
 
     @on(TerminateChild)
@@ -381,6 +391,9 @@ class Supervisor(Actor):
             case Stopped():
                 self._tap.close(action.reason)
                 self._down.set_result(action.reason)
+                if not self._up.done():
+                    self._up.set_result(None)
+                self._running_cell().request_stop(Reason(ReasonKind.SHUTDOWN, action.reason))
             case _:
                 assert_never(action)
 

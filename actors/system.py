@@ -33,7 +33,7 @@ from zbmd.actors.messaging import Messaging
 from zbmd.actors.monitor import Monitor
 from zbmd.actors.peer import Peer
 from zbmd.actors.ref import Ref
-from zbmd.actors.supervision_events import BackOff, Strategy
+from zbmd.actors.supervision_events import AutoShutdown, BackOff, Strategy
 from zbmd.actors.upgrade_local import CodeBook
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
@@ -188,12 +188,13 @@ class ActorSystem(Messaging):
         period_s: float = 5.0,
         back_off: BackOff | None = None,
         template: ChildSpec | None = None,
+        auto_shutdown: AutoShutdown = AutoShutdown.NEVER,
         name: str | None = None,
     ) -> Ref:
         """Start a supervisor and its children, in order; see `zbmd.actors.supervisor.Supervisor`."""
         from zbmd.actors.supervisor import Supervisor
 
-        arguments = (children, strategy, intensity, period_s, back_off, template)
+        arguments = (children, strategy, intensity, period_s, back_off, template, auto_shutdown)
         return await self.spawn(Supervisor, *arguments, name=name)
 
     async def upgrade(

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from supervision_world import ALL, ONE, REST, SECOND_NS, World, world
+from supervision_world import ALL, ONE, REST, SECOND_NS, E, World, world
 
 from zbmd.actors.supervision import ChildState, Phase, SupervisionMachine
 from zbmd.actors.supervision_events import (
     Action,
     AddRequested,
+    AutoShutdown,
     BackOff,
     CancelTimer,
     ChildExited,
@@ -87,6 +88,163 @@ def test_children_start_in_order_and_stop_in_reverse() -> None:
     assert w.journal[-1] == "stopped"
 
 
+# (shutdown of a, b, c; what happens, one after the other; what follows from the last)
+# "stop" and "kill" are asked of the supervisor; "<b" makes b slow to stop, ">b" lets it end; "@" is late.
+SHUTDOWN = [
+    # brutal_kill, a time, infinity: in reverse order, each when the one after it has ended.
+    ("555", "stop", "-c -b -a stopped"),
+    ("k5i", "stop", "-c -b !a stopped"),
+    ("iik", "stop", "!c -b -a stopped"),
+    ("555", "<b stop", "-c -b"),
+    ("555", "<b stop >b", "-a stopped"),
+    ("555", "<b stop @", "!b -a stopped"),
+    ("5i5", "<b stop @", ""),
+    ("5i5", "<b stop @ >b", "-a stopped"),
+    ("5i5", "<b stop kill", "!b !a stopped"),
+    ("555", "<b stop kill", "!b !a stopped"),
+    ("5k5", "<b stop", "-c !b -a stopped"),
+]
+
+
+@pytest.mark.parametrize(("shutdown", "steps", "follows"), SHUTDOWN)
+def test_otp_table_of_shutdown(shutdown: str, steps: str, follows: str) -> None:
+    made = world("ppp", shutdown=shutdown)
+    for step in steps.split():
+        made.journal.clear()
+        match step[0]:
+            case "<":
+                made.slow.add(step[1])
+            case ">":
+                made.event(ChildExited(child=step[1], normal=True, reason="asked"))
+            case "@":
+                made.fire_timers()
+            case _:
+                made.event(StopRequested(reason="test", kill=step == "kill"))
+    assert " ".join(made.journal) == follows
+
+
+ANY_ENDS, ALL_END = AutoShutdown.ANY_SIGNIFICANT, AutoShutdown.ALL_SIGNIFICANT
+
+# (restart types, capitals for significant ones; strategy; what happens; what follows from the last)
+# "!b" fails, ".b" ends normally, "-b" is terminated, "+b" restarted, "<b" is slow to stop, ">b" has stopped.
+AUTO_SHUTDOWN = [
+    # A transient child that ends normally, a temporary one that ends, takes all along; that is no failure.
+    ("pTp", ONE, ANY_ENDS, ".b", "_b -c -a stopped"),
+    ("pTp", ONE, ANY_ENDS, "!b", "+b2"),
+    ("pEp", ONE, ANY_ENDS, ".b", "_b ~b -c -a stopped"),
+    ("pEp", ONE, ANY_ENDS, "!b", "_b ~b -c -a stopped"),
+    ("tTe", ONE, ANY_ENDS, ".a", "_a"),
+    ("tTe", ONE, ANY_ENDS, ".c", "_c ~c"),
+    ("pTp", ALL, ANY_ENDS, ".b", "_b -c -a stopped"),
+    ("pTp", REST, ANY_ENDS, ".b", "_b -c -a stopped"),
+    # The last of them.
+    ("TTp", ONE, ALL_END, ".a", "_a"),
+    ("TTp", ONE, ALL_END, ".a .b", "_b -c stopped"),
+    ("TEp", ONE, ALL_END, ".a !b", "_b ~b -c stopped"),
+    ("TTp", ONE, ALL_END, ".a !b .b", "_b -c stopped"),
+    ("Ttp", ONE, ALL_END, ".b", "_b"),
+    # One that ends because the supervisor stops it does not count: with its siblings, or by request.
+    ("TpT", ALL, ANY_ENDS, "!b", "-c -a +a2 +b2 +c2"),
+    ("EpE", ALL, ANY_ENDS, "!b", "-c _c ~c -a _a ~a +b2"),
+    ("ppE", REST, ANY_ENDS, "!b", "-c _c ~c +b2"),
+    ("pTp", ONE, ANY_ENDS, "-b", "-b _b"),
+    ("pEp", ONE, ALL_END, "-b", "-b _b ~b"),
+    ("TTp", ONE, ALL_END, "-a .b", "_b -c stopped"),
+    ("TTp", ONE, ALL_END, "<a -a .b >a", "-c stopped"),
+    # One that was restarted counts again.
+    ("TTp", ONE, ALL_END, ".a +a .b", "_b"),
+    ("TTp", ONE, ALL_END, ".a +a .b .a", "_a -c stopped"),
+]
+
+
+@pytest.mark.parametrize(("restarts", "strategy", "auto", "steps", "follows"), AUTO_SHUTDOWN)
+def test_otp_table_of_significant_children(
+    restarts: str, strategy: Strategy, auto: AutoShutdown, steps: str, follows: str
+) -> None:
+    made = world(restarts, strategy, auto_shutdown=auto)
+    for step in steps.split():
+        made.journal.clear()
+        match step[0]:
+            case "-":
+                made.event(TerminateRequested(child=step[1]))
+            case "+":
+                made.event(RestartRequested(child=step[1]))
+            case "<":
+                made.slow.add(step[1])
+            case _:
+                made.event(ChildExited(child=step[1], normal=step[0] != "!", reason="test"))
+    assert " ".join(made.journal) == follows
+
+
+# (restart types; who fails to start the first time; what follows)
+FIRST_START = [
+    ("ppp", "a", "+a1 escalate"),
+    ("ppp", "b", "+a1 +b1 -a escalate"),
+    ("ppp", "c", "+a1 +b1 +c1 -b -a escalate"),
+    ("ttt", "b", "+a1 +b1 -a escalate"),
+    ("eee", "b", "+a1 +b1 -a escalate"),
+]
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+@pytest.mark.parametrize(("restarts", "who", "follows"), FIRST_START)
+def test_otp_table_of_first_starts(strategy: Strategy, restarts: str, who: str, follows: str) -> None:
+    made = world(restarts, strategy, start=False)
+    made.fails = {who: 1}
+    made.event(StartRequested())
+    assert " ".join(made.journal) == follows
+
+
+# (strategy; who dies; how often whose next start fails; intensity; what follows)
+RESTART_FAILS = [
+    (ONE, "b", "b", 1, 3, "+b2 +b3"),
+    (ONE, "b", "b", 2, 3, "+b2 +b3 +b4"),
+    (ONE, "b", "b", 3, 3, "+b2 +b3 +b4 -c -a escalate"),
+    (REST, "b", "c", 1, 3, "-c +b2 +c2 +c3"),
+    (REST, "b", "b", 1, 3, "-c +b2 +b3 +c2"),
+    (REST, "a", "b", 2, 2, "-c -b +a2 +b2 +b3 -a escalate"),
+    (ALL, "b", "c", 1, 3, "-c -a +a2 +b2 +c2 -b -a +a3 +b3 +c3"),
+    (ALL, "b", "a", 1, 3, "-c -a +a2 +a3 +b2 +c2"),
+    (ALL, "b", "c", 1, 1, "-c -a +a2 +b2 +c2 -b -a escalate"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "dies", "fails", "times", "intensity", "follows"), RESTART_FAILS)
+def test_otp_table_of_restarts_that_fail(
+    strategy: Strategy, dies: str, fails: str, times: int, intensity: int, follows: str
+) -> None:
+    """Each attempt counts, and is one more restart under the strategy."""
+    made = world("ppp", strategy, intensity=intensity)
+    made.fails = {fails: times}
+    assert made.dies(dies) == follows
+
+
+# (strategy; intensity in 5 s; when a child dies, s; whether the supervisor gives up at the last)
+INTENSITY = [
+    (ONE, 0, "0", True),
+    (ONE, 1, "0", False),
+    (ONE, 1, "0 5", True),
+    (ONE, 1, "0 5.1", False),
+    (ONE, 3, "0 0 0", False),
+    (ONE, 3, "0 0 0 0", True),
+    (ALL, 2, "0 1 2", True),
+    (ALL, 2, "0 1 6.1 7", False),
+    (REST, 2, "0 4 5.5 9.5 11", False),
+    (REST, 2, "0 4 5.5 9.5 10", True),
+]
+
+
+@pytest.mark.parametrize(("strategy", "intensity", "at", "gives_up"), INTENSITY)
+def test_otp_table_of_intensity(strategy: Strategy, intensity: int, at: str, gives_up: bool) -> None:
+    """A restart of a whole group counts once; the window slides, and its edge belongs to it."""
+    made = world("ppp", strategy, intensity=intensity)
+    *before, last = [int(float(second) * SECOND_NS) for second in at.split()]
+    for made.now_ns in before:
+        assert "escalate" not in made.dies("b")
+    made.now_ns = last
+    assert ("escalate" in made.dies("b")) is gives_up
+
+
 def test_the_next_child_waits_until_the_one_before_is_up() -> None:
     w = world("pp", start=False)
     w.slow = {"a"}
@@ -94,43 +252,6 @@ def test_the_next_child_waits_until_the_one_before_is_up() -> None:
     assert w.journal == ["+a1"]
     w.event(ChildStarted(child="a"))
     assert w.journal == ["+a1", "+b1"]
-
-
-def test_a_first_start_that_fails_stops_those_before_and_escalates() -> None:
-    w = world("ppp", start=False)
-    w.fails = {"c": 1}
-    w.event(StartRequested())
-    assert w.journal == ["+a1", "+b1", "+c1", "-b", "-a", "escalate"]
-
-
-def test_a_restart_that_fails_is_tried_again_and_counts() -> None:
-    w = world("pp", intensity=3)
-    w.fails = {"a": 2}
-    assert w.dies("a") == "+a2 +a3 +a4"
-    w = world("pp", intensity=3)
-    w.fails = {"a": 3}
-    assert w.dies("a") == "+a2 +a3 +a4 -b escalate"
-
-
-@pytest.mark.parametrize("strategy", list(Strategy))
-def test_intensity_is_a_sliding_window(strategy: Strategy) -> None:
-    w = world("ppp", strategy, intensity=2)
-    for at_s in (0.0, 4.0, 5.5, 9.5, 11.0):  # never three within 5 s
-        w.now_ns = int(at_s * SECOND_NS)
-        assert "escalate" not in w.dies("b")
-    w.now_ns = int(14.5 * SECOND_NS)
-    assert w.dies("b").endswith("-a escalate")
-
-
-def test_the_window_includes_its_edge() -> None:
-    w = world("p", intensity=1)
-    w.dies("a")
-    w.now_ns = 5 * SECOND_NS
-    assert w.dies("a") == "escalate"
-    w = world("p", intensity=1)
-    w.dies("a")
-    w.now_ns = 5 * SECOND_NS + 1
-    assert w.dies("a") == "+a3"
 
 
 def test_intensity_zero_escalates_at_the_first_failure_with_the_cause() -> None:
@@ -230,6 +351,9 @@ def test_stopping_before_the_start_and_no_children_at_all() -> None:
 MISUSES: list[Callable[[], object]] = [
     lambda: SupervisionMachine([ChildPolicy(child="a"), ChildPolicy(child="a")], strategy=ONE),
     lambda: SupervisionMachine([ChildPolicy(child="a", shutdown_ns=-1)], strategy=ONE),
+    lambda: world("P", auto_shutdown=ANY_ENDS),
+    lambda: world("T"),
+    lambda: world("p").event(AddRequested(policy=ChildPolicy(child="b", restart=E, significant=True))),
     lambda: SupervisionMachine([], strategy=ONE, intensity=-1),
     lambda: SupervisionMachine([], strategy=ONE, period_ns=0),
     lambda: world("p").event(StartRequested()),

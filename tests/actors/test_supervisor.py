@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any, ClassVar
 
 import pytest
@@ -11,9 +12,10 @@ from zbmd.actors.actor import Actor, Reason, ReasonKind, on
 from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import ActorFailed, ActorStartFailed
 from zbmd.actors.ref import Ref
-from zbmd.actors.supervision_events import Restart, Strategy
+from zbmd.actors.supervision_events import AutoShutdown, Restart, Strategy
 from zbmd.actors.supervisor import Children, ChildSpec, Supervisor, WhichChildren
 from zbmd.actors.system import ActorSystem
+from zbmd.transport.errors import LocalProtocolError
 
 
 class Who(Contract, id="test.who"):
@@ -181,6 +183,67 @@ async def test_a_child_that_does_not_stop_is_killed(system: ActorSystem) -> None
     down = await system.terminate(sup)
     assert down.reason.kind is ReasonKind.SHUTDOWN
     assert Worker.journal == ["+a", "+h", "-a"]
+
+
+async def test_a_child_with_all_the_time_is_waited_for(system: ActorSystem) -> None:
+    over = asyncio.Event()
+
+    class Slow(Worker):
+        async def stopping(self, reason: Reason) -> None:
+            await self.note("?")
+            await over.wait()
+            await self.note("-")
+
+    inner = ChildSpec(
+        name="inner", actor=Supervisor, args=([ChildSpec(name="h", actor=Slow, shutdown_s=math.inf)],)
+    )
+    sup = await system.supervise([*specs("a"), inner])
+    stopping = asyncio.create_task(system.terminate(sup))
+    await until(["+a", "+h", "?h"])
+    over.set()
+    await stopping
+    assert Worker.journal == ["+a", "+h", "?h", "-h", "-a"]
+
+
+@pytest.mark.parametrize(
+    ("restart", "follows"),
+    [
+        (Restart.PERMANENT, ["+b", "+c"]),  # its supervisor has ended, normally, and is started again
+        (Restart.TRANSIENT, []),
+        (Restart.TEMPORARY, []),
+    ],
+)
+async def test_a_significant_child_ends_its_supervisor(
+    system: ActorSystem, restart: Restart, follows: list[str]
+) -> None:
+    children = [
+        ChildSpec(name="b", actor=Worker, restart=Restart.TRANSIENT, significant=True),
+        *specs("c"),
+    ]
+    arguments = (children, Strategy.ONE_FOR_ONE, 3, 5.0, None, None, AutoShutdown.ANY_SIGNIFICANT)
+    inner = ChildSpec(name="inner", actor=Supervisor, args=arguments, restart=restart)
+    await system.supervise([*specs("a"), inner], intensity=1)
+    monitor = system.monitor(system.ref("inner"))
+    await crash(system.ref("b"))
+    await until(["+a", "+b", "+c", "xb", "+b"])
+    await system.ref("b").tell(Leave())
+    down = await monitor.down(timeout=5)
+    assert down.reason.kind is ReasonKind.SHUTDOWN and "any_significant" in down.reason.text
+    await until(["+a", "+b", "+c", "xb", "+b", "-b", "-c", *follows])
+
+
+async def test_a_significant_child_that_ends_before_all_are_up(system: ActorSystem) -> None:
+    child = ChildSpec(name="a", actor=Brief, restart=Restart.TRANSIENT, significant=True)
+    sup = await system.supervise([child, *specs("b")], auto_shutdown=AutoShutdown.ALL_SIGNIFICANT)
+    down = await system.monitor(sup).down(timeout=5)
+    assert down.reason.kind in (ReasonKind.SHUTDOWN, ReasonKind.NO_ACTOR)
+    assert system.describe() == []
+
+
+async def test_what_is_added_later_is_not_significant(system: ActorSystem) -> None:
+    template = ChildSpec(name="t", actor=Worker, restart=Restart.TRANSIENT, significant=True)
+    with pytest.raises(LocalProtocolError, match="template t is significant"):
+        await system.supervise([], template=template, auto_shutdown=AutoShutdown.ANY_SIGNIFICANT)
 
 
 async def test_a_killed_supervisor_takes_its_children_along(system: ActorSystem) -> None:

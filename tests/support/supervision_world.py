@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from zbmd.actors.supervision import SupervisionMachine
 from zbmd.actors.supervision_events import (
     Action,
+    AutoShutdown,
     CancelTimer,
     ChildExited,
     ChildPolicy,
@@ -24,6 +25,7 @@ from zbmd.actors.supervision_events import (
     StopChild,
     Stopped,
     Strategy,
+    TimerFired,
 )
 
 SECOND_NS = 1_000_000_000
@@ -40,6 +42,7 @@ class World:
     slow: set[str] = field(default_factory=set[str])
     fails: dict[str, int] = field(default_factory=dict[str, int])
     journal: list[str] = field(default_factory=list[str])
+    timers: dict[str, TimerFired] = field(default_factory=dict[str, TimerFired])
 
     def event(self, event: Event) -> None:
         todo = [event]
@@ -78,9 +81,17 @@ class World:
                 self.journal.append("escalate")
             case Stopped():
                 self.journal.append("stopped")
-            case SetTimer() | CancelTimer():
-                pass
+            case SetTimer():
+                self.timers[action.child] = TimerFired(child=action.child, incarnation=action.incarnation)
+            case CancelTimer():
+                del self.timers[action.child]
         return None
+
+    def fire_timers(self) -> None:
+        """Whatever was to happen at a time happens."""
+        timers, self.timers = self.timers, {}
+        for fired in timers.values():
+            self.event(fired)
 
     def dies(self, child: str, *, normal: bool = False) -> str:
         """What follows when a child ends."""
@@ -90,18 +101,33 @@ class World:
 
 
 def world(
-    restarts: str | list[Restart],
+    restarts: str,
     strategy: Strategy = ONE,
     *,
     intensity: int = 3,
     slow: str = "",
     start: bool = True,
+    shutdown: str = "",
+    auto_shutdown: AutoShutdown = AutoShutdown.NEVER,
 ) -> World:
-    """Children a, b, c … with the restart types given, started."""
-    kinds = [{"p": P, "t": T, "e": E}[r] for r in restarts] if isinstance(restarts, str) else restarts
-    children = [ChildPolicy(child=c, restart=r) for c, r in zip("abcdefgh", kinds, strict=False)]
+    """Children a, b, c … with the restart types given, started; a capital letter is a significant child.
+
+    shutdown: for each child "k" (brutal kill), "5" (s) or "i" (infinity).
+    """
+    kinds = {"p": P, "t": T, "e": E}
+    limits = {"k": 0, "5": 5 * SECOND_NS, "i": None}
+    children = [
+        ChildPolicy(child=c, restart=kinds[r.lower()], shutdown_ns=limits[s], significant=r.isupper())
+        for c, r, s in zip("abcdefgh", restarts, shutdown or "5" * len(restarts), strict=False)
+    ]
     made = World(
-        SupervisionMachine(children, strategy=strategy, intensity=intensity, period_ns=5 * SECOND_NS)
+        SupervisionMachine(
+            children,
+            strategy=strategy,
+            intensity=intensity,
+            period_ns=5 * SECOND_NS,
+            auto_shutdown=auto_shutdown,
+        )
     )
     if start:
         made.event(StartRequested())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Union, dataclass_transform
 
@@ -130,10 +131,11 @@ def registered() -> Mapping[tuple[str, int], type[Contract]]:
 # Fingerprints.
 
 
+@cache
 def fingerprint(contract: type[Contract]) -> str:
     """64 bits, in hex, of the contract's schema: field names, types, constraints and which have defaults.
 
-    Raises `ContractError` if the schema is not closed.
+    Raises `ContractError` if the schema is not closed. Kept: each link compares those of all contracts.
     """
     return hashlib.blake2b(_describe(contract).encode(), digest_size=8).hexdigest()
 

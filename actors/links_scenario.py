@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from zbmd.actors.actor import Actor, on
 from zbmd.actors.contracts import Contract, fingerprints
@@ -309,13 +309,22 @@ class Promises:
         assert not self._board.violations, self._board.violations[0]
 
 
+class HasAsks(Protocol):
+    """The asks under way: whose, the deadline on the world's clock, and whom it asks."""
+
+    @property
+    def asks(self) -> dict[int, tuple[SimProcess, int, str]]:
+        """By any number."""
+        ...
+
+
 class InTime:
     """Every ask ends by its deadline, unless its process cannot run."""
 
     name = "asks end"
     stride = 64
 
-    def __init__(self, board: Board, world: World) -> None:
+    def __init__(self, board: HasAsks, world: World) -> None:
         self._board, self._world = board, world
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from zbmd.actors.actor import Actor, Down, on
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.errors import ActorError
 from zbmd.actors.later import Deferred
+from zbmd.actors.ref import Ref
 from zbmd.actors.supervision_events import (
     Action,
     ChildExited,
@@ -286,13 +287,35 @@ class Plan:
             else:
                 yield child
 
+    def supervisors(self) -> set[str]:
+        """Its name, and those of all supervisors below it."""
+        return {self.name}.union(*(c.supervisors() for c in self.children if isinstance(c, Plan)))
+
+    def standing(self, judges: Mapping[str, Judge]) -> set[str] | None:
+        """Who is up in the tree, supervisors as well, if everybody is who should be."""
+        judge = judges.get(self.name)
+        if judge is None or not judge.whole():
+            return None
+        up = set(judge.up)
+        for child in self.children:
+            if isinstance(child, Plan) and child.name in up:
+                below = child.standing(judges)
+                if below is None:
+                    return None
+                up |= below
+        return up
+
 
 @dataclass(slots=True)
 class Watch:
     """One life of a worker that is watched."""
 
-    who: str
+    who: Ref
     told: int = 0
+
+    def tell(self, _: Down) -> None:
+        """It has ended."""
+        self.told += 1
 
 
 @dataclass(slots=True)
@@ -358,13 +381,9 @@ class NotingSupervisor(Supervisor):
         ref = self._running[child].ref
         process = current_process()
         assert ref is not None and isinstance(process, SimProcess)
-        watch = Watch(repr(ref))
+        watch = Watch(ref)
         self._board.watches.append((process, watch))
-
-        def told(_: Down) -> None:
-            watch.told += 1
-
-        self.system.watch(ref, told)
+        self.system.watch(ref, watch.tell)
 
 
 class Grower:
@@ -449,8 +468,18 @@ async def host(process: SimProcess, board: Board) -> None:
             await asyncio.sleep(RETRY_S)
 
 
-def draw_tree(rng: random.Random, processes: Sequence[str]) -> Plan:
-    """A root with up to `CHILDREN_MAX` children, workers or supervisors of workers."""
+def draw_tree(
+    rng: random.Random,
+    processes: Sequence[str],
+    *,
+    here: str = NODE,
+    actor: type[Actor] = Worker,
+    prefix: str = "",
+) -> Plan:
+    """A root in `here` with up to `CHILDREN_MAX` children, workers or supervisors of workers.
+
+    processes: where workers may live; prefix: of the names of all.
+    """
     number = 0
 
     def worker() -> ChildSpec:
@@ -458,11 +487,11 @@ def draw_tree(rng: random.Random, processes: Sequence[str]) -> Plan:
         number += 1
         process = rng.choice(processes)
         return ChildSpec(
-            name=f"w{number}",
-            actor=Worker,
+            name=f"{prefix}w{number}",
+            actor=actor,
             restart=rng.choice((Restart.PERMANENT, Restart.PERMANENT, Restart.TRANSIENT, Restart.TEMPORARY)),
             shutdown_s=rng.choice((0.0, SHUTDOWN_S, SHUTDOWN_S)),
-            process=None if process == NODE else process,
+            process=None if process == here else process,
         )
 
     def supervisor(name: str, children: tuple[Plan | ChildSpec, ...]) -> Plan:
@@ -477,9 +506,9 @@ def draw_tree(rng: random.Random, processes: Sequence[str]) -> Plan:
     def child(index: int) -> Plan | ChildSpec:
         if rng.random() < 0.7:
             return worker()
-        return supervisor(f"s{index}", tuple(worker() for _ in range(rng.randint(1, CHILDREN_MAX))))
+        return supervisor(f"{prefix}s{index}", tuple(worker() for _ in range(rng.randint(1, CHILDREN_MAX))))
 
-    return supervisor(ROOT, tuple(child(index) for index in range(rng.randint(1, CHILDREN_MAX))))
+    return supervisor(f"{prefix}{ROOT}", tuple(child(index) for index in range(rng.randint(1, CHILDREN_MAX))))
 
 
 # --- what is looked for ---------------------------------------------------------------------------------
@@ -511,7 +540,7 @@ class ToldOnce:
     def check(self) -> None:
         """Look at all who watched a worker."""
         for _, watch in self._board.watches:
-            assert watch.told <= 1, f"the end of {watch.who} was told {watch.told} times"
+            assert watch.told <= 1, f"the end of {watch.who!r} was told {watch.told} times"
 
 
 class Wholeness:
@@ -519,7 +548,6 @@ class Wholeness:
 
     def __init__(self, board: Board, plan: Plan) -> None:
         self._board, self._plan = board, plan
-        self._supervisors = {ROOT, *(child.name for child in plan.children if isinstance(child, Plan))}
         self._censuses: int | None = None
 
     def reached(self, core: frozenset[str]) -> bool:
@@ -530,11 +558,8 @@ class Wholeness:
         if board.censuses < self._censuses + 2:  # the first may have begun before
             return False
         judges = board.judges
-        if ROOT not in judges or not all(judge.whole() for judge in judges.values()):
-            return False
-        standing = {ROOT, *(self._supervisors & {child for judge in judges.values() for child in judge.up})}
-        up = {child for name in standing if name in judges for child in judges[name].up}
-        return standing <= set(judges) and self._nobody_else(up) and self._all_told(up)
+        up = self._plan.standing(judges)
+        return up is not None and self._nobody_else(up) and self._all_told(up)
 
     def _nobody_else(self, up: set[str]) -> bool:
         for name, (_, system) in self._board.systems.items():

@@ -17,6 +17,7 @@ from structlog.typing import EventDict
 from zbmd.actors.cluster.jobs_scenario import JobsScenario
 from zbmd.actors.cluster.membership_scenario import MembershipScenario
 from zbmd.actors.links_scenario import LinksScenario
+from zbmd.actors.simulated.scenario import ActorsScenario
 from zbmd.actors.supervision_scenario import SupervisionScenario
 from zbmd.collectives.collectives_scenario import CollectivesScenario
 from zbmd.collectives.commit_scenario import CommitScenario
@@ -61,6 +62,7 @@ ENTRIES: Mapping[str, Entry] = MappingProxyType(
         ),
         "supervision": Entry(make=SupervisionScenario, ranks=(1, 1, 1, 2, 2, 3), lengths=(1, 2, 4, 8, 16)),
         "links": Entry(make=LinksScenario, ranks=(2, 2, 2, 3, 3, 4), lengths=(2, 4, 8, 16)),
+        "actors": Entry(make=ActorsScenario, ranks=(1, 2, 2, 3, 3, 3, 4, 5), lengths=(1, 1, 2, 3, 6)),
         "membership": Entry(
             make=MembershipScenario,
             ranks=(1, 2, 2, 3, 3, 3, 3, 4, 5, 5, 7, 11),

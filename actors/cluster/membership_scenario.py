@@ -97,6 +97,8 @@ class Cluster:
 
     size: int
     protected: frozenset[str]
+    first: int = 0
+    """The lowest id of a node."""
     deadlines: Deadlines = field(default_factory=derive)
     nodes: dict[str, NodeProcess] = field(default_factory=dict[str, "NodeProcess"])
     """By name, the process that lives, or lived last."""
@@ -114,8 +116,9 @@ class Cluster:
 
     def doors(self, node_id: int, lives: int) -> tuple[Node, ...]:
         """Where a node knocks, one after the other: some others, and later others."""
-        start = node_id + lives
-        ids = [(start + step) % self.size for step in range(min(self.size, DOORS_MAX + 1))]
+        start = node_id - self.first + lives
+        steps = range(min(self.size, DOORS_MAX + 1))
+        ids = [self.first + (start + step) % self.size for step in steps]
         return tuple(node_at(door, 0) for door in ids if door != node_id)[:DOORS_MAX]
 
     def learnt(self, key: NodeKey, view: ClusterView) -> None:
@@ -313,12 +316,12 @@ class NodeProcess:
         self._effects.append(sim.Send(to=name_of(to.id), message=(self.me, to.key, message), nbytes=nbytes))
 
 
-def protected_of(rng: random.Random, size: int) -> frozenset[str]:
-    """A part of the nodes that may go on whatever happens to the others, with the founder in it."""
+def protected_of(rng: random.Random, size: int, *, first: int = 0) -> frozenset[str]:
+    """A part of the nodes that may go on whatever happens to the others, with the founder, `first`, in it."""
     if size == 2:
-        return frozenset((name_of(0),))
+        return frozenset((name_of(first),))
     others = rng.sample(range(1, size), size // 2)
-    return frozenset(name_of(node_id) for node_id in (0, *others))
+    return frozenset(name_of(first + node_id) for node_id in (0, *others))
 
 
 def build(
@@ -389,16 +392,16 @@ class MembershipScenario:
         protected = protected_of(random.Random(f"{seed}/protected"), size)
         names = [name_of(node_id) for node_id in range(size)]
         victims = [name for name in names if name not in protected]
-        plan = [_draw(rng, names, victims, span_ns) for _ in range(options.faults)]
-        return tuple(sorted(plan, key=lambda fault: fault.at_ns))
+        return draw_plan(rng, names, victims, span_ns, options.faults)
 
     def admits(self, seed: int | str, options: sim.Options, plan: sim.FaultPlan) -> bool:
         """Whether a plan leaves the protected nodes of such a run alive and connected among each other."""
         protected = protected_of(random.Random(f"{seed}/protected"), options.ranks)
-        return not any(_harms(fault, protected) for fault in plan)
+        return not any(harms(fault, protected) for fault in plan)
 
 
-def _harms(fault: sim.Fault, protected: frozenset[str]) -> bool:
+def harms(fault: sim.Fault, protected: frozenset[str]) -> bool:
+    """Whether a fault kills, stops for long or divides the protected."""
     match fault:
         case sim.Pause(process=process, for_ns=for_ns):
             return process in protected and for_ns > SHORT_NS_MAX
@@ -408,6 +411,14 @@ def _harms(fault: sim.Fault, protected: frozenset[str]) -> bool:
             return {source, target} <= protected
         case _:
             return bool(protected & set(sim.names_of(fault)))
+
+
+def draw_plan(
+    rng: random.Random, names: list[str], victims: list[str], span_ns: int, count: int
+) -> sim.FaultPlan:
+    """Faults that strike the victims, of these names; the others are at most stopped for a moment."""
+    plan = [_draw(rng, names, victims, span_ns) for _ in range(count)]
+    return tuple(sorted(plan, key=lambda fault: fault.at_ns))
 
 
 def _draw(rng: random.Random, names: list[str], victims: list[str], span_ns: int) -> sim.Fault:

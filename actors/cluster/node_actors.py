@@ -11,7 +11,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol, TypeAlias
 
 import msgspec
 import structlog
@@ -28,8 +28,8 @@ from zbmd.transport.budget import Deadlines, derive
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.hello import Identity
+from zbmd.transport.link import Link
 from zbmd.transport.tcp_address import TcpAddress, parse_address
-from zbmd.transport.tcp_link import TcpLink
 from zbmd.transport.tcp_settings import TcpSettings
 
 log: Final = structlog.stdlib.get_logger("zbmd.node_actors")
@@ -49,10 +49,63 @@ class ActorsAt(Contract, id="zbmd.node.actors_at"):
     address: Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_CHARS_MAX)]
 
 
+class ActorDoor(Protocol):
+    """How the actors of one life of a node reach those of others. `dial` raises as a link's does."""
+
+    async def listen(self, accept: Callable[[Link], None]) -> str:
+        """Take links from now on; the address to dial."""
+        ...
+
+    async def dial(self, address: str) -> Link:
+        """A link to whoever listens there."""
+        ...
+
+    async def close(self) -> None:
+        """Take no more links. Idempotent."""
+        ...
+
+
+MakeDoor: TypeAlias = Callable[[Node], ActorDoor]
+
+
+class TcpDoor:
+    """By TCP, on the host that the node is reached at."""
+
+    def __init__(self, me: Node, cookie: bytes, settings: TcpSettings, deadlines: Deadlines) -> None:
+        self._host = parse_address(me.address).host
+        identity = Identity(
+            name=process_name(me.id),
+            pid=os.getpid(),
+            uid=os.getuid(),
+            incarnation=me.key.incarnation,
+            contracts=fingerprints(),
+        )
+        self._endpoint = Endpoint(identity=identity, cookie=cookie, deadlines=deadlines)
+        self._settings = settings
+        self._listener: tcp.Listener | None = None
+
+    async def listen(self, accept: Callable[[Link], None]) -> str:
+        """See `ActorDoor`."""
+        where = TcpAddress(host=self._host, port=0)
+        self._listener = await tcp.listen(where, accept, self._endpoint, settings=self._settings)
+        return str(TcpAddress(host=self._host, port=self._listener.address.port))
+
+    async def dial(self, address: str) -> Link:
+        """See `ActorDoor`."""
+        return await tcp.dial(address, self._endpoint, settings=self._settings)
+
+    async def close(self) -> None:
+        """See `ActorDoor`."""
+        if self._listener is not None:
+            self._listener.close()
+            await self._listener.wait_closed()
+
+
 class NodeActors:
     """The actors of a node, from life to life: a `ClusterListener`. Use on the port's loop, and `close`.
 
-    start: called once in each life, when the node has become a member; if it raises, `failed` does.
+    start: called once in each life, when the node has become a member; if it raises, `failed` does. door: how
+    each life reaches the others; None: by TCP, with `cookie` and `settings`.
     """
 
     def __init__(
@@ -63,11 +116,12 @@ class NodeActors:
         settings: TcpSettings | None = None,
         deadlines: Deadlines | None = None,
         start: Start | None = None,
+        door: MakeDoor | None = None,
     ) -> None:
         self._port = port
-        self._cookie = cookie
-        self._settings = settings or TcpSettings()
-        self._deadlines = deadlines or derive()
+        self._door: MakeDoor = door or partial(
+            TcpDoor, cookie=cookie, settings=settings or TcpSettings(), deadlines=deadlines or derive()
+        )
         self._start = start
         self._loop = asyncio.get_running_loop()
         self._life: _Life | None = None
@@ -97,15 +151,7 @@ class NodeActors:
     def began(self, me: Node) -> None:
         """See `ClusterListener`."""
         self._end("another life begins")
-        identity = Identity(
-            name=process_name(me.id),
-            pid=os.getpid(),
-            uid=os.getuid(),
-            incarnation=me.key.incarnation,
-            contracts=fingerprints(),
-        )
-        endpoint = Endpoint(identity=identity, cookie=self._cookie, deadlines=self._deadlines)
-        self._life = _Life(me, self._port, endpoint, self._settings, self._start, self._fail)
+        self._life = _Life(me, self._port, self._door(me), self._start, self._fail)
 
     def acts_on(self, view: ClusterView, reason: str) -> None:
         """See `ClusterListener`."""
@@ -140,17 +186,15 @@ class _Life:
         self,
         me: Node,
         port: ClusterPort,
-        endpoint: Endpoint,
-        settings: TcpSettings,
+        door: ActorDoor,
         start: Start | None,
         fail: Callable[[BaseException], None],
     ) -> None:
-        self.system = ActorSystem(endpoint.identity.name, endpoint.identity.incarnation)
+        self.system = ActorSystem(process_name(me.id), me.key.incarnation)
         self._directory = self.system.open_directory(alone=False)
         self._me = me
         self._port = port
-        self._endpoint = endpoint
-        self._settings = settings
+        self._door = door
         self._start = start
         self._fail = fail
         self._loop = asyncio.get_running_loop()
@@ -158,7 +202,6 @@ class _Life:
         self._dials: dict[NodeKey, asyncio.Task[None]] = {}
         self._announcing: asyncio.TimerHandle | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._listener: tcp.Listener | None = None
         self._address = ""
         self._closed = False
         self._listening = self._loop.create_task(self._listen(), name="listen for actors")
@@ -199,9 +242,7 @@ class _Life:
         log.debug("the actors of a life end", node=str(self._me), reason=reason)
         await self.system.stop(timeout=0.0)
         await asyncio.wait(tasks)
-        if self._listener is not None:
-            self._listener.close()
-            await self._listener.wait_closed()
+        await self._door.close()
 
     def _ran(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self._closed:
@@ -211,10 +252,7 @@ class _Life:
         await start(self.system)
 
     async def _listen(self) -> None:
-        host = parse_address(self._me.address).host
-        where = TcpAddress(host=host, port=0)
-        self._listener = await tcp.listen(where, self._accepted, self._endpoint, settings=self._settings)
-        self._address = str(TcpAddress(host=host, port=self._listener.address.port))
+        self._address = await self._door.listen(self._accepted)
         self._announce()
 
     def _is_linked(self, key: NodeKey) -> bool:
@@ -234,7 +272,7 @@ class _Life:
 
     async def _dial(self, key: NodeKey, address: str) -> None:
         try:
-            link = await tcp.dial(address, self._endpoint, settings=self._settings)
+            link = await self._door.dial(address)
         except (ZbmdError, UserError, OSError) as error:
             log.info(
                 "actors of a node not reached; it will say again where", node=str(key), reason=str(error)
@@ -244,11 +282,11 @@ class _Life:
             del self._dials[key]
         self._take(link, key if node_key(link.peer.name, link.peer.incarnation) == key else None)
 
-    def _accepted(self, link: TcpLink) -> None:
+    def _accepted(self, link: Link) -> None:
         key = node_key(link.peer.name, link.peer.incarnation)
         self._take(link, key if key is not None and key > self._me.key else None)
 
-    def _take(self, link: TcpLink, key: NodeKey | None) -> None:
+    def _take(self, link: Link, key: NodeKey | None) -> None:
         """Put a link to a member's actors to use; it takes the place of one whose end we have not seen."""
         if key is None or key not in self._members or self._closed:
             log.warning("link to actors closed: not of a member", name=link.peer.name)

@@ -66,9 +66,13 @@ VERDICT = "zbmd.collectives.repair_verdict:_Case"
 SUPERVISION = "zbmd.actors.supervision:SupervisionMachine"
 PEER = "zbmd.actors.peer:Peer"
 CLUSTER = "zbmd.actors.cluster.membership:ClusterMachine"
+DIRECTORY = "zbmd.actors.directory_machine:DirectoryMachine"
+UPGRADE = "zbmd.actors.upgrade_local:LocalUpgrade"
 LOCAL_JOBS = "zbmd.actors.cluster.local_jobs:LocalJobs"
 BROKEN = (Outcome.SAFETY, Outcome.CRASH)
 ANY = (Outcome.SAFETY, Outcome.CRASH, Outcome.LIVENESS)
+
+CALM_PAIR = "--ranks 2 --length 2 --faults 0"
 
 MUTATIONS = [
     Mutation(
@@ -293,6 +297,86 @@ MUTATIONS = [
             ),
         ),
         BROKEN,
+    ),
+    Mutation(
+        "the message in which a new version crashed is not handled again",
+        "actors",
+        (
+            Edit(
+                f"{UPGRADE}._run",
+                "return await self._again(cell, message, error) if is_open else LATER",
+                "return LATER",
+            ),
+        ),
+        BROKEN,
+        CALM_PAIR,
+    ),
+    Mutation(
+        "an actor whose new version has crashed keeps what that remembered",
+        "actors",
+        (Edit(f"{UPGRADE}._run", "self._go_back(cell, before)", "self._go_back(cell, _state(cell.actor))"),),
+        BROKEN,
+        CALM_PAIR,
+    ),
+    Mutation(
+        "a version is taken back for what is spawned alone",
+        "actors",
+        (Edit(f"{UPGRADE}.take_back", "if runs is Runs.NEW", "if runs is None"),),
+        ANY,
+        CALM_PAIR,
+    ),
+    Mutation(
+        "a name stays with an actor that has ended",
+        "actors",
+        (Edit(f"{DIRECTORY}._ended", "if holder == key]", "if holder is None]"),),
+        (Outcome.LIVENESS,),
+        CALM_PAIR,
+    ),
+    Mutation(
+        "a home is not told who has its names when a view begins",
+        "actors",
+        (
+            Edit(
+                f"{DIRECTORY}._greet", "names = self._names_for(member)", "names = self._names_for(self._me)"
+            ),
+        ),
+        ANY,
+    ),
+    Mutation(
+        "who leaves a group leaves it for its own process alone",
+        "actors",
+        (
+            Edit(
+                f"{DIRECTORY}._leave",
+                "self._tell_change(group, (), (key,), actions)",
+                "actions.append(GroupChanged(group=group, joined=(), left=(key,)))",
+            ),
+        ),
+        ANY,
+        CALM_PAIR,
+    ),
+    Mutation(
+        "a broadcast reaches the first of a process's actors twice",
+        "actors",
+        (
+            Edit(
+                f"{PEER}._on_cast", "for to, incarnation in m.to:", "for to, incarnation in (*m.to, m.to[0]):"
+            ),
+        ),
+        BROKEN,
+        CALM_PAIR,
+    ),
+    Mutation(
+        "who was linked with an actor of a lost node lives on",
+        "actors",
+        (
+            Edit(
+                "zbmd.actors.system:ActorSystem.exit_links_to",
+                "cell.exit_signal(other, reason)",
+                "del cell.links[other]",
+            ),
+        ),
+        ANY,
     ),
     Mutation(
         "a program lacks one of its waits",

@@ -1,0 +1,246 @@
+"""Supervision trees over nodes that crash and are cut off, with names, groups, links, and changes of code.
+
+Every node grows a tree of its own, whose workers live on it and on others. Clients on all nodes talk to
+workers, give them names, have them join groups, link and watch them, have them fail, and change their code in
+stages. A part of the nodes is protected, as in the scenario `membership`; the others crash, stand still, are
+cut off, deaf or mute. Names, groups and upgrades follow the views that the nodes agree on.
+
+Once the faults have ended, all nodes must act on one view; every tree must be whole, and nobody live who is
+in none; names and groups must be known to all alike; every change of code must have come to one end; all who
+watched or were linked with one that has ended must know of it; and every node must have answers from every
+other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from zbmd.actors.cluster.membership_scenario import Cluster, draw_plan, harms, name_of, protected_of
+from zbmd.actors.cluster.node_actors import NodeActors
+from zbmd.actors.cluster.nodes import Node
+from zbmd.actors.links_scenario import InTime
+from zbmd.actors.simulated.clients import CLIENTS
+from zbmd.actors.simulated.node import SimDoor, SimNode
+from zbmd.actors.simulated.stand import Stand, StandWorld
+from zbmd.actors.simulated.workers import Worker
+from zbmd.actors.supervision_scenario import Rules, ToldOnce, draw_tree
+from zbmd.actors.system import ActorSystem
+from zbmd.actors.upgrade import Coordinator
+from zbmd.transport import sim
+
+FIRST: Final = 1
+"""The id of the node that founds the cluster."""
+UNIT_NS: Final = 500_000_000
+"""What `length` counts."""
+LOOK_STRIDE: Final = 64
+"""Whether all is well is looked at after every so many events."""
+AGAIN_NS: Final = 100_000_000
+"""After its life has ended, a node tries again so much later."""
+LIVENESS_NS: Final = 40_000_000_000
+"""Longer than a node may knock, and than a child may take to start on another node, and then some."""
+
+
+class Member:
+    """The program of a node: its membership, its actors, and what is done with them."""
+
+    def __init__(self, stand: Stand, node_id: int) -> None:
+        self._stand, self._id = stand, node_id
+
+    async def __call__(self, process: sim.SimProcess) -> None:
+        """One life."""
+        stand, cluster = self._stand, self._stand.cluster
+        while not (cluster.begun or process.name in cluster.protected):  # noqa: ASYNC110 (no event of its own)
+            await asyncio.sleep(AGAIN_NS / 1e9)
+        port = SimNode(process, cluster, self._id)
+        stand.ports[process.name] = port
+        actors = NodeActors(
+            port, cookie=b"", start=partial(self._start, process), door=partial(_door, process)
+        )
+        failed = asyncio.create_task(actors.failed())
+        running = asyncio.create_task(port.run(self._doors(process.incarnation)))
+        await asyncio.wait({port.over, failed, running}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (failed, running):
+            if task.done():
+                await task
+        await actors.close()
+        stand.nodes.ended(process)
+        world, name = stand.world, process.name
+        world.call_at(world.now_ns + AGAIN_NS, partial(_revive, world, name))
+
+    def _doors(self, incarnation: int) -> tuple[Node, ...]:
+        founds = self._id == FIRST and incarnation == 1
+        return () if founds else self._stand.cluster.doors(self._id, incarnation)
+
+    async def _start(self, process: sim.SimProcess, system: ActorSystem) -> None:
+        self._stand.nodes.began(process, system)
+        async with asyncio.TaskGroup() as tasks:
+            for client in CLIENTS:
+                tasks.create_task(client(process, system, self._stand).run())
+
+
+def names_of(size: int) -> tuple[str, ...]:
+    """The nodes of a cluster of that size."""
+    return tuple(name_of(FIRST + index) for index in range(size))
+
+
+def _door(process: sim.SimProcess, _: Node) -> SimDoor:
+    return SimDoor(process)
+
+
+def _revive(world: sim.World, name: str) -> None:
+    if not world.lives(name) and not world.place(name).starting:
+        world.start(name, delay_ns=0)
+
+
+class Healed:
+    """What must come about once all is healed; `missing` says what has not."""
+
+    def __init__(self, stand: Stand) -> None:
+        self._stand = stand
+        self._since_ns: int | None = None
+        self._looks = 0
+
+    def reached(self, core: frozenset[str]) -> bool:
+        """Whether nothing is missing."""
+        if self._since_ns is None:
+            self._since_ns = self._stand.world.now_ns
+            for found in self._stand.names.found.values():
+                found.clear()
+        self._looks += 1
+        return self._looks % LOOK_STRIDE == 0 and not self.missing()
+
+    def missing(self) -> str:
+        """The first thing that is not as it must be."""
+        stand = self._stand
+        return (
+            self._view()
+            or self._trees()
+            or stand.names.missing()
+            or stand.groups.missing()
+            or stand.upgrades.missing()
+            or stand.ties.missing()
+            or self._watches()
+            or self._answers()
+        )
+
+    def _view(self) -> str:
+        cluster, world = self._stand.cluster, self._stand.world
+        views = [port.view for port in self._stand.ports.values()]
+        whole = len(views) == cluster.size and all(len(view.nodes) == cluster.size for view in views)
+        now = all(world.incarnation(name_of(n.id)) == n.key.incarnation for view in views for n in view.nodes)
+        same = len({view.epoch for view in views}) == 1
+        return "" if whole and now and same and _linked(self._stand) else f"not in one view: {views}"
+
+    def _trees(self) -> str:
+        stand = self._stand
+        wanted: dict[str, set[str]] = {name: set() for name in stand.plans}
+        for name, plan in stand.plans.items():
+            up = plan.standing(stand.judges)
+            if up is None:
+                return f"the tree of {name} is not whole"
+            for worker in plan.workers():
+                if worker.name in up:
+                    wanted[worker.process or name].add(worker.name)
+        for process, system in stand.nodes.living():
+            cells = system.cells()
+            are = {cell.name for cell in cells if isinstance(cell.actor, Worker)}
+            if are != wanted[process.name]:
+                return f"{process} has {are} and should have {wanted[process.name]}"
+            current = system.code.current(Worker)
+            if wrong := [
+                c.name for c in cells if isinstance(c.actor, Worker) and type(c.actor) is not current
+            ]:
+                return f"{process}: {wrong} are not {current}"
+            if any(isinstance(cell.actor, Coordinator) for cell in cells):
+                return f"{process}: an upgrade is under way"
+        return ""
+
+    def _watches(self) -> str:
+        lives = self._stand.lives
+        for process, watch in self._stand.watches:
+            watching = self._stand.nodes.lives((process.name, process.incarnation))
+            if watching and not watch.told and lives.end_of(watch.who.key()) is not None:
+                return f"{process} was not told of the end of {watch.who!r}"
+        return ""
+
+    def _answers(self) -> str:
+        stand, since_ns = self._stand, self._since_ns or 0
+        lives = [(process.name, process.incarnation) for process, _ in stand.nodes.living()]
+        targets = {(name, stand.world.incarnation(name)) for name in self._targets()}
+        for one in lives:
+            for other in targets:
+                if stand.answered.get((one, other), 0) < since_ns:
+                    return f"{one} has had no answer from {other}"
+        return ""
+
+    def _targets(self) -> Iterable[str]:
+        for process, system in self._stand.nodes.living():
+            if any(isinstance(cell.actor, Worker) for cell in system.cells()):
+                yield process.name
+
+
+def _linked(stand: Stand) -> bool:
+    lives = {(process.name, process.incarnation) for process, _ in stand.nodes.living()}
+    return all(
+        {*system.peers.items(), (process.name, process.incarnation)} == lives
+        for process, system in stand.nodes.living()
+    )
+
+
+@dataclass(frozen=True)
+class ActorsScenario:
+    """Actors on the nodes of a cluster. `length` counts half seconds under faults."""
+
+    name: str = "actors"
+    description: str = "trees, names, groups, links and changes of code on nodes that crash and are cut off"
+    kinds: tuple[type[sim.Fault], ...] = (sim.Crash, sim.Pause, sim.Partition, sim.Cut, sim.Clog)
+
+    def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
+        """See `zbmd.transport.sim.Scenario`."""
+        world = StandWorld(seed)
+        size, span_ns = options.ranks, options.length * UNIT_NS
+        protected = protected_of(world.rng("protected"), size, first=FIRST)
+        cluster = Cluster(size=size, protected=protected, first=FIRST)
+        stand = world.stand = Stand(world, cluster=cluster)
+        stand.torment_until_ns = world.now_ns + span_ns
+        names = names_of(size)
+        for node_id, name in enumerate(names, FIRST):
+            stand.plans[name] = draw_tree(
+                world.rng(f"tree/{name}"), names, here=name, actor=Worker, prefix=f"{name}."
+            )
+            world.add(name, Member(stand, node_id))
+        return sim.Stage(
+            world=world,
+            victims=names,
+            converged=Healed(stand).reached,
+            span_ns=span_ns,
+            liveness_ns=LIVENESS_NS,
+            checkers=(
+                Rules(stand),
+                ToldOnce(stand),
+                InTime(stand, world),
+                stand.lives,
+                stand.talks,
+                stand.names,
+                stand.groups,
+            ),
+        )
+
+    def draw_plan(self, seed: int | str, options: sim.Options) -> sim.FaultPlan:
+        """Faults that leave the protected nodes alive and connected among each other."""
+        size = options.ranks
+        names = list(names_of(size))
+        protected = protected_of(random.Random(f"{seed}/protected"), size, first=FIRST)
+        victims = [name for name in names if name not in protected]
+        rng = random.Random(f"{seed}/plan")
+        return draw_plan(rng, names, victims, options.length * UNIT_NS, options.faults)
+
+    def admits(self, seed: int | str, options: sim.Options, plan: sim.FaultPlan) -> bool:
+        """Whether a plan leaves the protected nodes of such a run alive and connected among each other."""
+        protected = protected_of(random.Random(f"{seed}/protected"), options.ranks, first=FIRST)
+        return not any(harms(fault, protected) for fault in plan)

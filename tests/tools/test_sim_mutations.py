@@ -333,16 +333,6 @@ MUTATIONS = [
         CALM_PAIR,
     ),
     Mutation(
-        "a home is not told who has its names when a view begins",
-        "actors",
-        (
-            Edit(
-                f"{DIRECTORY}._greet", "names = self._names_for(member)", "names = self._names_for(self._me)"
-            ),
-        ),
-        ANY,
-    ),
-    Mutation(
         "who leaves a group leaves it for its own process alone",
         "actors",
         (

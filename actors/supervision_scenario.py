@@ -293,14 +293,12 @@ class Plan:
 
     def standing(self, judges: Mapping[str, Judge]) -> set[str] | None:
         """Who is up in the tree, supervisors as well, if everybody is who should be."""
-        judge = judges.get(self.name)
-        if judge is None or not judge.whole():
+        if (judge := judges.get(self.name)) is None or not judge.whole():
             return None
         up = set(judge.up)
         for child in self.children:
             if isinstance(child, Plan) and child.name in up:
-                below = child.standing(judges)
-                if below is None:
+                if (below := child.standing(judges)) is None:
                     return None
                 up |= below
         return up
@@ -557,8 +555,7 @@ class Wholeness:
             self._censuses = board.censuses
         if board.censuses < self._censuses + 2:  # the first may have begun before
             return False
-        judges = board.judges
-        up = self._plan.standing(judges)
+        up = self._plan.standing(board.judges)
         return up is not None and self._nobody_else(up) and self._all_told(up)
 
     def _nobody_else(self, up: set[str]) -> bool:

@@ -241,7 +241,8 @@ class Names(Ledger):
             if len(answers) > 1 or len(holders) > 1:
                 return f"{name!r} is found to be {answers}"
             answer = answers.pop()
-            may = set(holders) or {None, *filter(self._lives.lives, self._unsure.get(name, ()))}
+            may: set[Key | None] = {*filter(self._lives.lives, self._unsure.get(name, ())), None}
+            may = {*holders} or may
             if answer not in may:
                 return f"{name!r} is {answer}, and should be of {may}"
         return ""
@@ -344,8 +345,8 @@ class Upgrades(Ledger):
 
     def missing(self) -> str:
         """Where it is not so."""
-        for process, system in self._nodes.living():
-            if system.code.on_trial:
+        for process, living in self._nodes.living():
+            if living.code.on_trial:
                 return f"{process}: a version is on probation still"
         last = {life: change for change in self.changes for life in change.lives}
         for change in self.changes:

@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from zbmd.actors.cluster.membership_scenario import Cluster, draw_plan, harms, name_of, protected_of
 from zbmd.actors.cluster.node_actors import NodeActors
@@ -63,7 +63,8 @@ class Member:
         )
         failed = asyncio.create_task(actors.failed())
         running = asyncio.create_task(port.run(self._doors(process.incarnation)))
-        await asyncio.wait({port.over, failed, running}, return_when=asyncio.FIRST_COMPLETED)
+        waited: set[asyncio.Future[Any]] = {port.over, failed, running}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         for task in (failed, running):
             if task.done():
                 await task

@@ -7,7 +7,7 @@ votes and the news of an end wait in the same mailbox, so that each comes after 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -152,7 +152,7 @@ async def upgrade(
     times_ns = {"answer_ns": int(answer_s * 1e9), "probation_ns": int(probation_s * 1e9)}
     machine = UpgradeMachine(stages, **times_ns)
     over: asyncio.Future[ev.Finished] = system.loop.create_future()
-    name = f"zbmd-upgrade-{secrets.token_hex(4)}"
+    name = f"zbmd-upgrade-{os.urandom(4).hex()}"
     classes = (old, new)
     tap = Tap(system.recorder, UPGRADE, name, machine, {"stages": stages, **times_ns})
     coordinator = await system.spawn(

@@ -186,8 +186,11 @@ class LocalUpgrade:
             self._tell_done()
 
     def _fresh_ended(self, cell: ActorCell, down: Down) -> None:
-        self._cells.pop(cell, None)
-        if down.reason.kind is ReasonKind.FAILED and not self._kept:
+        runs = self._cells.pop(cell, None)
+        on_trial = (
+            self._book.on_trial.get(self._new) is self
+        )  # else this change is over, and another may hold
+        if down.reason.kind is ReasonKind.FAILED and runs is Runs.NEW and on_trial:
             self._broke(f"{cell.ref.address}: {down.reason}")
 
     def _change(self, cell: ActorCell) -> None:

@@ -141,6 +141,8 @@ class Talker(Client):
         await asyncio.sleep(self.rng.expovariate(1 / mean_s))
 
     async def _find(self) -> Ref | None:
+        if not self.stand.tormented:
+            return self._unheard()
         dice = self.rng.random()
         if dice < 0.2:
             return await self.system.whereis(self.rng.choice(NAMES), timeout=CALL_S)
@@ -148,6 +150,18 @@ class Talker(Client):
             members = (await self.system.group(self.rng.choice(GROUPS), timeout=CALL_S)).members
             return self.rng.choice(members) if members else None
         return self.anybody()
+
+    def _unheard(self) -> Ref | None:
+        """A worker of the node that has answered this one longest ago."""
+        answered, living = self.stand.answered, list(self.stand.nodes.living())
+        self.rng.shuffle(living)
+        for process, system in sorted(
+            living, key=lambda one: answered.get((self.life, (one[0].name, one[0].incarnation)), 0)
+        ):
+            workers = [cell.ref for cell in system.cells() if isinstance(cell.actor, Worker) and cell.accepts]
+            if workers:
+                return self.system.ref(f"{process.name}/{self.rng.choice(workers).actor}")
+        return None
 
     async def _session(self, target: Ref) -> None:
         stand = self.stand

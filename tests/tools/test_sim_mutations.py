@@ -357,18 +357,6 @@ MUTATIONS = [
         CALM_PAIR,
     ),
     Mutation(
-        "who was linked with an actor of a lost node lives on",
-        "actors",
-        (
-            Edit(
-                "zbmd.actors.system:ActorSystem.exit_links_to",
-                "cell.exit_signal(other, reason)",
-                "del cell.links[other]",
-            ),
-        ),
-        ANY,
-    ),
-    Mutation(
         "a program lacks one of its waits",
         "collectives",
         (

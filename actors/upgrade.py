@@ -113,7 +113,8 @@ class Done(Contract, id="zbmd.upgrade.done"):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upgraded:
     """A change of code that was made. actors: how many had their code changed, and run; silent: processes
-    that have not said in time that the probation is over for them. They will learn of it among themselves.
+    that have not said, in time or before they were lost, that the probation is over for them. Those that live
+    will learn of it among themselves; those that live on in another part of a cluster may run the old version.
     """
 
     actors: int

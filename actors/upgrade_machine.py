@@ -66,6 +66,7 @@ class UpgradeMachine:
         self._awaited: set[str] = set()
         self._told: set[str] = set()  # who has been told to change
         self._actors: dict[str, int] = {}
+        self._unheard: set[str] = set()  # who was lost before it said that it has settled
         self._stage = 0
         self._reason = ""
         self.phase = Phase.NEW
@@ -176,6 +177,8 @@ class UpgradeMachine:
             reason = f"{event.process} was lost on probation: {event.why}"
             self._decide(Fate.TAKEN_BACK, reason, now_ns, actions)
         elif event.process in self._awaited:
+            if self.phase is Phase.SETTLING:
+                self._unheard.add(event.process)
             self._answered(event.process, "", now_ns, actions)
 
     def _time_is_up(self, now_ns: int, actions: list[Action]) -> None:
@@ -193,10 +196,12 @@ class UpgradeMachine:
                 assert_never(self.phase)
 
     def _finish(self, actions: list[Action]) -> None:
-        silent, self._awaited = tuple(sorted(self._awaited)), set()
+        waited, self._awaited = self._awaited, set()
         self.phase = Phase.OVER
         actions.append(CancelTimer())
-        if not silent:  # else they go on to settle, and then each is on its own
+        if not waited:  # else they go on to settle, and then each is on its own
             actions.extend(Tell(process=process, order=Order.DISMISS) for process in self._living)
         actors = sum(self._actors.values()) if self.fate is Fate.KEPT else 0
+        # Whoever was lost may live on without us: then those that are left with it settle as they think right.
+        silent = tuple(sorted(waited | self._unheard))
         actions.append(Finished(fate=self.fate, reason=self._reason, actors=actors, silent=silent))

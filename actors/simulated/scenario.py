@@ -243,5 +243,8 @@ class ActorsScenario:
 
     def admits(self, seed: int | str, options: sim.Options, plan: sim.FaultPlan) -> bool:
         """Whether a plan leaves the protected nodes of such a run alive and connected among each other."""
+        names = {name for fault in plan for name in sim.names_of(fault)}
+        if not names <= {*names_of(options.ranks)}:  # numbers folded for fewer nodes begin at 0
+            return False
         protected = protected_of(random.Random(f"{seed}/protected"), options.ranks, first=FIRST)
         return not any(harms(fault, protected) for fault in plan)

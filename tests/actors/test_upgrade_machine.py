@@ -247,6 +247,21 @@ def test_a_process_that_does_not_answer_is_named() -> None:
     assert finished.silent == ("b",)
 
 
+def test_a_process_that_is_lost_before_it_has_settled_is_named() -> None:
+    upgrade = machine(["a", "b"])
+    for process in ("a", "b"):
+        upgrade.handle(ev.Voted(process=process, why=""), now_ns=1)
+    for process in ("a", "b"):
+        upgrade.handle(ev.Changed(process=process, actors=1, why=""), now_ns=2)
+    upgrade.handle(ev.TimerFired(), now_ns=3)
+    assert upgrade.fate is Fate.KEPT
+    upgrade.handle(ev.Settled(process="a"), now_ns=4)
+    actions = upgrade.handle(ev.ProcessLost(process="b", why="cut off"), now_ns=5)
+    (finished,) = [a for a in actions if isinstance(a, ev.Finished)]
+    assert finished.fate is Fate.KEPT and finished.silent == ("b",)
+    assert orders(actions) == [("a", Order.DISMISS)]
+
+
 def test_nobody_obeys_two_leaders_who_differ() -> None:
     agent = UpgradeAgent("a", ["a", "b"])
     agent.handle(ev.Ordered(leader=COORDINATOR, order=Order.PREPARE), now_ns=0)

@@ -114,7 +114,7 @@ class Done(Contract, id="zbmd.upgrade.done"):
 class Upgraded:
     """A change of code that was made. actors: how many had their code changed, and run; silent: processes
     that have not said, in time or before they were lost, that the probation is over for them. Those that live
-    will learn of it among themselves; those that live on in another part of a cluster may run the old version.
+    will learn of it among themselves; in another part of a cluster they may have the old version run again.
     """
 
     actors: int

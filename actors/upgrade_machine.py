@@ -202,6 +202,6 @@ class UpgradeMachine:
         if not waited:  # else they go on to settle, and then each is on its own
             actions.extend(Tell(process=process, order=Order.DISMISS) for process in self._living)
         actors = sum(self._actors.values()) if self.fate is Fate.KEPT else 0
-        # Whoever was lost may live on without us: then those that are left with it settle as they think right.
+        # Whoever was lost may live on without us, and settle with those that are left there.
         silent = tuple(sorted(waited | self._unheard))
         actions.append(Finished(fate=self.fate, reason=self._reason, actors=actors, silent=silent))

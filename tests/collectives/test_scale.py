@@ -76,7 +76,7 @@ def test_a_small_ring_is_not_walked_by_vectors() -> None:
 def test_nothing_is_faster_than_its_bound(algorithm: str, ports: int) -> None:
     fabric = Fabric(ports=ports)
     for n in (2, 7, 8, 9, 24, 64, 200):
-        for nbytes in (1, 4096, MIB, 256 * MIB):
+        for nbytes in (1, 4096, MIB, 256 * MIB) if n < 64 else (1, 64 * MIB):
             found = all_reduce(algorithm, n, nbytes, fabric)
             assert found.time_ns >= found.entered_ns
             assert found.time_ns >= max(found.bound_ns, found.least_ns), (n, nbytes)

@@ -27,6 +27,7 @@ from zbmd.transport.session_setup import (
     make_offer,
 )
 from zbmd.transport.tcp_address import TcpAddress, numeric
+from zbmd.transport.tcp_congestion import settle
 from zbmd.transport.tcp_settings import TcpSettings
 
 READ_BYTES: Final = 1 << 10
@@ -122,6 +123,7 @@ async def set_up_listener(
 
 def _ready(byte_socket: ByteSocket, session: Session, surplus: bytes) -> Ready:
     sock = byte_socket.sock
+    settle(sock)
     return Ready(
         byte_socket=byte_socket,
         session=session,

@@ -16,6 +16,7 @@ from zbmd.transport.budget import Deadlines
 from zbmd.transport.errors import DeadlineExceeded, OutOfDescriptors, PeerLost, UserError
 from zbmd.transport.hello_driver import writable
 from zbmd.transport.tcp_address import TcpAddress
+from zbmd.transport.tcp_congestion import begin_short
 
 BACKLOG: Final = 1024
 """Connections that wait to be accepted; the kernel's net.core.somaxconn bounds it too."""
@@ -130,6 +131,7 @@ def _listen_on(addresses: Sequence[Resolved]) -> list[socket.socket]:
                 sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
                 undo.callback(sock.close)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                begin_short(sock)
                 if family == socket.AF_INET6:
                     sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 sock.bind((sockaddr[0], sockaddr[1] or port, *sockaddr[2:]))
@@ -213,6 +215,7 @@ async def _attempt(
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     with contextlib.ExitStack() as undo:
         undo.callback(sock.close)
+        begin_short(sock)
         for host in local_hosts:
             if (":" in host) == (family == socket.AF_INET6):
                 sock.bind((host, 0))

@@ -1,11 +1,12 @@
 """Collectives between two hosts, which are network namespaces, with gloo in the same run.
 
-    python -m zbmd.tools.bench_hosts [-n RANKS_A_HOST] [--cases CASE] [--sizes SIZES] [--vs gloo]
+    python -m zbmd.tools.bench_hosts [-n RANKS_A_HOST] [--cases CASE] [--sizes SIZES] [--vs gloo[=PYTHON]]
 
 Ours are ranks that `zbmd-node run` starts on both hosts, timed through `group.blocking`; `zbmd` is with a MAC
 on every record, as is the default, and `zbmd-none` without, as gloo is. Everyone is up for the whole run, and
 is asked in turn. Columns: the time of an operation, the CPU that a rank takes for it, all threads, and our
-time over the peer's in the same round. Wants root, and gloo `pip install 'zbmd[torch]'`.
+time over the peer's in the same round. Wants root, and gloo `pip install 'zbmd[torch]'`, in this interpreter
+or another. Everyone has the machine's congestion control unless `--congestion` names one for all.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -35,7 +37,7 @@ from zbmd.tools.netns_lab import Lab, LabHost
 from zbmd.tools.netns_switch import DEVICE
 from zbmd.tools.peers.collective_cases import CASES, CPU, bus_factor
 from zbmd.tools.peers.control import serve
-from zbmd.transport.errors import ZbmdError
+from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.tcp_settings import PROTECTION_VARIABLE
 
 MODULE: Final = "zbmd.tools.bench_hosts"
@@ -45,6 +47,8 @@ SIZES_DEFAULT: Final = "1K,64K,1M,4M,16M,64M"
 ITERATIONS_MAX: Final = 400
 PEERS: Final = ("gloo",)
 PROTECTIONS: Final = ("mac", "none")
+CONGESTION_FILE: Final = "/proc/sys/net/ipv4/tcp_congestion_control"
+CONGESTIONS: Final = "net.ipv4.tcp_available_congestion_control"
 
 
 @dataclass(slots=True)
@@ -96,11 +100,12 @@ def _ours(hosts: Sequence[LabHost], ranks: int, protection: str, bytes_max: int,
     return Workers(name, commands, ranks=HOSTS * ranks, folder=folder)
 
 
-def _gloo(hosts: Sequence[LabHost], ranks: int, folder: str) -> Workers:
-    _need_module("torch", "PyTorch, which has gloo,", "pip install 'zbmd[torch]'")
+def _gloo(hosts: Sequence[LabHost], ranks: int, folder: str, python: str) -> Workers:
+    if python == sys.executable:
+        _need_module("torch", "PyTorch, which has gloo,", "pip install 'zbmd[torch]'")
     commands: list[list[str]] = []
     for rank in range(HOSTS * ranks):
-        one = [*hosts[rank // ranks].enter(), sys.executable, "-m", "zbmd.tools.peers.gloo_collectives"]
+        one = [*hosts[rank // ranks].enter(), python, "-m", "zbmd.tools.peers.gloo_collectives"]
         one += ["--control", CONTROL, "--ranks", str(HOSTS * ranks), "--rank", str(rank)]
         commands.append([*one, "--store", os.path.join(folder, "gloo-store")])
     environment = {**ONE_THREAD, "GLOO_SOCKET_IFNAME": DEVICE}
@@ -113,12 +118,16 @@ def measure(arguments: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="zbmd-bench-"))
         hosts = stack.enter_context(Lab(HOSTS)).hosts
+        if arguments.congestion:
+            _set_congestion(hosts, arguments.congestion)
         everyone: dict[str, Workers] = {}
         for protection in arguments.protection.split(","):
             name = OURS if protection == "mac" else f"{OURS}-{protection}"
             everyone[name] = stack.enter_context(_ours(hosts, ranks, protection, max(sizes), folder))
         if arguments.vs:
-            everyone["gloo"] = stack.enter_context(_gloo(hosts, ranks, folder))
+            _, _, python = arguments.vs.partition("=")
+            gloo = _gloo(hosts, ranks, folder, python or sys.executable)
+            everyone["gloo"] = stack.enter_context(gloo)
         machine = this_machine()
         print(
             f"# {HOSTS} hosts of {ranks}; {machine.cpu}, {machine.cores} cores, load {machine.load_average}"
@@ -129,6 +138,14 @@ def measure(arguments: argparse.Namespace) -> None:
             for nbytes in sizes:
                 found = _rounds(everyone, case, nbytes, arguments.rounds)
                 _print(found, case, nbytes, HOSTS * ranks)
+
+
+def _set_congestion(hosts: Sequence[LabHost], name: str) -> None:
+    """New connections of these hosts have this congestion control."""
+    for host in hosts:
+        done = host.popen(["sh", "-c", f"echo {shlex.quote(name)} >{CONGESTION_FILE}"]).wait()
+        if done:
+            raise UserError(f"{host.name} has no congestion control {name!r}: `sysctl {CONGESTIONS}`")
 
 
 def _rounds(everyone: dict[str, Workers], case: str, nbytes: int, rounds: int) -> dict[str, _Found]:
@@ -159,6 +176,12 @@ def _print(found: dict[str, _Found], case: str, nbytes: int, ranks: int) -> None
         print(line.rstrip(), flush=True)
 
 
+def _peer(text: str) -> str:
+    if text and text.partition("=")[0] not in PEERS:
+        raise argparse.ArgumentTypeError(f"{text}: of {', '.join(PEERS)}")
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__, formatter_class=raw)
@@ -166,7 +189,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", default=SIZES_DEFAULT, metavar="SIZES", help="(%(default)s)")
     parser.add_argument("--cases", action="append", choices=list(CASES), help="repeatable (all-reduce)")
     parser.add_argument("--protection", default=",".join(PROTECTIONS), help="of ours (%(default)s)")
-    parser.add_argument("--vs", default="", choices=("", *PEERS), help="a peer to run in turn")
+    parser.add_argument("--vs", default="", type=_peer, metavar="gloo[=PYTHON]", help="a peer to run in turn")
+    parser.add_argument("--congestion", default="", metavar="NAME", help="of all TCP connections, as reno")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(%(default)s)")
     parser.add_argument("--control", help=argparse.SUPPRESS)
     parser.add_argument("--arena", type=int, default=0, help=argparse.SUPPRESS)

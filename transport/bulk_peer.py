@@ -51,7 +51,7 @@ from zbmd.transport.bulk_lane import SCRATCH_BYTES, LaneSocket, Wait
 from zbmd.transport.bulk_lanes import SLOW_BYTES_PER_S, buffer_bytes_max, lanes_for, round_trip_us
 from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_machine import BulkMachine, State
-from zbmd.transport.bulk_records import BulkError, Error
+from zbmd.transport.bulk_records import Ack, BulkError, Error
 from zbmd.transport.bulk_region import BulkRegion
 from zbmd.transport.bulk_stream import Arrived
 from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError, ZbmdError
@@ -126,6 +126,8 @@ class BulkPeer:
         """Lane to the get of ours whose answer is what it receives now, or received last."""
         self._unsent: dict[int, LaneSocket] = {}
         """Lanes that have something to send."""
+        self._prompt = False
+        """Some of it is more than an acknowledgement."""
         self._use: LaneUse | None = None
         self._lingering = False
         self._told = False
@@ -293,6 +295,7 @@ class BulkPeer:
 
     def flush(self) -> None:
         """Send on every lane that has something to send, as far as sockets take it."""
+        self._prompt = False
         while self._unsent:
             number, io = self._unsent.popitem()
             self.writable(number, io)
@@ -360,8 +363,10 @@ class BulkPeer:
             for action in self._machine.handle(self._events[0], now_ns=_native.now_ns()):
                 self._perform(action)
             self._events.popleft()
-        if self._unsent:
+        if self._prompt:
             self._plane.flush_soon(self)
+        elif self._unsent:
+            self._plane.flush_later(self)
 
     def _perform(self, action: BulkAction) -> None:
         match action:
@@ -407,6 +412,7 @@ class BulkPeer:
             whole = self._buffers[source.number][1] if ours else self._served[source.number]
             payload = whole[source.offset : source.offset + source.nbytes]
         self._told |= isinstance(action.record, Error)
+        self._prompt |= not isinstance(action.record, Ack)
         io.writer.add(action.record, payload)
         self._unsent[action.lane] = io
 

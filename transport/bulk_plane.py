@@ -38,6 +38,8 @@ PARK_MS: Final = 1
 """How long a thread that drives sleeps at once: what it waits for may also end where nobody wakes it."""
 STAND_BY_MS: Final = 2
 """The thread takes its turns again when nobody has driven for so long."""
+HELPER_CPUS_MIN: Final = 3
+"""With fewer processors nobody makes tags beside the thread: it has one, and the network another."""
 _READ: Final = select.EPOLLIN | select.EPOLLRDHUP
 log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
 
@@ -54,6 +56,8 @@ class DataPlane:
         self._again: dict[tuple[BulkPeer, int], None] = {}
         """Lanes that may have more to read than their turn allowed."""
         self._to_flush: dict[BulkPeer, None] = {}
+        self._held_back: dict[BulkPeer, None] = {}
+        """Those that have acknowledgements alone to send: they leave with what follows, or before a sleep."""
         self._timers: dict[BulkPeer, int] = {}
         self._owed: dict[BulkPeer, None] = {}
         """Those whose host may have something to acknowledge."""
@@ -61,8 +65,8 @@ class DataPlane:
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self.tag_helper = TagHelper() if usable_cpus() > 1 else None
-        """Makes tags beside the thread; None where they would share one processor."""
+        self.tag_helper = TagHelper() if usable_cpus() >= HELPER_CPUS_MIN else None
+        """Makes tags beside the thread; None where it would have no processor for that."""
         self._turns = threading.Lock()
         """Held by the thread that takes a turn: all that a turn touches is its."""
         self._driver = 0
@@ -70,6 +74,8 @@ class DataPlane:
         self._driven = 0
         """Turns that were not the thread's own."""
         self._stands_by = False
+        self._in_stand_by = False
+        """The thread is in `_stand_by`, and looks for what is held back when it leaves it for good."""
         self._wake_poll = select.poll()
         self._wake_poll.register(self._wake_fd, select.POLLIN)
         self._asleep = False
@@ -131,10 +137,14 @@ class DataPlane:
         finally:
             if ours:
                 self._driver = 0
-                if self._calls or self._to_flush or self._again:
-                    self.drive()
-            if self._calls or self._to_flush or self._again or self._any_unsent():
+                left_over = bool(self._held_back) and not self._in_stand_by
+                if left_over or self._is_due():
+                    self._take_turn(whole=left_over)
+            if self._is_due() or self._any_unsent() or (self._held_back and not self._in_stand_by):
                 self.hand_over()
+
+    def _is_due(self) -> bool:
+        return bool(self._calls or self._to_flush or self._again)
 
     def _any_unsent(self) -> bool:
         with self._turns:
@@ -142,6 +152,9 @@ class DataPlane:
 
     def drive(self) -> bool:
         """Take one turn on the calling thread, without waiting; whether there was anything to do."""
+        return self._take_turn(whole=False)
+
+    def _take_turn(self, *, whole: bool) -> bool:
         if not self._turns.acquire(blocking=False):
             return False
         try:
@@ -149,7 +162,7 @@ class DataPlane:
                 return False
             self._stands_by = True
             self._driven += 1
-            return self._turn(self._epoll.poll(0, EVENTS_PER_WAKE))
+            return self._turn(self._epoll.poll(0, EVENTS_PER_WAKE), whole=whole)
         finally:
             self._turns.release()
 
@@ -157,12 +170,13 @@ class DataPlane:
         """Sleep on behalf of the thread that drives until there may be something to do, or for `PARK_MS`."""
         if not self._turns.acquire(timeout=PARK_MS / 1e3):
             return  # somebody else's turn lasts
+        self._release_held_back()
         self._turns.release()
         if not self._parking.acquire(blocking=False):
             return
         try:
             self._parked = True
-            if not (self._calls or self._to_flush or self._again or self._closing):
+            if not (self._is_due() or self._closing):
                 self._epoll.poll(PARK_MS / 1e3, 1)  # `drive` finds it again
         finally:
             self._parked = False
@@ -219,7 +233,13 @@ class DataPlane:
 
     def flush_soon(self, peer: BulkPeer) -> None:
         """Have `peer` send what it has, before the thread sleeps."""
+        self._held_back.pop(peer, None)
         self._to_flush[peer] = None
+
+    def flush_later(self, peer: BulkPeer) -> None:
+        """Have `peer` send what it has with what follows, or else soon: nobody works on for it."""
+        if peer not in self._to_flush:
+            self._held_back[peer] = None
 
     def check_silence_of(self, peer: BulkPeer) -> None:
         """Something has been sent to this peer."""
@@ -237,6 +257,7 @@ class DataPlane:
         self._peers.pop(peer, None)
         self._timers.pop(peer, None)
         self._to_flush.pop(peer, None)
+        self._held_back.pop(peer, None)
         self._owed.pop(peer, None)
         for key in [key for key in self._again if key[0] is peer]:
             del self._again[key]
@@ -257,7 +278,7 @@ class DataPlane:
                 found = self._poll()
                 if not self._stands_by:  # what was found is there for the driver, too
                     with self._turns:
-                        self._turn(found)
+                        self._turn(found, whole=True)
         finally:
             # Also after a bug of ours: nobody may wait for ever for a thread that has ended.
             with self._lock:
@@ -282,22 +303,26 @@ class DataPlane:
     def _stand_by(self) -> None:
         """Somebody drives: wait until nobody does, or somebody else calls."""
         seen = self._driven
-        self._asleep = True
+        self._asleep = self._in_stand_by = True
         try:
             if not self._stands_by:
                 return
-            called = self._calls or self._closing or self._wake_poll.poll(STAND_BY_MS)
+            # What the driver has asked for it does itself, and who else asks wakes us.
+            called = (self._calls and not self._driver) or self._closing or self._wake_poll.poll(STAND_BY_MS)
         finally:
-            self._asleep = False
+            self._asleep = self._in_stand_by = False
         if called:
             self._read_wake_up()
             with self._turns:
-                self._turn(())
-        elif self._driven == seen:
+                self._turn((), whole=True)
+        elif self._driven == seen and not self._turns.locked():  # a long turn is one, too
             self._stands_by = False
 
-    def _turn(self, found: Sequence[tuple[int, int]]) -> bool:
-        """Do what there is to do, and read and write the sockets `found`; whether there was anything."""
+    def _turn(self, found: Sequence[tuple[int, int]], *, whole: bool) -> bool:
+        """Do what there is to do, and read and write the sockets `found`; whether there was anything.
+
+        whole: send what is held back, too.
+        """
         some = bool(found or self._calls or self._to_flush or self._again)
         while self._calls:
             self._calls.popleft()()
@@ -317,8 +342,14 @@ class DataPlane:
                 peer.readable(lane)
             if events & select.EPOLLOUT:
                 peer.writable(lane)
+        if whole:
+            self._release_held_back()
         self._flush()
         return some
+
+    def _release_held_back(self) -> None:
+        self._to_flush.update(self._held_back)
+        self._held_back.clear()
 
     def _flush(self) -> None:
         while self._to_flush:
@@ -330,7 +361,7 @@ class DataPlane:
 
     def _poll(self) -> list[tuple[int, int]]:
         self._asleep = True
-        busy = self._calls or self._to_flush or self._again or self._closing
+        busy = self._is_due() or self._held_back or self._closing
         try:
             return self._epoll.poll(0 if busy else self._sleep_s(), EVENTS_PER_WAKE)
         finally:

@@ -113,3 +113,29 @@ def test_who_drives_may_sleep() -> None:
             a.plane.park()
             a.plane.wake()
         assert bytes(at_a) == b"1234" and bytes(at_b) == b"5678"
+
+
+def test_an_acknowledgement_may_wait_for_what_follows_but_not_for_ever() -> None:
+    with BulkHost(0) as a, BulkHost(1) as b:
+        to_b, to_a = join(a, b)
+        there, _ = region_of(to_b, b, 4)
+        back, _ = region_of(to_a, a, 4)
+        with a.plane.driving():
+            sent = back.put(b"1234", channel=0, value=1)
+            drive_until_told(a, 1, 1)
+            while not sent.done:  # it leaves before a sleep
+                a.plane.park()
+                a.plane.drive()
+                assert _native.now_ns() < deadline()
+            sent = back.put(b"1234", channel=0, value=2)
+            drive_until_told(a, 1, 2)
+            there.put(b"5678", channel=0, value=1)
+            while not sent.done:  # or with the put
+                a.plane.drive()
+                assert _native.now_ns() < deadline()
+            sent = back.put(b"1234", channel=0, value=3)
+            drive_until_told(a, 1, 3)
+            sent.wait(deadline())  # or when the driver does something else
+            sent = back.put(b"1234", channel=0, value=4)
+            drive_until_told(a, 1, 4)
+        sent.wait(deadline())  # or when it has left

@@ -33,7 +33,7 @@ class Ranks:
         count, block = elements(nbytes, self._ranks)
         dist, zeros, root = self._dist, self._torch.zeros, self._rank == 0
         x, large, small = zeros(count), zeros(self._ranks, block), zeros(block)
-        rows, other = list(large.unbind()), zeros(self._ranks, block)
+        rows, flat, other = list(large.unbind()), large.view(-1), zeros(self._ranks, block)
 
         def keep() -> None:
             dist.all_reduce(x.clone())
@@ -42,8 +42,8 @@ class Ranks:
             "all-reduce": lambda: dist.all_reduce(x),
             "all-reduce-foreign": lambda: dist.all_reduce(x),
             "all-reduce-keep": keep,
-            "reduce-scatter": lambda: dist.reduce_scatter_tensor(small, large),
-            "all-gather": lambda: dist.all_gather_into_tensor(large, small),
+            "reduce-scatter": lambda: dist.reduce_scatter_tensor(small, flat),
+            "all-gather": lambda: dist.all_gather_into_tensor(flat, small),
             "broadcast": lambda: dist.broadcast(x, 0),
             "reduce": lambda: dist.reduce(x, 0),
             "gather": lambda: dist.gather(small, rows if root else None, 0),

@@ -143,6 +143,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "transport/byte_socket.py": "moves bytes to whoever decodes them",
     "transport/silence.py": "reads what the kernel tells of its own socket",
     "transport/lane_use.py": "reads what the kernel tells of its own socket",
+    "transport/tcp_congestion.py": "reads what the kernel tells of its own socket",
     "transport/bulk_lanes.py": "reads what the kernel tells of its own socket and settings",
     "tools/bench*.py": "reads what processes that it has started itself tell of their times",
     "tools/peers/*.py": "are other systems' programs, run beside ours for comparison",

@@ -232,7 +232,7 @@ class TrainingWorkload:
         for start in range(0, len(target), FETCH_ELEMENTS):
             cancellation.check()
             into = target[start : start + FETCH_ELEMENTS]
-            _pull(region, memory, into, start * target.itemsize, cancellation, source=work.source)
+            pull(region, memory, into, start * target.itemsize, cancellation, source=work.source)
             if start <= len(target) // 2 < start + FETCH_ELEMENTS:
                 faults.hit(FETCH_MIDDLE)
         digest = self.store.digest(work.slot)
@@ -298,7 +298,7 @@ class TrainingWorkload:
         await self.journal.preserve(version, self.store.current)
 
 
-def _pull(
+def pull(
     region: RemoteRegion,
     memory: PeerMemory,
     into: Array,

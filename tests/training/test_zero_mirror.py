@@ -6,12 +6,15 @@ import random
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.training.zero import mirror as zm
+from zbmd.training.zero.mirror_row import ROW_NUMBERS, Row
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+from zbmd.transport.region import RegionHandle
 
 MOVES_MAX = 20_000
 TORN = -1
@@ -143,7 +146,9 @@ class World:
             return
         yield from self.together(place, "restored")
         while machine.version < self.steps:
-            yield from self.step(place, machine)
+            yield from self.commit(place, machine)
+            yield from self.update(place, machine)
+        yield from self.commit(place, machine)  # of the last version, which no step follows
         yield from self.together(place, "end")
 
     def restore(self, place: int, action: zm.Action) -> Moves:
@@ -172,7 +177,7 @@ class World:
             case _:
                 raise AssertionError(action)
 
-    def step(self, place: int, machine: zm.Mirror) -> Moves:
+    def commit(self, place: int, machine: zm.Mirror) -> Moves:
         memory, version = self.memories[place], machine.version
         yield from self.together(place, f"first {version}")
         for action in self.feed(place, zm.AllHold(version=version)):
@@ -196,6 +201,9 @@ class World:
         assert [type(action) for action in actions] == [zm.Commit]
         self.known = max(self.known, version)
         self.check_safe(version)
+
+    def update(self, place: int, machine: zm.Mirror) -> Moves:
+        memory, version = self.memories[place], machine.version
         memory.own[(version + 1) % 2] = TORN
         yield
         memory.own[(version + 1) % 2] = content(place, version + 1)
@@ -279,3 +287,36 @@ def test_events_out_of_place_are_refused() -> None:
         mirror.handle(zm.Entered(held=(mirror.held, wrong), hosts=(0, 0)), now_ns=0)
     with pytest.raises(LocalProtocolError):
         zm.Mirror(place=2, ranks=2)
+
+
+@given(
+    own=st.tuples(st.sampled_from([None, 0, 6]), st.sampled_from([None, 7])),
+    copies=st.tuples(*(st.none() | st.tuples(st.integers(0, 61), st.integers(0, 2**64 - 1)) for _ in "01")),
+    places=st.lists(st.integers(0, 2**62), min_size=8, max_size=8),
+)
+def test_what_a_rank_says_comes_as_it_was_said(
+    own: tuple[int | None, int | None],
+    copies: tuple[tuple[int, int] | None, tuple[int, int] | None],
+    places: list[int],
+) -> None:
+    first, second = (
+        None if copy is None else zm.Copy(ward=copy[0], version=6 + slot, digest=copy[1])
+        for slot, copy in enumerate(copies)
+    )
+    handles = tuple(
+        RegionHandle(slot=3, incarnation=2, offset=offset, nbytes=nbytes, writable=False)
+        for offset, nbytes in zip(places[::2], places[1::2], strict=True)
+    )
+    said = Row(held=zm.Held(own=own, known=5, copies=(first, second)), handles=handles)
+    assert Row.decoded(said.encoded(), 3, 2) == said
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=0, max_size=20))
+def test_whatever_numbers_a_peer_sends_are_a_row_or_refused(numbers: list[int]) -> None:
+    padded = np.array(numbers + [0] * (ROW_NUMBERS - len(numbers)), np.uint64)
+    for row in (padded[:ROW_NUMBERS], padded[:-1]):
+        try:
+            found = Row.decoded(row, 0, 1)
+        except RemoteProtocolError:
+            continue
+        assert found.held.known < 2**41

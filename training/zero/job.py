@@ -1,4 +1,9 @@
-"""`python -m zbmd.training --zero STAGE`: the training job with its state shared out over the ranks."""
+"""`python -m zbmd.training --zero STAGE`: the training job with its state shared out over the ranks.
+
+Every rank's shard has a copy at a buddy (`mirror`), so a rank that is killed is replaced, its shard pulled
+from there, and the run ends with the bits of one that nothing disturbed. The world keeps its size: shards are
+cut for it.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +11,56 @@ import asyncio
 import os
 from dataclasses import asdict
 
+import numpy as np
+import xxhash
+
 from zbmd.actors.member import Node, join
 from zbmd.actors.runtime_env import RankEnvironment
-from zbmd.collectives.group import Group, group
-from zbmd.training.job import JobOptions, JobResult, open_recipe, result_of
+from zbmd.actors.view import View
+from zbmd.collectives.commit_driver import StepFailed
+from zbmd.collectives.commit_messages import FailureKind
+from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.group import Group, group_of
+from zbmd.training.clip import TrainingDiverged
+from zbmd.training.job import JobOptions, JobResult, open_recipe, plan_of, result_of
 from zbmd.training.journal import WEIGHTS_NAME
+from zbmd.training.ledger import LOG_FORMAT, LOG_NAME, CommitLog, CommitRecord, LogHeader, loss_of
 from zbmd.training.recipe import Recipe
 from zbmd.training.weights import save_weights
-from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
+from zbmd.training.zero.keeper import COPIES, BuddyMirror, Digests, Safekeeping
+from zbmd.training.zero.trainer import ZeroDone, ZeroOptions, ZeroTrainer, arena_bytes_needed
+from zbmd.transport import faults
 from zbmd.transport._native import now_ns
-from zbmd.transport.errors import OutOfMemory, UserError
+from zbmd.transport.errors import OutOfMemory, PeerLost, UserError
+from zbmd.transport.liveness import DeathNotice
+
+BEGIN_POINT = faults.declare("zero.begin", "before a step")
+MEET_POINT = faults.declare("zero.meet", "in a new epoch, before its members say what they hold")
+MET_POINT = faults.declare("zero.met", "when they have agreed on what they go on from")
+SAVED_POINT = faults.declare("zero.saved", "when the weights are on disk, before the ranks part")
+
+RECORDS_KEPT = 3
+"""Steps whose record a rank keeps, its last ones: the next one to be logged is among them."""
 
 
 async def run_zero(options: JobOptions, zero: ZeroOptions) -> JobResult | None:
     """The job on this rank; the lowest rank returns the result, the others None.
 
-    Raises `UserError` for what only a person can mend, `PeerLost` when a rank ends.
+    Raises `UserError` for what only a person can mend: settings, a state that was lost, a divergence.
     """
     if options.resume is not None:
         raise UserError("a run with --zero starts from its seed: leave out --resume.")
     launched = RankEnvironment.read(os.environ)
     ranks = 1 if launched is None else launched.world_size
-    recipe = open_recipe(options)
-    arena_bytes = arena_bytes_needed(recipe.model, options.training, zero, ranks=ranks)
+    recipe = open_recipe(options, prepare=launched is None or launched.incarnation == 1)
+    arena_bytes = arena_bytes_needed(recipe.model, options.training, zero, ranks=ranks, copies=COPIES)
     try:
-        async with join(arena=arena_bytes) as node:
-            made = await group(node)
-            try:
-                return await asyncio.to_thread(_train, node, made, recipe, options, zero)
-            finally:
-                await made.close()
+        async with join(arena=arena_bytes, enter=False) as node:
+            return await ZeroJob(node, recipe, options, zero).run()
+    except StepFailed as error:
+        raise UserError(f"{error}. Start again with a new --out.") from error
+    except TrainingDiverged as error:
+        raise UserError(str(error)) from error
     except OutOfMemory as error:
         raise UserError(
             f"ZeRO-{zero.stage} of this model over {ranks} ranks does not fit into memory: {error}. Choose a "
@@ -43,36 +68,167 @@ async def run_zero(options: JobOptions, zero: ZeroOptions) -> JobResult | None:
         ) from error
 
 
-def _train(
-    node: Node, made: Group, recipe: Recipe, options: JobOptions, zero: ZeroOptions
-) -> JobResult | None:
-    trainer = ZeroTrainer(node, made, recipe, zero)
-    loss_last = 0.0
-    for _ in range(recipe.config.steps):
-        done = trainer.run_step()
-        loss_last = done.loss
-        if node.rank == made.members[0]:
-            _report_step(node, made, done.version, done.loss, done.grad_norm)
-    weights = trainer.weights()
-    result: JobResult | None = None
-    if node.rank == made.members[0]:
-        save_weights(options.out / WEIGHTS_NAME, weights, options.model, step=trainer.version)
-        result = result_of(options, recipe, weights, loss_last)
-        node.report({"kind": "result", **asdict(result)})
-    made.blocking.barrier()  # nobody leaves before the weights are on disk
-    return result
+class ZeroJob:
+    """One rank's side of the job, through all of its epochs."""
 
+    def __init__(self, node: Node, recipe: Recipe, options: JobOptions, zero: ZeroOptions) -> None:
+        self._node, self._recipe, self._options, self._zero = node, recipe, options, zero
+        header = LogHeader(
+            format=LOG_FORMAT,
+            run_id=f"{node.job:016x}",
+            base_version=0,
+            plan=plan_of(recipe),
+            seed=recipe.config.seed,
+        )
+        self._log = CommitLog(options.out / LOG_NAME, header)
+        self._trainer: ZeroTrainer | None = None
+        self._keeper: Safekeeping | None = None
+        self._group: Group | None = None
+        self._records: dict[int, ZeroDone] = {}
 
-def _report_step(node: Node, made: Group, version: int, loss: float, grad_norm: float) -> None:
-    node.report(
-        {
-            "kind": "step",
-            "version": version,
-            "epoch": made.epoch,
-            "members": list(made.members),
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "held_out_loss": None,
-            "at_ns": now_ns(),
-        }
-    )
+    async def run(self) -> JobResult | None:
+        """Train to the end, in as many epochs as it takes. Raises `StepFailed`, `TrainingDiverged`."""
+        forget = self._node.on_peer_lost(self._report_loss)
+        epoch = 0
+        try:
+            while True:
+                view = await self._node.view(after=epoch)
+                epoch = view.epoch
+                if self._group is not None:
+                    await self._group.close()
+                    self._group = None
+                if view.finished:
+                    return None  # nobody leaves before the weights are on disk
+                if self._is_whole(view):
+                    self._group = group_of(self._node, view)
+                    ended, result = await asyncio.to_thread(self._in_epoch, self._group)
+                    if ended:
+                        return result
+        finally:
+            forget()
+            if self._group is not None:
+                await self._group.close()
+            if self._keeper is not None:
+                await asyncio.to_thread(self._keeper.close)
+            self._log.close()
+
+    def _is_whole(self, view: View) -> bool:
+        """Whether all ranks are there. Raises `StepFailed` if some will not come back."""
+        if view.lost:
+            lost = ", ".join(map(str, view.lost))
+            raise StepFailed(
+                FailureKind.STATE_LOST,
+                f"rank {lost} is lost and will not be replaced, and the state is cut for "
+                f"{self._node.world_size} ranks: run with --on-loss replace",
+            )
+        return len(view.members) == self._node.world_size
+
+    def _report_loss(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
+        if not notice.clean:
+            self._node.report(
+                {"kind": "lost", "peer": rank, "incarnation": incarnation, "at_ns": notice.at_ns}
+            )
+
+    # ---- on the thread that trains
+
+    def _in_epoch(self, group: Group) -> tuple[bool, JobResult | None]:
+        """Train in one epoch; whether that was the last one."""
+        trainer, keeper = self._opened(group)
+        try:
+            faults.hit(MEET_POINT)
+            version = keeper.meet(group)
+            self._share_record(group, version)
+            faults.hit(MET_POINT)
+            trainer.enter(group, version)
+            while trainer.version < self._recipe.config.steps:
+                faults.hit(BEGIN_POINT)
+                trainer.run_step(keeper)
+            return True, self._finish(group, trainer, keeper)
+        except (PeerLost, OperationAborted):
+            return False, None
+        finally:
+            group.abort()
+            keeper.epoch_over()
+            self._log.close()
+
+    def _opened(self, group: Group) -> tuple[ZeroTrainer, Safekeeping]:
+        if self._trainer is None or self._keeper is None:
+            self._trainer = ZeroTrainer(self._node, group, self._recipe, self._zero, keep_previous=True)
+            known = self._log.last_version()
+            self._keeper = BuddyMirror(
+                self._node,
+                self._trainer.own,
+                known=known,
+                on_update=self._keep,
+                on_commit=self._committed,
+            )
+        return self._trainer, self._keeper
+
+    def _keep(self, done: ZeroDone) -> None:
+        self._records[done.version] = done
+        self._records.pop(done.version - RECORDS_KEPT, None)
+
+    def _share_record(self, group: Group, version: int) -> None:
+        """Tell who has not done the step of `version` what it reported: whoever logs it must know that."""
+        for later in [one for one in self._records if one > version]:
+            del self._records[later]
+        config, done = self._recipe.config, self._records.get(version)
+        mine = np.zeros(2 + config.shards)
+        if done is not None:
+            mine[:2] = 1.0, done.grad_norm
+            mine[2:] = [done.losses[shard] for shard in range(config.shards)]
+        for has, grad_norm, *losses in group.blocking.all_gather(mine).tolist():
+            if has and version not in self._records:
+                self._keep(ZeroDone(version=version, losses=dict(enumerate(losses)), grad_norm=grad_norm))
+        if version:
+            told = {"kind": "adopted", "version": version, "epoch": group.epoch, "at_ns": now_ns()}
+            self._node.report(told)
+
+    def _committed(self, version: int, digests: Digests) -> None:
+        """Every shard of `version` has its copy: the lowest rank logs it."""
+        if version and self._is_lowest():
+            self._append(version, digests)
+
+    def _is_lowest(self) -> bool:
+        return self._group is not None and self._group.members[0] == self._node.rank
+
+    def _append(self, version: int, digests: Digests) -> None:
+        assert self._group is not None, "a version is logged in an epoch"
+        done, config = self._records[version], self._recipe.config
+        ids = self._recipe.sample_ids(version - 1)
+        record = CommitRecord(
+            version=version,
+            epoch=self._group.epoch,
+            members=tuple(self._group.members),
+            shards={shard: tuple(ids[shard].tolist()) for shard in range(config.shards)},
+            losses=done.losses,
+            rng_key=(config.seed, version - 1),
+            digest=xxhash.xxh3_128_hexdigest(np.array(digests, np.uint64).data),
+            at_ns=now_ns(),
+        )
+        self._log.append(record)
+        self._node.report(
+            {
+                "kind": "step",
+                "version": record.version,
+                "epoch": record.epoch,
+                "members": list(record.members),
+                "loss": loss_of(record),
+                "grad_norm": done.grad_norm,
+                "held_out_loss": None,
+                "at_ns": record.at_ns,
+            }
+        )
+
+    def _finish(self, group: Group, trainer: ZeroTrainer, keeper: Safekeeping) -> JobResult | None:
+        """The weights on disk and the last record in the log; then all ranks may part."""
+        keeper.settle()
+        weights, result = trainer.weights(), None
+        if self._is_lowest():
+            save_weights(self._options.out / WEIGHTS_NAME, weights, self._options.model, step=trainer.version)
+            loss_last = self._records[trainer.version].loss
+            result = result_of(self._options, self._recipe, weights, loss_last)
+            self._node.report({"kind": "result", **asdict(result)})
+        faults.hit(SAVED_POINT)
+        group.blocking.barrier()
+        return result

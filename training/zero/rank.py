@@ -38,7 +38,10 @@ class _Pass:
 
 
 class ZeroRank:
-    """Rank `rank` of `shards.ranks`, with the initial weights of `seed`. `memory` makes and counts arrays."""
+    """Rank `rank` of `shards.ranks`, with the initial weights of `seed`. `memory` makes and counts arrays.
+
+    With `keep_previous` there are two slots of the shard, and an update writes the one that is not in use.
+    """
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class ZeroRank:
         optimizer: AdamWConfig,
         seed: int,
         memory: Accountant | None = None,
+        keep_previous: bool = False,
     ) -> None:
         self.model = model
         self.shards = shards
@@ -67,9 +71,12 @@ class ZeroRank:
         self._passes: dict[int, list[_Pass]] = {}
         self._slopes: list[Array] = []
         size, take = shards.shard_size, self.memory.allocate
-        self.state_flat = take(Kind.OPTIMIZER, 3 * size, np.float32)
+        self.slots = [take(Kind.OPTIMIZER, 3 * size, np.float32)]
         """Masters and both moments of the shard, one behind the other: what this rank alone holds."""
-        self.state = AdamWState(*(self.state_flat[k * size : (k + 1) * size] for k in range(3)))
+        if keep_previous:
+            self.slots.append(take(Kind.MIRROR, 3 * size, np.float32))
+        self.slot = 0
+        """The one in use."""
         self._whole: dict[int, Array] = {}
         self._grads: dict[int, Array] = {}
         self._outgoing: dict[int, list[Array]] = {}
@@ -87,16 +94,32 @@ class ZeroRank:
             AdamW(optimizer, model.layout, shard=Shard(unit.part, self._blocks(unit, blocks)))
             for unit in shards.units
         ]
-        self.begin_anew(seed)
+        self._seed = seed
+        self.begin_anew()
 
-    def begin_anew(self, seed: int) -> None:
-        """Take the initial state of `seed`: weights, whole where the stage keeps them so, and no moments."""
-        flat = self.model.init(seed)
+    def begin_anew(self) -> None:
+        """Take the initial state of the seed: weights, whole where the stage keeps them so; no moments."""
+        flat = self.model.init(self._seed)
+        self.slot = 0
         self.state_flat[:] = 0
         self.state.weights[:] = self.shards.shard_of(flat, self.rank)
         for number, unit in enumerate(self.shards.units if self.stage < 3 else ()):
             self._whole[number][: unit.size] = flat[unit.span]
         self.round_weights()
+
+    @property
+    def state_flat(self) -> Array:
+        """The slot in use."""
+        return self.slots[self.slot]
+
+    @property
+    def state(self) -> AdamWState:
+        """Masters and moments of the shard, in the slot in use."""
+        return self._state_in(self.slot)
+
+    def _state_in(self, slot: int) -> AdamWState:
+        size, flat = self.shards.shard_size, self.slots[slot]
+        return AdamWState(*(flat[k * size : (k + 1) * size] for k in range(3)))
 
     def _sharded(self, kind: Kind) -> dict[int, Array]:
         shard = self.memory.allocate(kind, self.shards.shard_size, self.dtype)
@@ -263,18 +286,20 @@ class ZeroRank:
         return [unit.of_rank(rank) for unit in self.shards.units]
 
     def update(self, *, step: int, learning_rate: float, grad_scale: float) -> None:
-        """Update the shard of masters and moments in place, and round the weights from it."""
+        """Update the shard of masters and moments, in place or into the other slot, and round the weights."""
+        target = (self.slot + 1) % len(self.slots)
         for number, unit in enumerate(self.shards.units):
-            own = AdamWState(*(array[unit.in_shard] for array in self._arrays))
+            old, new = (_cut(self._state_in(slot), unit.in_shard) for slot in (self.slot, target))
             grads, kept = self._grad_parts[number], self.dtype == np.float32
             if not kept:
                 grads = self.memory.allocate(Kind.WORKING, unit.part, np.float32)
                 grads[:] = self._grad_parts[number]
             self._optimizers[number].update(
-                own, own, grads, step=step, learning_rate=learning_rate, grad_scale=grad_scale
+                old, new, grads, step=step, learning_rate=learning_rate, grad_scale=grad_scale
             )
             if not kept:
                 self.memory.free(Kind.WORKING, grads)
+        self.slot = target
         self.round_weights()
 
     def round_weights(self) -> None:
@@ -282,12 +307,9 @@ class ZeroRank:
 
         Under stages 1 and 2 weights are to be gathered behind this.
         """
+        weights = self.state.weights
         for number, unit in enumerate(self.shards.units):
-            self._parts[number][:] = self.state.weights[unit.in_shard]
-
-    @property
-    def _arrays(self) -> tuple[Array, Array, Array]:
-        return self.state.weights, self.state.mean, self.state.square
+            self._parts[number][:] = weights[unit.in_shard]
 
     # ---- loss of the group
 
@@ -299,3 +321,7 @@ class ZeroRank:
                 self.release(unit)
         for unit in list(self._outgoing):
             self._drop(unit)
+
+
+def _cut(state: AdamWState, span: slice) -> AdamWState:
+    return AdamWState(state.weights[span], state.mean[span], state.square[span])

@@ -136,9 +136,9 @@ def shards_of(model: GPT, ranks: int) -> ShardLayout:
 
 
 def arena_bytes_needed(
-    model: GPT, config: TrainingConfig, options: ZeroOptions, *, ranks: int, mirrors: int = 0
+    model: GPT, config: TrainingConfig, options: ZeroOptions, *, ranks: int, copies: int = 0
 ) -> int:
-    """Bytes of arena that a rank needs, with room for `mirrors` copies of another rank's shard."""
+    """Bytes of arena that a rank needs, with room for `copies` of shards beside its own."""
     shards, sums = shards_of(model, ranks), ShardSum.of(config.shards, ranks)
     itemsize = storage_dtype(options.storage).itemsize
     whole = ranks * sum(unit.part for unit in shards.units)
@@ -148,7 +148,7 @@ def arena_bytes_needed(
     buffers = max(max(1, sums.plan(rank).buffers) for rank in range(ranks))
     reducing = (zm.REDUCING_MAX + 1) * (4 * buffers + 2 * itemsize * sums.width)
     gathered = (options.prefetch + 1) * itemsize
-    state_bytes = (1 + mirrors) * 12 * shards.shard_size + itemsize * (weights + grads)
+    state_bytes = (1 + copies) * 12 * shards.shard_size + itemsize * (weights + grads)
     return int(ARENA_SLACK * (state_bytes + (reducing + gathered) * largest)) + ARENA_ROOM_BYTES
 
 
@@ -156,10 +156,18 @@ class ZeroTrainer:
     """Trains `recipe` on all members of `group`, its state shared out. For one thread, not the loop's.
 
     All members make it and call its methods together. `node` was joined with an arena of at least
-    `arena_bytes_needed`. Raises `UserError` for an optimizer that needs whole matrices.
+    `arena_bytes_needed`. keep_previous: see `ZeroRank`. Raises `UserError` for an optimizer but AdamW.
     """
 
-    def __init__(self, node: Node, group: Group, recipe: Recipe, options: ZeroOptions) -> None:
+    def __init__(
+        self,
+        node: Node,
+        group: Group,
+        recipe: Recipe,
+        options: ZeroOptions,
+        *,
+        keep_previous: bool = False,
+    ) -> None:
         optimizer = recipe.config.optimizer
         if not isinstance(optimizer, AdamWConfig):
             raise UserError("ZeRO updates shards with AdamW alone: leave out the other optimizer.")
@@ -178,6 +186,7 @@ class ZeroTrainer:
             optimizer=optimizer,
             seed=recipe.config.seed,
             memory=self.memory,
+            keep_previous=keep_previous,
         )
         self.version = 0
         """Of the shard: how many steps are behind it."""
@@ -373,7 +382,7 @@ class ZeroTrainer:
     # ---- between steps
 
     def enter(self, group: Group, version: int) -> None:
-        """Go on in `group`, of a new view with as many members; `own.state_flat` is that of `version`.
+        """Go on in `group`, of a new view with as many members; the slot in use holds `version`.
 
         All ranks together: under stages 1 and 2 weights are gathered.
         """

@@ -1,0 +1,113 @@
+"""A rank of `zbmd.tools.bench_zero`: trains with and without copies of its shard, in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import uvloop
+
+from zbmd.actors.member import Node, join
+from zbmd.actors.runtime_env import RankEnvironment
+from zbmd.collectives.group import Group, group
+from zbmd.training import __main__ as training
+from zbmd.training.job import open_recipe
+from zbmd.training.recipe import Recipe
+from zbmd.training.zero.accountant import Kind
+from zbmd.training.zero.keeper import COPIES, BuddyMirror, Digests
+from zbmd.training.zero.mirror import SLOTS
+from zbmd.training.zero.trainer import (
+    ALONE,
+    StepWatch,
+    ZeroDone,
+    ZeroOptions,
+    ZeroTrainer,
+    arena_bytes_needed,
+)
+from zbmd.transport._native import now_ns
+
+KIND: Final = "zero-cost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCost:
+    """Peak bytes of this rank, and times: of each step, and of copies and waits for them a step."""
+
+    parameters: int
+    state_bytes: int
+    buddy_bytes: int
+    previous_bytes: int
+    working_bytes: int
+    step_ns: list[int]
+    mirrored_ns: list[int]
+    copy_ns: int
+    waited_ns: int
+
+
+def measured(node: Node, made: Group, recipe: Recipe, options: ZeroOptions) -> RankCost:
+    """Do the recipe's steps with both trainers, after one of each to warm up."""
+    plain = ZeroTrainer(node, made, recipe, options)
+    kept = ZeroTrainer(node, made, recipe, options, keep_previous=True)
+    mirror = BuddyMirror(node, kept.own, known=0, on_update=_ignore_update, on_commit=_ignore_commit)
+    try:
+        kept.enter(made, mirror.meet(made))
+        for trainer, watch in ((plain, ALONE), (kept, mirror)):
+            trainer.run_step(watch)
+        mirror.busy_ns = mirror.waited_ns = 0
+        pairs = [(_timed(plain, ALONE), _timed(kept, mirror)) for _ in range(recipe.config.steps)]
+        steps = len(pairs)
+        shard_bytes = kept.own.slots[0].nbytes
+        return RankCost(
+            parameters=recipe.model.layout.parameter_count,
+            state_bytes=plain.memory.state_bytes_most,
+            buddy_bytes=kept.memory.most[Kind.MIRROR] - shard_bytes,
+            previous_bytes=kept.memory.most[Kind.MIRROR] - SLOTS * shard_bytes,
+            working_bytes=plain.memory.most[Kind.WORKING],
+            step_ns=[pair[0] for pair in pairs],
+            mirrored_ns=[pair[1] for pair in pairs],
+            copy_ns=mirror.busy_ns // steps,
+            waited_ns=mirror.waited_ns // steps,
+        )
+    finally:
+        mirror.epoch_over()
+        mirror.close()
+
+
+def _timed(trainer: ZeroTrainer, watch: StepWatch) -> int:
+    began_ns = now_ns()
+    trainer.run_step(watch)
+    return now_ns() - began_ns
+
+
+def _ignore_update(done: ZeroDone) -> None:
+    """Nobody is told."""
+
+
+def _ignore_commit(version: int, digests: Digests) -> None:
+    """Nobody is told."""
+
+
+async def run() -> None:
+    """Measure on this rank, and report."""
+    arguments = training.parser().parse_args(sys.argv[1:])
+    recipe = open_recipe(training.options_of(arguments))
+    options = ZeroOptions(stage=arguments.zero, storage=arguments.storage)
+    launched = RankEnvironment.read(os.environ)
+    ranks, config = 1 if launched is None else launched.world_size, recipe.config
+    arena_bytes = sum(
+        arena_bytes_needed(recipe.model, config, options, ranks=ranks, copies=copies)
+        for copies in (0, COPIES)
+    )
+    async with join(arena=arena_bytes) as node:
+        made = await group(node)
+        cost = await asyncio.to_thread(measured, node, made, recipe, options)
+        node.report({"kind": KIND, "cost": asdict(cost)})
+        await made.barrier()
+        await made.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(run())

@@ -62,13 +62,14 @@ def all_reduce_spec(n: int, chunks: int, *, order: Order, in_place: bool, eager:
     """Every rank ends with the reduction of all inputs, chunk c as the tree `order(c)` over ranks."""
     places = [(rank, chunk) for rank in range(n) for chunk in range(chunks)]
     source = PUB if eager else IN
+    trees = [order(chunk) for chunk in range(chunks)]
     return Spec(
         n=n,
         blocks=1,
         chunks=chunks,
         labels=rank_labels(n),
         inputs={Operand(rank, source, chunk): rank for rank, chunk in places},
-        outputs=tuple(Output(place=Operand(rank, OUT, chunk), tree=order(chunk)) for rank, chunk in places),
+        outputs=tuple(Output(place=Operand(rank, OUT, chunk), tree=trees[chunk]) for rank, chunk in places),
         aliases={Operand(r, OUT, c): Operand(r, IN, c) for r, c in places} if in_place else {},
     )
 

@@ -45,8 +45,9 @@ def verify(programs: Sequence[Program], spec: Spec) -> None:
     _check_headers(programs, spec)
     writable = {output.place for output in spec.outputs}
     for program in programs:
+        bounds = _Bounds(programs, program.rank, writable)
         for index, instruction in enumerate(program.instructions):
-            _check_operands(programs, program.rank, index, instruction, writable)
+            bounds.check(index, instruction)
     run = _Run(programs, spec)
     run.to_the_end()
     run.check_balance()
@@ -66,62 +67,75 @@ def _check_headers(programs: Sequence[Program], spec: Spec) -> None:
             raise VerificationError(Flaw.MALFORMED, rank, None, f"{spec.chunks} chunks do not make blocks")
 
 
-def _check_operands(
-    programs: Sequence[Program], rank: int, index: int, instruction: Instruction, writable: set[Operand]
-) -> None:
-    def fail(flaw: Flaw, detail: str) -> VerificationError:
-        return VerificationError(flaw, rank, index, f"{instruction}: {detail}")
+class _Bounds:
+    """What the operands of one rank's instructions may be. Messages are made of what is wrong alone: most of
+    what a sweep looks at is right."""
 
-    def check(operand: Operand, chunk: int) -> None:
-        if not (0 <= operand.rank < len(programs) and 0 <= operand.buffer < BUFFERS):
-            raise fail(Flaw.OUT_OF_BOUNDS, f"there is no {operand}")
-        owner = programs[operand.rank]
-        slots = {SCRATCH: owner.scratch_slots, INBOX: owner.inbox_slots}.get(operand.buffer)
-        if not 0 <= operand.number < (owner.chunks if slots is None else slots):
-            raise fail(Flaw.OUT_OF_BOUNDS, f"{operand} is beyond the buffer")
-        if not 0 <= chunk < owner.chunks:
-            raise fail(Flaw.OUT_OF_BOUNDS, f"there is no chunk {chunk}")
-        if slots is None and operand.number != chunk:
-            raise fail(Flaw.WRONG_CHUNK, f"{operand} is not of chunk {chunk}")
+    def __init__(self, programs: Sequence[Program], rank: int, writable: set[Operand]) -> None:
+        self._rank = rank
+        self._peers = range(len(programs))
+        self._chunks = range(programs[rank].chunks)
+        self._slots = [{SCRATCH: range(p.scratch_slots), INBOX: range(p.inbox_slots)} for p in programs]
+        self._writable = writable
+        self._at = 0
+        self._instruction: Instruction | None = None
 
-    def check_source(operand: Operand, chunk: int) -> None:
-        check(operand, chunk)
-        if operand.rank != rank and operand.buffer in (SCRATCH, INBOX):
-            raise fail(Flaw.NOT_ACCESSIBLE, f"{operand} is not readable from rank {rank}")
+    def check(self, index: int, instruction: Instruction) -> None:
+        """Raise `VerificationError` unless all operands are in bounds and accessible."""
+        self._at, self._instruction = index, instruction
+        match instruction:
+            case Reduce(chunk, dst, a, b):
+                self._check_source(a, chunk)
+                self._check_source(b, chunk)
+                self._check_target(dst, chunk)
+            case Copy(chunk, dst, src):
+                self._check_source(src, chunk)
+                self._check_target(dst, chunk)
+            case Wait(peer, count):
+                self._check_peer(peer)
+                if count < 1:
+                    raise self._fail(Flaw.MALFORMED, "counts begin at 1")
+            case Notify(peer):
+                self._check_peer(peer)
+            case Put(chunk, dst, src):
+                self._check_peer(dst.rank)
+                self._check_place(dst, chunk)
+                self._check_source(src, chunk)
+                if dst.buffer != INBOX or src.rank != self._rank:
+                    raise self._fail(Flaw.NOT_ACCESSIBLE, "a put goes from local memory to a peer's inbox")
+            case _:
+                assert_never(instruction)
 
-    def check_peer(peer: int) -> None:
-        if not 0 <= peer < len(programs) or peer == rank:
-            raise fail(Flaw.MALFORMED, f"{peer} is no peer of rank {rank}")
+    def _fail(self, flaw: Flaw, detail: str) -> VerificationError:
+        return VerificationError(flaw, self._rank, self._at, f"{self._instruction}: {detail}")
 
-    match instruction:
-        case Notify(peer):
-            check_peer(peer)
-        case Wait(peer, count):
-            check_peer(peer)
-            if count < 1:
-                raise fail(Flaw.MALFORMED, "counts begin at 1")
-        case Put(chunk, dst, src):
-            check_peer(dst.rank)
-            check(dst, chunk)
-            check_source(src, chunk)
-            if dst.buffer != INBOX or src.rank != rank:
-                raise fail(Flaw.NOT_ACCESSIBLE, "a put goes from local memory to a peer's inbox")
-        case Reduce(chunk, dst, a, b):
-            check_source(a, chunk)
-            check_source(b, chunk)
-            _check_local(dst, rank, writable, fail(Flaw.NOT_ACCESSIBLE, f"{dst} is not writable here"))
-            check(dst, chunk)
-        case Copy(chunk, dst, src):
-            check_source(src, chunk)
-            _check_local(dst, rank, writable, fail(Flaw.NOT_ACCESSIBLE, f"{dst} is not writable here"))
-            check(dst, chunk)
-        case _:
-            assert_never(instruction)
+    def _check_place(self, operand: Operand, chunk: int) -> None:
+        rank, buffer, number = operand
+        if rank not in self._peers or not 0 <= buffer < BUFFERS:
+            raise self._fail(Flaw.OUT_OF_BOUNDS, f"there is no {operand}")
+        slots = self._slots[rank].get(buffer)
+        if number not in (self._chunks if slots is None else slots):
+            raise self._fail(Flaw.OUT_OF_BOUNDS, f"{operand} is beyond the buffer")
+        if chunk not in self._chunks:
+            raise self._fail(Flaw.OUT_OF_BOUNDS, f"there is no chunk {chunk}")
+        if slots is None and number != chunk:
+            raise self._fail(Flaw.WRONG_CHUNK, f"{operand} is not of chunk {chunk}")
 
+    def _check_source(self, operand: Operand, chunk: int) -> None:
+        self._check_place(operand, chunk)
+        if operand.rank != self._rank and operand.buffer in (SCRATCH, INBOX):
+            raise self._fail(Flaw.NOT_ACCESSIBLE, f"{operand} is not readable from rank {self._rank}")
 
-def _check_local(dst: Operand, rank: int, writable: set[Operand], error: VerificationError) -> None:
-    if dst.rank != rank or not (dst.buffer == SCRATCH or (dst.buffer == OUT and dst in writable)):
-        raise error
+    def _check_target(self, dst: Operand, chunk: int) -> None:
+        if dst.rank != self._rank or not (
+            dst.buffer == SCRATCH or (dst.buffer == OUT and dst in self._writable)
+        ):
+            raise self._fail(Flaw.NOT_ACCESSIBLE, f"{dst} is not writable here")
+        self._check_place(dst, chunk)
+
+    def _check_peer(self, peer: int) -> None:
+        if peer not in self._peers or peer == self._rank:
+            raise self._fail(Flaw.MALFORMED, f"{peer} is no peer of rank {self._rank}")
 
 
 class _Expressions:
@@ -131,6 +145,7 @@ class _Expressions:
         self._labels = labels
         self._ids: dict[tuple[int, int, int], int] = {}
         self._parts: list[tuple[int, int, int]] = []
+        self._outputs: dict[tuple[int, int], int] = {}
         self.members: list[int] = []
         self.chunk: list[int] = []
 
@@ -150,9 +165,13 @@ class _Expressions:
         return self._intern((node, -1, 0), self.members[node], self.chunk[node])
 
     def output(self, tree: Tree, chunk: int) -> int:
-        """What an output must hold."""
-        value = self.tree(tree, chunk)
-        return value if isinstance(tree, int) else self.result(value)
+        """What an output must hold. `tree` outlives this: it is known again by its identity."""
+        value = self._outputs.get((id(tree), chunk))
+        if value is None:
+            value = self.tree(tree, chunk)
+            value = value if isinstance(tree, int) else self.result(value)
+            self._outputs[id(tree), chunk] = value
+        return value
 
     def is_result(self, value: int) -> bool:
         return self._parts[value][1] == -1
@@ -190,7 +209,7 @@ class _Walker:
     done: bool = False
     sent: dict[int, list[tuple[int, ...]]] = field(default_factory=dict[int, list[tuple[int, ...]]])
     awaited: dict[int, int] = field(default_factory=dict[int, int])
-    cells: dict[Operand, _Cell] = field(default_factory=dict[Operand, _Cell])
+    cells: list[tuple[Operand, _Cell]] = field(default_factory=list[tuple[Operand, _Cell]])
 
 
 class _Run:
@@ -203,6 +222,8 @@ class _Run:
         self._expected = {
             output.place: self._values.output(output.tree, output.place.number) for output in spec.outputs
         }
+        self._cells: dict[Operand, _Cell] = {}
+        """By place; places that are one memory have one cell."""
         self._walkers = [_Walker([int(q == rank) for q in range(spec.n)]) for rank in range(spec.n)]
         for place, label in spec.inputs.items():
             cell = self._cell(place)
@@ -272,11 +293,14 @@ class _Run:
         return VerificationError(Flaw.DEADLOCK, ranks[0], self._walkers[ranks[0]].at, "; ".join(stories))
 
     def _cell(self, place: Operand) -> _Cell:
-        place = self._spec.aliases.get(place, place)
-        cells = self._walkers[place.rank].cells
-        cell = cells.get(place)
+        cell = self._cells.get(place)
         if cell is None:
-            cell = cells[place] = _Cell(writer=place.rank)
+            own = self._spec.aliases.get(place, place)
+            cell = self._cells.get(own)
+            if cell is None:
+                cell = self._cells[own] = _Cell(writer=own.rank)
+                self._walkers[own.rank].cells.append((own, cell))
+            self._cells[place] = cell
         return cell
 
     def _advance(self, rank: int) -> None:
@@ -285,17 +309,6 @@ class _Run:
         while walker.at < len(instructions):
             instruction = instructions[walker.at]
             match instruction:
-                case Wait(peer, count):
-                    sent = self._walkers[peer].sent.get(rank, ())
-                    if len(sent) < count:
-                        return
-                    walker.awaited[peer] = max(walker.awaited.get(peer, 0), count)
-                    walker.clock = list(map(max, walker.clock, sent[count - 1]))
-                case Notify(peer):
-                    self._notify(rank, peer)
-                case Put(chunk, dst, src):
-                    self._write(rank, dst, self._read(rank, src, chunk))
-                    self._notify(rank, dst.rank)
                 case Reduce(chunk, dst, a, b):
                     total = self._combine(rank, chunk, a, b)
                     if dst.buffer == OUT:
@@ -305,6 +318,17 @@ class _Run:
                     value = self._read(rank, src, chunk)
                     if self._cell(dst) is not self._cell(src):  # in place, the executor copies nothing
                         self._write(rank, dst, value)
+                case Wait(peer, count):
+                    sent = self._walkers[peer].sent.get(rank, ())
+                    if len(sent) < count:
+                        return
+                    walker.awaited[peer] = max(walker.awaited.get(peer, 0), count)
+                    walker.clock = list(map(max, walker.clock, sent[count - 1]))
+                case Put(chunk, dst, src):
+                    self._write(rank, dst, self._read(rank, src, chunk))
+                    self._notify(rank, dst.rank)
+                case Notify(peer):
+                    self._notify(rank, peer)
                 case _:
                     assert_never(instruction)
             walker.at += 1
@@ -374,7 +398,7 @@ class _Run:
 
     def _complete(self, rank: int) -> None:
         walker = self._walkers[rank]
-        for place, cell in walker.cells.items():
+        for place, cell in walker.cells:
             if place.buffer == PUB:
                 continue
             self._check_write(rank, place, cell)

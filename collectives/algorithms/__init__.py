@@ -20,6 +20,7 @@ from zbmd.collectives.algorithms import (
     shard_tree,
     tree,
 )
+from zbmd.collectives.algorithms.drafts import shared_drafts
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.program import IN, MAX_CHUNKS, MAX_RANKS, OUT, Program, hash_text, input_buffer
@@ -438,6 +439,12 @@ def build(request: Request, rank: int) -> Program:
     if not 0 <= rank < request.n:
         raise ProgramError(f"rank {rank} is not of a group of {request.n}")
     return algorithm.build(request, rank)
+
+
+def build_all(request: Request) -> list[Program]:
+    """The programs of all ranks. Raises `ProgramError` on a bad request."""
+    with shared_drafts():
+        return [build(request, rank) for rank in range(request.n)]
 
 
 def spec_of(request: Request, *, in_place: bool = False) -> Spec:

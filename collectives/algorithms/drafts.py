@@ -6,7 +6,9 @@ Who waits for it must know k, so the drafts of the peers it waits for are made a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from zbmd.collectives.program import Copy, Instruction, Notify, Put, Reduce, Wait
@@ -36,13 +38,28 @@ class Await:
 Draft = list[Signal | Await | Reduce | Copy]
 
 
+_shared: ContextVar[dict[int, tuple[Draft, dict[int, list[Hashable]]]] | None] = ContextVar(
+    "_shared", default=None
+)
+
+
+@contextmanager
+def shared_drafts() -> Generator[None]:
+    """While the programs of all ranks of *one* request are built, each rank's draft is made once."""
+    token = _shared.set({})
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
 def number_waits(draft_of: Callable[[int], Draft], rank: int) -> list[Instruction]:
     """The instructions of `rank`: tags become counts. A wait that an earlier one implies is left out."""
-    own = draft_of(rank)
+    own, _ = _draft(draft_of, rank)
     counts: dict[tuple[int, Hashable], int] = {}
     for peer in {item.peer for item in own if isinstance(item, Await)}:
-        signals = [item for item in draft_of(peer) if isinstance(item, Signal) and item.peer == rank]
-        counts |= {(peer, signal.tag): count for count, signal in enumerate(signals, 1)}
+        _, tags = _draft(draft_of, peer)
+        counts |= {(peer, tag): count for count, tag in enumerate(tags.get(rank, ()), 1)}
     instructions: list[Instruction] = []
     waited: dict[int, int] = {}
     for item in own:
@@ -56,3 +73,19 @@ def number_waits(draft_of: Callable[[int], Draft], rank: int) -> list[Instructio
         else:
             instructions.append(item)
     return instructions
+
+
+def _draft(draft_of: Callable[[int], Draft], rank: int) -> tuple[Draft, dict[int, list[Hashable]]]:
+    """A rank's draft, and the tags of its signals to each peer, in order."""
+    shared = _shared.get()
+    found = None if shared is None else shared.get(rank)
+    if found is None:
+        draft = draft_of(rank)
+        tags: dict[int, list[Hashable]] = {}
+        for item in draft:
+            if isinstance(item, Signal):
+                tags.setdefault(item.peer, []).append(item.tag)
+        found = (draft, tags)
+        if shared is not None:
+            shared[rank] = found
+    return found

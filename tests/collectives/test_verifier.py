@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from zbmd.collectives.algorithms import ALGORITHMS, Operation, Request, algorithm_of, build, spec_of
+from zbmd.collectives.algorithms import (
+    ALGORITHMS,
+    Operation,
+    Request,
+    algorithm_of,
+    build,
+    build_all,
+    spec_of,
+)
 from zbmd.collectives.algorithms.reduction_trees import two_trees
 from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.collectives.errors import ProgramError, VerificationError
@@ -51,7 +59,7 @@ def requests_for(operation: Operation, algorithm: str, n: int) -> Iterator[Reque
 
 
 def programs_of(request: Request) -> list[Program]:
-    return [build(request, rank) for rank in range(request.n)]
+    return build_all(request)
 
 
 def check(request: Request) -> None:

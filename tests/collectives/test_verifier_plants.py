@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from zbmd.collectives.algorithms import Operation, Request, build, spec_of
+from zbmd.collectives.algorithms import Operation, Request, build, build_all, spec_of
 from zbmd.collectives.errors import Flaw, VerificationError
 from zbmd.collectives.program import (
     IN,
@@ -27,7 +27,7 @@ from zbmd.collectives.verifier import verify
 
 
 def programs_of(request: Request) -> list[Program]:
-    return [build(request, rank) for rank in range(request.n)]
+    return build_all(request)
 
 
 # Each takes right programs and breaks them in one way.
@@ -128,7 +128,7 @@ def total_copied_from_scratch(p: Programs) -> Programs:
 
 
 def gathered_at_another_root(p: Programs) -> Programs:
-    return [build(replace(TO_ROOT, root=2), rank) for rank in range(3)]
+    return build_all(replace(TO_ROOT, root=2))
 
 
 def root_lets_go_too_early(p: Programs) -> Programs:
@@ -322,7 +322,7 @@ def write_to_a_peer(p: Programs) -> Programs:
 
 
 def write_another_block(p: Programs) -> Programs:
-    scattered = [build(replace(GATHER, operation=Operation.REDUCE_SCATTER), rank) for rank in range(3)]
+    scattered = build_all(replace(GATHER, operation=Operation.REDUCE_SCATTER))
     return put_at(scattered, 0, 0, Copy(5, Operand(0, OUT, 5), Operand(0, IN, 5)), drop=0)
 
 
@@ -382,7 +382,7 @@ def last_put_not_consumed(p: Programs) -> Programs:
 
 
 def wrong_root_everywhere(p: Programs) -> Programs:
-    return [build(replace(TREE, root=2), rank) for rank in range(4)]
+    return build_all(replace(TREE, root=2))
 
 
 def wrong_root_on_one_rank(p: Programs) -> Programs:
@@ -400,7 +400,7 @@ def barrier_round_missing(p: Programs) -> Programs:
 
 def shards_in_another_order(p: Programs) -> Programs:
     other = replace(SHARDS, assignment=((3, 6), (0, 3), (6, 8)))
-    return [build(other, rank) for rank in range(3)]
+    return build_all(other)
 
 
 PLANTS: list[tuple[Callable[[Programs], Programs], Request, set[Flaw]]] = [

@@ -297,6 +297,7 @@ class Group:
         except BaseException:
             give_back()
             raise
+        home.subgroups.watch(agreed, made.abort)
         try:
             made.home = home
             made.tagged = await open_tagged(home.node, members, epoch=agreed.stamp, channel=agreed.channel)

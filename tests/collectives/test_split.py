@@ -53,7 +53,7 @@ async def rows_and_columns(group):
 
 
 async def remade_again_and_again(group):
-    for k in range(40):
+    for k in range(24 + 3):  # more often than there are channels
         part = await group.split(group.rank % 2 if k % 3 else group.rank // 2)
         assert (await part.all_reduce(np.ones(1)))[0] == 2
         await part.close()
@@ -217,6 +217,7 @@ async def test_a_member_that_does_not_come_is_waited_for_until_the_deadline(
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     script = tmp_path / "job.py"
     script.write_text(f"""
+import numpy as np
 import zbmd
 
 async def main():
@@ -230,6 +231,10 @@ async def main():
             else:
                 raise AssertionError("nobody came")
         await group.barrier()
+        again = await group.subgroup([0, 1])  # the other has called this once less
+        assert (await again.all_reduce(np.ones(1)))[0] == 2
+        await group.barrier()
+        await again.close()
         pair = await group.subgroup([1, 0])
         if node.rank == 0:  # the other may still be in the pair's last operation, and look at our descriptor
             await pair.close()

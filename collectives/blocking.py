@@ -26,7 +26,7 @@ TIMEOUT_S_MAX = 30 * 24 * 3600.0
 """No operation waits longer than this."""
 
 ResultT = TypeVar("ResultT")
-Submit = Callable[[Callable[[Communicator], Any]], "Future[Any]"]
+Submit = Callable[[Callable[[Communicator], Any], int, int], "Future[Any]"]
 
 _TIMEOUT_NS_DEFAULT: Final = round(TIMEOUT_S_DEFAULT * 1e9)
 _ALL_REDUCE: Final = Operation.ALL_REDUCE.value
@@ -59,74 +59,106 @@ class Blocking:
         op: str = "sum",
         algorithm: str = "auto",
         timeout: float | None = None,
+        priority: int = 0,
     ) -> Any:
         """As `Group.all_reduce`."""
         limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)
-        done = self._lane.run_now(_ALL_REDUCE, x, out, op, algorithm, NO_ROOT, limit_ns)
+        done = None if priority else self._lane.run_now(_ALL_REDUCE, x, out, op, algorithm, NO_ROOT, limit_ns)
         if done is None:
             return self._run(
                 limit_ns,
                 lambda c, ns: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=ns),
+                priority,
             )
         return (x if out is None else out) if done else self._communicator.lane_failed()
 
     def all_reduce_many(
-        self, arrays: Sequence[Any], *, op: str = "sum", algorithm: str = "auto", timeout: float | None = None
+        self,
+        arrays: Sequence[Any],
+        *,
+        op: str = "sum",
+        algorithm: str = "auto",
+        timeout: float | None = None,
+        priority: int = 0,
     ) -> Sequence[Any]:
         """As `Group.all_reduce_many`."""
         return self._run(
             timeout_ns(timeout),
             lambda c, ns: c.all_reduce_many(arrays, op=op, algorithm=algorithm, deadline_ns=ns),
+            priority,
         )
 
-    def broadcast(self, x: Any, root: int, *, timeout: float | None = None) -> Any:
+    def broadcast(self, x: Any, root: int, *, timeout: float | None = None, priority: int = 0) -> Any:
         """As `Group.broadcast`."""
         limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)
-        done = self._lane.run_now(_BROADCAST, x, None, "sum", "auto", root, limit_ns)
+        done = None if priority else self._lane.run_now(_BROADCAST, x, None, "sum", "auto", root, limit_ns)
         if done is None:
-            return self._run(limit_ns, lambda c, end_ns: c.broadcast(x, root, deadline_ns=end_ns))
+            return self._run(limit_ns, lambda c, end_ns: c.broadcast(x, root, deadline_ns=end_ns), priority)
         return x if done else self._communicator.lane_failed()
 
-    def barrier(self, *, timeout: float | None = None) -> None:
+    def barrier(self, *, timeout: float | None = None, priority: int = 0) -> None:
         """As `Group.barrier`."""
         limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)
-        done = self._lane.run_now(_BARRIER, None, None, "sum", "auto", NO_ROOT, limit_ns)
+        done = (
+            None if priority else self._lane.run_now(_BARRIER, None, None, "sum", "auto", NO_ROOT, limit_ns)
+        )
         if done is None:
-            self._run(limit_ns, lambda c, end_ns: c.barrier(deadline_ns=end_ns))
+            self._run(limit_ns, lambda c, end_ns: c.barrier(deadline_ns=end_ns), priority)
         elif not done:
             self._communicator.lane_failed()
 
     def reduce(
-        self, x: Any, root: int, *, out: Any = None, op: str = "sum", timeout: float | None = None
+        self,
+        x: Any,
+        root: int,
+        *,
+        out: Any = None,
+        op: str = "sum",
+        timeout: float | None = None,
+        priority: int = 0,
     ) -> Any:
         """As `Group.reduce`."""
         return self._run(
-            timeout_ns(timeout), lambda c, end_ns: c.reduce(x, root, out, op=op, deadline_ns=end_ns)
+            timeout_ns(timeout), lambda c, end_ns: c.reduce(x, root, out, op=op, deadline_ns=end_ns), priority
         )
 
-    def all_gather(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
+    def all_gather(self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0) -> Any:
         """As `Group.all_gather`."""
-        return self._run(timeout_ns(timeout), lambda c, end_ns: c.all_gather(x, out, deadline_ns=end_ns))
+        return self._run(
+            timeout_ns(timeout), lambda c, end_ns: c.all_gather(x, out, deadline_ns=end_ns), priority
+        )
 
-    def gather(self, x: Any, root: int, *, out: Any = None, timeout: float | None = None) -> Any:
+    def gather(
+        self, x: Any, root: int, *, out: Any = None, timeout: float | None = None, priority: int = 0
+    ) -> Any:
         """As `Group.gather`."""
-        return self._run(timeout_ns(timeout), lambda c, end_ns: c.gather(x, root, out, deadline_ns=end_ns))
+        return self._run(
+            timeout_ns(timeout), lambda c, end_ns: c.gather(x, root, out, deadline_ns=end_ns), priority
+        )
 
-    def scatter(self, x: Any, root: int, *, out: Any = None, timeout: float | None = None) -> Any:
+    def scatter(
+        self, x: Any, root: int, *, out: Any = None, timeout: float | None = None, priority: int = 0
+    ) -> Any:
         """As `Group.scatter`."""
-        return self._run(timeout_ns(timeout), lambda c, end_ns: c.scatter(x, root, out, deadline_ns=end_ns))
+        return self._run(
+            timeout_ns(timeout), lambda c, end_ns: c.scatter(x, root, out, deadline_ns=end_ns), priority
+        )
 
     def reduce_scatter(
-        self, x: Any, *, out: Any = None, op: str = "sum", timeout: float | None = None
+        self, x: Any, *, out: Any = None, op: str = "sum", timeout: float | None = None, priority: int = 0
     ) -> Any:
         """As `Group.reduce_scatter`."""
         return self._run(
-            timeout_ns(timeout), lambda c, end_ns: c.reduce_scatter(x, out, op=op, deadline_ns=end_ns)
+            timeout_ns(timeout),
+            lambda c, end_ns: c.reduce_scatter(x, out, op=op, deadline_ns=end_ns),
+            priority,
         )
 
-    def all_to_all(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
+    def all_to_all(self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0) -> Any:
         """As `Group.all_to_all`."""
-        return self._run(timeout_ns(timeout), lambda c, end_ns: c.all_to_all(x, out, deadline_ns=end_ns))
+        return self._run(
+            timeout_ns(timeout), lambda c, end_ns: c.all_to_all(x, out, deadline_ns=end_ns), priority
+        )
 
     def all_to_all_v(
         self,
@@ -136,17 +168,21 @@ class Blocking:
         *,
         out: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
     ) -> Any:
         """As `Group.all_to_all_v`."""
         return self._run(
             timeout_ns(timeout),
             lambda c, end_ns: c.all_to_all_v(x, send_rows, receive_rows, out, deadline_ns=end_ns),
+            priority,
         )
 
-    def _run(self, limit_ns: int, operation: Callable[[Communicator, int], ResultT]) -> ResultT:
+    def _run(
+        self, limit_ns: int, operation: Callable[[Communicator, int], ResultT], priority: int
+    ) -> ResultT:
         """Run an operation here, or on the group's thread if others wait there."""
         end_ns = now_ns() + limit_ns
-        if self._lane.queued:
-            queued: Future[ResultT] = self._submit(lambda c: operation(c, end_ns))
+        if self._lane.queued or priority:
+            queued: Future[ResultT] = self._submit(lambda c: operation(c, end_ns), priority, end_ns)
             return queued.result()
         return operation(self._communicator, end_ns)

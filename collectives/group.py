@@ -27,6 +27,8 @@ from zbmd.collectives.group_channels import SUBGROUP_CHANNEL_FIRST, Agreed
 from zbmd.collectives.group_meeting import Subgroups, open_subgroups
 from zbmd.collectives.group_watch import GroupWatch
 from zbmd.collectives.operation_capture import record_operations
+from zbmd.collectives.priority_machine import PRIORITY_MAX
+from zbmd.collectives.priority_turns import PriorityTurns
 from zbmd.collectives.tagged import Received, Tagged, open_tagged
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
@@ -43,13 +45,20 @@ class Group:
 
     `blocking` has the same operations for a thread that may wait; a small one takes a microsecond there.
     Every operation takes a `timeout` in seconds, from the call to the result (`TIMEOUT_S_DEFAULT`).
+    With `zbmd.group(node, priorities=True)` operations have a `priority`, -127..127: of those that all
+    members have called, the one of the highest goes first (`priority_machine`).
     Each raises `PeerLost` when a member ends meanwhile, `DeadlineExceeded` when the timeout has passed, and
     `OperationAborted` when a member has given up or the group is closed; after any of them the group is not
     usable any more.
     """
 
     def __init__(
-        self, communicator: Communicator, view: View, *, unwatch: Callable[[], None] = lambda: None
+        self,
+        communicator: Communicator,
+        view: View,
+        *,
+        priorities: bool = False,
+        unwatch: Callable[[], None] = lambda: None,
     ) -> None:
         self.communicator = communicator
         self.view = view
@@ -58,6 +67,9 @@ class Group:
         self.members = communicator.members
         self._unwatch = unwatch
         self._data_plane = ThreadPoolExecutor(1, thread_name_prefix="zbmd-data")
+        self._turns = PriorityTurns() if priorities else None
+        if priorities:
+            communicator.lane.queue(1)  # no call goes past the others
         self._slots = threading.BoundedSemaphore(OPERATIONS_IN_FLIGHT_MAX)
         self.tagged: Tagged | None = None
         self.home: Home | None = None
@@ -72,19 +84,31 @@ class Group:
         """How many members the group has."""
         return len(self.members)
 
-    def submit(self, operation: Callable[[Communicator], ResultT]) -> Future[ResultT]:
+    def submit(
+        self, operation: Callable[[Communicator], ResultT], priority: int = 0, end_ns: int = 0
+    ) -> Future[ResultT]:
         """Queue `operation` for the data-plane thread; callable from any thread.
 
-        Raises `LocalProtocolError` when too many operations are in flight, and `OperationAborted` when the
-        group is closed: who computes on one thread cannot know that another has closed it for a new view.
+        end_ns: when it is to give up while members are still choosing what comes first; 0 for the default.
+        Raises `UserError` on a priority that it cannot have, `LocalProtocolError` when too
+        many operations are in flight, and `OperationAborted` when the group is closed: who computes on one
+        thread cannot know that another has closed it for a new view.
         """
+        if priority and (self._turns is None or abs(priority) > PRIORITY_MAX):
+            raise UserError(
+                f"priority={priority} on {self!r}: priorities are -{PRIORITY_MAX}..{PRIORITY_MAX}, and for a group "
+                "that zbmd.group(node, priorities=True) has made"
+            )
         if not self._slots.acquire(blocking=False):
             raise LocalProtocolError(
                 f"{OPERATIONS_IN_FLIGHT_MAX} operations are in flight on {self!r}: await some of them first"
             )
         self.communicator.lane.queue(1)
         try:
-            future = self._data_plane.submit(operation, self.communicator)
+            if self._turns is None:
+                future = self._data_plane.submit(operation, self.communicator)
+            else:
+                future = self._turns.submit(self._data_plane, self.communicator, operation, priority, end_ns)
         except RuntimeError:
             self._done()
             raise OperationAborted(f"{self!r} is closed: get a group of the new view") from None
@@ -95,13 +119,21 @@ class Group:
         self.communicator.lane.queue(-1)
         self._slots.release()
 
-    async def run(self, operation: Callable[[Communicator], ResultT]) -> ResultT:
+    async def run(
+        self, operation: Callable[[Communicator], ResultT], priority: int = 0, end_ns: int = 0
+    ) -> ResultT:
         """Run `operation` on the data-plane thread and await its result.
 
         A cancelled await leaves the operation running: it owns its buffers until it has drained, and peers
         may be waiting for this rank's part.
         """
-        return await asyncio.shield(asyncio.wrap_future(self.submit(operation)))
+        return await asyncio.shield(asyncio.wrap_future(self.submit(operation, priority, end_ns)))
+
+    async def _call(
+        self, operation: Callable[[Communicator, int], ResultT], timeout: float | None, priority: int
+    ) -> ResultT:
+        end_ns = self.deadline_ns(timeout)
+        return await self.run(lambda c: operation(c, end_ns), priority, end_ns)
 
     def deadline_ns(self, timeout: float | None = None) -> int:
         """The absolute CLOCK_MONOTONIC time, ns, at which an operation begun now with `timeout` gives up."""
@@ -115,65 +147,84 @@ class Group:
         op: str = "sum",
         algorithm: str = "auto",
         timeout: float | None = None,
+        priority: int = 0,
     ) -> Any:
         """Reduce `x` over all members, elementwise, and return the result, the same bits on every rank.
 
         In place (`x` is overwritten) without `out`: after an error `x` is to be computed again. With `out`,
         `x` stays intact until the operation is complete.
         """
-        end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=end_ns))
+        return await self._call(
+            lambda c, ns: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=ns), timeout, priority
+        )
 
     async def all_reduce_many(
-        self, arrays: Sequence[Any], *, op: str = "sum", algorithm: str = "auto", timeout: float | None = None
+        self,
+        arrays: Sequence[Any],
+        *,
+        op: str = "sum",
+        algorithm: str = "auto",
+        timeout: float | None = None,
+        priority: int = 0,
     ) -> Sequence[Any]:
         """`all_reduce` of every array, in place; small ones travel together (`zbmd.collectives.coalescing`).
 
         All members give arrays of the same dtypes and sizes in the same order. Returns `arrays`.
         """
-        end_ns = self.deadline_ns(timeout)
-        return await self.run(
-            lambda c: c.all_reduce_many(arrays, op=op, algorithm=algorithm, deadline_ns=end_ns)
+        return await self._call(
+            lambda c, ns: c.all_reduce_many(arrays, op=op, algorithm=algorithm, deadline_ns=ns),
+            timeout,
+            priority,
         )
 
     async def reduce(
-        self, x: Any, root: int, *, out: Any = None, op: str = "sum", timeout: float | None = None
+        self,
+        x: Any,
+        root: int,
+        *,
+        out: Any = None,
+        op: str = "sum",
+        timeout: float | None = None,
+        priority: int = 0,
     ) -> Any:
         """Reduce `x` over all members at rank `root`, which returns the result (in `x` without `out`)."""
-        end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: c.reduce(x, root, out, op=op, deadline_ns=end_ns))
+        return await self._call(
+            lambda c, ns: c.reduce(x, root, out, op=op, deadline_ns=ns), timeout, priority
+        )
 
-    async def broadcast(self, x: Any, root: int, *, timeout: float | None = None) -> Any:
+    async def broadcast(self, x: Any, root: int, *, timeout: float | None = None, priority: int = 0) -> Any:
         """Copy `x` of rank `root` to all members' `x`, and return it."""
-        end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: c.broadcast(x, root, deadline_ns=end_ns))
+        return await self._call(lambda c, ns: c.broadcast(x, root, deadline_ns=ns), timeout, priority)
 
-    async def all_gather(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
+    async def all_gather(
+        self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0
+    ) -> Any:
         """Return (size, *x.shape): every member's `x`, in rank order."""
-        end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: c.all_gather(x, out, deadline_ns=end_ns))
+        return await self._call(lambda c, ns: c.all_gather(x, out, deadline_ns=ns), timeout, priority)
 
-    async def all_gather_v(self, x: Any, *, timeout: float | None = None) -> Array:
+    async def all_gather_v(self, x: Any, *, timeout: float | None = None, priority: int = 0) -> Array:
         """Every member's rows `x`, (rows, ...), of which each may have another number, in rank order."""
-        end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: c.all_gather_v(x, deadline_ns=end_ns))
+        return await self._call(lambda c, ns: c.all_gather_v(x, deadline_ns=ns), timeout, priority)
 
-    async def gather(self, x: Any, root: int, *, out: Any = None, timeout: float | None = None) -> Any:
+    async def gather(
+        self, x: Any, root: int, *, out: Any = None, timeout: float | None = None, priority: int = 0
+    ) -> Any:
         """As `all_gather`, at rank `root` alone; None elsewhere."""
-        end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: c.gather(x, root, out, deadline_ns=end_ns))
+        return await self._call(lambda c, ns: c.gather(x, root, out, deadline_ns=ns), timeout, priority)
 
-    async def scatter(self, x: Any, root: int, *, out: Any = None, timeout: float | None = None) -> Any:
+    async def scatter(
+        self, x: Any, root: int, *, out: Any = None, timeout: float | None = None, priority: int = 0
+    ) -> Any:
         """Return this member's part of the `x` of rank `root`, (size, ...); others pass None and `out`."""
-        end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: c.scatter(x, root, out, deadline_ns=end_ns))
+        return await self._call(lambda c, ns: c.scatter(x, root, out, deadline_ns=ns), timeout, priority)
 
     async def reduce_scatter(
-        self, x: Any, *, out: Any = None, op: str = "sum", timeout: float | None = None
+        self, x: Any, *, out: Any = None, op: str = "sum", timeout: float | None = None, priority: int = 0
     ) -> Any:
         """Reduce `x`, (size, ...), over all members and return this member's part of it."""
-        end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: c.reduce_scatter(x, out, op=op, deadline_ns=end_ns))
+        return await self._call(
+            lambda c, ns: c.reduce_scatter(x, out, op=op, deadline_ns=ns), timeout, priority
+        )
 
     async def reduce_scatter_v(
         self,
@@ -183,15 +234,18 @@ class Group:
         out: Any = None,
         op: str = "sum",
         timeout: float | None = None,
+        priority: int = 0,
     ) -> Any:
         """Reduce `x` over all members and return this member's rows of it: `rows[r]` for the r-th."""
-        end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: c.reduce_scatter_v(x, rows, out, op=op, deadline_ns=end_ns))
+        return await self._call(
+            lambda c, ns: c.reduce_scatter_v(x, rows, out, op=op, deadline_ns=ns), timeout, priority
+        )
 
-    async def all_to_all(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
+    async def all_to_all(
+        self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0
+    ) -> Any:
         """Send block d of `x`, (size, ...), to member d, and return the blocks that came, in rank order."""
-        end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: c.all_to_all(x, out, deadline_ns=end_ns))
+        return await self._call(lambda c, ns: c.all_to_all(x, out, deadline_ns=ns), timeout, priority)
 
     async def all_to_all_v(
         self,
@@ -201,15 +255,16 @@ class Group:
         *,
         out: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
     ) -> Any:
         """As `all_to_all`, with `send_rows[d]` rows to member d and `receive_rows[s]` from member s."""
-        end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: c.all_to_all_v(x, send_rows, receive_rows, out, deadline_ns=end_ns))
+        return await self._call(
+            lambda c, ns: c.all_to_all_v(x, send_rows, receive_rows, out, deadline_ns=ns), timeout, priority
+        )
 
-    async def barrier(self, *, timeout: float | None = None) -> None:
+    async def barrier(self, *, timeout: float | None = None, priority: int = 0) -> None:
         """Return once every member has called this."""
-        end_ns = self.deadline_ns(timeout)
-        await self.run(lambda c: c.barrier(deadline_ns=end_ns))
+        await self._call(lambda c, ns: c.barrier(deadline_ns=ns), timeout, priority)
 
     async def send(self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """Send a copy of `x` to member `to`. Messages of one member to another stay in order.
@@ -293,7 +348,14 @@ class Group:
             agreed = await home.subgroups.agree(self.epoch, members)
         give_back = home.subgroups.leaving(members, agreed)
         try:
-            made = _make(home.node, self.view, members=members, agreed=agreed, closed=give_back)
+            made = _make(
+                home.node,
+                self.view,
+                members=members,
+                agreed=agreed,
+                priorities=self._turns is not None,
+                closed=give_back,
+            )
         except BaseException:
             give_back()
             raise
@@ -392,15 +454,17 @@ class Home:
     subgroups: Subgroups
 
 
-async def group(node: Node, *, after: int = 0, channel: int = 0) -> Group:
+async def group(node: Node, *, after: int = 0, channel: int = 0, priorities: bool = False) -> Group:
     """The group of the first view with an epoch greater than `after`; waits for it and for its members.
 
     They measure how fast they reach each other, once a process: "auto" chooses by that (`Communicator.tune`).
 
     Each group of a view in a process at one time needs a channel of its own, below `SUBGROUP_CHANNEL_FIRST`.
+    priorities: whether operations have them (`Group.all_reduce`), the same on all members; it costs a round
+    of 64 bytes an operation.
     """
     view = await node.view(after=after)
-    made = group_of(node, view, channel=channel)
+    made = group_of(node, view, channel=channel, priorities=priorities)
     made.tagged = await open_tagged(node, made.members, epoch=made.epoch, channel=channel)
     made.home = Home(node, await open_subgroups(node))
     if made.size > 1:
@@ -416,13 +480,14 @@ def hosts_of(view: View, members: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(hosts[rank], len(numbers)) for rank in members)
 
 
-def group_of(node: Node, view: View, *, channel: int = 0) -> Group:
+def group_of(node: Node, view: View, *, channel: int = 0, priorities: bool = False) -> Group:
     """The group of a view that `node` has already got. Waits for nobody."""
     if channel >= SUBGROUP_CHANNEL_FIRST:
         raise LocalProtocolError(
             f"channel {channel} is for sub-groups; use one below {SUBGROUP_CHANNEL_FIRST}"
         )
-    return _make(node, view, members=view.ranks, agreed=Agreed(channel=channel, stamp=view.epoch))
+    agreed = Agreed(channel=channel, stamp=view.epoch)
+    return _make(node, view, members=view.ranks, agreed=agreed, priorities=priorities)
 
 
 def _make(
@@ -431,6 +496,7 @@ def _make(
     *,
     members: tuple[int, ...],
     agreed: Agreed,
+    priorities: bool = False,
     closed: Callable[[], None] = lambda: None,
 ) -> Group:
     communicator = Communicator(
@@ -451,4 +517,4 @@ def _make(
         land()
         closed()
 
-    return Group(communicator, view, unwatch=unwatch)
+    return Group(communicator, view, priorities=priorities, unwatch=unwatch)

@@ -14,13 +14,14 @@ from zbmd.actors import wire
 from zbmd.actors.contracts import Contract
 from zbmd.actors.ref import Ref
 from zbmd.collectives import commit_messages as cm
-from zbmd.collectives import commit_wire, flight_dump, tagged
+from zbmd.collectives import commit_wire, flight_dump, priority_machine, tagged
 from zbmd.collectives._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.algorithms import Operation, Request
 from zbmd.collectives.commit import StepCommit
 from zbmd.collectives.errors import CollectiveError
 from zbmd.collectives.executor import Call, MappedExecutor
 from zbmd.collectives.plan import Plan, plan_of
+from zbmd.collectives.priority_turns import decode_told, encode_told
 from zbmd.collectives.program import IN, OUT
 from zbmd.collectives.repair_adoption import Publication, read_published
 from zbmd.collectives.repair_messages import Call as RepairCall
@@ -113,6 +114,31 @@ def _perform(machine: StepCommit, event: cm.CommitEvent) -> None:
                         raise Broken(f"version {version} was committed")
                 case _:
                     pass
+
+
+# ---- priorities
+
+
+def _told_seeds() -> tuple[bytes, ...]:
+    window = priority_machine.WINDOW
+    return tuple(
+        encode_told(priority_machine.Told(made=made, priorities=tuple(range(min(made, window)))))
+        for made in (1, 3, 60)
+    )
+
+
+def _told(data: bytes) -> None:
+    """One member tells anything, and we of three calls: one of ours, or a typed error."""
+    machine = priority_machine.PriorityMachine()
+    for priority in (0, 1, 2):
+        machine.handle(priority_machine.Made(priority=priority), now_ns=0)
+    (mine,) = machine.handle(priority_machine.TurnBegan(), now_ns=0)
+    if not isinstance(mine, priority_machine.Count):
+        raise Broken(f"a turn began with {mine}")
+    told = {0: mine.told, 1: decode_told(data, 1)}
+    (action,) = machine.handle(priority_machine.Counted(told=told), now_ns=0)
+    if not isinstance(action, priority_machine.Run | priority_machine.Differ) or action.number > 2:
+        raise Broken(f"{action} of three calls")
 
 
 # ---- the repair of operations
@@ -330,6 +356,13 @@ TARGETS = (
         seeds=_flights,
         run=_flight,
         bytes_per_byte=4096,
+    ),
+    Target(
+        name="priority.told",
+        what="the calls that a member of a group has made, and their priorities",
+        allowed=(RemoteProtocolError,),
+        seeds=_told_seeds,
+        run=_told,
     ),
     Target(
         name="repair.report",

@@ -94,6 +94,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "actors/runtime_env.py": ("options",),
     "actors/template.py": ("template.packet",),
     "actors/wire.py": ("wire.envelope", "peer.conversation"),
+    "collectives/priority_turns.py": ("priority.told",),
     "collectives/repair_adoption.py": ("repair.record",),
     "collectives/repair_jobs.py": ("repair.record",),
     "collectives/repair_wire.py": ("repair.report",),

@@ -1,0 +1,119 @@
+"""Priorities among real ranks: the order is the same on all, and that of the calls' priorities."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kept_lines import Lines
+
+import zbmd
+from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host_events import HostEvent, RankReport
+from zbmd.actors.view import OnLoss, Outcome
+from zbmd.transport.errors import UserError
+
+JOB = """
+import asyncio
+import threading
+
+import numpy as np
+
+import zbmd
+from zbmd.collectives.errors import Desynchronised
+
+
+async def queued(group, priorities):
+    # Calls of these priorities, made while the data plane waits at a gate; the order in which they ran.
+    gate, order = threading.Event(), []
+    group.submit(lambda c: gate.wait())
+
+    def call(k):
+        def run(c):
+            order.append(k)
+            return c.all_reduce(np.full(3, float(k)))
+        return asyncio.wrap_future(group.submit(run, priorities[k]))
+
+    calls = [call(k) for k in range(len(priorities))]
+    gate.set()
+    for k, total in enumerate(await asyncio.gather(*calls)):
+        assert (total == group.size * k).all(), (k, total)
+    return order
+
+
+async def main():
+    async with zbmd.join() as node:
+        group = await zbmd.group(node, priorities=True)
+        assert await queued(group, [0, -3, 5, 0, 9, 5]) == [4, 2, 5, 0, 3, 1]
+        # By each in its own time: whatever is chosen, all choose the same.
+        work = [group.all_reduce(np.full(4, float(k)), priority=k % 7) for k in range(60)]
+        for k, total in enumerate(await asyncio.gather(*work)):
+            assert (total == group.size * k).all(), k
+        total = await asyncio.to_thread(group.blocking.all_reduce, np.ones(2), priority=1)
+        assert (total == group.size).all()
+        part = await group.split(group.rank // 2)
+        assert await queued(part, [0, 1]) == [1, 0]
+        await part.close()
+        try:
+            await group.barrier(priority=int(group.rank == 1))
+        except Desynchronised as error:
+            assert error.calls == {r: f"priority {int(r == 1)}" for r in group.members}, error.calls
+        else:
+            raise AssertionError("priorities that differ are told")
+        await group.barrier()  # which harms nothing
+        node.report({"ready": node.rank})
+        if node.rank == 2:
+            await asyncio.Event().wait()
+        waiting = [group.all_reduce(np.ones(2), priority=k) for k in range(3)]
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(end, zbmd.ZbmdError) for end in ends), ends
+        assert any(isinstance(end, zbmd.PeerLost) and end.ranks == (2,) for end in ends), ends
+        await group.close()
+        node.report({"done": node.rank})
+
+
+zbmd.run(main())
+"""
+
+
+@pytest.mark.parametrize("links", ["auto", "tcp"])
+async def test_what_is_urgent_goes_first_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: str
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    monkeypatch.setenv("ZBMD_LINKS", links)
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    output, ready, done = Lines(), set[int](), set[int]()
+
+    async def observe(event: HostEvent) -> None:
+        match event:
+            case RankReport(payload={"ready": rank}):
+                ready.add(rank)
+                if ready == {0, 1, 2}:
+                    os.kill(host.ranks[2].pid, signal.SIGKILL)
+            case RankReport(payload={"done": rank}):
+                done.add(rank)
+            case _:
+                pass
+
+    config = HostConfig(target=str(script), world_size=3, on_loss=OnLoss.SHRINK, preload=("zbmd",))
+    host = Host(config, output=output, observer=observe)
+    result = await host.run()
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(output.lines)
+    assert done == {0, 1}, output.lines
+
+
+async def test_a_group_without_priorities_says_so() -> None:
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        for call in (group.barrier(priority=1), group.all_reduce(np.ones(1), priority=128)):
+            with pytest.raises(UserError, match="priorities=True"):
+                await call
+        with pytest.raises(UserError, match="priorities=True"):
+            group.blocking.barrier(priority=1)
+        await group.barrier(priority=0)
+        await group.close()

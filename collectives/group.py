@@ -96,8 +96,8 @@ class Group:
         """
         if priority and (self._turns is None or abs(priority) > PRIORITY_MAX):
             raise UserError(
-                f"priority={priority} on {self!r}: priorities are -{PRIORITY_MAX}..{PRIORITY_MAX}, and for a group "
-                "that zbmd.group(node, priorities=True) has made"
+                f"priority={priority} on {self!r}: it is in -{PRIORITY_MAX}..{PRIORITY_MAX}, and 0 unless the "
+                "group was made with zbmd.group(node, priorities=True)"
             )
         if not self._slots.acquire(blocking=False):
             raise LocalProtocolError(

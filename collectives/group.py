@@ -96,7 +96,7 @@ class Group:
         """
         if priority and (self._turns is None or abs(priority) > PRIORITY_MAX):
             raise UserError(
-                f"priority={priority} on {self!r}: it is in -{PRIORITY_MAX}..{PRIORITY_MAX}, and 0 unless the "
+                f"priority={priority} on {self!r}: it is -{PRIORITY_MAX}..{PRIORITY_MAX}, and 0 unless the "
                 "group was made with zbmd.group(node, priorities=True)"
             )
         if not self._slots.acquire(blocking=False):

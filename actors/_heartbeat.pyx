@@ -35,6 +35,7 @@ cdef extern from "heartbeat.h" nogil:
         int tell_fd
         uint64_t beats_sent
         uint64_t beats_spared
+        uint64_t reads
     struct zbmd_beat_news:
         uint32_t fresh
         uint32_t end
@@ -55,7 +56,8 @@ cdef extern from "heartbeat.h" nogil:
     void zbmd_beats_observe(zbmd_beats *beats, int place, uint64_t limit_ns)
     void zbmd_beats_beat_to(zbmd_beats *beats, int place, uint32_t observes_us)
     void zbmd_beats_say(zbmd_beats *beats, uint32_t on, uint64_t known, uint64_t entered)
-    void zbmd_beats_set_period(zbmd_beats *beats, uint64_t period_ns)
+    void zbmd_beats_set_period(zbmd_beats *beats, uint64_t period_ns, uint32_t lazy)
+    void zbmd_beats_read_now(zbmd_beats *beats)
     void zbmd_beats_attend(zbmd_beats *beats, uint32_t attentive)
     void zbmd_beats_sent(zbmd_beats *beats, int place)
     int zbmd_beats_heard(zbmd_beats *beats, int place)
@@ -178,6 +180,10 @@ cdef class NativeHeartbeats:
         return self._live(0).beats_sent
 
     @property
+    def reads(self):
+        return self._live(0).reads
+
+    @property
     def beats_spared(self):
         return self._live(0).beats_spared
 
@@ -226,10 +232,15 @@ cdef class NativeHeartbeats:
         with nogil:
             zbmd_beats_say(beats, on, known, entered)
 
-    def set_period(self, uint64_t period_ns):
+    def set_period(self, uint64_t period_ns, *, bint lazy=False):
         cdef zbmd_beats *beats = self._live(0)
         with nogil:
-            zbmd_beats_set_period(beats, period_ns)
+            zbmd_beats_set_period(beats, period_ns, lazy)
+
+    def read_now(self):
+        cdef zbmd_beats *beats = self._live(0)
+        with nogil:
+            zbmd_beats_read_now(beats)
 
     def attend(self, bint attentive):
         cdef zbmd_beats *beats = self._live(0)

@@ -1,11 +1,13 @@
 /* Heartbeats between nodes, by one native thread that never takes the GIL.
  *
- * At every period the thread reads what has come on the peers' lanes, sends its own beat to those who observe
- * us, and looks whose silence has reached the limit that was set for it. It wakes Python, by an eventfd, only
- * when there is something to judge. What came since is kept in a table until Python takes it.
+ * At every period the thread sends its own beat to those who observe us, reads what has come on the peers'
+ * lanes, and looks whose silence has reached the limit that was set for it. It wakes Python, by an eventfd,
+ * only when there is something to judge. What came since is kept in a table until Python takes it.
  *
  * It is not woken by a beat that comes: the kernel stamps the time of arrival, so one wake-up a period serves
- * all peers, and a thread that was kept from running does not see its own delay as theirs.
+ * all peers, and a thread that was kept from running does not see its own delay as theirs. While it is lazy,
+ * beats stay in the kernel until a limit would be reached before the next period: then all lanes are read.
+ * Nobody is judged but by a round that has read them all.
  *
  * A beat is 32 bytes, little-endian: its number in its direction of its lane (u64, from 1), the newest view
  * that the sender knows (u64), the view that it acts on (u64), and the tag of these (siphash.h) under the key
@@ -30,6 +32,7 @@
 #define ZBMD_BEAT_PEERS 64       /* at most ten are observed and ten observe us; others are on their way out */
 #define ZBMD_BEAT_ARRIVALS 128   /* kept for Python, the newest: more than come while a lease lasts */
 #define ZBMD_BEAT_READS 8        /* of one lane in a row */
+#define ZBMD_BEAT_UNREAD_MAX 4   /* periods in which no lane is read, by a lazy thread */
 #define ZBMD_BEAT_SPARED_MAX 4   /* in a row, to a peer that was just sent something else */
 
 /* Why a lane has ended. */
@@ -85,23 +88,23 @@ static inline int zbmd_beat_read(struct zbmd_beat_reader *reader, const uint8_t 
     return ZBMD_LANE_OPEN;
 }
 
+/* What every round looks at comes first: it finds a cold cache. */
 struct zbmd_beat_peer {
-    uint32_t used;
     int fd;                        /* of its lane; -1 for none */
-    struct zbmd_beat_writer writer;
-    struct zbmd_beat_reader reader;
     uint32_t observes_us;          /* whether we beat to it */
     uint32_t spared;
-    uint64_t said_known, said_entered;
-    uint64_t sent_ns;              /* when something else was sent to it */
-    uint64_t limit_ns;             /* the silence that Python is woken for; 0 if we do not observe it */
-    uint64_t last_ns;              /* when it was last heard */
     uint32_t silent;               /* whether Python was woken for its silence */
     uint32_t fresh;                /* whether it has beaten since Python took what there was */
     uint32_t end;
-    int error;
     uint32_t taken;
     uint32_t arrived;
+    uint64_t limit_ns;             /* the silence that Python is woken for; 0 if we do not observe it */
+    uint64_t last_ns;              /* when it was last heard */
+    uint64_t sent_ns;              /* when something else was sent to it */
+    uint64_t said_known, said_entered;
+    struct zbmd_beat_writer writer;
+    struct zbmd_beat_reader reader;
+    int error;
     uint64_t arrivals[ZBMD_BEAT_ARRIVALS];
 };
 
@@ -112,12 +115,15 @@ struct zbmd_beats {
     uint32_t running, stop;
     uint32_t on;            /* whether we are a member, and beat */
     uint32_t attentive;     /* whether Python is woken for every beat */
+    uint32_t lazy;          /* whether limits are the same whenever beats come, so that the last one counts */
     uint32_t lapsed;        /* whether a beat was withheld since Python's last sign of life */
     uint64_t period_ns, lease_ns, lease_until_ns;
     uint64_t known, entered;
     uint64_t read_ns;       /* all that had come by then was read */
     uint64_t judged_ns;     /* the same, of a round that came when it should */
-    uint64_t beats_sent, beats_spared;
+    uint64_t beats_sent, beats_spared, reads;
+    uint32_t count;                       /* of places that are taken: */
+    uint8_t taken[ZBMD_BEAT_PEERS];
     struct zbmd_beat_peer peers[ZBMD_BEAT_PEERS];
 };
 
@@ -136,10 +142,15 @@ static inline void zbmd_lane_ended(struct zbmd_beat_peer *peer, uint32_t end, in
     peer->error = error;
 }
 
-static inline void zbmd_beat_arrived(struct zbmd_beat_peer *peer, uint64_t at_ns) {
+/* `count` beats, the last at `at_ns`. When those before it came is not known: they are spread evenly. */
+static inline void zbmd_beat_arrived(struct zbmd_beat_peer *peer, uint64_t at_ns, uint64_t count) {
     if (!peer->limit_ns || at_ns <= peer->last_ns) return;
-    peer->last_ns = at_ns;
+    if (count > ZBMD_BEAT_ARRIVALS) count = ZBMD_BEAT_ARRIVALS;
+    uint64_t before_ns = peer->last_ns, pause_ns = (at_ns - before_ns) / count;
+    for (uint64_t i = 1; i < count; i++)
+        peer->arrivals[peer->arrived++ % ZBMD_BEAT_ARRIVALS] = before_ns + i * pause_ns;
     peer->arrivals[peer->arrived++ % ZBMD_BEAT_ARRIVALS] = at_ns;
+    peer->last_ns = at_ns;
 }
 
 /* When the kernel had it, on the monotonic clock; the wall clock may have been set meanwhile. */
@@ -173,7 +184,8 @@ static void zbmd_beats_read_lane(struct zbmd_beats *beats, struct zbmd_beat_peer
         uint64_t before = peer->reader.number;
         int end = zbmd_beat_read(&peer->reader, data, (size_t)taken);
         if (peer->reader.number != before) {
-            zbmd_beat_arrived(peer, zbmd_arrival_ns(&message, beats->read_ns, now_ns, wall_ahead_ns));
+            zbmd_beat_arrived(peer, zbmd_arrival_ns(&message, beats->read_ns, now_ns, wall_ahead_ns),
+                              beats->lazy ? peer->reader.number - before : 1);
             peer->fresh = 1;
         }
         if (end != ZBMD_LANE_OPEN) zbmd_lane_ended(peer, (uint32_t)end, 0);
@@ -214,35 +226,55 @@ static inline int zbmd_beats_matter(struct zbmd_beats *beats, struct zbmd_beat_p
 
 static inline uint64_t zbmd_beats_due_ns(struct zbmd_beats *beats, uint64_t tick_ns) {
     uint64_t due_ns = tick_ns;
-    for (int i = 0; i < ZBMD_BEAT_PEERS; i++) {
-        struct zbmd_beat_peer *peer = &beats->peers[i];
-        if (!peer->used || !peer->limit_ns || peer->silent) continue;
+    for (uint32_t i = 0; i < beats->count; i++) {
+        struct zbmd_beat_peer *peer = &beats->peers[beats->taken[i]];
+        if (!peer->limit_ns || peer->silent) continue;
         if (peer->last_ns + peer->limit_ns < due_ns) due_ns = peer->last_ns + peer->limit_ns;
     }
     return due_ns;
 }
 
-/* One turn of the thread. `starved`: it came later than by a period, so silence may be its own deafness. */
-static int zbmd_beats_round(struct zbmd_beats *beats, uint64_t now_ns, int starved, int tick) {
+/* Whether this round must read, if the next one comes at `next_ns`. */
+static inline int zbmd_beats_must_read(struct zbmd_beats *beats, uint64_t next_ns) {
+    if (!beats->lazy || beats->attentive) return 1;
+    if (next_ns > beats->read_ns + ZBMD_BEAT_UNREAD_MAX * beats->period_ns) return 1;
+    for (uint32_t i = 0; i < beats->count; i++) {
+        struct zbmd_beat_peer *peer = &beats->peers[beats->taken[i]];
+        if (peer->limit_ns && (peer->silent || peer->last_ns + peer->limit_ns <= next_ns)) return 1;
+    }
+    return 0;
+}
+
+/* Read all that has come on every lane. */
+static inline void zbmd_beats_read(struct zbmd_beats *beats, uint64_t now_ns) {
     struct timespec wall;
     clock_gettime(CLOCK_REALTIME, &wall);
     int64_t wall_ahead_ns = (int64_t)wall.tv_sec * 1000000000 + wall.tv_nsec - (int64_t)zbmd_now_ns();
+    for (uint32_t i = 0; i < beats->count; i++) {
+        struct zbmd_beat_peer *peer = &beats->peers[beats->taken[i]];
+        if (peer->fd >= 0) zbmd_beats_read_lane(beats, peer, now_ns, wall_ahead_ns);
+    }
+    beats->read_ns = now_ns;
+    beats->reads++;
+}
+
+/* One turn of the thread. `starved`: it came later than by a period, so silence may be its own deafness. */
+static int zbmd_beats_round(struct zbmd_beats *beats, uint64_t now_ns, int starved, int tick) {
     int tell = 0, beat = tick && beats->on;
+    int read = !tick || zbmd_beats_must_read(beats, now_ns + beats->period_ns);
     if (beat && now_ns >= beats->lease_until_ns) {
         beats->lapsed = 1;
         beat = 0;
     }
-    for (int i = 0; i < ZBMD_BEAT_PEERS; i++) {
-        struct zbmd_beat_peer *peer = &beats->peers[i];
-        if (!peer->used) continue;
-        if (peer->fd >= 0) zbmd_beats_read_lane(beats, peer, now_ns, wall_ahead_ns);
+    if (read) zbmd_beats_read(beats, now_ns);
+    for (uint32_t i = 0; i < beats->count; i++) {
+        struct zbmd_beat_peer *peer = &beats->peers[beats->taken[i]];
         if (beat) zbmd_beats_send(beats, peer, now_ns);
         if (zbmd_beats_matter(beats, peer)) tell = 1;
-        if (starved || !peer->limit_ns || peer->silent) continue;
+        if (!read || starved || !peer->limit_ns || peer->silent) continue;
         if (now_ns >= peer->last_ns + peer->limit_ns) peer->silent = tell = 1;
     }
-    beats->read_ns = now_ns;
-    if (!starved) beats->judged_ns = now_ns;
+    if (read && !starved) beats->judged_ns = now_ns;
     return tell;
 }
 
@@ -258,7 +290,9 @@ static void *zbmd_beats_run(void *argument) {
         pthread_mutex_unlock(&beats->lock);
         if (stop) return NULL;
         now_ns = zbmd_now_ns();
-        uint64_t pause_ns = due_ns > now_ns ? due_ns - now_ns : 0;
+        /* What was due while it did not run is looked at again at once: that look is not late. */
+        if (due_ns < now_ns) due_ns = now_ns;
+        uint64_t pause_ns = due_ns - now_ns;
         struct timespec pause = {.tv_sec = (time_t)(pause_ns / 1000000000),
                                  .tv_nsec = (long)(pause_ns % 1000000000)};
         struct pollfd wake = {.fd = beats->wake_fd, .events = POLLIN};
@@ -319,24 +353,26 @@ static inline void zbmd_beats_close(struct zbmd_beats *beats) {
         pthread_join(beats->thread, NULL);
         beats->running = 0;
     }
-    for (int i = 0; i < ZBMD_BEAT_PEERS; i++)
-        if (beats->peers[i].used && beats->peers[i].fd >= 0) close(beats->peers[i].fd);
-    memset(beats->peers, 0, sizeof beats->peers);
+    for (uint32_t i = 0; i < beats->count; i++)
+        if (beats->peers[beats->taken[i]].fd >= 0) close(beats->peers[beats->taken[i]].fd);
+    beats->count = 0;
     if (beats->wake_fd >= 0) close(beats->wake_fd);
     if (beats->tell_fd >= 0) close(beats->tell_fd);
     beats->wake_fd = beats->tell_fd = -1;
 }
 
-/* A place in the table; -1 if all are taken. */
+/* The lowest free place in the table; -1 if all are taken. */
 static inline int zbmd_beats_place(struct zbmd_beats *beats) {
+    uint64_t taken = 0;
     int found = -1;
+    _Static_assert(ZBMD_BEAT_PEERS == 64, "one bit a place");
     pthread_mutex_lock(&beats->lock);
-    for (int i = 0; i < ZBMD_BEAT_PEERS && found < 0; i++) {
-        if (beats->peers[i].used) continue;
-        memset(&beats->peers[i], 0, sizeof beats->peers[i]);
-        beats->peers[i].used = 1;
-        beats->peers[i].fd = -1;
-        found = i;
+    for (uint32_t i = 0; i < beats->count; i++) taken |= 1ull << beats->taken[i];
+    if (~taken) {
+        found = __builtin_ctzll(~taken);
+        memset(&beats->peers[found], 0, sizeof beats->peers[found]);
+        beats->peers[found].fd = -1;
+        beats->taken[beats->count++] = (uint8_t)found;
     }
     pthread_mutex_unlock(&beats->lock);
     return found;
@@ -347,7 +383,8 @@ static inline void zbmd_beats_vacate(struct zbmd_beats *beats, int place) {
     pthread_mutex_lock(&beats->lock);
     if (peer->fd >= 0) close(peer->fd);
     peer->fd = -1;
-    peer->used = 0;
+    for (uint32_t i = 0; i < beats->count; i++)
+        if (beats->taken[i] == place) beats->taken[i] = beats->taken[--beats->count];
     pthread_mutex_unlock(&beats->lock);
 }
 
@@ -372,7 +409,7 @@ static inline void zbmd_beats_adopt(struct zbmd_beats *beats, int place, int fd,
     peer->end = ZBMD_LANE_OPEN;
     int end = zbmd_beat_read(&peer->reader, surplus, nbytes);
     if (peer->reader.number != 1) {
-        zbmd_beat_arrived(peer, zbmd_now_ns());
+        zbmd_beat_arrived(peer, zbmd_now_ns(), 1);
         peer->fresh = 1;
     }
     if (end != ZBMD_LANE_OPEN) zbmd_lane_ended(peer, (uint32_t)end, 0);
@@ -415,9 +452,10 @@ static inline void zbmd_beats_say(struct zbmd_beats *beats, uint32_t on, uint64_
     pthread_mutex_unlock(&beats->lock);
 }
 
-static inline void zbmd_beats_set_period(struct zbmd_beats *beats, uint64_t period_ns) {
+static inline void zbmd_beats_set_period(struct zbmd_beats *beats, uint64_t period_ns, uint32_t lazy) {
     pthread_mutex_lock(&beats->lock);
     beats->period_ns = period_ns;
+    beats->lazy = lazy;
     pthread_mutex_unlock(&beats->lock);
 }
 
@@ -437,7 +475,7 @@ static inline void zbmd_beats_sent(struct zbmd_beats *beats, int place) {
 static inline int zbmd_beats_heard(struct zbmd_beats *beats, int place) {
     struct zbmd_beat_peer *peer = &beats->peers[place];
     pthread_mutex_lock(&beats->lock);
-    zbmd_beat_arrived(peer, zbmd_now_ns());
+    zbmd_beat_arrived(peer, zbmd_now_ns(), 1);
     int silent = (int)peer->silent;
     pthread_mutex_unlock(&beats->lock);
     return silent;
@@ -451,6 +489,13 @@ static inline int zbmd_beats_renew(struct zbmd_beats *beats) {
     beats->lease_until_ns = zbmd_now_ns() + beats->lease_ns;
     pthread_mutex_unlock(&beats->lock);
     return lapsed;
+}
+
+/* Read all lanes now, whatever the thread does. */
+static inline void zbmd_beats_read_now(struct zbmd_beats *beats) {
+    pthread_mutex_lock(&beats->lock);
+    zbmd_beats_read(beats, zbmd_now_ns());
+    pthread_mutex_unlock(&beats->lock);
 }
 
 static inline uint64_t zbmd_beats_judged_ns(struct zbmd_beats *beats) {

@@ -7,7 +7,10 @@ import contextlib
 import ctypes
 import os
 import select
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Generator
 
 import pytest
@@ -166,8 +169,10 @@ async def test_only_what_matters_wakes_python(pair: tuple[Node, Node]) -> None:
     assert len(one.arrivals) > heard
 
 
-async def test_silence_is_told_at_its_limit_and_its_end_at_once(pair: tuple[Node, Node]) -> None:
+@pytest.mark.parametrize("lazy", [False, True])
+async def test_silence_is_told_at_its_limit_and_its_end_at_once(pair: tuple[Node, Node], lazy: bool) -> None:
     one, two = pair
+    one.native.set_period(PERIOD_NS, lazy=lazy)
     limit_ns = 20 * PERIOD_NS
     one.native.observe(one.place, limit_ns)
     one.arrivals.append(now_ns())
@@ -189,6 +194,61 @@ async def test_any_traffic_is_a_sign_of_life(pair: tuple[Node, Node]) -> None:
     assert one.native.heard(one.place), "it was silent too long"
     one.take()
     assert one.arrivals[-1] > begun_ns
+
+
+async def test_who_is_lazy_reads_less_often_than_it_beats(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    one.native.observe(one.place, HOUR_NS)
+    two.native.attend(True)
+    one.native.set_period(10 * PERIOD_NS, lazy=True)
+    seen = [(one.native.beats_sent, one.native.reads)]
+
+    def rarely() -> bool:
+        seen.append((one.native.beats_sent, one.native.reads))
+        (beats, reads), (beats_then, reads_then) = seen[-1], seen[max(0, len(seen) - 9)]
+        return beats - beats_then >= 8 and 2 * (reads - reads_then) <= beats - beats_then
+
+    await two.woken(rarely)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_beats_that_are_read_together_are_spread_if_when_they_came_does_not_count(lazy: bool) -> None:
+    node = Node()
+    ours, theirs = connected()
+    node.native.set_period(PERIOD_NS, lazy=lazy)
+    node.native.adopt(node.place, ours.detach(), *KEYS, b"")
+    node.native.observe(node.place, HOUR_NS)
+    begun_ns = now_ns()
+    writer = BeatWriter(KEYS[1])
+    theirs.sendall(b"".join(writer.write(1, 1) for _ in range(5)))  # one segment, so one read
+    node.native.read_now()
+    node.take()
+    assert len(node.arrivals) == (5 if lazy else 1)
+    assert node.arrivals == sorted(set(node.arrivals)) and begun_ns < node.arrivals[-1] <= now_ns()
+    theirs.close()
+    node.native.close()
+
+
+STOPPED_NS = 200 * MS
+WATCHES = f"""
+import select
+from zbmd.actors._heartbeat import NativeHeartbeats
+native = NativeHeartbeats(period_ns={PERIOD_NS}, lease_ns={HOUR_NS})
+native.observe(native.place(), {STOPPED_NS})
+print("watches", flush=True)
+print(select.select([native.fd], [], [], 20)[0] == [native.fd], flush=True)
+"""
+
+
+def test_who_was_stopped_for_long_judges_once_it_has_read() -> None:
+    """And does not look for ever at what was due while it did not run."""
+    with subprocess.Popen([sys.executable, "-c", WATCHES], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "watches\n"
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        select.select([], [], [], 2 * STOPPED_NS / 1e9)  # for longer than the limit
+        child.send_signal(signal.SIGCONT)
+        assert child.stdout.readline() == "True\n"
 
 
 def test_the_gil_delays_no_beat(pair: tuple[Node, Node]) -> None:

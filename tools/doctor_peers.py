@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from zbmd.tools.doctor_clocks import compare_clocks
 from zbmd.tools.doctor_report import Finding, PairLink, Section, State
 from zbmd.transport.errors import UserError
 from zbmd.transport.host_facts import HostFacts
@@ -31,6 +32,7 @@ from zbmd.transport.link_choice import (
     passed_over,
     rank_interfaces,
 )
+from zbmd.transport.tcp_address import TcpAddress
 from zbmd.transport.topology import Interface, InterfaceKind
 
 PORT_DEFAULT: Final = 29400
@@ -135,6 +137,9 @@ async def examine(
         )
         for each in attempts
     ]
+    best = next((each for each in attempts if each.answer is Answer.CONNECTED), None)
+    if best is not None:
+        findings.append(await compare_clocks(TcpAddress(host=best.way.address, port=peer.port), facts.name))
     return _verdict(peer, facts, attempts), findings
 
 

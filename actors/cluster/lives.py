@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
@@ -16,6 +17,7 @@ import structlog
 
 from zbmd.actors.capture import CaptureSettings
 from zbmd.actors.cluster.admission import Wish, advertised, has_namesake, is_loopback, refusal
+from zbmd.actors.cluster.clocks import wall_ns
 from zbmd.actors.cluster.cluster_contracts import TEXT_CHARS_MAX
 from zbmd.actors.cluster.door import (
     DOORS_MAX,
@@ -34,6 +36,7 @@ from zbmd.actors.cluster.node_capture import life_recorder
 from zbmd.actors.cluster.node_contracts import (
     ADDRESSES_MAX,
     MEMBERS_SHOWN_MAX,
+    ClockReply,
     DoorReply,
     DoorRequest,
     JobsReply,
@@ -79,7 +82,7 @@ class NodeConfig:
     is given, it founds one. founds: it also does so if none of `joins` lets it in at the first try; join_ns:
     how long they are tried otherwise, None for as long as a view may take. recovery_budget_ns: None for the
     cluster's, or the default; witness: makes each life its own, if the cluster has one; capture: where lives
-    are recorded, if they are.
+    are recorded, if they are; wall_clock: ns since 1970, only told to people.
     """
 
     name: str
@@ -94,6 +97,7 @@ class NodeConfig:
     release: str = ""
     witness: MakeWitness | None = None
     capture: CaptureSettings | None = None
+    wall_clock: Callable[[], int] = wall_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +298,13 @@ class Lives:
             address = str(advertised(listener.addresses, towards))
             me = Node(key, address, config.name)
             life = self._life = NodeLife(
-                me, endpoint, config.settings, self, release=config.release, witness=config.witness
+                me,
+                endpoint,
+                config.settings,
+                self,
+                release=config.release,
+                witness=config.witness,
+                wall_clock=config.wall_clock,
             )
             desk = self._desk = Desk(endpoint.identity.name, key.incarnation, self)
             try:
@@ -446,6 +456,10 @@ class Lives:
         life = self._living()
         asyncio.get_running_loop().call_soon(self.leave)  # behind the answer
         return Leaving(node=life.me, pid=os.getpid())
+
+    def clock(self) -> ClockReply:
+        """See `NodeDesk`."""
+        return ClockReply(node=self._living().me, wall_ns=self._config.wall_clock())
 
     def token(self) -> TokenReply:
         """See `NodeDesk`."""

@@ -157,6 +157,17 @@ class OutputReply(Contract, id="zbmd.node.output"):
     lines: tuple[PrintedLine, ...]
 
 
+class ClockRequest(Contract, id="zbmd.node.clock_request"):
+    """What time is it where you are?"""
+
+
+class ClockReply(Contract, id="zbmd.node.clock"):
+    """The wall clock of the answering node's host, ns since 1970: only to be told to people."""
+
+    node: Node
+    wall_ns: _Natural
+
+
 class LeaveRequest(Contract, id="zbmd.node.leave_request"):
     """Leave the cluster in order, and end."""
 

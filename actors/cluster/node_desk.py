@@ -14,6 +14,8 @@ from zbmd.actors.actor import Actor, on
 from zbmd.actors.cluster.jobs import Stop, Submit
 from zbmd.actors.cluster.node_contracts import (
     DESK,
+    ClockReply,
+    ClockRequest,
     DoorReply,
     DoorRequest,
     JobsReply,
@@ -45,6 +47,10 @@ class NodeDesk(Protocol):
 
     def members(self) -> MembersReply:
         """How we see the cluster."""
+        ...
+
+    def clock(self) -> ClockReply:
+        """What our wall clock says."""
         ...
 
     def leave_asked(self) -> Leaving:
@@ -83,6 +89,11 @@ class DeskActor(Actor):
     async def members(self, _: MembersRequest) -> MembersReply:
         """See `NodeDesk.members`."""
         return self._desk.members()
+
+    @on(ClockRequest)
+    async def clock(self, _: ClockRequest) -> ClockReply:
+        """See `NodeDesk.clock`."""
+        return self._desk.clock()
 
     @on(LeaveRequest)
     async def leave(self, _: LeaveRequest) -> Leaving:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeAlias, assert_never
 
 import structlog
 
 from zbmd.actors.cluster import messages as m
+from zbmd.actors.cluster.clocks import ClockWatch, wall_ns
 from zbmd.actors.cluster.cluster_contracts import PROTOCOL_VERSION, Hail, check
 from zbmd.actors.cluster.cluster_kinds import CLUSTER, cluster_config
 from zbmd.actors.cluster.heartbeat_lanes import HeartbeatLanes
@@ -89,6 +89,7 @@ class NodeLife:
         *,
         release: str,
         witness: MakeWitness | None = None,
+        wall_clock: Callable[[], int] = wall_ns,
     ) -> None:
         self.me = me
         self.machine = machine = ClusterMachine(me, endpoint.deadlines, witnessed=witness is not None)
@@ -104,6 +105,8 @@ class NodeLife:
         self.acting: ClusterView | None = None
         self._desk = desk
         self._release = release
+        self._wall_clock = wall_clock
+        self._clocks = ClockWatch()
         self._loop = asyncio.get_running_loop()
         self.over: asyncio.Future[str] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
@@ -236,7 +239,7 @@ class NodeLife:
             node=self.me,
             protocol=PROTOCOL_VERSION,
             release=self._release,
-            wall_ns=time.time_ns(),
+            wall_ns=self._wall_clock(),
             boot_id=boot_id(),
             pid_space=pid_space(),
             pid=os.getpid(),
@@ -245,7 +248,10 @@ class NodeLife:
 
     def hailed(self, key: NodeKey, hail: Hail, link: TcpLink) -> None:
         """See `LinksDesk`."""
-        self.hails[key] = hail, hail.wall_ns - time.time_ns()
+        ahead_ns = hail.wall_ns - self._wall_clock()
+        self.hails[key] = hail, ahead_ns
+        if (text := self._clocks.heard(self.me, hail.node, ahead_ns)) is not None:
+            log.warning(text)
         self.deaths.watch(
             key, boot=hail.boot_id, space=hail.pid_space, pid=hail.pid, started_ticks=hail.started
         )

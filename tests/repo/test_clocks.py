@@ -16,7 +16,7 @@ NATIVE_WALL_CLOCK = re.compile(r"CLOCK_REALTIME|gettimeofday|time\.time(_ns)?\("
 # Each reads it for a stamp or for people; none waits by it, or measures with it.
 READERS = {
     "actors/actor_capture.py": "what a recorded actor is told the time is",
-    "actors/cluster/node_life.py": "how far a node's clock is from another's, to be told",
+    "actors/cluster/clocks.py": "how far a node's clock is from another's, to be told",
     "actors/heartbeat.h": "makes the kernel's stamp of an arrival a monotonic one, between bounds",
     "actors/context.py": "an actor's own wall clock",
     "actors/rank_log.py": "the time of a line of the log",

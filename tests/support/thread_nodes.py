@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from zbmd.actors.cluster.clocks import wall_ns
 from zbmd.actors.cluster.lives import Acting, NodeConfig, NodeEvent
 from zbmd.actors.cluster.node import ClusterNode
 from zbmd.actors.cluster.node_state import NodeState
@@ -54,6 +55,7 @@ async def node(
     budget_ns: int | None = None,
     cookie: bytes = COOKIE,
     settings: TcpSettings | None = None,
+    wall_clock: Callable[[], int] = wall_ns,
 ) -> AsyncGenerator[tuple[ClusterNode, Told]]:
     """A node of this process, for as long as the body lasts."""
     told = Told()
@@ -65,6 +67,7 @@ async def node(
         cookie=cookie,
         release="test",
         settings=settings or TcpSettings(),
+        wall_clock=wall_clock,
     )
     made = ClusterNode(config, NodeState.open(directory / name), told)
     running = asyncio.get_running_loop().create_task(made.run())

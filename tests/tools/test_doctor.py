@@ -390,7 +390,8 @@ def test_named_interfaces_are_the_only_ways() -> None:
     assert local.source == "fe80::1%lo"
 
 
-async def test_the_verdicts_on_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_verdicts_on_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     # 127.0.0.2 stands for another host: what is loopback would be taken for this one.
     monkeypatch.setattr("zbmd.tools.doctor_peers._is_own", lambda *_: False)
     here, can = facts(lo("127.0.0.1")), Capabilities()
@@ -402,7 +403,8 @@ async def test_the_verdicts_on_peers(monkeypatch: pytest.MonkeyPatch) -> None:
             assert link.choice is not None
             assert (link.choice.transport, link.choice.device) == (Transport.TCP, "lo")
             assert "leads to 127.0.0.2" in link.choice.reason
-            assert [finding.state for finding in findings] == [State.OK]
+            assert [finding.state for finding in findings] == [State.OK, State.NOTE]
+    assert "no cookie here" in findings[1].detail, "a clock is asked for with one"
     link, _ = await examine(parse_peer(f"127.0.0.2:{port}"), here, can, TIMEOUT_S)
     assert link.choice is None
     assert link.error.startswith("127.0.0.2 answers, but nobody listens at port")

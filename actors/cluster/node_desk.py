@@ -91,7 +91,7 @@ class DeskActor(Actor):
         return self._desk.members()
 
     @on(ClockRequest)
-    async def clock(self, _: ClockRequest) -> ClockReply:
+    async def wall_clock(self, _: ClockRequest) -> ClockReply:
         """See `NodeDesk.clock`."""
         return self._desk.clock()
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from zbmd.transport.spin import (
     BUSY_CHECK_NS,
     CORES_CHECK_NS,
-    SPIN_NS_MIN,
     WAIT_SPINS_MAX,
     SpareProcessors,
     SpinChoice,
@@ -47,7 +46,7 @@ class Reader:
         """One wait; whether it was begun with a spin."""
         spun = self._policy.begins(self._now_ns)
         if spun:
-            assert self._policy.goes_on(self._now_ns + SPIN_NS_MIN - 1), "no spin is shorter"
+            assert self._policy.goes_on(self._now_ns + SPIN_NS - 1), "no spin is shorter"
             if wait_ns > SPIN_NS:
                 assert not self._policy.goes_on(self._now_ns + SPIN_NS), "nor longer"
             else:
@@ -84,13 +83,13 @@ def test_two_that_sleep_find_each_other(policy: SpinPolicy) -> None:
     assert any(reader.wait(SPIN_NS - 80_000) for _ in range(10))
 
 
-def test_a_spin_lasts_for_twice_what_was_waited_for(policy: SpinPolicy) -> None:
+def test_who_is_held_up_for_a_moment_is_waited_for(policy: SpinPolicy) -> None:
+    """A tick of the kernel or a collection of the peer's is no reason to park, however soon frames came before."""
     reader = Reader(policy)
     for _ in range(40):
-        reader.wait(50_000)
-    assert policy.begins(0)
-    assert policy.goes_on(2 * 50_000 - 1000) and not policy.goes_on(2 * 50_000)
-    assert policy.parks[SpinChoice.SPIN] == 4, "here, and at first, when little was known"
+        reader.wait(AT_ONCE_NS)
+        assert reader.wait(SPIN_NS // 2)
+    assert not policy.parks[SpinChoice.SPIN]
 
 
 @given(waits=st.lists(st.sampled_from([AT_ONCE_NS, SPIN_NS // 2, 2 * SPIN_NS, LATE_NS]), max_size=300))

@@ -67,9 +67,9 @@ class PeerCore:
     _calls: dict[int, tuple[Future[Any], bool]]
     _next_call: int
     def __init__(self, *_: Any) -> None: ...
-    def try_send(self, payload: bytes, trace_id: int = 0) -> bool:
+    def try_send(self, payload: wire.Payload, trace_id: int = 0) -> bool:
         """Send now, in order; False if there is no room. Raises `PeerLost`."""
-    def answer(self, payload: bytes) -> Awaitable[None] | None:
+    def answer(self, payload: wire.Payload) -> Awaitable[None] | None:
         """Send an answer; returns what waits for room if there was none."""
     def open_call(self, future: Future[Any], *, wants_ref: bool = False) -> int:
         """A number under which the answer will come back."""
@@ -103,7 +103,7 @@ class Asked:
     @property
     def delivery(self) -> Delivery: ...
     @property
-    def payload(self) -> bytes: ...
+    def payload(self) -> wire.Payload: ...
     @property
     def waits(self) -> bool: ...
     def over(self) -> None:

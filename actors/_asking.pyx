@@ -8,6 +8,7 @@ from libc.stdint cimport int64_t
 import time
 from heapq import heappush
 
+from zbmd.actors import long_fields as _long
 from zbmd.actors import wire as _wire
 from zbmd.actors._mailbox cimport Delivery, LocalReply
 from zbmd.actors._serving cimport CellCore, Post
@@ -27,6 +28,8 @@ cdef int _QUANTUM = QUANTUM_NS_LOG2_MIN
 cdef int _QUANTA = QUANTA_PER_TIMEOUT_LOG2
 cdef Py_ssize_t _PAYLOAD_MAX = MAX_PAYLOAD_BYTES
 cdef object _encode = _wire._encode
+cdef object _with_body = _wire.with_body
+cdef dict _bytes_fields = _long._fields
 cdef object _decode = _wire._decode_envelope
 cdef object _Ask = _wire.Ask
 cdef object _Reply = _wire.Reply
@@ -79,6 +82,14 @@ cdef class Wheel:
         self.pending -= 1
 
 
+cdef inline object _encoded(envelope, message):
+    """As `wire.with_body`; what has no field of bytes is told apart without a call."""
+    cdef PyObject *names = PyDict_GetItem(_bytes_fields, type(message))
+    if names is not NULL and <tuple>names == ():
+        return _encode(envelope)
+    return _with_body(envelope, message)
+
+
 @cython.freelist(64)
 cdef class RemoteReply:
     cdef readonly PeerCore peer
@@ -99,10 +110,10 @@ cdef class RemoteReply:
 
     cdef object _payload(self, message):
         try:
-            payload = _encode(_Reply(self.call, message))
+            payload = _encoded(_Reply(self.call, message), message)
         except Exception:
             return _wire.encode_reply(self.call, message)  # which tells why it cannot be
-        return payload if len(<bytes>payload) <= _PAYLOAD_MAX else _wire.encode_reply(self.call, message)
+        return payload if len(payload) <= _PAYLOAD_MAX else _wire.encode_reply(self.call, message)
 
     def __eq__(self, other):
         if type(other) is not RemoteReply:
@@ -299,10 +310,10 @@ cdef class Asked:
     cdef object _payload(self, ref, message):
         call, sender, timeout_ns = self.call, self.delivery.sender, self.timeout_ns
         try:
-            payload = _encode(_Ask(call, ref.actor, ref.incarnation, timeout_ns, sender, message))
+            payload = _encoded(_Ask(call, ref.actor, ref.incarnation, timeout_ns, sender, message), message)
         except Exception:
             payload = None
-        if payload is None or len(<bytes>payload) > _PAYLOAD_MAX:  # then it tells why it cannot be sent
+        if payload is None or len(payload) > _PAYLOAD_MAX:  # then it tells why it cannot be sent
             return _wire.encode_ask(call, ref.actor, ref.incarnation, timeout_ns, sender, message)
         return payload
 

@@ -69,7 +69,7 @@ class Peer(PeerCore):
         self._spawns: dict[int, asyncio.Task[None]] = {}
         self._spawned: dict[int, ActorCell] = {}
         """What the peer spawned here and still lives, by call; as many as there can be actors."""
-        self._outbox: deque[tuple[bytes, int, asyncio.Future[None] | None]] = deque()
+        self._outbox: deque[tuple[wire.Payload, int, asyncio.Future[None] | None]] = deque()
         self._flush: asyncio.Task[None] | None = None
 
     def open(self) -> None:
@@ -83,12 +83,12 @@ class Peer(PeerCore):
 
     # Sending.
 
-    async def send(self, payload: bytes, trace_id: int = 0) -> None:
+    async def send(self, payload: wire.Payload, trace_id: int = 0) -> None:
         """Send, waiting for room in turn. Raises `PeerLost`, or `TooManyPending` if too many wait."""
         if not self.try_send(payload, trace_id):
             await self._enqueue(payload, trace_id)
 
-    async def send_before(self, payload: bytes, trace_id: int, gives_up: asyncio.Future[Any]) -> None:
+    async def send_before(self, payload: wire.Payload, trace_id: int, gives_up: asyncio.Future[Any]) -> None:
         """As `send`, but wait no longer than until `gives_up` is done."""
         if self.try_send(payload, trace_id):
             return
@@ -99,7 +99,7 @@ class Peer(PeerCore):
             if not sent.cancel() and not sent.cancelled():
                 sent.result()
 
-    def _enqueue(self, payload: bytes, trace_id: int) -> asyncio.Future[None]:
+    def _enqueue(self, payload: wire.Payload, trace_id: int) -> asyncio.Future[None]:
         if self.lost is not None:
             raise self.lost
         if len(self._outbox) >= OUTBOX_FRAMES_MAX:
@@ -113,7 +113,7 @@ class Peer(PeerCore):
         """Send without waiting: in order, from a bounded outbox if need be."""
         self.post_payload(wire.encode(envelope))
 
-    async def _answer_later(self, payload: bytes) -> None:
+    async def _answer_later(self, payload: wire.Payload) -> None:
         try:
             await self.send(payload)
         except PeerLost:
@@ -128,7 +128,7 @@ class Peer(PeerCore):
         text = str(error)[: wire.TEXT_CHARS_MAX]
         self.post(wire.Bounce(to, incarnation, sender, contract[:256], error.code, text))
 
-    def post_payload(self, payload: bytes) -> None:
+    def post_payload(self, payload: wire.Payload) -> None:
         """As `post`, of what is encoded already."""
         if self.lost is not None:
             return

@@ -7,16 +7,18 @@ are bounded by the schema, the whole by `MAX_PAYLOAD_BYTES`, before anything is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
 from zbmd.actors.actor import Reason, ReasonKind
 from zbmd.actors.contracts import Contract, ContractDecoder, contract_tag
 from zbmd.actors.errors import InvalidMessage
+from zbmd.actors.long_fields import long_field, scatter
 from zbmd.actors.ref import Ref
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
+from zbmd.transport.scattered import Scattered
 
 TEXT_CHARS_MAX = 4096
 ACTOR_NAME_CHARS_MAX = 128
@@ -33,6 +35,8 @@ Sender = Annotated[str, msgspec.Meta(max_length=ACTOR_NAME_CHARS_MAX)]
 # bounded, since it goes back to its sender with a rejection, which must fit into a frame.
 Addressee = Annotated[str, msgspec.Meta(max_length=ACTOR_NAME_CHARS_MAX)]
 Plain: TypeAlias = bool | int | float | str | None
+Payload: TypeAlias = bytes | Scattered
+PayloadT = TypeVar("PayloadT", bytes, Payload)
 NIL = b"\xc0"
 
 
@@ -224,7 +228,7 @@ def encode(envelope: Envelope) -> bytes:
     return _encode(envelope)
 
 
-def encode_tell(to: str, incarnation: int, sender: str, message: Any) -> bytes:
+def encode_tell(to: str, incarnation: int, sender: str, message: Any) -> Payload:
     """A `Tell`, its message encoded in the same pass. Raises `InvalidMessage`."""
     return _with_body(Tell(to, incarnation, sender, message), message)
 
@@ -239,24 +243,34 @@ def encode_body(message: Any) -> msgspec.Raw:
 
 def encode_cast(to: list[tuple[str, int]], sender: str, message: Any, body: msgspec.Raw) -> bytes:
     """A `Cast` of `message`, whose bytes are `body`. Raises `InvalidMessage`."""
-    return _with_body(Cast(to, sender, body), message)
+    return _checked(encode(Cast(to, sender, body)), message)
 
 
-def encode_ask(call: int, to: str, incarnation: int, timeout_ns: int, sender: str, message: Any) -> bytes:
+def encode_ask(call: int, to: str, incarnation: int, timeout_ns: int, sender: str, message: Any) -> Payload:
     """An `Ask`, its message encoded in the same pass. Raises `InvalidMessage`."""
     return _with_body(Ask(call, to, incarnation, timeout_ns, sender, message), message)
 
 
-def encode_reply(call: int, message: Any) -> bytes:
+def encode_reply(call: int, message: Any) -> Payload:
     """A `Reply`; message: a contract, None or a `Ref`. Raises `InvalidMessage`."""
     return _with_body(Reply(call, message), message)
 
 
-def _with_body(envelope: Envelope, message: Any) -> bytes:
+def with_body(envelope: Tell | Ask | Reply, message: Any) -> Payload:
+    """An envelope with `message` as its body, whose long bytes are not copied. Raises what msgspec raises."""
+    long = long_field(message)
+    return _encode(envelope) if long is None else scatter(envelope, message, long, _encode)
+
+
+def _with_body(envelope: Tell | Ask | Reply, message: Any) -> Payload:
     try:
-        payload = _encode(envelope)
+        payload = with_body(envelope, message)
     except Exception as error:
         raise InvalidMessage(f"{_name(message)} cannot be encoded: {error}") from error
+    return _checked(payload, message)
+
+
+def _checked(payload: PayloadT, message: Any) -> PayloadT:
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise InvalidMessage(
             f"{_name(message)} takes {len(payload)} bytes, a message at most {MAX_PAYLOAD_BYTES}: "

@@ -5,7 +5,8 @@
 A library that has an interpreter of its own is named with it: `--vs ray=/opt/ray/bin/python`.
 
 Everything is on: typed contracts, references, deadlines, bounded mailboxes, trace ids, frame headers. The
-other process is a plain child on the same host, reached over a shared-memory link; both run uvloop.
+other process is a plain child on the same host, reached over a shared-memory link; both run uvloop. A peer
+that the interpreter given cannot import ends it with code 3 and the command that installs it.
 `noise_percent` is the same measurement against itself (A against A).
 """
 
@@ -17,6 +18,7 @@ import json
 import os
 import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
@@ -33,8 +35,10 @@ from zbmd.actors.mailbox import MailboxSpec
 from zbmd.actors.ref import Ref
 from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench_actor_life import life
+from zbmd.tools.bench_peers import ASK_FLOOR, PeerMissing, compile_floor
 from zbmd.tools.bench_row import Row, percentile, table
-from zbmd.tools.peers.actor_asks import EXIT_MISSING, LARGE_BYTES, LIBRARIES, tells_per_second
+from zbmd.tools.bench_workers import ContenderFailed
+from zbmd.tools.peers.actor_asks import EXIT_MISSING, INSTALL, LIBRARIES, SIZES, tells_per_second
 from zbmd.transport.errors import UserError
 from zbmd.transport.hello import Identity
 from zbmd.transport.segment import Segment
@@ -42,11 +46,14 @@ from zbmd.transport.shm import Endpoint, dial, listen
 from zbmd.transport.shm_link import ShmLink
 
 IN_FLIGHT = 1000
+EXIT_FAILED = 1
 TIMEOUT_S = 30.0
 SECONDS_MAX = 60.0
 BATCH = 200
 COOKIE = bytes(32)
 ARENA_BYTES = 64 << 20
+FLOOR = "floor: shared-memory ping-pong"
+"""Without zbmd, each side busy for half of the median of an ask of 1 B: what interrupts hits both alike."""
 
 
 class Ping(Contract, id="bench.ping"):
@@ -135,10 +142,8 @@ async def _rate(seconds: float, one: Callable[[], Awaitable[object]], workers: i
 
 async def _measure(ref: Ref, where: str, seconds: float) -> list[Row]:
     rows: list[Row] = []
-    for what, message in (
-        ("ask 1 B", Ping(1, b"x")),
-        (f"ask {LARGE_BYTES:,} B", Ping(1, bytes(LARGE_BYTES))),
-    ):
+    for what, nbytes in SIZES:
+        message = Ping(1, bytes(nbytes))
         first = await _round_trips(ref, message, seconds)
         again = await _round_trips(ref, message, seconds)
         p50_us, p50_again_us = percentile(first, 0.5), percentile(again, 0.5)
@@ -182,7 +187,8 @@ async def _bench(seconds: float) -> list[Row]:
         try:
             system.attach(await asyncio.wait_for(came, TIMEOUT_S))
             rows = await _measure(await system.spawn(Echo, name="echo"), "this process", seconds)
-            rows += await _measure(system.ref("child/echo"), "other process", seconds)
+            across = await _measure(system.ref("child/echo"), "other process", seconds)
+            rows += [across[0], await _floor(across[0], seconds), *across[1:]]
         finally:
             listener.close()
             await system.stop()
@@ -190,25 +196,53 @@ async def _bench(seconds: float) -> list[Row]:
     return rows
 
 
-async def _beside(library: str, python: str, seconds: float) -> list[Row]:
-    """The same by another library, in processes of its own; that it is absent, if it is not installed."""
-    command = ("-m", "zbmd.tools.peers.actor_asks", library)
-    options = ("--seconds", str(seconds), "--in-flight", str(IN_FLIGHT))
+async def _run_peer(library: str, python: str, *options: str) -> bytes:
+    """What it printed. Raises `PeerMissing` and `ContenderFailed`."""
+    command = ("-m", "zbmd.tools.peers.actor_asks", library, *options)
     # An interpreter of its own has no zbmd: it finds this one, whose peers need nothing compiled.
     found = {**os.environ, "PYTHONPATH": str(Path(zbmd.__file__).parents[1])}
-    peer = await asyncio.create_subprocess_exec(
-        python, *command, *options, env=found, stdout=asyncio.subprocess.PIPE
-    )
-    told, _ = await peer.communicate()
+    pipe = asyncio.subprocess.PIPE
+    peer = await asyncio.create_subprocess_exec(python, *command, env=found, stdout=pipe, stderr=pipe)
+    told, said = await peer.communicate()
+    last = said.decode(errors="replace").strip().rpartition("\n")[2]
     if peer.returncode == EXIT_MISSING:
-        return [Row(what=f"not installed here: {library}", where="", by=library)]
+        raise PeerMissing(
+            f"{library} cannot be imported by {python}: {last}\n"
+            f"Install it: {python} -m pip install {INSTALL[library]}"
+        )
     if peer.returncode != 0:
-        return [Row(what=f"it failed, with code {peer.returncode}", where="", by=library)]
+        raise ContenderFailed(f"{library} failed, with code {peer.returncode}: {last}")
+    return told
+
+
+async def _beside(library: str, python: str, seconds: float) -> list[Row]:
+    """The same by another library, in processes of its own. Raises as `_run_peer`."""
+    told = await _run_peer(library, python, "--seconds", str(seconds), "--in-flight", str(IN_FLIGHT))
     rows: list[dict[str, Any]] = json.loads(told.splitlines()[-1])
     return [replace(Row(**row), by=library) for row in rows]
 
 
+async def _floor(ask: Row, seconds: float) -> Row:
+    """What the machine itself does to round trips as long as ours: see peers/ask_floor.c."""
+    with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
+        try:
+            program = compile_floor(Path(scratch), ASK_FLOOR)
+        except PeerMissing:
+            return Row(what=f"{FLOOR}: no C compiler", where="other process", by="C")
+        hold_ns = str(int(ask.p50_us * 1e3 / 2))
+        floor = await asyncio.create_subprocess_exec(
+            program, str(seconds), hold_ns, stdout=asyncio.subprocess.PIPE
+        )
+        told, _ = await floor.communicate()
+    if floor.returncode != 0:
+        raise ContenderFailed(f"{program} failed, with code {floor.returncode}")
+    p50_us, p99_us = (float(word) for word in told.split())
+    return Row(what=FLOOR, where="other process", p50_us=p50_us, p99_us=p99_us, by="C")
+
+
 async def _all(seconds: float, libraries: dict[str, str]) -> list[Row]:
+    for library, python in libraries.items():
+        await _run_peer(library, python)  # before minutes are spent on the others
     rows = await _bench(seconds) + await life(seconds)
     for library, python in libraries.items():
         rows += await _beside(library, python, seconds)
@@ -237,7 +271,14 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--vs {unknown[0]} is not known: give some of {', '.join(LIBRARIES)}.")
     if not 0 < options.seconds <= SECONDS_MAX:
         raise UserError(f"--seconds {options.seconds:g} is out of range: give up to {SECONDS_MAX:g}.")
-    rows = uvloop.run(_all(options.seconds, libraries))
+    try:
+        rows = uvloop.run(_all(options.seconds, libraries))
+    except PeerMissing as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_MISSING
+    except ContenderFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
     print(json.dumps([asdict(row) for row in rows]) if options.json else table(rows))
     return 0
 

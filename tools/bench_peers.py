@@ -52,6 +52,7 @@ PEERS: Final = (
     "memcpy-shared",
 )
 NOTICE_FLOOR: Final = "notice_floor"
+ASK_FLOOR: Final = "ask_floor"
 IPERF3_S: Final = 1.0
 """How long one turn of iperf3 lasts."""
 PROBE_S: Final = 30.0
@@ -204,13 +205,11 @@ def _compile(
     return program
 
 
-def compile_floor(scratch: Path) -> Path:
-    """The program that measures the floor of a death notice. Raises `PeerMissing`."""
+def compile_floor(scratch: Path, name: str = NOTICE_FLOOR) -> Path:
+    """The program that measures the floor of a death notice, or of an ask. Raises `PeerMissing`."""
     headers = Path(_native.__file__).resolve().parent
     options = ("-I", str(headers), "-pthread")
-    return _compile(
-        f"{NOTICE_FLOOR}.c", NOTICE_FLOOR, ("cc", "gcc"), options, "apt-get install gcc libc6-dev", scratch
-    )
+    return _compile(f"{name}.c", name, ("cc", "gcc"), options, "apt-get install gcc libc6-dev", scratch)
 
 
 def _gloo(name: str, site: Site) -> Peer:

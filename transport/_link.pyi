@@ -7,6 +7,7 @@ from zbmd.transport.frame_loans import BorrowedFrame
 from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits, OnFrame
+from zbmd.transport.scattered import Scattered
 
 class LinkCore:
     """The hot path of a link. `LinkSide` has the rest, and says what each field is.
@@ -22,13 +23,15 @@ class LinkCore:
     _queue_bytes: int
     _closed: bool
     _drain_scheduled: bool
+    _takes_pieces: bool
+    """Whether `_push` takes a payload that is `Scattered`; False unless its transport says so."""
     _peer_end: tuple[ZbmdError | None] | None
     _recorder: Recorder | None
     _stream: int
     _wall_ns: Callable[[], int]
     def _begin(self, clock: HybridClock, wall_ns: Callable[[], int]) -> None:
         """Begin with `_identity`, `_peer` and `_limits` as they are now."""
-    def send(self, payload: bytes, *, epoch: int = 0, trace_id: int = 0, flags: int = 0) -> None:
+    def send(self, payload: bytes | Scattered, *, epoch: int = 0, trace_id: int = 0, flags: int = 0) -> None:
         """Send one frame, or queue it. See `zbmd.transport.link.Link.send`."""
     def _drain(self) -> None:
         """Deliver a bounded number of frames, then park or give the loop its turn."""

@@ -15,6 +15,7 @@ from zbmd.transport._hlc cimport HybridClock
 from zbmd.transport.errors import LinkFull, LocalProtocolError, RemoteProtocolError
 from zbmd.transport.frame_loans import BorrowedFrame
 from zbmd.transport.frames import FrameHeader, pack_fields, require_origin, unpack_frame
+from zbmd.transport.scattered import Scattered
 
 cdef extern from "Python.h":
     object PyObject_Vectorcall(object callable, PyObject **arguments, size_t count, PyObject *names)
@@ -44,7 +45,7 @@ cdef tuple _NAMES = ("payload_bytes", "job", "incarnation", "epoch", "hlc", "tra
 cdef class LinkCore:
     cdef public object _limits, _identity, _peer, _on_frame, _queue, _peer_end, _recorder, _stream, _wall_ns
     cdef public int64_t _queue_bytes
-    cdef public bint _closed, _drain_scheduled
+    cdef public bint _closed, _drain_scheduled, _takes_pieces
     cdef HybridClock _clock
     cdef int64_t _frame_bytes_max, _queue_bytes_max, _queue_frames_max, _frames_per_wake
     cdef uint64_t _job, _incarnation, _peer_job, _peer_incarnation
@@ -89,6 +90,8 @@ cdef class LinkCore:
                 f"{waiting} frames ({self._queue_bytes} bytes) already wait for {self._peer.name}; "
                 "await writable() and send again"
             )
+        if not self._takes_pieces and type(payload) is Scattered:
+            payload = payload.joined()
         hlc = self._clock.ticks(self._now())
         header = self._header(len(payload), epoch, trace_id, flags, hlc)
         if self._recorder is not None:

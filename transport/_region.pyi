@@ -66,3 +66,10 @@ def copy(into: Buffer | NDArray[Any], src: Buffer | NDArray[Any], whole_bytes: i
 
     whole_bytes: of the message that these are a part of, if `into` is; a large one goes past the caches.
     """
+
+def stream(into: Buffer | NDArray[Any], src: Buffer | NDArray[Any]) -> None:
+    """Copy past the caches, with the GIL, between C-contiguous buffers of one size that do not overlap.
+
+    For what another processor has read and is to read: an ordinary store waits for each line that is in its
+    caches (1 MiB: 38 us, and 70 to 470 us with memcpy, by where the two processors are).
+    """

@@ -31,6 +31,7 @@ cdef extern from "native.h" nogil:
                   uint64_t group_mask, uint64_t deadline_ns, uint32_t spins)
 
 cdef extern from "copy.h" nogil:
+    void zbmd_stream(char *target, const char *source, uint64_t nbytes)
     bint zbmd_life_ended(zbmd_base peer, uint32_t our_slot)
     bint zbmd_copy(char *target, const char *source, uint64_t nbytes, uint64_t whole_bytes, zbmd_base peer,
                    uint32_t our_slot)
@@ -277,18 +278,35 @@ cdef class ShmRegion:
 
 def copy(object into, object src, uint64_t whole_bytes):
     cdef Py_buffer target, source
-    _buffer(into, &target, PyBUF_WRITABLE)
+    _buffers(into, &target, src, &source)
+    with nogil:
+        zbmd_copy(<char *>target.buf, <const char *>source.buf, source.len, whole_bytes, NULL, 0)
+    PyBuffer_Release(&source)
+    PyBuffer_Release(&target)
+
+
+def stream(object into, object src):
+    cdef Py_buffer target, source
+    _buffers(into, &target, src, &source)
+    zbmd_stream(<char *>target.buf, <const char *>source.buf, source.len)
+    PyBuffer_Release(&source)
+    PyBuffer_Release(&target)
+
+
+cdef int _buffers(object into, Py_buffer *target, object src, Py_buffer *source) except -1:
+    """Both, of one size; they are the caller's to release, unless it raises."""
+    _buffer(into, target, PyBUF_WRITABLE)
     try:
-        _buffer(src, &source, PyBUF_SIMPLE)
-        try:
-            if target.len != source.len:
-                raise LocalProtocolError(f"a copy of {source.len} bytes into {target.len}")
-            with nogil:
-                zbmd_copy(<char *>target.buf, <const char *>source.buf, source.len, whole_bytes, NULL, 0)
-        finally:
-            PyBuffer_Release(&source)
-    finally:
-        PyBuffer_Release(&target)
+        _buffer(src, source, PyBUF_SIMPLE)
+    except BaseException:
+        PyBuffer_Release(target)
+        raise
+    if target.len != source.len:
+        into_bytes, src_bytes = target.len, source.len
+        PyBuffer_Release(source)
+        PyBuffer_Release(target)
+        raise LocalProtocolError(f"a copy of {src_bytes} bytes into {into_bytes}")
+    return 0
 
 
 cdef uint64_t _u64(object value, str what) except? 0:

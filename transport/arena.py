@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from zbmd.transport._native import address_of
+from zbmd.transport._region import stream
 from zbmd.transport.errors import ArenaFull, LocalProtocolError
 from zbmd.transport.memory import in_words
 
@@ -175,9 +176,11 @@ class Arena:
         with self._lock:
             self._allocator.free(offset)
 
-    def fill(self, offset: int, data: bytes) -> None:
-        """Copy `data` to what `reserve` gave."""
-        self._mapping.view(offset, len(data), writable=True)[:] = data
+    def fill(self, offset: int, *pieces: bytes) -> None:
+        """Copy the pieces, one behind the other, to what `reserve` gave: for a peer, so past our caches."""
+        for piece in pieces:
+            stream(self._mapping.view(offset, len(piece), writable=True), piece)
+            offset += len(piece)
 
     def offset_of(self, array: NDArray[Any]) -> int | None:
         """Where `array` begins, counted from the segment's base; None if it is not C-contiguous or does

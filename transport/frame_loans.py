@@ -20,6 +20,7 @@ from zbmd.transport._native import RING_BLOCKS, RingReader, RingWriter
 from zbmd.transport.arena import ALIGNMENT, Arena
 from zbmd.transport.errors import ArenaFull, RemoteProtocolError
 from zbmd.transport.frames import HEADER_BYTES, FrameHeader, unpack_header
+from zbmd.transport.scattered import Scattered
 
 if TYPE_CHECKING:
     from zbmd.transport.segment import PeerSegment
@@ -67,7 +68,7 @@ class FrameLender:
         """What one link may lend."""
         return self._lent_bytes_max // LINK_PARTS
 
-    def place(self, payload: bytes) -> int | None:
+    def place(self, payload: bytes | Scattered) -> int | None:
         """The payload's offset in a block of its own, or None if there is no room now."""
         nbytes = block_bytes(payload)
         with self._lock:
@@ -80,7 +81,8 @@ class FrameLender:
             except ArenaFull:
                 return None
             self._lent_bytes += nbytes
-        self._arena.fill(offset, payload)
+        pieces = payload.pieces if isinstance(payload, Scattered) else (payload,)
+        self._arena.fill(offset, *pieces)
         return offset
 
     def free(self, offset: int, nbytes: int) -> None:
@@ -127,7 +129,7 @@ class LinkLoans:
         """How many blocks are lent."""
         return len(self._blocks)
 
-    def lend(self, payload: bytes) -> bytes | None:
+    def lend(self, payload: bytes | Scattered) -> bytes | None:
         """Copy a payload to where the peer can read it; the record that says where, or None for no room."""
         for freed in self.take_back():
             self._lender.free(*freed)
@@ -187,7 +189,7 @@ def process_ended(pid: int) -> bool:
         os.close(fd)
 
 
-def block_bytes(payload: bytes) -> int:
+def block_bytes(payload: bytes | Scattered) -> int:
     """What a payload takes of the arena."""
     return -(-len(payload) // ALIGNMENT) * ALIGNMENT
 

@@ -27,8 +27,9 @@ FORMAT_VERSION = 1
 USER_FLAGS_MASK = 0x00FF
 """Flags that the layer above may use as it likes; all other bits are reserved for later versions."""
 
-MAX_FRAME_BYTES = 1 << 20
-"""Most bytes of one control frame, header included; what is larger travels as a region."""
+MAX_FRAME_BYTES = (1 << 20) + (4 << 10)
+"""Most bytes of one control frame, header included; what is larger travels as a region. A message that holds
+1 MiB of bytes and a few small fields fits."""
 
 _HEADER = struct.Struct("<4sHHIIQQQQ")
 HEADER_BYTES = _HEADER.size

@@ -13,6 +13,7 @@ from zbmd.transport.errors import LocalProtocolError, ZbmdError
 from zbmd.transport.frames import HEADER_BYTES, MAX_FRAME_BYTES, FrameHeader
 from zbmd.transport.hello import PeerInfo
 from zbmd.transport.region import RegionHandle, RemoteRegion
+from zbmd.transport.scattered import Scattered
 from zbmd.transport.segment import PeerSegment
 
 RING_BYTES_MIN = 1 << 12
@@ -113,7 +114,7 @@ class Link(Protocol):
         """
         ...
 
-    def send(self, payload: bytes, *, epoch: int = 0, trace_id: int = 0, flags: int = 0) -> None:
+    def send(self, payload: bytes | Scattered, *, epoch: int = 0, trace_id: int = 0, flags: int = 0) -> None:
         """Send one frame, or queue it.
 
         Raises `LinkFull` past the queue's bound, `LinkClosed` once the link has ended and

@@ -89,6 +89,8 @@ class LinkSide(LinkCore, ABC):
     def _push(self, header: bytes, payload: bytes) -> bool:
         """Hand over one frame; False if it has not left whole, and then call `_pump` once there is room.
 
+        payload: also `Scattered`, for who `_takes_pieces`.
+
         The next call is for the same frame again, and goes on from what has left of it. Raises
         `RemoteProtocolError` to end the link with it.
         """

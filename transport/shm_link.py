@@ -22,6 +22,7 @@ from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.link_side import LinkSide
+from zbmd.transport.scattered import Scattered, whole
 from zbmd.transport.segment import PeerSegment, Segment
 from zbmd.transport.spin import SpinPolicy
 
@@ -94,6 +95,7 @@ class ShmLink(LinkSide):
         self._loans: LinkLoans | None = None
         if own_segment is not None and peer_segment is not None:
             self._loans = LinkLoans(own_segment.frame_lender, self._writer, peer.pid)
+            self._takes_pieces = recorder is None  # what is recorded is kept in one piece
         self._said_goodbye = False
         self._policy = SpinPolicy(limits.spin_ns)
         self._spinning = False
@@ -107,9 +109,9 @@ class ShmLink(LinkSide):
         """How its reader waits, and why."""
         return self._policy
 
-    def _push(self, header: bytes, payload: bytes) -> bool:
+    def _push(self, header: bytes, payload: bytes | Scattered) -> bool:
         record, done = self._head_record, self._head_done
-        if not done and record is None and len(payload) < BLOCK_BYTES_MIN:
+        if not done and record is None and isinstance(payload, bytes) and len(payload) < BLOCK_BYTES_MIN:
             done = self._writer.write(header, payload, 0)
             if done == _PREFIX_BYTES + len(header) + len(payload):
                 return True
@@ -119,7 +121,9 @@ class ShmLink(LinkSide):
                 record = self._head_record = self._loans.lend(payload)
                 if record is None:
                     return False
-        body = payload if record is None else record
+        body = record
+        if body is None:
+            body = whole(payload)
         frame_bytes = _PREFIX_BYTES + len(header) + len(body)
         while (done := self._writer.write(header, body, done, record is not None)) < frame_bytes:
             if self._writer.park():

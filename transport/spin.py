@@ -4,11 +4,11 @@ A wake-up through the kernel costs both sides some microseconds, and 50 and more
 processor has gone to sleep; a look at shared memory costs none. Spinning for about as long as a wake-up
 costs is never worse than twice the best choice (Karlin, Li, Manasse, Owicki, "Empirical studies of
 competitive spinning for a shared-memory multiprocessor", SOSP 1991). A spin that ends just before the frame
-costs two wake-ups, ours and the peer's, who has given up by then: a tick of the kernel holds a virtual machine
-for 50 us, so spins of 30 us made 1.3 % of short round trips wait for 100 us. It pays only if the peer answers
-in that time, and if its processor is not the one that we spin on. So a reader spins only right after a frame,
-not where all processors are busy, and where the last frames came soon after it had run dry, whether it spun
-for them or slept. Two that both sleep find each other again: who sleeps learns as much as who spins, also
+costs two wake-ups, ours and the peer's, who has given up by then: a tick of the kernel holds a virtual
+machine for 50 us, so spins of 30 us made 1.3 % of short round trips wait for 100 us. It pays only if the peer
+answers in that time, and if its processor is not the one that we spin on. So a reader spins only right after
+a frame, not where all processors are busy, and where the last frames came soon after it had run dry, whether
+it spun for them or slept. Two that both sleep find each other again: who sleeps learns as much as who spins, also
 where the other's wake-up is part of what it waits for.
 """
 

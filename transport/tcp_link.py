@@ -25,6 +25,7 @@ from zbmd.transport.link_side import LinkSide
 from zbmd.transport.node_memory import Share
 from zbmd.transport.record_mac import Buffer
 from zbmd.transport.region import RegionHandle, RemoteRegion
+from zbmd.transport.scattered import Scattered
 from zbmd.transport.secure_stream import SecureStream
 from zbmd.transport.silence import LOOKS, Silence, read_progress
 from zbmd.transport.tcp_address import TcpAddress
@@ -169,7 +170,7 @@ class TcpLink(LinkSide):
 
     # -- sending -----------------------------------------------------------------------------------------
 
-    def send(self, payload: bytes, *, epoch: int = 0, trace_id: int = 0, flags: int = 0) -> None:
+    def send(self, payload: bytes | Scattered, *, epoch: int = 0, trace_id: int = 0, flags: int = 0) -> None:
         """Send one frame, or queue it. `LinkFull` also if all links together hold too much (`NodeMemory`)."""
         memory = self._unsent.memory
         if memory.full and not self._closed:

@@ -26,7 +26,9 @@ from zbmd.actors.errors import ContractError, ContractMismatch, InvalidMessage, 
 from zbmd.actors.ref import Ref
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 from zbmd.transport.hello import Identity
+from zbmd.transport.scattered import whole
 
 
 class Plain(Contract):
@@ -242,7 +244,7 @@ async def test_fuzzed_envelopes_are_refused_or_understood(system: ActorSystem) -
 
     @given(data=st.data())
     def mutate(data: st.DataObject) -> None:
-        payload = bytearray(data.draw(st.sampled_from(valid)))
+        payload = bytearray(whole(data.draw(st.sampled_from(valid))))
         for _ in range(data.draw(st.integers(1, 4))):
             at = data.draw(st.integers(0, len(payload) - 1))
             how = data.draw(st.sampled_from(["set", "cut", "insert"]))
@@ -270,7 +272,7 @@ async def test_fuzzed_envelopes_are_refused_or_understood(system: ActorSystem) -
     noise()
     await asyncio.sleep(0)
     with pytest.raises(RemoteProtocolError, match="at most"):
-        codec.decode(bytes(1 << 20))
+        codec.decode(bytes(MAX_PAYLOAD_BYTES + 1))
 
 
 async def test_references_travel_in_contracts(system: ActorSystem) -> None:
@@ -280,7 +282,7 @@ async def test_references_travel_in_contracts(system: ActorSystem) -> None:
 
     globals()["Carry"] = Carry
     ref = Ref(system, "rank1", 3, "counter", 7)
-    payload = wire.encode_reply(1, Carry(ref, [system.ref("a")]))
+    payload = whole(wire.encode_reply(1, Carry(ref, [system.ref("a")])))
     reply = system.codec.decode(payload)
     assert isinstance(reply, wire.Reply)
     assert system.codec.decode_reply(reply.body) == Carry(ref, [system.ref("a")])
@@ -296,4 +298,4 @@ async def test_references_travel_in_contracts(system: ActorSystem) -> None:
     with pytest.raises(InvalidMessage, match="cannot be encoded"):
         wire.encode_tell("a", 0, "", Plain(object()))  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidMessage, match="region"):
-        wire.encode_tell("a", 0, "", Order1("x" * (1 << 20)))
+        wire.encode_tell("a", 0, "", Order1("x" * MAX_PAYLOAD_BYTES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from zbmd.actors.system import ActorSystem
 from zbmd.tools import bench_actors
 from zbmd.tools.bench_actor_life import fairness, restarting, restarting_process, spawning
 from zbmd.tools.bench_row import Row, percentile, table
+from zbmd.tools.peers.actor_asks import EXIT_MISSING
 from zbmd.transport.errors import UserError
 
 
@@ -37,9 +39,19 @@ def test_a_percentile_is_one_of_the_values() -> None:
     assert percentile([], 0.5) == 0
 
 
-async def test_a_library_that_is_absent_is_named() -> None:
-    absent = [Row(what="not installed here: monarch", where="", by="monarch")]
-    assert await bench_actors._beside("monarch", sys.executable, 0.01) == absent
+async def test_the_floor_is_measured() -> None:
+    floor = await bench_actors._floor(Row(what="ask 1 B", where="other process", p50_us=0.1), 0.01)
+    assert 0 < floor.p50_us <= floor.p99_us and floor.by == "C"
+
+
+def test_a_library_that_is_absent_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec " + sys.executable + ' -S "$@"\n')  # it has no package at all
+    python.chmod(0o700)
+    options = argparse.Namespace(seconds=0.01, vs=f"xoscar={python}", json=False)
+    assert bench_actors.run(options) == EXIT_MISSING
+    said = capsys.readouterr().err
+    assert f"{python} -m pip install xoscar" in said and "No module named 'xoscar'" in said
 
 
 @pytest.mark.parametrize(("seconds", "vs"), [(0.0, ""), (1e9, ""), (1.0, "erlang"), (1.0, "ray=/no/python")])

@@ -84,7 +84,7 @@ def test_two_that_sleep_find_each_other(policy: SpinPolicy) -> None:
 
 
 def test_who_is_held_up_for_a_moment_is_waited_for(policy: SpinPolicy) -> None:
-    """A tick of the kernel or a collection of the peer's is no reason to park, however soon frames came before."""
+    """A tick of the kernel or a collection of the peer's is no reason to park."""
     reader = Reader(policy)
     for _ in range(40):
         reader.wait(AT_ONCE_NS)

@@ -27,6 +27,7 @@ from zbmd.transport.errors import LinkClosed, LinkFull, RemoteProtocolError, Zbm
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 from zbmd.transport.hello import Identity
 from zbmd.transport.link import LinkLimits
+from zbmd.transport.scattered import whole
 from zbmd.transport.shm import Endpoint, link_pair
 from zbmd.transport.shm_link import ShmLink
 
@@ -79,11 +80,11 @@ def _envelopes() -> tuple[bytes, ...]:
     ping = Ping(1, "text", b"data", (1.5, 2.0), {"key": 1})
     encode = wire.encode
     return (
-        wire.encode_tell("echo", 0, "sender", ping),
-        wire.encode_ask(1, "echo", 0, 1_000_000, "sender", ping),
-        wire.encode_ask(2, "nobody", 0, 1_000_000, "", ping),
-        wire.encode_reply(1, ping),
-        wire.encode_reply(1, None),
+        whole(wire.encode_tell("echo", 0, "sender", ping)),
+        whole(wire.encode_ask(1, "echo", 0, 1_000_000, "sender", ping)),
+        whole(wire.encode_ask(2, "nobody", 0, 1_000_000, "", ping)),
+        whole(wire.encode_reply(1, ping)),
+        whole(wire.encode_reply(1, None)),
         encode(wire.Fail(1, "dead_actor", "it is dead")),
         encode(wire.Bounce("echo", 1, "echo", "zbmd.fuzz.ping/1", "mailbox_full", "full")),
         encode(wire.Watch(3, "echo", 0)),
@@ -211,7 +212,7 @@ def _conversations() -> tuple[bytes, ...]:
     rng = random.Random(0)
     changed = [retyped(rng, envelope) for envelope in envelopes for _ in range(RETYPED)]
     each += [b"\0" + block(envelope) for envelope in changed if envelope is not None]
-    raw = b"\0" + block(wire.encode_ask(4, "echo", 0, 1_000_000, "", Ping(1))) + b"\1\2\3"
+    raw = b"\0" + block(whole(wire.encode_ask(4, "echo", 0, 1_000_000, "", Ping(1)))) + b"\1\2\3"
     return (*each, b"".join(each), b"".join(reversed(each)), raw + b"\4\xff\xff\3" + each[0])
 
 

@@ -1,8 +1,8 @@
 """An actor in another process, by another actor library, in the way that its own guide shows.
 
-    python -m zbmd.tools.peers.actor_asks {xoscar,ray,monarch} --seconds S --in-flight N
+    python -m zbmd.tools.peers.actor_asks {xoscar,ray,monarch} [--seconds S --in-flight N]
 
-Prints a JSON list of rows; exits with 3 if the library is not installed.
+Prints a JSON list of rows, or without --seconds none; exits with 3 if the library cannot be imported.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -25,9 +26,7 @@ from zbmd.tools.bench_row import Row, percentile
 EXIT_MISSING = 3
 WARM_UP = 200
 BATCH = 1000
-LARGE_BYTES = 1_000_000
-"""As much as one message may hold, roughly: a frame takes 1 MiB with its headers."""
-SIZES = (("ask 1 B", 1), (f"ask {LARGE_BYTES:,} B", LARGE_BYTES))
+SIZES = (("ask 1 B", 1), ("ask 1 MiB", 1 << 20))
 WHERE = "other process"
 BACK_S = 60.0
 """How long a killed process may take to come back."""
@@ -245,20 +244,25 @@ LIBRARIES: dict[str, tuple[str, Callable[[Any, float, int], Awaitable[list[Row]]
     "ray": ("ray", _ray),
     "monarch": ("monarch.actor", _monarch),
 }
+INSTALL = {"xoscar": "xoscar", "ray": "ray", "monarch": "torchmonarch"}
+"""What pip calls them."""
 
 
 def main() -> int:
     """Measure one library."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", choices=LIBRARIES)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--in-flight", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--in-flight", type=int, default=1)
     arguments = parser.parse_args()
     module, run = LIBRARIES[arguments.library]
     try:
         library = importlib.import_module(module)
-    except ImportError:
+    except ImportError as error:
+        print(error, file=sys.stderr)
         return EXIT_MISSING
+    if not arguments.seconds:
+        return 0
 
     async def all_rows() -> list[Row]:
         return await run(library, arguments.seconds, arguments.in_flight)

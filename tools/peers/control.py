@@ -9,11 +9,11 @@ waits for its next line it sleeps in the kernel: it never polls while another on
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Final
-
-import msgspec
 
 COMMAND_BYTES_MAX: Final = 256
 REPLY_BYTES_MAX: Final = 64 << 20
@@ -22,10 +22,14 @@ Measure = Callable[[str, int, int], list[float]]
 """Takes what to measure, bytes and iterations; returns nanoseconds, one number an operation."""
 
 
-class Reply(msgspec.Struct, kw_only=True):
-    """Nanoseconds, one number for each operation; empty from a rank that only took part."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Nanoseconds, one number for each operation; empty from a rank that only took part.
 
-    ns: list[float] = []
+    Of the standard library alone: a peer may run in an interpreter that has nothing else.
+    """
+
+    ns: list[float] = field(default_factory=list)
 
 
 def socket_name(control: str) -> str:
@@ -53,7 +57,7 @@ def parse_command(line: bytes) -> tuple[str, int, int]:
 
 def encode_reply(ns: list[float]) -> bytes:
     """One line."""
-    return msgspec.json.encode(Reply(ns=ns)) + b"\n"
+    return json.dumps(asdict(Reply(ns=ns))).encode() + b"\n"
 
 
 def serve(control: str, rank: int, measure: Measure) -> None:

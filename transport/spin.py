@@ -8,8 +8,8 @@ costs two wake-ups, ours and the peer's, who has given up by then: a tick of the
 machine for 50 us, so spins of 30 us made 1.3 % of short round trips wait for 100 us. It pays only if the peer
 answers in that time, and if its processor is not the one that we spin on. So a reader spins only right after
 a frame, not where all processors are busy, and where the last frames came soon after it had run dry, whether
-it spun for them or slept. Two that both sleep find each other again: who sleeps learns as much as who spins, also
-where the other's wake-up is part of what it waits for.
+it spun for them or slept. Two that both sleep find each other again: who sleeps learns as much as who spins,
+also where the other's wake-up is part of what it waits for.
 """
 
 from __future__ import annotations

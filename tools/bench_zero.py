@@ -25,6 +25,7 @@ import uvloop
 from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.host_events import HostEvent, RankReport
 from zbmd.actors.host_output import OutputLine
+from zbmd.actors.rank_log import log_to_stderr
 from zbmd.tools import bench_zero_rank
 from zbmd.tools.kill_sweep import write_text
 from zbmd.transport.errors import UserError
@@ -141,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=6, help="of the model (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print a JSON line for each row")
     arguments = parser.parse_args(argv)
+    log_to_stderr()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     shape = (
         *("--width", str(arguments.width), "--layers", str(arguments.layers), "--context", "32"),

@@ -1,4 +1,4 @@
-"""Elastic groups under real kills: at every instruction of an operation and of its commit, in every mode.
+"""Elastic groups under real kills: at the instructions of an operation and of its commit, in every mode.
 
 Rank r brings 10^r * k to operation k, so a sum tells whose inputs it holds.
 """
@@ -139,19 +139,23 @@ POINTS_MAX = 16
 """More than the program of three ranks, and its commit, have."""
 
 
-def plan(world_size: int) -> list[tuple[int, int, int] | None]:
-    """One kill an operation: at each point of its program, and of its commit; a calm one at the end.
+STRIDE = 2
+"""Every so many-th point is for a mode, so two modes together have all of them."""
+
+
+def plan(world_size: int, first: int) -> list[tuple[int, int, int] | None]:
+    """One kill an operation: at points of its program, and of its commit; a calm one at the end.
 
     A point that there is not kills nobody.
     """
-    places = [(run, point) for run in (1, 2) for point in range(POINTS_MAX)]
+    places = [(run, point) for run in (1, 2) for point in range(first, POINTS_MAX, STRIDE)]
     return [(k % world_size, run, point) for k, (run, point) in enumerate(places)] + [None]
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_kill_at_every_instruction(tmp_path: Path, mode: str) -> None:
+async def test_a_kill_at_every_other_instruction(tmp_path: Path, mode: str) -> None:
     arguments, expected = MODES[mode]
-    kills = plan(3)
+    kills = plan(3, first=list(MODES).index(mode) % STRIDE)
     job = Job(tmp_path, kills, {"algorithm": ALGORITHM, **arguments})
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
@@ -172,4 +176,4 @@ async def test_a_kill_at_every_instruction(tmp_path: Path, mode: str) -> None:
             # What the dead had published counts: without it only who died after the operation before is.
             assert how == "all", (k, end)
         assert deaths & {k - 1, k} or (how == "all" and not end["error"]), (k, end)
-    assert len(deaths) > 8 and seen == expected, (deaths, seen)
+    assert len(deaths) > 4 and seen == expected, (deaths, seen)

@@ -21,7 +21,7 @@ from zbmd.transport.segment import Segment
 RunRanks = Callable[..., list[Any]]
 Array = NDArray[Any]
 COUNTS = (0, 1, 7, 1_003)
-FEW_COUNTS = ((7,), (1_003,), (0, 7), (1, 1_003))
+FEW_COUNTS = ((7,), (1_003,), (7,), (1_003,), (0, 7), (1, 1_003))
 LARGE = 45_001
 BRUCK_BYTES_MAX = 64 << 10
 NARROW = ("float16", "bfloat16")
@@ -99,9 +99,8 @@ def test_there_is_a_kernel_for_every_dtype_that_is_named() -> None:
 def test_reductions_are_numpys(run_ranks: RunRanks, n: int) -> None:
     """all_reduce, reduce and reduce_scatter; "direct" and "eager" bit for bit.
 
-    A kernel knows of counts and not of ranks, a program of ranks and not of dtypes. So every dtype,
-    reduction, algorithm and count meet with two ranks at most; with more, every algorithm meets every dtype
-    and reduction at one or two counts, and every count.
+    A kernel knows of counts and not of ranks, a program of ranks and not of dtypes. So every dtype and
+    reduction meets every count with two ranks and "direct", and every algorithm at one or two counts.
     """
     kinds = [(dtype, op) for dtype in dtypes() for op in reductions_of(dtype)]
 
@@ -110,11 +109,12 @@ def test_reductions_are_numpys(run_ranks: RunRanks, n: int) -> None:
         for k, (dtype, op) in enumerate(kinds):
             # Complex products of numpy may be fused.
             closed = not (dtype.kind == "c" and op == "prod")
-            for count in COUNTS if n <= 2 else FEW_COUNTS[k % len(FEW_COUNTS)]:
+            few = FEW_COUNTS[k % len(FEW_COUNTS)]
+            for count in COUNTS if n == 2 else few:
                 inputs = [values(r, count, dtype) for r in range(n)]
                 expected = reduced(op, inputs)
                 mine = inputs[p.rank]
-                for algorithm in algorithms(Operation.ALL_REDUCE):
+                for algorithm in algorithms(Operation.ALL_REDUCE) if count in few else ["direct"]:
                     kept = c.all_reduce(
                         mine, np.empty_like(mine), op=op, algorithm=algorithm, deadline_ns=p.soon()
                     )
@@ -122,7 +122,7 @@ def test_reductions_are_numpys(run_ranks: RunRanks, n: int) -> None:
                     exact = closed and c.flight[-1].algorithm in ("eager", "direct")
                     check(kept, expected, exact=exact)
                     check(c.all_reduce(mine.copy(), op=op, algorithm=algorithm), kept, exact=True)
-                for algorithm in algorithms(Operation.REDUCE):
+                for algorithm in algorithms(Operation.REDUCE) if count in few else ["direct"]:
                     exact = closed and algorithm in ("auto", "direct")
                     root = count % n
                     got = c.reduce(mine, root, np.empty_like(mine), op=op, algorithm=algorithm)

@@ -18,7 +18,7 @@ def headers(layer: str) -> list[str]:
     return [str(header) for folder in own for header in sorted(Path(folder).glob("*.h"))]
 
 
-def extension(layer: str, name: str, *more_flags: str) -> Extension:
+def extension(layer: str, name: str, *more_flags: str, libraries: tuple[str, ...] = ()) -> Extension:
     """Describe `zbmd.<layer>.<name>`, built from the Cython source of that name."""
     return Extension(
         f"zbmd.{layer}.{name}",
@@ -26,9 +26,17 @@ def extension(layer: str, name: str, *more_flags: str) -> Extension:
         include_dirs=[*LAYERS, np.get_include()],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         depends=headers(layer),
+        libraries=list(libraries),
         # No fused multiply-add: the bits of a reduction must not depend on the machine.
         extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-ffp-contract=off", *more_flags],
     )
+
+
+def rdma_extensions() -> list[Extension]:
+    """The one that needs libibverbs, where its headers are: without it all works but memory over RDMA."""
+    if not Path("/usr/include/infiniband/verbs.h").exists():
+        return []
+    return [extension("transport", "_rdma", libraries=("ibverbs",))]
 
 
 def extensions() -> list[Extension]:
@@ -42,6 +50,7 @@ def extensions() -> list[Extension]:
             extension("transport", "_recording"),
             extension("transport", "_hlc"),
             extension("transport", "_link"),
+            *rdma_extensions(),
             extension("actors", "_heartbeat"),
             extension("actors", "_mailbox"),
             extension("actors", "_serving"),

@@ -9,21 +9,25 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from zbmd.transport import tcp
 from zbmd.transport._native import now_ns
+from zbmd.transport.bulk_limits import BulkLimits
+from zbmd.transport.bulk_peer import BulkPeerInfo
 from zbmd.transport.endpoint import Endpoint
-from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
+from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
 from zbmd.transport.frames import FrameHeader
+from zbmd.transport.hello import PeerInfo
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.rdma_device import RdmaDevice
 from zbmd.transport.rdma_link import RdmaLink
 from zbmd.transport.rdma_queue_pair import QueuePair
 from zbmd.transport.rdma_setup import (
     Answer,
+    MemoryAt,
     MessageT,
     Offer,
     Ready,
@@ -32,13 +36,85 @@ from zbmd.transport.rdma_setup import (
     encode,
     require_fits,
 )
+from zbmd.transport.segment import Segment
 from zbmd.transport.tcp_address import TcpAddress
 from zbmd.transport.tcp_link import TcpLink
 from zbmd.transport.tcp_settings import TcpSettings
 
 log: Final = structlog.stdlib.get_logger("zbmd.transport.rdma")
 
+if TYPE_CHECKING:
+    from zbmd.transport.rdma_peer import RdmaPeer
+    from zbmd.transport.rdma_plane import RdmaPlane
+
 OnLink = Callable[[RdmaLink], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What gives links regions, where both sides have it: the peer's cells in our segment are of its slot."""
+
+    plane: RdmaPlane
+    slot_of: Callable[[PeerInfo], int]
+
+
+class _Joined:
+    """The memory of one link, while it is set up. None of it if `memory` is None."""
+
+    def __init__(self, memory: Memory | None, peer: PeerInfo, endpoint: Endpoint) -> None:
+        self.peer: RdmaPeer | None = None
+        self.link: RdmaLink | None = None
+        if memory is None:
+            return
+        self.peer = memory.plane.connect(
+            BulkPeerInfo(name=peer.name, slot=memory.slot_of(peer), incarnation=peer.incarnation),
+            limits=BulkLimits(close_ns=endpoint.deadlines.flush_ns),
+            on_ended=self._on_ended,
+        )
+
+    @property
+    def at(self) -> MemoryAt | None:
+        """For the peer."""
+        return None if self.peer is None else self.peer.at
+
+    def connect(self, theirs: MemoryAt | None) -> None:
+        """Both have it, or neither."""
+        if self.peer is not None and theirs is not None:
+            self.peer.connect(theirs)
+        else:
+            self.drop()
+
+    def drop(self) -> None:
+        """It will not be used."""
+        if self.peer is not None:
+            self.peer.abort(LinkClosed("no link came of it"))
+            self.peer = None
+
+    def join(self, link: RdmaLink) -> RdmaLink:
+        """The link stands."""
+        self.link = link
+        if self.peer is not None:
+            link.carry(self.peer)
+        return link
+
+    def _on_ended(self, error: ZbmdError | None) -> None:
+        if self.link is not None:
+            self.link.memory_ended(error)
+
+
+def open_plane(name: str, address: str | None = None, *, segment: Segment) -> RdmaPlane:
+    """The data plane of this process over a device; see `rdma_plane.RdmaPlane`, also for what it raises.
+
+    Raises `UserError`, too, where zbmd was built without libibverbs.
+    """
+    try:
+        from zbmd.transport.rdma_plane import RdmaPlane
+    except ImportError as error:
+        raise UserError(
+            f"memory over RDMA needs libibverbs, and zbmd built where its headers are ({error}): "
+            "apt install libibverbs-dev, then install zbmd from its source again."
+        ) from error
+    return RdmaPlane(name, address, segment=segment)
 
 
 class _Talk:
@@ -83,31 +159,38 @@ async def dial(
     *,
     settings: TcpSettings | None = None,
     timeout_ns: int | None = None,
+    memory: Memory | None = None,
 ) -> RdmaLink:
     """Connect to the listener at `address` and return the link.
 
-    timeout_ns: by default the endpoint's `deadlines.dial_ns`. Raises as `tcp.dial`, `RdmaRefused` if the peer
-    has no queue pair for us, and `UserError` if our device has none.
+    memory: gives it regions, if the listener has it, too. timeout_ns: by default the endpoint's
+    `deadlines.dial_ns`. Raises as `tcp.dial`, `RdmaRefused` if the peer has no queue pair for us, and
+    `UserError` if our device has none.
     """
     deadline_ns = now_ns() + (endpoint.deadlines.dial_ns if timeout_ns is None else timeout_ns)
     link = await tcp.dial(address, _for_setup(endpoint), settings=settings, timeout_ns=timeout_ns)
     try:
-        return await _offer(link, endpoint, device, deadline_ns)
+        return await _offer(link, endpoint, device, deadline_ns, memory)
     except BaseException:
         link.close()
         raise
 
 
-async def _offer(link: TcpLink, endpoint: Endpoint, device: RdmaDevice, deadline_ns: int) -> RdmaLink:
+async def _offer(
+    link: TcpLink, endpoint: Endpoint, device: RdmaDevice, deadline_ns: int, memory: Memory | None
+) -> RdmaLink:
+    joined = _Joined(memory, link.peer, endpoint)
     queue_pair = QueuePair(device)
     try:
         talk = _Talk(link, deadline_ns)
-        talk.say(Offer(at=queue_pair.at))
+        talk.say(Offer(at=queue_pair.at, memory=joined.at))
         answer = await talk.hear(Answer)
         queue_pair.connect(require_fits(answer.at, link.peer.name))
+        joined.connect(answer.memory)
         talk.say(Ready())
-        return RdmaLink(link, queue_pair, device, endpoint=endpoint)
+        return joined.join(RdmaLink(link, queue_pair, device, endpoint=endpoint))
     except BaseException:
+        joined.drop()
         queue_pair.end(link.close)
         raise
 
@@ -115,11 +198,19 @@ async def _offer(link: TcpLink, endpoint: Endpoint, device: RdmaDevice, deadline
 class Listener:
     """Accepts RDMA links until closed. Made by `listen`."""
 
-    def __init__(self, on_link: OnLink, endpoint: Endpoint, device: RdmaDevice, timeout_ns: int) -> None:
+    def __init__(
+        self,
+        on_link: OnLink,
+        endpoint: Endpoint,
+        device: RdmaDevice,
+        timeout_ns: int,
+        memory: Memory | None = None,
+    ) -> None:
         self._on_link = on_link
         self._endpoint = endpoint
         self._device = device
         self._timeout_ns = timeout_ns
+        self._memory = memory
         self._tcp: tcp.Listener | None = None
         self._under_way: set[asyncio.Task[None]] = set()
 
@@ -180,13 +271,16 @@ class Listener:
 
     async def _answer(self, link: TcpLink, talk: _Talk) -> None:
         offer = await talk.hear(Offer)
+        joined = _Joined(self._memory if offer.memory else None, link.peer, self._endpoint)
         queue_pair = QueuePair(self._device)
         try:
             queue_pair.connect(require_fits(offer.at, link.peer.name))
-            talk.say(Answer(at=queue_pair.at))
+            joined.connect(offer.memory)
+            talk.say(Answer(at=queue_pair.at, memory=joined.at))
             await talk.hear(Ready)
-            made = RdmaLink(link, queue_pair, self._device, endpoint=self._endpoint)
+            made = joined.join(RdmaLink(link, queue_pair, self._device, endpoint=self._endpoint))
         except BaseException:
+            joined.drop()
             queue_pair.end(lambda: None)
             raise
         self._on_link(made)
@@ -200,13 +294,15 @@ async def listen(
     *,
     settings: TcpSettings | None = None,
     timeout_ns: int | None = None,
+    memory: Memory | None = None,
 ) -> Listener:
     """Listen at `address`, as `tcp.listen`, for links over `device`; `on_link` is called with each.
 
-    timeout_ns: from a connection to its link, by default the endpoint's `deadlines.hello_ns`.
+    memory: gives those links regions whose dialers have it, too. timeout_ns: from a connection to its link,
+    by default the endpoint's `deadlines.hello_ns`.
     """
     if timeout_ns is None:
         timeout_ns = endpoint.deadlines.hello_ns
-    listener = Listener(on_link, endpoint, device, timeout_ns)
+    listener = Listener(on_link, endpoint, device, timeout_ns, memory)
     await listener.begin(address, settings)
     return listener

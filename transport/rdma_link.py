@@ -8,16 +8,22 @@ the TCP link is closed once all that was sent has arrived.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from zbmd.transport.endpoint import Endpoint
-from zbmd.transport.errors import PeerLost, RemoteProtocolError, ZbmdError
+from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.link_side import LinkSide
 from zbmd.transport.rdma_device import RdmaDevice
 from zbmd.transport.rdma_flow import MESSAGE_BYTES, Flow, unpack_word
 from zbmd.transport.rdma_queue_pair import QueuePair
+from zbmd.transport.region import RegionHandle, RemoteRegion
 from zbmd.transport.tcp_link import TcpLink
+
+if TYPE_CHECKING:
+    from zbmd.transport.rdma_peer import RdmaPeer
 
 
 class RdmaLink(LinkSide):
@@ -48,6 +54,7 @@ class RdmaLink(LinkSide):
         self._head_done = 0
         """Bytes of the frame at the head that have left."""
         self._room_wanted = False
+        self._memory: RdmaPeer | None = None
         tcp_link.on_frame = self._on_tcp_frame
         tcp_link.on_closed = self._on_tcp_closed
         queue_pair.receive_with(self)
@@ -56,6 +63,24 @@ class RdmaLink(LinkSide):
     def tcp_link(self) -> TcpLink:
         """What it was set up over."""
         return self._tcp_link
+
+    # -- regions -----------------------------------------------------------------------------------------
+
+    def carry(self, memory: RdmaPeer) -> None:
+        """Open regions by `memory`, which ends with this link: orderly if it does, else at once."""
+        self._memory = memory
+
+    def open_region(self, handle: RegionHandle) -> RemoteRegion:
+        """See `zbmd.transport.link.Link.open_region`."""
+        if self._memory is None:
+            raise LocalProtocolError(f"no memory came with the link to {self._peer.name}: nothing to open")
+        return self._memory.open_region(handle)
+
+    def memory_ended(self, error: ZbmdError | None) -> None:
+        """The memory of `carry` has ended; if it failed, so does this link. For any thread."""
+        if error is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody asks any more
+                self._loop.call_soon_threadsafe(self._peer_ended, error)
 
     # -- sending -----------------------------------------------------------------------------------------
 
@@ -118,7 +143,7 @@ class RdmaLink(LinkSide):
     def on_failed(self, reason: str) -> None:
         """See `rdma_queue_pair.Receiver`."""
         self._device.poll()
-        self._peer_ended(PeerLost(self._peer.name, reason))
+        self._lost(PeerLost(self._peer.name, reason))
 
     def _on_tcp_frame(self, header: FrameHeader, payload: memoryview) -> None:
         self._fail(RemoteProtocolError(f"{self._peer.name} sent a frame beside its RDMA link"))
@@ -126,11 +151,17 @@ class RdmaLink(LinkSide):
     def _on_tcp_closed(self, error: ZbmdError | None) -> None:
         self._device.poll()  # what the peer sent first, its goodbye perhaps
         if isinstance(error, PeerLost):
-            self._peer_ended(error)
+            self._lost(error)
         elif error is None:
-            self._peer_ended(PeerLost(self._peer.name, "it closed its RDMA link without a goodbye"))
+            self._lost(PeerLost(self._peer.name, "it closed its RDMA link without a goodbye"))
         else:
             self._fail(error)
+
+    def _lost(self, error: PeerLost) -> None:
+        """The peer is gone: what it has sent is delivered first, but nothing of its memory is waited for."""
+        if self._memory is not None and self._peer_end is None:
+            self._memory.abort(error)
+        self._peer_ended(error)
 
     def _say_goodbye(self) -> None:
         if self._peer_end is None:
@@ -140,6 +171,11 @@ class RdmaLink(LinkSide):
         if self._on_end is not None:
             self._on_end()
         self._tcp_link.on_closed = None
+        if self._memory is not None:
+            if self._end_error is None:
+                self._memory.close()
+            else:
+                self._memory.abort(self._end_error)
         self._queue_pair.end(self._tcp_link.close)
 
 

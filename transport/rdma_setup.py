@@ -13,7 +13,7 @@ import msgspec
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.rdma_flow import CREDITS, MESSAGE_BYTES
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 GID_BYTES: Final = 16
 
 _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
@@ -36,16 +36,32 @@ class QueuePairAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     credits: int = CREDITS
 
 
+class MemoryAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a segment is reached over RDMA, and by which queue pair."""
+
+    at: QueuePairAt
+    base: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    """The segment's address in its owner."""
+    nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+    """Of all of it."""
+    arena_offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+    inbox_key: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    arena_key: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag="rdma-offer", forbid_unknown_fields=True):
     """The dialer's message."""
 
     at: QueuePairAt
+    memory: MemoryAt | None = None
+    """Of the dialer, if it gives the link regions."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="rdma-answer", forbid_unknown_fields=True):
     """The listener's."""
 
     at: QueuePairAt
+    memory: MemoryAt | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="rdma-refusal", forbid_unknown_fields=True):

@@ -33,6 +33,8 @@ BUILT = {
     "collectives/_timeline",
     "training/_kernels",
 }
+if Path("/usr/include/infiniband/verbs.h").exists():
+    BUILT.add("transport/_rdma")  # built where libibverbs is, and only there
 SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}
 
 # Runs in the empty environment: imports every module that needs no extra, and calls compiled code.
@@ -41,7 +43,10 @@ import importlib, pkgutil, sys
 import zbmd
 
 assert "site-packages" in zbmd.__file__, zbmd.__file__
-behind_an_extra = ("zbmd.collectives.torch_backend", "zbmd.tools.peers.xoscar_pair", "zbmd.torch")
+behind_an_extra = (
+    "zbmd.collectives.torch_backend", "zbmd.tools.peers.xoscar_pair", "zbmd.torch", "zbmd.transport._rdma",
+    "zbmd.transport.rdma_p", "zbmd.transport.rdma_registrations",
+)
 for found in pkgutil.walk_packages(zbmd.__path__, "zbmd."):
     if not found.name.startswith(behind_an_extra):
         importlib.import_module(found.name)

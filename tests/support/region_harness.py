@@ -14,23 +14,30 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import uvloop
 from numpy.typing import NDArray
+from rdma_world import given_devices
 
-from zbmd.transport import _native, tcp
+from zbmd.transport import _native, rdma, tcp
 from zbmd.transport.arena import Arena
 from zbmd.transport.bulk_plane import DataPlane
 from zbmd.transport.hello import Identity
 from zbmd.transport.link import Link
 from zbmd.transport.liveness import DeathNotice, DeathWatch, LifeThread
+from zbmd.transport.rdma_device import RdmaDevice, open_device
+from zbmd.transport.rdma_link import RdmaLink
 from zbmd.transport.region import Regions, RemoteRegion
 from zbmd.transport.segment import Segment
 from zbmd.transport.shm import Endpoint, link_pair
 from zbmd.transport.sim import SimProcess, World
 from zbmd.transport.tcp_bulk import join_bulk
 from zbmd.transport.tcp_link import TcpLink
+
+if TYPE_CHECKING:
+    from zbmd.transport.rdma_plane import RdmaPlane
 
 GUARD_NS = 60_000_000_000
 """A wait of a scenario that is not over by then hangs."""
@@ -111,8 +118,12 @@ class RegionHarness(ABC):
 
     name: str
     shares_memory = False
+    owner_refuses = True
+    """Whether the owner of a region has a look at what reaches it."""
     blocks = True
     """Whether a thread may block in `Transfer.wait`."""
+    large_bytes = 1 << 30
+    """Of the largest region that is tried."""
 
     @abstractmethod
     def run(self, scenario: Scenario, sizes: Sizes = Sizes()) -> None:
@@ -250,6 +261,7 @@ class ShmHarness(RegionHarness):
 
     name = "shm"
     shares_memory = True
+    owner_refuses = False
 
     def run(self, scenario: Scenario, sizes: Sizes = Sizes()) -> None:
         ends = _ShmEnds(sizes)
@@ -446,4 +458,106 @@ class SimHarness(RegionHarness):
             world.run(until=lambda: bool(done))
 
 
-HARNESSES: tuple[RegionHarness, ...] = (ShmHarness(), TcpHarness(1), TcpHarness(3), SimHarness())
+# -- RDMA ------------------------------------------------------------------------------------------------
+
+
+class RdmaEnds(Ends):
+    """Both ends in this process, each with a device and a plane; a death is what is left of one.
+
+    As the kernel does for a process that is killed, its queue pairs go first, and then its sockets.
+    """
+
+    def __init__(self, sizes: Sizes, devices: list[RdmaDevice]) -> None:
+        self._sizes = sizes
+        self._devices = devices
+        self._links: list[RdmaLink] = []
+        self._segments: list[Segment] = []
+        self.planes: list[RdmaPlane] = []
+
+    async def begin(self) -> None:
+        """On the loop."""
+        self._own = self._process(NEAR, 1)
+        await self._connect(1)
+
+    def _process(self, slot: int, incarnation: int) -> tuple[Endpoint, RdmaPlane, Segment]:
+        sizes = self._sizes
+        segment = Segment.create(
+            slot=slot,
+            incarnation=incarnation,
+            arena_bytes=sizes.arena_bytes,
+            inbox_bytes=sizes.inbox_bytes,
+        )
+        self._segments.append(segment)
+        plane = rdma.open_plane(*given_devices()[0 if slot == NEAR else -1], segment=segment)
+        self.planes.append(plane)
+        return Endpoint(identity=_identity(segment), cookie=bytes(32), segment=segment), plane, segment
+
+    async def _connect(self, incarnation: int) -> None:
+        near_endpoint, near_plane, near_segment = self._own
+        far_endpoint, far_plane, far_segment = self._process(FAR, incarnation)
+        accepted: asyncio.Future[RdmaLink] = asyncio.get_running_loop().create_future()
+        listener = await rdma.listen(
+            "127.0.0.1:0",
+            accepted.set_result,
+            far_endpoint,
+            self._devices[-1],
+            memory=rdma.Memory(plane=far_plane, slot_of=lambda peer: NEAR),
+        )
+        near = await rdma.dial(
+            listener.address,
+            near_endpoint,
+            self._devices[0],
+            memory=rdma.Memory(plane=near_plane, slot_of=lambda peer: FAR),
+        )
+        far = await accepted
+        listener.close()
+        await listener.wait_closed()
+        self._links += [near, far]
+        self.near, self.far = _ShmEnd(near_segment, near), _ShmEnd(far_segment, far)
+
+    async def kill_far(self) -> None:
+        await asyncio.to_thread(self.planes[-1].close)
+        self._links[-1].tcp_link.close()
+        assert (
+            await self.near.wait(FAR, _native.CHANNELS - 1, 1 << 63, group_mask=1 << FAR) == _native.WAIT_LOST
+        )
+
+    async def replace_far(self) -> None:
+        self._segments[0].clear_lost(FAR)
+        await self._connect(self._segments[-1].incarnation + 1)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for link in self._links:
+            link.close()
+        for plane in self.planes:
+            plane.close()
+        for segment in self._segments:
+            segment.close()
+
+
+class RdmaHarness(RegionHarness):
+    """From the first device that is given to the last."""
+
+    name = "rdma"
+    owner_refuses = False
+    large_bytes = 20 << 20  # several messages; the processor of the RDMA machine is an emulated one
+
+    def run(self, scenario: Scenario, sizes: Sizes = Sizes()) -> None:
+        async def main() -> None:
+            devices = [open_device(*at) for at in given_devices()]
+            ends = RdmaEnds(sizes, devices)
+            try:
+                await ends.begin()
+                await scenario(ends)
+            finally:
+                ends.close()
+                for device in devices:
+                    await device.aclose()
+
+        uvloop.run(main())
+
+
+WITHOUT_DEVICES: tuple[RegionHarness, ...] = (ShmHarness(), TcpHarness(1), TcpHarness(3), SimHarness())
+HARNESSES: tuple[RegionHarness, ...] = (RdmaHarness(),) if given_devices() else WITHOUT_DEVICES
+"""Where RDMA devices are given, the suite is about these: the others have been through it elsewhere."""

@@ -1,4 +1,4 @@
-"""The machine with RDMA devices; and in it, by one boot, all of tests/rdma and the suites of links."""
+"""The machine with RDMA devices; in it, by one boot, all of tests/rdma, the suites of links and regions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from zbmd.tools.rdma_vm.packages import PackagesMissing, candidates, merged, req
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = [sys.executable, "-m", "zbmd.tools.rdma_vm"]
-# In the machine, where devices are given, the suites of links run over RDMA.
+# In the machine, where devices are given, the suites of links and regions run over RDMA.
 SUITE = [
     "tests/rdma",
     "tests/transport/test_link_conformance.py",
     "tests/transport/test_link_conformance_deaths.py",
+    "tests/transport/test_region_conformance.py",
 ]
 PATIENCE_S = 600
 OFFSET = 40
@@ -146,5 +147,5 @@ def test_the_rdma_tests_pass_in_the_machine() -> None:
     print(done.stdout)
     assert done.returncode == OFFSET, "the tests failed in the machine; their words are above"
     passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
-    assert passed is not None and int(passed[1]) >= 60
+    assert passed is not None and int(passed[1]) >= 80
     assert "skipped" not in done.stdout and "deselected" not in done.stdout

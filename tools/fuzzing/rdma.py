@@ -7,6 +7,7 @@ from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.rdma_flow import CREDITS, MESSAGE_BYTES, Flow, Kind, Word, unpack_word
 from zbmd.transport.rdma_setup import (
     Answer,
+    MemoryAt,
     Message,
     Offer,
     QueuePairAt,
@@ -24,7 +25,13 @@ _WORD_BYTES = 4
 
 def _setup_seeds() -> tuple[bytes, ...]:
     at = QueuePairAt(gid=bytes(range(16)), lid=0, number=17, first_psn=1 << 23, mtu=3)
-    messages: tuple[Message, ...] = (Offer(at=at), Answer(at=at), Ready(), Refusal(why="full"))
+    memory = MemoryAt(at=at, base=1 << 40, nbytes=1 << 20, arena_offset=1 << 18, inbox_key=1, arena_key=2)
+    messages: tuple[Message, ...] = (
+        Offer(at=at, memory=memory),
+        Answer(at=at),
+        Ready(),
+        Refusal(why="full"),
+    )
     return tuple(bytes([kind]) + encode(message) for kind, message in enumerate(messages))
 
 

@@ -1,0 +1,156 @@
+from collections.abc import Callable
+from typing import Final
+
+from zbmd.transport._native import Mapping
+from zbmd.transport.errors import ZbmdError
+from zbmd.transport.transfer import Transfer
+
+INLINE_BYTES: Final[int]
+ENDS_MAX: Final[int]
+SENDS_MAX: Final[int]
+CREDITS: Final[int]
+SOME: Final[int]
+ATTENTION: Final[int]
+NEVER_NS: Final[int]
+PUT: Final[int]
+GET: Final[int]
+MALFORMED: Final[int]
+ROCE_V1: Final[int]
+ACTIVE: Final[int]
+
+class Device:
+    """An opened device, with a protection domain of its own. It goes with the last object made of it."""
+
+    name: str
+    def __init__(self, name: str) -> None:
+        """Raises UserError if it cannot be opened."""
+    def port(self, number: int) -> tuple[int, int, int, int]:
+        """Its state, active MTU (as ibv_mtu), LID, and the longest message, bytes."""
+    def gids(self) -> list[tuple[int, int, int, bytes]]:
+        """Port, index, type and the 16 bytes of each address."""
+    def register(
+        self, address: int, nbytes: int, *, remote_read: bool = False, remote_write: bool = False
+    ) -> Registration:
+        """Raises UserError, mostly because too little memory may be locked."""
+
+class Registration:
+    """Memory that a device may touch, until this object is gone. Whoever has it keeps the memory."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def key(self) -> int:
+        """For peers."""
+
+class Plane:
+    """A completion queue for all peers of one device, and the memory that is registered for good."""
+
+    def __init__(self, device: Device) -> None: ...
+    def keep(self, registration: Registration) -> None:
+        """Use this registration for what lies in it."""
+    def run(self, spin_ns: int, until_ns: int) -> bool:
+        """Take completions until Python has something to do, or it is `until_ns`; False if it was stopped.
+
+        It looks for `spin_ns` after each, and then sleeps until the next.
+        """
+    def poll(self) -> int:
+        """Take what has completed: bits of SOME and ATTENTION."""
+    def doze(self, timeout_ms: int) -> None:
+        """Sleep until something completes, or somebody wakes the plane."""
+    def wake(self) -> None:
+        """Have `run` return."""
+    def stop(self) -> None:
+        """Have `run` return False, now and later."""
+    def enter(self) -> None:
+        """The calling thread polls from now on: `run` stands by."""
+    def leave(self) -> None:
+        """Not any more."""
+    def wait(
+        self,
+        mapping: Mapping,
+        slot: int,
+        channel: int,
+        value: int,
+        *,
+        group_mask: int = 0,
+        deadline_ns: int = 0,
+        spin_ns: int = 0,
+    ) -> int:
+        """As `Segment.wait`; this thread takes completions itself until none has come for `spin_ns`."""
+    def close(self) -> None:
+        """The ends are closed and nobody runs or waits. It lets go of the device. Idempotent."""
+
+Lend = Callable[[object, int, int], tuple[Registration, bool]]
+
+class End:
+    """A queue pair, and the transfers over it."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        mapping: Mapping,
+        slot: int,
+        message_bytes_max: int,
+        transfers_max: int,
+        lend: Lend,
+    ) -> None:
+        """mapping: of our segment, whose cells of `slot` tell of the peer; lend: registers other memory.
+
+        Raises UserError if the device gives no queue pair.
+        """
+    @property
+    def number(self) -> int: ...
+    @property
+    def failed(self) -> bool: ...
+    @property
+    def status(self) -> int:
+        """Why it failed: an ibv_wc_status, or MALFORMED."""
+    @property
+    def goodbye(self) -> bool:
+        """Whether the peer has said it."""
+    @property
+    def error(self) -> ZbmdError | None:
+        """What new transfers raise."""
+    @property
+    def reused(self) -> int:
+        """Transfers whose memory was registered already."""
+    @property
+    def registered(self) -> int:
+        """Those whose memory was not."""
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+    def connect(
+        self,
+        gid: bytes,
+        *,
+        number: int,
+        first_psn: int,
+        own_psn: int,
+        lid: int,
+        mtu: int,
+        port: int,
+        gid_index: int,
+        timeout: int,
+        retries: int,
+    ) -> None:
+        """Ready to receive and to send. Raises UserError."""
+    def submit(
+        self, kind: int, view: memoryview, owner: object, remote: int, key: int, channel: int, value: int
+    ) -> Transfer:
+        """Put or get the flat bytes `view` of `owner` at the peer's address `remote`.
+
+        Raises `error`, LinkFull, and UserError if memory cannot be registered.
+        """
+    def settled(self) -> Transfer:
+        """Done once all that was asked for before is."""
+    def say_goodbye(self) -> Transfer:
+        """Behind everything that was asked for; done once it has arrived."""
+    def settle(self) -> None:
+        """Finish what is done, and post what waits, as far as there is room."""
+    def refuse_new(self, error: ZbmdError) -> None:
+        """Raise this from now on."""
+    def close(self, error: ZbmdError) -> None:
+        """End the queue pair, so that nothing is touched any more; what was under way ends with `error`."""

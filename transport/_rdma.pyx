@@ -1,0 +1,544 @@
+# cython: language_level=3, embedsignature=False
+"""Puts and gets over RDMA without the GIL: gives types to rdma.h, by libibverbs. See _rdma.pyi."""
+
+from libc.errno cimport errno
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+
+import os
+from collections import deque
+
+from zbmd.transport.errors import LinkFull, LocalProtocolError, UserError
+from zbmd.transport.transfer import DONE, Transfer
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_lock(pthread_mutex_t *mutex)
+    int pthread_mutex_unlock(pthread_mutex_t *mutex)
+
+cdef extern from "rdma.h" nogil:
+    enum:
+        IBV_ACCESS_LOCAL_WRITE
+        IBV_ACCESS_REMOTE_WRITE
+        IBV_ACCESS_REMOTE_READ
+        IBV_GID_TYPE_ROCE_V1
+        IBV_PORT_ACTIVE
+    struct ibv_device:
+        pass
+    struct ibv_context:
+        pass
+    struct ibv_pd:
+        pass
+    struct ibv_mr:
+        uint32_t lkey
+        uint32_t rkey
+    struct ibv_qp:
+        uint32_t qp_num
+    struct ibv_port_attr:
+        int state
+        int active_mtu
+        uint32_t max_msg_sz
+        uint16_t lid
+    union ibv_gid:
+        uint8_t raw[16]
+    struct ibv_gid_entry:
+        ibv_gid gid
+        uint32_t gid_index
+        uint32_t port_num
+        uint32_t gid_type
+    ibv_device **ibv_get_device_list(int *count)
+    void ibv_free_device_list(ibv_device **devices)
+    const char *ibv_get_device_name(ibv_device *device)
+    ibv_context *ibv_open_device(ibv_device *device)
+    int ibv_close_device(ibv_context *context)
+    int ibv_query_port(ibv_context *context, uint8_t port, ibv_port_attr *found)
+    Py_ssize_t ibv_query_gid_table(ibv_context *context, ibv_gid_entry *found, size_t most, uint32_t flags)
+    ibv_pd *ibv_alloc_pd(ibv_context *context)
+    int ibv_dealloc_pd(ibv_pd *domain)
+    ibv_mr *ibv_reg_mr(ibv_pd *domain, void *address, size_t nbytes, int access)
+    int ibv_dereg_mr(ibv_mr *region)
+    ctypedef char *zbmd_base
+    enum:
+        ZBMD_CHANNELS
+        ZBMD_MAX_SLOTS
+        ZBMD_RDMA_ENDS
+        ZBMD_RDMA_SENDS
+        ZBMD_RDMA_CREDITS
+        ZBMD_RDMA_INLINE_BYTES
+        ZBMD_RDMA_SOME
+        ZBMD_RDMA_ATTENTION
+        ZBMD_RDMA_OPEN
+        ZBMD_RDMA_FAILED
+        ZBMD_RDMA_PUT
+        ZBMD_RDMA_GET
+        ZBMD_RDMA_NOTE
+        ZBMD_RDMA_GOODBYE_NOTE
+        ZBMD_RDMA_MALFORMED
+    uint64_t ZBMD_RDMA_NOBODY
+    struct zbmd_rdma_plane:
+        ibv_context *context
+        ibv_pd *domain
+        pthread_mutex_t lock
+        int wake_fd
+        int drivers
+        int stopping
+    struct zbmd_rdma_end:
+        ibv_qp *qp
+        zbmd_base own
+        uint32_t slot
+        uint64_t message_bytes_max
+        uint64_t posted
+        uint64_t acked
+        uint64_t awaited
+        bint room_wanted
+        int state
+        int status
+        bint goodbye
+    struct zbmd_rdma_op:
+        uint64_t local
+        uint64_t remote
+        uint64_t nbytes
+        uint64_t done
+        uint64_t value
+        uint32_t lkey
+        uint32_t rkey
+        uint32_t channel
+        int kind
+    struct zbmd_rdma_path:
+        uint8_t gid[16]
+        uint32_t number
+        uint32_t first_psn
+        uint32_t own_psn
+        uint32_t lid
+        uint32_t mtu
+        uint32_t port
+        uint32_t gid_index
+        uint32_t timeout
+        uint32_t retries
+    int zbmd_rdma_begin(zbmd_rdma_plane *plane)
+    void zbmd_rdma_finish(zbmd_rdma_plane *plane)
+    int zbmd_rdma_poll(zbmd_rdma_plane *plane)
+    void zbmd_rdma_doze(zbmd_rdma_plane *plane, int timeout_ms)
+    void zbmd_rdma_wake(zbmd_rdma_plane *plane)
+    int zbmd_rdma_run(zbmd_rdma_plane *plane, uint64_t spin_ns, uint64_t until_ns)
+    void zbmd_rdma_stop(zbmd_rdma_plane *plane)
+    void zbmd_rdma_enter(zbmd_rdma_plane *plane)
+    void zbmd_rdma_leave(zbmd_rdma_plane *plane)
+    int zbmd_rdma_wait(zbmd_rdma_plane *plane, zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
+                       uint64_t group_mask, uint64_t deadline_ns, uint64_t spin_ns)
+    int zbmd_rdma_end_open(zbmd_rdma_plane *plane, zbmd_rdma_end *end)
+    int zbmd_rdma_end_connect(zbmd_rdma_end *end, const zbmd_rdma_path *path)
+    void zbmd_rdma_end_close(zbmd_rdma_end *end)
+    int zbmd_rdma_post(zbmd_rdma_end *end, zbmd_rdma_op *op)
+    bint zbmd_rdma_may_post(zbmd_rdma_end *end)
+
+cdef enum:
+    RANGES_MAX = 4
+    GIDS_MAX = 256
+
+INLINE_BYTES = ZBMD_RDMA_INLINE_BYTES
+ENDS_MAX = ZBMD_RDMA_ENDS
+SENDS_MAX = ZBMD_RDMA_SENDS
+CREDITS = ZBMD_RDMA_CREDITS
+SOME = ZBMD_RDMA_SOME
+ATTENTION = ZBMD_RDMA_ATTENTION
+NEVER_NS = ZBMD_RDMA_NOBODY
+PUT = ZBMD_RDMA_PUT
+GET = ZBMD_RDMA_GET
+MALFORMED = ZBMD_RDMA_MALFORMED
+ROCE_V1 = IBV_GID_TYPE_ROCE_V1
+ACTIVE = IBV_PORT_ACTIVE
+
+
+cdef class Device:
+    """An opened device, with a protection domain of its own. It goes with the last object made of it."""
+
+    cdef readonly str name
+    cdef ibv_context *context
+    cdef ibv_pd *domain
+
+    def __cinit__(self, str name):
+        cdef int count = 0, index
+        cdef ibv_device **devices = ibv_get_device_list(&count)
+        self.name = name
+        known = []
+        if devices != NULL:
+            for index in range(count):
+                known.append(ibv_get_device_name(devices[index]).decode())
+                if known[-1] == name:
+                    self.context = ibv_open_device(devices[index])
+            ibv_free_device_list(devices)
+        if self.context == NULL:
+            raise UserError(
+                f"the RDMA device {name!r} cannot be opened. There are: {', '.join(known) or 'none'}.")
+        self.domain = ibv_alloc_pd(self.context)
+        if self.domain == NULL:
+            raise UserError(f"the RDMA device {name} gives no protection domain: {os.strerror(errno)}.")
+
+    def __dealloc__(self):
+        if self.domain != NULL:
+            ibv_dealloc_pd(self.domain)
+        if self.context != NULL:
+            ibv_close_device(self.context)
+
+    def port(self, uint8_t number):
+        cdef ibv_port_attr found
+        if ibv_query_port(self.context, number, &found):
+            raise UserError(f"port {number} of the RDMA device {self.name} cannot be asked.")
+        return found.state, found.active_mtu, found.lid, found.max_msg_sz
+
+    def gids(self):
+        cdef ibv_gid_entry entries[GIDS_MAX]
+        cdef Py_ssize_t count = ibv_query_gid_table(self.context, entries, GIDS_MAX, 0), index
+        return [
+            (entries[index].port_num, entries[index].gid_index, entries[index].gid_type,
+             bytes(entries[index].gid.raw[:16]))
+            for index in range(max(<Py_ssize_t>0, count))
+        ]
+
+    def register(self, size_t address, size_t nbytes, *, bint remote_read=False, bint remote_write=False):
+        cdef Registration made = Registration.__new__(Registration)
+        cdef int access = IBV_ACCESS_LOCAL_WRITE
+        if remote_read:
+            access |= IBV_ACCESS_REMOTE_READ
+        if remote_write:
+            access |= IBV_ACCESS_REMOTE_WRITE
+        made.device = self
+        with nogil:
+            made.region = ibv_reg_mr(self.domain, <void *>address, nbytes, access)
+        if made.region == NULL:
+            raise UserError(
+                f"{nbytes} bytes cannot be registered with the RDMA device {self.name}: "
+                f"{os.strerror(errno)}. May this user lock so much memory (ulimit -l)?")
+        made.address = address
+        made.nbytes = nbytes
+        return made
+
+
+cdef class Registration:
+    """Memory that a device may touch, until this object is gone. Whoever has it keeps the memory."""
+
+    cdef Device device
+    cdef ibv_mr *region
+    cdef readonly size_t address
+    cdef readonly size_t nbytes
+
+    def __dealloc__(self):
+        if self.region != NULL:
+            ibv_dereg_mr(self.region)
+
+    @property
+    def key(self):
+        return self.region.rkey
+
+
+cdef class Plane:
+    """A completion queue for all peers of one device, and the memory that is registered for good."""
+
+    cdef Device device
+    cdef zbmd_rdma_plane plane
+    cdef bint closed
+    cdef uint64_t starts[RANGES_MAX]
+    cdef uint64_t ends[RANGES_MAX]
+    cdef uint32_t keys[RANGES_MAX]
+    cdef int ranges
+    cdef list kept
+
+    def __cinit__(self, Device device):
+        memset(&self.plane, 0, sizeof(self.plane))
+        self.device = device
+        self.kept = []
+        self.plane.context = device.context
+        self.plane.domain = device.domain
+        if zbmd_rdma_begin(&self.plane):
+            raise UserError(f"the RDMA device {device.name} gives no completion queue: {os.strerror(errno)}.")
+
+    def __dealloc__(self):
+        if not self.closed:
+            zbmd_rdma_finish(&self.plane)
+
+    def keep(self, Registration registration):
+        """Use this registration for what lies in it."""
+        if self.ranges >= RANGES_MAX:
+            raise LocalProtocolError(f"{RANGES_MAX} registrations are kept already")
+        self.starts[self.ranges] = registration.address
+        self.ends[self.ranges] = registration.address + registration.nbytes
+        self.keys[self.ranges] = registration.region.lkey
+        self.kept.append(registration)
+        self.ranges += 1
+
+    cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t *key) noexcept:
+        cdef int index
+        for index in range(self.ranges):
+            if self.starts[index] <= address and address + nbytes <= self.ends[index]:
+                key[0] = self.keys[index]
+                return True
+        return False
+
+    def run(self, uint64_t spin_ns, uint64_t until_ns):
+        cdef int found
+        with nogil:
+            found = zbmd_rdma_run(&self.plane, spin_ns, until_ns)
+        return found != 0
+
+    def poll(self):
+        cdef int found
+        with nogil:
+            found = zbmd_rdma_poll(&self.plane)
+        return found
+
+    def doze(self, int timeout_ms):
+        with nogil:
+            zbmd_rdma_doze(&self.plane, timeout_ms)
+
+    def wake(self):
+        zbmd_rdma_wake(&self.plane)
+
+    def stop(self):
+        zbmd_rdma_stop(&self.plane)
+
+    def enter(self):
+        zbmd_rdma_enter(&self.plane)
+
+    def leave(self):
+        zbmd_rdma_leave(&self.plane)
+
+    def wait(self, object mapping, uint32_t slot, uint32_t channel, uint64_t value, *, uint64_t group_mask=0,
+             uint64_t deadline_ns=0, uint64_t spin_ns=0):
+        cdef zbmd_base own = <zbmd_base><size_t>mapping.address
+        cdef int result
+        if slot >= ZBMD_MAX_SLOTS or channel >= ZBMD_CHANNELS:
+            raise LocalProtocolError(f"there is no cell of slot {slot} and channel {channel}")
+        with nogil:
+            result = zbmd_rdma_wait(&self.plane, own, slot, channel, value, group_mask, deadline_ns, spin_ns)
+        return result
+
+    def close(self):
+        if not self.closed:
+            self.closed = True
+            zbmd_rdma_finish(&self.plane)
+            self.kept.clear()
+            self.ranges = 0
+            self.device = None
+
+
+cdef class Op:
+    """One that waits for room."""
+
+    cdef zbmd_rdma_op op
+    cdef object transfer
+    cdef object kept
+
+
+cdef class End:
+    """A queue pair, and the transfers over it. mapping: of our segment, whose cells tell of the peer."""
+
+    cdef Plane plane
+    cdef object mapping
+    cdef zbmd_rdma_end end
+    cdef object queue
+    cdef object waiting
+    cdef int transfers_max
+    cdef readonly object error
+    cdef object lend
+    cdef readonly uint64_t reused
+    cdef readonly uint64_t registered
+
+    def __cinit__(self, Plane plane, object mapping, uint32_t slot, uint32_t message_bytes_max,
+                  int transfers_max, object lend):
+        memset(&self.end, 0, sizeof(self.end))
+        self.plane = plane
+        self.mapping = mapping
+        self.queue = deque()
+        self.waiting = deque()
+        self.transfers_max = transfers_max
+        self.lend = lend
+        self.end.own = <zbmd_base><size_t>mapping.address
+        self.end.slot = slot
+        self.end.message_bytes_max = message_bytes_max
+        if plane.closed or slot >= ZBMD_MAX_SLOTS:
+            raise LocalProtocolError(f"slot {slot} is not below {ZBMD_MAX_SLOTS}, or the plane is closed")
+        if zbmd_rdma_end_open(&plane.plane, &self.end):
+            why = os.strerror(errno)
+            zbmd_rdma_end_close(&self.end)
+            raise UserError(
+                f"the RDMA device {plane.device.name} gives no queue pair: {why}. A process has "
+                f"{ZBMD_RDMA_ENDS} at most.")
+
+    def __dealloc__(self):
+        if self.plane is not None:
+            zbmd_rdma_end_close(&self.end)
+
+    @property
+    def number(self):
+        return self.end.qp.qp_num
+
+    @property
+    def failed(self):
+        return self.end.state == ZBMD_RDMA_FAILED
+
+    @property
+    def status(self):
+        return self.end.status
+
+    @property
+    def goodbye(self):
+        return bool(self.end.goodbye)
+
+    @property
+    def idle(self):
+        return not self.queue and self.end.acked == self.end.posted
+
+    def connect(self, bytes gid, *, uint32_t number, uint32_t first_psn, uint32_t own_psn, uint32_t lid,
+                uint32_t mtu, uint32_t port, uint32_t gid_index, uint32_t timeout, uint32_t retries):
+        cdef zbmd_rdma_path path
+        memcpy(path.gid, <const uint8_t *>gid, 16)
+        path.number, path.first_psn, path.own_psn = number, first_psn, own_psn
+        path.lid, path.mtu, path.port, path.gid_index = lid, mtu, port, gid_index
+        path.timeout, path.retries = timeout, retries
+        if zbmd_rdma_end_connect(&self.end, &path):
+            raise UserError(
+                f"an RDMA device cannot connect its queue pair: {os.strerror(errno)}.")
+
+    def submit(self, int kind, object view, object owner, uint64_t remote, uint32_t key, uint32_t channel,
+               uint64_t value):
+        """Put or get the flat bytes `view` of `owner`. What can be checked has been."""
+        cdef Op op = Op.__new__(Op)
+        cdef Py_buffer buffer
+        cdef uint32_t lkey = 0
+        cdef bint travels_inline
+        cdef Registration registration
+        PyObject_GetBuffer(view, &buffer, PyBUF_SIMPLE)
+        op.op.local = <size_t>buffer.buf
+        op.op.nbytes = buffer.len
+        PyBuffer_Release(&buffer)  # `view` itself keeps the memory in its place
+        op.op.kind, op.op.remote, op.op.rkey = kind, remote, key
+        op.op.channel, op.op.value = channel, value
+        travels_inline = kind == ZBMD_RDMA_PUT and op.op.nbytes <= ZBMD_RDMA_INLINE_BYTES
+        op.kept = (owner, view)
+        if not travels_inline:
+            if self.plane.find(op.op.local, op.op.nbytes, &lkey):
+                self.reused += 1
+            elif op.op.nbytes:
+                registration, reused = self.lend(owner, op.op.local, op.op.nbytes)
+                lkey = registration.region.lkey
+                op.kept = (owner, view, registration)
+                self.reused += reused
+                self.registered += not reused
+            op.op.lkey = lkey
+        # From here on nothing runs that could let another thread in between.
+        self.require_open()
+        if not self.queue and self.post(op):
+            if travels_inline:
+                return DONE
+            return self.await_it(op)
+        if travels_inline:  # the caller may have its buffer back at once
+            data = bytes(view)
+            op.kept = (data,)
+            op.op.local = <size_t><const char *>data
+        op.transfer = Transfer(*op.kept)
+        self.queue.append(op)
+        self.look()
+        return DONE if travels_inline else op.transfer
+
+    def settled(self):
+        """Done once all that was asked for before is."""
+        cdef Op op = Op.__new__(Op)
+        op.op.kind = ZBMD_RDMA_PUT
+        op.kept = ()
+        self.require_open()
+        if not self.queue:
+            return self.await_it(op)
+        op.transfer = Transfer()
+        self.queue.append(op)
+        self.look()
+        return op.transfer
+
+    def say_goodbye(self):
+        """Behind everything that was asked for."""
+        cdef Op op = Op.__new__(Op)
+        op.op.kind = ZBMD_RDMA_NOTE
+        op.op.channel = ZBMD_RDMA_GOODBYE_NOTE
+        op.kept = ()
+        op.transfer = Transfer()
+        self.queue.append(op)
+        self.settle()
+        return op.transfer
+
+    cdef require_open(self):
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        if len(self.waiting) + len(self.queue) >= self.transfers_max:
+            raise LinkFull(f"{self.transfers_max} transfers with one peer are under way: wait for some")
+
+    cdef bint post(self, Op op) noexcept:
+        cdef bint whole
+        pthread_mutex_lock(&self.plane.plane.lock)
+        whole = zbmd_rdma_post(&self.end, &op.op)
+        pthread_mutex_unlock(&self.plane.plane.lock)
+        return whole
+
+    cdef object await_it(self, Op op):
+        cdef object transfer = Transfer(*op.kept)
+        self.waiting.append((self.end.posted, transfer))
+        self.look()
+        return transfer
+
+    cdef bint watch(self) noexcept:
+        """Say what we want to know; whether it has come already."""
+        cdef uint64_t awaited = ZBMD_RDMA_NOBODY
+        cdef bint due
+        if self.waiting:
+            awaited = self.waiting[0][0]
+        pthread_mutex_lock(&self.plane.plane.lock)
+        self.end.awaited = awaited
+        self.end.room_wanted = len(self.queue) > 0
+        due = self.end.acked >= awaited or (self.end.room_wanted and zbmd_rdma_may_post(&self.end))
+        pthread_mutex_unlock(&self.plane.plane.lock)
+        return due
+
+    cdef look(self):
+        if self.watch():
+            self.settle()
+
+    def settle(self):
+        """Finish what is done, and post what waits, as far as there is room. For any thread."""
+        cdef Op op
+        done = []
+        while True:
+            while self.waiting and self.waiting[0][0] <= self.end.acked:
+                done.append(self.waiting.popleft()[1])
+            while self.queue:
+                op = self.queue[0]
+                if not self.post(op):
+                    break
+                self.queue.popleft()
+                self.waiting.append((self.end.posted, op.transfer))
+                done.append(op)
+            if not self.watch():
+                break
+        for each in done:
+            if isinstance(each, Transfer):
+                each.finish()
+
+    def refuse_new(self, object error):
+        """Raise this from now on."""
+        if self.error is None:
+            self.error = error
+
+    def close(self, object error):
+        """End the queue pair; what was under way is finished with `error`."""
+        self.refuse_new(error)
+        with nogil:
+            zbmd_rdma_end_close(&self.end)
+        left = [transfer for number, transfer in self.waiting if number > self.end.acked]
+        done = [transfer for number, transfer in self.waiting if number <= self.end.acked]
+        left += [(<Op>op).transfer for op in self.queue]
+        self.waiting.clear()
+        self.queue.clear()
+        for transfer in done:
+            transfer.finish()
+        for transfer in left:
+            transfer.finish(error)

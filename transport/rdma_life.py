@@ -1,0 +1,129 @@
+"""How a connection of memory over RDMA ends: in order, by goodbyes both ways, or at once.
+
+Sans-I/O. A side that closes says goodbye behind all that it has put, and the other answers with its own, once
+all that it had put has arrived. Whoever has heard and said it ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias, assert_never
+
+from zbmd.transport.errors import LinkClosed, PeerLost, RemoteProtocolError, ZbmdError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseAsked:
+    """End in good order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodbyeCame:
+    """Nothing of the peer comes any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodbyeArrived:
+    """The peer has ours, and all before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Nothing can be sent, or come, any more."""
+
+    error: ZbmdError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired:
+    """The time asked for has come."""
+
+
+LifeEvent: TypeAlias = CloseAsked | GoodbyeCame | GoodbyeArrived | Failed | TimerFired
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SayGoodbye:
+    """Behind all that was asked for; nothing new is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer:
+    """One timer, at this monotonic time."""
+
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkLost:
+    """Behind the end of the queue pair: the peer is lost to those who wait for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The queue pair ends, with all that is under way. error: None if in good order."""
+
+    error: ZbmdError | None
+
+
+LifeAction: TypeAlias = SayGoodbye | SetTimer | MarkLost | End
+
+
+class State(Enum):
+    """Of a connection."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    ENDED = "ended"
+
+
+class RdmaLife:
+    """One side. peer: how it is called in errors; close_ns: how long an orderly end may take."""
+
+    def __init__(self, *, peer: int | str, close_ns: int) -> None:
+        self.peer = peer
+        self.state = State.OPEN
+        self._close_ns = close_ns
+        self._heard = False
+        self._arrived = False
+
+    def handle(self, event: LifeEvent, *, now_ns: int) -> list[LifeAction]:
+        """Take one event; `now_ns` is monotonic. See `Machine`."""
+        if self.state is State.ENDED:
+            return []
+        match event:
+            case CloseAsked():
+                return self._close(now_ns)
+            case GoodbyeCame():
+                self._heard = True
+                return self._close(now_ns) + self._end_if_done()
+            case GoodbyeArrived():
+                self._arrived = True
+                return self._end_if_done()
+            case Failed(error=error):
+                # Who has said goodbye may have ended before our last acknowledgement came.
+                return self._end(None if self._heard else error)
+            case TimerFired():
+                late = LinkClosed(f"{self.peer} did not answer our goodbye in time")
+                return self._end(late) if self.state is State.CLOSING else []
+            case _:
+                assert_never(event)
+
+    def check_invariants(self) -> None:
+        """See `Machine`."""
+        assert not (self._arrived and self.state is State.OPEN), "a goodbye arrived that was not said"
+
+    def _close(self, now_ns: int) -> list[LifeAction]:
+        if self.state is not State.OPEN:
+            return []
+        self.state = State.CLOSING
+        return [SayGoodbye(), SetTimer(at_ns=now_ns + self._close_ns)]
+
+    def _end_if_done(self) -> list[LifeAction]:
+        return self._end(None) if self._heard and self._arrived else []
+
+    def _end(self, error: ZbmdError | None) -> list[LifeAction]:
+        self.state = State.ENDED
+        lost = isinstance(error, PeerLost | RemoteProtocolError)
+        return [End(error=error), *([MarkLost()] if lost else [])]

@@ -45,7 +45,7 @@ import zbmd
 assert "site-packages" in zbmd.__file__, zbmd.__file__
 behind_an_extra = (
     "zbmd.collectives.torch_backend", "zbmd.tools.peers.xoscar_pair", "zbmd.torch", "zbmd.transport._rdma",
-    "zbmd.transport.rdma_p", "zbmd.transport.rdma_registrations",
+    "zbmd.transport.rdma_p", "zbmd.transport.rdma_registrations", "zbmd.tools.bench_rdma",
 )
 for found in pkgutil.walk_packages(zbmd.__path__, "zbmd."):
     if not found.name.startswith(behind_an_extra):

@@ -103,7 +103,7 @@ class Heartbeats:
         self._tap = Tap(recorder, DETECTOR, "detector", self.detector, config)
         self._me = me
         self._deadlines = deadlines
-        self._busy, self._beat_ns = True, deadlines.heartbeat_ns
+        self._beat_ns = deadlines.heartbeat_ns
         self._desk = desk
         self._pace_s = PACE_BUDGETS * deadlines.recovery_budget_ns / 1e9
         lease_ns = LEASE_BUDGETS * deadlines.recovery_budget_ns
@@ -138,7 +138,7 @@ class Heartbeats:
     def watch(self, subjects: Iterable[NodeKey], observers: Iterable[NodeKey], *, busy: bool) -> None:
         """Observe these and let those hear us, and nobody else. busy: whether the view has a job."""
         self._subjects, self._observers = frozenset(subjects), frozenset(observers)
-        self._busy, self._beat_ns = busy, d.beat_ns(self._deadlines, busy=busy)
+        self._beat_ns = d.beat_ns(self._deadlines, busy=busy)
         self._set_period()
         for key in self._subjects | self._observers:
             self._place(key)
@@ -166,12 +166,8 @@ class Heartbeats:
             self._set_period()
 
     def _set_period(self) -> None:
-        """While the machine is at work it counts on every beat; so may those of others.
-
-        Without a job the limit is the longest, however beats come: then nobody needs to look at each of them.
-        """
-        lazy = not (self._busy or self._attentive)
-        self._native.set_period(self._deadlines.heartbeat_ns if self._attentive else self._beat_ns, lazy=lazy)
+        """While the machine is at work it counts on every beat; so may those of others."""
+        self._native.set_period(self._deadlines.heartbeat_ns if self._attentive else self._beat_ns)
 
     # -- links and lanes ---------------------------------------------------------------------------------
 

@@ -9,17 +9,22 @@ from zbmd.training.optim import AdamWConfig, OptimizerConfig
 from zbmd.training.schedule import CURVES, Curve
 from zbmd.transport.errors import UserError
 
-VOCABULARY = 256  # bytes
+VOCABULARY = 256  # bytes: the default
 # Bounds on what a file of weights may ask for; far above what a host's memory holds.
 LAYERS_MAX = 1_024
 EXTENT_MAX = 1 << 16
 
 Activation = Literal["relu2", "gelu"]
+Family = Literal["zbmd", "gpt2"]
+"""What a model is made of: see `zbmd.training.gpt`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """The shape of a decoder-only byte-level transformer. Raises `UserError` for an impossible one."""
+    """The shape of a decoder-only transformer. Raises `UserError` for an impossible one.
+
+    `vocabulary` is the number of tokens there are: 256 where a token is a byte.
+    """
 
     context: int = 64
     width: int = 128
@@ -27,6 +32,8 @@ class GPTConfig:
     layers: int = 5
     activation: Activation = "relu2"
     dropout: float = 0.0
+    vocabulary: int = VOCABULARY
+    family: Family = "zbmd"
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -34,6 +41,7 @@ class GPTConfig:
             ("width", self.width, EXTENT_MAX),
             ("heads", self.heads, EXTENT_MAX),
             ("layers", self.layers, LAYERS_MAX),
+            ("vocabulary", self.vocabulary, EXTENT_MAX),
         ):
             if not 1 <= value <= most:
                 raise UserError(f"the model's {name} is {value}: it must be 1 to {most}.")
@@ -46,6 +54,8 @@ class GPTConfig:
             raise UserError(f"the model's dropout is {self.dropout}: it must be at least 0 and below 1.")
         if self.activation not in ("relu2", "gelu"):
             raise UserError(f'there is no activation "{self.activation}": use "relu2" or "gelu".')
+        if self.family not in ("zbmd", "gpt2"):
+            raise UserError(f'there is no family of models "{self.family}": use "zbmd" or "gpt2".')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,8 @@ from zbmd.training.checkpoint import Checkpoint, checkpoint_version, load_checkp
 from zbmd.training.config import GPTConfig
 from zbmd.training.corpus import CORPUS_FILE, Corpus, prepare_corpus
 from zbmd.training.gpt import parameter_shapes
+from zbmd.training.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
+from zbmd.training.hugging_face import WEIGHTS_NAME as GPT2_WEIGHTS_NAME
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
 from zbmd.training.weights import load_weights, save_weights
@@ -165,6 +167,31 @@ def _weights(path: Path) -> None:
     flat, config, _ = load_weights(path)
     if flat.size != ParameterLayout.of(parameter_shapes(config)).size:
         raise Broken(f"{flat.size} weights for {config}")
+
+
+@functools.cache
+def _gpt2_files() -> tuple[bytes, bytes]:
+    """The description and the weights of a small GPT-2."""
+    config = GPTConfig(family="gpt2", activation="gelu", vocabulary=5, context=4, width=4, heads=2, layers=1)
+    flat = np.arange(ParameterLayout.of(parameter_shapes(config)).size, dtype=np.float32)
+    described = _written(CONFIG_NAME, lambda d: save_gpt2(d, flat, config))
+    return described, _written(GPT2_WEIGHTS_NAME, lambda d: save_gpt2(d, flat, config))
+
+
+def _gpt2_config(data: bytes) -> None:
+    _load_gpt2(data, _gpt2_files()[1])
+
+
+def _gpt2_weights(data: bytes) -> None:
+    _load_gpt2(_gpt2_files()[0], data)
+
+
+def _load_gpt2(described: bytes, weights: bytes) -> None:
+    with _file(described, CONFIG_NAME) as path:
+        (path.parent / GPT2_WEIGHTS_NAME).write_bytes(weights)
+        flat, config = load_gpt2(path.parent)
+        if flat.size != ParameterLayout.of(parameter_shapes(config)).size:
+            raise Broken(f"{flat.size} weights for {config}")
 
 
 @functools.cache
@@ -319,6 +346,20 @@ TARGETS = (
         allowed=(UserError,),
         seeds=_checkpoint_seeds,
         run=_on_file(_checkpoint),
+    ),
+    Target(
+        name="gpt2.config",
+        what="the description of a GPT-2 in Hugging Face's layout",
+        allowed=(UserError,),
+        seeds=lambda: (_gpt2_files()[0],),
+        run=_gpt2_config,
+    ),
+    Target(
+        name="gpt2.weights",
+        what="the weights of a GPT-2 in Hugging Face's layout",
+        allowed=(UserError,),
+        seeds=lambda: (_gpt2_files()[1],),
+        run=_gpt2_weights,
     ),
     Target(
         name="weights",

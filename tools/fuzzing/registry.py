@@ -113,6 +113,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/corpus.py": ("corpus",),
     "training/journal.py": ("commit.part",),
     "training/ledger.py": ("ledger",),
+    "training/hugging_face.py": ("gpt2.config", "gpt2.weights"),
     "training/weights.py": ("weights",),
     "training/workload.py": ("commit.handle",),
     "tools/cli.py": ("ledger.plan",),

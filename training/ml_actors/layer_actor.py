@@ -9,7 +9,6 @@ import msgspec
 
 from zbmd.actors.actor import on
 from zbmd.actors.contracts import Contract
-from zbmd.training.config import VOCABULARY
 from zbmd.training.gpt import GPT, Batch
 from zbmd.training.ml_actors.arrays import ArrayData, pack, unpack
 from zbmd.training.ml_actors.crew import Crew
@@ -100,8 +99,9 @@ class LayerActor(SeatedActor):
             or not 0 < positions <= model.config.context
         ):
             raise RemoteProtocolError(f"{name} takes no {x.dtype} of shape {x.shape}, batch {samples}")
-        if is_first and not 0 <= x.min() <= x.max() < VOCABULARY:
-            raise RemoteProtocolError(f"{name} takes tokens from 0 to {VOCABULARY - 1}")
+        tokens = model.config.vocabulary
+        if is_first and not 0 <= x.min() <= x.max() < tokens:
+            raise RemoteProtocolError(f"{name} takes tokens from 0 to {tokens - 1}")
         shape, on_device = (samples, positions), model.xp.asarray(x)
         inputs = on_device.reshape(shape) if is_first else model.xp.zeros(shape, model.xp.uint8)
         return on_device, Batch(inputs)

@@ -11,11 +11,12 @@ from zbmd.training.ops.attention import causal_attention, causal_distance_bias
 from zbmd.training.ops.cross_entropy import cross_entropy
 from zbmd.training.ops.dropout import dropout
 from zbmd.training.ops.embedding import embedding
-from zbmd.training.ops.linear import add, linear
+from zbmd.training.ops.linear import add, add_bias, linear, tied_linear
 from zbmd.training.ops.norm import layer_norm, rms_norm
 
 __all__ = [
     "add",
+    "add_bias",
     "causal_attention",
     "causal_distance_bias",
     "cross_entropy",
@@ -26,4 +27,5 @@ __all__ = [
     "linear",
     "rms_norm",
     "squared_relu",
+    "tied_linear",
 ]

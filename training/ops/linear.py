@@ -1,4 +1,4 @@
-"""Linear maps, optionally added to a residual stream."""
+"""Linear maps and sums."""
 
 from __future__ import annotations
 
@@ -14,6 +14,32 @@ def add(tape: Tape, x: Tensor, y: Tensor) -> Tensor:
         y.accumulate(dy)
 
     return tape.record(x.data + y.data, backward)
+
+
+def add_bias(tape: Tape, x: Tensor, bias: Parameter) -> Tensor:
+    """Return `x + bias`, the bias being added to each row. x and result: (rows, features); bias: (features,)."""
+    xp = tape.xp
+
+    def backward(dy: Array) -> None:
+        bias.receive(lambda out: xp.copyto(out, xp.einsum("rf->f", dy)))
+        x.accumulate(dy)
+
+    return tape.record(x.data + bias.data, backward, bias)
+
+
+def tied_linear(tape: Tape, x: Tensor, table: Parameter) -> Tensor:
+    """Return `x @ table.T`: log odds by the table that embeds the tokens.
+
+    x: (rows, features); table: (vocabulary, features); result: (rows, vocabulary). O. Press, L. Wolf,
+    "Using the output embedding to improve language models", 2017, arXiv:1608.05859.
+    """
+    xp = tape.xp
+
+    def backward(dy: Array) -> None:
+        x.accumulate(xp.matmul(dy, table.data))
+        table.receive(lambda out: xp.matmul(dy.T, x.data, out=out))
+
+    return tape.record(xp.matmul(x.data, table.data.T), backward, table)
 
 
 def linear(tape: Tape, x: Tensor, weight: Parameter, residual: Tensor | None = None) -> Tensor:

@@ -36,7 +36,7 @@ STRICT_SKIPS_VARIABLE = "ZBMD_STRICT_SKIPS"
 # Every process that a test starts inherits this, so that an orphan can be told from a stranger.
 MARKER_VARIABLE = "ZBMD_TEST_SESSION"
 # Packages outside the dev extra: a module that skips itself for want of one is allowed to.
-OPTIONAL_PACKAGES = ("torch", "cupy", "pyverbs")
+OPTIONAL_PACKAGES = ("torch", "cupy", "pyverbs", "transformers")
 # A BLAS pool would be threads that no test started, and that no forked child may inherit.
 POOL_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Under this name a worker of pytest-xdist tells what its session has left behind.

@@ -27,7 +27,12 @@ def global_norm(grads: Array, *, xp: ModuleType) -> float:
     for start in range(0, len(grads), NORM_BLOCK):
         block = grads[start : start + NORM_BLOCK]
         total += float(xp.dot(block, block))
-    norm = math.sqrt(total) if total >= 0.0 else math.nan
+    return norm_from(total)
+
+
+def norm_from(squares: float) -> float:
+    """The root of a sum of squares. Raises `TrainingDiverged` if it is not finite."""
+    norm = math.sqrt(squares) if squares >= 0.0 else math.nan
     if not math.isfinite(norm):
         raise TrainingDiverged(
             f"the gradient's norm is {norm}: the training diverged. Lower the learning rate, or clip harder."

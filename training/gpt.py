@@ -3,10 +3,12 @@
 Pre-norm blocks: x += proj(attention(norm(x))); x += out(activation(in(norm(x)))). A layer is `x @ weight`:
 matrices are (inputs, outputs). There are two families:
 
-- `zbmd`: norms by the root mean square, no biases, an output head of its own. Positions are relative, given by
-  a constant bias on the attention scores; learned positions made it worse (0.09 nats a byte after 600,000 bytes).
-- `gpt2`: layer norms, biases, learned positions, and the embedding's table as the head (A. Radford and others,
-  "Language models are unsupervised multitask learners", 2019). Its layers are called as those of `zbmd`.
+- `zbmd`: norms by the root mean square, no biases, an output head of its own. Positions are relative, given
+  by a constant bias on the attention scores; learned positions made it worse (0.09 nats a byte after 600,000
+  bytes).
+- `gpt2`: layer norms, biases, learned positions, and the embedding's table as the head (A. Radford and
+  others, "Language models are unsupervised multitask learners", 2019). Its layers are called as those of
+  `zbmd`.
 """
 
 from __future__ import annotations
@@ -198,16 +200,20 @@ class GPT:
         params, grads: (layout.size,), one float dtype; all of `grads` but its padding is overwritten. 16-bit
         floats are widened to float32, layer by layer, and gradients rounded.
         tokens: (samples, T + 1) integers below the vocabulary, T at most the context; T + 1 tokens hold T
-        predictions. The loss (nats per token) is the sum over the samples of their mean loss, divided by `global_batch`:
-        the losses and gradients of a batch's shards add up to those of the batch.
+        predictions. The loss (nats per token) is the sum over the samples of their mean loss, divided by
+        `global_batch`: the losses and gradients of a batch's shards add up to those of the batch.
         `on_grad_ready(index)` is called as soon as parameter `index` has its final gradient in `grads`,
         from the last parameters to the first. Without `noise` nothing is dropped out.
         Gradients, not the loss, are multiplied by `loss_scale`.
         """
-        pairs = zip(self.layout.views(params), self.layout.views(grads), strict=True)
-        parameters = [Parameter(data, grad, i, on_grad_ready) for i, (data, grad) in enumerate(pairs)]
+        parameters = self.parameters(params, grads, on_grad_ready)
         batch = self.batch(tokens, global_batch=global_batch, noise=noise)
         return self.differentiate(Tape(self.xp), parameters, batch, loss_scale=loss_scale)
+
+    def parameters(self, params: Array, grads: Array, on_grad_ready: GradReady | None) -> list[Parameter]:
+        """The leaves of a pass forwards and backwards; see `loss_and_grads`."""
+        pairs = zip(self.layout.views(params), self.layout.views(grads), strict=True)
+        return [Parameter(data, grad, i, on_grad_ready) for i, (data, grad) in enumerate(pairs)]
 
     def differentiate(
         self, tape: Tape, parameters: list[Parameter], batch: Batch, *, loss_scale: float
@@ -309,7 +315,9 @@ class GPT:
         return ops.add(tape, embedded, ops.embedding(tape, places, tables[1]))
 
     def _norm(self, tape: Tape, x: Tensor, layer: Sequence[Parameter]) -> Tensor:
-        return self.operators.rms_norm(tape, x, *layer) if len(layer) == 1 else ops.layer_norm(tape, x, *layer)
+        return (
+            self.operators.rms_norm(tape, x, *layer) if len(layer) == 1 else ops.layer_norm(tape, x, *layer)
+        )
 
     def _into(self, tape: Tape, x: Tensor, layer: Sequence[Parameter]) -> Tensor:
         """A linear layer that reads the residual stream."""

@@ -25,7 +25,7 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_BYTES_MAX = 1 << 20
 PREFIX = "transformer."
-"""What the tensors' names begin with in a file of the model with its head; that of the model alone has none."""
+"""What the names begin with in a file of the model with its head; of one without, with nothing."""
 
 _OURS_TO_THEIRS = {
     "attn.norm": "ln_1",
@@ -72,8 +72,8 @@ class HuggingFaceConfig(msgspec.Struct, kw_only=True):
         ):
             if found != known:
                 raise UserError(
-                    f"{path} describes a model that cannot be computed here: its {name} is {found!r}, and only "
-                    f"{known!r} is known."
+                    f"{path} describes a model that cannot be computed here: its {name} is {found!r}, and "
+                    f"only {known!r} is known."
                 )
         return GPTConfig(
             family="gpt2",
@@ -109,7 +109,9 @@ def load_gpt2(path: Path) -> tuple[npt.NDArray[np.float32], GPTConfig]:
             if _TIED_HEAD in opened.keys():  # noqa: SIM118
                 _check_head(file, opened.get_tensor(_TIED_HEAD), layout.views(flat)[0])
     except FileNotFoundError as error:
-        raise UserError(f"there are no weights at {file}: give the directory of a model, or its file.") from error
+        raise UserError(
+            f"there are no weights at {file}: give the directory of a model, or its file."
+        ) from error
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} cannot be read as a safetensors file: {error}.") from error
     return flat, config
@@ -122,12 +124,15 @@ def save_gpt2(directory: Path, params: Array, config: GPTConfig) -> None:
     """
     if config.family != "gpt2" or config.activation != "gelu":
         raise UserError(
-            f'a model of the family "{config.family}" with "{config.activation}" is no GPT-2: Hugging Face\'s '
-            "layout has no place for it. Keep it as weights of this program."
+            f'a model of the family "{config.family}" with "{config.activation}" is no GPT-2, and has no '
+            "place in that layout. Keep it as weights of this program."
         )
     layout = ParameterLayout.of(parameter_shapes(config))
     views = layout.views(to_host(params))
-    tensors = {PREFIX + hugging_face_name(s.name): np.ascontiguousarray(v) for s, v in zip(layout.slots, views)}
+    tensors = {
+        PREFIX + hugging_face_name(s.name): np.ascontiguousarray(v)
+        for s, v in zip(layout.slots, views, strict=True)
+    }
     described = HuggingFaceConfig(
         model_type="gpt2",
         vocab_size=config.vocabulary,
@@ -159,7 +164,7 @@ def _read_config(path: Path) -> GPTConfig:
             data = file.read(CONFIG_BYTES_MAX + 1)
     except OSError as error:
         raise UserError(
-            f"cannot read {path}: {error.strerror}. Weights in Hugging Face's layout lie beside a {CONFIG_NAME}."
+            f"cannot read {path}: {error.strerror}. Weights of this layout lie beside a {CONFIG_NAME}."
         ) from error
     if len(data) > CONFIG_BYTES_MAX:
         raise UserError(f"{path} has more than {CONFIG_BYTES_MAX} bytes: it describes no model.")
@@ -177,9 +182,7 @@ def _check_names(path: Path, wanted: set[str], found: set[str]) -> None:
         raise UserError(f"{path} does not fit its {CONFIG_NAME}: it {trouble} tensor {name}.")
 
 
-def _check_tensor(
-    path: Path, name: str, found: tuple[tuple[int, ...], str], shape: tuple[int, ...]
-) -> None:
+def _check_tensor(path: Path, name: str, found: tuple[tuple[int, ...], str], shape: tuple[int, ...]) -> None:
     if found[1] not in _FLOATS:
         raise UserError(f"{path}: tensor {name} is {found[1]}: convert the weights to F32.")
     if found[0] == shape:
@@ -189,7 +192,9 @@ def _check_tensor(
             f"{path} does not fit its {CONFIG_NAME}: the vocabulary has {found[0][0]} tokens in {name}, and "
             f"{shape[0]} in the configuration."
         )
-    raise UserError(f"{path} does not fit its {CONFIG_NAME}: tensor {name} has shape {found[0]}, not {shape}.")
+    raise UserError(
+        f"{path} does not fit its {CONFIG_NAME}: tensor {name} has shape {found[0]}, not {shape}."
+    )
 
 
 def _check_head(path: Path, head: npt.NDArray[np.generic], table: Array) -> None:

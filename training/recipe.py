@@ -80,11 +80,24 @@ class Recipe:
 
         Raises `TrainingDiverged` if the gradient is not finite; `new` is then as it was.
         """
+        norm = self.norm(grads, step=step)
+        self.apply(old, new, grads, step=step, norm=norm)
+        return norm
+
+    def norm(self, grads: Array, *, step: int) -> float:
+        """The norm of a summed gradient. Raises `TrainingDiverged` if it is not finite."""
         try:
-            norm = global_norm(grads, xp=self.model.xp)
+            return global_norm(grads, xp=self.model.xp)
         except TrainingDiverged as error:
-            first = non_finite(self.model.layout, grads, xp=self.model.xp) or "all its elements are finite"
-            raise TrainingDiverged(f"step {step}: {error} First of the gradients, {first}.") from None
+            raise self.diverged(error, grads, step=step) from None
+
+    def diverged(self, error: TrainingDiverged, grads: Array, *, step: int) -> TrainingDiverged:
+        """What is raised for a gradient that is not finite: says which parameter's is the first."""
+        first = non_finite(self.model.layout, grads, xp=self.model.xp) or "all its elements are finite"
+        return TrainingDiverged(f"step {step}: {error} First of the gradients, {first}.")
+
+    def apply(self, old: AdamWState, new: AdamWState, grads: Array, *, step: int, norm: float) -> None:
+        """Write to `new` the state after `step`, whose summed gradient is `grads`, clipped by its `norm`."""
         self._optimizer.update(
             old,
             new,
@@ -93,7 +106,6 @@ class Recipe:
             learning_rate=self.learning_rate(step),
             grad_scale=clip_scale(norm, limit=self.config.clip_norm),
         )
-        return norm
 
     def held_out_loss(self, params: Array, *, windows_max: int, windows_per_pass: int = 16) -> float:
         """Return the mean loss, nats per byte, on at most `windows_max` held-out windows, always the same."""

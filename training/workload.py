@@ -10,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from zbmd.actors.member import Node
 from zbmd.collectives import commit_messages as cm
-from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
+from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.collectives.commit_driver import Cancellation, StepOutcome
-from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.group import Group
 from zbmd.training.accumulate import AccumulationPlan, Buckets
 from zbmd.training.journal import Journal
@@ -29,6 +26,7 @@ from zbmd.training.ledger import VotePart
 from zbmd.training.ml_actors.model_actors import ModelActors
 from zbmd.training.ml_actors.tensor_actor import CommitSlot, Committed, TensorActor
 from zbmd.training.recipe import Recipe
+from zbmd.training.reduction import ShardReduction
 from zbmd.training.store import Store
 from zbmd.training.xp import Array
 from zbmd.transport import faults
@@ -66,40 +64,6 @@ def arena_bytes_needed(layout: ParameterLayout, shards: int) -> int:
     buffers = AccumulationPlan.of(shards, 0, shards).buffers
     flat_bytes = layout.size * np.dtype(np.float32).itemsize
     return Store.nbytes(layout) + (buffers + 2) * flat_bytes
-
-
-@dataclass(slots=True)
-class _Reduction:
-    """The reductions of one step under way: bucket after bucket, each on its way as it becomes final."""
-
-    group: Group
-    plan: AccumulationPlan
-    assignment: Assignment
-    shards: int
-    buffers: list[Array]
-    total: Array
-    futures: list[Future[object]]
-
-    def submit(self, span: slice) -> None:
-        """Queue the all-reduce of the flat elements `span`."""
-        partials = {node: self.buffers[buffer][span] for node, buffer in self.plan.partials.items()}
-        out, end_ns = self.total[span], self.group.deadline_ns()
-
-        def reduce(communicator: Communicator) -> object:
-            return communicator.all_reduce_shards(
-                partials, out, shards=self.shards, assignment=self.assignment, deadline_ns=end_ns
-            )
-
-        self.futures.append(self.group.submit(reduce))
-
-    def finish(self) -> None:
-        """Wait until all of `total` holds the sum. Raises `PeerLost` or `OperationAborted`."""
-        for future in self.futures:
-            future.result()
-
-    def drain(self) -> None:
-        """Return once nothing touches the buffers any more."""
-        wait(self.futures)
 
 
 class TrainingWorkload:
@@ -147,7 +111,7 @@ class TrainingWorkload:
         step, shards = work.version - 1, self.recipe.config.shards
         assignment = assign_shards(shards, len(work.members))
         plan = AccumulationPlan.of(shards, *assignment[work.members.index(self.node.rank)])
-        reduction = _Reduction(group, plan, assignment, shards, self._buffers_for(plan), self._total, [])
+        reduction = ShardReduction(group, plan, assignment, self._buffers_for(plan), self._total)
         ids = self.recipe.sample_ids(step)
         held_out = self._evaluate(work)
         try:
@@ -178,7 +142,7 @@ class TrainingWorkload:
         return StepOutcome(digest, msgspec.msgpack.encode(part))
 
     def _run_leaf(
-        self, index: int, step: int, ids: np.ndarray, reduction: _Reduction, cancellation: Cancellation
+        self, index: int, step: int, ids: np.ndarray, reduction: ShardReduction, cancellation: Cancellation
     ) -> float:
         """Compute one shard; behind the last one, hand over each bucket as it becomes final."""
         cancellation.check()

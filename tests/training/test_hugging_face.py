@@ -18,9 +18,7 @@ from zbmd.training.hugging_face import CONFIG_NAME, WEIGHTS_NAME, load_gpt2, sav
 from zbmd.training.weights import load_weights, save_weights
 from zbmd.transport.errors import UserError
 
-CONFIG = GPTConfig(
-    family="gpt2", activation="gelu", vocabulary=97, context=12, width=24, heads=3, layers=2
-)
+CONFIG = GPTConfig(family="gpt2", activation="gelu", vocabulary=97, context=12, width=24, heads=3, layers=2)
 Floats = npt.NDArray[np.floating]
 
 
@@ -80,7 +78,9 @@ def test_the_logits_are_those_of_the_paper(saved: Path) -> None:
     flat, config = load_gpt2(saved)
     tokens = np.random.default_rng(1).integers(0, config.vocabulary, (3, 12))
     wanted = reference_logits(load_file(saved / WEIGHTS_NAME), tokens, config.heads)
-    np.testing.assert_allclose(GPT(config).logits(flat.astype(np.float64), tokens), wanted, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(
+        GPT(config).logits(flat.astype(np.float64), tokens), wanted, rtol=1e-11, atol=1e-11
+    )
     np.testing.assert_allclose(GPT(config).logits(flat, tokens), wanted, rtol=2e-4, atol=2e-4)
 
 
@@ -175,7 +175,9 @@ def test_tensors_that_do_not_fit_are_explained(
         ({"vocab_size": "many"}, "describes no GPT-2"),
     ],
 )
-def test_models_that_are_not_computed_here_are_explained(saved: Path, change: dict[str, Any], said: str) -> None:
+def test_models_that_are_not_computed_here_are_explained(
+    saved: Path, change: dict[str, Any], said: str
+) -> None:
     described = msgspec.json.decode((saved / CONFIG_NAME).read_bytes())
     (saved / CONFIG_NAME).write_bytes(msgspec.json.encode(described | change))
     with pytest.raises(UserError, match=said):
@@ -197,7 +199,7 @@ def test_missing_and_damaged_files_are_explained(saved: Path) -> None:
     with pytest.raises(UserError, match="more than 1048576 bytes"):
         load_gpt2(saved)
     (saved / CONFIG_NAME).unlink()
-    with pytest.raises(UserError, match="lie beside a config.json"):
+    with pytest.raises(UserError, match=r"lie beside a config\.json"):
         load_gpt2(saved)
 
 

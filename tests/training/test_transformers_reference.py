@@ -16,6 +16,7 @@ torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 
 pytestmark = pytest.mark.optional
+transformers.utils.logging.disable_progress_bar()  # it would leave a thread behind
 
 SHAPE: dict[str, int] = {"vocab_size": 131, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 4}
 
@@ -33,7 +34,9 @@ def test_what_transformers_saves_computes_the_same_here(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_here_computes_the_same_in_transformers(tmp_path: Path) -> None:
-    config = GPTConfig(family="gpt2", activation="gelu", vocabulary=131, context=16, width=32, heads=4, layers=3)
+    config = GPTConfig(
+        family="gpt2", activation="gelu", vocabulary=131, context=16, width=32, heads=4, layers=3
+    )
     params = GPT(config).init(7)
     save_gpt2(tmp_path, params, config)
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval().double()

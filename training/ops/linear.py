@@ -17,7 +17,10 @@ def add(tape: Tape, x: Tensor, y: Tensor) -> Tensor:
 
 
 def add_bias(tape: Tape, x: Tensor, bias: Parameter) -> Tensor:
-    """Return `x + bias`, the bias being added to each row. x and result: (rows, features); bias: (features,)."""
+    """Return `x + bias`, the bias being added to each row.
+
+    x and result: (rows, features); bias: (features,); one float dtype.
+    """
     xp = tape.xp
 
     def backward(dy: Array) -> None:

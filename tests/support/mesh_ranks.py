@@ -1,0 +1,73 @@
+"""What ranks of a test's mesh run: a small model is trained, and what came of it is written down.
+
+Told by the environment: where to (MESH_OUT), and the cases, one after the other (MESH_CASES, JSON).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvloop
+
+from zbmd.actors.member import Node, join
+from zbmd.collectives.group import Group, group
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.corpus import Corpus
+from zbmd.training.mesh import Mesh
+from zbmd.training.recipe import Recipe
+from zbmd.training.tensor.trainer import MeshGroups, MeshTrainer
+
+
+class Case(msgspec.Struct, kw_only=True):
+    """A model to train on a mesh."""
+
+    name: str
+    mesh: str
+    model: GPTConfig
+    training: TrainingConfig
+    corpus: str
+    dtype: str = "float32"
+    overlap: bool = True
+    recompute: bool = False
+
+
+def run_case(case: Case, groups: MeshGroups, node: Node) -> tuple[np.ndarray, list[float]]:
+    model = groups.model(case.model, recompute=case.recompute)
+    recipe = Recipe(model, Corpus(Path(case.corpus), context=case.model.context), case.training)
+    arena = node.segment.arena
+
+    def empty(size: int, dtype: Any) -> np.ndarray:
+        return arena.empty((size,), dtype)
+
+    trainer = MeshTrainer(recipe, groups, dtype=np.dtype(case.dtype), empty=empty, overlap=case.overlap)
+    losses = [trainer.run_step().loss for _ in range(case.training.steps)]
+    return trainer.weights(), losses
+
+
+async def run_cases(world: Group, node: Node, cases: list[Case]) -> None:
+    for case in cases:
+        groups = await MeshGroups.of(world, Mesh.parse(case.mesh, world.size))
+        weights, losses = await asyncio.to_thread(run_case, case, groups, node)
+        path = Path(os.environ["MESH_OUT"]) / f"{case.name}.{node.rank}.npz"
+        np.savez(path, weights=weights, losses=np.array(losses))
+        await world.barrier()
+        await groups.close()
+
+
+async def main() -> None:
+    cases = msgspec.json.decode(os.environ["MESH_CASES"], type=list[Case])
+    async with join(arena=256 << 20) as node:
+        world = await group(node)
+        try:
+            await run_cases(world, node, cases)
+        finally:
+            await world.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

@@ -1,0 +1,171 @@
+"""Models cut over real processes train as one process does, and data parallelism changes no bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import mesh_ranks
+import msgspec
+import numpy as np
+import pytest
+from mesh_ranks import Case
+
+from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host_output import OutputLine
+from zbmd.actors.view import OnLoss
+from zbmd.tools.kill_sweep import write_text
+from zbmd.training.accumulate import AccumulationPlan
+from zbmd.training.adamw import AdamWState
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.corpus import Corpus, prepare_corpus
+from zbmd.training.gpt import GPT, parameter_shapes
+from zbmd.training.recipe import Recipe
+from zbmd.training.tensor.shards import TensorShards
+from zbmd.transport.errors import UserError
+
+STEPS = 50
+OURS = GPTConfig(context=8, width=16, heads=4, layers=1)
+GPT2 = GPTConfig(family="gpt2", activation="gelu", vocabulary=259, context=8, width=16, heads=4, layers=1)
+TRAINING = TrainingConfig(steps=STEPS, shards=2, sequences_per_shard=2, learning_rate=1e-3, warmup_steps=5)
+Result = tuple[np.ndarray, list[float]]
+
+
+class Lines:
+    """What the ranks wrote."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def write_line(self, line: OutputLine) -> None:
+        self.lines.append(line.text.decode(errors="replace"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("corpus")
+    return prepare_corpus(str(write_text(directory / "text")), directory, context=OURS.context)
+
+
+async def on_ranks(out: Path, ranks: int, *cases: Case) -> dict[str, Result]:
+    """Train the cases one after the other on as many processes; all ranks must end with the same."""
+    lines = Lines()
+    config = HostConfig(
+        target=mesh_ranks.__file__,
+        world_size=ranks,
+        on_loss=OnLoss.SHRINK,
+        environment={"MESH_OUT": str(out), "MESH_CASES": msgspec.json.encode(cases).decode()},
+        preload=("zbmd.training.tensor.trainer",),
+    )
+    exit_code = (await Host(config, output=lines).run()).exit_code
+    assert exit_code == 0, "\n".join(lines.lines)
+    found: dict[str, Result] = {}
+    for case in cases:
+        files = [np.load(out / f"{case.name}.{rank}.npz") for rank in range(ranks)]
+        assert len({file["weights"].tobytes() for file in files}) == 1, case.name
+        assert len({file["losses"].tobytes() for file in files}) == 1, case.name
+        found[case.name] = files[0]["weights"], files[0]["losses"].tolist()
+    return found
+
+
+def alone(case: Case) -> Result:
+    """The same in one plain process, with nothing of the mesh."""
+    recipe = Recipe(GPT(case.model), Corpus(Path(case.corpus), context=case.model.context), case.training)
+    weights = recipe.model.init(case.training.seed).astype(case.dtype)
+    state, spare = (AdamWState(*(np.zeros_like(weights) for _ in range(3))) for _ in range(2))
+    state.weights[:] = weights
+    plan, losses = AccumulationPlan.of(case.training.shards, 0, case.training.shards), list[float]()
+    buffers = [np.zeros_like(weights) for _ in range(plan.buffers)]
+    for step in range(case.training.steps):
+        ids, loss = recipe.sample_ids(step), 0.0
+        for leaf in plan.leaves:
+            loss += recipe.shard_gradient(state.weights, buffers[leaf.buffer], ids[leaf.shard], step=step)
+            plan.perform(leaf.additions, buffers, slice(0, len(weights)))
+        recipe.update(state, spare, buffers[next(iter(plan.partials.values()))], step=step)
+        state, spare = spare, state
+        losses.append(loss)
+    return state.weights, losses
+
+
+def distance(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def cases_of(corpus: Path, ranks: int) -> list[Case]:
+    """Both families, each in one precision; in the other one with the other number of ranks."""
+    kinds = [(OURS, "float32"), (GPT2, "float64")] if ranks == 2 else [(GPT2, "float32"), (OURS, "float64")]
+    return [
+        Case(
+            name=model.family,
+            mesh=f"tp={ranks}",
+            model=model,
+            training=TRAINING,
+            corpus=str(corpus),
+            dtype=dtype,
+            recompute=model is GPT2,
+        )
+        for model, dtype in kinds
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_a_model_that_is_cut_trains_as_a_whole_one(ranks: int, corpus: Path, tmp_path: Path) -> None:
+    cases = cases_of(corpus, ranks)
+    found = await on_ranks(tmp_path, ranks, *cases)
+    for case in cases:
+        wanted = alone(case)
+        limit = {"float32": 1e-6, "float64": 1e-12}[case.dtype]
+        off = distance(found[case.name][0], wanted[0])
+        assert 0 < off <= limit, (case.name, off)
+        np.testing.assert_allclose(found[case.name][1], wanted[1], rtol=10 * limit)
+
+
+async def test_data_parallelism_changes_no_bit(corpus: Path, tmp_path: Path) -> None:
+    few = replace(TRAINING, steps=4, shards=5)
+    made = [
+        Case(
+            name=f"{mesh}-{overlap}", mesh=mesh, model=OURS, training=few, corpus=str(corpus), overlap=overlap
+        )
+        for mesh in ("dp=4", "dp=2,tp=2")
+        for overlap in (True, False)
+    ]
+    found = await on_ranks(tmp_path, 4, *made)
+    wanted = alone(made[0])
+    for overlap in (True, False):
+        weights, losses = found[f"dp=4-{overlap}"]
+        assert (weights.tobytes(), losses) == (wanted[0].tobytes(), wanted[1])
+    cut = Case(name="tp=2", mesh="tp=2", model=OURS, training=few, corpus=str(corpus))
+    one_replica = (await on_ranks(tmp_path, 2, cut))["tp=2"]
+    for overlap in (True, False):
+        weights, losses = found[f"dp=2,tp=2-{overlap}"]
+        assert (weights.tobytes(), losses) == (one_replica[0].tobytes(), one_replica[1])
+    assert distance(one_replica[0], wanted[0]) <= 1e-6
+
+
+@pytest.mark.parametrize("config", [OURS, GPT2])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_what_is_cut_is_joined_again(config: GPTConfig, parts: int) -> None:
+    shards = TensorShards(config, parts)
+    flat = np.zeros(shards.whole.size)
+    for index, view in enumerate(shards.whole.views(flat)):
+        view[...] = 1e6 * index + np.arange(view.size).reshape(view.shape)
+    held = [shards.cut(flat, part) for part in range(parts)]
+    assert shards.joined(held).tobytes() == flat.tobytes()
+    width, own = config.width, shards.layout(parts - 1).views(held[-1])
+    qkv = list(parameter_shapes(config)).index("blocks.0.attn.qkv.weight")
+    whole = shards.whole.views(flat)[qkv].reshape(width, 3, parts, width // parts)
+    assert np.array_equal(own[qkv].reshape(width, 3, width // parts), whole[:, :, -1])
+
+
+@pytest.mark.parametrize(
+    ("config", "parts", "said"),
+    [
+        (OURS, 3, "4 heads cannot be divided over 3"),
+        (replace(OURS, context=9), 2, "9 positions cannot be divided over 2"),
+        (replace(OURS, vocabulary=1), 2, "has no token for each of 2 ranks"),
+        (replace(OURS, dropout=0.1), 2, "dropout 0"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_explained(config: GPTConfig, parts: int, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        TensorShards(config, parts)

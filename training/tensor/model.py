@@ -1,0 +1,102 @@
+"""A GPT of which each rank of a group holds a part: see `zbmd.training.tensor.shards`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.collectives.group import Group
+from zbmd.training import ops
+from zbmd.training.config import GPTConfig
+from zbmd.training.gpt import GPT, Batch, Tokens
+from zbmd.training.tape import GradReady, Parameter, Tape, Tensor
+from zbmd.training.tensor.ops import (
+    SharedParameter,
+    gather_rows,
+    scatter_rows,
+    vocabulary_cross_entropy,
+    vocabulary_embedding,
+)
+from zbmd.training.tensor.shards import TensorShards, cut_of, span_of
+from zbmd.training.xp import Array
+from zbmd.transport.errors import UserError
+
+
+class ParallelGPT(GPT):
+    """This rank's part of the model of `config`, cut over `group`.
+
+    Flat arrays are of `layout`, this rank's part. All ranks call the same methods with the same tokens, on a
+    thread that may wait, and get the same loss. Sequences have a length that divides over the ranks.
+    """
+
+    def __init__(self, config: GPTConfig, group: Group, *, recompute: bool = False) -> None:
+        self.shards = TensorShards(config, group.size)
+        super().__init__(config, recompute=recompute)
+        self.group = group
+        self.part = group.members.index(group.rank)
+        self.layout = self.shards.layout(self.part)
+
+    def init(self, seed: int) -> npt.NDArray[np.float32]:
+        """This rank's part of what `GPT.init` returns."""
+        return self.shards.cut(GPT(self.config).init(seed), self.part)
+
+    def parameters(self, params: Array, grads: Array, on_grad_ready: GradReady | None) -> list[Parameter]:
+        """See `GPT`."""
+        made = super().parameters(params, grads, on_grad_ready)
+        for index, slot in enumerate(self.layout.slots):
+            if not cut_of(slot.name)[1]:
+                own = made[index]
+                made[index] = SharedParameter(own.stored, own.grad, index, on_grad_ready, self.group)
+        return made
+
+    def logits(self, params: Array, tokens: Tokens) -> Array:
+        """See `GPT`: those of all tokens of the vocabulary, on all ranks."""
+        own = super().evaluate(params, Batch(self._checked(np.asarray(tokens)))).data
+        end_ns = self.group.deadline_ns()
+        columns = np.ascontiguousarray(own.T)
+        every = self.group.submit(lambda c: c.all_gather_v(columns, deadline_ns=end_ns)).result()
+        return np.ascontiguousarray(every.T).reshape(*tokens.shape, self.config.vocabulary)
+
+    def _checked(self, inputs: Array) -> Array:
+        if inputs.shape[1] % self.group.size:
+            raise UserError(
+                f"sequences of {inputs.shape[1]} tokens cannot be divided over {self.group.size} ranks: "
+                f"choose a length that {self.group.size} divides."
+            )
+        return super()._checked(inputs)
+
+    def _embed(self, tape: Tape, batch: Batch, *tables: Parameter) -> Tensor:
+        tokens, own = batch.inputs.reshape(-1), self.shards.tokens(self.part)
+        embedded = vocabulary_embedding(tape, tokens, tables[0], own, self.group)
+        if len(tables) == 1:
+            return embedded
+        first, stop = span_of(len(tokens), self.part, self.group.size)
+        places = batch.offset + np.arange(first, stop) % batch.inputs.shape[1]
+        return ops.add(tape, embedded, ops.embedding(tape, places, tables[1]))
+
+    def _into(self, tape: Tape, x: Tensor, layer: Sequence[Parameter]) -> Tensor:
+        return super()._into(tape, gather_rows(tape, x, self.group), layer)
+
+    def _attention(self, tape: Tape, packed: Tensor, batch: Batch, number: int) -> Tensor:
+        first, stop = span_of(self.config.heads, self.part, self.group.size)
+        bias = self._bias(packed.data.dtype)[first:stop]
+        return self.operators.causal_attention(
+            tape, packed, bias, batch=len(batch.inputs), heads=stop - first
+        )
+
+    def _onto(
+        self, tape: Tape, x: Tensor, inner: Tensor, layer: Sequence[Parameter], batch: Batch, site: int
+    ) -> Tensor:
+        weight, *bias = layer
+        y = scatter_rows(tape, self.operators.linear(tape, inner, weight), self.group)
+        return ops.add(tape, x, ops.add_bias(tape, y, bias[0]) if bias else y)
+
+    def _head(self, tape: Tape, x: Tensor, table: Parameter) -> Tensor:
+        return super()._head(tape, gather_rows(tape, x, self.group), table)
+
+    def _loss(self, tape: Tape, logits: Tensor, batch: Batch) -> Tensor:
+        assert batch.targets is not None
+        own = self.shards.tokens(self.part)
+        return vocabulary_cross_entropy(tape, logits, batch.targets, own, self.group, weight=batch.weight)

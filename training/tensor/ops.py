@@ -1,0 +1,118 @@
+"""Operators whose rows, or tokens, are shared out over the ranks of a group.
+
+Between the layers each rank holds a run of rows (sequence parallelism: V. Korthikanti and others, "Reducing
+activation recomputation in large transformer models", 2022, arXiv:2205.05198). All ranks record the same ops
+in the same order, so their operations meet, forwards and backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from zbmd.collectives.group import Group
+from zbmd.training import ops
+from zbmd.training.tape import GradReady, Parameter, Tape, Tensor
+from zbmd.training.xp import Array
+
+
+class SharedParameter(Parameter):
+    """A parameter that is whole on all ranks, each of which computes its gradient from a part of the rows."""
+
+    __slots__ = ("_group",)
+
+    def __init__(
+        self, stored: Array, grad: Array | None, index: int, on_ready: GradReady | None, group: Group
+    ) -> None:
+        super().__init__(stored, grad, index, on_ready)
+        self._group = group
+
+    def receive(self, write: Callable[[Array], object]) -> None:
+        """See `Parameter`; the gradient is summed over the group, to the same bits on all ranks."""
+
+        def reduced(out: Array) -> None:
+            write(out)
+            self._group.blocking.all_reduce(out)
+
+        super().receive(reduced)
+
+
+def gather_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:
+    """All ranks' rows, in the order of the ranks. x: (rows / ranks, features); result: (rows, features)."""
+
+    def backward(dy: Array) -> None:
+        x.accumulate(_reduced(dy, group))
+
+    return tape.record(_gathered(x.data, group), backward)
+
+
+def scatter_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:
+    """This rank's rows of the sum over all ranks. x: (rows, features); result: (rows / ranks, features)."""
+
+    def backward(dy: Array) -> None:
+        x.accumulate(_gathered(dy, group))
+
+    return tape.record(_reduced(x.data, group), backward)
+
+
+def _gathered(rows: Array, group: Group) -> Array:
+    every: Array = group.blocking.all_gather(np.ascontiguousarray(rows))
+    return every.reshape(-1, rows.shape[1])
+
+
+def _reduced(rows: Array, group: Group) -> Array:
+    mine: Array = group.blocking.reduce_scatter(
+        np.ascontiguousarray(rows).reshape(group.size, -1, rows.shape[1])
+    )
+    return mine.reshape(-1, rows.shape[1])
+
+
+def vocabulary_embedding(
+    tape: Tape, tokens: Array, table: Parameter, own: tuple[int, int], group: Group
+) -> Tensor:
+    """This rank's rows of what `ops.embedding` returns, of a table that is cut by the vocabulary.
+
+    tokens: (rows,), all of them, on all ranks; table: (own tokens, features), those in [own[0], own[1]).
+    A row has one owner, so the sum over ranks adds zeros to it and has its bits.
+    """
+    first, stop = own
+    mine = (tokens >= first) & (tokens < stop)
+    places = np.where(mine, tokens.astype(np.int64) - first, 0)
+    partial = ops.embedding(tape, places, table)
+    return scatter_rows(tape, _kept(tape, partial, mine[:, None]), group)
+
+
+def _kept(tape: Tape, x: Tensor, mask: Array) -> Tensor:
+    """`x` where the mask is set, zero elsewhere."""
+    return tape.record(x.data * mask, lambda dy: x.accumulate(dy * mask))
+
+
+def vocabulary_cross_entropy(
+    tape: Tape, logits: Tensor, targets: Array, own: tuple[int, int], group: Group, *, weight: float
+) -> Tensor:
+    """`ops.cross_entropy` of log odds that are cut by the vocabulary; the same bits on all ranks.
+
+    logits: (rows, own tokens), those in [own[0], own[1]); targets: (rows,) of the whole vocabulary. Ranks
+    exchange three numbers a row, not the odds.
+    """
+    first, stop = own
+    rows = np.flatnonzero((targets >= first) & (targets < stop))
+    places = targets[rows].astype(np.int64) - first
+    most: Array = group.blocking.all_reduce(logits.data.max(axis=1), op="max")
+    odds = logits.data - most[:, None]
+    sums: Array = np.zeros((2, len(targets)), dtype=odds.dtype)
+    sums[1, rows] = odds[rows, places]
+    np.exp(odds, out=odds)
+    odds.sum(axis=1, out=sums[0])
+    group.blocking.all_reduce(sums)
+    total, picked = sums
+    loss = np.asarray((np.log(total) - picked).sum() * weight, dtype=odds.dtype)
+
+    def backward(dy: Array) -> None:
+        scale = dy * weight
+        np.multiply(odds, (scale / total)[:, None], out=odds)
+        odds[rows, places] -= scale
+        logits.accumulate(odds)
+
+    return tape.record(loss, backward)

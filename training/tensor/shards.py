@@ -1,0 +1,117 @@
+"""How the parameters of a GPT are cut for tensor parallelism.
+
+Layers that read the residual stream are cut by columns (by heads for attention), those that write to it by
+rows, tables of tokens by the vocabulary. Norms, positions, and biases that are added to the residual stream
+are whole on all ranks. M. Shoeybi and others, "Megatron-LM", 2019, arXiv:1909.08053.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zbmd.training.config import GPTConfig
+from zbmd.training.gpt import parameter_shapes
+from zbmd.training.layout import ParameterLayout
+from zbmd.training.xp import Array
+from zbmd.transport.errors import UserError
+
+# By the end of a parameter's name: the axis that is cut, and how many matrices lie side by side along it.
+_CUTS = {
+    "embed.weight": (0, 1),
+    "attn.qkv.weight": (1, 3),
+    "attn.qkv.bias": (0, 3),
+    "attn.proj.weight": (0, 1),
+    "mlp.in.weight": (1, 1),
+    "mlp.in.bias": (0, 1),
+    "mlp.out.weight": (0, 1),
+    "head.weight": (1, 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShards:
+    """The parts of a model's parameters that `parts` ranks hold.
+
+    Raises `UserError` where heads, positions or tokens cannot be shared out among so many.
+    """
+
+    config: GPTConfig
+    parts: int
+
+    def __post_init__(self) -> None:
+        for what, count in (("heads", self.config.heads), ("positions", self.config.context)):
+            if count % self.parts:
+                raise UserError(
+                    f"the model's {count} {what} cannot be divided over {self.parts} tensor-parallel ranks: "
+                    f"choose a number of {what} that {self.parts} divides, or another tp in the mesh."
+                )
+        if self.config.vocabulary < self.parts:
+            raise UserError(
+                f"a vocabulary of {self.config.vocabulary} has no token for each of {self.parts} ranks."
+            )
+        if self.config.dropout > 0.0:
+            raise UserError("tensor-parallel ranks do not drop anything out: give the model dropout 0.")
+
+    @property
+    def whole(self) -> ParameterLayout:
+        """The layout of the whole model."""
+        return ParameterLayout.of(parameter_shapes(self.config))
+
+    def layout(self, part: int) -> ParameterLayout:
+        """The layout of what rank `part` holds."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in parameter_shapes(self.config).items():
+            axis, beside = cut_of(name)
+            cut = list(shape)
+            if beside:
+                start, stop = span_of(shape[axis] // beside, part, self.parts)
+                cut[axis] = beside * (stop - start)
+            shapes[name] = tuple(cut)
+        return ParameterLayout.of(shapes)
+
+    def tokens(self, part: int) -> tuple[int, int]:
+        """The tokens, from and to, whose rows of the tables rank `part` holds."""
+        return span_of(self.config.vocabulary, part, self.parts)
+
+    def cut(self, flat: Array, part: int) -> Array:
+        """What rank `part` holds of a whole flat array, (whole.size,): (layout(part).size,), a copy."""
+        layout = self.layout(part)
+        made: Array = np.zeros(layout.size, dtype=flat.dtype)
+        for slot, view, whole in zip(layout.slots, layout.views(made), self.whole.views(flat), strict=True):
+            view[...] = self._part_of(slot.name, whole, part).reshape(view.shape)
+        return made
+
+    def joined(self, flats: Sequence[Array]) -> Array:
+        """The whole flat array of what all ranks hold, in their order; what all hold is the first one's."""
+        whole = self.whole
+        made: Array = np.zeros(whole.size, dtype=flats[0].dtype)
+        views = whole.views(made)
+        for part in reversed(range(self.parts)):
+            for slot, view, own in zip(whole.slots, views, self.layout(part).views(flats[part]), strict=True):
+                target = self._part_of(slot.name, view, part)
+                target[...] = own.reshape(target.shape)
+        return made
+
+    def _part_of(self, name: str, whole: Array, part: int) -> Array:
+        """The view of a whole parameter that rank `part` holds; what lies side by side has an own axis."""
+        axis, beside = cut_of(name)
+        if not beside:
+            return whole
+        each = whole.shape[axis] // beside
+        apart = whole.reshape(*whole.shape[:axis], beside, each, *whole.shape[axis + 1 :])
+        view: Array = apart[(slice(None),) * (axis + 1) + (slice(*span_of(each, part, self.parts)),)]
+        return view
+
+
+def cut_of(name: str) -> tuple[int, int]:
+    """The axis along which parameter `name` is cut, and the matrices side by side there; 0: it is whole."""
+    found = (cut for ending, cut in _CUTS.items() if name == ending or name.endswith(f".{ending}"))
+    return next(found, (0, 0))
+
+
+def span_of(count: int, part: int, parts: int) -> tuple[int, int]:
+    """The share of `count` things that part `part` has: from and to. Shares differ by one at most."""
+    return part * count // parts, (part + 1) * count // parts

@@ -1,19 +1,20 @@
-"""Sampling text from a model, byte by byte."""
+"""Sampling from a model, token by token; of a model of bytes, text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from zbmd.training.cached import CachedGPT
 from zbmd.training.config import VOCABULARY
 from zbmd.training.gpt import GPT
 from zbmd.training.rng import Purpose, stream
 from zbmd.training.xp import Array, to_host
 from zbmd.transport.errors import UserError
 
-LENGTH_MAX = 1 << 20  # bytes
+LENGTH_MAX = 1 << 20  # tokens
 
 
 def generate(
@@ -28,31 +29,67 @@ def generate(
 ) -> Iterator[bytes]:
     """Yield `length` single bytes that continue `prompt`; the same arguments give the same text.
 
-    Each byte is drawn from the `top_k` most likely ones given the last `context` bytes, with odds raised
-    to 1 / temperature; temperature 0 takes the most likely byte. An empty prompt stands for a new file.
-    params: flat, (layout.size,). Raises `UserError` for arguments out of range, before the first byte.
+    An empty prompt stands for a new file. Raises `UserError` for a model whose tokens are not bytes, and as
+    `generate_tokens`.
     """
+    if model.config.vocabulary != VOCABULARY:
+        raise UserError(
+            f"the model has {model.config.vocabulary} tokens, so they are not bytes: it needs its tokenizer."
+        )
+    drawn = generate_tokens(
+        model,
+        params,
+        prompt=tuple(prompt or b"\0"),
+        length=length,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
+    return (bytes([token]) for token in drawn)
+
+
+def generate_tokens(
+    model: GPT,
+    params: Array,
+    *,
+    prompt: Sequence[int],
+    length: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Yield `length` tokens that continue `prompt`, which has at least one; same arguments, same tokens.
+
+    Each is drawn from the `top_k` most likely ones (all, if there are fewer) given the last `context` tokens,
+    with odds raised to 1 / temperature; temperature 0 takes the most likely one. Keys and values are kept
+    until the context is full; from then on every position moves with each token, and all is computed
+    anew. params: flat, (layout.size,). Raises `UserError` for arguments out of range, before the first token.
+    """
+    vocabulary = model.config.vocabulary
     if not temperature >= 0.0:
         raise UserError(f"the temperature is {temperature}: it must be 0 or more.")
-    if not 1 <= top_k <= VOCABULARY:
-        raise UserError(f"top-k is {top_k}: it must be 1 to {VOCABULARY}.")
+    if not 1 <= top_k <= vocabulary:
+        raise UserError(f"top-k is {top_k}: it must be 1 to {vocabulary}.")
     if not 0 <= length <= LENGTH_MAX:
-        raise UserError(f"the length is {length}: it must be 0 to {LENGTH_MAX} bytes.")
-    return _bytes(model, params, prompt, length, temperature, top_k, seed)
+        raise UserError(f"the length is {length}: it must be 0 to {LENGTH_MAX} tokens.")
+    if not prompt or not all(0 <= token < vocabulary for token in prompt):
+        raise UserError(f"the prompt needs at least one token, each from 0 to {vocabulary - 1}.")
+    return _tokens(CachedGPT(model, to_host(params)), list(prompt), length, temperature, top_k, seed)
 
 
-def _bytes(
-    model: GPT, params: Array, prompt: bytes, length: int, temperature: float, top_k: int, seed: int
-) -> Iterator[bytes]:
-    context = model.config.context
-    random = stream(seed, Purpose.GENERATE)
-    text = bytearray(prompt or b"\0")[-context:]
-    for _ in range(length):
-        tokens = np.frombuffer(bytes(text), dtype=np.uint8)[None]
-        logits = to_host(model.logits(params, tokens)[0, -1]).astype(np.float64)
-        byte = _draw(logits, temperature, top_k, random)
-        text = (text + bytes([byte]))[-context:]
-        yield bytes([byte])
+def _tokens(
+    cached: CachedGPT, text: list[int], length: int, temperature: float, top_k: int, seed: int
+) -> Iterator[int]:
+    context, random = cached.config.context, stream(seed, Purpose.GENERATE)
+    for number in range(length):
+        if number == 0 or cached.is_full:
+            cached.forget()
+            unread = text[-context:]
+        else:
+            unread = text[-1:]
+        logits = cached.extend(np.array(unread)).astype(np.float64)
+        text.append(_draw(logits, temperature, top_k, random))
+        yield text[-1]
 
 
 def _draw(

@@ -48,7 +48,7 @@ def reference_logits(tensors: dict[str, Any], tokens: npt.NDArray[np.int64], hea
     def linear(x: Floats, name: str) -> Floats:
         return x @ t[f"{name}.weight"] + t[f"{name}.bias"]
 
-    t = {name.removeprefix("transformer."): np.float64(tensor) for name, tensor in tensors.items()}
+    t = {name.removeprefix("transformer."): tensor.astype(np.float64) for name, tensor in tensors.items()}
     made: list[Floats] = []
     for row in tokens:
         x = t["wte.weight"][row] + t["wpe.weight"][: len(row)]
@@ -109,7 +109,7 @@ def test_other_spellings_of_the_same_file_are_read(saved: Path) -> None:
     tensors = load_file(saved / WEIGHTS_NAME)
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     bare["h.0.attn.bias"] = np.ones((1, 1, 12, 12), np.bool_)
-    bare["h.1.attn.masked_bias"] = np.float32([-1e4])
+    bare["h.1.attn.masked_bias"] = np.array(-1e4, np.float32)
     bare["lm_head.weight"] = bare["wte.weight"].copy()
     save_file(bare, saved / WEIGHTS_NAME)
     assert load_gpt2(saved)[0].tobytes() == random_params(3).tobytes()

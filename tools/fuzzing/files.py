@@ -36,6 +36,8 @@ from zbmd.training.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
 from zbmd.training.hugging_face import WEIGHTS_NAME as GPT2_WEIGHTS_NAME
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
+from zbmd.training.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_tokens, shard_name
+from zbmd.training.tokens import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.weights import load_weights, save_weights
 from zbmd.transport import faults
 from zbmd.transport.cookie import CookieError, load_or_create_cookie
@@ -209,6 +211,30 @@ def _corpus(path: Path) -> None:
         raise Broken(f"{len(corpus.data)} bytes of data")
 
 
+@functools.cache
+def _token_files() -> tuple[bytes, bytes, bytes]:
+    """A manifest, its one shard of tokens, and their tokenizer."""
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        (Path(made) / "text").write_bytes(b"some text to train on, long enough. " * 8)
+        prepare_tokens(str(Path(made) / "text"), Path(made), vocabulary=260, context=4)
+        names = (MANIFEST_NAME, shard_name(0), TOKENIZER_NAME)
+        manifest, shard, tokenizer = ((Path(made) / name).read_bytes() for name in names)
+        return manifest, shard, tokenizer
+
+
+def _tokens(data: bytes) -> None:
+    with _file(data, MANIFEST_NAME) as path:
+        (path.parent / shard_name(0)).write_bytes(_token_files()[1])
+        corpus = TokenCorpus(path.parent, context=4)
+        corpus.windows(np.arange(corpus.split.window_count))
+
+
+def _tokenizer(data: bytes) -> None:
+    made = BPETokenizer(data, "the tokenizer")
+    if made.separator < 0:
+        raise Broken(f"a separator of {made.separator}")
+
+
 def _result_seeds() -> tuple[bytes, ...]:
     found = {"parameters": 10, "heldout_loss_last": 1.5, "verified": True, "other": [1, {"a": None}]}
     death = b'{"deaths": [{"rank": 1, "incarnation": 1, "step": 3, "epoch": 1, "recovery_ms": 12.5}]}'
@@ -360,6 +386,20 @@ TARGETS = (
         allowed=(UserError,),
         seeds=lambda: (_gpt2_files()[1],),
         run=_gpt2_weights,
+    ),
+    Target(
+        name="tokens",
+        what="a directory of tokens",
+        allowed=(UserError,),
+        seeds=lambda: (_token_files()[0],),
+        run=_tokens,
+    ),
+    Target(
+        name="tokenizer",
+        what="a tokenizer",
+        allowed=(UserError,),
+        seeds=lambda: (_token_files()[2],),
+        run=_tokenizer,
     ),
     Target(
         name="weights",

@@ -27,7 +27,7 @@ from zbmd.transport.errors import UserError
 STEPS = 50
 OURS = GPTConfig(context=8, width=16, heads=4, layers=1)
 GPT2 = GPTConfig(family="gpt2", activation="gelu", vocabulary=259, context=8, width=16, heads=4, layers=1)
-TRAINING = TrainingConfig(steps=STEPS, shards=2, sequences_per_shard=2, learning_rate=1e-3, warmup_steps=5)
+TRAINING = TrainingConfig(steps=STEPS, shards=2, sequences_per_shard=2, learning_rate=3e-4, warmup_steps=5)
 Result = tuple[np.ndarray, list[float]]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.tools import bench_cli, sim_cli
@@ -15,17 +17,20 @@ from zbmd.tools.flight import add_flights
 from zbmd.tools.plan_cli import add_plan
 from zbmd.tools.plot import FORMATS, PICTURE_NAME, plot_run
 from zbmd.tools.replay_cli import add_replay
-from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.tools.train_cli import add_train
+from zbmd.training.config import VOCABULARY, GPTConfig, TrainingConfig
 from zbmd.training.corpus import CORPUS_FILE, Corpus
-from zbmd.training.generate import generate
+from zbmd.training.generate import generate, generate_tokens
 from zbmd.training.gpt import GPT
 from zbmd.training.journal import WEIGHTS_NAME
 from zbmd.training.ledger import LOG_NAME, Audit, audit, read_log
 from zbmd.training.recipe import Recipe
+from zbmd.training.tokens import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.weights import load_weights
 from zbmd.transport.errors import UserError
 
 EXAMPLES = """examples:
+  zbmd train --data 'texts/**/*.txt' --mesh dp=2,tp=2 --ranks 4
   zbmd generate zbmd-runs/demo --prompt 'def main(' --length 400
   zbmd ledger zbmd-runs/demo
   zbmd plot zbmd-runs/demo -o demo.svg
@@ -80,21 +85,28 @@ def _generate(arguments: argparse.Namespace) -> int:
     path: Path = arguments.weights
     params, config, step = load_weights(path / WEIGHTS_NAME if path.is_dir() else path)
     print(f"weights of step {step} from {path}", file=sys.stderr)
-    prompt = arguments.prompt.encode()
-    sys.stdout.buffer.write(prompt)
-    for byte in generate(
-        GPT(config),
-        params,
-        prompt=prompt,
-        length=arguments.length,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-    ):
-        sys.stdout.buffer.write(byte)
+    sys.stdout.buffer.write(arguments.prompt.encode())
+    for text in _sampled(path, GPT(config), params, arguments):
+        sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
     print(flush=True)
     return 0
+
+
+def _sampled(
+    path: Path, model: GPT, params: npt.NDArray[np.float32], arguments: argparse.Namespace
+) -> Iterator[bytes]:
+    """What is added to the prompt: by the tokenizer that lies beside the weights, if there is one."""
+    drawing = {"temperature": arguments.temperature, "top_k": arguments.top_k, "seed": arguments.seed}
+    beside = (path if path.is_dir() else path.parent) / TOKENIZER_NAME
+    if model.config.vocabulary == VOCABULARY or not beside.exists():
+        prompt = arguments.prompt.encode()
+        yield from generate(model, params, prompt=prompt, length=arguments.length, **drawing)
+        return
+    tokenizer = BPETokenizer.load(beside)
+    tokens = tokenizer.encode(arguments.prompt.encode()).tolist() or [tokenizer.separator]
+    for token in generate_tokens(model, params, prompt=tokens, length=arguments.length, **drawing):
+        yield tokenizer.decode([token])
 
 
 def _ledger(arguments: argparse.Namespace) -> int:
@@ -120,11 +132,11 @@ def parser() -> argparse.ArgumentParser:
     sample = commands.add_parser("generate", help="print text sampled from trained weights")
     sample.add_argument("weights", type=Path, help="a weights file, or the directory of a run")
     sample.add_argument("--prompt", default="import ", help="text to continue (%(default)r)")
-    sample.add_argument("--length", type=int, default=400, help="bytes to add (%(default)s)")
+    sample.add_argument("--length", type=int, default=400, help="tokens to add (%(default)s)")
     sample.add_argument(
         "--temperature", type=float, default=0.8, help="0: always the likeliest (%(default)s)"
     )
-    sample.add_argument("--top-k", type=int, default=40, help="draw from so many bytes (%(default)s)")
+    sample.add_argument("--top-k", type=int, default=40, help="draw from so many tokens (%(default)s)")
     sample.add_argument("--seed", type=int, default=0, help="another seed, another text (%(default)s)")
     sample.set_defaults(run_command=_generate)
     ledger = commands.add_parser("ledger", help="prove from the commit log that no sample was lost")
@@ -143,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     add_replay(commands)
     add_flights(commands)
     add_plan(commands)
+    add_train(commands)
     sim_cli.add_parser(commands)
     bench_cli.add_parser(commands)
     return made

@@ -141,6 +141,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "collectives/layout.py": "makes a number of a digest of its own numbers",
     "actors/system.py": "makes a number of a digest of its own name",
     "tools/node_run_many.py": "makes a number of a digest of a name",
+    "training/tensor/options.py": "reads the recipe that the command that started it has made",
     "training/pipeline/__main__.py": "waits for messages that tagged.py has decoded, and reads none of them",
     "transport/staging.py": "reads one number, and compares it with the one that is expected",
     "transport/byte_socket.py": "moves bytes to whoever decodes them",

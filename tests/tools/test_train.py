@@ -1,0 +1,188 @@
+"""`zbmd train`: recipes from all sources, real runs on a mesh, also after a kill, and bad input in words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
+
+from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host_output import OutputLine
+from zbmd.actors.view import OnLoss
+from zbmd.tools import cli
+from zbmd.tools.kill_sweep import write_text
+from zbmd.tools.train_cli import SETTINGS, merged, options_of
+from zbmd.training.checkpoint import CHECKPOINT_NAME
+from zbmd.training.gpt import GPT
+from zbmd.training.hugging_face import load_gpt2
+from zbmd.training.journal import WEIGHTS_NAME
+from zbmd.training.tensor.options import TrainOptions
+from zbmd.training.tensor.records import METRICS_NAME, TENSORBOARD_NAME
+from zbmd.training.tensor.run import HUGGING_FACE_DIRECTORY, TrainResult, prepare
+from zbmd.training.weights import load_weights
+from zbmd.transport import faults
+from zbmd.transport.errors import UserError
+
+SMALL = {
+    "context": "8",
+    "width": "16",
+    "heads": "2",
+    "layers": "1",
+    "shards": "3",
+    "sequences_per_shard": "2",
+    "steps": "6",
+    "warmup": "2",
+    "checkpoint_every": "2",
+    "evaluate_every": "3",
+    "evaluate_windows": "4",
+}
+
+
+def recipe(**changes: str) -> TrainOptions:
+    found = merged({**SMALL, **changes}, {}, None)
+    return options_of({name: value for name, (value, _) in found.items()})
+
+
+async def run(options: TrainOptions, ranks: int, *, fault: str = "") -> tuple[int, list[str]]:
+    lines: list[str] = []
+
+    class Output:
+        async def write_line(self, line: OutputLine) -> None:
+            lines.append(line.text.decode(errors="replace"))
+
+    config = HostConfig(
+        target="zbmd.training.tensor",
+        is_module=True,
+        arguments=(options.encode(),),
+        world_size=ranks,
+        on_loss=OnLoss.STOP,
+        environment={faults.FAULT_VARIABLE: fault},
+        preload=("zbmd.training.tensor.run",),
+    )
+    return (await Host(config, output=Output()).run()).exit_code, lines
+
+
+def result(lines: Sequence[str]) -> TrainResult:
+    text = next((line for line in lines if line.startswith("{")), "")
+    assert text, "\n".join(lines)
+    return msgspec.json.decode(text, type=TrainResult)
+
+
+async def test_a_run_that_lost_a_rank_goes_on_with_another_mesh(tmp_path: Path) -> None:
+    data = str(write_text(tmp_path / "text"))
+    _, lines = await run(recipe(data=data, out=str(tmp_path / "whole")), 1)
+    wanted = result(lines)
+    out = tmp_path / "killed"
+    options = recipe(data=data, out=str(out), ranks="2", mesh="dp=2")
+    exit_code, lines = await run(options, 2, fault="rank1:mesh.backward:5")
+    assert exit_code != 0 and (out / CHECKPOINT_NAME).exists(), lines
+    _, lines = await run(recipe(data=data, out=str(out), resume=str(out)), 1)
+    found = result(lines)
+    assert (found.weights_sha256, found.steps) == (wanted.weights_sha256, 6)
+    assert found.held_out_loss == wanted.held_out_loss
+    records = [msgspec.json.decode(line) for line in (out / METRICS_NAME).read_bytes().splitlines()]
+    assert [one["step"] for one in records if "loss" in one][-2:] == [5, 6]
+
+
+async def test_a_mesh_of_both_axes_trains_a_gpt2_on_byte_pairs(tmp_path: Path) -> None:
+    data, out = str(write_text(tmp_path / "text")), tmp_path / "out"
+    changes = {"family": "gpt2", "activation": "gelu", "tokens": "bpe", "vocabulary": "270"}
+    options = recipe(data=data, out=str(out), ranks="4", mesh="dp=2,tp=2", tensorboard="on", **changes)
+    _, lines = await run(options, 4)
+    found = result(lines)
+    weights, config, step = load_weights(out / WEIGHTS_NAME)
+    assert (step, found.mesh) == (6, "dp=2,tp=2") and found.parameters == GPT(config).layout.parameter_count
+    theirs, described = load_gpt2(out / HUGGING_FACE_DIRECTORY)
+    assert theirs.tobytes() == weights.tobytes() and described == config
+    (events,) = (out / TENSORBOARD_NAME).iterdir()
+    tags = [value.tag for event in read_events(events) for value in event.summary.value]
+    assert tags.count("loss") == 6 and tags.count("held_out_loss") == 2
+    again = recipe(
+        data=data,
+        out=str(tmp_path / "more"),
+        tokens="bpe",
+        tokenizer=str(out / "tokenizer.json"),
+        weights=str(out / HUGGING_FACE_DIRECTORY),
+    )
+    _, lines = await run(again, 1)
+    assert result(lines).loss_last < found.loss_last
+
+
+def read_events(path: Path) -> list[Any]:
+    """TFRecords: length, its checksum, the event, its checksum."""
+    data, found = path.read_bytes(), list[Any]()
+    while data:
+        length = int(np.frombuffer(data[:8], "<u8")[0])
+        event = Event()
+        event.ParseFromString(data[12 : 12 + length])
+        found.append(event)
+        data = data[16 + length :]
+    return found
+
+
+def test_recipes_come_from_line_environment_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text("steps = 5\nwidth = 32\nlr = 1e-2\ntensorboard = true\nevaluate-every = 7\n")
+    found = merged({"steps": "7"}, {"ZBMD_TRAIN_STEPS": "6", "ZBMD_TRAIN_WIDTH": "64"}, path)
+    assert found["steps"] == (7, "--steps")
+    assert found["width"] == (64, "ZBMD_TRAIN_WIDTH")
+    assert found["lr"] == (0.01, str(path))
+    assert found["tensorboard"] == (True, str(path)) and found["evaluate_every"][0] == 7
+    assert found["seed"] == (0, "default")
+    assert {entry.name for entry in SETTINGS} == set(found)
+
+
+def test_a_printed_recipe_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["train", "--data", "x", "--mesh", "dp=1,tp=1", "--recompute", "on", "--print-recipe"]) == 0
+    )
+    path = tmp_path / "recipe.toml"
+    path.write_text(capsys.readouterr().out)
+    wanted = merged({"data": "x", "mesh": "dp=1,tp=1", "recompute": "on"}, {}, None)
+    assert {k: v for k, (v, _) in merged({}, {}, path).items()} == {k: v for k, (v, _) in wanted.items()}
+    assert TrainOptions.decode(recipe(data="x").encode()) == recipe(data="x")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--mesh", "tp=3", "--ranks", "2"), "a mesh of tp 3 has 3 ranks, and there are 2"),
+        (("--mesh", "dp=-1,tp=2", "--ranks", "3"), "does not divide 3 ranks"),
+        (("--steps", "many"), '--steps: steps: "many" is no number'),
+        (("--tokens", "words"), '"words" is none of bytes, bpe'),
+        (("--heads", "3"), "cannot be divided over 3 heads"),
+        (("--ranks", "0"), "--ranks is 0"),
+        (("--precision", "float64"), "checkpoints hold float32"),
+        (("--config", "/nowhere"), "the recipe cannot be read"),
+        (("--weights", "a", "--resume", "b"), "not both"),
+    ],
+)
+def test_bad_recipes_are_explained(
+    options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "--data", sys.executable, *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_data_and_models_that_do_not_fit_are_explained(tmp_path: Path) -> None:
+    data, out = tmp_path / "text", str(tmp_path / "out")
+    data.write_bytes(b"short")
+    for changes, said in (
+        ({"mesh": "dp=1"}, "too short"),
+        ({"tokens": "bpe", "vocabulary": "3"}, "a vocabulary of 3 cannot be trained"),
+        ({"tokens": "bpe", "vocabulary": "300"}, "the dataset .* is too short"),
+        ({"weights": str(tmp_path)}, "lie beside a config"),
+    ):
+        with pytest.raises(UserError, match=said):
+            prepare(recipe(data=str(data), out=out, **changes), 1)
+    data.write_bytes(b"long enough, " * 100)
+    with pytest.raises(UserError, match="2 heads cannot be divided over 4"):
+        prepare(recipe(data=str(data), out=out, mesh="tp=4", ranks="4"), 4)
+    with pytest.raises(UserError, match="Muon needs whole matrices"):
+        prepare(recipe(data=str(data), out=out, mesh="tp=2", ranks="2", optimizer="muon"), 2)

@@ -1,0 +1,259 @@
+"""`zbmd train`: a GPT on a mesh of ranks, by a recipe of flags, ZBMD_TRAIN_* variables and a TOML file.
+
+Precedence: command line, environment, file, default. The merged recipe is printed before anything starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from zbmd.tools import node_cli
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.mesh import Mesh
+from zbmd.training.optim import AdamWConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
+from zbmd.training.schedule import CURVES
+from zbmd.training.tensor.options import PRECISIONS, TOKENS, TrainOptions
+from zbmd.transport.errors import UserError
+
+EXAMPLES: Final = """examples:
+  zbmd train --data 'texts/**/*.txt' --steps 200
+  zbmd train --data texts --mesh dp=2,tp=2 --ranks 4 --tokens bpe --vocabulary 2048 --tensorboard on
+  zbmd train --config recipe.toml --lr 1e-3 --out runs/second
+  zbmd train --data texts --weights gpt2/ --tokens bpe --tokenizer gpt2/tokenizer.json --context 1024
+  zbmd train --config recipe.toml --resume runs/first
+
+A recipe is a TOML file with the same names:
+  data = "texts"
+  mesh = "dp=2,tp=2"
+  ranks = 4
+  width = 256
+  tokens = "bpe"
+"""
+
+PREFIX: Final = "ZBMD_TRAIN_"
+CONFIG_BYTES_MAX: Final = 1 << 20
+RANKS_MAX: Final = 62
+OPTIMIZERS: Final[Mapping[str, OptimizerConfig]] = {
+    "adamw": AdamWConfig(),
+    "lion": LionConfig(),
+    "muon": MuonConfig(),
+    "sgd": SGDConfig(),
+}
+ValueT = TypeVar("ValueT")
+
+
+def _number(kind: Callable[[str], ValueT]) -> Callable[[str], ValueT]:
+    def parse(text: str) -> ValueT:
+        try:
+            return kind(text)
+        except ValueError:
+            raise UserError(f'"{text}" is no number.') from None
+
+    return parse
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in ("on", "off", "true", "false"):
+        raise UserError(f'"{text}" is neither on nor off.')
+    return text.lower() in ("on", "true")
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise UserError(f'"{text}" is none of {", ".join(choices)}.')
+        return text
+
+    return parse
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One setting of a recipe: TOML key and `--name`, group in the help, parser, default and meaning."""
+
+    name: str
+    group: str
+    parse: Callable[[str], Any]
+    default: Any
+    help: str
+
+    @property
+    def option(self) -> str:
+        """The command-line spelling."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return PREFIX + self.name.upper()
+
+
+_MODEL, _TRAINING = GPTConfig(), TrainingConfig(steps=300)
+_WHOLE, _REAL = _number(int), _number(float)
+_OPTIONS = TrainOptions(out=Path("zbmd-runs/train"), data="", mesh="dp=-1", model=_MODEL, training=_TRAINING)
+
+SETTINGS: Final = (
+    Entry("data", "data", str, None, "file, directory or glob to train on"),
+    Entry("tokens", "data", _one_of(*TOKENS), _OPTIONS.tokens, "bytes or bpe"),
+    Entry("vocabulary", "data", _WHOLE, _OPTIONS.vocabulary, "tokens that bpe learns"),
+    Entry("tokenizer", "data", Path, None, "a tokenizer.json to use instead of training one"),
+    Entry("ranks", "mesh", _WHOLE, 1, "processes to start"),
+    Entry("mesh", "mesh", str, _OPTIONS.mesh, "axes dp and tp, such as dp=2,tp=2"),
+    Entry("overlap", "mesh", _switch, True, "reduce gradients while the backward pass goes on: on or off"),
+    Entry("family", "model", _one_of("zbmd", "gpt2"), _MODEL.family, "zbmd or gpt2"),
+    Entry("activation", "model", _one_of("relu2", "gelu"), _MODEL.activation, "relu2 or gelu"),
+    Entry("context", "model", _WHOLE, _MODEL.context, "tokens of a sequence"),
+    Entry("width", "model", _WHOLE, _MODEL.width, "features of a token"),
+    Entry("heads", "model", _WHOLE, _MODEL.heads, "heads of attention"),
+    Entry("layers", "model", _WHOLE, _MODEL.layers, "blocks"),
+    Entry("dropout", "model", _REAL, _MODEL.dropout, "rate"),
+    Entry("weights", "model", Path, None, "a GPT-2 in Hugging Face's layout to begin with"),
+    Entry("precision", "model", _one_of(*PRECISIONS), _OPTIONS.precision, "float32 or float64"),
+    Entry("recompute", "model", _switch, False, "blocks keep their input alone: on or off"),
+    Entry("steps", "batch and schedule", _WHOLE, _TRAINING.steps, "steps"),
+    Entry("shards", "batch and schedule", _WHOLE, _TRAINING.shards, "logical shards of a batch"),
+    Entry(
+        "sequences_per_shard", "batch and schedule", _WHOLE, _TRAINING.sequences_per_shard, "in each shard"
+    ),
+    Entry("lr", "batch and schedule", _REAL, _TRAINING.learning_rate, "peak learning rate"),
+    Entry("warmup", "batch and schedule", _WHOLE, _TRAINING.warmup_steps, "steps up to the peak"),
+    Entry("lr_floor", "batch and schedule", _REAL, _TRAINING.learning_rate_floor, "last rate, of the peak"),
+    Entry("curve", "batch and schedule", _one_of(*CURVES), _TRAINING.curve, f"{', '.join(CURVES)}"),
+    Entry("clip_norm", "batch and schedule", _REAL, _TRAINING.clip_norm, "bound on the gradient's norm"),
+    Entry("optimizer", "batch and schedule", _one_of(*OPTIMIZERS), "adamw", ", ".join(OPTIMIZERS)),
+    Entry("seed", "batch and schedule", _WHOLE, _TRAINING.seed, "seed"),
+    Entry("out", "run", Path, _OPTIONS.out, "directory of the run"),
+    Entry("resume", "run", Path, None, "checkpoint, or the run it is of, to go on from"),
+    Entry("evaluate_every", "run", _WHOLE, _OPTIONS.evaluate_every, "steps; 0: at the end"),
+    Entry("evaluate_windows", "run", _WHOLE, _OPTIONS.evaluate_windows, "held-out sequences"),
+    Entry("checkpoint_every", "run", _WHOLE, _OPTIONS.checkpoint_every, "steps; 0: at the end"),
+    Entry("tensorboard", "run", _switch, False, "write event files for TensorBoard: on or off"),
+)
+
+
+def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `train` to the commands of `zbmd`."""
+    made = commands.add_parser(
+        "train",
+        help="train a GPT on a mesh of ranks, by a recipe",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--config", type=Path, metavar="FILE", help="a recipe in TOML")
+    made.add_argument("--print-recipe", action="store_true", help="print the merged recipe, and stop")
+    groups = {entry.group: made.add_argument_group(entry.group) for entry in SETTINGS}
+    for entry in SETTINGS:
+        default = "" if entry.default is None else f" ({_text(entry.default)})"
+        groups[entry.group].add_argument(
+            entry.option, dest=entry.name, metavar="X", help=f"{entry.help}{default}"
+        )
+    made.set_defaults(run_command=_train)
+
+
+def merged(
+    command_line: Mapping[str, str | None], environment: Mapping[str, str], config: Path | None
+) -> dict[str, tuple[Any, str]]:
+    """Each setting's value and where it comes from. Raises `UserError`, which names the source."""
+    in_file = {} if config is None else _read(config)
+    found: dict[str, tuple[Any, str]] = {}
+    for entry in SETTINGS:
+        sources = (
+            (entry.option, command_line.get(entry.name)),
+            (entry.variable, environment.get(entry.variable)),
+            (str(config), in_file.get(entry.name)),
+        )
+        source, text = next(((s, t) for s, t in sources if t is not None), ("default", None))
+        try:
+            found[entry.name] = (entry.default if text is None else entry.parse(text), source)
+        except UserError as error:
+            raise UserError(f"{source}: {entry.name}: {error}") from None
+    return found
+
+
+def options_of(values: Mapping[str, Any]) -> TrainOptions:
+    """The recipe that the settings make. Raises `UserError`."""
+    if values["data"] is None:
+        raise UserError("there is nothing to train on: give --data, a file, a directory or a glob.")
+    ranks: int = values["ranks"]
+    if not 1 <= ranks <= RANKS_MAX:
+        raise UserError(f"--ranks is {ranks}: it must be 1 to {RANKS_MAX}.")
+    Mesh.parse(values["mesh"], ranks)
+    return TrainOptions(
+        model=GPTConfig(
+            **{name: values[name] for name in ("family", "activation", "context", "width", "heads")},
+            layers=values["layers"],
+            dropout=values["dropout"],
+        ),
+        training=TrainingConfig(
+            **{name: values[name] for name in ("steps", "shards", "sequences_per_shard", "curve", "seed")},
+            learning_rate=values["lr"],
+            warmup_steps=values["warmup"],
+            learning_rate_floor=values["lr_floor"],
+            clip_norm=values["clip_norm"],
+            optimizer=OPTIMIZERS[values["optimizer"]],
+        ),
+        **{
+            entry.name: values[entry.name]
+            for entry in SETTINGS
+            if entry.name in TrainOptions.__struct_fields__
+        },
+    )
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    on_line = {entry.name: getattr(arguments, entry.name) for entry in SETTINGS}
+    found = merged(on_line, os.environ, arguments.config)
+    stream = sys.stdout if arguments.print_recipe else sys.stderr
+    for name, (value, source) in found.items():
+        line = f"# {name} is not set" if value is None else f"{name} = {_toml(value)}  # {source}"
+        print(line, file=stream)
+    options = options_of({name: value for name, (value, _) in found.items()})
+    options.check()
+    if arguments.print_recipe:
+        return 0
+    ranks = str(found["ranks"][0])
+    return node_cli.main(
+        ["run", "-n", ranks, "--on-loss", "stop", "-m", "zbmd.training.tensor", options.encode()]
+    )
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(CONFIG_BYTES_MAX + 1)
+        if len(data) > CONFIG_BYTES_MAX:
+            raise UserError(f"{path}: more than {CONFIG_BYTES_MAX} bytes: that is no recipe.")
+        table = tomllib.loads(data.decode())
+    except OSError as error:
+        raise UserError(f"{path}: the recipe cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}.") from None
+    known, values = {entry.name for entry in SETTINGS}, dict[str, str]()
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise UserError(f"{path}: unknown setting {key!r}. Known are: {', '.join(sorted(known))}.")
+        if not isinstance(value, str | int | float):
+            raise UserError(f"{path}: {key} must be a text, a number, true or false.")
+        values[name] = _text(value)
+    return values
+
+
+def _text(value: Any) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int | float) else msgspec.json.encode(str(value)).decode()

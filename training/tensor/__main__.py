@@ -1,0 +1,26 @@
+"""Train a GPT on a mesh of `dp × tp` ranks, by a recipe: what `zbmd train` runs on every rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import uvloop
+
+from zbmd.training.tensor.options import TrainOptions
+from zbmd.training.tensor.run import run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the recipe that the one argument spells, as JSON; the first rank's last line is the result."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    options = TrainOptions.decode("".join(given))
+    result = uvloop.run(run(options))
+    if result is not None:
+        print(msgspec.json.encode(result).decode(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

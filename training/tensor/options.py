@@ -1,0 +1,71 @@
+"""Everything that a recipe of `zbmd train` says: what each rank is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.transport.errors import UserError
+
+Tokens = Literal["bytes", "bpe"]
+Precision = Literal["float32", "float64"]
+TOKENS: tuple[Tokens, ...] = ("bytes", "bpe")
+PRECISIONS: tuple[Precision, ...] = ("float32", "float64")
+
+
+class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A recipe. The vocabulary of `model` is that of the tokens; `*_every` are in steps, 0: only at the end.
+
+    weights: a GPT-2 in Hugging Face's layout to begin with; resume: a checkpoint to go on from.
+    """
+
+    out: Path
+    data: str
+    mesh: str
+    model: GPTConfig
+    training: TrainingConfig
+    tokens: Tokens = "bytes"
+    vocabulary: int = 1024
+    tokenizer: Path | None = None
+    precision: Precision = "float32"
+    recompute: bool = False
+    overlap: bool = True
+    weights: Path | None = None
+    resume: Path | None = None
+    evaluate_every: int = 50
+    evaluate_windows: int = 64
+    checkpoint_every: int = 100
+    tensorboard: bool = False
+
+    def encode(self) -> str:
+        """As JSON."""
+        return msgspec.json.encode(self, enc_hook=str).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> TrainOptions:
+        """What `encode` has made. Raises `UserError` for anything else."""
+        try:
+            return msgspec.json.decode(text, type=cls, dec_hook=_path)
+        except ValueError as error:
+            raise UserError(f"this is no recipe ({error}): start one with zbmd train.") from None
+
+    def check(self) -> None:
+        """Raise `UserError` for what cannot go together."""
+        if self.weights is not None and self.resume is not None:
+            raise UserError("give --weights to begin with, or --resume to go on from: not both.")
+        if self.precision == "float64" and (self.checkpoint_every or self.resume is not None):
+            raise UserError("checkpoints hold float32: with --precision float64 give --checkpoint-every 0.")
+        for name in ("evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be 0 or more.")
+        if self.evaluate_windows < 1:
+            raise UserError(f"evaluate_windows is {self.evaluate_windows}: it must be at least 1.")
+
+
+def _path(kind: type, value: Any) -> Any:
+    if kind is not Path or not isinstance(value, str):
+        raise ValueError(f"{value!r} is no {kind.__name__}")
+    return Path(value)

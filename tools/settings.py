@@ -6,7 +6,7 @@ import os
 import re
 import reprlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -247,7 +247,10 @@ def merge(
     return Settings(chosen=chosen)
 
 
-def read_config(path: Path) -> dict[str, str]:
+KNOWN = frozenset(setting.name for setting in SETTINGS)
+
+
+def read_config(path: Path, known: Collection[str] = KNOWN) -> dict[str, str]:
     """The settings in a TOML file, as text. Raises `UserError` with the file, and the line if it has one."""
     try:
         with path.open("rb") as file:
@@ -265,7 +268,6 @@ def read_config(path: Path) -> dict[str, str]:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers, and nesting, beyond Python's own bounds
         raise UserError(f"{path}: not valid TOML: {error}. Correct that place and try again.") from error
-    known = {setting.name for setting in SETTINGS}
     values: dict[str, str] = {}
     for key, value in table.items():
         name = key.replace("-", "_")

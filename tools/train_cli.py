@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from zbmd.tools import node_cli
+from zbmd.tools.settings import read_config
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.mesh import Mesh
 from zbmd.training.optim import AdamWConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
@@ -40,7 +40,6 @@ A recipe is a TOML file with the same names:
 """
 
 PREFIX: Final = "ZBMD_TRAIN_"
-CONFIG_BYTES_MAX: Final = 1 << 20
 RANKS_MAX: Final = 62
 OPTIMIZERS: Final[Mapping[str, OptimizerConfig]] = {
     "adamw": AdamWConfig(),
@@ -62,9 +61,9 @@ def _number(kind: Callable[[str], ValueT]) -> Callable[[str], ValueT]:
 
 
 def _switch(text: str) -> bool:
-    if text.lower() not in ("on", "off", "true", "false"):
+    if text not in ("on", "off"):
         raise UserError(f'"{text}" is neither on nor off.')
-    return text.lower() in ("on", "true")
+    return text == "on"
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -164,7 +163,7 @@ def merged(
     command_line: Mapping[str, str | None], environment: Mapping[str, str], config: Path | None
 ) -> dict[str, tuple[Any, str]]:
     """Each setting's value and where it comes from. Raises `UserError`, which names the source."""
-    in_file = {} if config is None else _read(config)
+    in_file = {} if config is None else read_config(config, [entry.name for entry in SETTINGS])
     found: dict[str, tuple[Any, str]] = {}
     for entry in SETTINGS:
         sources = (
@@ -227,33 +226,10 @@ def _train(arguments: argparse.Namespace) -> int:
     )
 
 
-def _read(path: Path) -> dict[str, str]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(CONFIG_BYTES_MAX + 1)
-        if len(data) > CONFIG_BYTES_MAX:
-            raise UserError(f"{path}: more than {CONFIG_BYTES_MAX} bytes: that is no recipe.")
-        table = tomllib.loads(data.decode())
-    except OSError as error:
-        raise UserError(f"{path}: the recipe cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}.") from None
-    known, values = {entry.name for entry in SETTINGS}, dict[str, str]()
-    for key, value in table.items():
-        name = key.replace("-", "_")
-        if name not in known:
-            raise UserError(f"{path}: unknown setting {key!r}. Known are: {', '.join(sorted(known))}.")
-        if not isinstance(value, str | int | float):
-            raise UserError(f"{path}: {key} must be a text, a number, true or false.")
-        values[name] = _text(value)
-    return values
-
-
 def _text(value: Any) -> str:
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value) if isinstance(value, int | float) else msgspec.json.encode(str(value)).decode()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else msgspec.json.encode(_text(value)).decode()

@@ -128,7 +128,7 @@ def read_events(path: Path) -> list[Any]:
 
 def test_recipes_come_from_line_environment_and_file(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
-    path.write_text("steps = 5\nwidth = 32\nlr = 1e-2\ntensorboard = true\nevaluate-every = 7\n")
+    path.write_text('steps = 5\nwidth = 32\nlr = 1e-2\ntensorboard = "on"\nevaluate-every = 7\n')
     found = merged({"steps": "7"}, {"ZBMD_TRAIN_STEPS": "6", "ZBMD_TRAIN_WIDTH": "64"}, path)
     assert found["steps"] == (7, "--steps")
     assert found["width"] == (64, "ZBMD_TRAIN_WIDTH")
@@ -159,7 +159,7 @@ def test_a_printed_recipe_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("--heads", "3"), "cannot be divided over 3 heads"),
         (("--ranks", "0"), "--ranks is 0"),
         (("--precision", "float64"), "checkpoints hold float32"),
-        (("--config", "/nowhere"), "the recipe cannot be read"),
+        (("--config", "/nowhere"), "the settings file cannot be read"),
         (("--weights", "a", "--resume", "b"), "not both"),
     ],
 )

@@ -95,7 +95,7 @@ $(RUNTIME): $(PY) pyproject.toml setup.py
 
 $(NATIVE): $(RUNTIME) setup.py $(NATIVE_SOURCES)
 	@echo 'setup: building the compiled modules' >&2
-	@$(PY) setup.py --quiet build_ext --inplace --parallel $$(nproc) >&2
+	@$(PY) setup.py --quiet build_ext --inplace >&2
 	@touch $@
 
 $(DEV): $(RUNTIME) pyproject.toml

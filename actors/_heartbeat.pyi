@@ -57,10 +57,6 @@ class NativeHeartbeats:
         """Since the start."""
 
     @property
-    def reads(self) -> int:
-        """How often all lanes were read."""
-
-    @property
     def beats_spared(self) -> int:
         """Not sent because other traffic told the same."""
 
@@ -85,12 +81,8 @@ class NativeHeartbeats:
     def say(self, on: bool, known: int, entered: int) -> None:
         """What beats say from now on; on: whether there are any."""
 
-    def set_period(self, period_ns: int, *, lazy: bool = False) -> None:
-        """Beat so often, from the next beat on.
-
-        lazy: limits do not depend on when beats come, so lanes are read only when one would be reached. Of
-        beats that are read together the last has its own time, and the others are spread evenly before it.
-        """
+    def set_period(self, period_ns: int) -> None:
+        """Beat so often, from the next beat on."""
 
     def read_now(self) -> None:
         """Read all lanes, so that what has come by now can be taken."""

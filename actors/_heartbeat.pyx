@@ -35,7 +35,6 @@ cdef extern from "heartbeat.h" nogil:
         int tell_fd
         uint64_t beats_sent
         uint64_t beats_spared
-        uint64_t reads
     struct zbmd_beat_news:
         uint32_t fresh
         uint32_t end
@@ -56,7 +55,7 @@ cdef extern from "heartbeat.h" nogil:
     void zbmd_beats_observe(zbmd_beats *beats, int place, uint64_t limit_ns)
     void zbmd_beats_beat_to(zbmd_beats *beats, int place, uint32_t observes_us)
     void zbmd_beats_say(zbmd_beats *beats, uint32_t on, uint64_t known, uint64_t entered)
-    void zbmd_beats_set_period(zbmd_beats *beats, uint64_t period_ns, uint32_t lazy)
+    void zbmd_beats_set_period(zbmd_beats *beats, uint64_t period_ns)
     void zbmd_beats_read_now(zbmd_beats *beats)
     void zbmd_beats_attend(zbmd_beats *beats, uint32_t attentive)
     void zbmd_beats_sent(zbmd_beats *beats, int place)
@@ -180,10 +179,6 @@ cdef class NativeHeartbeats:
         return self._live(0).beats_sent
 
     @property
-    def reads(self):
-        return self._live(0).reads
-
-    @property
     def beats_spared(self):
         return self._live(0).beats_spared
 
@@ -232,10 +227,10 @@ cdef class NativeHeartbeats:
         with nogil:
             zbmd_beats_say(beats, on, known, entered)
 
-    def set_period(self, uint64_t period_ns, *, bint lazy=False):
+    def set_period(self, uint64_t period_ns):
         cdef zbmd_beats *beats = self._live(0)
         with nogil:
-            zbmd_beats_set_period(beats, period_ns, lazy)
+            zbmd_beats_set_period(beats, period_ns)
 
     def read_now(self):
         cdef zbmd_beats *beats = self._live(0)

@@ -5,9 +5,8 @@
  * only when there is something to judge. What came since is kept in a table until Python takes it.
  *
  * It is not woken by a beat that comes: the kernel stamps the time of arrival, so one wake-up a period serves
- * all peers, and a thread that was kept from running does not see its own delay as theirs. While it is lazy,
- * beats stay in the kernel until a limit would be reached before the next period: then all lanes are read.
- * Nobody is judged but by a round that has read them all.
+ * all peers, and a thread that was kept from running does not see its own delay as theirs. Nobody is judged
+ * but by a round that has read all lanes.
  *
  * A beat is 32 bytes, little-endian: its number in its direction of its lane (u64, from 1), the newest view
  * that the sender knows (u64), the view that it acts on (u64), and the tag of these (siphash.h) under the key
@@ -32,7 +31,6 @@
 #define ZBMD_BEAT_PEERS 64       /* at most ten are observed and ten observe us; others are on their way out */
 #define ZBMD_BEAT_ARRIVALS 128   /* kept for Python, the newest: more than come while a lease lasts */
 #define ZBMD_BEAT_READS 8        /* of one lane in a row */
-#define ZBMD_BEAT_UNREAD_MAX 4   /* periods in which no lane is read, by a lazy thread */
 #define ZBMD_BEAT_SPARED_MAX 4   /* in a row, to a peer that was just sent something else */
 
 /* Why a lane has ended. */
@@ -115,13 +113,12 @@ struct zbmd_beats {
     uint32_t running, stop;
     uint32_t on;            /* whether we are a member, and beat */
     uint32_t attentive;     /* whether Python is woken for every beat */
-    uint32_t lazy;          /* whether limits are the same whenever beats come, so that the last one counts */
     uint32_t lapsed;        /* whether a beat was withheld since Python's last sign of life */
     uint64_t period_ns, lease_ns, lease_until_ns;
     uint64_t known, entered;
     uint64_t read_ns;       /* all that had come by then was read */
     uint64_t judged_ns;     /* the same, of a round that came when it should */
-    uint64_t beats_sent, beats_spared, reads;
+    uint64_t beats_sent, beats_spared;
     uint32_t count;                       /* of places that are taken: */
     uint8_t taken[ZBMD_BEAT_PEERS];
     struct zbmd_beat_peer peers[ZBMD_BEAT_PEERS];
@@ -142,15 +139,10 @@ static inline void zbmd_lane_ended(struct zbmd_beat_peer *peer, uint32_t end, in
     peer->error = error;
 }
 
-/* `count` beats, the last at `at_ns`. When those before it came is not known: they are spread evenly. */
-static inline void zbmd_beat_arrived(struct zbmd_beat_peer *peer, uint64_t at_ns, uint64_t count) {
+static inline void zbmd_beat_arrived(struct zbmd_beat_peer *peer, uint64_t at_ns) {
     if (!peer->limit_ns || at_ns <= peer->last_ns) return;
-    if (count > ZBMD_BEAT_ARRIVALS) count = ZBMD_BEAT_ARRIVALS;
-    uint64_t before_ns = peer->last_ns, pause_ns = (at_ns - before_ns) / count;
-    for (uint64_t i = 1; i < count; i++)
-        peer->arrivals[peer->arrived++ % ZBMD_BEAT_ARRIVALS] = before_ns + i * pause_ns;
-    peer->arrivals[peer->arrived++ % ZBMD_BEAT_ARRIVALS] = at_ns;
     peer->last_ns = at_ns;
+    peer->arrivals[peer->arrived++ % ZBMD_BEAT_ARRIVALS] = at_ns;
 }
 
 /* When the kernel had it, on the monotonic clock; the wall clock may have been set meanwhile. */
@@ -184,8 +176,7 @@ static void zbmd_beats_read_lane(struct zbmd_beats *beats, struct zbmd_beat_peer
         uint64_t before = peer->reader.number;
         int end = zbmd_beat_read(&peer->reader, data, (size_t)taken);
         if (peer->reader.number != before) {
-            zbmd_beat_arrived(peer, zbmd_arrival_ns(&message, beats->read_ns, now_ns, wall_ahead_ns),
-                              beats->lazy ? peer->reader.number - before : 1);
+            zbmd_beat_arrived(peer, zbmd_arrival_ns(&message, beats->read_ns, now_ns, wall_ahead_ns));
             peer->fresh = 1;
         }
         if (end != ZBMD_LANE_OPEN) zbmd_lane_ended(peer, (uint32_t)end, 0);
@@ -234,17 +225,6 @@ static inline uint64_t zbmd_beats_due_ns(struct zbmd_beats *beats, uint64_t tick
     return due_ns;
 }
 
-/* Whether this round must read, if the next one comes at `next_ns`. */
-static inline int zbmd_beats_must_read(struct zbmd_beats *beats, uint64_t next_ns) {
-    if (!beats->lazy || beats->attentive) return 1;
-    if (next_ns > beats->read_ns + ZBMD_BEAT_UNREAD_MAX * beats->period_ns) return 1;
-    for (uint32_t i = 0; i < beats->count; i++) {
-        struct zbmd_beat_peer *peer = &beats->peers[beats->taken[i]];
-        if (peer->limit_ns && (peer->silent || peer->last_ns + peer->limit_ns <= next_ns)) return 1;
-    }
-    return 0;
-}
-
 /* Read all that has come on every lane. */
 static inline void zbmd_beats_read(struct zbmd_beats *beats, uint64_t now_ns) {
     struct timespec wall;
@@ -255,26 +235,24 @@ static inline void zbmd_beats_read(struct zbmd_beats *beats, uint64_t now_ns) {
         if (peer->fd >= 0) zbmd_beats_read_lane(beats, peer, now_ns, wall_ahead_ns);
     }
     beats->read_ns = now_ns;
-    beats->reads++;
 }
 
 /* One turn of the thread. `starved`: it came later than by a period, so silence may be its own deafness. */
 static int zbmd_beats_round(struct zbmd_beats *beats, uint64_t now_ns, int starved, int tick) {
     int tell = 0, beat = tick && beats->on;
-    int read = !tick || zbmd_beats_must_read(beats, now_ns + beats->period_ns);
     if (beat && now_ns >= beats->lease_until_ns) {
         beats->lapsed = 1;
         beat = 0;
     }
-    if (read) zbmd_beats_read(beats, now_ns);
+    zbmd_beats_read(beats, now_ns);
     for (uint32_t i = 0; i < beats->count; i++) {
         struct zbmd_beat_peer *peer = &beats->peers[beats->taken[i]];
         if (beat) zbmd_beats_send(beats, peer, now_ns);
         if (zbmd_beats_matter(beats, peer)) tell = 1;
-        if (!read || starved || !peer->limit_ns || peer->silent) continue;
+        if (starved || !peer->limit_ns || peer->silent) continue;
         if (now_ns >= peer->last_ns + peer->limit_ns) peer->silent = tell = 1;
     }
-    if (read && !starved) beats->judged_ns = now_ns;
+    if (!starved) beats->judged_ns = now_ns;
     return tell;
 }
 
@@ -409,7 +387,7 @@ static inline void zbmd_beats_adopt(struct zbmd_beats *beats, int place, int fd,
     peer->end = ZBMD_LANE_OPEN;
     int end = zbmd_beat_read(&peer->reader, surplus, nbytes);
     if (peer->reader.number != 1) {
-        zbmd_beat_arrived(peer, zbmd_now_ns(), 1);
+        zbmd_beat_arrived(peer, zbmd_now_ns());
         peer->fresh = 1;
     }
     if (end != ZBMD_LANE_OPEN) zbmd_lane_ended(peer, (uint32_t)end, 0);
@@ -452,10 +430,9 @@ static inline void zbmd_beats_say(struct zbmd_beats *beats, uint32_t on, uint64_
     pthread_mutex_unlock(&beats->lock);
 }
 
-static inline void zbmd_beats_set_period(struct zbmd_beats *beats, uint64_t period_ns, uint32_t lazy) {
+static inline void zbmd_beats_set_period(struct zbmd_beats *beats, uint64_t period_ns) {
     pthread_mutex_lock(&beats->lock);
     beats->period_ns = period_ns;
-    beats->lazy = lazy;
     pthread_mutex_unlock(&beats->lock);
 }
 
@@ -475,7 +452,7 @@ static inline void zbmd_beats_sent(struct zbmd_beats *beats, int place) {
 static inline int zbmd_beats_heard(struct zbmd_beats *beats, int place) {
     struct zbmd_beat_peer *peer = &beats->peers[place];
     pthread_mutex_lock(&beats->lock);
-    zbmd_beat_arrived(peer, zbmd_now_ns(), 1);
+    zbmd_beat_arrived(peer, zbmd_now_ns());
     int silent = (int)peer->silent;
     pthread_mutex_unlock(&beats->lock);
     return silent;

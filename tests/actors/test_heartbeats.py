@@ -169,10 +169,8 @@ async def test_only_what_matters_wakes_python(pair: tuple[Node, Node]) -> None:
     assert len(one.arrivals) > heard
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-async def test_silence_is_told_at_its_limit_and_its_end_at_once(pair: tuple[Node, Node], lazy: bool) -> None:
+async def test_silence_is_told_at_its_limit_and_its_end_at_once(pair: tuple[Node, Node]) -> None:
     one, two = pair
-    one.native.set_period(PERIOD_NS, lazy=lazy)
     limit_ns = 20 * PERIOD_NS
     one.native.observe(one.place, limit_ns)
     one.arrivals.append(now_ns())
@@ -194,39 +192,6 @@ async def test_any_traffic_is_a_sign_of_life(pair: tuple[Node, Node]) -> None:
     assert one.native.heard(one.place), "it was silent too long"
     one.take()
     assert one.arrivals[-1] > begun_ns
-
-
-async def test_who_is_lazy_reads_less_often_than_it_beats(pair: tuple[Node, Node]) -> None:
-    one, two = pair
-    one.native.observe(one.place, HOUR_NS)
-    two.native.attend(True)
-    one.native.set_period(10 * PERIOD_NS, lazy=True)
-    seen = [(one.native.beats_sent, one.native.reads)]
-
-    def rarely() -> bool:
-        seen.append((one.native.beats_sent, one.native.reads))
-        (beats, reads), (beats_then, reads_then) = seen[-1], seen[max(0, len(seen) - 9)]
-        return beats - beats_then >= 8 and 2 * (reads - reads_then) <= beats - beats_then
-
-    await two.woken(rarely)
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-def test_beats_that_are_read_together_are_spread_if_when_they_came_does_not_count(lazy: bool) -> None:
-    node = Node()
-    ours, theirs = connected()
-    node.native.set_period(PERIOD_NS, lazy=lazy)
-    node.native.adopt(node.place, ours.detach(), *KEYS, b"")
-    node.native.observe(node.place, HOUR_NS)
-    begun_ns = now_ns()
-    writer = BeatWriter(KEYS[1])
-    theirs.sendall(b"".join(writer.write(1, 1) for _ in range(5)))  # one segment, so one read
-    node.native.read_now()
-    node.take()
-    assert len(node.arrivals) == (5 if lazy else 1)
-    assert node.arrivals == sorted(set(node.arrivals)) and begun_ns < node.arrivals[-1] <= now_ns()
-    theirs.close()
-    node.native.close()
 
 
 STOPPED_NS = 200 * MS

@@ -125,14 +125,16 @@ async def test_operations_without_a_death(tmp_path: Path) -> None:
         assert job.check(k) == {"of": (0, 1, 2), "error": "", "ranks": [0, 1, 2]}
 
 
-MODES: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "preserve": ({"inputs": "preserve"}, {"all", "survivors"}),
-    "recompute": ({"inputs": "recompute"}, {"all", "survivors", "InputsOverwritten"}),
-    "adopt": ({"inputs": "adopt"}, {"all", "survivors"}),
-    "wait": ({"inputs": "preserve", "on_loss": "wait_for_replacement"}, {"all"}),
-    "abort": ({"inputs": "preserve", "on_loss": "abort"}, {"all", "MembersLost"}),
+NOTHING: set[str] = set()
+MODES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
+    "preserve": ({"inputs": "preserve"}, {"all", "survivors"}, NOTHING),
+    "recompute": ({"inputs": "recompute"}, {"all", "survivors", "InputsOverwritten"}, NOTHING),
+    "adopt": ({"inputs": "adopt"}, {"all"}, {"survivors"}),
+    "wait": ({"inputs": "preserve", "on_loss": "wait_for_replacement"}, {"all"}, NOTHING),
+    "abort": ({"inputs": "preserve", "on_loss": "abort"}, {"all", "MembersLost"}, NOTHING),
 }
-"""Of each mode: the arguments, and how operations may end, all of which are to be seen."""
+"""Of each mode: the arguments, how operations end, all of which is to be seen, and how they may end besides:
+who dies just behind an operation has published nothing for the next one, or has."""
 
 ALGORITHM = "direct"
 POINTS_MAX = 16
@@ -154,7 +156,7 @@ def plan(world_size: int, first: int) -> list[tuple[int, int, int] | None]:
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_kill_at_every_other_instruction(tmp_path: Path, mode: str) -> None:
-    arguments, expected = MODES[mode]
+    arguments, expected, besides = MODES[mode]
     kills = plan(3, first=list(MODES).index(mode) % STRIDE)
     job = Job(tmp_path, kills, {"algorithm": ALGORITHM, **arguments})
     result = await job.run()
@@ -176,4 +178,4 @@ async def test_a_kill_at_every_other_instruction(tmp_path: Path, mode: str) -> N
             # What the dead had published counts: without it only who died after the operation before is.
             assert how == "all", (k, end)
         assert deaths & {k - 1, k} or (how == "all" and not end["error"]), (k, end)
-    assert len(deaths) > 4 and seen == expected, (deaths, seen)
+    assert len(deaths) > 4 and expected <= seen <= expected | besides, (deaths, seen)

@@ -8,10 +8,10 @@ from typing import Final
 
 from zbmd.actors.cluster.clocks import clocks_apart, wall_ns
 from zbmd.actors.cluster.door import visitor
-from zbmd.actors.cluster.node_contracts import DESK, ClockReply, ClockRequest
+from zbmd.actors.cluster.node_contracts import ClockReply, ClockRequest
 from zbmd.actors.errors import ActorError
-from zbmd.actors.system import ActorSystem
 from zbmd.tools.doctor_report import Finding, Section, State
+from zbmd.tools.node_ask import line_over
 from zbmd.transport import tcp
 from zbmd.transport.budget import derive
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
@@ -49,16 +49,10 @@ async def _ask(address: TcpAddress, clock_ns: Callable[[], int]) -> tuple[ClockR
         raise UserError("there is no cookie here to ask with (`zbmd-node token` there prints how to get it)")
     endpoint = visitor(load_or_create_cookie(), derive())
     link = await tcp.dial(address, endpoint, settings=tcp_settings())
-    system = ActorSystem(endpoint.identity.name)
-    try:
-        system.attach(link)
+    async with line_over(link, endpoint) as line:
         asked_ns = clock_ns()
-        reply = await system.ref(f"{link.peer.name}/{DESK}").ask(
-            ClockRequest(), reply=ClockReply, timeout=CLOCK_S
-        )
+        reply = await line.desk.ask(ClockRequest(), reply=ClockReply, timeout=CLOCK_S)
         return reply, reply.wall_ns - (asked_ns + clock_ns()) // 2
-    finally:
-        await system.stop()
 
 
 def _not_compared(address: TcpAddress, error: Exception) -> Finding:

@@ -15,6 +15,7 @@ from zbmd.actors.system import ActorSystem
 from zbmd.transport import tcp
 from zbmd.transport.budget import derive
 from zbmd.transport.cookie import load_or_create_cookie
+from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import PeerLost, UserError
 from zbmd.transport.tcp_address import TcpAddress, parse_address
 from zbmd.transport.tcp_link import TcpLink
@@ -49,8 +50,7 @@ def node_address(at: str | None) -> TcpAddress:
 @asynccontextmanager
 async def desk_of(at: str | None) -> AsyncGenerator[Line]:
     """A line to the node at `at`, or to that of this host. Raises `UserError`, and as `tcp.dial`."""
-    address = node_address(at)
-    endpoint = visitor(load_or_create_cookie(), derive())
+    address, endpoint = node_address(at), visitor(load_or_create_cookie(), derive())
     try:
         link = await tcp.dial(address, endpoint, settings=tcp_settings())
     except PeerLost as error:
@@ -58,6 +58,13 @@ async def desk_of(at: str | None) -> AsyncGenerator[Line]:
             f"no node at {address}: {error.reason}. Start one with `zbmd-node up`, or give --at HOST:PORT "
             "of one that runs."
         ) from None
+    async with line_over(link, endpoint) as line:
+        yield line
+
+
+@asynccontextmanager
+async def line_over(link: TcpLink, endpoint: Endpoint) -> AsyncGenerator[Line]:
+    """A line to the desk of the node at the other end of `link`, which ends with it."""
     system = ActorSystem(endpoint.identity.name)
     try:
         system.attach(link)

@@ -93,7 +93,7 @@ def prepare_corpus(
         )
     with_separators = sum(source.nbytes for source in sources) + len(sources) - 1
     _check_length(min(with_separators, bytes_max), origin, context)
-    wanted = _inputs_digest(sources, bytes_max)
+    wanted = inputs_digest(sources, CORPUS_FORMAT, bytes_max)
     path = directory / CORPUS_FILE
     with locked_directory(directory):
         known = _read_header(path)
@@ -250,7 +250,7 @@ def _stdlib_sources() -> list[Source]:
 
 def _files_below(root: Path, skipped: frozenset[str], *, suffix: str) -> list[Path]:
     def refuse(error: OSError) -> None:
-        raise _unreadable(error.filename, error.strerror)
+        raise unreadable(error.filename, error.strerror)
 
     paths: list[Path] = []
     for directory, names, files in os.walk(root, onerror=refuse):
@@ -264,19 +264,21 @@ def _source(path: Path) -> Source:
     try:
         status = path.stat()
     except OSError as error:
-        raise _unreadable(path, error.strerror) from error
+        raise unreadable(path, error.strerror) from error
     if not os.access(path, os.R_OK):
-        raise _unreadable(path, os.strerror(errno.EACCES))
+        raise unreadable(path, os.strerror(errno.EACCES))
     return Source(path, status.st_size, status.st_mtime_ns)
 
 
-def _unreadable(path: object, why: str | None) -> UserError:
+def unreadable(path: object, why: str | None) -> UserError:
+    """The error for a source that cannot be read."""
     return UserError(f"cannot read {path}: {why}. Give --data files that are there and that you may read.")
 
 
-def _inputs_digest(sources: list[Source], bytes_max: int) -> str:
+def inputs_digest(sources: list[Source], *asked: int | str) -> str:
+    """What identifies data that is made of `sources` in the way that was asked for."""
     rows = [(os.fsencode(source.path.absolute()), source.nbytes, source.modified_ns) for source in sources]
-    return hashlib.sha256(msgspec.msgpack.encode((CORPUS_FORMAT, bytes_max, rows))).hexdigest()
+    return hashlib.sha256(msgspec.msgpack.encode((*asked, rows))).hexdigest()
 
 
 def write_corpus(file: BinaryIO, sources: list[Source], inputs: str, origin: str, bytes_max: int) -> None:
@@ -306,7 +308,7 @@ def write_corpus(file: BinaryIO, sources: list[Source], inputs: str, origin: str
         except OSError as error:
             if error.filename is None:
                 raise  # not this source: our own file, say on a full disk
-            raise _unreadable(source.path, error.strerror) from error
+            raise unreadable(source.path, error.strerror) from error
     header = CorpusHeader(
         format=CORPUS_FORMAT,
         digest=digest.hexdigest(),

@@ -189,16 +189,9 @@ async def _train(
     plan = plan_of(recipe)
     # On a thread: the loop links up meanwhile, and the others are at work.
     store, base_version = await asyncio.to_thread(_initial_store, node, recipe, options, plan)
-    header = LogHeader(
-        format=LOG_FORMAT,
-        run_id=f"{node.job:016x}",
-        base_version=base_version,
-        plan=plan,
-        seed=recipe.config.seed,
-    )
     journal = Journal(
         options.out,
-        header,
+        log_header(node, recipe, plan, base_version),
         options.model,
         rank=node.rank,
         report=node.report,
@@ -221,9 +214,7 @@ async def _train(
         last_version=recipe.config.steps,
         known_version=journal.log.last_version(),
     )
-    forget = node.on_peer_lost(
-        lambda rank, incarnation, notice: _report_loss(node, rank, incarnation, notice)
-    )
+    forget = report_losses(node)
     await actors.start(node.system)
     try:
         await CommitDriver(node, machine, workload).run()
@@ -242,16 +233,25 @@ async def _train(
     return result
 
 
-def _report_loss(node: Node, rank: int, incarnation: int, notice: DeathNotice) -> None:
-    if not notice.clean:
-        node.report(
-            {
-                "kind": "lost",
-                "peer": rank,
-                "incarnation": incarnation,
-                "at_ns": notice.at_ns,
-            }
-        )
+def log_header(node: Node, recipe: Recipe, plan: str, base_version: int = 0) -> LogHeader:
+    """Of the commit log of this run, whose plan is as of `plan_of`."""
+    return LogHeader(
+        format=LOG_FORMAT,
+        run_id=f"{node.job:016x}",
+        base_version=base_version,
+        plan=plan,
+        seed=recipe.config.seed,
+    )
+
+
+def report_losses(node: Node) -> Callable[[], None]:
+    """Report each rank that is lost; the result ends that."""
+
+    def report(rank: int, incarnation: int, notice: DeathNotice) -> None:
+        if not notice.clean:
+            node.report({"kind": "lost", "peer": rank, "incarnation": incarnation, "at_ns": notice.at_ns})
+
+    return node.on_peer_lost(report)
 
 
 def _initial_store(node: Node, recipe: Recipe, options: JobOptions, plan: str) -> tuple[Store, int]:

@@ -81,18 +81,7 @@ class Journal:
         if not self._is_writer():
             return
         self.log.append(record)
-        self._report(
-            {
-                "kind": "step",
-                "version": commit.version,
-                "epoch": commit.epoch,
-                "members": list(members),
-                "loss": loss_of(record),
-                "grad_norm": part_norm,
-                "held_out_loss": record.held_out_loss,
-                "at_ns": record.at_ns,
-            }
-        )
+        self._report(step_report(record, part_norm))
         if self._saving is not None and self._saving.done():
             saved, self._saving = self._saving, None
             await saved  # if it failed, the run is to end now and not at the next checkpoint
@@ -101,14 +90,7 @@ class Journal:
 
     def adopted(self, adopted: cm.Adopted) -> None:
         """Report that this rank has caught up by a pull or a recall."""
-        self._report(
-            {
-                "kind": "adopted",
-                "version": adopted.version,
-                "epoch": adopted.epoch,
-                "at_ns": time.monotonic_ns(),
-            }
-        )
+        self._report(adopted_report(adopted.version, adopted.epoch))
 
     def preserved(self, version: int, *, elements: int) -> Array | None:
         """The state of `version`, (elements,) float32, if that is the checkpoint on disk; else None.
@@ -143,6 +125,25 @@ class Journal:
         checkpoint = Checkpoint(version=version, plan=self.log.header.plan, flat=flat)
         path = self.directory / CHECKPOINT_NAME
         self._saving = asyncio.create_task(asyncio.to_thread(save_checkpoint, path, checkpoint))
+
+
+def step_report(record: CommitRecord, grad_norm: float) -> Report:
+    """What the host is told of a step that is logged."""
+    return {
+        "kind": "step",
+        "version": record.version,
+        "epoch": record.epoch,
+        "members": list(record.members),
+        "loss": loss_of(record),
+        "grad_norm": grad_norm,
+        "held_out_loss": record.held_out_loss,
+        "at_ns": record.at_ns,
+    }
+
+
+def adopted_report(version: int, epoch: int) -> Report:
+    """What the host is told when a rank has caught up with `version`."""
+    return {"kind": "adopted", "version": version, "epoch": epoch, "at_ns": time.monotonic_ns()}
 
 
 def read_parts(parts: tuple[bytes, ...]) -> list[VotePart]:

@@ -25,6 +25,8 @@ from zbmd.training.corpus import (
     Source,
     Split,
     find_sources,
+    inputs_digest,
+    unreadable,
 )
 from zbmd.training.files import locked_directory, write_atomically
 from zbmd.training.tokens import TOKENIZER_NAME, BPETokenizer, Tokenizer, Tokens, pieces
@@ -124,7 +126,7 @@ def prepare_tokens(
     sources = find_sources(data)
     given = None if tokenizer is None else BPETokenizer.load(tokenizer)
     asked = given.digest if given is not None else f"vocabulary {vocabulary}"
-    wanted = _inputs_digest(sources, f"{asked} {shard_tokens}")
+    wanted = inputs_digest(sources, FORMAT, CORPUS_BYTES_MAX, f"{asked} {shard_tokens}")
     with locked_directory(directory):
         known, path = read_manifest(directory), directory / TOKENIZER_NAME
         if known is not None and known.inputs_digest == wanted and path.exists():
@@ -195,9 +197,7 @@ def _texts(sources: list[Source]) -> Iterator[Iterator[bytes]]:
             with source.path.open("rb") as file:
                 text = file.read(room)
         except OSError as error:
-            raise UserError(
-                f"cannot read {source.path}: {error.strerror}. Give --data that you may read."
-            ) from None
+            raise unreadable(source.path, error.strerror) from error
         room -= len(text)
         yield pieces(text, PIECE_BYTES)
 
@@ -227,8 +227,3 @@ def _mapped(path: Path, length: int) -> Tokens:
         return np.memmap(path, np.dtype("<u2"), mode="r", shape=(length,))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}. Prepare the tokens again.") from error
-
-
-def _inputs_digest(sources: list[Source], asked: str) -> str:
-    rows = [(str(source.path.absolute()), source.nbytes, source.modified_ns) for source in sources]
-    return hashlib.sha256(msgspec.msgpack.encode((FORMAT, CORPUS_BYTES_MAX, asked, rows))).hexdigest()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 from kept_lines import Lines
+from one_killed import run_and_kill_the_last
 
 import zbmd
 from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import HostEvent, RankReport
-from zbmd.actors.view import OnLoss, Outcome
+from zbmd.actors.view import Outcome
 from zbmd.collectives.group_channels import SUBGROUPS_MAX
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
 
@@ -127,30 +125,11 @@ asyncio.run(main())
 async def test_a_mesh_of_ranks_one_of_which_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: str
 ) -> None:
-    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
-    monkeypatch.setenv("ZBMD_LINKS", links)
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    output, ready, done = Lines(), set[int](), set[int]()
-
-    async def observe(event: HostEvent) -> None:
-        match event:
-            case RankReport(payload={"ready": rank}):
-                ready.add(rank)
-                if ready == {0, 1, 2, 3}:
-                    os.kill(host.ranks[3].pid, signal.SIGKILL)
-            case RankReport(payload={"done": rank}):
-                done.add(rank)
-            case _:
-                pass
-
-    config = HostConfig(
-        target=str(script), world_size=4, on_loss=OnLoss.SHRINK, arena_bytes=16 << 20, preload=("zbmd",)
+    ended = await run_and_kill_the_last(
+        JOB, tmp_path, monkeypatch, ranks=4, links=links, arena_bytes=16 << 20
     )
-    host = Host(config, output=output, observer=observe)
-    result = await host.run()
-    assert result.outcome is Outcome.SUCCEEDED, "\n".join(output.lines)
-    assert done == {0, 1, 2}, output.lines
+    assert ended.result.outcome is Outcome.SUCCEEDED, "\n".join(ended.lines)
+    assert ended.said["ready"] == {0, 1, 2, 3} and ended.said["done"] == {0, 1, 2}, ended.lines
 
 
 async def test_who_closes_and_leaves_behind_the_last_operation_harms_nobody(

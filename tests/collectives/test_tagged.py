@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
-from kept_lines import Lines
+from one_killed import run_and_kill_the_last
 
 import zbmd
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import HostEvent, RankReport
-from zbmd.actors.view import OnLoss
 from zbmd.collectives.errors import OperationAborted
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
 
@@ -87,30 +82,11 @@ asyncio.run(main())
 async def test_ranks_exchange_and_one_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: str
 ) -> None:
-    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
-    monkeypatch.setenv("ZBMD_LINKS", links)
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    output, ready, after = Lines(), set[int](), set[int]()
-
-    async def observe(event: HostEvent) -> None:
-        match event:
-            case RankReport(payload={"ready": rank}):
-                ready.add(rank)
-                if ready == {0, 1, 2}:
-                    os.kill(host.ranks[2].pid, signal.SIGKILL)
-            case RankReport(payload={"after": rank}):
-                after.add(rank)
-            case _:
-                pass
-
-    config = HostConfig(
-        target=str(script), world_size=3, on_loss=OnLoss.SHRINK, arena_bytes=32 << 20, preload=("zbmd",)
-    )
-    host = Host(config, output=output, observer=observe)
     async with asyncio.timeout(90):
-        await host.run()
-    assert ready == {0, 1, 2} and after == {0, 1}, "\n".join(output.lines)
+        ended = await run_and_kill_the_last(
+            JOB, tmp_path, monkeypatch, ranks=3, links=links, arena_bytes=32 << 20
+        )
+    assert ended.said["ready"] == {0, 1, 2} and ended.said["after"] == {0, 1}, "\n".join(ended.lines)
 
 
 async def test_a_receive_that_gives_up_leaves_the_message_for_the_next() -> None:

@@ -14,7 +14,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import uvloop
@@ -282,22 +282,45 @@ class ShmHarness(RegionHarness):
 # -- TCP -------------------------------------------------------------------------------------------------
 
 
-class _TcpEnds(Ends):
-    """Both ends in this process, each with a data plane; a death is what is left of one: closed sockets."""
+class Closes(Protocol):
+    """What is closed at the end."""
 
-    def __init__(self, sizes: Sizes, lanes: int) -> None:
+    def close(self) -> None: ...
+
+
+PlaneT = TypeVar("PlaneT", bound=Closes)
+LinkT = TypeVar("LinkT", bound=Link)
+
+
+class PlaneEnds(Ends, Generic[PlaneT, LinkT]):
+    """Both ends in this process, each with a segment and a plane; a death is what is left of one."""
+
+    def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
-        self._lanes = lanes
-        self._links: list[TcpLink] = []
+        self._links: list[LinkT] = []
         self._segments: list[Segment] = []
-        self._planes: list[DataPlane] = []
+        self.planes: list[PlaneT] = []
+
+    @abstractmethod
+    def _plane(self, slot: int, segment: Segment) -> PlaneT:
+        """A plane for a new life in that slot."""
+
+    @abstractmethod
+    async def _linked(
+        self, near: tuple[Endpoint, PlaneT], far: tuple[Endpoint, PlaneT]
+    ) -> tuple[LinkT, LinkT]:
+        """Their links, near and far, with each other's memory."""
+
+    @abstractmethod
+    async def _end_far(self) -> None:
+        """What the kernel does for a process that is killed."""
 
     async def begin(self) -> None:
         """On the loop."""
         self._own = self._process(NEAR, 1)
         await self._connect(1)
 
-    def _process(self, slot: int, incarnation: int) -> tuple[Endpoint, DataPlane, Segment]:
+    def _process(self, slot: int, incarnation: int) -> tuple[Endpoint, PlaneT]:
         sizes = self._sizes
         segment = Segment.create(
             slot=slot,
@@ -305,28 +328,18 @@ class _TcpEnds(Ends):
             arena_bytes=sizes.arena_bytes,
             inbox_bytes=sizes.inbox_bytes,
         )
-        plane = DataPlane()
         self._segments.append(segment)
-        self._planes.append(plane)
-        return Endpoint(identity=_identity(segment), cookie=bytes(32), segment=segment), plane, segment
+        plane = self._plane(slot, segment)
+        self.planes.append(plane)
+        return Endpoint(identity=_identity(segment), cookie=bytes(32), segment=segment), plane
 
     async def _connect(self, incarnation: int) -> None:
-        near_endpoint, near_plane, near_segment = self._own
-        far_endpoint, far_plane, far_segment = self._process(FAR, incarnation)
-        accepted: asyncio.Future[TcpLink] = asyncio.get_running_loop().create_future()
-        listener = await tcp.listen("127.0.0.1:0", accepted.set_result, far_endpoint)
-        near = await tcp.dial(listener.address, near_endpoint)
-        far = await accepted
-        await asyncio.gather(
-            join_bulk(near, near_endpoint, near_plane, slot=FAR, lanes=self._lanes),
-            join_bulk(far, far_endpoint, far_plane, slot=NEAR),
-        )
-        listener.close()
+        near, far = await self._linked(self._own, self._process(FAR, incarnation))
         self._links += [near, far]
-        self.near, self.far = _ShmEnd(near_segment, near), _ShmEnd(far_segment, far)
+        self.near, self.far = _ShmEnd(self._segments[0], near), _ShmEnd(self._segments[-1], far)
 
     async def kill_far(self) -> None:
-        self._planes[-1].close()
+        await self._end_far()
         assert (
             await self.near.wait(FAR, _native.CHANNELS - 1, 1 << 63, group_mask=1 << FAR) == _native.WAIT_LOST
         )
@@ -339,10 +352,38 @@ class _TcpEnds(Ends):
         """Give everything back."""
         for link in self._links:
             link.close()
-        for plane in self._planes:
+        for plane in self.planes:
             plane.close()
         for segment in self._segments:
             segment.close()
+
+
+class _TcpEnds(PlaneEnds[DataPlane, TcpLink]):
+    """Of a process that is killed, closed sockets are left."""
+
+    def __init__(self, sizes: Sizes, lanes: int) -> None:
+        super().__init__(sizes)
+        self._lanes = lanes
+
+    def _plane(self, slot: int, segment: Segment) -> DataPlane:
+        return DataPlane()
+
+    async def _linked(
+        self, near: tuple[Endpoint, DataPlane], far: tuple[Endpoint, DataPlane]
+    ) -> tuple[TcpLink, TcpLink]:
+        accepted: asyncio.Future[TcpLink] = asyncio.get_running_loop().create_future()
+        listener = await tcp.listen("127.0.0.1:0", accepted.set_result, far[0])
+        link = await tcp.dial(listener.address, near[0])
+        other = await accepted
+        await asyncio.gather(
+            join_bulk(link, *near, slot=FAR, lanes=self._lanes),
+            join_bulk(other, *far, slot=NEAR),
+        )
+        listener.close()
+        return link, other
+
+    async def _end_far(self) -> None:
+        self.planes[-1].close()
 
 
 class TcpHarness(RegionHarness):
@@ -461,79 +502,41 @@ class SimHarness(RegionHarness):
 # -- RDMA ------------------------------------------------------------------------------------------------
 
 
-class RdmaEnds(Ends):
-    """Both ends in this process, each with a device and a plane; a death is what is left of one.
-
-    As the kernel does for a process that is killed, its queue pairs go first, and then its sockets.
-    """
+class RdmaEnds(PlaneEnds["RdmaPlane", RdmaLink]):
+    """Each end has a device. Of a process that is killed, its queue pairs go first, and then its sockets."""
 
     def __init__(self, sizes: Sizes, devices: list[RdmaDevice]) -> None:
-        self._sizes = sizes
+        super().__init__(sizes)
         self._devices = devices
-        self._links: list[RdmaLink] = []
-        self._segments: list[Segment] = []
-        self.planes: list[RdmaPlane] = []
 
-    async def begin(self) -> None:
-        """On the loop."""
-        self._own = self._process(NEAR, 1)
-        await self._connect(1)
+    def _plane(self, slot: int, segment: Segment) -> RdmaPlane:
+        return rdma.open_plane(*given_devices()[0 if slot == NEAR else -1], segment=segment)
 
-    def _process(self, slot: int, incarnation: int) -> tuple[Endpoint, RdmaPlane, Segment]:
-        sizes = self._sizes
-        segment = Segment.create(
-            slot=slot,
-            incarnation=incarnation,
-            arena_bytes=sizes.arena_bytes,
-            inbox_bytes=sizes.inbox_bytes,
-        )
-        self._segments.append(segment)
-        plane = rdma.open_plane(*given_devices()[0 if slot == NEAR else -1], segment=segment)
-        self.planes.append(plane)
-        return Endpoint(identity=_identity(segment), cookie=bytes(32), segment=segment), plane, segment
-
-    async def _connect(self, incarnation: int) -> None:
-        near_endpoint, near_plane, near_segment = self._own
-        far_endpoint, far_plane, far_segment = self._process(FAR, incarnation)
+    async def _linked(
+        self, near: tuple[Endpoint, RdmaPlane], far: tuple[Endpoint, RdmaPlane]
+    ) -> tuple[RdmaLink, RdmaLink]:
         accepted: asyncio.Future[RdmaLink] = asyncio.get_running_loop().create_future()
         listener = await rdma.listen(
             "127.0.0.1:0",
             accepted.set_result,
-            far_endpoint,
+            far[0],
             self._devices[-1],
-            memory=rdma.Memory(plane=far_plane, slot_of=lambda peer: NEAR),
+            memory=rdma.Memory(plane=far[1], slot_of=lambda peer: NEAR),
         )
-        near = await rdma.dial(
+        link = await rdma.dial(
             listener.address,
-            near_endpoint,
+            near[0],
             self._devices[0],
-            memory=rdma.Memory(plane=near_plane, slot_of=lambda peer: FAR),
+            memory=rdma.Memory(plane=near[1], slot_of=lambda peer: FAR),
         )
-        far = await accepted
+        other = await accepted
         listener.close()
         await listener.wait_closed()
-        self._links += [near, far]
-        self.near, self.far = _ShmEnd(near_segment, near), _ShmEnd(far_segment, far)
+        return link, other
 
-    async def kill_far(self) -> None:
+    async def _end_far(self) -> None:
         await asyncio.to_thread(self.planes[-1].close)
         self._links[-1].tcp_link.close()
-        assert (
-            await self.near.wait(FAR, _native.CHANNELS - 1, 1 << 63, group_mask=1 << FAR) == _native.WAIT_LOST
-        )
-
-    async def replace_far(self) -> None:
-        self._segments[0].clear_lost(FAR)
-        await self._connect(self._segments[-1].incarnation + 1)
-
-    def close(self) -> None:
-        """Give everything back."""
-        for link in self._links:
-            link.close()
-        for plane in self.planes:
-            plane.close()
-        for segment in self._segments:
-            segment.close()
 
 
 class RdmaHarness(RegionHarness):

@@ -9,10 +9,10 @@ import mesh_ranks
 import msgspec
 import numpy as np
 import pytest
+from kept_lines import Lines
 from mesh_ranks import Case
 
 from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_output import OutputLine
 from zbmd.actors.view import OnLoss
 from zbmd.tools.kill_sweep import write_text
 from zbmd.training.accumulate import AccumulationPlan
@@ -29,16 +29,6 @@ OURS = GPTConfig(context=8, width=16, heads=4, layers=1)
 GPT2 = GPTConfig(family="gpt2", activation="gelu", vocabulary=259, context=8, width=16, heads=4, layers=1)
 TRAINING = TrainingConfig(steps=STEPS, shards=2, sequences_per_shard=2, learning_rate=3e-4, warmup_steps=5)
 Result = tuple[np.ndarray, list[float]]
-
-
-class Lines:
-    """What the ranks wrote."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    async def write_line(self, line: OutputLine) -> None:
-        self.lines.append(line.text.decode(errors="replace"))
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import pytest
+from kept_lines import Lines
 
 from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import HostEvent
-from zbmd.actors.host_output import OutputLine
 from zbmd.actors.runtime_env import LINKS_VARIABLE
 from zbmd.tools.kill_sweep import write_text
 from zbmd.training import __main__ as training
@@ -54,19 +52,6 @@ zbmd.run(main())
 """
 
 
-@dataclass(slots=True)
-class Heard:
-    """What the ranks of a run wrote."""
-
-    lines: list[str] = field(default_factory=list[str])
-
-    async def write_line(self, line: OutputLine) -> None:
-        self.lines.append(line.text.decode(errors="replace"))
-
-    async def __call__(self, event: HostEvent) -> None:
-        pass
-
-
 @pytest.mark.parametrize(("ranks", "links"), [(2, "tcp"), (4, "auto")])
 async def test_every_stage_has_the_bits_of_one_process(ranks: int, links: str, tmp_path: Path) -> None:
     data = write_text(tmp_path / "text")
@@ -77,7 +62,7 @@ async def test_every_stage_has_the_bits_of_one_process(ranks: int, links: str, t
     digest = hashlib.sha256(plain.state.weights.data).hexdigest()
     wanted = f"{steps[-1].loss!r} {steps[-1].grad_norm!r} {digest}"
 
-    script, heard = tmp_path / "job.py", Heard()
+    script, output = tmp_path / "job.py", Lines()
     script.write_text(EVERY_STAGE)
     config = HostConfig(
         target=str(script),
@@ -86,11 +71,11 @@ async def test_every_stage_has_the_bits_of_one_process(ranks: int, links: str, t
         environment={LINKS_VARIABLE: links},
         preload=("zbmd.training.zero.job",),
     )
-    ended = await Host(config, output=heard, observer=heard).run()
-    told = "\n".join(heard.lines)
+    ended = await Host(config, output=output).run()
+    told = "\n".join(output.lines)
     assert ended.exit_code == 0, told
     for stage in (1, 2, 3):
-        assert f"stage {stage}: {wanted}" in heard.lines, told
+        assert f"0: stage {stage}: {wanted}" in output.lines, told
 
 
 def test_the_job_alone_has_the_bits_of_the_plain_one(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 from dataclasses import asdict, replace
 from typing import Any
@@ -23,6 +22,7 @@ from zbmd.training.config import GPTConfig
 from zbmd.training.corpus import Corpus, prepare_corpus
 from zbmd.training.gpt import GPT
 from zbmd.training.hugging_face import load_gpt2, save_gpt2
+from zbmd.training.job import weights_sha256
 from zbmd.training.journal import WEIGHTS_NAME
 from zbmd.training.mesh import Mesh
 from zbmd.training.optim import MuonConfig
@@ -179,7 +179,7 @@ class _Run:
             loss_last=0.0 if step is None else step.loss,
             held_out_loss=held_out,
             tokens_per_s=round(done / took_s, 1),
-            weights_sha256=hashlib.sha256(weights.tobytes()).hexdigest(),
+            weights_sha256=weights_sha256(weights),
             directory=str(options.out),
         )
 

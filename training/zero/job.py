@@ -22,9 +22,17 @@ from zbmd.collectives.commit_messages import FailureKind
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group import Group, group_of
 from zbmd.training.clip import TrainingDiverged
-from zbmd.training.job import JobOptions, JobResult, open_recipe, plan_of, result_of
-from zbmd.training.journal import WEIGHTS_NAME
-from zbmd.training.ledger import LOG_FORMAT, LOG_NAME, CommitLog, CommitRecord, LogHeader, loss_of
+from zbmd.training.job import (
+    JobOptions,
+    JobResult,
+    log_header,
+    open_recipe,
+    plan_of,
+    report_losses,
+    result_of,
+)
+from zbmd.training.journal import WEIGHTS_NAME, adopted_report, step_report
+from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord
 from zbmd.training.recipe import Recipe
 from zbmd.training.weights import save_weights
 from zbmd.training.zero.keeper import COPIES, BuddyMirror, Digests, Safekeeping
@@ -32,7 +40,6 @@ from zbmd.training.zero.trainer import ZeroDone, ZeroOptions, ZeroTrainer, arena
 from zbmd.transport import faults
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import OutOfMemory, PeerLost, UserError
-from zbmd.transport.liveness import DeathNotice
 
 BEGIN_POINT = faults.declare("zero.begin", "before a step")
 MEET_POINT = faults.declare("zero.meet", "in a new epoch, before its members say what they hold")
@@ -73,14 +80,7 @@ class ZeroJob:
 
     def __init__(self, node: Node, recipe: Recipe, options: JobOptions, zero: ZeroOptions) -> None:
         self._node, self._recipe, self._options, self._zero = node, recipe, options, zero
-        header = LogHeader(
-            format=LOG_FORMAT,
-            run_id=f"{node.job:016x}",
-            base_version=0,
-            plan=plan_of(recipe),
-            seed=recipe.config.seed,
-        )
-        self._log = CommitLog(options.out / LOG_NAME, header)
+        self._log = CommitLog(options.out / LOG_NAME, log_header(node, recipe, plan_of(recipe)))
         self._trainer: ZeroTrainer | None = None
         self._keeper: Safekeeping | None = None
         self._group: Group | None = None
@@ -88,7 +88,7 @@ class ZeroJob:
 
     async def run(self) -> JobResult | None:
         """Train to the end, in as many epochs as it takes. Raises `StepFailed`, `TrainingDiverged`."""
-        forget = self._node.on_peer_lost(self._report_loss)
+        forget = report_losses(self._node)
         epoch = 0
         try:
             while True:
@@ -122,12 +122,6 @@ class ZeroJob:
                 f"{self._node.world_size} ranks: run with --on-loss replace",
             )
         return len(view.members) == self._node.world_size
-
-    def _report_loss(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
-        if not notice.clean:
-            self._node.report(
-                {"kind": "lost", "peer": rank, "incarnation": incarnation, "at_ns": notice.at_ns}
-            )
 
     # ---- on the thread that trains
 
@@ -181,8 +175,7 @@ class ZeroJob:
             if has and version not in self._records:
                 self._keep(ZeroDone(version=version, losses=dict(enumerate(losses)), grad_norm=grad_norm))
         if version:
-            told = {"kind": "adopted", "version": version, "epoch": group.epoch, "at_ns": now_ns()}
-            self._node.report(told)
+            self._node.report(adopted_report(version, group.epoch))
 
     def _committed(self, version: int, digests: Digests) -> None:
         """Every shard of `version` has its copy: the lowest rank logs it."""
@@ -207,18 +200,7 @@ class ZeroJob:
             at_ns=now_ns(),
         )
         self._log.append(record)
-        self._node.report(
-            {
-                "kind": "step",
-                "version": record.version,
-                "epoch": record.epoch,
-                "members": list(record.members),
-                "loss": loss_of(record),
-                "grad_norm": done.grad_norm,
-                "held_out_loss": None,
-                "at_ns": record.at_ns,
-            }
-        )
+        self._node.report(step_report(record, done.grad_norm))
 
     def _finish(self, group: Group, trainer: ZeroTrainer, keeper: Safekeeping) -> JobResult | None:
         """The weights on disk and the last record in the log; then all ranks may part."""

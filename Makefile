@@ -28,7 +28,7 @@ DEMO_FLAGS := $(if $(filter-out 0 no false,$(VERIFY)),--verify) $(if $(KILL_SEED
 TEST_WORKERS := 4
 CHECKED := transport actors collectives training tools tests examples src setup.py
 
-.PHONY: help preflight setup demo test fuzz lint format clean bench-transport
+.PHONY: rdma-headers help preflight setup demo test fuzz lint format clean bench-transport
 
 help:
 	@echo 'make demo    train, kill a worker, go on; VERIFY=1 compares digests, KILL_SEED=n picks the kill'
@@ -93,7 +93,10 @@ $(RUNTIME): $(PY) pyproject.toml setup.py
 	@$(INSTALL) . >&2
 	@touch $@
 
-$(NATIVE): $(RUNTIME) setup.py $(NATIVE_SOURCES)
+# libibverbs-dev that was installed since the last build: what needs it is built now.
+RDMA_SINCE := $(and $(wildcard /usr/include/infiniband/verbs.h),$(if $(wildcard transport/_rdma.*.so),,yes))
+
+$(NATIVE): $(RUNTIME) setup.py $(NATIVE_SOURCES) $(if $(RDMA_SINCE),rdma-headers)
 	@echo 'setup: building the compiled modules' >&2
 	@$(PY) setup.py --quiet build_ext --inplace >&2
 	@touch $@

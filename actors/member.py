@@ -47,7 +47,7 @@ from zbmd.actors.host_contracts import (
 from zbmd.actors.inside import INSIDE_ACTOR, Inside
 from zbmd.actors.member_links import MemberLinks
 from zbmd.actors.member_tcp import MemoryOffered
-from zbmd.actors.rank_log import RankLogFile, rank_logger
+from zbmd.actors.rank_log import RankLogFile, log_to_stderr, rank_logger
 from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.runtime_env import (
     RankEnvironment,
@@ -468,6 +468,8 @@ async def join(
     `OutOfMemory`, `PeerLost` if the host is gone.
     """
     found = RankEnvironment.read(os.environ)
+    if found is None:
+        log_to_stderr()  # as the launcher does for its ranks
     environment = found or RankEnvironment(
         rank=0,
         world_size=1,

@@ -24,6 +24,7 @@ import uvloop
 from zbmd.actors.actor import Actor, Down
 from zbmd.actors.contracts import Contract
 from zbmd.actors.mailbox import MailboxSpec
+from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.ref import Ref
 from zbmd.actors.supervisor import ChildSpec
 from zbmd.actors.system import STOP_S, ActorInfo, ActorSystem
@@ -69,6 +70,7 @@ class Session:
     """
 
     def __init__(self, name: str = "session") -> None:
+        log_to_stderr()
         self._pid = os.getpid()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name=f"zbmd {name}", daemon=True)

@@ -131,7 +131,11 @@ def __dir__() -> list[str]:
 
 
 def run(main: Coroutine[Any, Any, _ResultT]) -> _ResultT:
-    """Run a coroutine to its end on a new uvloop event loop, as `asyncio.run` does."""
+    """Run a coroutine to its end on a new uvloop event loop, as `asyncio.run` does.
+
+    What zbmd has to warn of goes to standard error, unless the program has set structlog up itself.
+    """
+    importlib.import_module("zbmd.actors.rank_log").log_to_stderr()
     uvloop = importlib.import_module("uvloop")
     result: _ResultT = uvloop.run(main)
     return result

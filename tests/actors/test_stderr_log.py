@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 
 import pytest
 
 from zbmd.actors.rank_log import StderrLogger
+
+SCRIPT = """
+import asyncio, sys
+import structlog
+import zbmd
+
+async def main():
+    async with zbmd.join():
+        structlog.get_logger().debug("of no interest")
+        structlog.get_logger().warning("worth a look")
+
+{run}(main())
+"""
+
+
+@pytest.mark.parametrize("run", ["zbmd.run", "asyncio.run"])
+def test_a_script_of_its_own_is_warned_and_told_no_more(run: str) -> None:
+    script = SCRIPT.format(run=run)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and "worth a look" in done.stderr, done.stderr
 
 
 def test_it_prints_to_what_standard_error_is_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ TICK_NS: Final = 10_000_000
 """How exactly the kernel says when something was acknowledged: a tick of 100 Hz at worst."""
 LOOKS: Final = 4
 """In the time after which a silent host is given up."""
+WATCHED_LOOKS: Final = 2
+"""Of so many pauses between looks a longer one counts: one look may be late."""
 
 _TCP_INFO: Final = struct.Struct("=8B13I")
 """The beginning of struct tcp_info, from linux/tcp.h: probes, unacked, last_ack_recv are 3, 12 and 20."""
@@ -49,12 +51,16 @@ class Silence:
 
     A silence counts from a look that found something to acknowledge. What was sent last may have left after
     hours in which there was nothing to say, or in which this process was stopped: that is no silence of the
-    peer's.
+    peer's. Nor is all of the time counted between two looks that are far apart: whatever kept us from looking,
+    as a busy machine, may have kept the peer's process from giving back a socket that it was reading.
     """
 
     def __init__(self) -> None:
         self._since_ns = 0
         """The look that found something to acknowledge, behind which nothing was; 0: none did."""
+        self._looked_ns = 0
+        self._watched_ns = 0
+        """Of the time since then, what we have been watching."""
 
     def look(self, progress: Progress, now_ns: int, limit_ns: int) -> bool:
         """Whether the host has acknowledged nothing for `limit_ns`, although it had to."""
@@ -63,6 +69,9 @@ class Silence:
             return False
         silent_ns = now_ns - self._since_ns
         if not self._since_ns or progress.quiet_ms * 1_000_000 < silent_ns + TICK_NS:
-            self._since_ns = now_ns
+            self._since_ns = self._looked_ns = now_ns
+            self._watched_ns = 0
             return False
-        return silent_ns >= limit_ns
+        self._watched_ns += min(now_ns - self._looked_ns, limit_ns * WATCHED_LOOKS // LOOKS)
+        self._looked_ns = now_ns
+        return self._watched_ns >= limit_ns

@@ -271,9 +271,11 @@ def test_what_silence_is() -> None:
             for at_ms, unacknowledged, probes, quiet_ms in seen
         ]
 
-    assert looks((1000, 1, 0, 50), (2000, 1, 0, 1050)) == [False, True]
-    assert looks((1000, 0, 1, 50), (2000, 0, 4, 1050)) == [False, True], "probes of a shut window"
-    assert looks((1000, 1, 0, 50), (1999, 1, 0, 1049)) == [False, False], "not yet"
+    assert looks((1000, 1, 0, 50), (1500, 1, 0, 550), (2000, 1, 0, 1050)) == [False, False, True]
+    assert looks((1000, 0, 1, 50), (1500, 0, 3, 550), (2000, 0, 4, 1050))[-1], "probes of a shut window"
+    assert not any(looks((1000, 1, 0, 50), (1500, 1, 0, 550), (1999, 1, 0, 1049))), "not yet"
+    late = (1000, 1, 0, 50), (9000, 1, 0, 8050), (9250, 1, 0, 8300), (9500, 1, 0, 8550)
+    assert looks(*late) == [False, False, False, True], "we were kept from looking for eight seconds"
     assert looks((1000, 0, 0, 50), (90_000, 0, 0, 89_050)) == [False, False], "there was nothing to say"
     assert looks((90_000, 1, 0, 89_000), (90_010, 1, 0, 89_010)) == [False, False], "it was sent just now"
     assert looks((1000, 1, 0, 50), (2000, 1, 0, 900)) == [False, False], "it has acknowledged meanwhile"

@@ -51,7 +51,7 @@ class Silence:
 
     A silence counts from a look that found something to acknowledge. What was sent last may have left after
     hours in which there was nothing to say, or in which this process was stopped: that is no silence of the
-    peer's. Nor is all of the time counted between two looks that are far apart: whatever kept us from looking,
+    peer's. Nor does all of the time between two looks count that are far apart: whatever kept us from looking,
     as a busy machine, may have kept the peer's process from giving back a socket that it was reading.
     """
 

@@ -122,10 +122,10 @@ class Detector:
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take one event at `now_ns` (monotonic) and return what follows, in order."""
         match event:
-            case Observe(subjects=subjects, beat_ns=beat_ns):
-                return self._observe(subjects, beat_ns, now_ns)
             case Beats(key=key, arrivals_ns=arrivals_ns):
                 return self._beats(key, arrivals_ns)
+            case Observe(subjects=subjects, beat_ns=beat_ns):
+                return self._observe(subjects, beat_ns, now_ns)
             case Looked():
                 return self._looked(now_ns)
             case _:
@@ -133,7 +133,12 @@ class Detector:
 
     def check_invariants(self) -> None:
         """Limits are within their bounds, and the sums are sums of some intervals (Cauchy, Schwarz)."""
-        for key, known in self._heard.items():
+        for key in self._heard:
+            self.check_heard(key)
+
+    def check_heard(self, key: NodeKey) -> None:
+        """The same of one member, if it is observed: beats change nothing else."""
+        if (known := self._heard.get(key)) is not None:
             assert self._beat_ns < known.limit_ns <= self.suspicion_ns, (key, known.limit_ns)
             assert 0 <= known.sum_ns * known.sum_ns <= INTERVALS_KEPT * known.sum_ns2, (key, known)
 

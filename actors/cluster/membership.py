@@ -97,6 +97,8 @@ class ClusterMachine:
         self._actions = []
         timer_before = self._agenda.next_ns
         match event:
+            case m.Received(sender=sender, message=message):  # first: most are
+                self._received(sender, message, now_ns)
             case m.Found():
                 self._begin(State.MEMBER)
                 self._adopt(ClusterView(epoch=1, nodes=(self.me,)), now_ns)
@@ -110,8 +112,6 @@ class ClusterMachine:
                 self._doors = doors
                 self._agenda.put("give up joining", now_ns + self.join_ns)
                 self._knock(now_ns)
-            case m.Received(sender=sender, message=message):
-                self._received(sender, message, now_ns)
             case m.Suspected(key=key):
                 self._word.suspected.add(key)
                 self._report(now_ns)
@@ -196,6 +196,9 @@ class ClusterMachine:
     def _received(self, sender: Node, message: m.Message, now_ns: int) -> None:
         self._unreachable.discard(sender.id)
         match message:
+            case m.Beat() | m.Report() | m.Cast() | m.Echo():  # first: most are beats
+                if self.state is State.MEMBER or isinstance(message, m.Cast):
+                    self._of_members(sender, message, now_ns)
             case m.Join(node=node):
                 self._knocked(node, now_ns)
             case m.Learn(view=view):
@@ -205,9 +208,6 @@ class ClusterMachine:
                     self._stop(f"the others went on without it, in view {epoch}: {reason}")
             case m.Behind(epoch=epoch):
                 self._catch_up(sender, epoch)
-            case m.Beat() | m.Report() | m.Cast() | m.Echo():
-                if self.state is State.MEMBER or isinstance(message, m.Cast):
-                    self._of_members(sender, message, now_ns)
             case _:
                 assert_never(message)
 

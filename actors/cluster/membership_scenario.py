@@ -19,7 +19,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol, TypeAlias, assert_never
 
 from zbmd.actors.cluster import detector as d
@@ -102,6 +102,8 @@ class Cluster:
     deadlines: Deadlines = field(default_factory=derive)
     nodes: dict[str, NodeProcess] = field(default_factory=dict[str, "NodeProcess"])
     """By name, the process that lives, or lived last."""
+    turns: int = 0
+    """How often a node has begun or ceased to act on a view."""
     known: dict[int, ClusterView] = field(default_factory=dict[int, ClusterView])
     witness: WitnessStore | None = None
     knows: dict[NodeKey, int] = field(default_factory=dict[NodeKey, int])
@@ -138,6 +140,7 @@ class Cluster:
             assert not ignorant, f"{key} acts on {view}, of which {', '.join(ignorant)} know nothing"
 
 
+@lru_cache(maxsize=1 << 14)
 def name_of(node_id: int) -> str:
     """The simulated process of a node."""
     return f"node{node_id}"
@@ -171,7 +174,11 @@ class NodeProcess:
         self.detector = d.Detector(self.cluster.deadlines)
         self._beat_ns = self.cluster.deadlines.heartbeat_ns
         self._observers: tuple[Node, ...] = ()
-        self.acts_on: ClusterView | None = None
+        self._act_on(None)
+
+    def _act_on(self, view: ClusterView | None) -> None:
+        self.acts_on = view
+        self.cluster.turns += 1
 
     def check_invariants(self) -> None:
         """The machine's own."""
@@ -181,11 +188,12 @@ class NodeProcess:
         """Take a stimulus; a message names its sender's life and the life that it is for."""
         self._effects = []
         match stimulus:
+            case sim.Arrived(message=(sender, to, message)):
+                me = self.me.key
+                if to is me or to == me or to.incarnation == 0:  # it mostly is, and to compare takes longer
+                    self._arrived(sender, message, now_ns)
             case sim.Started():
                 self._start(now_ns)
-            case sim.Arrived(message=(sender, to, message)):
-                if to == self.me.key or to.incarnation == 0:
-                    self._arrived(sender, message, now_ns)
             case sim.TimerFired(name="machine"):
                 self._feed(TimerFired(), now_ns)
             case sim.TimerFired(name="beat"):
@@ -221,6 +229,7 @@ class NodeProcess:
 
     def _arrived(self, sender: Node, message: Message | HostLinked, now_ns: int) -> None:
         self._detect(d.Beats(key=sender.key, arrivals_ns=(now_ns,)), now_ns)
+        self.detector.check_heard(sender.key)
         if not isinstance(message, HostLinked):
             self._feed(Received(sender=sender, message=message), now_ns)
 
@@ -231,21 +240,21 @@ class NodeProcess:
         for observer in self._observers:
             self._send(observer, beat)
         self._detect(d.Looked(), now_ns)
+        self.detector.check_invariants()
         self._effects.append(sim.SetTimer(name="beat", at_ns=now_ns + self._beat_ns))
 
     def _detect(self, event: d.Event, now_ns: int) -> None:
         """A beat looks at all, so nobody has to look earlier for a limit."""
         for action in self.detector.handle(event, now_ns=now_ns):
             match action:
+                case d.Limit():
+                    pass
                 case d.Silent(key=key, reason=reason):
                     self._feed(Suspected(key=key, reason=reason), now_ns)
                 case d.Audible(key=key):
                     self._feed(Trusted(key=key), now_ns)
-                case d.Limit():
-                    pass
                 case _:
                     assert_never(action)
-        self.detector.check_invariants()
 
     def _feed(self, event: Event, now_ns: int) -> None:
         machine = self.machine
@@ -266,10 +275,11 @@ class NodeProcess:
                 self._beat_ns = d.beat_ns(self.cluster.deadlines, busy=self.machine.view.jobs.busy)
                 keys = tuple(node.key for node in subjects)
                 self._detect(d.Observe(subjects=keys, beat_ns=self._beat_ns), now_ns)
+                self.detector.check_invariants()
                 self._observers = observers
             case Installed(view=view, reason=reason):
                 self.cluster.acts(self.me.key, view)
-                self.acts_on = view
+                self._act_on(view)
                 self._effects.append(sim.Note(value=f"acts on {view}: {reason}"))
             case AskWitness(epoch=epoch):
                 self._ask_witness(witness.Wanted(epoch=epoch), now_ns)
@@ -303,7 +313,7 @@ class NodeProcess:
     def _stopped(self, reason: str, now_ns: int) -> None:
         self._effects.append(sim.Note(value=f"stops: {reason}"))
         self.cluster.stops.append((self.me.key, reason))
-        self.acts_on = None
+        self._act_on(None)
         if reason == LEFT:
             self._effects.append(sim.Exit())
             return
@@ -365,6 +375,19 @@ def in_one_view(cluster: Cluster, names: frozenset[str]) -> bool:
     return all(view is not None and view.digest == first.digest for view in views)
 
 
+def agreement(cluster: Cluster, names: frozenset[str]) -> Callable[[], bool]:
+    """`in_one_view` of these, for every event: it looks again when a node acts on another view."""
+    seen, agreed = -1, False
+
+    def agree() -> bool:
+        nonlocal seen, agreed
+        if seen != cluster.turns:
+            seen, agreed = cluster.turns, in_one_view(cluster, names)
+        return agreed
+
+    return agree
+
+
 @dataclass(frozen=True)
 class MembershipScenario:
     """The view-change machine. `length` counts seconds under faults."""
@@ -377,10 +400,11 @@ class MembershipScenario:
         """See `zbmd.transport.sim.Scenario`."""
         simulation, cluster = build(seed, options.ranks)
         names = tuple(name_of(node_id) for node_id in range(options.ranks))
+        agreed = agreement(cluster, frozenset(names))
         return sim.Stage(
             world=simulation,
             victims=names,
-            converged=lambda core: in_one_view(cluster, frozenset(names)),
+            converged=lambda core: agreed(),
             span_ns=options.length * SECOND_NS,
             liveness_ns=LIVENESS_NS,
         )

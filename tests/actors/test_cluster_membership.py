@@ -11,7 +11,7 @@ from zbmd.actors.cluster.jobs import CommandRefused, JobSpec, Stop, Submit
 from zbmd.actors.cluster.jobs_scenario import JobsScenario
 from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.membership import ClusterMachine
-from zbmd.actors.cluster.membership_exploration import STORIES, explore
+from zbmd.actors.cluster.membership_exploration import STORIES, explore, explore_pairs
 from zbmd.actors.cluster.membership_scenario import (
     LIVENESS_NS,
     SECOND_NS,
@@ -95,6 +95,13 @@ def test_kills_at_any_point_of_any_story(story: str, size: int) -> None:
     """A few of them; `python -m zbmd.tools.explore_membership kills` tries them all."""
     found = explore(story, size, points_max=15)
     assert found.points_all >= found.points >= 15
+
+
+def test_pairs_of_kills() -> None:
+    """What comes after some of the first kills; the same command with `--pairs` tries all."""
+    found = explore_pairs("a node joins", 2, firsts_max=3)
+    assert found.points > 40
+    assert found.decided > 0
 
 
 def test_the_half_with_the_lowest_id_goes_on_and_the_other_stops() -> None:

@@ -21,6 +21,7 @@ from zbmd.transport.sim import (
     Effect,
     Fault,
     FaultPlan,
+    History,
     Options,
     Outcome,
     Partition,
@@ -277,6 +278,21 @@ def test_the_seed_is_told_first_and_names_everything() -> None:
         assert told.pop().startswith(f"{scenario.name}: seed 77")
         assert run(scenario, 77, options) == first
         assert run(scenario, 78, options).digest != first.digest
+
+
+def test_a_run_without_a_digest_is_the_same_run() -> None:
+    options = Options(ranks=3, faults=6, length=8)
+    for scenario in (Machines(), Programs()):
+        whole = run(scenario, 77, options)
+        assert run_scenario(scenario, 77, options, tell=None, digested=False) == replace(whole, digest="")
+    failed = hunt(Machines("forgets"), options)
+    again = run_scenario(Machines("forgets"), failed.seed, options, failed.plan, tell=None, digested=False)
+    assert again == replace(failed, digest="")
+    assert len(again.story) > 1
+    history = History()
+    history.keep_last(1)
+    with pytest.raises(LocalProtocolError, match="no digest"):
+        history.digest()
 
 
 def test_the_core_is_healed_and_the_rest_is_not() -> None:

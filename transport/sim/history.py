@@ -7,11 +7,13 @@ for. What is recorded must therefore not change afterwards: messages are frozen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, MutableSequence, Sequence
 from typing import Any, TypeAlias, overload
 
 import msgspec
 
+from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.sim.model import Kind, Record
 
 BATCH_RECORDS = 4096
@@ -30,11 +32,15 @@ class History(Sequence[Record]):
     """The records of one run. Append to `raw`; everything else reads."""
 
     def __init__(self) -> None:
-        self.raw: list[Raw] = []
+        self.raw: MutableSequence[Raw] = []
         self._digest = hashlib.blake2b(digest_size=16)
         self._hashed = 0
         # Sets and dicts in a fixed order: the digest may not depend on PYTHONHASHSEED.
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain, order="deterministic")
+
+    def keep_last(self, records: int) -> None:
+        """Remember no more than the last `records` from now on. There is no digest then."""
+        self.raw = deque(self.raw, maxlen=records)
 
     def __len__(self) -> int:
         return len(self.raw)
@@ -45,7 +51,7 @@ class History(Sequence[Record]):
     def __getitem__(self, index: slice) -> list[Record]: ...
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
         if isinstance(index, slice):
-            return [Record(*raw) for raw in self.raw[index]]
+            return [Record(*raw) for raw in list(self.raw)[index]]
         return Record(*self.raw[index])
 
     def __iter__(self) -> Iterator[Record]:
@@ -64,8 +70,10 @@ class History(Sequence[Record]):
         """A digest (BLAKE2b) of every record so far: equal for equal seeds.
 
         That holds for details that msgspec encodes, dataclasses and sets of them included, and for others
-        whose repr holds no id.
+        whose repr holds no id. Raises `LocalProtocolError` if not all is remembered.
         """
+        if not isinstance(self.raw, list):
+            raise LocalProtocolError("a history of which only the last records are kept has no digest")
         while self._hashed < len(self.raw):
             batch = self.raw[self._hashed : self._hashed + BATCH_RECORDS]
             self._digest.update(self._encode(batch))

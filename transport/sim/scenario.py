@@ -18,7 +18,7 @@ from typing import Protocol
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.sim.faults import ALL_FAULTS, Fault, FaultPlan, draw_plan, format_plan, parse_plan
 from zbmd.transport.sim.history import History
-from zbmd.transport.sim.model import FailureKind, Record, RunEnd, SimulationFailure
+from zbmd.transport.sim.model import STORY_RECORDS, FailureKind, Record, RunEnd, SimulationFailure
 
 RANKS_MAX = 1024
 LENGTH_MAX = 1_000_000
@@ -233,8 +233,12 @@ def run_scenario(
     plan: FaultPlan | None = None,
     *,
     tell: Callable[[str], None] | None = print,
+    digested: bool = True,
 ) -> Report:
     """Run one seed through both phases. `plan`: default what the seed draws. `tell` gets the seed first.
+
+    Without `digested` no more of the history is kept than a failure tells, and its digest is empty: the run
+    is the same, and takes less time and memory.
 
     Failures of the simulated are in the report; errors of the scenario's own, such as a plan that names
     nobody, are raised.
@@ -243,6 +247,8 @@ def run_scenario(
         tell(f"{scenario.name}: seed {seed}, {options.ranks} ranks, length {options.length}")
     stage = scenario.build(seed, options)
     world = stage.world
+    if not digested:
+        world.history.keep_last(STORY_RECORDS)
     try:
         if plan is None:
             plan = plan_of(scenario, stage, seed, options)
@@ -259,7 +265,7 @@ def run_scenario(
             plan=plan,
             outcome=outcome,
             reason=reason,
-            digest=world.digest(),
+            digest=world.digest() if digested else "",
             events=world.events,
             virtual_ns=world.now_ns,
             core=core,

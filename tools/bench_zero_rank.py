@@ -16,12 +16,11 @@ from zbmd.collectives.group import Group, group
 from zbmd.training import __main__ as training
 from zbmd.training.job import open_recipe
 from zbmd.training.recipe import Recipe
+from zbmd.training.watch import ALONE, StepWatch
 from zbmd.training.zero.accountant import Kind
 from zbmd.training.zero.keeper import COPIES, BuddyMirror, Digests
 from zbmd.training.zero.mirror import SLOTS
 from zbmd.training.zero.trainer import (
-    ALONE,
-    StepWatch,
     ZeroDone,
     ZeroOptions,
     ZeroTrainer,

@@ -20,13 +20,16 @@ from zbmd.tools.settings import read_config
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.mesh import Mesh
 from zbmd.training.optim import AdamWConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
+from zbmd.training.pipeline.schedules import RUNNABLE
 from zbmd.training.schedule import CURVES
+from zbmd.training.tensor.axes import require_axes
 from zbmd.training.tensor.options import PRECISIONS, TOKENS, TrainOptions
 from zbmd.transport.errors import UserError
 
 EXAMPLES: Final = """examples:
   zbmd train --data 'texts/**/*.txt' --steps 200
   zbmd train --data texts --mesh dp=2,tp=2 --ranks 4 --tokens bpe --vocabulary 2048 --tensorboard on
+  zbmd train --data texts --mesh dp=2,pp=2,tp=2 --ranks 8 --shards 8
   zbmd train --config recipe.toml --lr 1e-3 --out runs/second
   zbmd train --data texts --weights gpt2/ --tokens bpe --tokenizer gpt2/tokenizer.json --context 1024
   zbmd train --config recipe.toml --resume runs/first
@@ -106,7 +109,9 @@ SETTINGS: Final = (
     Entry("vocabulary", "data", _WHOLE, _OPTIONS.vocabulary, "tokens that bpe learns"),
     Entry("tokenizer", "data", Path, None, "a tokenizer.json to use instead of training one"),
     Entry("ranks", "mesh", _WHOLE, 1, "processes to start"),
-    Entry("mesh", "mesh", str, _OPTIONS.mesh, "axes dp and tp, such as dp=2,tp=2"),
+    Entry("mesh", "mesh", str, _OPTIONS.mesh, "axes dp, pp and tp, such as dp=2,pp=2,tp=2"),
+    Entry("schedule", "mesh", _one_of(*RUNNABLE), _OPTIONS.schedule, f"of stages: {', '.join(RUNNABLE)}"),
+    Entry("chunks", "mesh", _WHOLE, _OPTIONS.chunks, "parts of the model a stage"),
     Entry("overlap", "mesh", _switch, True, "reduce gradients while the backward pass goes on: on or off"),
     Entry("family", "model", _one_of("zbmd", "gpt2"), _MODEL.family, "zbmd or gpt2"),
     Entry("activation", "model", _one_of("relu2", "gelu"), _MODEL.activation, "relu2 or gelu"),
@@ -186,7 +191,7 @@ def options_of(values: Mapping[str, Any]) -> TrainOptions:
     ranks: int = values["ranks"]
     if not 1 <= ranks <= RANKS_MAX:
         raise UserError(f"--ranks is {ranks}: it must be 1 to {RANKS_MAX}.")
-    Mesh.parse(values["mesh"], ranks)
+    require_axes(Mesh.parse(values["mesh"], ranks))
     return TrainOptions(
         model=GPTConfig(
             **{name: values[name] for name in ("family", "activation", "context", "width", "heads")},

@@ -212,8 +212,25 @@ class GPT:
 
     def parameters(self, params: Array, grads: Array, on_grad_ready: GradReady | None) -> list[Parameter]:
         """The leaves of a pass forwards and backwards; see `loss_and_grads`."""
-        pairs = zip(self.layout.views(params), self.layout.views(grads), strict=True)
-        return [Parameter(data, grad, i, on_grad_ready) for i, (data, grad) in enumerate(pairs)]
+        return self.parameters_in(self.layout, params, grads, on_grad_ready)
+
+    def parameters_in(
+        self, layout: ParameterLayout, params: Array, grads: Array | None, on_grad_ready: GradReady | None
+    ) -> list[Parameter]:
+        """As `parameters`, of those in `layout` alone: some of the model's, in flat arrays of their own.
+
+        Without `grads` they are for a pass forwards.
+        """
+        views = layout.views(params)
+        into = [None] * len(views) if grads is None else layout.views(grads)
+        return [
+            self._parameter(slot.name, Parameter(data, grad, index, on_grad_ready))
+            for index, (slot, data, grad) in enumerate(zip(layout.slots, views, into, strict=True))
+        ]
+
+    def _parameter(self, name: str, parameter: Parameter) -> Parameter:
+        """The leaf of the parameter called `name`."""
+        return parameter
 
     def differentiate(
         self, tape: Tape, parameters: list[Parameter], batch: Batch, *, loss_scale: float
@@ -261,7 +278,7 @@ class GPT:
 
     def leaves(self, params: Array) -> list[Parameter]:
         """The parameters, for a pass forwards alone."""
-        return [Parameter(data, None, index, None) for index, data in enumerate(self.layout.views(params))]
+        return self.parameters_in(self.layout, params, None, None)
 
     def _checked(self, inputs: Array) -> Array:
         if not 0 < inputs.shape[1] <= self.config.context:
@@ -270,9 +287,19 @@ class GPT:
 
     def run(self, tape: Tape, parameters: list[Parameter], batch: Batch) -> Tensor:
         """Go forwards on an empty `tape`, unit after unit; returns what the last one does."""
-        x = Tensor(self.xp.zeros(0))
-        for number in range(self.config.layers + 2):
-            own = [parameters[index] for index in self.unit_parameters(number)]
+        everything = range(self.config.layers + 2)
+        return self.run_units(tape, everything, Tensor(self.xp.zeros(0)), parameters, batch)
+
+    def run_units(
+        self, tape: Tape, numbers: range, x: Tensor, parameters: list[Parameter], batch: Batch
+    ) -> Tensor:
+        """Go forwards through the units `numbers` from `x`, what the one before them returned.
+
+        `parameters` are theirs alone, in order.
+        """
+        first = self.unit_parameters(numbers[0])[0]
+        for number in numbers:
+            own = [parameters[index - first] for index in self.unit_parameters(number)]
             if self.recompute and 0 < number <= self.config.layers:
                 x = self._recomputed(tape, number, x, own, batch)
             else:

@@ -49,7 +49,7 @@ class Parameter:
     gradient is rounded as it is kept.
     """
 
-    __slots__ = ("_fresh", "_on_ready", "grad", "handed", "index", "stored", "uses_left")
+    __slots__ = ("_fresh", "grad", "handed", "index", "on_ready", "stored", "uses_left")
 
     def __init__(self, stored: Array, grad: Array | None, index: int, on_ready: GradReady | None) -> None:
         self.stored = stored
@@ -59,7 +59,7 @@ class Parameter:
         self.handed = False
         """Whether the hook has been told that the gradient is final."""
         self._fresh = True
-        self._on_ready = on_ready
+        self.on_ready = on_ready
 
     @property
     def data(self) -> Array:
@@ -89,14 +89,14 @@ class Parameter:
                 self.grad[...] = partial
         self._fresh = False
         self.uses_left -= 1
-        if self.uses_left == 0 and self._on_ready is not None:
-            self._on_ready(self.index)
+        if self.uses_left == 0 and self.on_ready is not None:
+            self.on_ready(self.index)
             self.handed = True
 
     @property
     def handing(self) -> bool:
         """Whether the hook is being told, or has raised."""
-        told = not self._fresh and self.uses_left == 0 and self._on_ready is not None
+        told = not self._fresh and self.uses_left == 0 and self.on_ready is not None
         return told and not self.handed
 
 

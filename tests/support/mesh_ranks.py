@@ -20,7 +20,9 @@ from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.corpus import Corpus
 from zbmd.training.mesh import Mesh
 from zbmd.training.recipe import Recipe
-from zbmd.training.tensor.trainer import MeshGroups, MeshTrainer
+from zbmd.training.tensor.groups import MeshGroups
+from zbmd.training.tensor.stages import Stages
+from zbmd.training.tensor.trainer import MeshTrainer
 
 
 class Case(msgspec.Struct, kw_only=True):
@@ -34,6 +36,8 @@ class Case(msgspec.Struct, kw_only=True):
     dtype: str = "float32"
     overlap: bool = True
     recompute: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
 
 
 def run_case(case: Case, groups: MeshGroups, node: Node) -> tuple[np.ndarray, list[float]]:
@@ -44,9 +48,19 @@ def run_case(case: Case, groups: MeshGroups, node: Node) -> tuple[np.ndarray, li
     def empty(size: int, dtype: Any) -> np.ndarray:
         return arena.empty((size,), dtype)
 
-    trainer = MeshTrainer(recipe, groups, dtype=np.dtype(case.dtype), empty=empty, overlap=case.overlap)
+    trainer = MeshTrainer(
+        recipe,
+        groups,
+        stages=Stages(schedule=case.schedule, chunks=case.chunks),
+        dtype=np.dtype(case.dtype),
+        empty=empty,
+        overlap=case.overlap,
+    )
     losses = [trainer.run_step().loss for _ in range(case.training.steps)]
-    return trainer.weights(), losses
+    losses.append(trainer.held_out_loss(windows_max=20))
+    weights = trainer.weights()
+    trainer.close()
+    return weights, losses
 
 
 async def run_cases(world: Group, node: Node, cases: list[Case]) -> None:

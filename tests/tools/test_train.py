@@ -154,6 +154,8 @@ def test_a_printed_recipe_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (("--mesh", "tp=3", "--ranks", "2"), "a mesh of tp 3 has 3 ranks, and there are 2"),
         (("--mesh", "dp=-1,tp=2", "--ranks", "3"), "does not divide 3 ranks"),
+        (("--mesh", "ep=2", "--ranks", "2"), "no training along ep on a mesh: use dp, pp and tp"),
+        (("--schedule", "zb-h1"), '"zb-h1" is none of gpipe, 1f1b'),
         (("--steps", "many"), '--steps: steps: "many" is no number'),
         (("--tokens", "words"), '"words" is none of bytes, bpe'),
         (("--heads", "3"), "cannot be divided over 3 heads"),
@@ -184,5 +186,13 @@ def test_data_and_models_that_do_not_fit_are_explained(tmp_path: Path) -> None:
     data.write_bytes(b"long enough, " * 100)
     with pytest.raises(UserError, match="2 heads cannot be divided over 4"):
         prepare(recipe(data=str(data), out=out, mesh="tp=4", ranks="4"), 4)
+    for changes, ranks, said in (
+        ({"mesh": "pp=2"}, 2, "1 layers do not divide over 2 stages.*want a multiple of 2 layers"),
+        ({"mesh": "dp=4,pp=2", "layers": "2"}, 8, "3 logical shards are too few for dp=4 pipelines"),
+        ({"mesh": "pp=2", "layers": "2", "family": "gpt2"}, 2, "the head of a gpt2 model is its embedding"),
+        ({"mesh": "pp=2", "layers": "2", "chunks": "0"}, 2, "chunks is 0"),
+    ):
+        with pytest.raises(UserError, match=said):
+            prepare(recipe(data=str(data), out=out, ranks=str(ranks), **changes), ranks)
     with pytest.raises(UserError, match="Muon needs whole matrices"):
         prepare(recipe(data=str(data), out=out, mesh="tp=2", ranks="2", optimizer="muon"), 2)

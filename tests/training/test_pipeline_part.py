@@ -30,14 +30,14 @@ def test_parts_give_the_loss_and_the_gradient_of_the_whole(cuts: tuple[int, ...]
     loss = model.loss_and_grads(params, wanted, tokens, global_batch=4)
 
     found = np.zeros_like(params)
-    parts = [GPTPart(CONFIG, range(start, end)) for start, end in pairwise(cuts)]
+    parts = [GPTPart(model, range(start, end)) for start, end in pairwise(cuts)]
     assert parts[0].span.start == 0
     assert parts[-1].span.stop == model.layout.size
     assert all(one.span.stop == other.span.start for one, other in pairwise(parts))
-    passes: list[Pass] = []
+    batch, passes = model.batch(tokens, global_batch=4), list[Pass]()
     passed: np.ndarray | None = None
     for part in parts:
-        done = part.forward(params[part.span], found[part.span], tokens, passed, global_batch=4)
+        done = part.forward(params[part.span], found[part.span], batch, passed)
         passes.append(done)
         passed = done.output.data.copy()
     assert passed is not None

@@ -53,7 +53,7 @@ async def pipeline(
         world_size=ranks,
         on_loss=OnLoss.SHRINK,
         environment={faults.FAULT_VARIABLE: fault, LINKS_VARIABLE: links},
-        preload=("zbmd.training.pipeline.trainer",),
+        preload=("zbmd.training.tensor.trainer",),
     )
     heard.exit_code = (await Host(config, output=heard, observer=heard).run()).exit_code
     return heard

@@ -74,6 +74,7 @@ def alone(case: Case) -> Result:
         recipe.update(state, spare, buffers[next(iter(plan.partials.values()))], step=step)
         state, spare = spare, state
         losses.append(loss)
+    losses.append(recipe.held_out_loss(state.weights, windows_max=20))
     return state.weights, losses
 
 
@@ -130,6 +131,41 @@ async def test_data_parallelism_changes_no_bit(corpus: Path, tmp_path: Path) -> 
         weights, losses = found[f"dp=2,tp=2-{overlap}"]
         assert (weights.tobytes(), losses) == (one_replica[0].tobytes(), one_replica[1])
     assert distance(one_replica[0], wanted[0]) <= 1e-6
+
+
+async def test_stages_change_no_bit_along_dp_and_tp(corpus: Path, tmp_path: Path) -> None:
+    """2 x 2 x 2 processes: the bits of tp=2 alone, and those of one process but for the sums of tp."""
+    for dtype, limit in (("float32", 1e-6), ("float64", 1e-12)):
+        case = Case(
+            name="cube",
+            mesh="dp=2,pp=2,tp=2",
+            model=replace(OURS, layers=2),
+            training=replace(TRAINING, shards=3),
+            corpus=str(corpus),
+            dtype=dtype,
+        )
+        weights, losses = (await on_ranks(tmp_path, 8, case))["cube"]
+        plane = msgspec.structs.replace(case, name="plane", mesh="tp=2")
+        wanted = (await on_ranks(tmp_path, 2, plane))["plane"]
+        assert (weights.tobytes(), losses) == (wanted[0].tobytes(), wanted[1]), dtype
+        whole = alone(case)
+        assert 0 < distance(weights, whole[0]) <= limit, dtype
+        np.testing.assert_allclose(losses, whole[1], rtol=10 * limit)
+
+
+async def test_stages_and_data_parallelism_have_the_bits_of_one_process(corpus: Path, tmp_path: Path) -> None:
+    case = Case(
+        name="chunks",
+        mesh="pp=2,dp=2",
+        model=replace(OURS, layers=4, dropout=0.1),
+        training=replace(TRAINING, steps=4, shards=5),
+        corpus=str(corpus),
+        chunks=2,
+        recompute=True,
+    )
+    weights, losses = (await on_ranks(tmp_path, 4, case))["chunks"]
+    wanted = alone(case)
+    assert (weights.tobytes(), losses) == (wanted[0].tobytes(), wanted[1])
 
 
 @pytest.mark.parametrize("config", [OURS, GPT2])

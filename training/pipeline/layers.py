@@ -23,6 +23,18 @@ def layers_of_parts(layers: int, shape: Shape) -> tuple[int, ...]:
     return (layers // shape.parts,) * shape.parts
 
 
+def even_cuts(blocks: int, shape: Shape) -> tuple[range, ...]:
+    """The layers of each part: equally many of a model's blocks, with the embedding first and the head last.
+
+    Raises `UserError` if the blocks do not divide over the parts.
+    """
+    if shape.parts == 1:
+        return (range(blocks + 2),)
+    each = layers_of_parts(blocks, shape)[0]
+    starts = [0, *range(1 + each, 1 + blocks, each), blocks + 2]
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
+
+
 def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[range, ...]:
     """Cut layers of these costs, in their order, into `parts` runs whose dearest is as cheap as can be.
 

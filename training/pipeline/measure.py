@@ -29,14 +29,15 @@ def measured_costs(recipe: Recipe) -> list[float]:
 
 
 def _cost(recipe: Recipe, layer: int, whole: Array, tokens: Array, activations: Array) -> float:
-    part = GPTPart(recipe.model.config, range(layer, layer + 1))
+    part = GPTPart(recipe.model, range(layer, layer + 1))
     params = whole[part.span]
     grads = np.zeros_like(params)
+    batch = part.model.batch(tokens, global_batch=1)
     shortest = float("inf")
     for _ in range(REPEATS):
         given = None if part.is_last else activations.copy()
         started_ns = now_ns()
-        done = part.forward(params, grads, tokens, None if part.is_first else activations, global_batch=1)
+        done = part.forward(params, grads, batch, None if part.is_first else activations)
         part.backward(done, given)
         shortest = min(shortest, now_ns() - started_ns)
     return shortest

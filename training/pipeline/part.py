@@ -1,7 +1,8 @@
 """A part of a GPT: some of its layers, from the activations that come in to those that go out.
 
 The layers that are put on parts are the model's units (`GPT.units`): the embedding, its blocks, and the head
-with the loss. A part computes its units as the whole model does, so its bits are the same.
+with the loss. A part computes its units as the whole model does, so its bits are the same; of a model that is
+cut for tensor parallelism it is a part of this rank's part.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT, Tokens
+from zbmd.training.gpt import GPT, Batch
 from zbmd.training.layout import ParameterLayout
-from zbmd.training.tape import Parameter, Tape, Tensor
+from zbmd.training.tape import GradReady, Tape, Tensor
 from zbmd.training.xp import Array
-from zbmd.transport.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,48 +32,57 @@ def layers_in(config: GPTConfig) -> int:
     return config.layers + 2
 
 
-class GPTPart(GPT):
-    """Layers `layers` of the model of `config`, a run of 0..`layers_in(config)` - 1.
+class GPTPart:
+    """Layers `layers` of `model`, a run of 0..`layers_in(config)` - 1.
 
-    `span` is where its parameters lie in the model's flat array; `part_layout` is their layout in one of
-    their own, in the same order with the same padding.
+    `span` is where its parameters lie in the model's flat array; `layout` is their layout in one of their
+    own, in the same order with the same padding. Raises `UserError` for some layers of a model with a tied
+    head.
     """
 
-    def __init__(self, config: GPTConfig, layers: range) -> None:
-        if config.dropout > 0.0:
-            raise UserError("a pipeline's stages do not drop anything out: give the model dropout 0.")
-        super().__init__(config)
+    def __init__(self, model: GPT, layers: range) -> None:
+        self.model = model
         self.layers = layers
         self.is_first = layers[0] == 0
-        self.is_last = layers[-1] == config.layers + 1
-        slots = self.layout.slots[self.units[layers[0]].start : self.units[layers[-1]].stop]
-        self.part_layout = ParameterLayout.of({slot.name: slot.shape for slot in slots})
-        self.span = slice(slots[0].offset, slots[0].offset + self.part_layout.size)
+        self.is_last = layers[-1] == model.config.layers + 1
+        slots = model.layout.slots
+        if not (self.is_first and self.is_last):
+            slots = slots[model.units[layers[0]].start : model.units[layers[-1]].stop]
+        self.layout = ParameterLayout.of({slot.name: slot.shape for slot in slots})
+        self.span = slice(slots[0].offset, slots[0].offset + self.layout.size)
 
     def forward(
-        self, params: Array, grads: Array, tokens: Tokens, activations: Array | None, *, global_batch: int
+        self,
+        params: Array,
+        grads: Array,
+        batch: Batch,
+        activations: Array | None,
+        *,
+        on_grad_ready: GradReady | None = None,
     ) -> Pass:
         """Run the layers on one micro-batch; its backward pass will write the gradient to `grads`.
 
-        params, grads: (part_layout.size,) float32; tokens: as of `GPT.loss_and_grads`; activations:
-        (samples * T, width), the output of the part before, or None for the first. The output has that shape,
-        and is the loss for the last part.
+        params, grads: (layout.size,) of one float dtype; activations: (rows, width), the output of the part
+        before, or None for the first. The output has that shape, and is the loss for the last part.
+        `on_grad_ready(index)` is called as parameter `index` of this part gets its final gradient.
         """
-        tape = Tape(self.xp)
-        pairs = zip(self.part_layout.views(params), self.part_layout.views(grads), strict=True)
-        parameters = [Parameter(data, grad, i, None) for i, (data, grad) in enumerate(pairs)]
-        batch = self.batch(tokens, global_batch=global_batch)
+        tape = Tape(self.model.xp)
+        parameters = self.model.parameters_in(self.layout, params, grads, on_grad_ready)
         source = None if activations is None else Tensor(activations)
-        first, x = self.units[self.layers[0]].start, source or Tensor(self.xp.zeros(0))
-        for layer in self.layers:
-            unit = self.units[layer]
-            x = self.unit(tape, layer, x, parameters[unit.start - first : unit.stop - first], batch)
-        return Pass(tape, source, x)
+        x = source or Tensor(self.model.xp.zeros(0))
+        return Pass(tape, source, self.model.run_units(tape, self.layers, x, parameters, batch))
+
+    def evaluate(self, params: Array, batch: Batch, activations: Array | None) -> Array:
+        """The output of a forward pass alone."""
+        tape = Tape(self.model.xp, recording=False)
+        x = Tensor(self.model.xp.zeros(0) if activations is None else activations)
+        parameters = self.model.parameters_in(self.layout, params, None, None)
+        return self.model.run_units(tape, self.layers, x, parameters, batch).data
 
     def backward(self, forward: Pass, gradient: Array | None) -> Array | None:
         """Play a forward pass backwards from the gradient of its output, which is used up; None: the loss's.
 
-        Returns the gradient of its input, (samples * T, width), or None for the first part.
+        Returns the gradient of its input, (rows, width), or None for the first part.
         """
         end = forward.output
         if gradient is not None:

@@ -23,7 +23,14 @@ from zbmd.training.pipeline.stage_events import Await, Put, Release, Told
 from zbmd.training.pipeline.storage import Boundary, boundary_of, slots_of
 from zbmd.training.xp import Array
 from zbmd.transport import _native
-from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, RemoteProtocolError
+from zbmd.transport._native import now_ns
+from zbmd.transport.errors import (
+    DeadlineExceeded,
+    LinkClosed,
+    LocalProtocolError,
+    PeerLost,
+    RemoteProtocolError,
+)
 from zbmd.transport.region import RegionHandle, RemoteRegion
 from zbmd.transport.segment import Segment
 from zbmd.transport.transfer import Transfer
@@ -32,6 +39,8 @@ CHANNEL_DEFAULT = 4
 """The first of as many notify channels as there are kinds of `Told`; no group may use one of them."""
 COUNT_MAX = (1 << 32) - 1
 """A count of this says that the stage has given up."""
+CLOSE_NS = 5_000_000_000
+"""What is under way towards a neighbour that lives is waited for so long, when rings are left."""
 _EPOCH_SHIFT = 32
 
 
@@ -75,11 +84,41 @@ def encode_offers(offers: Sequence[RingOffer]) -> bytes:
     return msgspec.msgpack.encode(offers)
 
 
-class StageRings:
-    """The rings of one stage, and its way into those of its neighbours. For one thread.
+class RingMemory:
+    """The rings that lie at one stage, for as long as it lives: in every epoch neighbours put into them."""
 
-    Made by all stages together, after the view was entered. Every call raises `PeerLost` when a stage has
-    ended, and `OperationAborted` when a neighbour has given up.
+    def __init__(self, segment: Segment, program: StageProgram, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self._regions = segment.regions
+        self._handles: list[RegionHandle] = []
+        self.arrays: dict[Boundary, Array] = {
+            boundary: segment.inbox.empty((slots, *traffic.shape), traffic.dtype)
+            for boundary, slots in slots_of(program).items()
+        }
+
+    def offered(self, writers: Sequence[int]) -> bytes:
+        """What `writers` are told of them."""
+        self._handles = [self._regions.register(ring, writers=writers) for ring in self.arrays.values()]
+        return encode_offers(
+            [
+                RingOffer(gradient=boundary.gradient, part=boundary.part, handle=handle)
+                for boundary, handle in zip(self.arrays, self._handles, strict=True)
+            ]
+        )
+
+    def close(self) -> None:
+        """Let go of them. Idempotent. What a neighbour may still write lives until it is gone."""
+        for handle in self._handles:
+            self._regions.release(handle)
+        self._handles.clear()
+
+
+class StageRings:
+    """The rings of one stage in one epoch, and its way into those of its neighbours. For one thread.
+
+    Made by all stages together, after the view was entered; `group` are the stages, `world` all who are lost
+    together: a wait ends when any of them has ended. Every call raises `PeerLost` when one has, and
+    `OperationAborted` when a neighbour has given up.
     """
 
     def __init__(
@@ -87,39 +126,36 @@ class StageRings:
         node: Node,
         group: Group,
         programs: Sequence[StageProgram],
-        stage: int,
-        traffic: Traffic,
+        own: RingMemory,
         *,
+        world: Sequence[int],
         channel: int = CHANNEL_DEFAULT,
     ) -> None:
+        stage = group.members.index(node.rank)
         self._segment: Segment = node.segment
         self._members = group.members
-        self._epoch, self._channel, self._traffic = group.epoch, channel, traffic
-        self._mask = sum(1 << rank for rank in group.members if rank != node.rank)
+        self._epoch, self._channel, self._traffic = group.epoch, channel, own.traffic
+        self._mask = sum(1 << rank for rank in world if rank != node.rank)
         self._transfers: list[Transfer] = []
-        self._own = self._make(programs[stage])
-        self._handles = [
-            self._segment.regions.register(ring, writers=self._writers()) for ring in self._own.values()
-        ]
+        self._own = own.arrays
         self._regions: dict[Boundary, RemoteRegion] = {}
         self._towards: dict[int, RemoteRegion] = {}
-        offers = [
-            RingOffer(gradient=boundary.gradient, part=boundary.part, handle=handle)
-            for boundary, handle in zip(self._own, self._handles, strict=True)
-        ]
-        for other, data in enumerate(_exchange(group, encode_offers(offers))):
+        self._require_fresh()
+        offered = own.offered([rank for rank in group.members if rank != node.rank])
+        for other, data in enumerate(_exchange(group, offered)):
             if other != stage:
                 self._open(node, programs, stage, other, data)
 
-    def _make(self, program: StageProgram) -> dict[Boundary, Array]:
-        inbox, shape = self._segment.inbox, self._traffic.shape
-        return {
-            boundary: inbox.empty((slots, *shape), self._traffic.dtype)
-            for boundary, slots in slots_of(program).items()
-        }
-
-    def _writers(self) -> list[int]:
-        return [rank for rank in self._members if self._mask >> rank & 1]
+    def _require_fresh(self) -> None:
+        """Counts begin at 0 in an epoch. Raises `LocalProtocolError` if others have counted in this one."""
+        for rank in self._members:
+            for what in Told:
+                cell = _native.load_cell(self._segment.base, rank, self._channel + what.value)
+                if cell >> _EPOCH_SHIFT == self._epoch:
+                    raise LocalProtocolError(
+                        f"a pipeline has used channel {self._channel} in epoch {self._epoch}: give the next "
+                        "one another channel"
+                    )
 
     def _open(
         self, node: Node, programs: Sequence[StageProgram], stage: int, other: int, data: bytes
@@ -161,8 +197,14 @@ class StageRings:
     def drain(self, deadline_ns: int) -> None:
         """Wait until all that was put is on its way, and its memory free."""
         transfers, self._transfers = self._transfers, []
+        failed: PeerLost | LinkClosed | DeadlineExceeded | None = None
         for transfer in transfers:
-            transfer.wait(deadline_ns)
+            try:
+                transfer.wait(deadline_ns)
+            except (PeerLost, LinkClosed, DeadlineExceeded) as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def count(self, stage: int, what: Told) -> int:
         """How much a neighbour has told by now."""
@@ -183,7 +225,10 @@ class StageRings:
         )
         if found == _native.WAIT_LOST:
             lost = self._segment.lost_mask() & self._mask
-            return next(stage for stage, rank in enumerate(self._members) if lost >> rank & 1)
+            rank = (lost & -lost).bit_length() - 1
+            if rank not in self._members:
+                raise PeerLost(rank, "it has ended, and with it this step")
+            return self._members.index(rank)
         if found == _native.WAIT_DEADLINE:
             raise DeadlineExceeded(
                 f"stage {awaited.stage} (rank {rank}) lives, and has not told {awaited.count} "
@@ -201,14 +246,13 @@ class StageRings:
                     region.notify(self._channel + what.value, self._value(COUNT_MAX))
 
     def close(self) -> None:
-        """Let go of all rings. Idempotent. What a neighbour may still write lives until it is gone."""
+        """Return once nothing that was put is under way, and leave the neighbours' rings. Idempotent."""
+        with contextlib.suppress(PeerLost, LinkClosed, DeadlineExceeded):
+            self.drain(now_ns() + CLOSE_NS)
         for region in self._regions.values():
             region.close()
-        for handle in self._handles:
-            self._segment.regions.release(handle)
         self._regions.clear()
         self._towards.clear()
-        self._handles.clear()
 
     def _value(self, count: int) -> int:
         return self._epoch << _EPOCH_SHIFT | count

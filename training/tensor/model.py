@@ -11,7 +11,7 @@ from zbmd.collectives.group import Group
 from zbmd.training import ops
 from zbmd.training.config import GPTConfig
 from zbmd.training.gpt import GPT, Batch, Tokens
-from zbmd.training.tape import GradReady, Parameter, Tape, Tensor
+from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.tensor.ops import (
     SharedParameter,
     gather_rows,
@@ -24,32 +24,37 @@ from zbmd.training.xp import Array
 from zbmd.transport.errors import UserError
 
 
-class ParallelGPT(GPT):
-    """This rank's part of the model of `config`, cut over `group`.
+class PartOfGPT(GPT):
+    """Part `part` of `parts` of the model of `config`: its layout and its weights, without a group.
 
-    Flat arrays are of `layout`, this rank's part. All ranks call the same methods with the same tokens, on a
-    thread that may wait, and get the same loss. Sequences have a length that divides over the ranks.
+    Flat arrays are of `layout`. Raises `UserError` where the model cannot be cut into so many.
     """
 
-    def __init__(self, config: GPTConfig, group: Group, *, recompute: bool = False) -> None:
-        self.shards = TensorShards(config, group.size)
+    def __init__(self, config: GPTConfig, part: int, parts: int, *, recompute: bool = False) -> None:
+        self.shards = TensorShards(config, parts)
         super().__init__(config, recompute=recompute)
-        self.group = group
-        self.part = group.members.index(group.rank)
-        self.layout = self.shards.layout(self.part)
+        self.part = part
+        self.layout = self.shards.layout(part)
 
     def init(self, seed: int) -> npt.NDArray[np.float32]:
         """This rank's part of what `GPT.init` returns."""
         return self.shards.cut(GPT(self.config).init(seed), self.part)
 
-    def parameters(self, params: Array, grads: Array, on_grad_ready: GradReady | None) -> list[Parameter]:
+
+class ParallelGPT(PartOfGPT):
+    """This rank's part of the model of `config`, cut over `group`.
+
+    All ranks call the same methods with the same tokens, on a thread that may wait, and get the same loss.
+    Sequences have a length that divides over the ranks. `group` may be set to that of another view.
+    """
+
+    def __init__(self, config: GPTConfig, group: Group, *, recompute: bool = False) -> None:
+        super().__init__(config, group.members.index(group.rank), group.size, recompute=recompute)
+        self.group = group
+
+    def _parameter(self, name: str, parameter: Parameter) -> Parameter:
         """See `GPT`."""
-        made = super().parameters(params, grads, on_grad_ready)
-        for index, slot in enumerate(self.layout.slots):
-            if not cut_of(slot.name)[1]:
-                own = made[index]
-                made[index] = SharedParameter(own.stored, own.grad, index, on_grad_ready, self.group)
-        return made
+        return parameter if cut_of(name)[1] else SharedParameter(parameter, self.group)
 
     def logits(self, params: Array, tokens: Tokens) -> Array:
         """See `GPT`: those of all tokens of the vocabulary, on all ranks."""

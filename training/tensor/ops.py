@@ -13,7 +13,7 @@ import numpy as np
 
 from zbmd.collectives.group import Group
 from zbmd.training import ops
-from zbmd.training.tape import GradReady, Parameter, Tape, Tensor
+from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.xp import Array
 
 
@@ -22,10 +22,8 @@ class SharedParameter(Parameter):
 
     __slots__ = ("_group",)
 
-    def __init__(
-        self, stored: Array, grad: Array | None, index: int, on_ready: GradReady | None, group: Group
-    ) -> None:
-        super().__init__(stored, grad, index, on_ready)
+    def __init__(self, parameter: Parameter, group: Group) -> None:
+        super().__init__(parameter.stored, parameter.grad, parameter.index, parameter.on_ready)
         self._group = group
 
     def receive(self, write: Callable[[Array], object]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.tensor.stages import Stages
 from zbmd.transport.errors import UserError
 
 Tokens = Literal["bytes", "bpe"]
@@ -33,12 +34,19 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     precision: Precision = "float32"
     recompute: bool = False
     overlap: bool = True
+    schedule: str = "1f1b"
+    chunks: int = 1
     weights: Path | None = None
     resume: Path | None = None
     evaluate_every: int = 50
     evaluate_windows: int = 64
     checkpoint_every: int = 100
     tensorboard: bool = False
+
+    @property
+    def stages(self) -> Stages:
+        """How the model passes through the stages along `pp`."""
+        return Stages(schedule=self.schedule, chunks=self.chunks)
 
     def encode(self) -> str:
         """As JSON."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from zbmd.actors.member import Node, join
+from zbmd.actors.member import INBOX_BYTES_DEFAULT, Node, join
 from zbmd.actors.runtime_env import RankEnvironment
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group import Group, group
@@ -27,11 +27,13 @@ from zbmd.training.journal import WEIGHTS_NAME
 from zbmd.training.mesh import Mesh
 from zbmd.training.optim import MuonConfig
 from zbmd.training.recipe import Recipe
-from zbmd.training.tensor.model import ParallelGPT
+from zbmd.training.tensor.axes import require_axes
+from zbmd.training.tensor.groups import MeshGroups
+from zbmd.training.tensor.model import PartOfGPT
 from zbmd.training.tensor.options import TrainOptions
 from zbmd.training.tensor.records import Records, require_board
-from zbmd.training.tensor.shards import TensorShards
-from zbmd.training.tensor.trainer import MeshGroups, MeshStep, MeshTrainer, arena_bytes_needed
+from zbmd.training.tensor.stages import STATE_ARRAYS, RankBytes, bytes_needed
+from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
 from zbmd.training.token_corpus import TokenCorpus, prepare_tokens
 from zbmd.training.weights import save_weights
 from zbmd.training.xp import Array
@@ -63,6 +65,7 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
     """
     options.check()
     mesh = Mesh.parse(options.mesh, world_size)
+    require_axes(mesh)
     if options.tensorboard:
         require_board()
     model = options.model
@@ -90,9 +93,16 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
             f"the model in {options.weights} has a vocabulary of {model.vocabulary}, and the tokens of "
             f"{options.data} one of {vocabulary}: give the --tokenizer that the model was trained with."
         )
-    if mesh.size("tp") > 1:
-        TensorShards(model, mesh.size("tp"))
+    _bytes_needed(options, mesh, model)
     return mesh, model, corpus
+
+
+def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankBytes:
+    """What any rank needs. Raises `UserError` for a model or a batch that the mesh does not divide."""
+    ranks = mesh.size("tp")
+    model = GPT(config) if ranks == 1 else PartOfGPT(config, 0, ranks)
+    itemsize = np.dtype(options.precision).itemsize
+    return bytes_needed(model, options.training, mesh, options.stages, itemsize=itemsize)
 
 
 async def run(options: TrainOptions) -> TrainResult | None:
@@ -103,14 +113,9 @@ async def run(options: TrainOptions) -> TrainResult | None:
     """
     launched = RankEnvironment.read(os.environ)
     mesh, model, corpus = prepare(options, 1 if launched is None else launched.world_size)
-    size = (
-        GPT(model).layout.size
-        if mesh.size("tp") == 1
-        else TensorShards(model, mesh.size("tp")).layout(0).size
-    )
-    itemsize = np.dtype(options.precision).itemsize
-    arena = arena_bytes_needed(size, options.training.shards, mesh.size("dp"), itemsize) + ARENA_SPARE_BYTES
-    async with join(arena=arena) as node:
+    needed = _bytes_needed(options, mesh, model)
+    arena, inbox_bytes = needed.arena + ARENA_SPARE_BYTES, needed.inbox + INBOX_BYTES_DEFAULT
+    async with join(arena=arena, inbox_bytes=inbox_bytes) as node:
         world = await group(node)
         try:
             groups = await MeshGroups.of(world, mesh)
@@ -147,7 +152,12 @@ class _Run:
             return arena.empty((size,), dtype)
 
         self.trainer = MeshTrainer(
-            recipe, groups, dtype=np.dtype(options.precision), empty=empty, overlap=options.overlap
+            recipe,
+            groups,
+            stages=options.stages,
+            dtype=np.dtype(options.precision),
+            empty=empty,
+            overlap=options.overlap,
         )
         self._start()
 
@@ -169,6 +179,7 @@ class _Run:
         if self.is_first:
             self._save(weights)
         self._leave()
+        trainer.close()
         if not self.is_first:
             return None
         done = (trainer.step - first) * self._tokens_per_step
@@ -208,9 +219,7 @@ class _Run:
         return step
 
     def _evaluate(self, records: Records | None) -> float:
-        loss = self.trainer.recipe.held_out_loss(
-            self.trainer.state.weights, windows_max=self.options.evaluate_windows
-        )
+        loss = self.trainer.held_out_loss(windows_max=self.options.evaluate_windows)
         if records is not None:
             records.put(self.trainer.step, held_out_loss=loss)
             records.tell(self.trainer.step, held_out_loss=loss)
@@ -232,17 +241,12 @@ class _Run:
         """Take the weights or the checkpoint that the recipe begins with."""
         trainer, options = self.trainer, self.options
         if options.weights is not None:
-            trainer.state.weights[:] = self._own(load_gpt2(options.weights)[0])
+            trainer.begin_with(load_gpt2(options.weights)[0])
         elif options.resume is not None:
             size = GPT(self.config).layout.size
-            found = load_checkpoint(options.resume, plan=self._plan, elements=3 * size)
-            for part, array in enumerate(_arrays(trainer.state)):
-                array[:] = self._own(found.flat[part * size : (part + 1) * size])
+            found = load_checkpoint(options.resume, plan=self._plan, elements=STATE_ARRAYS * size)
+            trainer.begin_with(*np.split(found.flat, STATE_ARRAYS))
             trainer.step = found.version
-
-    def _own(self, flat: Array) -> Array:
-        model = self.trainer.recipe.model
-        return model.shards.cut(flat, model.part) if isinstance(model, ParallelGPT) else flat
 
     def _checkpoint(self) -> None:
         if self.options.precision != "float32":

@@ -1,46 +1,56 @@
-"""Training on a mesh of `dp × tp` ranks: the driver of a step, for one thread that may wait.
+"""Training on a mesh of `dp × pp × tp` ranks: the driver of a step, for one thread that may wait.
 
 Along `dp` ranks share out the logical shards of the recipe, and sum the gradients along their tree: bucket
-after bucket, while the backward pass goes on. So the bits do not depend on the size of `dp`, nor on whether
-the two overlap. Along `tp` each holds a part of the parameters; there the order of sums depends on the size.
+after bucket, while the last backward pass goes on. Along `pp` each holds some of the layers, and shards pass
+through as micro-batches (`zbmd.training.pipeline`). So the bits depend neither on the sizes of `dp` and `pp`,
+nor on schedule and overlap. Along `tp` each holds a part of the parameters; there the order of sums depends
+on the size.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.collectives.group import Group
-from zbmd.training.accumulate import AccumulationPlan, Buckets
+from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.adamw import AdamWState
-from zbmd.training.clip import TrainingDiverged, norm_from
-from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT
+from zbmd.training.clip import TrainingDiverged, clip_scale, non_finite
+from zbmd.training.gpt import Batch
 from zbmd.training.mesh import Mesh
+from zbmd.training.optim import optimizer_for
+from zbmd.training.pipeline.own import OwnParts
+from zbmd.training.pipeline.passes import StagePasses
+from zbmd.training.pipeline.rings import RingMemory, StageRings, gather_rows
+from zbmd.training.pipeline.runnable import traffic_of
 from zbmd.training.recipe import Recipe
 from zbmd.training.reduction import ShardReduction
+from zbmd.training.rng import Noise
+from zbmd.training.tensor.axes import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
+from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.model import ParallelGPT
-from zbmd.training.tensor.shards import cut_of
+from zbmd.training.tensor.norm import mesh_norm
+from zbmd.training.tensor.relay import relayed_loss
+from zbmd.training.tensor.stages import ONE_EACH, SLOTS, STATE_ARRAYS, Stages
+from zbmd.training.watch import ALONE, VOTE_NUMBERS, StepWatch
 from zbmd.training.xp import Array
-from zbmd.transport import faults
 from zbmd.transport._native import now_ns
-from zbmd.transport.errors import UserError
 
-DATA_AXIS, TENSOR_AXIS = "dp", "tp"
-BACKWARD_POINT = faults.declare("mesh.backward", "in a backward pass on a mesh, before a bucket is sent")
+FLOAT32: Final[np.dtype[np.floating]] = np.dtype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshStep:
     """What a step reported, the same on all ranks but for times: loss (nats per token), norm unclipped.
 
-    compute_ns: forwards and backwards, with the waits along `tp`; waited_ns: behind that, for reductions
-    along `dp`.
+    compute_ns: forwards and backwards, with the waits along `pp` and `tp`; waited_ns: behind that, for
+    reductions along `dp`; busy_ns: of each rank, `compute_ns` without the waits along `pp`.
     """
 
     step: int
@@ -48,54 +58,14 @@ class MeshStep:
     grad_norm: float
     compute_ns: int
     waited_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class MeshGroups:
-    """This rank's groups along the axes of a mesh; None for an axis of one rank."""
-
-    world: Group
-    mesh: Mesh
-    data: Group | None
-    tensor: Group | None
-
-    @classmethod
-    async def of(cls, world: Group, mesh: Mesh) -> MeshGroups:
-        """Make the groups; all members of `world` together.
-
-        Raises `UserError` for a mesh of other axes than dp and tp, or one that does not fit the group, and as
-        `Group.subgroup`.
-        """
-        strange = [axis for axis in mesh.axes if axis not in (DATA_AXIS, TENSOR_AXIS)]
-        if strange:
-            raise UserError(f"there is no training along {', '.join(strange)} on a mesh yet: use dp and tp.")
-        if mesh.world_size != world.size:
-            raise UserError(f"the mesh {mesh} has {mesh.world_size} ranks, and there are {world.size}.")
-        place, made = world.members.index(world.rank), dict[str, Group]()
-        for axis in (DATA_AXIS, TENSOR_AXIS):
-            if mesh.size(axis) > 1:
-                ranks = [world.members[index] for index in mesh.group_of(place, axis)]
-                made[axis] = await world.subgroup(ranks)
-        return cls(world, mesh, made.get(DATA_AXIS), made.get(TENSOR_AXIS))
-
-    async def close(self) -> None:
-        """Close them, not the world's."""
-        for group in (self.data, self.tensor):
-            if group is not None:
-                await group.close()
-
-    def model(self, config: GPTConfig, *, recompute: bool = False) -> GPT:
-        """This rank's part of the model."""
-        if self.tensor is None:
-            return GPT(config, recompute=recompute)
-        return ParallelGPT(config, self.tensor, recompute=recompute)
+    busy_ns: tuple[int, ...] = field(default=())
 
 
 class MeshTrainer:
     """Trains `recipe`, whose model is of `groups.model`, in arrays of `dtype` that `empty(size)` makes.
 
-    `empty` may give memory that peers can read (`node.segment.arena`), which saves copies. Without `overlap`
-    the reductions begin when the backward pass has ended.
+    `empty` may give memory that peers can read (`node.segment.arena`), which saves copies, and is needed
+    where a mirror goes along. Without `overlap` the reductions begin when the backward pass has ended.
     """
 
     def __init__(
@@ -103,7 +73,8 @@ class MeshTrainer:
         recipe: Recipe,
         groups: MeshGroups,
         *,
-        dtype: npt.DTypeLike = np.float32,
+        stages: Stages = ONE_EACH,
+        dtype: np.dtype[np.floating] = FLOAT32,
         empty: Callable[[int, npt.DTypeLike], Array] = np.empty,
         overlap: bool = True,
     ) -> None:
@@ -111,61 +82,64 @@ class MeshTrainer:
         self.groups = groups
         self.overlap = overlap
         self.step = 0
-        layout, shards = recipe.model.layout, recipe.config.shards
-        data, place = groups.data, 0
-        if data is not None:
-            place = data.members.index(data.rank)
-        self._assignment = assign_shards(shards, groups.mesh.size(DATA_AXIS))
-        self._plan = AccumulationPlan.of(shards, *self._assignment[place])
-        self._buckets = Buckets(layout)
+        self.dtype = dtype
+        config, model = recipe.config, recipe.model
+        count, stage = groups.size(PIPELINE_AXIS), groups.place(PIPELINE_AXIS)
+        self.own = OwnParts(model, stages.cuts_of(model.config, count), stages=count, stage=stage)
+        self._programs = stages.programs(config, groups.mesh)[groups.place(DATA_AXIS)]
+        self._assignment = assign_shards(config.shards, groups.size(DATA_AXIS))
+        self._plan = AccumulationPlan.of(config.shards, *self._assignment[groups.place(DATA_AXIS)])
+        self._reporters = _reporters(groups.mesh, self._assignment, last=(len(self.own.every) - 1) % count)
 
-        def zeros() -> Array:
-            made = empty(layout.size, dtype)
+        def zeros(size: int) -> Array:
+            made = empty(size, self.dtype)
             made[...] = 0.0
             return made
 
-        self._buffers = [zeros() for _ in range(self._plan.buffers)]
-        self._total = zeros() if data is not None else self._buffers[next(iter(self._plan.partials.values()))]
-        weights = recipe.model.init(recipe.config.seed).astype(dtype)
-        self.state = AdamWState(weights, np.zeros_like(weights), np.zeros_like(weights))
-        self._spare = AdamWState(*(np.zeros_like(weights) for _ in range(3)))
-
-    def run_step(self) -> MeshStep:
-        """Do one step; all ranks together.
-
-        Raises `PeerLost` or `OperationAborted` when a rank is lost, and `TrainingDiverged` on all alike; the
-        state is then that before the step.
-        """
-        started_ns, ids = now_ns(), self.recipe.sample_ids(self.step)
-        reduction = None
-        if self.groups.data is not None:
-            reduction = ShardReduction(
-                self.groups.data, self._plan, self._assignment, self._buffers, self._total
-            )
-        try:
-            losses = [self._run_leaf(index, ids, reduction) for index in range(len(self._plan.leaves))]
-            computed_ns = now_ns()
-            if reduction is not None:
-                if not self.overlap or not self._plan.leaves:
-                    for span in self._buckets.spans:
-                        reduction.submit(span)
-                reduction.finish()
-        finally:
-            if reduction is not None:
-                reduction.drain()
-        reduced_ns = now_ns()
-        loss = self._loss(losses)
-        norm = self._norm()
-        self.recipe.apply(self.state, self._spare, self._total, step=self.step, norm=norm)
-        self.state, self._spare = self._spare, self.state
-        self.step += 1
-        return MeshStep(
-            step=self.step - 1,
-            loss=loss,
-            grad_norm=norm,
-            compute_ns=computed_ns - started_ns,
-            waited_ns=reduced_ns - computed_ns,
+        size = self.own.layout.size
+        self._buffers = [zeros(size) for _ in range(self._plan.buffers)]
+        self._total = (
+            zeros(size)
+            if groups.data is not None
+            else self._buffers[next(iter(self._plan.partials.values()))]
         )
+        self.slots = [zeros(STATE_ARRAYS * size) for _ in range(SLOTS)]
+        """Versions of what this rank holds: weights and moments, one behind the other."""
+        self.slot = 0
+        """The one in use."""
+        self._initial: Sequence[Array] = ()
+        self.begin_anew()
+        self._optimizer = optimizer_for(config.optimizer, self.own.layout)
+        self._ring_memory: RingMemory | None = None
+        self._passes = self._new_passes()
+
+    # ---- the state
+
+    @property
+    def state(self) -> AdamWState:
+        """Weights and moments of this rank's part, in the slot in use."""
+        return self._state_in(self.slot)
+
+    def _state_in(self, slot: int) -> AdamWState:
+        return AdamWState(*np.split(self.slots[slot], STATE_ARRAYS))
+
+    def begin_with(self, *whole: Array) -> None:
+        """Begin with the whole model's weights, and moments if they are given, not with the seed's."""
+        self._initial = [self._mine(flat).copy() for flat in whole]
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Take the state that the training begins with, in slot 0."""
+        recipe, self.slot = self.recipe, 0
+        initial = self._initial or [self.own.cut(recipe.model.init(recipe.config.seed))]
+        self.slots[0][:] = 0
+        for part, flat in zip(np.split(self.slots[0], STATE_ARRAYS), initial, strict=False):
+            part[:] = flat
+
+    def _mine(self, flat: Array) -> Array:
+        """This rank's part of the whole model's flat array."""
+        model = self.recipe.model
+        return self.own.cut(model.shards.cut(flat, model.part) if isinstance(model, ParallelGPT) else flat)
 
     def weights(self) -> Array:
         """The weights of the whole model, on all ranks; all together."""
@@ -173,67 +147,191 @@ class MeshTrainer:
 
     def whole(self, flat: Array) -> Array:
         """The whole flat array of which each rank holds the part `flat`; all ranks together."""
-        model, tensor = self.recipe.model, self.groups.tensor
+        model, pipeline, tensor = self.recipe.model, self.groups.pipeline, self.groups.tensor
+        if pipeline is not None:
+            flat = self.own.joined(gather_rows(pipeline, np.ascontiguousarray(flat)))
         if tensor is None or not isinstance(model, ParallelGPT):
             return flat.copy()
-        end_ns = tensor.deadline_ns()
-        every = tensor.submit(lambda c: c.all_gather_v(flat, deadline_ns=end_ns)).result()
+        every = gather_rows(tensor, np.ascontiguousarray(flat))
         sizes = [model.shards.layout(part).size for part in range(tensor.size)]
         return model.shards.joined(np.split(every, np.cumsum(sizes)[:-1]))
 
-    def _run_leaf(self, index: int, ids: npt.NDArray[np.int64], reduction: ShardReduction | None) -> float:
-        """Compute one shard; behind the last one, send each bucket on its way as it becomes final."""
-        leaf, last = self._plan.leaves[index], index == len(self._plan.leaves) - 1
-        overlapped = reduction if last and self.overlap else None
-        self._buckets.begin()
+    def held_out_loss(self, *, windows_max: int) -> float:
+        """The mean loss on at most `windows_max` held-out windows, on all ranks; all together."""
+        weights = self.state.weights
+        if self.groups.pipeline is None:
+            return self.recipe.held_out_loss(weights, windows_max=windows_max)
+        return relayed_loss(self.recipe, self.own, weights, self.groups.pipeline, windows_max=windows_max)
 
-        def send(parameter: int) -> None:
-            span = self._buckets.ready(parameter)
-            if span is not None and overlapped is not None:
-                faults.hit(BACKWARD_POINT)
-                self._plan.perform(leaf.additions, self._buffers, span)
-                overlapped.submit(span)
+    # ---- epochs
 
-        loss = self.recipe.shard_gradient(
-            self.state.weights,
-            self._buffers[leaf.buffer],
-            ids[leaf.shard],
-            step=self.step,
-            on_grad_ready=send,
+    def enter(self, groups: MeshGroups, step: int) -> None:
+        """Go on with `step` in the groups of a new view, from the slot in use; all ranks together."""
+        self._passes.close(gave_up=False)
+        self.groups, self.step = groups, step
+        if isinstance(self.recipe.model, ParallelGPT) and groups.tensor is not None:
+            self.recipe.model.group = groups.tensor
+        self._passes = self._new_passes()
+
+    def close(self) -> None:
+        """Give back what neighbours put into. Idempotent."""
+        self._passes.close(gave_up=False)
+        if self._ring_memory is not None:
+            self._ring_memory.close()
+
+    def _new_passes(self) -> StagePasses:
+        groups, rings = self.groups, None
+        if groups.pipeline is not None:
+            if self._ring_memory is None:
+                traffic = traffic_of(
+                    self.recipe.model.config,
+                    self.recipe.config,
+                    tensor_ranks=groups.size(TENSOR_AXIS),
+                    dtype=self.dtype,
+                )
+                self._ring_memory = RingMemory(groups.node.segment, self._programs[self.own.stage], traffic)
+            rings = StageRings(
+                groups.node, groups.pipeline, self._programs, self._ring_memory, world=groups.world.members
+            )
+        return StagePasses(self.own, self._programs, self._plan, self._buffers, groups.pipeline, rings)
+
+    # ---- steps
+
+    def run_step(self, watch: StepWatch = ALONE) -> MeshStep:
+        """Do one step; all ranks together.
+
+        Raises `PeerLost` or `OperationAborted` when a rank is lost, `DeadlineExceeded` when one stands still,
+        and `TrainingDiverged` on all alike. The slot in use is then that before the step, or, where others
+        had not come so far, that behind it: see `zbmd.training.zero.mirror`. Go on behind `enter`.
+        """
+        reduction = self._reduction()
+        try:
+            return self._run_step(watch, reduction)
+        except BaseException:
+            self.groups.abort()
+            self._passes.close(gave_up=True)
+            raise
+        finally:
+            if reduction is not None:
+                reduction.drain()
+
+    def _reduction(self) -> ShardReduction | None:
+        if self.groups.data is None:
+            return None
+        return ShardReduction(self.groups.data, self._plan, self._assignment, self._buffers, self._total)
+
+    def _run_step(self, watch: StepWatch, reduction: ShardReduction | None) -> MeshStep:
+        started_ns, world = now_ns(), self.groups.world
+        held = _Held(watch, self.step, None if watch is ALONE else _begun(world))
+        if self._plan.leaves:
+            self._passes.run(
+                self.state.weights,
+                self._batches(),
+                deadline_ns=world.deadline_ns(),
+                final=reduction.submit if reduction is not None and self.overlap else None,
+                between=held.look,
+            )
+        computed_ns = now_ns()
+        if reduction is not None:
+            if not self.overlap or not self._plan.leaves:
+                for span in self._passes.spans:
+                    reduction.submit(span)
+            reduction.finish()
+        reduced_ns = now_ns()
+        norm = self._norm()
+        held.wait()
+        loss, busy_ns = self._meet(watch)
+        self._update(norm)
+        done = MeshStep(
+            step=self.step - 1,
+            loss=loss,
+            grad_norm=norm,
+            compute_ns=computed_ns - started_ns,
+            waited_ns=reduced_ns - computed_ns,
+            busy_ns=busy_ns,
         )
-        if overlapped is None:
-            everything = slice(0, self.recipe.model.layout.size)
-            self._plan.perform(leaf.additions, self._buffers, everything)
-        return loss
+        watch.updated(done)
+        return done
 
-    def _loss(self, losses: list[float]) -> float:
-        """The sum of all shards' losses, in their order, whoever has computed them."""
-        every = np.zeros(self.recipe.config.shards)
-        for leaf, loss in zip(self._plan.leaves, losses, strict=True):
-            every[leaf.shard] = loss
-        if self.groups.data is not None:
-            self.groups.data.blocking.all_reduce(every)
-        return sum(every.tolist())
+    def _batches(self) -> list[Batch]:
+        recipe, ids = self.recipe, self.recipe.sample_ids(self.step)
+        return [
+            recipe.model.batch(
+                recipe.corpus.windows(ids[leaf.shard]),
+                global_batch=recipe.config.global_batch,
+                noise=Noise(recipe.config.seed, self.step, ids[leaf.shard]),
+            )
+            for leaf in self._plan.leaves
+        ]
 
     def _norm(self) -> float:
         """The norm of the whole gradient; raises `TrainingDiverged`, on all ranks if on one."""
-        tensor, total, step = self.groups.tensor, self._total, self.step
-        if tensor is None:
-            return self.recipe.norm(total, step=step)
-        layout = self.recipe.model.layout
-        squares = np.zeros(2)
-        for slot, view in zip(layout.slots, layout.views(total), strict=True):
-            flat = view.reshape(-1)
-            squares[1 if cut_of(slot.name)[1] else 0] += float(np.dot(flat, flat))
-        cut = squares[1:].copy()
-        tensor.blocking.all_reduce(cut)
+        groups = self.groups
         try:
-            return norm_from(float(squares[0] + cut[0]))
+            return mesh_norm(self._total, self.own, pipeline=groups.pipeline, tensor=groups.tensor)
         except TrainingDiverged as error:
-            raise self.recipe.diverged(error, total, step=step) from None
+            first = non_finite(self.own.layout, self._total, xp=np) or "all on this rank are finite"
+            raise TrainingDiverged(f"step {self.step}: {error} First of the gradients, {first}.") from None
+
+    def _meet(self, watch: StepWatch) -> tuple[float, tuple[int, ...]]:
+        """Tell all ranks the votes, the losses of shards and how long each computed: one operation.
+
+        Returns the sum of all shards' losses, in their order, and the times.
+        """
+        shards = self.recipe.config.shards
+        mine = np.zeros(VOTE_NUMBERS + shards + 1)
+        mine[:VOTE_NUMBERS] = watch.vote().view(np.float64)
+        for microbatch, loss in self._passes.losses.items():
+            mine[VOTE_NUMBERS + self._plan.leaves[microbatch].shard] = loss
+        mine[-1] = float(self._passes.busy_ns)
+        every = self.groups.world.blocking.all_gather(mine)
+        watch.voted([row[:VOTE_NUMBERS].view(np.uint64) for row in every])
+        losses = [float(every[place][VOTE_NUMBERS + shard]) for shard, place in enumerate(self._reporters)]
+        return sum(losses), tuple(int(row[-1]) for row in every)
+
+    def _update(self, norm: float) -> None:
+        config, target = self.recipe.config, 1 - self.slot
+        self._optimizer.update(
+            self.state,
+            self._state_in(target),
+            self._total,
+            step=self.step,
+            learning_rate=self.recipe.learning_rate(self.step),
+            grad_scale=clip_scale(norm, limit=config.clip_norm),
+        )
+        self.slot = target
+        self.step += 1
 
 
-def arena_bytes_needed(size: int, shards: int, data_ranks: int, itemsize: int = 4) -> int:
-    """Bytes of arena for the gradients of a rank that holds flat arrays of `size` elements."""
-    most = max(AccumulationPlan.of(shards, *share).buffers for share in assign_shards(shards, data_ranks))
-    return math.ceil((most + 1) * size * itemsize)
+def _begun(world: Group) -> Future[None]:
+    """An operation that ends when all have begun it."""
+    end_ns = world.deadline_ns()
+    return world.submit(lambda c: c.barrier(deadline_ns=end_ns))
+
+
+class _Held:
+    """Tells the watch once that all ranks have begun the step, so that each holds the version before it."""
+
+    def __init__(self, watch: StepWatch, version: int, begun: Future[None] | None) -> None:
+        self._watch, self._version, self._begun = watch, version, begun
+
+    def look(self) -> None:
+        """Tell it if it is so by now. Raises as the operation."""
+        if self._begun is not None and self._begun.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Tell it as soon as it is so."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.result()
+            self._watch.all_hold(self._version)
+
+
+def _reporters(mesh: Mesh, assignment: Sequence[tuple[int, int]], *, last: int) -> list[int]:
+    """The place in the world of who tells the loss of each logical shard."""
+    found: list[int] = []
+    for data, (start, stop) in enumerate(assignment):
+        places = {DATA_AXIS: data, PIPELINE_AXIS: last, TENSOR_AXIS: 0}
+        found += [mesh.rank({axis: places[axis] for axis in mesh.axes})] * (stop - start)
+    return found

@@ -19,13 +19,14 @@ from zbmd.actors.member import Node
 from zbmd.collectives.commit_driver import Cancellation, StepFailed, WorkCancelled
 from zbmd.collectives.commit_messages import FailureKind
 from zbmd.collectives.group import Group, hosts_of
+from zbmd.training.watch import VOTE_NUMBERS, StepWatch, Vote
 from zbmd.training.workload import FETCH_ELEMENTS, pull
 from zbmd.training.xp import Array
 from zbmd.training.zero import mirror as zm
 from zbmd.training.zero.accountant import Kind
 from zbmd.training.zero.mirror_row import ROW_NUMBERS, Row
 from zbmd.training.zero.rank import ZeroRank
-from zbmd.training.zero.trainer import VOTE_NUMBERS, StepWatch, Vote, ZeroDone
+from zbmd.training.zero.trainer import ZeroDone
 from zbmd.transport import faults
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost

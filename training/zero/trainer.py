@@ -8,10 +8,10 @@ it hears between two computations, or when there is nothing to compute.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, assert_never
+from typing import Any, Final, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from zbmd.training.gpt import GPT
 from zbmd.training.precision import Storage, storage_dtype
 from zbmd.training.recipe import Recipe
 from zbmd.training.rng import Noise
+from zbmd.training.watch import ALONE, VOTE_NUMBERS, StepWatch
 from zbmd.training.xp import Array
 from zbmd.training.zero import machine as zm
 from zbmd.training.zero.accountant import Accountant, Kind
@@ -37,8 +38,6 @@ from zbmd.transport._native import now_ns
 from zbmd.transport.errors import UserError
 
 STAGES: Final = (1, 2, 3)
-VOTE_NUMBERS: Final = 4
-"""What a rank says beside its part of the norm, so many u64; see `StepWatch.vote`."""
 ARENA_SLACK: Final = 1.25
 """Holes between arrays that come and go."""
 ARENA_ROOM_BYTES: Final = 8 << 20
@@ -84,50 +83,6 @@ class ZeroDone:
     def loss(self) -> float:
         """The training loss, the shards' parts added in their order."""
         return sum(self.losses[shard] for shard in sorted(self.losses))
-
-
-Vote = NDArray[np.uint64]
-"""(VOTE_NUMBERS,)."""
-
-
-class StepWatch(Protocol):
-    """Who goes along with a step: the mirror of another rank's shard. Called on the thread that trains."""
-
-    def all_hold(self, version: int) -> None:
-        """Every rank holds `version` now, and none changes its shard before it has `voted`."""
-        ...
-
-    def vote(self) -> Vote:
-        """Something for all ranks to see, before any shard changes. May wait."""
-        ...
-
-    def voted(self, votes: Sequence[Vote]) -> None:
-        """All ranks' votes, in their order; what it raises, ends the step with nothing changed."""
-        ...
-
-    def updated(self, done: ZeroDone) -> None:
-        """This rank's shard is that of `done.version` now."""
-        ...
-
-
-class _Alone(StepWatch):
-    """Nobody goes along."""
-
-    def all_hold(self, version: int) -> None:
-        """Nothing to do."""
-
-    def vote(self) -> Vote:
-        """Nothing to say."""
-        return np.zeros(VOTE_NUMBERS, np.uint64)
-
-    def voted(self, votes: Sequence[Vote]) -> None:
-        """Nothing to do."""
-
-    def updated(self, done: ZeroDone) -> None:
-        """Nothing to do."""
-
-
-ALONE: Final = _Alone()
 
 
 def shards_of(model: GPT, ranks: int) -> ShardLayout:

@@ -1,0 +1,247 @@
+"""The passes of a step on one stage: the driver of `StageMachine`, for one thread that may wait.
+
+A micro-batch is a logical shard of the recipe, and gradients are added up along the shard tree as they are on
+a rank that has the whole model, so they have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+from zbmd.collectives.group import Group
+from zbmd.training.accumulate import AccumulationPlan, Buckets, Leaf
+from zbmd.training.gpt import Batch
+from zbmd.training.pipeline.own import OwnParts
+from zbmd.training.pipeline.part import Pass
+from zbmd.training.pipeline.program import Instruction, Message, Op, StageProgram
+from zbmd.training.pipeline.rings import StageRings
+from zbmd.training.pipeline.stage import StageMachine
+from zbmd.training.pipeline.stage_events import (
+    Await,
+    Compute,
+    Computed,
+    Free,
+    GiveUp,
+    Heard,
+    Put,
+    Release,
+    StageAction,
+    StageLost,
+    StepBegun,
+    StepDone,
+)
+from zbmd.training.pipeline.storage import Boundary
+from zbmd.training.tape import GradReady
+from zbmd.training.xp import Array
+from zbmd.transport import faults
+from zbmd.transport._native import now_ns
+from zbmd.transport.errors import LocalProtocolError, PeerLost
+
+COMPUTE_POINT = faults.declare("pipeline.compute", "before a stage computes one of its instructions")
+BACKWARD_POINT = faults.declare("mesh.backward", "in a backward pass on a mesh, before a bucket is sent")
+
+Final = Callable[[slice], None]
+"""Told of the elements of the flat gradient that are this rank's sum, and change no more."""
+
+
+class StagePasses:
+    """Runs `programs[own.stage]`, step after step, over the micro-batches of `plan`.
+
+    Gradients are written to `buffers`, flat arrays of `own.layout`. `group` and `rings` are those of an
+    epoch, None for a pipeline of one stage.
+    """
+
+    def __init__(
+        self,
+        own: OwnParts,
+        programs: Sequence[StageProgram],
+        plan: AccumulationPlan,
+        buffers: list[Array],
+        group: Group | None,
+        rings: StageRings | None,
+    ) -> None:
+        self._own, self._plan, self._buffers, self._group = own, plan, buffers, group
+        self._machine = StageMachine(programs, own.stage)
+        self._rings_or_none = rings
+        self._buckets = {number: Buckets(part.layout) for number, part in own.parts.items()}
+        self._passes: dict[tuple[int, int], Pass] = {}
+        self._made: dict[Message, Array] = {}
+        """What is to be sent, or handed to the next part on this stage."""
+        self._weights: Array | None = None
+        self._batches: Sequence[Batch] = ()
+        self._final: Final | None = None
+        self._deadline_ns = 0
+        self.losses: dict[int, float] = {}
+        """Of the micro-batches, on the last stage."""
+        self.busy_ns = 0
+        """How long this stage computed in the last step."""
+
+    @property
+    def spans(self) -> list[slice]:
+        """The runs of the flat gradient that become final together."""
+        return [
+            _moved(span, self._own.spans[number].start)
+            for number, buckets in self._buckets.items()
+            for span in buckets.spans
+        ]
+
+    def run(
+        self,
+        weights: Array,
+        batches: Sequence[Batch],
+        *,
+        deadline_ns: int,
+        final: Final | None,
+        between: Callable[[], None],
+    ) -> None:
+        """Do the passes of a step; `between` is called between any two computations.
+
+        `final` is called while the last micro-batch is on its way back. Raises `PeerLost`, `OperationAborted`
+        and `DeadlineExceeded`; give these passes up then.
+        """
+        self.losses, self.busy_ns = {}, 0
+        self._weights, self._batches, self._final = weights, batches, final
+        self._deadline_ns = deadline_ns
+        actions = deque(self._handle(StepBegun()))
+        while actions:
+            actions += self._perform(actions.popleft())
+            between()
+        if self._rings_or_none is not None:
+            self._rings.drain(deadline_ns)
+
+    def close(self, *, gave_up: bool) -> None:
+        """Leave the neighbours' rings; with `gave_up` their waits end. Idempotent."""
+        if self._rings_or_none is not None:
+            if gave_up:
+                self._rings.give_up()
+            self._rings.close()
+        self._passes.clear()
+        self._made.clear()
+
+    @property
+    def _rings(self) -> StageRings:
+        if self._rings_or_none is None:
+            raise LocalProtocolError("a pipeline of one stage has no neighbours")
+        return self._rings_or_none
+
+    def _perform(self, action: StageAction) -> list[StageAction]:
+        """Do it; the actions that follow."""
+        match action:
+            case Compute() as compute:
+                self._compute(compute)
+                return [*self._listen(), *self._handle(Computed())]
+            case Put() as put:
+                self._rings.put(put, self._made.pop(put.message))
+            case Release() as release:
+                self._rings.release(release)
+            case Free(part=part, microbatch=microbatch):
+                self._passes.pop((part, microbatch), None)
+            case Await() as awaited:
+                return self._wait(awaited)
+            case GiveUp(stage=stage, reason=reason):
+                assert self._group is not None
+                raise PeerLost(self._group.members[stage], reason)
+            case StepDone():
+                pass
+            case _:
+                assert_never(action)
+        return []
+
+    def _handle(self, event: StepBegun | Computed | Heard | StageLost) -> list[StageAction]:
+        actions = self._machine.handle(event, now_ns=now_ns())
+        self._machine.check_invariants()
+        return actions
+
+    def _listen(self) -> list[StageAction]:
+        """Tell the machine what the neighbours have told."""
+        actions: list[StageAction] = []
+        for stage, what in self._machine.neighbours():
+            count = self._rings.count(stage, what)
+            if count > self._machine.heard(stage, what):
+                actions += self._handle(Heard(stage=stage, what=what, count=count))
+        return actions
+
+    def _wait(self, awaited: Await) -> list[StageAction]:
+        heard = self._listen()
+        if heard:
+            return heard
+        lost = self._rings.wait(awaited, self._deadline_ns)
+        if lost is not None:
+            reason = f"stage {lost} has ended; wait for the next view, and go on from what all hold"
+            return self._handle(StageLost(stage=lost, reason=reason))
+        return self._listen()
+
+    def _compute(self, compute: Compute) -> None:
+        faults.hit(COMPUTE_POINT)
+        started_ns = now_ns()
+        instruction = compute.instruction
+        if instruction.op is Op.FORWARD:
+            self._forward(instruction, compute.input_slot)
+        else:
+            self._backward(instruction, compute.gradient_slot)
+        self.busy_ns += now_ns() - started_ns
+
+    def _forward(self, instruction: Instruction, slot: int | None) -> None:
+        _, number, microbatch = instruction
+        assert self._weights is not None
+        part, span, leaf = self._own.parts[number], self._own.spans[number], self._plan.leaves[microbatch]
+        came = None if part.is_first else self._came(Message(False, number, microbatch), slot)
+        done = part.forward(
+            self._weights[span],
+            self._buffers[leaf.buffer][span],
+            self._batches[microbatch],
+            came,
+            on_grad_ready=self._ready(number, microbatch),
+        )
+        self._passes[number, microbatch] = done
+        if part.is_last:
+            self.losses[microbatch] = float(done.output.data)
+        else:
+            self._made[Message(False, number + 1, microbatch)] = done.output.data
+
+    def _backward(self, instruction: Instruction, slot: int | None) -> None:
+        _, number, microbatch = instruction
+        part = self._own.parts[number]
+        given = None if part.is_last else self._came(Message(True, number, microbatch), slot)
+        if self._hands_over(microbatch):
+            self._buckets[number].begin()
+        gradient = part.backward(self._passes[number, microbatch], given)
+        if gradient is not None:
+            self._made[Message(True, number - 1, microbatch)] = gradient
+        if not self._hands_over(microbatch):
+            leaf = self._plan.leaves[microbatch]
+            self._plan.perform(leaf.additions, self._buffers, self._own.spans[number])
+
+    def _hands_over(self, microbatch: int) -> bool:
+        """Whether gradients are final as this micro-batch goes back, and somebody is told."""
+        return self._final is not None and microbatch == len(self._plan.leaves) - 1
+
+    def _ready(self, number: int, microbatch: int) -> GradReady | None:
+        """What is done when a parameter's gradient is there: each bucket is summed up as it is whole."""
+        final = self._final
+        if final is None or not self._hands_over(microbatch):
+            return None
+        buckets, start = self._buckets[number], self._own.spans[number].start
+        leaf: Leaf = self._plan.leaves[microbatch]
+
+        def ready(parameter: int) -> None:
+            span = buckets.ready(parameter)
+            if span is not None:
+                faults.hit(BACKWARD_POINT)
+                whole = _moved(span, start)
+                self._plan.perform(leaf.additions, self._buffers, whole)
+                final(whole)
+
+        return ready
+
+    def _came(self, message: Message, slot: int | None) -> Array:
+        """What a part needs: in its slot, or as another part of this stage made it."""
+        if slot is None:
+            return self._made.pop(message)
+        return self._rings.slot(Boundary(message.gradient, message.part), slot)
+
+
+def _moved(span: slice, start: int) -> slice:
+    return slice(span.start + start, span.stop + start)

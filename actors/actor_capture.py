@@ -202,8 +202,8 @@ _said = ev.SaidCodec()
 class CapturedSystem(TracedSystem):
     """An `ActorSystem` that records its actors' lives; see the module's text."""
 
-    def __init__(self, name: str, incarnation: int = 1, *, recorder: Recorder) -> None:
-        super().__init__(name, incarnation, recorder=recorder)
+    def __init__(self, name: str, incarnation: int = 1, *, recorder: Recorder, scope: str = "") -> None:
+        super().__init__(name, incarnation, recorder=recorder, scope=scope)
         self._recorder = recorder
         self._factory = StrandFactory.install(self.loop)
 

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 import structlog
 
 from zbmd.actors.actor import Actor, on
+from zbmd.actors.cluster.way_finder import WayFinder, WaysActor
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.host_contracts import (
     HOST_ACTOR,
@@ -26,7 +27,9 @@ from zbmd.actors.host_contracts import (
 )
 from zbmd.actors.inside import INSIDE_ACTOR, Inside
 from zbmd.actors.rank_names import child_id, rank_of
+from zbmd.actors.scopes import scope_of_job
 from zbmd.actors.system import ActorSystem
+from zbmd.actors.ways_contracts import WAYS_ACTOR
 from zbmd.transport.budget import Deadlines
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.cookie import load_or_create_cookie
@@ -133,8 +136,10 @@ class HostLinks:
         deadlines: Deadlines,
         recorder: Recorder,
         desk: HostDesk,
+        finder: WayFinder | None = None,
     ) -> None:
         self._desk = desk
+        self._finder = finder
         self._recorder = recorder
         self._loop = asyncio.get_running_loop()
         self._segment = Segment.create(slot=NODE_SLOT, incarnation=1, arena_bytes=0, inbox_bytes=0)
@@ -152,12 +157,19 @@ class HostLinks:
         )
         self._address = address
         self._listener: Listener | None = None
-        self.system = ActorSystem(NODE_NAME, incarnation=identity.incarnation, recorder=recorder)
+        self.system = ActorSystem(
+            NODE_NAME,
+            incarnation=identity.incarnation,
+            recorder=recorder,
+            scope=scope_of_job(identity.job),
+        )
 
     async def open(self) -> None:
         """Start to listen."""
         await self.system.spawn(HostActor, self._desk, name=HOST_ACTOR)
         await self.system.spawn(Inside, name=INSIDE_ACTOR)
+        if self._finder is not None:
+            await self.system.spawn(WaysActor, self._finder, name=WAYS_ACTOR)
         self._sender = self._loop.create_task(self._send(), name="host outbox")
         self._listener = listen(self._address, self._on_link, self._endpoint)
 

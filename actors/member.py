@@ -49,12 +49,14 @@ from zbmd.actors.member_links import MemberLinks
 from zbmd.actors.member_tcp import MemoryOffered
 from zbmd.actors.rank_log import RankLogFile, log_to_stderr, rank_logger
 from zbmd.actors.rank_names import child_id, rank_of
+from zbmd.actors.rank_ways import RankWays
 from zbmd.actors.runtime_env import (
     RankEnvironment,
     arena_bytes,
     progress_deadline_ns,
     recovery_budget_ns,
 )
+from zbmd.actors.scopes import scope_of_job
 from zbmd.actors.system import PROBATION_S, ActorSystem
 from zbmd.actors.upgrade import Upgraded
 from zbmd.actors.view import Member, View
@@ -160,9 +162,7 @@ class Node:
         self.deadlines = derive(environment.recovery_budget_ns)
         self.capture = capture
         self.recorder = capture.recorder
-        # An actor's life is a stream of the log; to keep them all in the ring would cost too much.
-        system_class = ActorSystem if capture.whole is None else CapturedSystem
-        self.system = system_class(identity.name, incarnation=self.incarnation, recorder=self.recorder)
+        self.system = _system(identity, capture)
         self.system.open_directory(alone=alone)
         self.alone = alone
         self.progress = Watchdog(
@@ -182,11 +182,13 @@ class Node:
             deadlines=self.deadlines,
             recorder=self.recorder,
         )
+        self._ways = None if alone else RankWays(self.system, environment, cookie, self.deadlines)
         self._links = MemberLinks(
             self.rank,
             self.system,
             self._endpoint,
             host=environment.host,
+            on_guest=None if self._ways is None else self._ways.accepted,
             on_confirmed=self._confirmed,
             on_lost=self._link_lost,
         )
@@ -310,6 +312,8 @@ class Node:
             self._reporter = None
         await self._links.settle()
         await self._links.close()
+        if self._ways is not None:
+            await self._ways.close()
         await self.system.stop()
         if self._telling:
             await asyncio.wait(self._telling)
@@ -342,6 +346,8 @@ class Node:
         self._links.listen(address)
         listen = self._environment.listen
         tcp_address = await self._links.listen_tcp(listen) if listen else ""
+        if listen and self._ways is not None:
+            self._ways.listen(address)
         host = await dial(self._environment.node_address, self._endpoint)
         self.system.attach(host)
         join_message = Join(
@@ -505,6 +511,17 @@ async def join(
         raise
     finally:
         capture.close("left")
+
+
+def _system(identity: Identity, capture: ProcessCapture) -> ActorSystem:
+    """An actor's life is a stream of the log; to keep them all in the ring would cost too much."""
+    system_class = ActorSystem if capture.whole is None else CapturedSystem
+    return system_class(
+        identity.name,
+        incarnation=identity.incarnation,
+        recorder=capture.recorder,
+        scope=scope_of_job(identity.job),
+    )
 
 
 def _identity(environment: RankEnvironment) -> Identity:

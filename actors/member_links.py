@@ -10,6 +10,7 @@ import structlog
 
 from zbmd.actors.member_tcp import MemberKey, MemberTcp, MemoryOffered
 from zbmd.actors.rank_names import child_id, rank_of
+from zbmd.actors.scopes import MARK
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import RANKS_MAX, Member, View
 from zbmd.transport.durations import format_duration
@@ -43,7 +44,9 @@ class MemberLinks:
         host: str,
         on_confirmed: OnConfirmed,
         on_lost: OnLost,
+        on_guest: Callable[[Link], None] | None = None,
     ) -> None:
+        self._on_guest = on_guest
         self._rank = rank
         self._host = host
         self._system = system
@@ -254,6 +257,9 @@ class MemberLinks:
         return choice.transport is Transport.TCP
 
     def _accepted(self, link: Link) -> None:
+        if MARK in link.peer.name and self._on_guest is not None:
+            self._on_guest(link)
+            return
         found = rank_of(link.peer.name)
         rank = RANKS_MAX if found is None else found
         # Lower ranks are dialed by us; whatever else knocks is no member.

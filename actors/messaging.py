@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zbmd.actors import wire
@@ -13,7 +13,7 @@ from zbmd.actors._mailbox import Delivery, MailboxMemory
 from zbmd.actors._serving import Post
 from zbmd.actors.cell import ActorCell
 from zbmd.actors.context import current_cell, current_delivery
-from zbmd.actors.contracts import Contract, contract_tag
+from zbmd.actors.contracts import Contract, check_fingerprints, contract_tag
 from zbmd.actors.deadlines import DeadlineWheel, Expired
 from zbmd.actors.errors import (
     ActorError,
@@ -27,7 +27,10 @@ from zbmd.actors.loop_watch import watch_loop
 from zbmd.actors.peer import Peer
 from zbmd.actors.pools import Pools
 from zbmd.actors.ref import Ref
-from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
+from zbmd.actors.scopes import at_home
+from zbmd.actors.ways import Ways, deadline_left_s
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
+from zbmd.transport.link import Link
 
 
 class Messaging(Post):
@@ -44,6 +47,12 @@ class Messaging(Post):
         self.codec = wire.Codec(self._bind)
         self.pools = Pools(self)
         """Where handlers run that are declared for a pool."""
+        self.scope = ""
+        """What others put behind our name and those of our siblings; see `zbmd.actors.scopes`."""
+        self.ways: Ways | None = None
+        """To processes beyond our views, if we are in a cluster."""
+        self._spare: set[Peer] = set()
+        """Further links to processes that there is one to already."""
         self.watch_of_loop = watch_loop(self)
         """Who held the event loop, if anyone did."""
 
@@ -77,13 +86,24 @@ class Messaging(Post):
             if self.has_told(cell):
                 await asyncio.sleep(0)
         else:
-            peer = self._peer(ref.process, ref.process_incarnation)
+            try:
+                peer = self._peer(ref.process, ref.process_incarnation)
+            except PeerLost:
+                running = current_delivery.get()
+                deadline_ns = 0 if running is None else running.deadline_ns
+                peer = await self.reached(ref.process, ref.process_incarnation, deadline_ns)
             payload = wire.encode_tell(ref.actor, ref.incarnation, sender, message)
             if not peer.try_send(payload, trace_id):
                 await peer.send(payload, trace_id)
 
     async def _ask(self, ref: Ref, message: Contract, wanted: type[Any] | None, timeout: float | None) -> Any:
-        asked = ask(self, ref, message, timeout)
+        try:
+            asked = ask(self, ref, message, timeout)
+        except PeerLost:
+            deadline_ns, _ = self._deadline(timeout, ref)
+            await self.reached(ref.process, ref.process_incarnation, deadline_ns)
+            left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+            asked = ask(self, ref, message, left_s)
         try:
             if asked.waits:
                 await self._until_taken(asked)
@@ -159,7 +179,10 @@ class Messaging(Post):
             for first in range(0, len(refs), wire.CAST_ADDRESSEES_MAX):
                 some = refs[first : first + wire.CAST_ADDRESSEES_MAX]
                 try:
-                    peer = self._peer(process, incarnation)
+                    try:
+                        peer = self._peer(process, incarnation)
+                    except PeerLost:
+                        peer = await self.reached(process, incarnation, 0)
                     payload = wire.encode_cast(
                         [(r.actor, r.incarnation) for r in some], sender, message, body
                     )
@@ -191,8 +214,58 @@ class Messaging(Post):
         finally:
             self.deadlines.remove(room, bucket)
 
+    # Processes beyond our views.
+
+    async def reached(self, process: str, incarnation: int, deadline_ns: int) -> Peer:
+        """The link to a process of no view of ours, made if need be. Raises as `Ways.reach`."""
+        ways = self.ways_to(process)
+        if ways is not None:
+            await ways.reach(process, incarnation, deadline_left_s(deadline_ns))
+        return self._peer(process, incarnation)
+
+    async def processes(self) -> tuple[tuple[str, int, str], ...]:
+        """The nodes of the cluster and the ranks that are up: process, incarnation, the node it runs on.
+
+        At most `PROCESSES_TOLD_MAX`. Empty if this process is in no cluster. Raises as `Ref.ask`.
+        """
+        return () if self.ways is None else (await self.ways.processes()).processes
+
+    def ways_to(self, process: str) -> Ways | None:
+        """Who makes links to that process, if anybody does."""
+        return self.ways if self.ways is not None and self.ways.leads_to(process) else None
+
+    def admit(self, link: Link, name: str, on_closed: Callable[[ZbmdError | None], None]) -> bool:
+        """Reach a process of no view of ours, and be reached; the system owns the link from now on.
+
+        name: what we call it. Whether messages to it go over this link from now on: another may carry them.
+        Raises as `ActorSystem.attach`.
+        """
+        incarnation, known = link.peer.incarnation, self._peers.get(name)
+        if self._stopped:
+            raise SystemStopped(f"the actor system of {self.name} has been stopped")
+        if name == self.name or (known is not None and known.incarnation > incarnation):
+            raise LocalProtocolError(f"{self.name} is linked with a later life of {name}, or is {name}")
+        check_fingerprints(name, link.peer.contracts)
+        carries = known is None or known.incarnation < incarnation
+        if known is not None and carries:
+            known.close(PeerLost(name, f"replaced by incarnation {incarnation}"))
+        peer = Peer(self, link, on_closed, guest=name)  # type: ignore[arg-type]
+        if carries:
+            self._peers[name] = peer
+        else:
+            self._spare.add(peer)
+        peer.open()
+        return carries
+
+    def dismiss(self, process: str, incarnation: int, reason: str) -> None:
+        """Close all links to that life of a process of no view of ours."""
+        for peer in [*self._peers.values(), *self._spare]:
+            if peer.is_guest and (peer.name, peer.incarnation) == (process, incarnation):
+                peer.close(PeerLost(process, reason))
+
     def _bind(self, data: wire.RefData) -> Ref:
-        return Ref(self, data.process, data.process_incarnation, data.actor, data.incarnation)
+        process = at_home(data.process, self.scope) if self.scope else data.process
+        return Ref(self, process, data.process_incarnation, data.actor, data.incarnation)
 
     def _envelope(self, message: object) -> tuple[int, str]:
         """Trace id and sender's name for a message sent here and now."""

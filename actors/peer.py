@@ -31,6 +31,7 @@ from zbmd.actors.errors import (
     error_from_wire,
 )
 from zbmd.actors.ref import Ref
+from zbmd.actors.scopes import abroad, at_home, scope_of
 from zbmd.transport.errors import (
     LinkClosed,
     LinkFull,
@@ -54,14 +55,21 @@ class Peer(PeerCore):
     """The other end of a link."""
 
     def __init__(
-        self, system: ActorSystem, link: Link, on_closed: Callable[[ZbmdError | None], None] | None
+        self,
+        system: ActorSystem,
+        link: Link,
+        on_closed: Callable[[ZbmdError | None], None] | None,
+        *,
+        guest: str | None = None,
     ) -> None:
-        self.name = link.peer.name
+        self.name = link.peer.name if guest is None else guest
+        self.is_guest = guest is not None
+        """Of no view of ours: its references are put into our words."""
         self.incarnation = link.peer.incarnation
         self.link = link
         self.lost: PeerLost | None = None
         self._system = system
-        self._codec = system.codec
+        self._codec = system.codec if guest is None else wire.Codec(self._bind)
         self._on_closed = on_closed
         self._watches: dict[int, tuple[Ref, Callable[[Down], None]]] = {}
         self._next_watch = 0
@@ -80,6 +88,11 @@ class Peer(PeerCore):
     def ref(self, actor: str, incarnation: int) -> Ref:
         """A reference to one of the peer's actors."""
         return Ref(self._system, self.name, self.incarnation, actor, incarnation)
+
+    def _bind(self, data: wire.RefData) -> Ref:
+        there = abroad(data.process, scope_of(self.name))
+        process = at_home(there, self._system.scope)
+        return Ref(self._system, process, data.process_incarnation, data.actor, data.incarnation)
 
     # Sending.
 

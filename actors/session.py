@@ -71,11 +71,31 @@ class Session:
 
     def __init__(self, name: str = "session") -> None:
         log_to_stderr()
+        self.node = ""
+        """The process of the node by which it is in a cluster, such as "node1"; see `connect`."""
         self._pid = os.getpid()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name=f"zbmd {name}", daemon=True)
         self._thread.start()
         self.system: ActorSystem = self.run(self._open(name))
+
+    @classmethod
+    def connect(cls, at: str | None = None) -> Self:
+        """A session whose actors reach all of a cluster, and are answered there.
+
+        at: HOST:PORT of any node of it; None: the node of this host. `session.ref("node1/counter")` and
+        `session.ref("rank0@1f/counter")`, rank 0 of job 1f, are addresses. Raises `UserError` if there is no
+        such node, and `ZbmdError`.
+        """
+        from zbmd.actors.cluster.session_ways import connect
+
+        session = cls(f"session-{os.getpid()}-{os.urandom(4).hex()}")
+        try:
+            session.node = session.run(connect(session.system, at))
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     async def _open(self, name: str) -> ActorSystem:
         return ActorSystem(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,8 @@ class ActorSystem(Messaging):
 
     name: this process's name ("rank0"); incarnation: u64, greater in every replacement; recorder: takes down
     what its supervisors decide (frames are its links' to record); mailbox_bytes_max: bound of what waits in
-    all its mailboxes together. To be made and used in one running event loop. Call `stop()` at the end.
+    all its mailboxes together; scope: see `zbmd.actors.scopes`. To be made and used in one running loop. Call
+    `stop()` at the end.
     """
 
     _monitor_class = Monitor
@@ -88,8 +90,10 @@ class ActorSystem(Messaging):
         *,
         recorder: Recorder | None = None,
         mailbox_bytes_max: int = MAILBOX_BYTES,
+        scope: str = "",
     ) -> None:
         super().__init__(name, incarnation, mailbox_bytes_max)
+        self.scope = scope
         self.recorder = recorder
         self.undelivered = 0
         self.code = CodeBook()
@@ -153,8 +157,12 @@ class ActorSystem(Messaging):
             if isinstance(cls, str):
                 cls = find_remote_class(cls) or import_remote_class(cls)
             return await self.until_started(self.create_child(cls, args, name=name, parent=parent))
-        peer = self._peer(process, 0)
         deadline_ns, timeout_ns = self._deadline(timeout, process)
+        try:
+            peer = self._peer(process, 0)
+        except PeerLost:
+            peer = await self.reached(process, 0, deadline_ns)
+            timeout_ns = max(0, deadline_ns - time.monotonic_ns())
         parent_data = None if parent is None else wire.RefData(*parent.key())
         future: asyncio.Future[Any] = self.loop.create_future()
         call = peer.open_call(future, wants_ref=True)
@@ -239,6 +247,8 @@ class ActorSystem(Messaging):
                 cell.request_stop(reason)
         elif (peer := self._peer_or_none(ref)) is not None:
             peer.post(wire.Stop(ref.actor, ref.incarnation, wire.reason_data(reason)))
+        elif (ways := self.ways_to(ref.process)) is not None:
+            ways.exit(ref, reason)
 
     async def stop(self, *, timeout: float = STOP_S) -> None:
         """End all actors, the last spawned first; after `timeout` seconds kill the rest; close all links.
@@ -260,10 +270,14 @@ class ActorSystem(Messaging):
             self._stopped = True
             for cell in reversed(list(self._cells.values())):
                 cell.kill(Reason(ReasonKind.KILLED, "the system stops"))
-            for peer in list(self._peers.values()):
+            if self.ways is not None:
+                self.ways.end()
+            for peer in [*self._peers.values(), *self._spare]:
                 peer.close(None)
             self.deadlines.close()
             unwatch_loop(self.watch_of_loop)
+        if self.ways is not None:
+            await self.ways.close()
         await self.pools.close()
         if self._lingering:
             await asyncio.wait(self._lingering, timeout=timeout)
@@ -376,8 +390,8 @@ class ActorSystem(Messaging):
 
     @property
     def peers(self) -> dict[str, int]:
-        """Attached processes by name, with their incarnations."""
-        return {name: peer.incarnation for name, peer in self._peers.items()}
+        """Attached processes by name, with their incarnations, but for those of no view of ours."""
+        return {name: peer.incarnation for name, peer in self._peers.items() if not peer.is_guest}
 
     # Names and groups.
 
@@ -446,6 +460,8 @@ class ActorSystem(Messaging):
             peer = self._peer_or_none(ref)
             if peer is not None:
                 return peer.watch(ref, callback)
+            if (ways := self.ways_to(ref.process)) is not None:
+                return ways.watch(ref, callback)
             missing = Reason(ReasonKind.LOST, f"{self.name} has no link to that incarnation of {ref.process}")
             return self.loop.call_soon(callback, Down(ref, missing)).cancel
         cell = self._find_ref(ref)
@@ -478,7 +494,9 @@ class ActorSystem(Messaging):
                 cell.exit_signal(other, Reason(ReasonKind.NO_ACTOR, "there is no such actor"))
             else:
                 target.links[cell.ref] = None
-        elif (peer := self._peer_or_none(other)) is None:
+        elif (peer := self._peer_or_none(other)) is None and (ways := self.ways_to(other.process)):
+            ways.link(cell, other)
+        elif peer is None:
             cell.exit_signal(other, Reason(ReasonKind.LOST, f"no link to {other.process}"))
         else:
             ours = cell.ref
@@ -516,9 +534,10 @@ class ActorSystem(Messaging):
 
     def peer_closed(self, peer: Peer) -> None:
         """The link is gone."""
+        self._spare.discard(peer)
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
-            if self._directory is not None:
+            if self._directory is not None and not peer.is_guest:
                 self._directory.link_down((peer.name, peer.incarnation))
 
     def exit_links_to(self, peer: Peer, reason: Reason) -> None:

@@ -9,9 +9,9 @@ from typing import Final
 from zbmd.actors.cluster.clocks import clocks_apart, wall_ns
 from zbmd.actors.cluster.door import visitor
 from zbmd.actors.cluster.node_contracts import ClockReply, ClockRequest
+from zbmd.actors.cluster.node_line import line_over
 from zbmd.actors.errors import ActorError
 from zbmd.tools.doctor_report import Finding, Section, State
-from zbmd.tools.node_ask import line_over
 from zbmd.transport import tcp
 from zbmd.transport.budget import derive
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie

@@ -8,10 +8,10 @@ from typing import Final
 
 from zbmd.actors.cluster.jobs import JobPhase
 from zbmd.actors.cluster.node_contracts import JobInfo, OutputReply, OutputRequest, PrintedLine
+from zbmd.actors.cluster.node_line import Line, desk_of
 from zbmd.actors.host_output import OutputLine, StreamName
 from zbmd.actors.view import Outcome
 from zbmd.tools.console import Console
-from zbmd.tools.node_ask import Line, desk_of
 from zbmd.tools.node_jobs import ask_jobs, job_name
 from zbmd.transport.errors import UserError, ZbmdError
 

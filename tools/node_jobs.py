@@ -18,7 +18,7 @@ from zbmd.actors.cluster.node_contracts import (
     OrderReply,
     OrderRequest,
 )
-from zbmd.tools.node_ask import ASK_S, Line, desk_of
+from zbmd.actors.cluster.node_line import ASK_S, Line, desk_of
 from zbmd.transport.errors import DeadlineExceeded, UserError
 
 LOOK_S: Final = 0.05

@@ -18,7 +18,7 @@ from zbmd.actors.cluster.node_contracts import (
     MembersReply,
     MembersRequest,
 )
-from zbmd.tools.node_ask import ASK_S, desk_of
+from zbmd.actors.cluster.node_line import ASK_S, desk_of
 from zbmd.transport.durations import format_duration
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed
 

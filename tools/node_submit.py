@@ -12,7 +12,7 @@ from typing import Final
 from zbmd.actors.bootstrap.readings import NodeRange
 from zbmd.actors.cluster.job_code import code_of
 from zbmd.actors.cluster.jobs import JobSpec, Submit
-from zbmd.tools.node_ask import Line, desk_of
+from zbmd.actors.cluster.node_line import Line, desk_of
 from zbmd.tools.node_follow import follow
 from zbmd.tools.node_jobs import give_order, job_name
 from zbmd.tools.settings import SETTINGS, Settings, merge

@@ -15,7 +15,7 @@ from typing import Annotated, Final
 import msgspec
 
 from zbmd.actors.cluster.node_contracts import ADDRESSES_MAX, TokenReply, TokenRequest
-from zbmd.tools.node_ask import ASK_S, desk_of
+from zbmd.actors.cluster.node_line import ASK_S, desk_of
 from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT
 from zbmd.transport.cookie import COOKIE_BYTES_MAX, COOKIE_BYTES_MIN, load_or_create_cookie
 from zbmd.transport.durations import format_duration

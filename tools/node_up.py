@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
@@ -252,6 +253,14 @@ async def _run_node(
     settings = config.capture or CaptureSettings.read(os.environ, job=0)
     node = ClusterNode(config, NodeState.open(), Teller())
     capture = node_capture(config.name, clock, settings)
+    actors = NodeActors(
+        node,
+        cookie=config.cookie,
+        settings=config.settings,
+        start=start,
+        linked=start is not None,
+        on_listening=partial(setattr, node, "actors_at"),
+    )
     jobs = JobHost(
         node,
         recorder=capture.recorder,
@@ -261,11 +270,8 @@ async def _run_node(
         preload=PRELOADS,
         captures=settings.directory,
         template=template,
+        finder=actors.finder,
     )
-
-    actors: NodeActors | None = None
-    if start is not None:
-        actors = NodeActors(node, cookie=config.cookie, settings=config.settings, start=start)
 
     def end(reason: asyncio.Future[str]) -> None:
         say(f"leaving: {reason.result()}")
@@ -281,8 +287,7 @@ async def _run_node(
     finally:
         if superseded is not None:
             superseded.remove_done_callback(end)
-        if actors is not None:
-            await actors.close()
+        await actors.close()
         await jobs.close()
         capture.close("the node has ended")
 
@@ -292,7 +297,7 @@ def _ranks_host(listen: TcpAddress) -> str:
     return f"[{listen.host}]" if ":" in listen.host else listen.host
 
 
-async def _run(node: ClusterNode, jobs: JobHost, actors: NodeActors | None) -> int:
+async def _run(node: ClusterNode, jobs: JobHost, actors: NodeActors) -> int:
     """Until the node has left, a signal ends it, or its jobs or actors cannot be run any more."""
     loop = asyncio.get_running_loop()
     running = loop.create_task(node.run())
@@ -327,7 +332,7 @@ async def _run(node: ClusterNode, jobs: JobHost, actors: NodeActors | None) -> i
     return 0
 
 
-async def _host(jobs: JobHost, actors: NodeActors | None) -> None:
+async def _host(jobs: JobHost, actors: NodeActors) -> None:
     """Run jobs and actors until that fails."""
     await jobs.open()
-    await asyncio.gather(jobs.failed(), *([actors.failed()] if actors is not None else []))
+    await asyncio.gather(jobs.failed(), actors.failed())

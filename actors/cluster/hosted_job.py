@@ -29,6 +29,7 @@ from zbmd.actors.cluster.local_events import RankKey
 from zbmd.actors.cluster.local_jobs import LocalJob, ProcessState
 from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.nodes import NodeKey
+from zbmd.actors.cluster.way_finder import WayFinder
 from zbmd.actors.contracts import Contract
 from zbmd.actors.hang_collector import HangCollector
 from zbmd.actors.hang_verdict import AskStanding, HangNotice, LookOutside, OnHang, Replace
@@ -113,7 +114,8 @@ class JobDesk(Protocol):
 class HostedJob:
     """The links and the watchdogs of one job's ranks.
 
-    listen: where they accept members on other hosts; captures: where they record, in a folder of the job.
+    listen: where they accept members on other hosts; captures: where they record, in a folder of the job;
+    finder: what the node knows of the ways to processes of the cluster.
     """
 
     def __init__(
@@ -124,7 +126,9 @@ class HostedJob:
         *,
         listen: str,
         captures: Path | None = None,
+        finder: WayFinder | None = None,
     ) -> None:
+        self._finder = finder
         self.spec = spec
         self._captured = {} if captures is None else {CAPTURE_VARIABLE: str(captures / f"job-{spec.job:x}")}
         # Two clusters of one host may call nodes and jobs alike.
@@ -149,6 +153,7 @@ class HostedJob:
             deadlines=self._deadlines,
             recorder=self._desk.recorder,
             desk=self,
+            finder=self._finder,
         )
         await self._links.open()
         self._hangs = HangCollector(

@@ -25,6 +25,7 @@ from zbmd.actors.cluster.local_events import RankKey
 from zbmd.actors.cluster.local_jobs import LocalJob, LocalJobs
 from zbmd.actors.cluster.members import ClusterView, host_of_first_rank
 from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.way_finder import WayFinder
 from zbmd.actors.contracts import Contract
 from zbmd.actors.early_template import EarlyTemplate
 from zbmd.actors.host import PRELOAD
@@ -56,7 +57,8 @@ class JobHost:
     lines (default: our own standard output and error); recorder, clock: the process's; listen_host: where
     ranks listen for other hosts; on_event: called on the loop, must not block;
     template: the first one, if it was forked already; captures: where
-    the ranks of each job record, in a folder of its own; without it their environment says.
+    the ranks of each job record, in a folder of its own; without it their environment says; finder: knows the
+    ways to processes beyond a job.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class JobHost:
         on_event: OnJobEvent | None = None,
         template: EarlyTemplate | None = None,
         captures: Path | None = None,
+        finder: WayFinder | None = None,
     ) -> None:
         self.recorder = recorder
         self.clock = clock
@@ -84,6 +87,7 @@ class JobHost:
         self._on_event = on_event
         self._early = template
         self._captures = captures
+        self._finder = finder
         self._loop = asyncio.get_running_loop()
         self._machine = LocalJobs()
         self._tap = Tap(recorder, LOCAL_JOBS, "jobs", self._machine, {})
@@ -250,7 +254,7 @@ class JobHost:
     def _open(self, spec: JobSpec) -> None:
         assert self._me is not None
         hosted = self._jobs[spec.job] = HostedJob(
-            spec, self._me, self, listen=self._listen, captures=self._captures
+            spec, self._me, self, listen=self._listen, captures=self._captures, finder=self._finder
         )
         self._opened[spec.job] = self._loop.create_task(self._open_checked(hosted))
 

@@ -36,6 +36,7 @@ from zbmd.actors.cluster.node_capture import life_recorder
 from zbmd.actors.cluster.node_contracts import (
     ADDRESSES_MAX,
     MEMBERS_SHOWN_MAX,
+    ActorsDoorReply,
     ClockReply,
     DoorReply,
     DoorRequest,
@@ -154,6 +155,7 @@ class LivesHost(Protocol):
     """The process around the cluster's thread. Called there."""
 
     output: JobOutput
+    actors_at: str
 
     def tell(self, event: NodeEvent) -> None:
         """Take an event."""
@@ -501,6 +503,11 @@ class Lives:
                 for line in lines
             ),
         )
+
+    def actors_door(self) -> ActorsDoorReply:
+        """See `NodeDesk`."""
+        key = self._living().me.key
+        return ActorsDoorReply(process_name(key.id), key.incarnation, self._host.actors_at)
 
     def _living(self) -> NodeLife:
         assert self._life is not None, "a desk outlived its life"

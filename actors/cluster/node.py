@@ -66,6 +66,8 @@ class ClusterNode:
         self._ordered = 0
         self.output = JobOutput()
         """What jobs' ranks print here; commands read it."""
+        self.actors_at = ""
+        """Where the actors of this life listen; sessions are told."""
 
     async def run(self) -> None:
         """Live until the node has left. Raises `UserError`s, `JoinFailed` among them."""

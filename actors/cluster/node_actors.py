@@ -1,5 +1,6 @@
 """The actors of a node: a system for each life, linked with those of all other members of the cluster.
 
+Ranks and sessions link with a node's actors, and it with theirs, when something is sent there (`ways`).
 A node tells the others where its actors listen; of each two the higher key dials. Names and groups follow the
 views that the node acts on. Who goes from the view is lost, whatever its link does; and when the life of this
 node is over, all its actors are killed, before its next life begins with a system of its own.
@@ -21,8 +22,14 @@ from zbmd.actors.cluster.cluster_port import ClusterPort
 from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.peer_links import node_key, process_name
+from zbmd.actors.cluster.way_finder import NO_VIEW, WayFinder, WaysActor
 from zbmd.actors.contracts import Contract, fingerprints
+from zbmd.actors.guest_door import GuestDoor
+from zbmd.actors.inside import INSIDE_ACTOR, Inside
+from zbmd.actors.scopes import MARK, is_global
 from zbmd.actors.system import ActorSystem
+from zbmd.actors.ways import Ways
+from zbmd.actors.ways_contracts import WAYS_ACTOR, Way
 from zbmd.transport import tcp
 from zbmd.transport.budget import Deadlines, derive
 from zbmd.transport.endpoint import Endpoint
@@ -36,6 +43,8 @@ log: Final = structlog.stdlib.get_logger("zbmd.node_actors")
 
 ANNOUNCE_S: Final = 0.25
 """From one word to those that should dial us, and have not, to the next."""
+ASKS_MAX: Final = 16
+"""So often a node is asked where its actors listen."""
 ACTOR_NODES_MAX: Final = 256
 """Every node has a link to every other: in a larger cluster actors stay as linked as they were."""
 
@@ -49,8 +58,12 @@ class ActorsAt(Contract, id="zbmd.node.actors_at"):
     address: Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_CHARS_MAX)]
 
 
+class ActorsWanted(Contract, id="zbmd.node.actors_wanted"):
+    """Tell us where your actors listen."""
+
+
 class ActorDoor(Protocol):
-    """How the actors of one life of a node reach those of others. `dial` raises as a link's does."""
+    """How the actors of one life of a node reach those of others. Dialing raises as a link's does."""
 
     async def listen(self, accept: Callable[[Link], None]) -> str:
         """Take links from now on; the address to dial."""
@@ -58,6 +71,10 @@ class ActorDoor(Protocol):
 
     async def dial(self, address: str) -> Link:
         """A link to whoever listens there."""
+        ...
+
+    async def dial_way(self, way: Way) -> Link:
+        """A link to a process of the cluster, as its guest."""
         ...
 
     async def close(self) -> None:
@@ -81,6 +98,7 @@ class TcpDoor:
             contracts=fingerprints(),
         )
         self._endpoint = Endpoint(identity=identity, cookie=cookie, deadlines=deadlines)
+        self._guest = GuestDoor(identity.name, identity.incarnation, 0, cookie, settings, deadlines)
         self._settings = settings
         self._listener: tcp.Listener | None = None
 
@@ -94,6 +112,10 @@ class TcpDoor:
         """See `ActorDoor`."""
         return await tcp.dial(address, self._endpoint, settings=self._settings)
 
+    async def dial_way(self, way: Way) -> Link:
+        """See `ActorDoor`."""
+        return await self._guest.dial(way)
+
     async def close(self) -> None:
         """See `ActorDoor`."""
         if self._listener is not None:
@@ -105,7 +127,9 @@ class NodeActors:
     """The actors of a node, from life to life: a `ClusterListener`. Use on the port's loop, and `close`.
 
     start: called once in each life, when the node has become a member; if it raises, `failed` does. door: how
-    each life reaches the others; None: by TCP, with `cookie` and `settings`.
+    each life reaches the others; None: by TCP, with `cookie` and `settings`. linked: whether all nodes whose
+    actors are linked share names and groups with this one; else it is reached, and reaches others, on demand.
+    on_listening: told where the actors of each life listen.
     """
 
     def __init__(
@@ -117,8 +141,14 @@ class NodeActors:
         deadlines: Deadlines | None = None,
         start: Start | None = None,
         door: MakeDoor | None = None,
+        linked: bool = True,
+        on_listening: Callable[[str], None] | None = None,
     ) -> None:
+        self.finder = WayFinder(self._where)
+        """What this node knows of the ways to processes, from life to life."""
         self._port = port
+        self._linked = linked
+        self._on_listening = on_listening
         self._door: MakeDoor = door or partial(
             TcpDoor, cookie=cookie, settings=settings or TcpSettings(), deadlines=deadlines or derive()
         )
@@ -151,25 +181,48 @@ class NodeActors:
     def began(self, me: Node) -> None:
         """See `ClusterListener`."""
         self._end("another life begins")
-        self._life = _Life(me, self._port, self._door(me), self._start, self._fail)
+        self._life = _Life(me, self._port, self._door(me), self._start, self._fail, self)
 
     def acts_on(self, view: ClusterView, reason: str) -> None:
         """See `ClusterListener`."""
+        self.finder.acts_on(view, reason)
         if self._life is not None:
             self._life.acts_on(view, reason)
 
     def received(self, sender: NodeKey, message: Contract) -> None:
         """See `ClusterListener`."""
-        if self._life is not None and isinstance(message, ActorsAt):
-            self._life.told(sender, message.address)
+        if self._life is None:
+            return
+        match message:
+            case ActorsAt(address=address):
+                self._life.told(sender, address)
+            case ActorsWanted():
+                self._life.say_where(sender)
+            case _:
+                pass  # for others who listen
 
     def stopped(self, reason: str) -> None:
         """See `ClusterListener`."""
+        self.finder.acts_on(NO_VIEW, reason)
         self._end(reason)
+
+    def listening(self, address: str) -> None:
+        """The actors of this life listen there."""
+        if self._on_listening is not None:
+            self._on_listening(address)
+
+    @property
+    def linked(self) -> bool:
+        """Whether the actors of all nodes are linked."""
+        return self._linked
+
+    async def _where(self, key: NodeKey) -> str:
+        return "" if self._life is None else await self._life.where(key)
 
     def _end(self, reason: str) -> None:
         life, self._life = self._life, None
         if life is not None:
+            self.listening("")
             task = self._loop.create_task(life.close(reason), name="end of a node's actors")
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
@@ -189,8 +242,11 @@ class _Life:
         door: ActorDoor,
         start: Start | None,
         fail: Callable[[BaseException], None],
+        node: NodeActors,
     ) -> None:
         self.system = ActorSystem(process_name(me.id), me.key.incarnation)
+        self._node = node
+        self._ways = Ways(self.system, node.finder, door.dial_way, leads_to=self._leads_to)
         self._directory = self.system.open_directory(alone=False)
         self._me = me
         self._port = port
@@ -200,6 +256,8 @@ class _Life:
         self._loop = asyncio.get_running_loop()
         self._members: dict[NodeKey, Node] = {}
         self._dials: dict[NodeKey, asyncio.Task[None]] = {}
+        self._wheres: dict[NodeKey, asyncio.Future[str]] = {}
+        """Where the actors of members listen, or will be known to."""
         self._announcing: asyncio.TimerHandle | None = None
         self._starting: asyncio.Task[None] | None = None
         self._address = ""
@@ -207,11 +265,35 @@ class _Life:
         self._listening = self._loop.create_task(self._listen(), name="listen for actors")
         self._listening.add_done_callback(self._ran)
 
+    def _leads_to(self, process: str) -> bool:
+        is_node = node_key(process, 1) is not None
+        return is_global(process) and not (is_node and self._node.linked)
+
+    async def where(self, key: NodeKey) -> str:
+        """Where the actors of a member listen; empty if it does not say in time."""
+        if key == self._me.key:
+            return self._address
+        known = self._wheres.setdefault(key, self._loop.create_future())
+        for _ in range(ASKS_MAX):
+            if known.done():
+                break
+            self._port.send(key, ActorsWanted())
+            await asyncio.wait([known], timeout=ANNOUNCE_S)
+        return known.result() if known.done() else ""
+
+    def say_where(self, key: NodeKey) -> None:
+        """Tell a member where ours listen."""
+        if self._address and key in self._members:
+            self._port.send(key, ActorsAt(self._address))
+
     def acts_on(self, view: ClusterView, reason: str) -> None:
         if len(view.nodes) > ACTOR_NODES_MAX:
             log.error("too many nodes to link the actors of all", nodes=len(view.nodes), most=ACTOR_NODES_MAX)
             return
         self._members = {node.key: node for node in view.nodes}
+        self._wheres = {key: where for key, where in self._wheres.items() if key in self._members}
+        if not self._node.linked:
+            return
         present = {(process_name(key.id), key.incarnation) for key in self._members}
         for process in [process for process in self.system.peers.items() if process not in present]:
             lost = f"node lost: the cluster goes on without it in view {view.epoch} ({reason})"
@@ -226,7 +308,10 @@ class _Life:
 
     def told(self, sender: NodeKey, address: str) -> None:
         """A member tells where its actors listen; the higher key dials."""
-        fits = sender in self._members and sender < self._me.key
+        waiting = self._wheres.get(sender)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(address)
+        fits = self._node.linked and sender in self._members and sender < self._me.key
         if self._closed or not fits or self._is_linked(sender) or sender in self._dials:
             return
         self._dials[sender] = self._loop.create_task(self._dial(sender, address), name=f"dial {sender}")
@@ -252,7 +337,11 @@ class _Life:
         await start(self.system)
 
     async def _listen(self) -> None:
+        await self.system.spawn(WaysActor, self._node.finder, name=WAYS_ACTOR)
+        await self.system.spawn(Inside, name=INSIDE_ACTOR)
         self._address = await self._door.listen(self._accepted)
+        if not self._closed:
+            self._node.listening(self._address)
         self._announce()
 
     def _is_linked(self, key: NodeKey) -> bool:
@@ -264,7 +353,7 @@ class _Life:
             self._announcing.cancel()
             self._announcing = None
         waited = [key for key in self._members if key > self._me.key and not self._is_linked(key)]
-        if self._closed or not self._address or not waited:
+        if self._closed or not self._address or not waited or not self._node.linked:
             return
         for key in waited:
             self._port.send(key, ActorsAt(self._address))
@@ -283,6 +372,9 @@ class _Life:
         self._take(link, key if node_key(link.peer.name, link.peer.incarnation) == key else None)
 
     def _accepted(self, link: Link) -> None:
+        if MARK in link.peer.name:
+            self._ways.accepted(link)
+            return
         key = node_key(link.peer.name, link.peer.incarnation)
         self._take(link, key if key is not None and key > self._me.key else None)
 

@@ -157,6 +157,18 @@ class OutputReply(Contract, id="zbmd.node.output"):
     lines: tuple[PrintedLine, ...]
 
 
+class ActorsDoorRequest(Contract, id="zbmd.node.actors_door_request"):
+    """Where do your actors listen?"""
+
+
+class ActorsDoorReply(Contract, id="zbmd.node.actors_door"):
+    """There, as this process; an empty address: nowhere at the moment."""
+
+    process: _Name
+    incarnation: _Natural
+    address: _Text
+
+
 class ClockRequest(Contract, id="zbmd.node.clock_request"):
     """What time is it where you are?"""
 

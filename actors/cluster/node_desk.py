@@ -14,6 +14,8 @@ from zbmd.actors.actor import Actor, on
 from zbmd.actors.cluster.jobs import Stop, Submit
 from zbmd.actors.cluster.node_contracts import (
     DESK,
+    ActorsDoorReply,
+    ActorsDoorRequest,
     ClockReply,
     ClockRequest,
     DoorReply,
@@ -73,6 +75,10 @@ class NodeDesk(Protocol):
         """What a job's ranks have printed here."""
         ...
 
+    def actors_door(self) -> ActorsDoorReply:
+        """Where our actors listen."""
+        ...
+
 
 class DeskActor(Actor):
     """Answers at `DESK`."""
@@ -119,6 +125,11 @@ class DeskActor(Actor):
     async def printed(self, request: OutputRequest) -> OutputReply:
         """See `NodeDesk.printed`."""
         return self._desk.printed(request)
+
+    @on(ActorsDoorRequest)
+    async def actors_door(self, _: ActorsDoorRequest) -> ActorsDoorReply:
+        """See `NodeDesk.actors_door`."""
+        return self._desk.actors_door()
 
 
 class Desk:

@@ -19,6 +19,7 @@ from zbmd.actors.cluster.membership import ClusterMachine
 from zbmd.actors.cluster.membership_scenario import Cluster, name_of
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.contracts import Contract, fingerprints
+from zbmd.actors.ways_contracts import Way
 from zbmd.transport.link import Link
 from zbmd.transport.sim import SimProcess
 
@@ -48,6 +49,10 @@ class SimDoor:
     async def dial(self, address: str) -> Link:
         """See `ActorDoor`."""
         return await self._process.dial(address, contracts=fingerprints(), timeout_s=DIAL_TIMEOUT_S)
+
+    async def dial_way(self, way: Way) -> Link:
+        """See `ActorDoor`."""
+        return await self.dial(way.far)
 
     async def close(self) -> None:
         """See `ActorDoor`: the process ends."""

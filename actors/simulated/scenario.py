@@ -2,8 +2,9 @@
 
 Every node grows a tree of its own, whose workers live on it and on others. Clients on all nodes talk to
 workers, give them names, have them join groups, link and watch them, have them fail, and change their code in
-stages. A part of the nodes is protected, as in the scenario `membership`; the others crash, stand still, are
-cut off, deaf or mute. Names, groups and upgrades follow the views that the nodes agree on.
+stages. A session, which is no node, talks to workers everywhere and watches them. A part of the nodes is
+protected, as in the scenario `membership`; the others crash, stand still, are cut off, deaf or mute. Names,
+groups and upgrades follow the views that the nodes agree on.
 
 Once the faults have ended, all nodes must act on one view; every tree must be whole, and nobody live who is
 in none; names and groups must be known to all alike; every change of code must have come to one end; all who
@@ -25,6 +26,7 @@ from zbmd.actors.cluster.node_actors import NodeActors
 from zbmd.actors.cluster.nodes import Node
 from zbmd.actors.links_scenario import InTime
 from zbmd.actors.simulated.clients import CLIENTS
+from zbmd.actors.simulated.guests import GUEST_HELLO, Guest
 from zbmd.actors.simulated.node import SimDoor, SimNode
 from zbmd.actors.simulated.stand import Stand, StandWorld
 from zbmd.actors.simulated.workers import Worker
@@ -172,6 +174,9 @@ class Healed:
     def _answers(self) -> str:
         stand, since_ns = self._stand, self._since_ns or 0
         lives = [(process.name, process.incarnation) for process, _ in stand.nodes.living()]
+        lives += stand.guests
+        if not stand.guests:
+            return "the session has not got in"
         targets = {(name, stand.world.incarnation(name)) for name in self._targets()}
         for one in lives:
             for other in targets:
@@ -215,6 +220,7 @@ class ActorsScenario:
                 world.rng(f"tree/{name}"), names, here=name, actor=Worker, prefix=f"{name}."
             )
             world.add(name, Member(stand, node_id))
+        world.add(GUEST_HELLO, Guest(stand, min(protected)))
         return sim.Stage(
             world=world,
             victims=names,

@@ -25,6 +25,8 @@ class Stand(Board):
     next_ask: int = 0
     answered: dict[tuple[Life, Life], int] = field(default_factory=dict[tuple[Life, Life], int])
     """When one node had its last answer from another, ns."""
+    guests: list[Life] = field(default_factory=list[Life])
+    """Sessions that have got in."""
     nodes: Nodes = field(init=False)
     lives: Lives = field(init=False)
     talks: Talks = field(init=False)

@@ -1,0 +1,221 @@
+"""What a node knows of the ways to processes: the nodes and jobs of the view that it acts on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from zbmd.actors.actor import Actor, on
+from zbmd.actors.cluster.jobs import RankEntry, RankState
+from zbmd.actors.cluster.members import ClusterView
+from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.peer_links import process_name
+from zbmd.actors.context import sender_process
+from zbmd.actors.errors import TooManyPending
+from zbmd.actors.later import Deferred, Later
+from zbmd.actors.rank_names import child_id, rank_of
+from zbmd.actors.scopes import MARK, abroad, is_session, scope_of_job
+from zbmd.actors.ways_contracts import (
+    PROCESSES_TOLD_MAX,
+    REASON_CHARACTERS_MAX,
+    Gone,
+    NoWay,
+    ProcessesReply,
+    ProcessesRequest,
+    UntilGone,
+    Way,
+    WayRequest,
+    guests_address,
+)
+from zbmd.transport.errors import LocalProtocolError
+
+HEEDED_MAX: Final = 16_384
+"""Ends of processes that are waited for, by all who ask a node."""
+
+NO_VIEW: Final = ClusterView(epoch=0, nodes=())
+WhereActors = Callable[[NodeKey], Awaitable[str]]
+"""Where the actors of another node listen; empty if it does not say in time."""
+
+
+@dataclass(slots=True, eq=False)
+class _Heeded:
+    """Somebody waits for the end of a life."""
+
+    process: str
+    life: int
+    tell: Callable[[str], None]
+
+
+@dataclass(slots=True)
+class WayFinder:
+    """See the module. To be told of each view; `where` asks other nodes. A `Finder` of its own node."""
+
+    where: WhereActors
+    view: ClusterView = NO_VIEW
+    _heeded: set[_Heeded] = field(default_factory=set[_Heeded])
+
+    def acts_on(self, view: ClusterView, reason: str) -> None:
+        """The node acts on another view: who waits for the end of what is not in it is told."""
+        self.view = view
+        for one in list(self._heeded):
+            gone = self.gone(one.process, one.life)
+            if gone:
+                self._heeded.discard(one)
+                one.tell(f"{gone} in view {view.epoch} ({reason})"[:REASON_CHARACTERS_MAX])
+
+    async def find(self, process: str) -> Way | NoWay:
+        """Where a process listens. process: as all call it (`zbmd.actors.scopes`)."""
+        if not self.view.epoch:
+            return NoWay("the node is in no cluster at the moment")
+        node = self._node(process)
+        if node is not None:
+            address = await self.where(node.key)
+            if not address:
+                return NoWay(f"{node} does not say where its actors listen")
+            return Way(process, node.key.incarnation, "", "", address)
+        if is_session(process):
+            return NoWay(f"{process} is a session: it is reached by those that it has linked with")
+        entry = self._entry(process)
+        if entry is None:
+            return NoWay(f"no node or rank of the cluster is called {process}")
+        if entry.state is not RankState.UP:
+            return NoWay(f"{process} is {entry.state.value}: it takes links once it has joined its job")
+        near = guests_address(entry.address) if entry.host else ""
+        return Way(process, entry.incarnation, entry.host, near, entry.tcp_address)
+
+    def gone(self, process: str, life: int) -> str:
+        """Why the cluster goes on without that life; empty while it does not."""
+        if not self.view.epoch or is_session(process):
+            return ""
+        node = self._node(process)
+        if node is not None:
+            return "" if node.key.incarnation <= life else f"{process} is incarnation {node.key.incarnation}"
+        entry = self._entry(process)
+        if entry is None:
+            return f"{process} is in the cluster no more"
+        if entry.incarnation > life:
+            return f"{process} is incarnation {entry.incarnation}"
+        over = entry.incarnation == life and entry.state in (RankState.FINISHED, RankState.LOST)
+        vacant = entry.incarnation == life and entry.state is RankState.VACANT
+        return f"{process} is {entry.state.value}" if over or vacant else ""
+
+    async def until_gone(self, process: str, life: int) -> str:
+        """See `zbmd.actors.ways.Finder`."""
+        gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def tell(reason: str) -> None:
+            if not gone.done():
+                gone.set_result(reason)
+
+        undo = self.heed(process, life, tell)
+        try:
+            return await gone
+        finally:
+            undo()
+
+    def heed(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
+        """Call `tell`, once, when that life is gone; returns what undoes it. Raises `TooManyPending`."""
+        gone = self.gone(process, life)
+        if gone:
+            tell(gone)
+            return lambda: None
+        if len(self._heeded) >= HEEDED_MAX:
+            raise TooManyPending(f"the ends of {HEEDED_MAX} processes are waited for")
+        one = _Heeded(process, life, tell)
+        self._heeded.add(one)
+        return lambda: self._heeded.discard(one)
+
+    async def processes(self) -> ProcessesReply:
+        """All nodes and the ranks that are up."""
+        names = {node.key: node.name or str(node.key) for node in self.view.nodes}
+        found = [(process_name(key.id), key.incarnation, name) for key, name in names.items()]
+        for job in self.view.jobs.jobs:
+            scope = scope_of_job(job.id)
+            found += [
+                (abroad(child_id(entry.rank), scope), entry.incarnation, names.get(entry.node, "?"))
+                for entry in job.ranks
+                if entry.state is RankState.UP and entry.node is not None
+            ]
+        told = tuple(found[:PROCESSES_TOLD_MAX])
+        return ProcessesReply(told, len(found) - len(told))
+
+    def _node(self, process: str) -> Node | None:
+        return next((node for node in self.view.nodes if process_name(node.key.id) == process), None)
+
+    def _entry(self, process: str) -> RankEntry | None:
+        name, mark, scope = process.partition(MARK)
+        rank = rank_of(name)
+        if not mark or rank is None:
+            return None
+        for job in self.view.jobs.jobs:
+            if scope_of_job(job.id) == scope:
+                return next((entry for entry in job.ranks if entry.rank == rank), None)
+        return None
+
+
+class WaysActor(Actor):
+    """Answers whoever is linked with its process, at `WAYS_ACTOR`."""
+
+    captured = False
+
+    def __init__(self, finder: WayFinder) -> None:
+        self._finder = finder
+        self._waits: dict[tuple[str, str, int], tuple[Deferred, Callable[[], None]]] = {}
+        self._finding: set[asyncio.Task[None]] = set()
+        """As many as askers may be owed answers."""
+
+    @on(WayRequest)
+    async def find(self, message: WayRequest) -> Way | NoWay | Later:
+        """See `WayFinder.find`. Another node may take its time to answer: others do not wait for that."""
+        later = self.defer()
+        task = asyncio.get_running_loop().create_task(self._find(message.process, later))
+        self._finding.add(task)
+        task.add_done_callback(self._finding.discard)
+        return later
+
+    async def _find(self, process: str, later: Deferred) -> None:
+        found = await self._finder.find(process)
+        with contextlib.suppress(LocalProtocolError):  # the asker has withdrawn
+            later.reply(found)
+
+    @on(ProcessesRequest)
+    async def processes(self, _: ProcessesRequest) -> ProcessesReply:
+        """See `WayFinder.processes`."""
+        return await self._finder.processes()
+
+    @on(UntilGone)
+    async def until_gone(self, message: UntilGone) -> Gone | Later:
+        """See `WayFinder.heed`. One answer is owed to each process that asks, for each that it asks about."""
+        gone = self._finder.gone(message.process, message.life)
+        if gone:
+            return Gone(gone[:REASON_CHARACTERS_MAX])
+        self._forget_askers_that_are_gone()
+        key = (sender_process(), message.process, message.life)
+        before = self._waits.pop(key, None)
+        if before is not None:
+            before[1]()
+        later = self.defer()
+
+        def tell(reason: str) -> None:
+            self._waits.pop(key, None)
+            with contextlib.suppress(LocalProtocolError):  # the asker has withdrawn
+                later.reply(Gone(reason))
+
+        self._waits[key] = (later, self._finder.heed(message.process, message.life, tell))
+        return later
+
+    async def stopping(self, reason: object) -> None:
+        """Nobody is told any more."""
+        for _, undo in self._waits.values():
+            undo()
+        self._waits.clear()
+        for task in self._finding:
+            task.cancel()
+
+    def _forget_askers_that_are_gone(self) -> None:
+        for key in [key for key in self._waits if self.system.peer(key[0]) is None]:
+            if key[0]:  # else it is of this process
+                self._waits.pop(key)[1]()

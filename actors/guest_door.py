@@ -1,0 +1,64 @@
+"""How a process dials others of its cluster that no view of its own links it with: as their guest."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from zbmd.actors.contracts import fingerprints
+from zbmd.actors.scopes import guest_name, scope_of_job
+from zbmd.transport import shm, tcp
+from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.errors import PeerLost
+from zbmd.transport.hello import Identity
+from zbmd.transport.link_choice import Transport, choose_between
+
+if TYPE_CHECKING:
+    from zbmd.actors.ways_contracts import Way
+    from zbmd.transport.budget import Deadlines
+    from zbmd.transport.link import Link
+    from zbmd.transport.tcp_settings import TcpSettings
+
+log: Final = structlog.stdlib.get_logger("zbmd.actors.ways")
+
+
+class GuestDoor:
+    """Dials by shared memory within one memory domain, by TCP elsewhere.
+
+    name, incarnation, job: of the process; host: its memory domain, empty if it does not say. Nothing of the
+    process's own memory is shown: it is no member.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        job: int,
+        cookie: bytes,
+        settings: TcpSettings,
+        deadlines: Deadlines,
+        *,
+        host: str = "",
+    ) -> None:
+        self._host = host
+        self._settings = settings
+        identity = Identity(
+            name=guest_name(name, scope_of_job(job)),
+            pid=os.getpid(),
+            uid=os.getuid(),
+            incarnation=incarnation,
+            contracts=fingerprints(),
+        )
+        self.endpoint = Endpoint(identity=identity, cookie=cookie, deadlines=deadlines)
+        """Of the guest. Also to listen for other guests of this host, who see none of our memory."""
+
+    async def dial(self, way: Way) -> Link:
+        """A link to a process. Raises as `shm.dial` and `tcp.dial`."""
+        is_near = way.near and self._host and way.host
+        if is_near and choose_between(self._host, way.host).transport is Transport.SHM:
+            return await shm.dial(way.near, self.endpoint)
+        if not way.far:
+            raise PeerLost(way.process, "it takes no links from other hosts")
+        return await tcp.dial(way.far, self.endpoint, settings=self._settings)

@@ -1,0 +1,299 @@
+"""Which links to processes beyond our views are made, and what becomes of those who wait for one.
+
+A machine: its driver (`ways`) asks where a process listens, dials it, and tells. A link that the other side
+has dialed serves as well. Two that dial each other at once have two links: each goes on to send on the one
+that it had first, so that no link in use is ever closed, and none of two messages overtakes the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, TypeAlias, assert_never
+
+PROCESSES_MAX: Final = 256
+"""Processes that are linked with, or sought, at once."""
+TICKETS_MAX: Final = 4096
+"""Messages and the like that wait for a link."""
+
+
+class Kind(Enum):
+    """Why there is no link."""
+
+    LOST = "lost"
+    DEAD = "dead"
+    TOO_MANY = "too many"
+
+
+# --- events ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A link to a process is wanted. life: which of its lives, 0 for any."""
+
+    process: str
+    life: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """Whoever had this ticket waits no more."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The process listens; the driver keeps where."""
+
+    process: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotFound:
+    """It does not listen, as far as is known, or could not be dialed."""
+
+    process: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linked:
+    """A link to it carries our messages from now on, dialed by either."""
+
+    process: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """That link has ended."""
+
+    process: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """The cluster says that this life is over."""
+
+    process: str
+    life: int
+    reason: str
+
+
+Event: TypeAlias = Wanted | GivenUp | Found | NotFound | Linked | Ended | Gone
+
+# --- actions --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seek:
+    """Find out where it listens: `Found` or `NotFound` must follow, within a bounded time."""
+
+    process: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dial:
+    """Dial it: `Linked` or `NotFound` must follow, within a bounded time."""
+
+    process: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrive:
+    """There is a link."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """There is none, and why."""
+
+    ticket: int
+    process: str
+    kind: Kind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heed:
+    """Have the cluster tell when this life is over."""
+
+    process: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detach:
+    """Close the links to it."""
+
+    process: str
+    life: int
+    reason: str
+
+
+Action: TypeAlias = Seek | Dial | Arrive | Refuse | Heed | Detach
+
+
+class Phase(Enum):
+    """What is under way for a process."""
+
+    IDLE = "idle"
+    SEEKING = "seeking"
+    DIALING = "dialing"
+
+
+@dataclass(slots=True)
+class Place:
+    """A process. linked: the life that there is a link to, or 0; waiting: the life wanted, by ticket."""
+
+    phase: Phase = Phase.IDLE
+    linked: int = 0
+    waiting: dict[int, int] = field(default_factory=dict[int, int])
+
+
+class WaysMachine:
+    """See the module. `handle` returns what the driver is to do, in order."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, Place] = {}
+        self._tickets: dict[int, str] = {}
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take an event."""
+        match event:
+            case Wanted():
+                return self._wanted(event)
+            case GivenUp(ticket=ticket):
+                process = self._tickets.pop(ticket, None)
+                if process is not None:
+                    del self.places[process].waiting[ticket]
+                return []
+            case Found():
+                return self._found(event)
+            case NotFound(process=process, reason=reason):
+                return self._not_found(process, reason)
+            case Linked(process=process, life=life):
+                return self._linked(process, life)
+            case Ended(process=process, life=life):
+                place = self.places.get(process)
+                if place is not None and place.linked == life:
+                    place.linked = 0
+                    self._tidy(process, place)
+                return []
+            case Gone(process=process, life=life, reason=reason):
+                place = self.places.get(process)
+                if place is None or place.linked != life:
+                    return []
+                return [Detach(process=process, life=life, reason=reason)]
+            case _:
+                assert_never(event)
+
+    def has_room(self, process: str) -> bool:
+        """Whether a link that this process has dialed may be taken."""
+        return process in self.places or len(self.places) < PROCESSES_MAX
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the machine contradicts itself."""
+        waiting = {ticket: process for process, place in self.places.items() for ticket in place.waiting}
+        assert waiting == self._tickets, f"tickets {self._tickets} are held as {waiting}"
+        assert len(waiting) <= TICKETS_MAX
+        for process, place in self.places.items():
+            assert place.linked or place.phase is not Phase.IDLE, f"nothing is under way for {process}"
+            assert not place.waiting or place.phase is not Phase.IDLE, f"nobody seeks {process}"
+            served = [life for life in place.waiting.values() if place.linked and life in (0, place.linked)]
+            assert not served, f"{process} is linked, and is waited for"
+
+    def _wanted(self, event: Wanted) -> list[Action]:
+        process, life, ticket = event.process, event.life, event.ticket
+        place = self.places.get(process)
+        if place is not None and place.linked and life in (0, place.linked):
+            return [Arrive(ticket=ticket)]
+        if place is not None and life < place.linked:
+            return [_dead(ticket, process, place.linked)]
+        if place is None and len(self.places) >= PROCESSES_MAX:
+            reason = f"{PROCESSES_MAX} processes beyond the own view are linked with already"
+            return [Refuse(ticket=ticket, process=process, kind=Kind.TOO_MANY, reason=reason)]
+        if len(self._tickets) >= TICKETS_MAX:
+            reason = f"{TICKETS_MAX} messages wait for links already"
+            return [Refuse(ticket=ticket, process=process, kind=Kind.TOO_MANY, reason=reason)]
+        if place is None:
+            place = self.places[process] = Place()
+        place.waiting[ticket] = life
+        self._tickets[ticket] = process
+        if place.phase is not Phase.IDLE:
+            return []
+        place.phase = Phase.SEEKING
+        return [Seek(process=process)]
+
+    def _found(self, event: Found) -> list[Action]:
+        process, life = event.process, event.life
+        place = self.places.get(process)
+        if place is None or place.phase is not Phase.SEEKING:
+            return []
+        actions: list[Action] = []
+        for ticket, wanted in list(place.waiting.items()):
+            if wanted and wanted < life:
+                actions.append(_dead(ticket, process, life))
+            elif wanted > life:
+                reason = f"its incarnation {wanted} is not known yet, only {life}"
+                actions.append(Refuse(ticket=ticket, process=process, kind=Kind.LOST, reason=reason))
+            else:
+                continue
+            self._forget(place, ticket)
+        if place.waiting:
+            place.phase = Phase.DIALING
+            return [*actions, Dial(process=process)]
+        place.phase = Phase.IDLE
+        self._tidy(process, place)
+        return actions
+
+    def _not_found(self, process: str, reason: str) -> list[Action]:
+        place = self.places.get(process)
+        if place is None:
+            return []
+        actions: list[Action] = [
+            Refuse(ticket=ticket, process=process, kind=Kind.LOST, reason=reason) for ticket in place.waiting
+        ]
+        for ticket in list(place.waiting):
+            self._forget(place, ticket)
+        place.phase = Phase.IDLE
+        self._tidy(process, place)
+        return actions
+
+    def _linked(self, process: str, life: int) -> list[Action]:
+        place = self.places.setdefault(process, Place())
+        place.linked = life
+        actions: list[Action] = [Heed(process=process, life=life)]
+        for ticket, wanted in list(place.waiting.items()):
+            if wanted in (0, life):
+                actions.append(Arrive(ticket=ticket))
+            elif wanted < life:
+                actions.append(_dead(ticket, process, life))
+            else:
+                continue
+            self._forget(place, ticket)
+        if place.phase is Phase.DIALING:
+            place.phase = Phase.IDLE
+        if place.waiting and place.phase is Phase.IDLE:  # for a later life than the one that was dialed
+            place.phase = Phase.SEEKING
+            actions.append(Seek(process=process))
+        return actions
+
+    def _forget(self, place: Place, ticket: int) -> None:
+        del place.waiting[ticket], self._tickets[ticket]
+
+    def _tidy(self, process: str, place: Place) -> None:
+        if not place.linked and place.phase is Phase.IDLE:
+            del self.places[process]
+
+
+def _dead(ticket: int, process: str, life: int) -> Refuse:
+    reason = f"{process} is now incarnation {life}"
+    return Refuse(ticket=ticket, process=process, kind=Kind.DEAD, reason=reason)

@@ -1,0 +1,183 @@
+"""Ways to processes beyond a view: everybody who waits is told once, and nobody for the wrong life."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbmd.actors import ways_machine as w
+from zbmd.actors.scopes import abroad, at_home, guest_name, is_global, of_guest
+
+NAMES = ("node1", "rank0@1f", "rank1@1f")
+
+
+class Cluster:
+    """A machine, and processes that come to new lives and dial us, in any order."""
+
+    def __init__(self, seed: int, machine: w.WaysMachine) -> None:
+        self.rng = random.Random(seed)
+        self.machine = machine
+        self.lives: dict[str, int] = dict.fromkeys(NAMES, 1)
+        self.links: dict[str, int] = {}
+        self.open: dict[int, tuple[str, int]] = {}
+        self.work: dict[str, tuple[str, int]] = {}
+        self.next = self.found = 0
+
+    def feed(self, event: w.Event) -> None:
+        actions = self.machine.handle(event)
+        self.machine.check_invariants()
+        for action in actions:
+            self.perform(action)
+
+    def perform(self, action: w.Action) -> None:
+        match action:
+            case w.Seek(process=process):
+                self.work[process] = ("seek", 0)
+            case w.Dial(process=process):
+                self.work[process] = ("dial", self.found)
+            case w.Arrive(ticket=ticket):
+                process, life = self.open.pop(ticket)
+                assert self.links.get(process), f"{process} is not linked"
+                assert life in (0, self.links[process]), "a link to another life than was wanted"
+            case w.Refuse(ticket=ticket, kind=kind):
+                process, life = self.open.pop(ticket)
+                if kind is w.Kind.DEAD:
+                    assert life < self.lives[process], "that life is not over"
+            case w.Heed(process=process, life=life):
+                assert self.links[process] == life
+            case w.Detach(process=process):
+                self.end(process)
+
+    def end(self, process: str) -> None:
+        life = self.links.pop(process, None)
+        if life is not None:
+            self.feed(w.Ended(process=process, life=life))
+
+    def link(self, process: str, life: int) -> None:
+        known = self.links.get(process, 0)
+        if known < life:
+            self.end(process)
+            self.links[process] = life
+            self.feed(w.Linked(process=process, life=life))
+
+    def want(self, process: str) -> None:
+        self.next += 1
+        life = self.rng.choice((0, self.lives[process], max(1, self.lives[process] - 1)))
+        self.open[self.next] = (process, life)
+        self.feed(w.Wanted(process=process, life=life, ticket=self.next))
+
+    def go_on(self, process: str) -> None:
+        """What is under way comes to an end."""
+        what, life = self.work.pop(process)
+        if self.rng.random() < 0.3:
+            self.feed(w.NotFound(process=process, reason="as the test wants"))
+        elif what == "seek":
+            self.found = self.lives[process]
+            self.feed(w.Found(process=process, life=self.found))
+        elif life == self.lives[process]:
+            self.link(process, life)
+        else:
+            self.feed(w.NotFound(process=process, reason="another life listens there"))
+
+    def step(self) -> None:
+        process = self.rng.choice(NAMES)
+        match self.rng.randrange(7):
+            case 0 | 1:
+                self.want(process)
+            case 2 | 3:
+                if process in self.work:
+                    self.go_on(process)
+            case 4:
+                self.link(process, self.lives[process])  # it has dialed us
+            case 5:
+                if self.rng.random() < 0.5:
+                    self.end(process)
+                    self.lives[process] += 1
+                elif process in self.links:
+                    life = self.links[process]
+                    self.feed(w.Gone(process=process, life=life, reason="the cluster says so"))
+            case _:
+                if self.open:
+                    ticket = self.rng.choice(list(self.open))
+                    del self.open[ticket]
+                    self.feed(w.GivenUp(ticket=ticket))
+
+    def settle(self) -> None:
+        for _ in range(100):
+            if not self.work:
+                break
+            self.go_on(next(iter(self.work)))
+        assert not self.open, f"nobody tells {self.open}"
+
+
+def run(seed: int, machine: w.WaysMachine) -> None:
+    cluster = Cluster(seed, machine)
+    for _ in range(120):
+        cluster.step()
+    cluster.settle()
+
+
+@given(seed=st.integers(0, 2**32))
+def test_everybody_who_waits_is_told_once(seed: int) -> None:
+    run(seed, w.WaysMachine())
+
+
+class TakesAnyLife(w.WaysMachine):
+    """Whoever waits is content with any life."""
+
+    def _linked(self, process: str, life: int) -> list[w.Action]:
+        place = self.places.get(process)
+        if place is not None:
+            place.waiting = dict.fromkeys(place.waiting, 0)
+        return super()._linked(process, life)
+
+
+class Forgets(w.WaysMachine):
+    """Who wants a later life than the one that has dialed us meanwhile is forgotten."""
+
+    def _linked(self, process: str, life: int) -> list[w.Action]:
+        return [a for a in super()._linked(process, life) if not isinstance(a, w.Arrive)]
+
+
+@pytest.mark.parametrize("planted", [TakesAnyLife, Forgets])
+def test_planted_bugs_are_found(planted: type[w.WaysMachine]) -> None:
+    def finds(seed: int) -> bool:
+        try:
+            run(seed, planted())
+        except AssertionError:
+            return True
+        return False
+
+    assert any(finds(seed) for seed in range(50))
+
+
+def test_bounds_are_kept() -> None:
+    machine = w.WaysMachine()
+    for number in range(w.PROCESSES_MAX):
+        machine.handle(w.Linked(process=f"node{number + 1}", life=1))
+    assert not machine.has_room("node9999") and machine.has_room("node1")
+    (refused,) = machine.handle(w.Wanted(process="node9999", life=0, ticket=1))
+    assert isinstance(refused, w.Refuse) and refused.kind is w.Kind.TOO_MANY
+    for ticket in range(w.TICKETS_MAX):
+        machine.handle(w.Wanted(process="node1", life=2, ticket=ticket))
+    (refused,) = machine.handle(w.Wanted(process="node2", life=2, ticket=w.TICKETS_MAX))
+    assert isinstance(refused, w.Refuse) and refused.kind is w.Kind.TOO_MANY
+    machine.check_invariants()
+
+
+@given(process=st.sampled_from(["rank0", "w1", "node", "node3", "session-1-a"]), scope=st.sampled_from("abc"))
+def test_a_name_means_the_same_process_wherever_it_is_sent(process: str, scope: str) -> None:
+    outside = abroad(process, scope)
+    assert is_global(outside) and abroad(outside, "d") == outside
+    assert at_home(outside, scope) == process
+    assert at_home(outside, "d") == outside
+    hello = guest_name(process, "" if is_global(process) else scope)
+    assert of_guest(hello) == outside
+
+
+@pytest.mark.parametrize("hello", ["rank0", "rank0@", "@1f", "a@b@c", "@", ""])
+def test_what_is_no_guest_is_none(hello: str) -> None:
+    assert of_guest(hello) is None

@@ -20,6 +20,7 @@ from zbmd.collectives import repair_messages as rm
 from zbmd.collectives.blocking import timeout_ns
 from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.elastic_operations import ElasticOperations, Result
 from zbmd.collectives.errors import (
     CollectiveError,
     Desynchronised,
@@ -30,11 +31,12 @@ from zbmd.collectives.errors import (
 )
 from zbmd.collectives.group import OPERATIONS_IN_FLIGHT_MAX, Group, group_of
 from zbmd.collectives.repair_adoption import Publication, read_published
-from zbmd.collectives.repair_jobs import AllGather, AllReduce, Barrier, Broadcast, Job
+from zbmd.collectives.repair_jobs import Bequest, Job
 from zbmd.collectives.repair_machine import RepairMachine
-from zbmd.collectives.repair_messages import Inputs, OnLoss, Outcome
+from zbmd.collectives.repair_messages import Inputs, Outcome
 from zbmd.collectives.repair_wire import decode_report, encode_report
 from zbmd.transport._native import now_ns
+from zbmd.transport.arena import Arena
 from zbmd.transport.errors import LocalProtocolError, PeerLost, UserError, ZbmdError
 from zbmd.transport.segment import PeerSegment
 
@@ -48,19 +50,6 @@ _CUT = (PeerLost, OperationAborted)
 """How an operation ends that another member's end has cut short."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """A complete operation. `contributors`: the ranks whose inputs `value` holds, each once; the same on all.
-
-    `repairs`: how many views came while it was under way.
-    """
-
-    value: Any
-    contributors: tuple[int, ...]
-    epoch: int
-    repairs: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Remains:
     """What is kept of a peer's memory while an operation that may adopt is under way."""
@@ -70,7 +59,7 @@ class _Remains:
     record_at: int
 
 
-class ElasticGroup:
+class ElasticGroup(ElasticOperations):
     """The members of a job, through all of its views. Make it with `zbmd.elastic_group(node)`.
 
     Every rank makes the same calls in the same order. What an operation does when a member dies in it:
@@ -137,45 +126,9 @@ class ElasticGroup:
         assert self._group is not None
         return self._group
 
-    # ---- operations
-
-    async def all_reduce(
-        self,
-        x: Any,
-        *,
-        out: Any = None,
-        op: str = "sum",
-        on_loss: str = "survivors",
-        inputs: str | None = None,
-        algorithm: str = "auto",
-        timeout: float | None = None,
-    ) -> Result:
-        """Reduce `x` over the contributors. `inputs`: by default "preserve" with `out`, else "recompute".
-
-        With "preserve" or "adopt" and no `out` the result is a new array. "adopt" reads `x` in the arena
-        (`zbmd.empty`), and copies one that lies elsewhere there first.
-        """
-        mode = _inputs(inputs, in_place=out is None)
-        if mode is Inputs.RECOMPUTE and out is not None:
-            raise UserError('inputs="recompute" is for operations in place: leave out `out`')
-        arena = self._node.segment.arena
-        return await self._do(
-            lambda: AllReduce(arena, x, out, op, _on_loss(on_loss), mode, algorithm), timeout
-        )
-
-    async def all_gather(self, x: Any, *, on_loss: str = "survivors", timeout: float | None = None) -> Result:
-        """A new array, (contributors, *x.shape): each one's `x`, in rank order."""
-        return await self._do(lambda: AllGather(x, _on_loss(on_loss)), timeout)
-
-    async def broadcast(
-        self, x: Any, root: int, *, on_loss: str = "survivors", timeout: float | None = None
-    ) -> Result:
-        """Every `x` becomes that of rank `root`; fails with `MembersLost` if that died and nobody has it."""
-        return await self._do(lambda: Broadcast(x, root, _on_loss(on_loss)), timeout)
-
-    async def barrier(self, *, on_loss: str = "survivors", timeout: float | None = None) -> Result:
-        """Return once every contributor has called it."""
-        return await self._do(lambda: Barrier(_on_loss(on_loss)), timeout)
+    @property
+    def _arena(self) -> Arena:
+        return self._node.segment.arena
 
     async def refresh(self, *, timeout: float | None = None) -> int:
         """Enter the newest view that a member knows of, if it is newer than the group's; its epoch.
@@ -409,6 +362,13 @@ class ElasticGroup:
             job.published.nbytes,
         )
 
+    def _left(self, adoption: rm.Adoption) -> Bequest:
+        """What is brought in of a dead member, with its memory where this rank is to bring it."""
+        memory = self._read(adoption.member) if adoption.carrier == self.rank else None
+        if memory is None and adoption.carrier == self.rank:
+            raise CollectiveError(f"what {adoption.member} has left could be read, and has gone")
+        return Bequest(adoption.member, adoption.carrier, memory)
+
     def _living(self) -> set[MemberId]:
         return {MemberId(rank=m.rank, incarnation=m.incarnation) for m in self._view.members}
 
@@ -470,31 +430,11 @@ class ElasticGroup:
             case rm.Run():
                 job.run(c, end_ns)
             case rm.CopyResult(source=source):
-                job.copy(c, source, self._machine.contributors, end_ns)
+                job.copy(c, source, len(self._machine.contributors), end_ns)
             case rm.Rerun(adopted=()):
                 job.run(c, end_ns)
             case rm.Rerun(adopted=adopted):
-                mine = [self._read(a.member) for a in adopted if a.carrier == self.rank]
-                found = [memory for memory in mine if memory is not None]
-                if len(found) < len(mine):
-                    raise CollectiveError("a contribution that could be read has gone")
-                job.adopt(c, found, self._machine.contributors, end_ns)
-
-
-def _on_loss(name: str) -> OnLoss:
-    try:
-        return OnLoss(name)
-    except ValueError:
-        raise UserError(f"on_loss={name!r} is not one of {[mode.value for mode in OnLoss]}") from None
-
-
-def _inputs(name: str | None, *, in_place: bool) -> Inputs:
-    if name is None:
-        return Inputs.RECOMPUTE if in_place else Inputs.PRESERVE
-    try:
-        return Inputs(name)
-    except ValueError:
-        raise UserError(f"inputs={name!r} is not one of {[mode.value for mode in Inputs]}") from None
+                job.adopt(c, [self._left(a) for a in adopted], self._machine.contributors, end_ns)
 
 
 async def elastic_group(node: Node, *, channel: int = 0, timeout: float | None = None) -> ElasticGroup:

@@ -1,4 +1,5 @@
-"""The operations of an elastic group: how each is run, made again by the survivors, and copied.
+"""The operations of an elastic group with one result for all: how each is run, made again by the survivors,
+and copied. Those whose members have results of their own: `repair_own_jobs`.
 
 Methods run on the data-plane thread, and raise as the communicator's do.
 """
@@ -7,16 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from zbmd.collectives.arrays import Array, as_array
+from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.reductions import dtype_code, reduction_code
 from zbmd.collectives.repair_messages import Call, Inputs, OnLoss
 from zbmd.transport.arena import Arena
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import LocalProtocolError, UserError
 
 _COMBINE: dict[str, np.ufunc] = {
     "sum": np.add,
@@ -28,6 +31,15 @@ _COMBINE: dict[str, np.ufunc] = {
     "bor": np.bitwise_or,
     "bxor": np.bitwise_xor,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Bequest:
+    """What the dead `member` had published. `carrier` brings it in; only there is `memory` given."""
+
+    member: MemberId
+    carrier: int
+    memory: memoryview | None
 
 
 class Job(ABC):
@@ -42,13 +54,57 @@ class Job(ABC):
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """Run it over all of `c`, whoever they are."""
 
-    @abstractmethod
     def copy(self, c: Communicator, source: int, contributors: int, deadline_ns: int) -> None:
         """Get the result of rank `source`, that of so many contributors, or give it if that is this rank."""
+        raise LocalProtocolError(f"{self.call.text}: each member's result is its own")
 
-    def adopt(self, c: Communicator, mine: Sequence[memoryview], contributors: int, deadline_ns: int) -> None:
-        """Run it over `c`, and bring in the contributions `mine` of dead ranks."""
+    def adopt(
+        self,
+        c: Communicator,
+        left: Sequence[Bequest],
+        contributors: Sequence[MemberId],
+        deadline_ns: int,
+    ) -> None:
+        """Run it over `c`, and bring in what the dead have `left`: of all `contributors`, in this order."""
         raise UserError(f"{self.call.text} cannot adopt")
+
+
+def published_in(arena: Arena, given: Array, inputs: Inputs) -> Array | None:
+    """What peers may adopt: `given`, or a copy of it in the arena; None if nothing is adopted."""
+    if inputs is not Inputs.ADOPT:
+        return None
+    return given if arena.offset_of(given) is not None else arena.from_array(given)
+
+
+def with_bequests(given: Array, op: str, left: Sequence[Bequest]) -> Array:
+    """`given` reduced with what this rank brings in of the dead. 16-bit floats become float32."""
+    dtype = given.dtype
+    wide = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind in "fV" else dtype
+    total = given.astype(wide)
+    for each in left:
+        if each.memory is not None:
+            _COMBINE[op](total, np.frombuffer(each.memory, dtype).reshape(given.shape), out=total)
+    return total
+
+
+def rounded(total: Array, op: str, contributors: int, dtype: np.dtype[Any]) -> Array:
+    """A reduction that is whole, as the caller's dtype: an average is divided, and rounded once."""
+    if op == "avg":
+        total /= contributors
+    return total.astype(dtype)
+
+
+def summed(op: str) -> str:
+    """How contributions are reduced of which an average is to be made."""
+    return "sum" if op == "avg" else op
+
+
+def rows_with(living: Array, left: Sequence[Bequest], contributors: Sequence[MemberId]) -> Array:
+    """A new array with a row for each contributor: those of the living are filled in, in rank order."""
+    value = np.empty((len(contributors), *living.shape[1:]), living.dtype)
+    dead = {each.member for each in left}
+    value[[i for i, member in enumerate(contributors) if member not in dead]] = living
+    return value
 
 
 class AllReduce(Job):
@@ -62,8 +118,7 @@ class AllReduce(Job):
         reduction_code(op, given.dtype)
         if inputs is not Inputs.RECOMPUTE and out is None:
             out = np.empty(given.shape, given.dtype)
-        if inputs is Inputs.ADOPT:
-            self.published = given if arena.offset_of(given) is not None else arena.from_array(given)
+        self.published = published_in(arena, given, inputs)
         self._x, self._out, self._op, self._algorithm = x, out, op, algorithm
         self._given = given
         text = f"all_reduce({given.dtype}[{given.size}], {op}, {on_loss.value}, {inputs.value})"
@@ -79,27 +134,28 @@ class AllReduce(Job):
         """See `Job`."""
         c.broadcast(self.value, source, deadline_ns=deadline_ns)
 
-    def adopt(self, c: Communicator, mine: Sequence[memoryview], contributors: int, deadline_ns: int) -> None:
+    def adopt(
+        self,
+        c: Communicator,
+        left: Sequence[Bequest],
+        contributors: Sequence[MemberId],
+        deadline_ns: int,
+    ) -> None:
         """See `Job`. 16-bit floats are added up in float32 and rounded once."""
-        dtype = self._given.dtype
-        wide = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind in "fV" else dtype
-        total = self._given.astype(wide).reshape(-1)
-        combine = _COMBINE[self._op]
-        for memory in mine:
-            combine(total, np.frombuffer(memory, dtype), out=total)
-        c.all_reduce(total, op="sum" if self._op == "avg" else self._op, deadline_ns=deadline_ns)
-        if self._op == "avg":
-            total /= contributors
-        as_array(self._out, "out")[...] = total.reshape(self._given.shape).astype(dtype)
+        total = with_bequests(self._given, self._op, left)
+        c.all_reduce(total, op=summed(self._op), deadline_ns=deadline_ns)
+        as_array(self._out, "out")[...] = rounded(total, self._op, len(contributors), self._given.dtype)
 
 
 class AllGather(Job):
     """`Communicator.all_gather`, into a new array with a row for each contributor."""
 
-    def __init__(self, x: Any, on_loss: OnLoss) -> None:
+    def __init__(self, arena: Arena, x: Any, on_loss: OnLoss, inputs: Inputs) -> None:
         self._given = as_array(x, "x")
-        text = f"all_gather({self._given.dtype}{list(self._given.shape)}, {on_loss.value})"
-        self.call = Call(text=text, on_loss=on_loss, inputs=Inputs.PRESERVE)
+        self.published = published_in(arena, self._given, inputs)
+        what = f"{self._given.dtype}{list(self._given.shape)}"
+        text = f"all_gather({what}, {on_loss.value}, {inputs.value})"
+        self.call = Call(text=text, on_loss=on_loss, inputs=inputs)
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """See `Job`."""
@@ -110,6 +166,22 @@ class AllGather(Job):
         if c.rank != source:
             self.value = np.empty((contributors, *self._given.shape), self._given.dtype)
         c.broadcast(self.value, source, deadline_ns=deadline_ns)
+
+    def adopt(
+        self,
+        c: Communicator,
+        left: Sequence[Bequest],
+        contributors: Sequence[MemberId],
+        deadline_ns: int,
+    ) -> None:
+        """See `Job`."""
+        living = c.all_gather(self._given, deadline_ns=deadline_ns)
+        self.value = rows_with(living, left, contributors)
+        for each in left:
+            row = self.value[contributors.index(each.member), ...]
+            if each.memory is not None:
+                row[...] = np.frombuffer(each.memory, row.dtype).reshape(row.shape)
+            c.broadcast(row, each.carrier, deadline_ns=deadline_ns)
 
 
 class Broadcast(Job):

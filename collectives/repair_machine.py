@@ -61,9 +61,9 @@ class RepairMachine:
         self._story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
 
     @property
-    def contributors(self) -> int:
-        """Of how many inputs the result is made, once it is here."""
-        return len(self._contributors)
+    def contributors(self) -> tuple[MemberId, ...]:
+        """Of whose inputs the result is made, once it is here."""
+        return self._contributors
 
     def handle(self, event: rm.RepairEvent, *, now_ns: int) -> list[rm.RepairAction]:
         """Take one event, return the actions to perform in order; see `zbmd.transport.machine.Machine`."""
@@ -212,6 +212,8 @@ class RepairMachine:
 
     def _rerun(self, verdict: Verdict) -> list[rm.RepairAction]:
         self.state = RepairState.MENDING
+        # A result that is here, too: it is made again, with others' contributions, where it lies.
+        self.phase = Phase.PENDING
         self._contributors = verdict.contributors
         return [
             rm.Rerun(

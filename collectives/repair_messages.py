@@ -68,13 +68,15 @@ class Failed:
 class Call:
     """One operation as its caller asked for it. `text` tells it, and must be the same on all members.
 
-    `needs`: the rank without whose input it means nothing; -1: there is none.
+    `needs`: the rank without which it means nothing, that of a root; -1: there is none. `own`: each member's
+    result is another, so who holds one has nothing to copy to those who do not; the inputs must stay then.
     """
 
     text: str
     on_loss: OnLoss
     inputs: Inputs
     needs: int = -1
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

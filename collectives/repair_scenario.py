@@ -38,6 +38,10 @@ TICK_NS_MAX = 300_000
 """The slowest step of the data plane."""
 CALL_NS_MAX = 3_000_000
 """The longest that a caller computes between two operations."""
+OWN_SHARE = 0.5
+"""How many operations give each member a result of its own, where inputs stay."""
+ROOT_SHARE = 0.2
+"""How many have a root."""
 GO_ON_SHARE = 0.5
 """How often a member that could end a meeting, or be cut short in it, ends it."""
 
@@ -99,7 +103,9 @@ class World:
         """Operation `sequence`, the same on all ranks."""
         rng = random.Random(f"{self.seed}/call {sequence}")
         on_loss, inputs = rng.choice(list(OnLoss)), rng.choice(list(Inputs))
-        return rm.Call(text=f"sum {sequence}", on_loss=on_loss, inputs=inputs)
+        own = inputs is not Inputs.RECOMPUTE and rng.random() < OWN_SHARE
+        needs = rng.randrange(self.options.world_size) if rng.random() < ROOT_SHARE else -1
+        return rm.Call(text=f"sum {sequence}", on_loss=on_loss, inputs=inputs, needs=needs, own=own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,11 +242,14 @@ class RankProcess:
                 return self._begin([Stage(name="run", sequence=sequence, ranks=everyone)], now_ns)
             case rm.Rerun(sequence=sequence, runners=runners, adopted=adopted):
                 self.world.ways.add("adopt" if adopted else "rerun")
+                if self.machine.call is not None and self.memory.out is not None:
+                    self.world.ways.add("anew")
                 mine = tuple(a.member for a in adopted if a.carrier == self.member.rank)
                 stage = Stage(name="rerun", sequence=sequence, ranks=runners, adopted=mine)
                 return self._begin([stage], now_ns)
             case rm.CopyResult(sequence=sequence, source=source, to=to):
                 self.world.ways.add("copy")
+                assert not self.world.call(sequence).own, f"{self.member} copies the result of another"
                 ranks = tuple(sorted((source, *to)))
                 return self._begin(
                     [Stage(name="copy", sequence=sequence, ranks=ranks, source=source)], now_ns

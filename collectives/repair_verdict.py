@@ -8,6 +8,8 @@ with the result in hand. So, of the operation `k` that the last of them is in:
 - who has not called it proves that no data of it has moved: it is run by whoever is in the new epoch;
 - who holds its result has it from a run in which all took part, so there is one: it is copied, never made
   again;
+- where each has a result of its own there is nothing to copy: what some hold, and no caller has seen, is made
+  again by all, of one set of contributors;
 - else it is made again from the inputs of the living, and of those dead whose contribution can be read.
 
 Every member comes to the same verdict in an epoch, since the reports are the same. Who does not hear of it,
@@ -133,7 +135,7 @@ class _Case:
             return self._make(Kind.COMPLETE, "all who live hold the result")
         if call.on_loss is OnLoss.ABORT and self.dead:
             return self._fail(Failure.LOST, f"on_loss is abort, and {self._why()}")
-        if held:
+        if held and not call.own:
             return self._copy(held)
         spoiled = [rank for rank, report in self.at.items() if report.phase is Phase.SPOILED]
         if spoiled:
@@ -166,7 +168,7 @@ class _Case:
         if call.on_loss is OnLoss.WAIT_FOR_REPLACEMENT and len(adopted) < len(self.dead):
             return self._wait()
         if call.needs >= 0 and call.needs not in self.at:
-            return self._fail(Failure.LOST, f"{self._why()}, and only rank {call.needs} had the data")
+            return self._fail(Failure.LOST, f"{self._why()}, and the operation was rank {call.needs}'s")
         living = [member for member in self.members if member.rank in self.at]
         contributors = sorted([*living, *(a.member for a in adopted)], key=lambda m: (m.rank, m.incarnation))
         return self._make(

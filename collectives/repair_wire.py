@@ -28,6 +28,7 @@ class _Call(msgspec.Struct, array_like=True, frozen=True):
     on_loss: OnLoss
     inputs: Inputs
     needs: Annotated[int, msgspec.Meta(ge=-1, lt=RANKS_MAX)]
+    own: bool
 
 
 class _Failed(msgspec.Struct, array_like=True, frozen=True):
@@ -63,7 +64,7 @@ def encode_report(report: Report, record_at: int) -> Array:
             report.born,
             report.sequence,
             report.phase,
-            _Call(_cut(call.text), call.on_loss, call.inputs, call.needs) if call else None,
+            _Call(_cut(call.text), call.on_loss, call.inputs, call.needs, call.own) if call else None,
             _flat(report.attempted),
             _flat(report.contributors),
             _flat(report.readable),
@@ -107,7 +108,9 @@ def decode_report(encoded: Array, sender: int) -> tuple[Report, int]:
 def _call(found: _Call | None) -> Call | None:
     if found is None:
         return None
-    return Call(text=found.text, on_loss=found.on_loss, inputs=found.inputs, needs=found.needs)
+    if found.own and found.inputs is Inputs.RECOMPUTE:
+        raise ValueError("each has a result of its own, and the inputs do not stay")
+    return Call(text=found.text, on_loss=found.on_loss, inputs=found.inputs, needs=found.needs, own=found.own)
 
 
 def _failed(found: _Failed | None) -> Failed | None:

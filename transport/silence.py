@@ -51,8 +51,8 @@ class Silence:
 
     A silence counts from a look that found something to acknowledge. What was sent last may have left after
     hours in which there was nothing to say, or in which this process was stopped: that is no silence of the
-    peer's. Nor does all of the time between two looks count that are far apart: whatever kept us from looking,
-    as a busy machine, may have kept the peer's process from giving back a socket that it was reading.
+    peer's. Nor does all of the time between two looks count that are far apart: what kept us from looking, as
+    a busy machine, may have kept the peer's process from giving back a socket that it was reading.
     """
 
     def __init__(self) -> None:

@@ -1,115 +1,21 @@
-"""Elastic groups under real kills: at the instructions of an operation and of its commit, in every mode.
-
-Rank r brings 10^r * k to operation k, so a sum tells whose inputs it holds.
-"""
+"""Elastic groups under real kills: at the instructions of an operation and of its commit, in every mode."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic_job import LINES_MAX, ElasticJob, Kill
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import HostEvent, RankReport, RunResult
-from zbmd.actors.host_output import OutputLine
-from zbmd.actors.view import OnLoss, Outcome
+from zbmd.actors.view import Outcome
 
-TIMEOUT_S = 60.0
-COUNT = 300
-LINES_MAX = 60
-PRELOAD = ("zbmd.collectives.elastic",)
-
-JOB = """
-import json, os, signal
-import numpy as np
-import zbmd
-
-KILLS = json.loads({kills!r})  # of each operation: the rank that dies in it, in which run, at which point
-MODE = json.loads({mode!r})
-
-async def main():
-    async with zbmd.join() as node:
-        group = await zbmd.elastic_group(node, timeout=60)
-        new = node.incarnation > 1  # a replacement may be asked for the operation in which it died
-        while group.sequence <= len(KILLS):
-            k = group.sequence
-            kill = KILLS[k - 1]
-            x = zbmd.from_array(np.full({count}, 10.0**node.rank * k))
-            if kill and kill[0] == node.rank and not new:
-                communicator = group.group.communicator
-                communicator.kill_at(communicator.sequence + kill[1], kill[2])
-            told = {{"k": k, "rank": node.rank, "incarnation": node.incarnation}}
-            try:
-                done = await group.all_reduce(x, timeout=60, **MODE)
-                least, most = float(done.value.min()), float(done.value.max())
-                told |= {{"value": [least, most], "of": done.contributors, "repairs": done.repairs}}
-            except zbmd.ZbmdError as error:
-                told |= {{"error": type(error).__name__, "why": str(error)}}
-            if kill and kill[0] == node.rank and not new:
-                told["survived"] = True
-                group.group.communicator.kill_at(0, 0)
-            new = False
-            node.report(told)
-        await group.close()
-
-zbmd.run(main())
+SUM = """
+async def operate(group, rank, k):
+    # Rank r brings 10^r * k, so a sum tells whose inputs it holds.
+    done = await group.all_reduce(zbmd.from_array(np.full(300, 10.0**rank * k)), timeout=60, **MODE)
+    return done, [float(done.value.min()), float(done.value.max())]
 """
-
-
-@dataclass
-class Job:
-    """A host that runs the script; what its ranks report, by operation and rank."""
-
-    folder: Path
-    kills: Sequence[tuple[int, int, int] | None]
-    mode: dict[str, Any]
-    world_size: int = 3
-    on_loss: OnLoss = OnLoss.REPLACE
-    told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
-    lines: list[str] = field(default_factory=list[str])
-
-    async def write_line(self, line: OutputLine) -> None:
-        self.lines.append(f"{line.rank}: {line.text.decode()}")
-
-    async def run(self) -> RunResult:
-        script = self.folder / "job.py"
-        kills, mode = json.dumps(self.kills), json.dumps(self.mode)
-        script.write_text(JOB.format(kills=kills, mode=mode, count=COUNT))
-        config = HostConfig(
-            target=str(script),
-            arena_bytes=1 << 20,
-            preload=PRELOAD,
-            world_size=self.world_size,
-            on_loss=self.on_loss,
-            max_restarts=1000,
-        )
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                return await Host(config, output=self, observer=self._observe).run()
-        except TimeoutError:
-            raise AssertionError("\n".join(["no end; its ranks said:", *self.lines[-LINES_MAX:]])) from None
-
-    async def _observe(self, event: HostEvent) -> None:
-        if isinstance(event, RankReport):
-            self.told[event.payload["k"]][event.payload["rank"]] = event.payload
-
-    def check(self, k: int) -> dict[str, Any]:
-        """That all who saw the end of operation k saw the same, and that a sum is of its contributors."""
-        told = self.told[k]
-        ends = {(tuple(t.get("of", ())), t.get("error", "")) for t in told.values()}
-        assert len(ends) == 1, f"operation {k} ended differently: {told}"
-        ((of, error),) = ends
-        for found in told.values():
-            if not error:
-                total = k * sum(10.0**rank for rank in of)
-                assert found["value"] == [total, total], found
-        return {"of": of, "error": error, "ranks": sorted(told)}
 
 
 @pytest.fixture(autouse=True)
@@ -117,12 +23,22 @@ def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
 
 
+def check_sum(job: ElasticJob, k: int) -> dict[str, Any]:
+    """That all who saw the end of operation k saw the same, and that a sum is of its contributors."""
+    of, error = job.end_of(k)
+    for found in job.told[k].values():
+        if not error:
+            total = k * sum(10.0**rank for rank in of)
+            assert found["value"] == [total, total], found
+    return {"of": of, "error": error, "ranks": sorted(job.told[k])}
+
+
 async def test_operations_without_a_death(tmp_path: Path) -> None:
-    job = Job(tmp_path, [None] * 5, {"inputs": "preserve"})
+    job = ElasticJob(tmp_path, SUM, [None] * 5, {"inputs": "preserve"})
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines)
     for k in range(1, 6):
-        assert job.check(k) == {"of": (0, 1, 2), "error": "", "ranks": [0, 1, 2]}
+        assert check_sum(job, k) == {"of": (0, 1, 2), "error": "", "ranks": [0, 1, 2]}
 
 
 NOTHING: set[str] = set()
@@ -145,7 +61,7 @@ STRIDE = 2
 """Every so many-th point is for a mode, so two modes together have all of them."""
 
 
-def plan(world_size: int, first: int) -> list[tuple[int, int, int] | None]:
+def plan(world_size: int, first: int) -> list[Kill]:
     """One kill an operation: at points of its program, and of its commit; a calm one at the end.
 
     A point that there is not kills nobody.
@@ -158,17 +74,17 @@ def plan(world_size: int, first: int) -> list[tuple[int, int, int] | None]:
 async def test_a_kill_at_every_other_instruction(tmp_path: Path, mode: str) -> None:
     arguments, expected, besides = MODES[mode]
     kills = plan(3, first=list(MODES).index(mode) % STRIDE)
-    job = Job(tmp_path, kills, {"algorithm": ALGORITHM, **arguments})
+    job = ElasticJob(tmp_path, SUM, kills, {"algorithm": ALGORITHM, **arguments})
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
     seen: set[str] = set()
     deaths: set[int] = set()
     for k, kill in enumerate(kills, 1):
-        end = job.check(k)
+        end = check_sum(job, k)
         # Who dies once all have the result is missing in the next operation.
         earlier = kills[k - 2] if k - 1 in deaths else None
         struck = {victim[0] for victim in (earlier, kill) if victim}
-        if kill and not job.told[k].get(kill[0], {}).get("survived"):
+        if job.died_in(k):
             deaths.add(k)
         absent = set(range(3)) - set(end["ranks"])
         assert absent <= struck, (k, kill, end)
@@ -179,3 +95,65 @@ async def test_a_kill_at_every_other_instruction(tmp_path: Path, mode: str) -> N
             assert how == "all", (k, end)
         assert deaths & {k - 1, k} or (how == "all" and not end["error"]), (k, end)
     assert len(deaths) > 4 and expected <= seen <= expected | besides, (deaths, seen)
+
+
+OWN = """
+NAMES = ("reduce", "reduce_scatter", "gather", "scatter", "all_to_all", "all_gather")
+
+async def operate(group, rank, k):
+    # Row d of rank r holds 100^k' of r and d: a row tells who made it, and for whom.
+    name = NAMES[(k - 1) % len(NAMES)]
+    root = k % 3
+    x = zbmd.from_array(np.array([[(10 * r + d) * 100 + k] * 7 for r in (rank,) for d in range(3)], np.int64))
+    wanted = {"timeout": 60} | ({} if name == "scatter" else MODE)
+    match name:
+        case "reduce" | "gather":
+            done = await getattr(group, name)(x, root, **wanted)
+        case "scatter":
+            out = None if rank == root else np.zeros(7, np.int64)
+            done = await group.scatter(x if rank == root else None, root, out=out, **wanted)
+        case _:
+            done = await getattr(group, name)(x, **wanted)
+    rows = {r: np.array([[(10 * r + d) * 100 + k] * 7 for d in range(3)]) for r in range(3)}
+    of = [rows[r] for r in done.contributors]
+    expected = {
+        "reduce": lambda: sum(of) if rank == root else None,
+        "reduce_scatter": lambda: sum(of)[rank],
+        "gather": lambda: np.stack(of) if rank == root else None,
+        "scatter": lambda: rows[root][rank],
+        "all_to_all": lambda: np.stack([row[rank] for row in of]),
+        "all_gather": lambda: np.stack(of),
+    }[name]()
+    right = done.value is None if expected is None else np.array_equal(done.value, expected)
+    return done, [name, bool(right)]
+"""
+OPERATIONS = 6
+POINTS = ((1, 0), (1, 2), (1, 5), (1, 8), (2, 1), (2, 3))
+"""Before it enters, in the program, while data moves and behind it, and in the commit."""
+
+
+@pytest.mark.parametrize("inputs", ["preserve", "adopt"])
+async def test_operations_whose_results_differ_by_rank(tmp_path: Path, inputs: str) -> None:
+    kills: list[Kill] = []
+    for run, point in POINTS:
+        kills += [((len(kills) + i + i // 3) % 3, run, point) for i in range(OPERATIONS)]
+    job = ElasticJob(tmp_path, OWN, kills, {"inputs": inputs})
+    result = await job.run()
+    assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
+    deaths: set[int] = set()
+    ways: dict[str, set[str]] = {"all": set(), "survivors": set()}
+    for k in range(1, len(kills) + 1):
+        of, error = job.end_of(k)
+        if job.died_in(k):
+            deaths.add(k)
+        for found in job.told[k].values():
+            assert error or found["value"][1], found
+        if error:  # a root that has died, in it or just behind the operation before, has taken it along
+            assert error == "MembersLost" and deaths & {k - 1, k}, job.told[k]
+            continue
+        name = next(iter(job.told[k].values()))["value"][0]
+        if k in deaths:
+            ways["all" if len(of) == 3 else "survivors"].add(name)
+    assert len(deaths) > OPERATIONS, deaths
+    # In each of five operations a dead rank's input was still counted, or was not.
+    assert len((ways["all"] if inputs == "adopt" else ways["survivors"]) - {"scatter"}) == 5, ways

@@ -88,6 +88,18 @@ def test_a_result_that_one_holds_is_copied() -> None:
     assert verdict.contributors == members(0, 1, 2)
 
 
+def test_what_each_has_for_itself_is_made_again_by_all_who_live() -> None:
+    own = replace(SUM, own=True)
+    held, pending = report(3, Phase.HELD, call=own), report(3, Phase.PENDING, call=own)
+    verdict = decide(2, members(0, 1), {0: held, 1: pending}, NOBODY)
+    assert (verdict.kind, verdict.runners, verdict.contributors) == (Kind.RERUN, (0, 1), members(0, 1))
+    assert decide(2, members(0, 1), {0: held, 1: held}, NOBODY).kind is Kind.COMPLETE
+    rooted = replace(own, needs=2)
+    reports = {0: replace(held, call=rooted), 1: replace(pending, call=rooted)}
+    failed = decide(2, members(0, 1), reports, NOBODY).failed
+    assert failed is not None and failed.failure is Failure.LOST
+
+
 def test_what_nobody_holds_is_made_again_by_the_living() -> None:
     reports = {0: report(3, Phase.PENDING), 1: report(3, Phase.PENDING), 2: FRESH_REPORT}
     back = (*members(0, 1), MemberId(rank=2, incarnation=2))

@@ -102,9 +102,21 @@ MUTATIONS = [
     Mutation(
         "a result that some hold is made again",
         "repair",
-        (Edit(f"{VERDICT}.verdict", "if held:", "if False:"),),
+        (Edit(f"{VERDICT}.verdict", "if held and not call.own:", "if False:"),),
         BROKEN,
         "--length 6",  # some operations, of which one is cut just so
+    ),
+    Mutation(
+        "a result that is to be made again still counts as held",
+        "repair",
+        (Edit(f"{REPAIR}._rerun", "self.phase = Phase.PENDING", "pass"),),
+        BROKEN,
+    ),
+    Mutation(
+        "each has a result of its own, and gets a copy of another's",
+        "repair",
+        (Edit(f"{VERDICT}.verdict", "if held and not call.own:", "if held:"),),
+        BROKEN,
     ),
     Mutation(
         "either half of a view may go on",

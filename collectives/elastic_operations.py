@@ -1,0 +1,179 @@
+"""The operations of an elastic group, as its callers see them. See `zbmd.collectives.elastic`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zbmd.collectives.repair_jobs import AllGather, AllReduce, Barrier, Broadcast, Job
+from zbmd.collectives.repair_messages import Inputs, OnLoss
+from zbmd.collectives.repair_own_jobs import AllToAll, Gather, Reduce, ReduceScatter, Scatter
+from zbmd.transport.arena import Arena
+from zbmd.transport.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A complete operation. `contributors`: the ranks whose inputs `value` holds, each once; the same on all.
+
+    `repairs`: how many views came while it was under way.
+    """
+
+    value: Any
+    contributors: tuple[int, ...]
+    epoch: int
+    repairs: int
+
+
+class ElasticOperations(ABC):
+    """What an elastic group offers. `on_loss` and `inputs` as in `ElasticGroup`, timeouts in seconds."""
+
+    rank: int
+
+    @property
+    @abstractmethod
+    def _arena(self) -> Arena:
+        """Where what may be adopted is published."""
+
+    @abstractmethod
+    async def _do(self, make: Callable[[], Job], timeout: float | None) -> Result:
+        """Bring the operation to its end."""
+
+    async def all_reduce(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        op: str = "sum",
+        on_loss: str = "survivors",
+        inputs: str | None = None,
+        algorithm: str = "auto",
+        timeout: float | None = None,
+    ) -> Result:
+        """Reduce `x` over the contributors. `inputs`: by default "preserve" with `out`, else "recompute".
+
+        With "preserve" or "adopt" and no `out` the result is a new array. "adopt" reads `x` in the arena
+        (`zbmd.empty`), and copies one that lies elsewhere there first.
+        """
+        mode = _inputs(inputs, in_place=out is None)
+        if mode is Inputs.RECOMPUTE and out is not None:
+            raise UserError('inputs="recompute" is for operations in place: leave out `out`')
+        return await self._do(
+            lambda: AllReduce(self._arena, x, out, op, _on_loss(on_loss), mode, algorithm), timeout
+        )
+
+    async def reduce(
+        self,
+        x: Any,
+        root: int,
+        *,
+        op: str = "sum",
+        on_loss: str = "survivors",
+        inputs: str = "preserve",
+        timeout: float | None = None,
+    ) -> Result:
+        """Reduce `x` over the contributors into a new array at rank `root`; elsewhere the value is None.
+
+        Fails with `MembersLost` if the root died in it.
+        """
+        mode = _kept(inputs)
+        return await self._do(
+            lambda: Reduce(self._arena, x, root, op, _on_loss(on_loss), mode, self.rank), timeout
+        )
+
+    async def reduce_scatter(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        op: str = "sum",
+        on_loss: str = "survivors",
+        inputs: str = "preserve",
+        timeout: float | None = None,
+    ) -> Result:
+        """Reduce `x`, (ranks of the job, …), over the contributors: rank r gets row r in `out`, (…).
+
+        The rows of ranks that are not there are given to nobody. Without `out` the result is a new array.
+        """
+        mode = _kept(inputs)
+        return await self._do(
+            lambda: ReduceScatter(self._arena, x, out, op, _on_loss(on_loss), mode, self.rank), timeout
+        )
+
+    async def all_gather(
+        self, x: Any, *, on_loss: str = "survivors", inputs: str = "preserve", timeout: float | None = None
+    ) -> Result:
+        """A new array, (contributors, *x.shape): each one's `x`, in rank order."""
+        mode = _kept(inputs)
+        return await self._do(lambda: AllGather(self._arena, x, _on_loss(on_loss), mode), timeout)
+
+    async def gather(
+        self,
+        x: Any,
+        root: int,
+        *,
+        on_loss: str = "survivors",
+        inputs: str = "preserve",
+        timeout: float | None = None,
+    ) -> Result:
+        """As `all_gather`, at rank `root` alone; elsewhere the value is None.
+
+        Fails with `MembersLost` if the root died in it.
+        """
+        mode = _kept(inputs)
+        return await self._do(lambda: Gather(self._arena, x, root, _on_loss(on_loss), mode), timeout)
+
+    async def scatter(
+        self, x: Any, root: int, *, out: Any = None, on_loss: str = "survivors", timeout: float | None = None
+    ) -> Result:
+        """Rank r gets row r of the `x`, (ranks of the job, …), of rank `root` in `out`, (…).
+
+        The root may leave out `out`; the others pass None for `x`. Fails with `MembersLost` if the root died
+        before all had their rows.
+        """
+        return await self._do(lambda: Scatter(x, out, root, _on_loss(on_loss), self.rank), timeout)
+
+    async def all_to_all(
+        self, x: Any, *, on_loss: str = "survivors", inputs: str = "preserve", timeout: float | None = None
+    ) -> Result:
+        """Row d of `x`, (ranks of the job, …), goes to rank d. A new array, (contributors, …), by rank."""
+        mode = _kept(inputs)
+        return await self._do(lambda: AllToAll(self._arena, x, _on_loss(on_loss), mode, self.rank), timeout)
+
+    async def broadcast(
+        self, x: Any, root: int, *, on_loss: str = "survivors", timeout: float | None = None
+    ) -> Result:
+        """Every `x` becomes that of rank `root`; fails with `MembersLost` if that died and nobody has it."""
+        return await self._do(lambda: Broadcast(x, root, _on_loss(on_loss)), timeout)
+
+    async def barrier(self, *, on_loss: str = "survivors", timeout: float | None = None) -> Result:
+        """Return once every contributor has called it."""
+        return await self._do(lambda: Barrier(_on_loss(on_loss)), timeout)
+
+
+def _on_loss(name: str) -> OnLoss:
+    try:
+        return OnLoss(name)
+    except ValueError:
+        raise UserError(f"on_loss={name!r} is not one of {[mode.value for mode in OnLoss]}") from None
+
+
+def _inputs(name: str | None, *, in_place: bool) -> Inputs:
+    if name is None:
+        return Inputs.RECOMPUTE if in_place else Inputs.PRESERVE
+    try:
+        return Inputs(name)
+    except ValueError:
+        raise UserError(f"inputs={name!r} is not one of {[mode.value for mode in Inputs]}") from None
+
+
+def _kept(name: str) -> Inputs:
+    """Of an operation that is never in place."""
+    mode = _inputs(name, in_place=False)
+    if mode is Inputs.RECOMPUTE:
+        raise UserError(
+            'inputs="recompute" is for operations in place, as all_reduce: say "preserve" or "adopt"'
+        )
+    return mode

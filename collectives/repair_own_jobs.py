@@ -1,0 +1,201 @@
+"""The operations of an elastic group that give each member a result of its own.
+
+Rows are by rank, not by place: row r of an `x` is for rank r, whoever is in the group by then, so survivors
+can make the operation again from the inputs as they are. Rows of ranks that are not there go to nobody.
+
+Methods run on the data-plane thread, and raise as the communicator's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from zbmd.collectives.arrays import Array, as_array
+from zbmd.collectives.commit_messages import MemberId
+from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.reductions import dtype_code, reduction_code
+from zbmd.collectives.repair_jobs import Bequest, Job, published_in, rounded, rows_with, summed, with_bequests
+from zbmd.collectives.repair_messages import Call, Inputs, OnLoss
+from zbmd.transport.arena import Arena
+from zbmd.transport.errors import UserError
+
+
+class Reduce(Job):
+    """`Communicator.reduce`, into a new array at the root."""
+
+    def __init__(
+        self, arena: Arena, x: Any, root: int, op: str, on_loss: OnLoss, inputs: Inputs, rank: int
+    ) -> None:
+        self._given = given = as_array(x, "x")
+        dtype_code(given.dtype)
+        reduction_code(op, given.dtype)
+        self.published = published_in(arena, given, inputs)
+        self._op, self._root = op, root
+        self.value = np.empty(given.shape, given.dtype) if rank == root else None
+        text = f"reduce({given.dtype}[{given.size}], root={root}, {op}, {on_loss.value}, {inputs.value})"
+        self.call = Call(text=text, on_loss=on_loss, inputs=inputs, needs=root, own=True)
+
+    def run(self, c: Communicator, deadline_ns: int) -> None:
+        """See `Job`."""
+        c.reduce(self._given, self._root, self.value, op=self._op, deadline_ns=deadline_ns)
+
+    def adopt(
+        self,
+        c: Communicator,
+        left: Sequence[Bequest],
+        contributors: Sequence[MemberId],
+        deadline_ns: int,
+    ) -> None:
+        """See `Job`. 16-bit floats are added up in float32 and rounded once."""
+        total = with_bequests(self._given, self._op, left)
+        c.reduce(total, self._root, op=summed(self._op), deadline_ns=deadline_ns)
+        if self.value is not None:
+            self.value[...] = rounded(total, self._op, len(contributors), self._given.dtype)
+
+
+class ReduceScatter(Job):
+    """`Communicator.reduce_scatter` of rows by rank, into `out` or a new array."""
+
+    def __init__(
+        self, arena: Arena, x: Any, out: Any, op: str, on_loss: OnLoss, inputs: Inputs, rank: int
+    ) -> None:
+        self._given = given = _rows(x, rank)
+        dtype_code(given.dtype)
+        reduction_code(op, given.dtype)
+        self.published = published_in(arena, given, inputs)
+        self._op = op
+        self.value = np.empty(given.shape[1:], given.dtype) if out is None else out
+        text = f"reduce_scatter({_what(given)}, {op}, {on_loss.value}, {inputs.value})"
+        self.call = Call(text=text, on_loss=on_loss, inputs=inputs, own=True)
+
+    def run(self, c: Communicator, deadline_ns: int) -> None:
+        """See `Job`."""
+        given = self._given if self.published is None else self.published.reshape(self._given.shape)
+        c.reduce_scatter(_of_members(given, c), self.value, op=self._op, deadline_ns=deadline_ns)
+
+    def adopt(
+        self,
+        c: Communicator,
+        left: Sequence[Bequest],
+        contributors: Sequence[MemberId],
+        deadline_ns: int,
+    ) -> None:
+        """See `Job`. 16-bit floats are added up in float32 and rounded once."""
+        total = _of_members(with_bequests(self._given, self._op, left), c)
+        mine = c.reduce_scatter(total, op=summed(self._op), deadline_ns=deadline_ns)
+        as_array(self.value, "out")[...] = rounded(mine, self._op, len(contributors), self._given.dtype)
+
+
+class Gather(Job):
+    """`Communicator.gather`, into a new array at the root with a row for each contributor."""
+
+    def __init__(self, arena: Arena, x: Any, root: int, on_loss: OnLoss, inputs: Inputs) -> None:
+        self._given = given = as_array(x, "x")
+        self.published = published_in(arena, given, inputs)
+        self._root = root
+        text = f"gather({_what(given)}, root={root}, {on_loss.value}, {inputs.value})"
+        self.call = Call(text=text, on_loss=on_loss, inputs=inputs, needs=root, own=True)
+
+    def run(self, c: Communicator, deadline_ns: int) -> None:
+        """See `Job`."""
+        self.value = c.gather(self._given, self._root, deadline_ns=deadline_ns)
+
+    def adopt(
+        self,
+        c: Communicator,
+        left: Sequence[Bequest],
+        contributors: Sequence[MemberId],
+        deadline_ns: int,
+    ) -> None:
+        """See `Job`."""
+        living = c.gather(self._given, self._root, deadline_ns=deadline_ns)
+        self.value = None if living is None else rows_with(living, left, contributors)
+        for each in left:
+            row = (
+                np.empty_like(self._given)
+                if self.value is None
+                else self.value[contributors.index(each.member), ...]
+            )
+            if each.memory is not None:
+                row[...] = np.frombuffer(each.memory, row.dtype).reshape(row.shape)
+            c.broadcast(row, each.carrier, deadline_ns=deadline_ns)
+
+
+class Scatter(Job):
+    """`Communicator.scatter` of the root's rows by rank, into `out`, or a new array at the root."""
+
+    def __init__(self, x: Any, out: Any, root: int, on_loss: OnLoss, rank: int) -> None:
+        self._given: Array | None = None
+        self._root = root
+        if rank == root:
+            self._given = _rows(x, rank)
+            out = np.empty(self._given.shape[1:], self._given.dtype) if out is None else out
+        elif out is None:
+            raise UserError(f"rank {rank} is not the root: pass the array that takes its row as `out`")
+        self.value = out
+        text = f"scatter({_what(as_array(out, 'out'))}, root={root}, {on_loss.value})"
+        self.call = Call(text=text, on_loss=on_loss, inputs=Inputs.PRESERVE, needs=root, own=True)
+
+    def run(self, c: Communicator, deadline_ns: int) -> None:
+        """See `Job`."""
+        given = None if self._given is None else _of_members(self._given, c)
+        c.scatter(given, self._root, self.value, deadline_ns=deadline_ns)
+
+
+class AllToAll(Job):
+    """`Communicator.all_to_all` of rows by rank, into a new array with a row from each contributor."""
+
+    def __init__(self, arena: Arena, x: Any, on_loss: OnLoss, inputs: Inputs, rank: int) -> None:
+        self._given = given = _rows(x, rank)
+        self.published = published_in(arena, given, inputs)
+        text = f"all_to_all({_what(given)}, {on_loss.value}, {inputs.value})"
+        self.call = Call(text=text, on_loss=on_loss, inputs=inputs, own=True)
+
+    def run(self, c: Communicator, deadline_ns: int) -> None:
+        """See `Job`."""
+        self.value = c.all_to_all(_of_members(self._given, c), deadline_ns=deadline_ns)
+
+    def adopt(
+        self,
+        c: Communicator,
+        left: Sequence[Bequest],
+        contributors: Sequence[MemberId],
+        deadline_ns: int,
+    ) -> None:
+        """See `Job`."""
+        living = c.all_to_all(_of_members(self._given, c), deadline_ns=deadline_ns)
+        self.value = rows_with(living, left, contributors)
+        for each in left:
+            rows: Array | None = None
+            if each.memory is not None:
+                rows = np.frombuffer(each.memory, self._given.dtype).reshape(self._given.shape)
+                rows = _of_members(rows, c)
+            row = self.value[contributors.index(each.member), ...]
+            c.scatter(rows, each.carrier, row, deadline_ns=deadline_ns)
+
+
+def _rows(x: Any, rank: int) -> Array:
+    given = as_array(x, "x")
+    if given.ndim == 0 or given.shape[0] <= rank:
+        raise UserError(
+            f"x of shape {given.shape} has no row for rank {rank}: give one for each rank of the job"
+        )
+    return given
+
+
+def _of_members(given: Array, c: Communicator) -> Array:
+    """The rows for those in `c`, in their order; without a copy if those are all."""
+    if given.shape[0] <= max(c.members):
+        raise UserError(
+            f"x of shape {given.shape} has no row for rank {max(c.members)}, which has come since"
+        )
+    if c.members == tuple(range(given.shape[0])):
+        return given
+    return given[list(c.members)]
+
+
+def _what(given: Array) -> str:
+    return f"{given.dtype}{list(given.shape)}"

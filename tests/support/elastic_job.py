@@ -1,0 +1,115 @@
+"""A job of an elastic group whose ranks are killed in its operations, and how each of these ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host_events import HostEvent, RankReport, RunResult
+from zbmd.actors.host_output import OutputLine
+from zbmd.actors.view import OnLoss
+
+TIMEOUT_S = 60.0
+LINES_MAX = 60
+PRELOAD = ("zbmd.collectives.elastic",)
+
+Kill = tuple[int, int, int] | None
+"""In an operation: the rank that dies, in which run of it, at which point."""
+
+SCRIPT = """
+import json
+import numpy as np
+import zbmd
+
+KILLS = json.loads({kills!r})
+MODE = json.loads({mode!r})
+{operation}
+
+async def main():
+    async with zbmd.join() as node:
+        group = await zbmd.elastic_group(node, timeout=60)
+        new = node.incarnation > 1  # a replacement may be asked for the operation in which it died
+        while group.sequence <= len(KILLS):
+            k = group.sequence
+            kill = KILLS[k - 1]
+            if kill and kill[0] == node.rank and not new:
+                communicator = group.group.communicator
+                communicator.kill_at(communicator.sequence + kill[1], kill[2])
+            told = {{"k": k, "rank": node.rank, "incarnation": node.incarnation}}
+            try:
+                done, found = await operate(group, node.rank, k)
+                told |= {{"value": found, "of": done.contributors, "repairs": done.repairs}}
+            except zbmd.ZbmdError as error:
+                told |= {{"error": type(error).__name__, "why": str(error)}}
+            if kill and kill[0] == node.rank and not new:
+                told["survived"] = True
+                group.group.communicator.kill_at(0, 0)
+            new = False
+            node.report(told)
+        await group.close()
+
+zbmd.run(main())
+"""
+
+
+@dataclass
+class ElasticJob:
+    """A host that runs operations; what its ranks report, by operation and rank.
+
+    operation: source of `async def operate(group, rank, k)`, which brings about operation k and returns the
+    result and what is to be told of it; it may use `MODE`.
+    """
+
+    folder: Path
+    operation: str
+    kills: Sequence[Kill]
+    mode: dict[str, Any] = field(default_factory=dict[str, Any])
+    world_size: int = 3
+    on_loss: OnLoss = OnLoss.REPLACE
+    told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
+    lines: list[str] = field(default_factory=list[str])
+
+    async def write_line(self, line: OutputLine) -> None:
+        """What a rank has printed."""
+        self.lines.append(f"{line.rank}: {line.text.decode()}")
+
+    async def run(self) -> RunResult:
+        """Run it to its end."""
+        script = self.folder / "job.py"
+        kills, mode = json.dumps(self.kills), json.dumps(self.mode)
+        script.write_text(SCRIPT.format(kills=kills, mode=mode, operation=self.operation))
+        config = HostConfig(
+            target=str(script),
+            arena_bytes=1 << 20,
+            preload=PRELOAD,
+            world_size=self.world_size,
+            on_loss=self.on_loss,
+            max_restarts=1000,
+        )
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await Host(config, output=self, observer=self._observe).run()
+        except TimeoutError:
+            raise AssertionError("\n".join(["no end; its ranks said:", *self.lines[-LINES_MAX:]])) from None
+
+    async def _observe(self, event: HostEvent) -> None:
+        if isinstance(event, RankReport):
+            self.told[event.payload["k"]][event.payload["rank"]] = event.payload
+
+    def end_of(self, k: int) -> tuple[tuple[int, ...], str]:
+        """The contributors to operation k and its error, which are the same for all who saw its end."""
+        ends = {(tuple(t.get("of", ())), t.get("error", "")) for t in self.told[k].values()}
+        assert len(ends) == 1, f"operation {k} ended differently: {self.told[k]}"
+        ((of, error),) = ends
+        return of, error
+
+    def died_in(self, k: int) -> bool:
+        """Whether the kill of operation k has struck: a point that there is not kills nobody."""
+        kill = self.kills[k - 1]
+        return kill is not None and not self.told[k].get(kill[0], {}).get("survived")

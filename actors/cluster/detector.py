@@ -2,7 +2,7 @@
 
 Accrual as in Hayashibara et al., "The phi accrual failure detector" (SRDS 2004): the limit follows the mean
 and spread of the intervals seen, so that a busy network does not look like a dead host. Bounds hold it
-between four missed heartbeats and the `suspicion_ns` of the recovery budget.
+between four missed heartbeats and the `suspicion_ns` of the recovery budget, or four beats if that is longer.
 
 Arrivals come in batches, each with its own time: who takes the beats in needs to ask for a judgement only
 when the silence of a member has reached its limit.
@@ -24,13 +24,19 @@ INTERVALS_MIN = 4
 PHI_SIGMAS = 5.6
 """As far from the mean lies a phi of 8: one wrong suspicion in 10^8, were the intervals normal."""
 MISSED_MIN = 4
-CALM_FACTOR = 2
-"""A cluster without a job beats so much slower. Four beats fit into the longest limit, which holds then."""
+CALM_FACTOR = 4
+"""A cluster without a job beats so much slower, and its nodes are suspected after four of these beats: there
+is no job to recover, and four fifths of the recovery budget are still less than a connection's timeout."""
 
 
 def beat_ns(deadlines: Deadlines, *, busy: bool) -> int:
     """From one heartbeat to the next of the members of a view; busy: whether it has a job."""
     return deadlines.heartbeat_ns * (1 if busy else CALM_FACTOR)
+
+
+def longest_limit_ns(suspicion_ns: int, beat_ns: int) -> int:
+    """The silence after which a member who beats so often is suspect, whatever was heard of it before."""
+    return max(suspicion_ns, MISSED_MIN * beat_ns)
 
 
 # --- events ---------------------------------------------------------------------------------------------
@@ -115,8 +121,8 @@ class Detector:
     """What a node makes of the heartbeats of the members that it observes."""
 
     def __init__(self, deadlines: Deadlines) -> None:
-        self.suspicion_ns = deadlines.suspicion_ns
-        self._beat_ns = deadlines.heartbeat_ns
+        self._suspicion_ns = deadlines.suspicion_ns
+        self._set_beat(deadlines.heartbeat_ns)
         self._heard: dict[NodeKey, _Heard] = {}
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
@@ -139,7 +145,7 @@ class Detector:
     def check_heard(self, key: NodeKey) -> None:
         """The same of one member, if it is observed: beats change nothing else."""
         if (known := self._heard.get(key)) is not None:
-            assert self._beat_ns < known.limit_ns <= self.suspicion_ns, (key, known.limit_ns)
+            assert self._beat_ns < known.limit_ns <= self._limit_ns_max, (key, known.limit_ns)
             assert 0 <= known.sum_ns * known.sum_ns <= INTERVALS_KEPT * known.sum_ns2, (key, known)
 
     def silence(self, key: NodeKey, now_ns: int) -> tuple[int | None, int]:
@@ -147,19 +153,23 @@ class Detector:
         known = self._heard.get(key)
         return (None, 0) if known is None else (max(0, now_ns - known.last_ns), known.limit_ns)
 
+    def _set_beat(self, beat_ns: int) -> None:
+        self._beat_ns = beat_ns
+        self._limit_ns_max = longest_limit_ns(self._suspicion_ns, beat_ns)
+
     def _limit_ns(self, known: _Heard) -> int:
         """The silence that is suspect after these intervals."""
         count = len(known.intervals_ns)
         if count < INTERVALS_MIN:
-            return self.suspicion_ns
+            return self._limit_ns_max
         mean = known.sum_ns / count
         spread = math.sqrt(count * known.sum_ns2 - known.sum_ns * known.sum_ns) / count
         limit_ns = mean + PHI_SIGMAS * max(spread, self._beat_ns / 2)
-        return int(min(self.suspicion_ns, max(MISSED_MIN * self._beat_ns, limit_ns)))
+        return int(min(self._limit_ns_max, max(MISSED_MIN * self._beat_ns, limit_ns)))
 
     def _observe(self, subjects: tuple[NodeKey, ...], beat_ns: int, now_ns: int) -> list[Action]:
-        self._beat_ns = beat_ns
-        self._heard = {key: self._heard.get(key) or _Heard(now_ns, self.suspicion_ns) for key in subjects}
+        self._set_beat(beat_ns)
+        self._heard = {key: self._heard.get(key) or _Heard(now_ns, self._limit_ns_max) for key in subjects}
         for known in self._heard.values():
             known.limit_ns = self._limit_ns(known)
         return [Limit(key=key, limit_ns=known.limit_ns) for key, known in self._heard.items()]

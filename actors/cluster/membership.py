@@ -23,6 +23,7 @@ from typing import assert_never
 from zbmd.actors.cluster import messages as m
 from zbmd.actors.cluster.acceptor import Acceptor
 from zbmd.actors.cluster.agenda import Agenda
+from zbmd.actors.cluster.detector import beat_ns
 from zbmd.actors.cluster.members import Change, ClusterView
 from zbmd.actors.cluster.nodes import Node
 from zbmd.actors.cluster.overlay import overlay_of, tree_of
@@ -67,13 +68,13 @@ class ClusterMachine:
         """The epoch of the view that we act on."""
         self.story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
         self.round_ns = self.retry_ns = deadlines.agreement_ns
-        # All observers of a death notice it within a heartbeat of each other.
+        # All observers of a death notice it together, and of deaths that come together within a beat.
+        self.deaths_ns = beat_ns(deadlines, busy=False), beat_ns(deadlines, busy=True)
         self.batch_ns, self.settle_ns = deadlines.heartbeat_ns, 2 * deadlines.heartbeat_ns
         self.quick_ns = max(1, deadlines.agreement_ns // QUICK_SHARE)
         self.lonely_ns, self.join_ns = deadlines.recovery_budget_ns, deadlines.view_ns
         self._doors: tuple[Node, ...] = ()
-        self._asked = 0
-        self._word = OwnWord(me.key)
+        self._asked, self._word = 0, OwnWord(me.key)
         self._unreachable: set[int] = set()
         self._tie = TieBreak(witnessed=witnessed)
         self._reports = Reports(self.view)
@@ -330,8 +331,8 @@ class ClusterMachine:
         """There is something to agree on; let more reports come in first."""
         if self._gathering_ns is None:
             self._gathering_ns = now_ns
-        wait_ns = self.quick_ns if report.commands or report.leaves else self.batch_ns
-        self._agenda.put_by("propose", now_ns + wait_ns)
+        wait_ns = self.deaths_ns[self.view.jobs.busy] if report.down else self.batch_ns
+        self._agenda.put_by("propose", now_ns + (self.quick_ns if report.is_urgent else wait_ns))
 
     # -- proposing ---------------------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ World = tuple[sim.Simulation[Packet], Cluster]
 Story = Callable[[sim.Simulation[Packet], int], None]
 """Takes the world and the number of its members; node `size` is one that has not been started."""
 
-CALM_NS = SECOND_NS
+CALM_NS = 2 * SECOND_NS
+"""A story is over by then, also that of a death, which is noticed after four slow beats."""
 UNDECIDED_NS = 3 * SECOND_NS
 
 

@@ -46,6 +46,11 @@ class Report(Contract, id="zbmd.cluster.report"):
     leaves: bool = False
     commands: tuple[Command, ...] = ()
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether somebody waits for what it asks for."""
+        return self.leaves or bool(self.commands)
+
 
 class Phase(Enum):
     """What a round asks."""

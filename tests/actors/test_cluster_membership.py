@@ -41,7 +41,7 @@ from zbmd.actors.cluster.messages import (
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.word import COMMANDS_WAITING_MAX
 from zbmd.transport import sim
-from zbmd.transport.budget import derive
+from zbmd.transport.budget import MILLISECOND_NS, derive
 from zbmd.transport.sim import Options, Outcome, parse_plan, run_scenario
 
 World = tuple[sim.Simulation[Packet], Cluster]
@@ -288,6 +288,26 @@ def test_the_limit_of_silence_follows_what_was_heard() -> None:
     heard = detector.handle(d.Beats(key=steady, arrivals_ns=(at_ns + 1,)), now_ns=at_ns)
     assert heard[1:] == [d.Audible(key=steady)], "it was suspected"
     assert detector.handle(d.Beats(key=NodeKey(3, 1), arrivals_ns=(at_ns,)), now_ns=at_ns) == []
+
+
+def test_a_cluster_without_a_job_is_patient_for_longer_and_no_longer_once_it_has_one() -> None:
+    deadlines, peer = derive(), NodeKey(1, 1)
+    detector = d.Detector(deadlines)
+
+    def limit_with(*, busy: bool) -> int:
+        beat_ns = d.beat_ns(deadlines, busy=busy)
+        (limit,) = detector.handle(d.Observe(subjects=(peer,), beat_ns=beat_ns), now_ns=0)
+        detector.check_invariants()
+        assert isinstance(limit, d.Limit)
+        return limit.limit_ns
+
+    calm_ns = limit_with(busy=False)
+    assert deadlines.suspicion_ns < calm_ns < deadlines.tcp_user_timeout_ms * MILLISECOND_NS
+    assert calm_ns + deadlines.agreement_ns < deadlines.recovery_budget_ns
+    beat_ns = d.beat_ns(deadlines, busy=False)
+    detector.handle(d.Beats(key=peer, arrivals_ns=tuple(range(beat_ns, 33 * beat_ns, beat_ns))), now_ns=0)
+    assert limit_with(busy=False) == calm_ns, "four beats, however regular"
+    assert 4 * deadlines.heartbeat_ns < limit_with(busy=True) <= deadlines.suspicion_ns
 
 
 def witnessed(seed: int, size: int, *, protected: frozenset[str]) -> tuple[World, WitnessStore]:

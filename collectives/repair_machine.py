@@ -144,6 +144,7 @@ class RepairMachine:
     # ---- runs
 
     def _run(self) -> list[rm.RepairAction]:
+        self._drop_result()
         self.state, self._attempted = RepairState.RUNNING, self.members
         self._contributors = self.members
         return [rm.Run(epoch=self.epoch, sequence=self.sequence)]
@@ -212,8 +213,7 @@ class RepairMachine:
 
     def _rerun(self, verdict: Verdict) -> list[rm.RepairAction]:
         self.state = RepairState.MENDING
-        # A result that is here, too: it is made again, with others' contributions, where it lies.
-        self.phase = Phase.PENDING
+        self._drop_result()
         self._contributors = verdict.contributors
         return [
             rm.Rerun(
@@ -223,6 +223,11 @@ class RepairMachine:
                 adopted=verdict.adopted,
             )
         ]
+
+    def _drop_result(self) -> None:
+        """One that is here is made again where it lies, of others' contributions."""
+        if self.phase is Phase.HELD:
+            self.phase = Phase.PENDING
 
     def _confirm(self) -> list[rm.RepairAction]:
         self.state = RepairState.MENDING

@@ -109,7 +109,7 @@ MUTATIONS = [
     Mutation(
         "a result that is to be made again still counts as held",
         "repair",
-        (Edit(f"{REPAIR}._rerun", "self.phase = Phase.PENDING", "pass"),),
+        (Edit(f"{REPAIR}._drop_result", "self.phase = Phase.PENDING", "pass"),),
         BROKEN,
     ),
     Mutation(

@@ -35,6 +35,9 @@ FRAME_BYTES_MAX: Final = 65536 + 64
 QUEUE_BYTES_MAX: Final = 32 << 20
 """That wait for a port's cable or are on their way through it; what comes on top is lost, as at any
 switch."""
+QUEUE_NS_MAX: Final = 100_000_000
+"""What waits for its turn at a cable with a rate takes no longer than this; what comes on top is lost, as at
+the tail of any bounded queue. A longer queue would hold acknowledgements up for seconds."""
 COMMAND_BYTES_MAX: Final = 4096
 DEVICE: Final = "eth0"
 
@@ -130,7 +133,10 @@ class Switch:
             return
         due_ns = now_ns
         if cable.rate_mbps:
-            due_ns = port.free_ns = max(now_ns, port.free_ns) + round(nbytes * 8000 / cable.rate_mbps)
+            begin_ns = max(now_ns, port.free_ns)
+            if begin_ns - now_ns > QUEUE_NS_MAX:
+                return
+            due_ns = port.free_ns = begin_ns + round(nbytes * 8000 / cable.rate_mbps)
         due_ns += round(cable.delay_ms * 1e6)
         to = self._learned.get(target)
         for other in [to] if to is not None else [p for p in self.ports if p is not port]:

@@ -30,6 +30,9 @@ RECOVERY_BUDGET_NS_MIN: Final = 100 * MILLISECOND_NS
 """Below it heartbeats every 5 ms and a suspicion after 40 ms would name hosts that are only busy."""
 RECOVERY_BUDGET_NS_MAX: Final = 600 * SECOND_NS
 """Who has longer than that may as well start the job anew."""
+KEEPALIVE_PROBES_MIN: Final = 4
+"""A network that loses 1 % of its packets leaves one probe in fifty without an answer, and there are dozens
+of idle connections between two hosts."""
 RECOVERY_BUDGET_VARIABLE: Final = "ZBMD_RECOVERY_BUDGET"
 
 _RULE: Final = "rule"
@@ -218,8 +221,10 @@ class Deadlines:
 
     @property
     def tcp_keepalive_count(self) -> int:
-        """Probes without an answer that end an idle connection: as many as span the user timeout."""
-        return max(1, -(-self.tcp_user_timeout_ms // (1000 * self.tcp_keepalive_interval_s)))
+        """Probes without an answer that end an idle connection: as many as span the user timeout, and enough
+        that none ends by losses; heartbeats are quicker to find a host that is gone."""
+        spanning = -(-self.tcp_user_timeout_ms // (1000 * self.tcp_keepalive_interval_s))
+        return max(KEEPALIVE_PROBES_MIN, spanning)
 
     def explain(self) -> tuple[Derived, ...]:
         """Each deadline with its rule and reason: shares, probes and bounds, in the order of a recovery."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import netns
 import pytest
 
-from zbmd.tools.netns_lab import Lab, LabError, sweep
+from zbmd.tools.netns_lab import Lab, LabError, LabHost, sweep
 from zbmd.transport.errors import UserError
 
 
@@ -92,16 +94,42 @@ def test_a_pulled_cable_ends_links_and_lanes_and_a_plugged_one_takes_new_ones() 
             dialer.until("^framed 1000$")
 
 
-def test_delay_and_loss_are_survived_in_order_and_with_nothing_lost(seed: int) -> None:
+def test_delay_loss_and_a_rate_are_survived_in_order_and_with_nothing_lost(seed: int) -> None:
     with Lab(2, shaped=True, seed=seed) as lab:
         for host in lab.hosts:
-            host.shape(delay_ms=20, loss=0.01)
+            host.shape(delay_ms=20, loss=0.01, rate_mbps=100)
         with netns.peers(lab, budget="1s") as (_, dialer):
             dialer.tell("frames 2000 200")
             dialer.until("^framed 2000$")
             for _ in range(2):
                 dialer.tell("put 1000000")
                 dialer.until("^put intact$")
+
+
+def wait_for_timers(host: LabHost, *, all_of: str = "", any_of: str = "") -> None:
+    """Until the timers of a host's connections are these: `keepalive,2` has sent two probes in vain."""
+    command = [*host.enter(), "ss", "-tnoH", "state", "established"]
+    deadline_s, told = time.monotonic() + netns.TIMEOUT_S, ""
+    while time.monotonic() < deadline_s:
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        timers = {f"{kind},{count}" for kind, count in re.findall(r"timer:\((\w+),[^,]+,(\d+)\)", told)}
+        if timers == {all_of} or any_of in timers:
+            return
+    pytest.fail(f"never {all_of or any_of}, but:\n{told}")
+
+
+def test_a_probe_that_is_lost_ends_no_idle_connection() -> None:
+    """Once it did: a network that lost 0.5 % ended one of a job's idle lanes every second or two."""
+    with Lab(2, shaped=True) as lab, netns.peers(lab, budget="1s") as (_, dialer):
+        wait_for_timers(lab.hosts[0], all_of="keepalive,0")
+        for loss, timers in ((1.0, {"any_of": "keepalive,2"}), (0.0, {"all_of": "keepalive,0"})):
+            for host in lab.hosts:
+                host.shape(loss=loss)
+            wait_for_timers(lab.hosts[0], **timers)
+        dialer.tell("frames 10 100")
+        dialer.until("^framed 10$")
+        dialer.tell("put 1000000")
+        dialer.until("^put intact$")
 
 
 def test_a_cable_pulled_for_less_than_the_deadline_does_no_harm() -> None:

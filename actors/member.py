@@ -261,12 +261,13 @@ class Node:
     ) -> Upgraded:
         """Change the code of all actors of `old`, in all ranks of the view entered last; one rank asks.
 
-        The lowest `canaries` ranks go first. See `zbmd.actors.upgrade.upgrade`.
+        The lowest `canaries` ranks go first. Ranks that join later, replacements too, run the new version
+        from their first message on, whatever their script spawns. See `zbmd.actors.upgrade.upgrade`.
         """
         ranks = sorted([self.rank, *self._peers])
         processes = [child_id(rank) for rank in ranks]
         return await self.system.upgrade(
-            old, new, processes=processes, canaries=canaries, probation_s=probation_s
+            old, new, processes=processes, canaries=canaries, probation_s=probation_s, lasting=True
         )
 
     def on_peer_lost(self, callback: OnPeerLost) -> Callable[[], None]:
@@ -342,6 +343,7 @@ class Node:
             return
         await self.system.spawn(MemberActor, self, name=MEMBER_ACTOR)
         await self.system.spawn(Inside, name=INSIDE_ACTOR)
+        await self._links.code.open()
         address = f"{self._environment.node_address}-{self.system.name}-{self.incarnation}"
         self._links.listen(address)
         listen = self._environment.listen

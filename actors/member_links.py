@@ -12,6 +12,7 @@ from zbmd.actors.member_tcp import MemberKey, MemberTcp, MemoryOffered
 from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.scopes import MARK
 from zbmd.actors.system import ActorSystem
+from zbmd.actors.upgrade_keeper import CodeKeeper
 from zbmd.actors.view import RANKS_MAX, Member, View
 from zbmd.transport.durations import format_duration
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
@@ -46,6 +47,8 @@ class MemberLinks:
         on_lost: OnLost,
         on_guest: Callable[[Link], None] | None = None,
     ) -> None:
+        self.code = CodeKeeper(system, lambda name: rank_of(name) is not None, self._heard)
+        """What the members know of changes of code."""
         self._on_guest = on_guest
         self._rank = rank
         self._host = host
@@ -201,6 +204,11 @@ class MemberLinks:
             for rank, incarnation in self._wanted()
             if (rank, incarnation) not in self._links
         ]
+        lacking += [
+            f"no word on changes of code from {child_id(r)}#{i}"
+            for r, i in self._wanted()
+            if (r, i) in self._links and not self.code.has_heard(child_id(r), i)
+        ]
         lacking += [f"no memory of {child_id(r)}#{i}" for r, i, memory in self._memories() if memory is None]
         return lacking + [f"{child_id(r)}#{i} is not proven gone" for r, i in sorted(self._unconfirmed)]
 
@@ -313,6 +321,9 @@ class MemberLinks:
             if self._tcp.link_closed(key):
                 return
         self.confirmed(*key)
+
+    def _heard(self) -> None:
+        self._changed.set()
 
     def _memory_ended(self, key: MemberKey) -> None:
         self.confirmed(*key)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from zbmd.actors.names import Group
     from zbmd.actors.supervisor import ChildSpec
     from zbmd.actors.upgrade import Upgraded
+    from zbmd.actors.upgrade_keeper import CodeKeeper
 
 ACTORS_MAX = 1_048_576
 STOP_S = 5.0
@@ -98,6 +99,8 @@ class ActorSystem(Messaging):
         self.undelivered = 0
         self.code = CodeBook()
         """Which classes have been replaced."""
+        self.keeper: CodeKeeper | None = None
+        """Tells the processes of the view, if it has one."""
         self._lingering: set[asyncio.Task[None]] = set()
         self._last_actor = 0
         self._directory: Directory | None = None
@@ -214,6 +217,7 @@ class ActorSystem(Messaging):
         canaries: int = 1,
         probation_s: float = PROBATION_S,
         answer_s: float = ANSWER_S,
+        lasting: bool = False,
     ) -> Upgraded:
         """Let all actors of `old` become ones of `new` while they live; see `zbmd.actors.upgrade.upgrade`.
 
@@ -223,7 +227,14 @@ class ActorSystem(Messaging):
 
         names = (self.name,) if processes is None else tuple(processes)
         return await upgrade(
-            self, old, new, names, canaries=canaries, probation_s=probation_s, answer_s=answer_s
+            self,
+            old,
+            new,
+            names,
+            canaries=canaries,
+            probation_s=probation_s,
+            answer_s=answer_s,
+            lasting=lasting,
         )
 
     async def terminate(self, ref: Ref, *, timeout: float = STOP_S, text: str = "asked to stop") -> Down:
@@ -308,7 +319,7 @@ class ActorSystem(Messaging):
     ) -> ActorCell:
         if self._stopped:
             raise SystemStopped(f"the actor system of {self.name} has been stopped")
-        wanted, cls = cls, self.code.current(cls) if self.code.newer else cls
+        wanted, cls = cls, self.code.current(cls) if self.code.newer or self.code.absent else cls
         if len(self._cells) >= ACTORS_MAX:
             raise TooManyPending(f"{ACTORS_MAX} actors live in {self.name}")
         incarnation = self._last_actor + 1
@@ -374,6 +385,8 @@ class ActorSystem(Messaging):
         if known is not None:
             known.close(PeerLost(name, f"replaced by incarnation {incarnation}"))
         peer = self._peers[name] = Peer(self, link, on_closed)
+        if self.keeper is not None:
+            self.keeper.link_up(name, incarnation)
         peer.open()
         if self._directory is not None and peer.lost is None:
             self._directory.link_up((name, incarnation))
@@ -537,6 +550,8 @@ class ActorSystem(Messaging):
         self._spare.discard(peer)
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
+            if self.keeper is not None and not peer.is_guest:
+                self.keeper.link_down(peer.name, peer.incarnation)
             if self._directory is not None and not peer.is_guest:
                 self._directory.link_down((peer.name, peer.incarnation))
 

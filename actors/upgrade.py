@@ -25,6 +25,7 @@ from zbmd.actors.errors import UnknownActorClass, UpgradeRefused, UpgradeUndone
 from zbmd.actors.ref import Ref
 from zbmd.actors.system import ANSWER_S, PROBATION_S, ActorSystem
 from zbmd.actors.upgrade_agent import COORDINATOR, UpgradeAgent
+from zbmd.actors.upgrade_ledger import Change
 from zbmd.actors.upgrade_local import LocalUpgrade, check
 from zbmd.actors.upgrade_machine import PROCESSES_MAX, UpgradeMachine
 from zbmd.actors.wire import TEXT_CHARS_MAX
@@ -39,14 +40,15 @@ Why = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 Process = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class Prepare(Contract, id="zbmd.upgrade.prepare"):
-    """The first order: what is to be changed, who takes part, and who leads."""
+class Prepare(Contract, id="zbmd.upgrade.prepare", version=2, compatible_from=1):
+    """The first order: what is to be changed, who takes part, and who leads. lasting: see `upgrade`."""
 
     coordinator: Ref
     old: Why
     new: Why
     processes: Annotated[tuple[Process, ...], msgspec.Meta(max_length=PROCESSES_MAX)]
     tries: bool
+    lasting: bool = False
 
 
 class OrderTold(Contract, id="zbmd.upgrade.order"):
@@ -131,6 +133,7 @@ async def upgrade(
     canaries: int = 1,
     probation_s: float = PROBATION_S,
     answer_s: float = ANSWER_S,
+    lasting: bool = False,
 ) -> Upgraded:
     """Let all actors of `old` in these processes become ones of `new`, each between two of its messages.
 
@@ -138,6 +141,7 @@ async def upgrade(
     first on; probation_s: how long, in each stage. If it crashes there, or a process is lost that runs it,
     all run `old` again, and the message in which it crashed is handled by `old`: none is lost, none
     reordered. 0 changes without a way back. answer_s: for the message that each actor is at.
+    lasting: processes of the view that take no part, or come later, run it as well once it is kept.
     Beyond this process both classes are declared with `remote=True` and imported there.
     Raises `UpgradeRefused` if nothing was changed, `UpgradeUndone` if it was taken back.
     """
@@ -157,7 +161,7 @@ async def upgrade(
     classes = (old, new)
     tap = Tap(system.recorder, UPGRADE, name, machine, {"stages": stages, **times_ns})
     coordinator = await system.spawn(
-        Coordinator, tap, names, classes, probation_s > 0, answer_s, over, name=name
+        Coordinator, tap, names, classes, (probation_s > 0, lasting), answer_s, over, name=name
     )
     try:
         finished = await over
@@ -186,14 +190,14 @@ class Coordinator(Actor):
         machine: Tap[ev.Event, ev.Action],
         processes: tuple[str, ...],
         classes: tuple[type[Actor], type[Actor]],
-        tries: bool,
+        options: tuple[bool, bool],
         answer_s: float,
         over: asyncio.Future[ev.Finished],
     ) -> None:
         self._machine = machine
         self._processes = processes
         self._classes = classes
-        self._tries = tries
+        self._tries, self._lasting = options
         self._answer_s = answer_s
         self._over = over
         self._agents: dict[str, Ref] = {}
@@ -283,7 +287,7 @@ class Coordinator(Actor):
         message: Contract = OrderTold(told.order, by_coordinator=True)
         if told.order is ev.Order.PREPARE:
             old, new = (remote_class_id(cls) for cls in self._classes)
-            message = Prepare(self.ref, old, new, self._processes, self._tries)
+            message = Prepare(self.ref, old, new, self._processes, self._tries, self._lasting)
             if agent.process == self.system.name:  # where a class need not be known by its name
                 cell = self.system.find(agent.actor, agent.incarnation)
                 if cell is not None and isinstance(cell.actor, Agent):
@@ -406,6 +410,8 @@ class Agent(Actor, remote=True):
             case ev.KeepNew():
                 assert self._change is not None
                 self._change.keep(partial(self._done, "keep"))
+                if self._prepare.lasting and self.system.keeper is not None:
+                    self.system.keeper.kept(Change(self._prepare.old, self._prepare.new))
             case ev.TakeBack():
                 if self._change is None:
                     await self._handle(ev.LocalSettled())

@@ -13,10 +13,20 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zbmd.actors.actor import Actor, Down, Handler, Reason, ReasonKind, Signal, handler_table
+from zbmd.actors.actor import (
+    Actor,
+    Down,
+    Handler,
+    Reason,
+    ReasonKind,
+    Signal,
+    find_remote_class,
+    handler_table,
+    remote_class_id,
+)
 from zbmd.actors.context import current_delivery
 from zbmd.actors.contracts import Contract, contract_tag
-from zbmd.actors.errors import ActorFailed, UpgradeRefused
+from zbmd.actors.errors import ActorFailed, UnknownActorClass, UpgradeRefused
 from zbmd.actors.later import LATER, Later
 
 if TYPE_CHECKING:
@@ -40,12 +50,30 @@ class CodeBook:
     def __init__(self) -> None:
         self.newer: dict[type[Actor], type[Actor]] = {}
         self.on_trial: dict[type[Actor], LocalUpgrade] = {}
+        self.absent: dict[str, str] = {}
+        """By name, changes of other processes whose classes were not here when they were told."""
 
     def current(self, cls: type[Actor]) -> type[Actor]:
-        """What is spawned for `cls`."""
-        while cls in self.newer:
+        """What is spawned for `cls`. Raises `UnknownActorClass` if that has not been imported here."""
+        while True:
+            if cls not in self.newer and self.absent:
+                self._look_for_newer(cls)
+            if cls not in self.newer:
+                return cls
             cls = self.newer[cls]
-        return cls
+
+    def _look_for_newer(self, cls: type[Actor]) -> None:
+        wanted = self.absent.get(remote_class_id(cls))
+        if wanted is None:
+            return
+        new = find_remote_class(wanted)
+        if new is None:
+            raise UnknownActorClass(
+                f"the other processes have changed {remote_class_id(cls)} to {wanted}, which is not here: "
+                "import its module before it is spawned, or give it to allow_remote_modules"
+            )
+        del self.absent[remote_class_id(cls)]
+        self.newer[cls] = new
 
 
 def check(old: type[Actor], new: type[Actor], *, tries: bool) -> None:
@@ -81,6 +109,43 @@ def check(old: type[Actor], new: type[Actor], *, tries: bool) -> None:
         raise UpgradeRefused(
             f"{names}: it has a code_change and no code_change_back; write one, or give probation_s=0"
         )
+
+
+def adopt(system: ActorSystem, old: str, new: str) -> None:
+    """Have all actors of `old` be of `new`, each before its next message, and all that are spawned.
+
+    As other processes have decided, without a probation: an actor that cannot be changed ends, and its
+    supervisor starts a new one. old, new: `"module:Class"`; what is not here (yet) is looked for when it is
+    spawned. Does nothing if it is so already. Raises `UpgradeRefused` if they do not fit.
+    """
+    book = system.code
+    was, becomes = find_remote_class(old), find_remote_class(new)
+    if was is None or becomes is None:
+        if len(book.absent) >= CHANGES_MAX:
+            raise UpgradeRefused(f"{CHANGES_MAX} changes of classes that are not here")
+        book.absent[old] = new
+        return
+    known = book.newer.get(was)
+    if known is None and (book.current(becomes) is was or len(book.newer) >= CHANGES_MAX):
+        raise UpgradeRefused(f"{new} was replaced in {system.name} before: it cannot replace {old}")
+    if was in book.on_trial or becomes in book.on_trial or known not in (None, becomes):
+        raise UpgradeRefused(f"{old} is being replaced in {system.name}, or has been, and not by {new}")
+    book.newer[was] = becomes
+    for cell in system.cells():
+        if type(cell.actor) is was:
+            cell.at_boundary(partial(_follow, book, cell))
+
+
+def _follow(book: CodeBook, cell: ActorCell) -> None:
+    """Bring an actor to the last version that is in force: more than one may have come since it was told."""
+    while (new := book.newer.get(old := type(cell.actor))) is not None and new not in book.on_trial:
+        try:
+            state = new.code_change(_state(cell.actor), old.version)
+        except Exception as error:  # noqa: BLE001 (a user's code)
+            what = f"code_change of {new.__qualname__} raised {type(error).__name__}: {error}"
+            cell.request_stop(Reason(ReasonKind.FAILED, what))
+            return
+        _become(cell, new, state, handler_table(new))
 
 
 class LocalUpgrade:

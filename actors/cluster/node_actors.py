@@ -28,6 +28,7 @@ from zbmd.actors.guest_door import GuestDoor
 from zbmd.actors.inside import INSIDE_ACTOR, Inside
 from zbmd.actors.scopes import MARK, is_global
 from zbmd.actors.system import ActorSystem
+from zbmd.actors.upgrade_keeper import CodeKeeper
 from zbmd.actors.ways import Ways
 from zbmd.actors.ways_contracts import WAYS_ACTOR, Way
 from zbmd.transport import tcp
@@ -247,6 +248,7 @@ class _Life:
         self.system = ActorSystem(process_name(me.id), me.key.incarnation)
         self._node = node
         self._ways = Ways(self.system, node.finder, door.dial_way, leads_to=self._leads_to)
+        self._code = CodeKeeper(self.system, lambda name: node_key(name, 1) is not None)
         self._directory = self.system.open_directory(alone=False)
         self._me = me
         self._port = port
@@ -339,6 +341,7 @@ class _Life:
     async def _listen(self) -> None:
         await self.system.spawn(WaysActor, self._node.finder, name=WAYS_ACTOR)
         await self.system.spawn(Inside, name=INSIDE_ACTOR)
+        await self._code.open()
         self._address = await self._door.listen(self._accepted)
         if not self._closed:
             self._node.listening(self._address)

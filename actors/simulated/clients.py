@@ -303,6 +303,7 @@ class Operator(Tormentor):
                 canaries=self.rng.randint(1, len(lives)),
                 probation_s=self.rng.choice(PROBATION_S),
                 answer_s=self.rng.choice(CHANGE_ANSWER_S),
+                lasting=True,
             )
         except UpgradeUndone as error:
             change.kept, change.silent = False, "did not say that it is done" in str(error)

@@ -161,7 +161,8 @@ class Healed:
                 return f"{process}: {wrong} are not {current}"
             if any(isinstance(cell.actor, Coordinator) for cell in cells):
                 return f"{process}: an upgrade is under way"
-        return ""
+        versions = {process.name: system.code.current(Worker) for process, system in stand.nodes.living()}
+        return "" if len({*versions.values()}) == 1 else f"not one version: {versions}"
 
     def _watches(self) -> str:
         lives = self._stand.lives

@@ -1,0 +1,147 @@
+"""Which changes of code are in force, as each process of a view knows them (sans-I/O).
+
+Those that took part in a change know when it is kept; who comes later, or was not asked, is told. Two
+processes tell each other all that they know when a link between them stands, and then each change that is new
+to them. What a process learns from another it tells on: those who knew it first may die before they have told
+all. So all processes of a view that stay linked end with the same changes, in whatever order they came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Final, TypeAlias, assert_never
+
+import msgspec
+
+from zbmd.transport.errors import RemoteProtocolError
+
+CHANGES_MAX: Final = 1024
+"""Changes of code in the life of a view."""
+
+ClassId = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+
+class Change(msgspec.Struct, frozen=True, array_like=True):
+    """Actors of the class `old` are ones of `new`; both are `"module:Class"`."""
+
+    old: ClassId
+    new: ClassId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkUp:
+    """A link to a process of the view stands. Nothing was said on it yet."""
+
+    process: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkDown:
+    """It has ended."""
+
+    process: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptHere:
+    """This process took part in a change, and all keep it. Its actors run it."""
+
+    change: Change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """A process tells what it knows, or what is new to it."""
+
+    process: str
+    life: int
+    changes: tuple[Change, ...]
+
+
+Event: TypeAlias = LinkUp | LinkDown | KeptHere | Heard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellChanges:
+    """Tell a process, on the link that stands, behind what was said before."""
+
+    process: str
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """Have all actors of the old class be of the new one before their next message, and all to come."""
+
+    change: Change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clash:
+    """Another change of the same class is in force here: this one is left out."""
+
+    process: str
+    change: Change
+    known: str
+
+
+Action: TypeAlias = TellChanges | Adopt | Clash
+
+
+class CodeLedger:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+        """What is in force, by the old class, in the order in which it was learnt."""
+        self._linked: dict[str, int] = {}
+        self._heard: set[tuple[str, int]] = set()
+
+    def has_heard(self, process: str, life: int) -> bool:
+        """Whether this life has told all that it knew when it was linked."""
+        return (process, life) in self._heard
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take one event, return what to do. Raises `RemoteProtocolError` for too many changes."""
+        match event:
+            case LinkUp(process=process, life=life):
+                self._linked[process] = life
+                return [TellChanges(process=process, changes=tuple(Change(*c) for c in self.kept.items()))]
+            case LinkDown(process=process, life=life):
+                self._heard.discard((process, life))
+                if self._linked.get(process) == life:
+                    del self._linked[process]
+                return []
+            case KeptHere(change=change):
+                return self._learn((change,), "")
+            case Heard(process=process, life=life, changes=changes):
+                if self._linked.get(process) == life:
+                    self._heard.add((process, life))
+                return self._learn(changes, process)
+            case _:
+                assert_never(event)
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if a rule that holds between any two events does not."""
+        assert len(self.kept) <= CHANGES_MAX
+        assert all(self._linked.get(process) == life for process, life in self._heard)
+
+    def _learn(self, changes: tuple[Change, ...], source: str) -> list[Action]:
+        actions: list[Action] = []
+        fresh: list[Change] = []
+        for change in changes:
+            known = self.kept.get(change.old)
+            if known is None:
+                if len(self.kept) >= CHANGES_MAX:
+                    raise RemoteProtocolError(f"{source} tells of more than {CHANGES_MAX} changes of code")
+                self.kept[change.old] = change.new
+                fresh.append(change)
+                actions.append(Adopt(change=change))
+            elif known != change.new:
+                actions.append(Clash(process=source, change=change, known=known))
+        if fresh:
+            told = tuple(fresh)
+            actions += [TellChanges(process=p, changes=told) for p in self._linked if p != source]
+        return actions

@@ -50,7 +50,16 @@ def measured(node: Node, made: Group, recipe: Recipe, options: ZeroOptions) -> R
     """Do the recipe's steps with both trainers, after one of each to warm up."""
     plain = ZeroTrainer(node, made, recipe, options)
     kept = ZeroTrainer(node, made, recipe, options, keep_previous=True)
-    mirror = BuddyMirror(node, kept.own, known=0, on_update=_ignore_update, on_commit=_ignore_commit)
+    mirror = BuddyMirror(
+        node,
+        kept.own,
+        place=kept.own.rank,
+        ranks=made.size,
+        copies=kept.own.mirror_copies(),
+        known=0,
+        on_update=_ignore_update,
+        on_commit=_ignore_commit,
+    )
     try:
         kept.enter(made, mirror.meet(made))
         for trainer, watch in ((plain, ALONE), (kept, mirror)):

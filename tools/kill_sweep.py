@@ -3,6 +3,7 @@
     python -m zbmd.tools.kill_sweep              every point, every rank, two passes each
     python -m zbmd.tools.kill_sweep --second     and a second kill at every point of the recovery
     python -m zbmd.tools.kill_sweep --zero 3     the job with its state shared out, by any of the others
+    python -m zbmd.tools.kill_sweep --mesh dp=2,pp=2 -n 4    a run on a mesh
     python -m zbmd.tools.kill_sweep --list       the points, in words
 
 Each case is one run of the job under a host, with `ZBMD_FAULT` naming who dies where. The points inside
@@ -21,16 +22,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import HostEvent, RankReport
+from zbmd.actors.host_events import HostEvent, RankDown, RankReport
 from zbmd.actors.host_output import OutputLine
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.runtime_env import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
 from zbmd.tools.cli import audit_run
 from zbmd.training import job as training_job
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.tensor import run as mesh_run
+from zbmd.training.tensor.options import TrainOptions
+from zbmd.training.tensor.records import METRICS_NAME
 from zbmd.training.zero import job as zero_job
 from zbmd.transport import faults
 from zbmd.transport.errors import UserError
@@ -42,8 +48,10 @@ STEPS = 5
 SHAPE = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--shards", "6")
 ZERO_RECOVERY_POINTS = ("zero.meet", "mirror.restore", "mirror.restore_middle", "mirror.restored", "zero.met")
 ZERO_AREAS = frozenset({"zero", "mirror", "collective"})
-OTHER_AREAS = frozenset({"zero", "mirror", "pipeline"})
-"""Areas of points that a job with ZeRO passes, and those that one without does not."""
+MESH_RECOVERY_POINTS = ("mesh.meet", "mirror.restore", "mirror.restore_middle", "mirror.restored", "mesh.met")
+MESH_AREAS = frozenset({"mesh", "mirror", "pipeline", "collective"})
+OTHER_AREAS = frozenset({"zero", "mirror", "pipeline", "mesh"})
+"""Areas of points that a job with ZeRO passes, a run on a mesh, and those that another job does not."""
 RECOVERY_POINTS = ("commit.view", "commit.report", "fetch.begin", "fetch.middle", "fetch.end", "step.begin")
 COLLECTIVE_CASES_MAX = 400
 """Instruction boundaries tried on one rank; its sweep ends at the first one behind its last."""
@@ -97,31 +105,33 @@ async def run_small_job(
     world_size: int = WORLD_SIZE,
     links: str = "auto",
     zero: int = 0,
+    mesh: str = "",
 ) -> Outcome:
     """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked. links: as `ZBMD_LINKS`.
-    zero: the stage that shares its state out, 0 for none.
+    zero: the stage that shares its state out, 0 for none; mesh: a run of `zbmd train` on one.
 
     Raises `UserError` if the run fails or the ledger does not balance.
     """
     run = _Run()
+    target, arguments, preload = _job_of(out, data, zero=zero, mesh=mesh)
     config = HostConfig(
-        target="zbmd.training",
+        target=target,
         is_module=True,
-        arguments=(
-            *(*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(out)),
-            *(("--zero", str(zero)) if zero else ()),
-        ),
+        arguments=arguments,
         world_size=world_size,
         on_loss=on_loss,
         max_restarts=RESTARTS_MAX,
         environment={faults.FAULT_VARIABLE: fault, LINKS_VARIABLE: links},
-        preload=(zero_job.__name__ if zero else JOB_MODULE,),
+        preload=(preload,),
     )
     host = Host(config, output=run, observer=run)
     ended = await host.run()
     told = "\n".join(run.lines)
     if ended.exit_code != 0 or not run.digest:
         raise UserError(f"with {fault!r} the job did not finish: {ended.reason}\n{told}")
+    if mesh:
+        _check_records(out, fault)
+        return Outcome(digest=run.digest, failures=_failures(ended.failures), told=told)
     audited = audit_run(out)
     if (audited.steps, audited.steps_lost, audited.samples_skipped, audited.samples_repeated) != (
         STEPS,
@@ -130,10 +140,43 @@ async def run_small_job(
         0,
     ):
         raise UserError(f"with {fault!r} the ledger does not balance: {audited}")
-    failures = tuple(
-        f"rank {down.rank}, incarnation {down.incarnation}: {down.reason}" for down in ended.failures
+    return Outcome(digest=run.digest, failures=_failures(ended.failures), told=told)
+
+
+def _failures(failures: Sequence[RankDown]) -> tuple[str, ...]:
+    return tuple(f"rank {down.rank}, incarnation {down.incarnation}: {down.reason}" for down in failures)
+
+
+def _job_of(out: Path, data: Path, *, zero: int, mesh: str) -> tuple[str, tuple[str, ...], str]:
+    """Module, arguments, and what is imported ahead of them."""
+    if mesh:
+        return "zbmd.training.tensor", (mesh_recipe(out, data, mesh).encode(),), mesh_run.__name__
+    arguments = (*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(out))
+    if zero:
+        return "zbmd.training", (*arguments, "--zero", str(zero)), zero_job.__name__
+    return "zbmd.training", arguments, JOB_MODULE
+
+
+def mesh_recipe(out: Path, data: Path, mesh: str) -> TrainOptions:
+    """The small run on a mesh: a checkpoint and an evaluation are due on the way."""
+    return TrainOptions(
+        out=out,
+        data=str(data),
+        mesh=mesh,
+        model=GPTConfig(width=32, heads=2, layers=2, context=16),
+        training=TrainingConfig(steps=STEPS, shards=6),
+        evaluate_every=2,
+        evaluate_windows=4,
+        checkpoint_every=3,
     )
-    return Outcome(digest=run.digest, failures=failures, told=told)
+
+
+def _check_records(out: Path, fault: str) -> None:
+    """Raise `UserError` unless each step was noted once, in order."""
+    lines = [msgspec.json.decode(line) for line in (out / METRICS_NAME).read_bytes().splitlines()]
+    steps = [line["step"] for line in lines if "loss" in line]
+    if steps != list(range(1, STEPS + 1)):
+        raise UserError(f"with {fault!r} steps {steps} are noted")
 
 
 def write_text(path: Path) -> Path:
@@ -144,18 +187,19 @@ def write_text(path: Path) -> Path:
     return path
 
 
-def points_of(*, zero: bool) -> list[str]:
+def points_of(*, zero: bool, mesh: bool = False) -> list[str]:
     """The points that the job may pass."""
     areas = {point: point.partition(".")[0] for point in sorted(faults.declared())}
-    return [
-        point for point, area in areas.items() if (area in ZERO_AREAS if zero else area not in OTHER_AREAS)
-    ]
+    if zero or mesh:
+        wanted = ZERO_AREAS if zero else MESH_AREAS
+        return [point for point, area in areas.items() if area in wanted]
+    return [point for point, area in areas.items() if area not in OTHER_AREAS]
 
 
-def single_kills(world_size: int, *, zero: bool = False) -> Iterator[str]:
+def single_kills(world_size: int, *, zero: bool = False, mesh: bool = False) -> Iterator[str]:
     """One kill: every point outside collectives on every rank at two passes; inside them, at a stride."""
     for rank in range(world_size):
-        for point in points_of(zero=zero):
+        for point in points_of(zero=zero, mesh=mesh):
             if point == "collective.point":
                 for count in range(1, COLLECTIVE_CASES_MAX + 1):
                     yield f"rank{rank}:{point}:{count}"
@@ -164,15 +208,18 @@ def single_kills(world_size: int, *, zero: bool = False) -> Iterator[str]:
                 yield f"rank{rank}:{point}:2"
 
 
-def second_kills(world_size: int, *, zero: bool = False) -> Iterator[str]:
+def second_kills(world_size: int, *, zero: bool = False, mesh: bool = False) -> Iterator[str]:
     """Rank 1 dies in its third step; then its replacement, or a survivor, dies in what follows.
 
-    With ZeRO its replacement alone: with a survivor all copies of a shard may go, and the run ends.
+    With ZeRO, and on a mesh, its replacement alone: with a survivor all copies of a shard may go, and the run
+    ends.
     """
-    if zero:
-        yield from (f"rank1:zero.update:3,rank1#2:{point}" for point in ZERO_RECOVERY_POINTS)
+    if zero or mesh:
+        before = "rank1:zero.update:3" if zero else "rank1:mesh.begin:3"
+        points = ZERO_RECOVERY_POINTS if zero else MESH_RECOVERY_POINTS
+        yield from (f"{before},rank1#2:{point}" for point in points)
         for count in range(1, RECOVERY_BOUNDARIES + 1):
-            yield f"rank1:zero.update:3,rank1#2:collective.point:{count}"
+            yield f"{before},rank1#2:collective.point:{count}"
         return
     first = "rank1:step.reduce:3"
     for point in RECOVERY_POINTS:
@@ -221,20 +268,25 @@ class Coverage:
         return "\n".join(rows)
 
 
-def sweep(cases: Sequence[str], world_size: int, *, zero: int = 0) -> Coverage:
-    """Run every case and print what became of it. zero: see `run_small_job`."""
-    coverage = Coverage(points=tuple(points_of(zero=zero > 0)))
+def sweep(cases: Sequence[str], world_size: int, *, zero: int = 0, mesh: str = "") -> Coverage:
+    """Run every case and print what became of it. zero, mesh: see `run_small_job`."""
+    coverage = Coverage(points=tuple(points_of(zero=zero > 0, mesh=mesh != "")))
     behind_last: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="zbmd-sweep-") as scratch:
         data = write_text(Path(scratch, "text"))
-        calm = uvloop.run(run_small_job(Path(scratch, "calm"), data, world_size=world_size, zero=zero)).digest
+
+        def run(name: str, fault: str = "") -> Outcome:
+            out = Path(scratch, name)
+            job = run_small_job(out, data, fault=fault, world_size=world_size, zero=zero, mesh=mesh)
+            return uvloop.run(job)
+
+        calm = run("calm").digest
         for number, fault in enumerate(cases):
             place = fault.rpartition(":")[0]
             if place in behind_last:
                 continue
             began = time.perf_counter()
-            out = Path(scratch, str(number))
-            found = uvloop.run(run_small_job(out, data, fault=fault, world_size=world_size, zero=zero))
+            found = run(str(number), fault)
             same = found.digest == calm
             reached = coverage.add(fault, found.deaths, same=same)
             if not reached and "collective.point" in place:
@@ -258,6 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--zero", type=int, choices=(0, 1, 2, 3), default=0, help="stage; 0: none (%(default)s)"
     )
+    parser.add_argument("--mesh", default="", help="of a run of zbmd train, such as dp=2,pp=2")
     parser.add_argument("-n", type=int, default=WORLD_SIZE, help="ranks (%(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.list:
@@ -266,14 +319,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     log_to_stderr()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    zero = arguments.zero > 0
-    cases = list(single_kills(arguments.n, zero=zero))
-    cases += second_kills(arguments.n, zero=zero) if arguments.second else ()
+    zero, mesh = arguments.zero > 0, arguments.mesh != ""
+    cases = list(single_kills(arguments.n, zero=zero, mesh=mesh))
+    cases += second_kills(arguments.n, zero=zero, mesh=mesh) if arguments.second else ()
     try:
         coverage = sweep(
             [case for case in cases if arguments.only is None or arguments.only in case],
             arguments.n,
             zero=arguments.zero,
+            mesh=arguments.mesh,
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

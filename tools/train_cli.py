@@ -227,7 +227,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0
     ranks = str(found["ranks"][0])
     return node_cli.main(
-        ["run", "-n", ranks, "--on-loss", "stop", "-m", "zbmd.training.tensor", options.encode()]
+        ["run", "-n", ranks, "--on-loss", "replace", "-m", "zbmd.training.tensor", options.encode()]
     )
 
 

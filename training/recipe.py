@@ -65,15 +65,7 @@ class Recipe:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of `step` (from 0)."""
-        config = self.config
-        return learning_rate(
-            step,
-            peak=config.learning_rate,
-            warmup_steps=config.warmup_steps,
-            total_steps=config.steps,
-            floor=config.learning_rate_floor,
-            curve=config.curve,
-        )
+        return learning_rate_of(self.config, step)
 
     def update(self, old: AdamWState, new: AdamWState, grads: Array, *, step: int) -> float:
         """Write to `new` the state after `step`, whose summed gradient is `grads`; return its unclipped norm.
@@ -115,3 +107,15 @@ class Recipe:
             part = ids[start : start + windows_per_pass]
             total += self.model.loss(params, self.corpus.windows(part)) * len(part)
         return total / len(ids)
+
+
+def learning_rate_of(config: TrainingConfig, step: int) -> float:
+    """The learning rate of `step` (from 0) under `config`."""
+    return learning_rate(
+        step,
+        peak=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        total_steps=config.steps,
+        floor=config.learning_rate_floor,
+        curve=config.curve,
+    )

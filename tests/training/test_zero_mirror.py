@@ -72,8 +72,11 @@ class World:
         self.waiting: set[int] = set()
         self.operations: dict[tuple[int, str], Operation] = {}
         self.memories = [Memory([content(place, 0), TORN]) for place in range(ranks)]
-        self.machines = [zm.Mirror(place=place, ranks=ranks) for place in range(ranks)]
+        self.machines = [self.made(place) for place in range(ranks)]
         self.processes: list[Moves] = [self.process(place) for place in range(ranks)]
+
+    def made(self, place: int) -> zm.Mirror:
+        return zm.Mirror(place=place, ranks=self.ranks, known=self.known)
 
     def run(self, kills: Sequence[tuple[int, int]] = ()) -> int:
         """Go on to the end; at move k of each `(k, place)` that one is killed. Returns how many moves."""
@@ -101,7 +104,7 @@ class World:
         self.over = True
         self.waiting.discard(place)
         self.memories[place] = Memory([content(place, 0), TORN])
-        self.machines[place] = zm.Mirror(place=place, ranks=self.ranks, known=self.known)
+        self.machines[place] = self.made(place)
         self.processes[place] = self.process(place)
 
     def process(self, place: int) -> Moves:
@@ -146,6 +149,8 @@ class World:
             return
         yield from self.together(place, "restored")
         while machine.version < self.steps:
+            if machine.version % 2:  # as before a checkpoint
+                yield from self.commit(place, machine, "at once")
             yield from self.commit(place, machine)
             yield from self.update(place, machine)
         yield from self.commit(place, machine)  # of the last version, which no step follows
@@ -177,9 +182,9 @@ class World:
             case _:
                 raise AssertionError(action)
 
-    def commit(self, place: int, machine: zm.Mirror) -> Moves:
+    def commit(self, place: int, machine: zm.Mirror, name: str = "") -> Moves:
         memory, version = self.memories[place], machine.version
-        yield from self.together(place, f"first {version}")
+        yield from self.together(place, f"first {name} {version}")
         for action in self.feed(place, zm.AllHold(version=version)):
             assert isinstance(action, zm.CopyWard)
             memory.slots[action.slot] = TORN
@@ -196,7 +201,7 @@ class World:
             if not whole:
                 raise Cut
         vote = (memory.own[version % 2], memory.slots[version % zm.SLOTS])
-        votes = yield from self.together(place, f"norm {version}", vote)
+        votes = yield from self.together(place, f"norm {name} {version}", vote)
         actions = self.feed(place, zm.Voted(votes=tuple(v for v in votes if isinstance(v, tuple))))
         assert [type(action) for action in actions] == [zm.Commit]
         self.known = max(self.known, version)
@@ -236,6 +241,48 @@ def test_a_kill_at_any_moment_loses_nothing() -> None:
                 world.run([(moment, place)])
                 assert not world.lost and world.ended, (ranks, moment, place)
                 assert world.ended == {rank: content(rank, 3) for rank in world.ended}
+
+
+class Hasty(zm.Mirror):
+    """A planted bug: a copy is taken for whole before it is written."""
+
+    def check_invariants(self) -> None:
+        pass
+
+    def _all_hold(self, version: int) -> list[zm.Action]:
+        actions = super()._all_hold(version)
+        if actions:
+            self.state = zm.State.COPIED
+            self.copies[version % zm.SLOTS] = zm.Copy(ward=self.ward, version=version, digest=0)
+        return []
+
+    def _voted(self, votes: tuple[tuple[int, int], ...]) -> list[zm.Action]:
+        own = [vote[0] for vote in votes]
+        return super()._voted(tuple((one, own[self._buddies.index(at)]) for at, one in enumerate(own)))
+
+
+class Forgetful(zm.Mirror):
+    """A planted bug: a rank that is ahead goes on from its own version, whatever the others hold."""
+
+    def _enter(self, event: zm.Entered) -> list[zm.Action]:
+        actions = super()._enter(event)
+        ahead = max(version for version in self.own if version is not None)
+        if actions and isinstance(actions[0], zm.Resume) and ahead > self.version:
+            self._target = ahead
+            return self._resume()
+        return actions
+
+
+@pytest.mark.parametrize("bug", [Hasty, Forgetful])
+def test_a_planted_bug_is_found(bug: type[zm.Mirror]) -> None:
+    class Wrong(World):
+        def made(self, place: int) -> zm.Mirror:
+            return bug(place=place, ranks=self.ranks, known=self.known)
+
+    with pytest.raises((AssertionError, LocalProtocolError)):
+        for moment in range(200):
+            for place in range(3):
+                Wrong(3, 3, random.Random(moment)).run([(moment, place)])
 
 
 @given(

@@ -8,38 +8,40 @@ examples:
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 import uvloop
 
-from zbmd.actors.member import INBOX_BYTES_DEFAULT, join
+from zbmd.actors.member import INBOX_BYTES_DEFAULT, Node, join
 from zbmd.actors.runtime_env import RankEnvironment
-from zbmd.collectives.errors import OperationAborted
-from zbmd.collectives.group import Group, group
+from zbmd.collectives.commit_driver import StepFailed
+from zbmd.collectives.group import Group
 from zbmd.training import __main__ as training
+from zbmd.training.accumulate import AccumulationPlan
+from zbmd.training.clip import TrainingDiverged
 from zbmd.training.job import JobOptions, open_recipe, weights_sha256
 from zbmd.training.mesh import Mesh
 from zbmd.training.pipeline.layers import balanced_cuts
 from zbmd.training.pipeline.measure import measured_costs
 from zbmd.training.pipeline.part import layers_in
-from zbmd.training.pipeline.rings import inbox_bytes_needed
-from zbmd.training.pipeline.runnable import traffic_of
 from zbmd.training.pipeline.schedules import RUNNABLE
 from zbmd.training.recipe import Recipe
 from zbmd.training.tensor.axes import PIPELINE_AXIS
 from zbmd.training.tensor.groups import MeshGroups
-from zbmd.training.tensor.stages import Stages
+from zbmd.training.tensor.job import MeshJob, MeshTask
+from zbmd.training.tensor.stages import SLOTS, STATE_ARRAYS, Stages, bytes_needed
 from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
-from zbmd.transport.errors import PeerLost, UserError
+from zbmd.training.zero.keeper import Safekeeping
+from zbmd.transport.errors import UserError
 
 REPORT_EVERY_STEPS = 10
+ARENA_SPARE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,25 +69,22 @@ def parser() -> argparse.ArgumentParser:
 async def run(options: JobOptions, *, schedule: str, chunks: int) -> PipelineResult | None:
     """The job on this rank, a stage of as many as there are ranks; the first returns the result.
 
-    Raises `UserError` for what only a person can mend, `PeerLost` when a stage ends.
+    Raises `UserError` for what only a person can mend: settings, a divergence, neighbours lost at once.
     """
     found = RankEnvironment.read(os.environ)
     ranks = 1 if found is None else found.world_size
-    recipe, mesh = open_recipe(options), Mesh.of(ranks, {PIPELINE_AXIS: ranks})
+    recipe = open_recipe(options, prepare=found is None or found.incarnation == 1)
+    mesh = Mesh.of(ranks, {PIPELINE_AXIS: ranks})
     guessed = _stages([1.0] * layers_in(options.model), ranks, schedule, chunks)
-    (programs,) = guessed.programs(recipe.config, mesh)
-    traffic = traffic_of(options.model, recipe.config, dtype=np.dtype(np.float32))
-    inbox_bytes = INBOX_BYTES_DEFAULT + inbox_bytes_needed(programs, traffic)
-    async with join(inbox_bytes=inbox_bytes) as node:
-        world = await group(node)
-        try:
-            groups = await MeshGroups.of(world, mesh)
-            try:
-                return await asyncio.to_thread(_train, groups, recipe, schedule, chunks)
-            finally:
-                await groups.close()
-        finally:
-            await world.close()
+    needed = bytes_needed(recipe.model, recipe.config, mesh, guessed)
+    # Layers are cut by what they cost, which is not known yet: no stage has more than all of them.
+    buffers = AccumulationPlan.of(recipe.config.shards, 0, recipe.config.shards).buffers
+    arena = 4 * (STATE_ARRAYS * 2 * SLOTS + buffers) * recipe.model.layout.size + ARENA_SPARE_BYTES
+    try:
+        async with join(arena=arena, inbox_bytes=INBOX_BYTES_DEFAULT + needed.inbox, enter=False) as node:
+            return await MeshJob(node, mesh, _Task(node, recipe, schedule, chunks)).run()
+    except (StepFailed, TrainingDiverged) as error:
+        raise UserError(str(error)) from error
 
 
 def _stages(costs: Sequence[float], ranks: int, schedule: str, chunks: int) -> Stages:
@@ -96,44 +95,69 @@ def _stages(costs: Sequence[float], ranks: int, schedule: str, chunks: int) -> S
     return Stages(schedule=schedule, chunks=chunks, cuts=cuts)
 
 
-def _train(groups: MeshGroups, recipe: Recipe, schedule: str, chunks: int) -> PipelineResult | None:
-    costs, world = np.zeros(layers_in(recipe.model.config)), groups.world
-    is_first = world.rank == world.members[0]
-    if is_first:
-        costs[:] = measured_costs(recipe)
-    agreed = world.blocking.broadcast(costs, world.members[0]).tolist()
-    stages = _stages(agreed, world.size, schedule, chunks)
-    trainer = MeshTrainer(recipe, groups, stages=stages)
-    try:
-        steps = [_step(trainer, recipe.config.steps, tell=is_first) for _ in range(recipe.config.steps)]
+class _Task(MeshTask[PipelineResult]):
+    """Train with layers cut by what they cost on the first stage's machine."""
+
+    def __init__(self, node: Node, recipe: Recipe, schedule: str, chunks: int) -> None:
+        self.steps, self.known = recipe.config.steps, 0
+        self._node, self._recipe = node, recipe
+        self._schedule, self._chunks = schedule, chunks
+        self._costs = np.zeros(layers_in(recipe.model.config))
+        """Of the layers; none is known at first."""
+        self._stages = Stages()
+        self._done: list[MeshStep] = []
+
+    def agree(self, world: Group) -> None:
+        """Cut by what the members of earlier views cut by; in the first, by what the first stage measures."""
+        known = world.blocking.all_gather(self._costs)
+        first = next((costs for costs in known if costs.any()), None)
+        if first is None:
+            if world.rank == world.members[0]:
+                self._costs[:] = measured_costs(self._recipe)
+            first = world.blocking.broadcast(self._costs, world.members[0])
+        self._costs[:] = first
+        self._stages = _stages(self._costs.tolist(), world.size, self._schedule, self._chunks)
+
+    def trainer(self, groups: MeshGroups) -> MeshTrainer:
+        """See `MeshTask`."""
+        return MeshTrainer(self._recipe, groups, stages=self._stages, empty=self._empty)
+
+    def copies(self, trainer: MeshTrainer) -> list[np.ndarray]:
+        """See `MeshTask`."""
+        return [self._empty(STATE_ARRAYS * trainer.own.size_most, trainer.dtype) for _ in range(SLOTS)]
+
+    def _empty(self, size: int, dtype: Any) -> np.ndarray:
+        return self._node.segment.arena.empty((size,), dtype)
+
+    def committed(self, done: MeshStep) -> None:
+        """Say how it goes."""
+        if self._done and done.step <= self._done[-1].step:
+            return
+        self._done.append(done)
+        step = done.step + 1
+        if self._node.rank == 0 and (step % REPORT_EVERY_STEPS == 0 or step == self.steps):
+            print(f"step {step} loss {done.loss:.4f} grad_norm {done.grad_norm:.2f}", file=sys.stderr)
+
+    def reached(self, trainer: MeshTrainer, keeper: Safekeeping) -> None:
+        """Nothing is written on the way."""
+
+    def finish(self, trainer: MeshTrainer) -> PipelineResult | None:
+        """See `MeshTask`."""
         digest = weights_sha256(trainer.weights())
-        _take_leave(world)
-    finally:
-        trainer.close()
-    if not is_first:
-        return None
-    return PipelineResult(
-        steps=len(steps),
-        schedule=schedule,
-        stages=world.size,
-        layers=tuple(map(len, stages.cuts)),
-        loss_last=steps[-1].loss,
-        bubble=float(np.median([one.compute_ns / max(one.busy_ns) - 1.0 for one in steps])),
-        weights_sha256=digest,
-    )
-
-
-def _take_leave(world: Group) -> None:
-    """Return once all stages have done their last operation: a group that closes ends those under way."""
-    with contextlib.suppress(OperationAborted, PeerLost):
-        world.blocking.barrier()
-
-
-def _step(trainer: MeshTrainer, steps: int, *, tell: bool) -> MeshStep:
-    done = trainer.run_step()
-    if tell and ((done.step + 1) % REPORT_EVERY_STEPS == 0 or done.step + 1 == steps):
-        print(f"step {done.step + 1} loss {done.loss:.4f} grad_norm {done.grad_norm:.2f}", file=sys.stderr)
-    return done
+        if self._node.rank != 0:
+            return None
+        bubbles = [one.compute_ns / max(one.busy_ns) - 1.0 for one in self._done if one.busy_ns]
+        result = PipelineResult(
+            steps=trainer.step,
+            schedule=self._schedule,
+            stages=trainer.own.stages,
+            layers=tuple(map(len, self._stages.cuts)),
+            loss_last=self._done[-1].loss,
+            bubble=float(np.median(bubbles)) if bubbles else 0.0,
+            weights_sha256=digest,
+        )
+        self._node.report({"kind": "result", **asdict(result)})
+        return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:

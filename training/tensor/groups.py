@@ -62,11 +62,16 @@ class MeshGroups:
         here = self.mesh.coordinates(self.world.members.index(self.world.rank))
         return here.get(axis, 0)
 
-    def abort(self) -> None:
-        """End what is in flight in any of them, here and on their members."""
-        for group in (self.world, self.data, self.pipeline, self.tensor):
-            if group is not None:
-                group.abort()
+    def give_up(self) -> None:
+        """End what is in flight in any of them, and let their members know: a lost rank is in some alone.
+
+        Returns once it has drained. Whoever waits for this rank, now or later, ends as aborted.
+        """
+        groups = [group for group in (self.world, self.data, self.pipeline, self.tensor) if group is not None]
+        for group in groups:
+            group.abort()
+        for group in groups:
+            group.communicator.give_up()
 
     async def close(self) -> None:
         """Close them, not the world's."""

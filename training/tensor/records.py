@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -14,37 +13,50 @@ from zbmd.transport.errors import UserError
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
+TAIL_BYTES = 1 << 20
+"""Of the end of a file of records are read, to know what has been noted."""
 
 
 class Records:
-    """The records of a run in `directory`, added to what is there. Raises `UserError`."""
+    """The records of a run in `directory`, added to what is there. Raises `UserError`.
 
-    def __init__(self, directory: Path, *, tensorboard: bool) -> None:
+    Steps grow; what is noted again behind a loss is not written twice. again: the last lines there are of
+    this run, by a rank that was lost.
+    """
+
+    def __init__(self, directory: Path, *, tensorboard: bool, again: bool = False) -> None:
         self._board: Any = None
         if tensorboard:
             self._board = _board_library().SummaryWriter(str(directory / TENSORBOARD_NAME))
+        path = directory / METRICS_NAME
         try:
-            self._lines = (directory / METRICS_NAME).open("ab")
+            self._noted = _last_steps(path) if again else {}
+            self._lines = path.open("ab")
         except OSError as error:
-            raise UserError(f"cannot write {directory / METRICS_NAME}: {error.strerror}.") from error
+            raise UserError(f"cannot write {path}: {error.strerror}.") from error
 
-    def __enter__(self) -> Records:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the files. Idempotent."""
         self._lines.close()
         if self._board is not None:
             self._board.close()
 
-    def put(self, step: int, **values: float) -> None:
-        """Note `values` of `step`."""
+    def last_step(self, kind: str) -> int:
+        """The last step of this run of which such values are noted; 0 for none."""
+        return self._noted.get(kind, 0)
+
+    def put(self, step: int, **values: float) -> bool:
+        """Note `values` of `step`; whether they were new."""
+        kind = next(iter(values))
+        if step <= self._noted.get(kind, -1):
+            return False
+        self._noted[kind] = step
         self._lines.write(msgspec.json.encode({"step": step, **values}) + b"\n")
         self._lines.flush()
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
+        return True
 
     @staticmethod
     def tell(step: int, **values: float) -> None:
@@ -63,3 +75,25 @@ def _board_library() -> Any:
         return importlib.import_module("tensorboardX")
     except ImportError as error:
         raise UserError('files for TensorBoard need tensorboardX: pip install "zbmd[train]".') from error
+
+
+def _last_steps(path: Path) -> dict[str, int]:
+    """The last step of which each kind of line was noted, from the file's end; a torn line is cut off."""
+    if not path.exists():
+        return {}
+    with path.open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - TAIL_BYTES))
+        tail = file.read()
+        whole = tail[: tail.rfind(b"\n") + 1]
+        file.truncate(size - len(tail) + len(whole))
+    found: dict[str, int] = {}
+    for line in whole.splitlines():
+        try:
+            noted = msgspec.json.decode(line, type=dict[str, float])
+        except msgspec.MsgspecError:  # the first of the tail may be cut
+            continue
+        kind = next((name for name in noted if name != "step"), None)
+        if kind is not None and "step" in noted:
+            found[kind] = int(noted["step"])
+    return found

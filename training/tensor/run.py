@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from dataclasses import asdict, replace
@@ -13,8 +12,8 @@ import numpy as np
 
 from zbmd.actors.member import INBOX_BYTES_DEFAULT, Node, join
 from zbmd.actors.runtime_env import RankEnvironment
-from zbmd.collectives.errors import OperationAborted
-from zbmd.collectives.group import Group, group
+from zbmd.collectives.commit_driver import StepFailed
+from zbmd.collectives.group import Group
 from zbmd.training.adamw import AdamWState
 from zbmd.training.checkpoint import CHECKPOINT_NAME, Checkpoint, load_checkpoint, save_checkpoint
 from zbmd.training.clip import TrainingDiverged
@@ -26,19 +25,21 @@ from zbmd.training.job import weights_sha256
 from zbmd.training.journal import WEIGHTS_NAME
 from zbmd.training.mesh import Mesh
 from zbmd.training.optim import MuonConfig
-from zbmd.training.recipe import Recipe
+from zbmd.training.recipe import Recipe, learning_rate_of
 from zbmd.training.tensor.axes import require_axes
 from zbmd.training.tensor.groups import MeshGroups
+from zbmd.training.tensor.job import MeshJob, MeshTask
 from zbmd.training.tensor.model import PartOfGPT
 from zbmd.training.tensor.options import TrainOptions
 from zbmd.training.tensor.records import Records, require_board
-from zbmd.training.tensor.stages import STATE_ARRAYS, RankBytes, bytes_needed
+from zbmd.training.tensor.stages import SLOTS, STATE_ARRAYS, RankBytes, bytes_needed, elements_most
 from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
 from zbmd.training.token_corpus import TokenCorpus, prepare_tokens
 from zbmd.training.weights import save_weights
 from zbmd.training.xp import Array
+from zbmd.training.zero.keeper import Safekeeping
 from zbmd.transport._native import now_ns
-from zbmd.transport.errors import PeerLost, UserError
+from zbmd.transport.errors import UserError
 
 TELL_EVERY_STEPS = 10
 ARENA_SPARE_BYTES = 4 << 20
@@ -102,128 +103,149 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
     ranks = mesh.size("tp")
     model = GPT(config) if ranks == 1 else PartOfGPT(config, 0, ranks)
     itemsize = np.dtype(options.precision).itemsize
-    return bytes_needed(model, options.training, mesh, options.stages, itemsize=itemsize)
+    return bytes_needed(model, options.training, mesh, options.stages, itemsize=itemsize, copies=SLOTS)
 
 
 async def run(options: TrainOptions) -> TrainResult | None:
     """The recipe on this rank; the first returns the result.
 
-    Raises `UserError` for what only a person can mend, and `PeerLost` when a rank is lost: go on from the
-    last checkpoint then.
+    Raises `UserError` for what only a person can mend: a divergence, or a rank and its buddy lost at once.
     """
     launched = RankEnvironment.read(os.environ)
     mesh, model, corpus = prepare(options, 1 if launched is None else launched.world_size)
     needed = _bytes_needed(options, mesh, model)
     arena, inbox_bytes = needed.arena + ARENA_SPARE_BYTES, needed.inbox + INBOX_BYTES_DEFAULT
-    async with join(arena=arena, inbox_bytes=inbox_bytes) as node:
-        world = await group(node)
-        try:
-            groups = await MeshGroups.of(world, mesh)
-            try:
-                return await asyncio.to_thread(_Run(node, world, groups, options, model, corpus).run)
-            finally:
-                await groups.close()
-        except TrainingDiverged as error:
-            raise UserError(str(error)) from error
-        finally:
-            await world.close()
+    again = launched is not None and launched.incarnation > 1
+    try:
+        async with join(arena=arena, inbox_bytes=inbox_bytes, enter=False) as node:
+            with contextlib.closing(_Run(node, options, mesh, model, corpus, again=again)) as task:
+                return await MeshJob(node, mesh, task).run()
+    except TrainingDiverged as error:
+        raise UserError(str(error)) from error
+    except StepFailed as error:
+        path = options.out / CHECKPOINT_NAME
+        how = f"go on with --resume {path}" if path.exists() else "start again, with --checkpoint-every"
+        raise UserError(f"{error}. To lose no more than that: {how}.") from error
 
 
-class _Run:
-    """One rank's run; for one thread."""
+class _Run(MeshTask[TrainResult]):
+    """What a recipe makes of a run: evaluation, checkpoints, records and weights. For one thread.
+
+    again: whether this is a replacement, whose predecessor may have written records.
+    """
 
     def __init__(
         self,
         node: Node,
-        world: Group,
-        groups: MeshGroups,
         options: TrainOptions,
+        mesh: Mesh,
         config: GPTConfig,
         corpus: Corpus,
+        *,
+        again: bool,
     ) -> None:
-        self.options = options
-        self.config = config
-        self.world = world
-        self.is_first = node.rank == world.members[0]
-        recipe = Recipe(groups.model(config, recompute=options.recompute), corpus, options.training)
-        arena = node.segment.arena
+        self.options, self.mesh, self.config, self.corpus = options, mesh, config, corpus
+        self.steps = options.training.steps
+        self.is_first = node.rank == 0
+        self._node = node
+        self._records: Records | None = None
+        if self.is_first:
+            self._records = Records(options.out, tensorboard=options.tensorboard, again=again)
+        self.known = 0 if self._records is None else self._records.last_step("loss")
+        self._began_ns, self._first_step = now_ns(), 0
+        self._last: MeshStep | None = None
+        self._held_out = 0.0
 
-        def empty(size: int, dtype: Any) -> Array:
-            return arena.empty((size,), dtype)
+    def close(self) -> None:
+        """Close the records."""
+        if self._records is not None:
+            self._records.close()
 
-        self.trainer = MeshTrainer(
+    def trainer(self, groups: MeshGroups) -> MeshTrainer:
+        """See `MeshTask`."""
+        options = self.options
+        recipe = Recipe(groups.model(self.config, recompute=options.recompute), self.corpus, options.training)
+        trainer = MeshTrainer(
             recipe,
             groups,
             stages=options.stages,
             dtype=np.dtype(options.precision),
-            empty=empty,
+            empty=self._empty,
             overlap=options.overlap,
         )
-        self._start()
+        self._start(trainer)
+        self._began_ns, self._first_step = now_ns(), trainer.step
+        return trainer
 
-    def run(self) -> TrainResult | None:
-        options, trainer = self.options, self.trainer
-        with contextlib.ExitStack() as stack:
-            records = None
-            if self.is_first:
-                records = stack.enter_context(Records(options.out, tensorboard=options.tensorboard))
-            held_out, step, began_ns, first = 0.0, None, now_ns(), trainer.step
-            while trainer.step < options.training.steps:
-                step = self._step(records)
-                if self._due(options.evaluate_every):
-                    held_out = self._evaluate(records)
-                if self._due(options.checkpoint_every):
-                    self._checkpoint()
-            took_s = max(1e-9, (now_ns() - began_ns) / 1e9)
+    def copies(self, trainer: MeshTrainer) -> list[np.ndarray]:
+        """See `MeshTask`."""
+        size = STATE_ARRAYS * elements_most(self.config, self.mesh, self.options.stages)
+        return [self._empty(size, trainer.dtype) for _ in range(SLOTS)]
+
+    def _empty(self, size: int, dtype: Any) -> Array:
+        return self._node.segment.arena.empty((size,), dtype)
+
+    def agree(self, world: Group) -> None:
+        """Nothing: the recipe says it all."""
+
+    def committed(self, done: MeshStep) -> None:
+        """Note what the step reported, unless that has been noted."""
+        self._last = done
+        records, step = self._records, done.step + 1
+        if records is None:
+            return
+        took_s = max(1e-9, (done.compute_ns + done.waited_ns) / 1e9)
+        values = {
+            "loss": done.loss,
+            "grad_norm": done.grad_norm,
+            "learning_rate": self._learning_rate(done.step),
+            "tokens_per_s": self._tokens_per_step / took_s,
+            "waited_ms": done.waited_ns / 1e6,
+        }
+        if records.put(step, **values) and self._due(step, TELL_EVERY_STEPS):
+            records.tell(step, **values)
+
+    def reached(self, trainer: MeshTrainer, keeper: Safekeeping) -> None:
+        """Evaluate, and write the checkpoint, if it is time."""
+        step = trainer.step
+        if self._due(step, self.options.evaluate_every):
+            self._held_out = trainer.held_out_loss(windows_max=self.options.evaluate_windows)
+            if self._records is not None and self._records.put(step, held_out_loss=self._held_out):
+                self._records.tell(step, held_out_loss=self._held_out)
+        if self._due(step, self.options.checkpoint_every):
+            keeper.settle()  # nobody goes back behind what the file holds
+            self._checkpoint(trainer)
+
+    def finish(self, trainer: MeshTrainer) -> TrainResult | None:
+        """Save the weights."""
+        took_s = max(1e-9, (now_ns() - self._began_ns) / 1e9)
         weights = trainer.weights().astype(np.float32)
-        if self.is_first:
-            self._save(weights)
-        self._leave()
-        trainer.close()
         if not self.is_first:
             return None
-        done = (trainer.step - first) * self._tokens_per_step
-        return TrainResult(
+        self._save(weights)
+        done = (trainer.step - self._first_step) * self._tokens_per_step
+        result = TrainResult(
             steps=trainer.step,
-            mesh=str(trainer.groups.mesh),
+            mesh=str(self.mesh),
             parameters=GPT(self.config).layout.parameter_count,
-            loss_last=0.0 if step is None else step.loss,
-            held_out_loss=held_out,
+            loss_last=0.0 if self._last is None else self._last.loss,
+            held_out_loss=self._held_out,
             tokens_per_s=round(done / took_s, 1),
             weights_sha256=weights_sha256(weights),
-            directory=str(options.out),
+            directory=str(self.options.out),
         )
+        self._node.report({"kind": "result", **msgspec.to_builtins(result)})
+        return result
 
     @property
     def _tokens_per_step(self) -> int:
         return self.options.training.global_batch * self.config.context
 
-    def _due(self, every: int) -> bool:
-        done = self.trainer.step
-        return done == self.options.training.steps or (every > 0 and done % every == 0)
+    def _learning_rate(self, step: int) -> float:
+        return learning_rate_of(self.options.training, step)
 
-    def _step(self, records: Records | None) -> MeshStep:
-        began_ns = now_ns()
-        step = self.trainer.run_step()
-        if records is not None:
-            values = {
-                "loss": step.loss,
-                "grad_norm": step.grad_norm,
-                "learning_rate": self.trainer.recipe.learning_rate(step.step),
-                "tokens_per_s": self._tokens_per_step / max(1e-9, (now_ns() - began_ns) / 1e9),
-                "waited_ms": step.waited_ns / 1e6,
-            }
-            records.put(self.trainer.step, **values)
-            if self._due(TELL_EVERY_STEPS):
-                records.tell(self.trainer.step, **values)
-        return step
-
-    def _evaluate(self, records: Records | None) -> float:
-        loss = self.trainer.held_out_loss(windows_max=self.options.evaluate_windows)
-        if records is not None:
-            records.put(self.trainer.step, held_out_loss=loss)
-            records.tell(self.trainer.step, held_out_loss=loss)
-        return loss
+    def _due(self, step: int, every: int) -> bool:
+        return step == self.steps or (every > 0 and step % every == 0)
 
     # ---- what is kept
 
@@ -233,38 +255,32 @@ class _Run:
         plan = {
             "model": asdict(self.config),
             "training": asdict(self.options.training),
-            "corpus": self.trainer.recipe.corpus.header.digest,
+            "corpus": self.corpus.header.digest,
         }
         return msgspec.json.encode(plan, order="deterministic").decode()
 
-    def _start(self) -> None:
+    def _start(self, trainer: MeshTrainer) -> None:
         """Take the weights or the checkpoint that the recipe begins with."""
-        trainer, options = self.trainer, self.options
+        options = self.options
         if options.weights is not None:
             trainer.begin_with(load_gpt2(options.weights)[0])
         elif options.resume is not None:
             size = GPT(self.config).layout.size
             found = load_checkpoint(options.resume, plan=self._plan, elements=STATE_ARRAYS * size)
-            trainer.begin_with(*np.split(found.flat, STATE_ARRAYS))
-            trainer.step = found.version
+            trainer.begin_with(*np.split(found.flat, STATE_ARRAYS), step=found.version)
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, trainer: MeshTrainer) -> None:
         if self.options.precision != "float32":
             return
-        flat = np.concatenate([self.trainer.whole(array) for array in _arrays(self.trainer.state)])
+        flat = np.concatenate([trainer.whole(array) for array in _arrays(trainer.state)])
         if self.is_first:
-            made = Checkpoint(version=self.trainer.step, plan=self._plan, flat=flat)
+            made = Checkpoint(version=trainer.step, plan=self._plan, flat=flat)
             save_checkpoint(self.options.out / CHECKPOINT_NAME, made)
 
     def _save(self, weights: Array) -> None:
-        save_weights(self.options.out / WEIGHTS_NAME, weights, self.config, step=self.trainer.step)
+        save_weights(self.options.out / WEIGHTS_NAME, weights, self.config, step=self.steps)
         if self.config.family == "gpt2" and self.config.activation == "gelu":
             save_gpt2(self.options.out / HUGGING_FACE_DIRECTORY, weights, self.config)
-
-    def _leave(self) -> None:
-        """Return once all are done: a group that closes ends the operations of slower members."""
-        with contextlib.suppress(OperationAborted, PeerLost):
-            self.world.blocking.barrier()
 
 
 def _arrays(state: AdamWState) -> tuple[Array, Array, Array]:

@@ -17,6 +17,7 @@ from zbmd.training.pipeline.program import Shape, StageProgram
 from zbmd.training.pipeline.rings import inbox_bytes_needed
 from zbmd.training.pipeline.runnable import runnable_programs, traffic_of
 from zbmd.training.tensor.axes import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
+from zbmd.training.tensor.model import PartOfGPT
 from zbmd.transport.errors import UserError
 
 STATE_ARRAYS = 3
@@ -77,12 +78,12 @@ def bytes_needed(
     itemsize: int = 4,
     copies: int = 0,
 ) -> RankBytes:
-    """Of any rank of the mesh; `model` is a part along `tp`, `copies`: of states that it keeps for others.
+    """Of any rank of the mesh; `model` is the first part along `tp`, `copies`: of states kept for others.
 
     Raises `UserError` for layers or shards that cannot be shared out over the mesh.
     """
     count, data_ranks = mesh.size(PIPELINE_AXIS), mesh.size(DATA_AXIS)
-    own = OwnParts(model, stages.cuts_of(model.config, count), stages=count, stage=0)
+    most = elements_most(model.config, mesh, stages)
     shares = assign_shards(training.shards, data_ranks)
     buffers = max(AccumulationPlan.of(training.shards, *share).buffers for share in shares)
     flats = buffers + 1 + STATE_ARRAYS * (SLOTS + copies)
@@ -93,4 +94,12 @@ def bytes_needed(
             model.config, training, tensor_ranks=mesh.size(TENSOR_AXIS), dtype=np.dtype(f"f{itemsize}")
         )
         inbox = max(inbox_bytes_needed(programs, traffic) for programs in every)
-    return RankBytes(arena=flats * own.size_most * itemsize, inbox=inbox)
+    return RankBytes(arena=flats * most * itemsize, inbox=inbox)
+
+
+def elements_most(config: GPTConfig, mesh: Mesh, stages: Stages) -> int:
+    """Parameters, with padding, of the rank that holds most. Raises `UserError` as `bytes_needed`."""
+    count, parts = mesh.size(PIPELINE_AXIS), mesh.size(TENSOR_AXIS)
+    cuts = stages.cuts_of(config, count)
+    models = [PartOfGPT(config, part, parts) for part in range(parts)] if parts > 1 else [GPT(config)]
+    return max(OwnParts(model, cuts, stages=count, stage=0).size_most for model in models)

@@ -82,6 +82,8 @@ class MeshTrainer:
         self.groups = groups
         self.overlap = overlap
         self.step = 0
+        self.base = 0
+        """The step that version 0 of the state begins: versions are counted from there."""
         self.dtype = dtype
         config, model = recipe.config, recipe.model
         count, stage = groups.size(PIPELINE_AXIS), groups.place(PIPELINE_AXIS)
@@ -111,7 +113,7 @@ class MeshTrainer:
         self.begin_anew()
         self._optimizer = optimizer_for(config.optimizer, self.own.layout)
         self._ring_memory: RingMemory | None = None
-        self._passes = self._new_passes()
+        self._passes_or_none: StagePasses | None = None
 
     # ---- the state
 
@@ -123,8 +125,9 @@ class MeshTrainer:
     def _state_in(self, slot: int) -> AdamWState:
         return AdamWState(*np.split(self.slots[slot], STATE_ARRAYS))
 
-    def begin_with(self, *whole: Array) -> None:
-        """Begin with the whole model's weights, and moments if they are given, not with the seed's."""
+    def begin_with(self, *whole: Array, step: int = 0) -> None:
+        """Begin `step` with the whole model's weights, and moments if they are given, not with the seed's."""
+        self.step = self.base = step
         self._initial = [self._mine(flat).copy() for flat in whole]
         self.begin_anew()
 
@@ -165,19 +168,28 @@ class MeshTrainer:
 
     # ---- epochs
 
-    def enter(self, groups: MeshGroups, step: int) -> None:
-        """Go on with `step` in the groups of a new view, from the slot in use; all ranks together."""
-        self._passes.close(gave_up=False)
-        self.groups, self.step = groups, step
+    def enter(self, groups: MeshGroups, base: int, version: int) -> None:
+        """Go on in the groups of a new view, from the slot in use, which is `version` steps behind `base`."""
+        self.close()
+        self.groups, self.base, self.step = groups, base, base + version
         if isinstance(self.recipe.model, ParallelGPT) and groups.tensor is not None:
             self.recipe.model.group = groups.tensor
-        self._passes = self._new_passes()
 
-    def close(self) -> None:
-        """Give back what neighbours put into. Idempotent."""
-        self._passes.close(gave_up=False)
-        if self._ring_memory is not None:
-            self._ring_memory.close()
+    def close(self, *, gave_up: bool = False) -> None:
+        """Leave the neighbours' memory; with `gave_up` who waits for us there waits no longer. Idempotent.
+
+        Ours is there for them until this process ends.
+        """
+        if self._passes_or_none is not None:
+            self._passes_or_none.close(gave_up=gave_up)
+            self._passes_or_none = None
+
+    @property
+    def _passes(self) -> StagePasses:
+        """The way to the other stages, made by all of them together in the first step of a view."""
+        if self._passes_or_none is None:
+            self._passes_or_none = self._new_passes()
+        return self._passes_or_none
 
     def _new_passes(self) -> StagePasses:
         groups, rings = self.groups, None
@@ -208,8 +220,8 @@ class MeshTrainer:
         try:
             return self._run_step(watch, reduction)
         except BaseException:
-            self.groups.abort()
-            self._passes.close(gave_up=True)
+            self.groups.give_up()
+            self.close(gave_up=True)
             raise
         finally:
             if reduction is not None:
@@ -222,7 +234,7 @@ class MeshTrainer:
 
     def _run_step(self, watch: StepWatch, reduction: ShardReduction | None) -> MeshStep:
         started_ns, world = now_ns(), self.groups.world
-        held = _Held(watch, self.step, None if watch is ALONE else _begun(world))
+        held = _Held(watch, self.step - self.base, None if watch is ALONE else _begun(world))
         if self._plan.leaves:
             self._passes.run(
                 self.state.weights,

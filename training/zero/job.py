@@ -18,7 +18,6 @@ from zbmd.actors.member import Node, join
 from zbmd.actors.runtime_env import RankEnvironment
 from zbmd.actors.view import View
 from zbmd.collectives.commit_driver import StepFailed
-from zbmd.collectives.commit_messages import FailureKind
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group import Group, group_of
 from zbmd.training.clip import TrainingDiverged
@@ -35,6 +34,7 @@ from zbmd.training.journal import WEIGHTS_NAME, adopted_report, step_report
 from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord
 from zbmd.training.recipe import Recipe
 from zbmd.training.weights import save_weights
+from zbmd.training.zero.epochs import Ended, through_epochs
 from zbmd.training.zero.keeper import COPIES, BuddyMirror, Digests, Safekeeping
 from zbmd.training.zero.trainer import ZeroDone, ZeroOptions, ZeroTrainer, arena_bytes_needed
 from zbmd.transport import faults
@@ -89,21 +89,8 @@ class ZeroJob:
     async def run(self) -> JobResult | None:
         """Train to the end, in as many epochs as it takes. Raises `StepFailed`, `TrainingDiverged`."""
         forget = report_losses(self._node)
-        epoch = 0
         try:
-            while True:
-                view = await self._node.view(after=epoch)
-                epoch = view.epoch
-                if self._group is not None:
-                    await self._group.close()
-                    self._group = None
-                if view.finished:
-                    return None  # nobody leaves before the weights are on disk
-                if self._is_whole(view):
-                    self._group = group_of(self._node, view)
-                    ended, result = await asyncio.to_thread(self._in_epoch, self._group)
-                    if ended:
-                        return result
+            return await through_epochs(self._node, self._epoch)
         finally:
             forget()
             if self._group is not None:
@@ -112,21 +99,19 @@ class ZeroJob:
                 await asyncio.to_thread(self._keeper.close)
             self._log.close()
 
-    def _is_whole(self, view: View) -> bool:
-        """Whether all ranks are there. Raises `StepFailed` if some will not come back."""
-        if view.lost:
-            lost = ", ".join(map(str, view.lost))
-            raise StepFailed(
-                FailureKind.STATE_LOST,
-                f"rank {lost} is lost and will not be replaced, and the state is cut for "
-                f"{self._node.world_size} ranks: run with --on-loss replace",
-            )
-        return len(view.members) == self._node.world_size
+    async def _epoch(self, view: View | None) -> Ended[JobResult] | None:
+        if self._group is not None:
+            await self._group.close()
+            self._group = None
+        if view is None:
+            return None
+        self._group = group_of(self._node, view)
+        return await asyncio.to_thread(self._in_epoch, self._group)
 
     # ---- on the thread that trains
 
-    def _in_epoch(self, group: Group) -> tuple[bool, JobResult | None]:
-        """Train in one epoch; whether that was the last one."""
+    def _in_epoch(self, group: Group) -> Ended[JobResult] | None:
+        """Train in one epoch; the end, if that was the last one."""
         trainer, keeper = self._opened(group)
         try:
             faults.hit(MEET_POINT)
@@ -137,9 +122,9 @@ class ZeroJob:
             while trainer.version < self._recipe.config.steps:
                 faults.hit(BEGIN_POINT)
                 trainer.run_step(keeper)
-            return True, self._finish(group, trainer, keeper)
+            return Ended(self._finish(group, trainer, keeper))
         except (PeerLost, OperationAborted):
-            return False, None
+            return None
         finally:
             group.abort()
             keeper.epoch_over()
@@ -152,6 +137,9 @@ class ZeroJob:
             self._keeper = BuddyMirror(
                 self._node,
                 self._trainer.own,
+                place=self._trainer.own.rank,
+                ranks=group.size,
+                copies=self._trainer.own.mirror_copies(),
                 known=known,
                 on_update=self._keep,
                 on_commit=self._committed,

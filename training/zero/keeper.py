@@ -1,5 +1,7 @@
 """Drives a rank's mirror of shards: copies its ward's shard beside the passes, pulls its own after a loss.
 
+A shard is what a rank alone holds (`KeptState`), under ZeRO and on a mesh alike.
+
 Nothing is sent: the buddy reads its ward's shard where it lies, in the ward's arena (`RemoteRegion.get`), on
 a thread of its own. That every rank holds a version, and that every copy is whole, is learnt from operations
 that a step does anyway. `Safekeeping` is what a job asks of it: an erasure code could take its place.
@@ -9,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, Protocol, assert_never
+from typing import Any, Final, Protocol, assert_never
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from zbmd.actors.member import Node
 from zbmd.collectives.commit_driver import Cancellation, StepFailed, WorkCancelled
@@ -23,17 +24,28 @@ from zbmd.training.watch import VOTE_NUMBERS, StepWatch, Vote
 from zbmd.training.workload import FETCH_ELEMENTS, pull
 from zbmd.training.xp import Array
 from zbmd.training.zero import mirror as zm
-from zbmd.training.zero.accountant import Kind
 from zbmd.training.zero.mirror_row import ROW_NUMBERS, Row
-from zbmd.training.zero.rank import ZeroRank
-from zbmd.training.zero.trainer import ZeroDone
 from zbmd.transport import faults
 from zbmd.transport._native import now_ns
-from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost
+from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError
 from zbmd.transport.region import RegionHandle
 
 COPIES: Final = 1 + zm.SLOTS
 """Copies of shards that a rank has room for: its own last version, and two of its ward's."""
+
+
+class KeptState(Protocol):
+    """What one rank alone holds, in two slots: version v lies in slot v % SLOTS. Peers can read them."""
+
+    slots: list[Array]
+    """1-D, of one length and dtype."""
+    slot: int
+    """The one in use."""
+
+    def begin_anew(self) -> None:
+        """Take the state of version 0, in slot 0."""
+        ...
+
 
 COPY_POINT = faults.declare("mirror.copy", "before a copy of the ward's shard")
 COPY_MIDDLE_POINT = faults.declare("mirror.middle", "half-way through a copy of the ward's shard")
@@ -71,31 +83,33 @@ class Safekeeping(StepWatch, Protocol):
 
 
 class BuddyMirror(Safekeeping):
-    """`Safekeeping` by a copy at a buddy. `own` keeps its previous version.
+    """`Safekeeping` by a copy at a buddy, of what `own` holds at `place` of `ranks`.
 
-    known: the highest version that the run is known to have committed. on_update: told of each step whose
-    update is done here; on_commit: of each version that is safe, with its digests.
+    copies: `SLOTS` arrays that peers can read, each with room for the slot of any rank. known: the highest
+    version that the run is known to have committed. on_update: told of each step whose update is done here;
+    on_commit: of each version that is safe, with its digests.
     """
 
     def __init__(
         self,
         node: Node,
-        own: ZeroRank,
+        own: KeptState,
         *,
+        place: int,
+        ranks: int,
+        copies: Sequence[Array],
         known: int,
-        on_update: Callable[[ZeroDone], None],
+        on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
     ) -> None:
-        if len(own.slots) != zm.SLOTS:
-            raise LocalProtocolError("a mirrored rank keeps its previous version: keep_previous=True")
+        if not len(own.slots) == len(copies) == zm.SLOTS:
+            raise LocalProtocolError(f"a mirrored rank has {zm.SLOTS} slots of its state, and of copies")
         self._node, self._own = node, own
         self._on_update, self._on_commit = on_update, on_commit
-        self._copies = [
-            own.memory.allocate(Kind.MIRROR, own.slots[0].size, np.float32) for _ in range(zm.SLOTS)
-        ]
+        self._copies = list(copies)
         register = node.segment.regions.register
         self._handles = tuple(register(array) for array in (*own.slots, *self._copies))
-        self._machine = zm.Mirror(place=own.rank, ranks=own.shards.ranks, known=known)
+        self._machine = zm.Mirror(place=place, ranks=ranks, known=known)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-mirror")
         self._cancellation = Cancellation()
         self._under_way: Future[tuple[int, int | None]] | None = None
@@ -179,7 +193,7 @@ class BuddyMirror(Safekeeping):
         """See `StepWatch`. Raises `StepFailed` if a copy has other bits than its original."""
         self._perform(self._handle(zm.Voted(votes=tuple((int(vote[0]), int(vote[1])) for vote in votes))))
 
-    def updated(self, done: ZeroDone) -> None:
+    def updated(self, done: Any) -> None:
         """See `StepWatch`."""
         self._perform(self._handle(zm.Updated()))
         self._on_update(done)
@@ -221,13 +235,22 @@ class BuddyMirror(Safekeeping):
         began_ns, copied = now_ns(), None
         if work is not None:
             faults.hit(COPY_POINT)
-            into = self._copies[work.slot]
             handle = self._rows[work.ward].handles[work.version % zm.SLOTS]
+            into = self._room(work, handle)
             self._pull(work.ward, handle, into, middle=COPY_MIDDLE_POINT)
             copied = _digest(into)
-        own = _digest(self._own.state_flat)
+        own = _digest(self._own.slots[self._own.slot])
         self.busy_ns += now_ns() - began_ns
         return own, copied
+
+    def _room(self, work: zm.CopyWard, handle: RegionHandle) -> Array:
+        """Where the copy goes: as long as what it is a copy of."""
+        whole = self._copies[work.slot]
+        if handle.nbytes > whole.nbytes or handle.nbytes % whole.itemsize:
+            raise RemoteProtocolError(
+                f"place {work.ward} holds {handle.nbytes} bytes, more than can be copied"
+            )
+        return whole[: handle.nbytes // whole.itemsize]
 
     def _ended(self) -> tuple[int, int | None] | None:
         """Wait for the copy under way; None if it was cut short."""
@@ -262,5 +285,5 @@ class BuddyMirror(Safekeeping):
                 faults.hit(middle)
 
 
-def _digest(flat: NDArray[np.float32]) -> int:
+def _digest(flat: Array) -> int:
     return xxhash.xxh3_64_intdigest(flat.data)

@@ -1,6 +1,7 @@
 """Sans-I/O: copies of what one rank alone holds, and what a group goes on from when ranks are lost.
 
-Under ZeRO a rank alone holds its shard of masters and moments. It has two slots of it: version v lies in slot
+Under ZeRO a rank alone holds its shard of masters and moments; on a mesh its stage's layers, or its part of
+them, with their moments: here all of that is called its shard. It has two slots of it: version v lies in slot
 v % 2, and the update writes the other. A *buddy* keeps copies in two slots of the same kind. All ranks do the
 same things in one order:
 
@@ -14,6 +15,8 @@ rank's shard is somewhere (`choose`): with one rank lost that is the last commit
 is ahead goes back to its other slot: its copy may have gone with the rank that was lost. A replacement pulls
 its shard from the buddy. If a rank and its buddy are lost at once, the committed state is lost, and that is
 told.
+
+A version may be kept at once, without a step behind it: what a step would do is done twice then.
 
 A vote carries the digests of the own shard and of the copy of the ward's: a copy with other bits than what
 it is a copy of ends the run.
@@ -369,7 +372,7 @@ class Mirror:
         return self._resume()
 
     def _all_hold(self, version: int) -> list[Action]:
-        self._expect(AllHold(version=version), State.HOLDING)
+        self._expect(AllHold(version=version), State.HOLDING, State.COMMITTED)
         if version != self.version:
             raise LocalProtocolError(f"place {self.place} holds version {self.version}, and not {version}")
         self._slot = version % SLOTS

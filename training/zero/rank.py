@@ -107,6 +107,11 @@ class ZeroRank:
             self._whole[number][: unit.size] = flat[unit.span]
         self.round_weights()
 
+    def mirror_copies(self) -> list[Array]:
+        """Room for both versions of another rank's shard."""
+        size, take = self.slots[0].size, self.memory.allocate
+        return [take(Kind.MIRROR, size, np.float32) for _ in self.slots]
+
     @property
     def state_flat(self) -> Array:
         """The slot in use."""

@@ -1,0 +1,41 @@
+"""Runs on a mesh under a host: whoever is killed is replaced, and the bits stay those of a calm run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zbmd.tools.kill_sweep import run_small_job, write_text
+from zbmd.transport import faults
+from zbmd.transport.errors import UserError
+
+CASES = (
+    ("pp=2", "auto", "rank0:mesh.saved"),
+    ("pp=2", "tcp", "rank1:pipeline.compute:20"),
+    ("tp=2", "auto", "rank0:mirror.middle:3"),
+    ("dp=2,tp=2", "auto", "rank3:mesh.backward:5"),
+    ("dp=2,pp=2", "auto", "rank1:mesh.begin:3,rank1#2:mirror.restore_middle"),
+)
+"""All of them: `python -m zbmd.tools.kill_sweep --mesh dp=2,pp=2 -n 4 --second`, and so for other meshes."""
+
+
+async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
+    data, calm = write_text(tmp_path / "text"), dict[bool, str]()
+    for is_cut, (mesh, ranks) in ((False, ("dp=1", 1)), (True, ("tp=2", 2))):  # dp and pp change no bit
+        done = await run_small_job(tmp_path / mesh, data, mesh=mesh, world_size=ranks)
+        calm[is_cut] = done.digest
+    assert calm[False] != calm[True]
+    for number, (mesh, links, fault) in enumerate(CASES):
+        ranks = 2 ** len(mesh.split(","))
+        found = await run_small_job(
+            tmp_path / str(number), data, fault=fault, links=links, mesh=mesh, world_size=ranks
+        )
+        assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
+        assert found.digest == calm["tp" in mesh], (mesh, fault)
+
+
+async def test_a_stage_and_its_buddy_lost_at_once_are_told_in_words(tmp_path: Path) -> None:
+    data, fault = write_text(tmp_path / "text"), "rank0:mesh.begin:5,rank1:mesh.begin:5"
+    with pytest.raises(UserError, match="a rank and its buddy were lost at once"):
+        await run_small_job(tmp_path / "run", data, fault=fault, world_size=2, mesh="pp=2")

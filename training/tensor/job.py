@@ -1,0 +1,203 @@
+"""A run on a mesh that outlives its ranks: each one's state is mirrored at a buddy at every step.
+
+A rank that is killed is replaced, takes its state from there, and the step is run again: the run ends with
+the bits of one that nothing disturbed. What the run is for (`MeshTask`) is told of each step once it is safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from zbmd.actors.member import Node
+from zbmd.actors.view import View
+from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.group import Group, group
+from zbmd.training.journal import adopted_report
+from zbmd.training.mesh import Mesh
+from zbmd.training.tensor.groups import MeshGroups
+from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
+from zbmd.training.zero.epochs import Ended, through_epochs
+from zbmd.training.zero.keeper import BuddyMirror, Digests, Safekeeping
+from zbmd.transport import faults
+from zbmd.transport.errors import PeerLost
+
+ResultT = TypeVar("ResultT")
+TaskResultT = TypeVar("TaskResultT", covariant=True)
+
+BEGIN_POINT = faults.declare("mesh.begin", "before a step on a mesh")
+MEET_POINT = faults.declare("mesh.meet", "in a new epoch on a mesh, before its members say what they hold")
+MET_POINT = faults.declare("mesh.met", "when they have agreed on what they go on from")
+SAVED_POINT = faults.declare("mesh.saved", "when what a run makes is on disk, before the ranks part")
+
+RECORDS_KEPT = 3
+"""Steps whose values a rank keeps, its last ones: the next one to be told is among them."""
+_BASE, _HAS, _LOSS, _NORM, _COMPUTE, _WAITED, _NUMBERS = range(7)
+
+
+class MeshTask(Protocol[TaskResultT]):
+    """What a run is for. All but `committed` is called on all ranks together, on the thread that trains."""
+
+    steps: int
+    """To be done in all."""
+    known: int
+    """Steps that are known to have been done, from what this run has written."""
+
+    def trainer(self, groups: MeshGroups) -> MeshTrainer:
+        """This rank's trainer, with the state that the run begins with. Called once, by each for itself."""
+        ...
+
+    def copies(self, trainer: MeshTrainer) -> list[np.ndarray]:
+        """Room for two states of any rank, that peers can read."""
+        ...
+
+    def agree(self, world: Group) -> None:
+        """Learn in a new view what its members know and a newcomer does not."""
+        ...
+
+    def committed(self, done: MeshStep) -> None:
+        """A step is safe; told on every rank, in the order of steps, and maybe again behind a loss."""
+        ...
+
+    def reached(self, trainer: MeshTrainer, keeper: Safekeeping) -> None:
+        """All have come to `trainer.step`; again behind a loss."""
+        ...
+
+    def finish(self, trainer: MeshTrainer) -> TaskResultT | None:
+        """The last step is safe: put on disk what the run makes, and say what came of it."""
+        ...
+
+
+class MeshJob(Generic[ResultT]):
+    """One rank's side of a run, through all of its epochs."""
+
+    def __init__(self, node: Node, mesh: Mesh, task: MeshTask[ResultT]) -> None:
+        self._node, self._mesh, self._task = node, mesh, task
+        self._world: Group | None = None
+        self._groups: MeshGroups | None = None
+        self._trainer: MeshTrainer | None = None
+        self._keeper: Safekeeping | None = None
+        self._base = 0
+        """The step that version 0 of the state begins."""
+        self._records: dict[int, MeshStep] = {}
+
+    async def run(self) -> ResultT | None:
+        """Train to the end. Raises `StepFailed` if the state is lost, and `TrainingDiverged`."""
+        try:
+            return await through_epochs(self._node, self._epoch)
+        finally:
+            await self._leave_groups()
+            if self._keeper is not None:
+                await asyncio.to_thread(self._keeper.close)
+
+    async def _epoch(self, view: View | None) -> Ended[ResultT] | None:
+        await self._leave_groups()
+        if view is None:
+            return None
+        try:
+            self._world = await group(self._node, after=view.epoch - 1)
+            if self._world.epoch != view.epoch:
+                return None
+            self._groups = await MeshGroups.of(self._world, self._mesh)
+        except (PeerLost, OperationAborted):
+            return None
+        return await asyncio.to_thread(self._in_epoch, self._groups)
+
+    async def _leave_groups(self) -> None:
+        groups, world = self._groups, self._world
+        self._groups = self._world = None
+        if groups is not None:
+            await groups.close()
+        if world is not None:
+            await world.close()
+
+    # ---- on the thread that trains
+
+    def _in_epoch(self, groups: MeshGroups) -> Ended[ResultT] | None:
+        """Train in one epoch; the end, if that was the last one."""
+        try:
+            self._task.agree(groups.world)
+            trainer, keeper = self._opened(groups)
+            return self._train(groups, trainer, keeper)
+        except (PeerLost, OperationAborted):
+            if self._trainer is not None:
+                self._trainer.close(gave_up=True)
+            return None
+        finally:
+            groups.give_up()
+            if self._trainer is not None:
+                self._trainer.close()
+            if self._keeper is not None:
+                self._keeper.epoch_over()
+
+    def _opened(self, groups: MeshGroups) -> tuple[MeshTrainer, Safekeeping]:
+        if self._trainer is None or self._keeper is None:
+            trainer = self._trainer = self._task.trainer(groups)
+            self._base = trainer.step
+            self._keeper = BuddyMirror(
+                self._node,
+                trainer,
+                place=groups.world.members.index(self._node.rank),
+                ranks=groups.world.size,
+                copies=self._task.copies(trainer),
+                known=max(0, self._task.known - self._base),
+                on_update=self._keep,
+                on_commit=self._committed,
+            )
+        return self._trainer, self._keeper
+
+    def _train(self, groups: MeshGroups, trainer: MeshTrainer, keeper: Safekeeping) -> Ended[ResultT]:
+        faults.hit(MEET_POINT)
+        version = keeper.meet(groups.world)
+        self._share(groups.world, version)
+        faults.hit(MET_POINT)
+        trainer.enter(groups, self._base, version)
+        if version:
+            self._node.report(adopted_report(version, groups.world.epoch))
+            self._task.reached(trainer, keeper)
+        while trainer.step < self._task.steps:
+            faults.hit(BEGIN_POINT)
+            trainer.run_step(keeper)
+            self._task.reached(trainer, keeper)
+        keeper.settle()
+        result = self._task.finish(trainer)
+        faults.hit(SAVED_POINT)
+        groups.world.blocking.barrier()
+        return Ended(result)
+
+    def _keep(self, done: MeshStep) -> None:
+        self._records[done.step] = done
+        self._records.pop(done.step - RECORDS_KEPT, None)
+
+    def _share(self, world: Group, version: int) -> None:
+        """Tell newcomers where the run began, and what the last step reported: any of them may log it.
+
+        A newcomer reads the checkpoint that the run began with, which the run may have written over since:
+        the least step is the right one.
+        """
+        mine, last = np.zeros(_NUMBERS), self._records.get(self._base + version - 1)
+        mine[_BASE] = self._base
+        if last is not None:
+            mine[_HAS:] = 1.0, last.loss, last.grad_norm, last.compute_ns, last.waited_ns
+        every = world.blocking.all_gather(mine)
+        self._base = int(every[:, _BASE].min())
+        step = self._base + version - 1
+        for later in [one for one in self._records if one > step]:
+            del self._records[later]
+        found = next((row for row in every if row[_HAS] and version), None)
+        if found is not None and step not in self._records:
+            self._keep(
+                MeshStep(
+                    step=step,
+                    loss=float(found[_LOSS]),
+                    grad_norm=float(found[_NORM]),
+                    compute_ns=int(found[_COMPUTE]),
+                    waited_ns=int(found[_WAITED]),
+                )
+            )
+
+    def _committed(self, version: int, _: Digests) -> None:
+        if version:
+            self._task.committed(self._records[self._base + version - 1])

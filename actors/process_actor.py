@@ -138,6 +138,8 @@ class ProcessActor(Actor):
         self._tail: deque[str] = deque(maxlen=LINES_KEPT)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
+        self._why_lost = ""
+        self._watching: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
     def command(self) -> Sequence[str]:
@@ -155,6 +157,11 @@ class ProcessActor(Actor):
     async def ready(self) -> None:
         """Wait until the process is what it should be."""
 
+    async def until_lost(self) -> str:
+        """Once it is ready: wait until it is known to be lost, whatever its command does; why."""
+        never: asyncio.Future[str] = self.system.loop.create_future()
+        return await never
+
     async def launch(self) -> asyncio.subprocess.Process | Fork:
         """Start the process: here, of the command."""
         return await asyncio.create_subprocess_exec(
@@ -166,14 +173,15 @@ class ProcessActor(Actor):
             start_new_session=True,
         )
 
-    async def until_line(self, holds: Callable[[str], bool]) -> None:
-        """For `ready`: wait for a line of its output."""
+    async def until_line(self, holds: Callable[[str], bool]) -> str:
+        """For `ready`: wait for a line of its output, and return it."""
         seen: str | None = None
         while seen is None:
             self._changed.clear()
             seen = next((line for line in self._tail if holds(line)), None)
             if seen is None:
                 await self._changed.wait()
+        return seen
 
     async def started(self) -> None:
         """Take a place, run the command there, and wait until it is ready."""
@@ -199,10 +207,17 @@ class ProcessActor(Actor):
             if not getting_ready.done():
                 raise ActorStartFailed(f"{self.ref.actor} at {self.place}: {self._end()}")
             getting_ready.result()
+            self._watching = loop.create_task(self._watch(), name=f"{self.ref.actor} may be lost")
+            self.system.linger(self._watching)
         except BaseException:
             getting_ready.cancel()
             self._kill()
             raise
+
+    async def _watch(self) -> None:
+        """It may be lost while its command goes on. What nobody counts on any more is killed."""
+        self._why_lost = await self.until_lost()
+        self._kill()
 
     async def stopping(self, reason: Reason) -> None:
         """Ask the process to end, and wait until it has."""
@@ -212,6 +227,8 @@ class ProcessActor(Actor):
             await asyncio.wait(self._tasks)
 
     def _end(self) -> str:
+        if self._why_lost:
+            return self._why_lost
         code = None if self.process is None else self.process.returncode
         said = f"; it said: {self._tail[-1]}" if self._tail else ""
         return f"{'it runs' if code is None else describe_exit(code)}{said}"
@@ -240,6 +257,8 @@ class ProcessActor(Actor):
 
     def _over(self, down: Down) -> None:
         """The end of this life, killed or not: the process goes with it, and the place is free."""
+        if self._watching is not None:
+            self._watching.cancel()
         self._kill()
         failed = not down.reason.is_normal and down.reason.kind is not ReasonKind.KILLED
         self.places.release(self.ref.actor, failed=failed, reason=str(down.reason))

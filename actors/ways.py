@@ -147,6 +147,10 @@ class Ways:
         """See `Finder`."""
         return await self._finder.processes()
 
+    async def until_gone(self, process: str, life: int) -> str:
+        """See `Finder`."""
+        return await self._finder.until_gone(process, life)
+
     def accepted(self, link: Link) -> None:
         """Take a link that a guest has dialed, or close it."""
         name = of_guest(link.peer.name)

@@ -35,6 +35,9 @@ from zbmd.transport.errors import LocalProtocolError
 HEEDED_MAX: Final = 16_384
 """Ends of processes that are waited for, by all who ask a node."""
 
+SEEN_MAX: Final = 1 << 17
+"""Processes that were in a view, the newest."""
+
 NO_VIEW: Final = ClusterView(epoch=0, nodes=())
 WhereActors = Callable[[NodeKey], Awaitable[str]]
 """Where the actors of another node listen; empty if it does not say in time."""
@@ -55,11 +58,14 @@ class WayFinder:
 
     where: WhereActors
     view: ClusterView = NO_VIEW
+    _seen: dict[str, int] = field(default_factory=dict[str, int])
+    """The last life of each process that was in a view: others may be in one that this node does not know."""
     _heeded: set[_Heeded] = field(default_factory=set[_Heeded])
 
     def acts_on(self, view: ClusterView, reason: str) -> None:
         """The node acts on another view: who waits for the end of what is not in it is told."""
         self.view = view
+        self._see(view)
         for one in list(self._heeded):
             gone = self.gone(one.process, one.life)
             if gone:
@@ -95,7 +101,8 @@ class WayFinder:
             return "" if node.key.incarnation <= life else f"{process} is incarnation {node.key.incarnation}"
         entry = self._entry(process)
         if entry is None:
-            return f"{process} is in the cluster no more"
+            was = self._seen.get(process, 0) >= life
+            return f"{process} is in the cluster no more" if was else ""
         if entry.incarnation > life:
             return f"{process} is incarnation {entry.incarnation}"
         over = entry.incarnation == life and entry.state in (RankState.FINISHED, RankState.LOST)
@@ -141,6 +148,17 @@ class WayFinder:
             ]
         told = tuple(found[:PROCESSES_TOLD_MAX])
         return ProcessesReply(told, len(found) - len(told))
+
+    def _see(self, view: ClusterView) -> None:
+        now = {process_name(node.id): node.key.incarnation for node in view.nodes}
+        for job in view.jobs.jobs:
+            scope = scope_of_job(job.id)
+            now |= {abroad(child_id(e.rank), scope): e.incarnation for e in job.ranks if e.incarnation}
+        for process in now:
+            self._seen.pop(process, None)  # so that the newest are last
+        self._seen |= now
+        while len(self._seen) > SEEN_MAX:
+            del self._seen[next(iter(self._seen))]
 
     def _node(self, process: str) -> Node | None:
         return next((node for node in self.view.nodes if process_name(node.key.id) == process), None)

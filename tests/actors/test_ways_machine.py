@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.actors import ways_machine as w
+from zbmd.actors.cluster.members import ClusterView
+from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.way_finder import WayFinder
 from zbmd.actors.scopes import abroad, at_home, guest_name, is_global, of_guest
 
 NAMES = ("node1", "rank0@1f", "rank1@1f")
@@ -181,3 +184,28 @@ def test_a_name_means_the_same_process_wherever_it_is_sent(process: str, scope: 
 @pytest.mark.parametrize("hello", ["rank0", "rank0@", "@1f", "a@b@c", "@", ""])
 def test_what_is_no_guest_is_none(hello: str) -> None:
     assert of_guest(hello) is None
+
+
+def view(epoch: int, *keys: NodeKey) -> ClusterView:
+    return ClusterView(epoch=epoch, nodes=tuple(Node(key, f"10.0.0.{key.id}:1") for key in keys))
+
+
+async def nowhere(_: NodeKey) -> str:
+    return ""
+
+
+def test_a_process_is_gone_once_it_was_in_a_view_and_not_before() -> None:
+    """Who links with us may be in a view that this node does not act on yet."""
+    finder, told = WayFinder(nowhere), list[str]()
+    finder.acts_on(view(1, NodeKey(1, 1)), "test")
+    undo = finder.heed("node2", 1, told.append)
+    finder.heed("session-7", 1, told.append)
+    assert not told, "it is not known yet"
+    finder.acts_on(view(2, NodeKey(1, 1), NodeKey(2, 1)), "test")
+    finder.acts_on(ClusterView(epoch=0, nodes=()), "this node is out")
+    assert not told, "who is out knows nothing"
+    finder.acts_on(view(3, NodeKey(1, 1)), "test")
+    assert len(told) == 1 and "node2 is in the cluster no more in view 3" in told[0]
+    undo()
+    finder.acts_on(view(4, NodeKey(1, 1), NodeKey(2, 2)), "test")
+    assert finder.gone("node2", 1) == "node2 is incarnation 2" and not finder.gone("node2", 2)

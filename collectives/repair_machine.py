@@ -186,6 +186,8 @@ class RepairMachine:
             if mends:
                 self.sequence = verdict.sequence
                 return self._confirm()
+            # Others may not hear this verdict: who has gone on must know in the next epoch how it ended.
+            self._failed = verdict.failed
             return self._settle(verdict.sequence + (verdict.kind is not Kind.RUN))
         if self.sequence > verdict.sequence or verdict.kind is Kind.RUN:
             return self._run() if self.call else self._settle(self.sequence)

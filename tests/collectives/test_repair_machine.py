@@ -157,6 +157,19 @@ def test_who_is_behind_follows_who_has_gone_on() -> None:
         decide(2, members(0, 1), {0: report(5, Phase.PENDING), 1: report(3, Phase.HELD)}, NOBODY)
 
 
+def test_a_replacement_tells_of_a_failure_that_others_have_not_heard_of() -> None:
+    abort = report(2, Phase.PENDING, call=replace(SUM, on_loss=OnLoss.ABORT))
+    back = (*members(0), MemberId(rank=1, incarnation=2))
+    newcomer = RepairMachine(rank=1)
+    newcomer.handle(rm.EpochEntered(epoch=2, members=back), now_ns=0)
+    newcomer.handle(rm.Exchanged(epoch=2, reports={0: abort, 1: FRESH_REPORT}), now_ns=0)
+    newcomer.handle(rm.FollowAsked(), now_ns=0)
+    (exchange,) = newcomer.handle(rm.EpochEntered(epoch=3, members=back), now_ns=0)
+    assert isinstance(exchange, rm.Exchange)
+    verdict = decide(3, back, {0: abort, 1: exchange.report}, NOBODY)
+    assert verdict.failed is not None and verdict.failed.failure is Failure.LOST
+
+
 def test_calls_that_differ_are_told() -> None:
     other = report(3, Phase.PENDING, call=replace(SUM, text="max"))
     verdict = decide(2, members(0, 1), {0: report(3, Phase.PENDING), 1: other}, NOBODY)

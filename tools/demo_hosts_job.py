@@ -1,15 +1,16 @@
 """The training job over three hosts: one's cable is pulled and plugged in, one is killed; the bits stay.
 
     python -m zbmd.tools.demo_hosts_job [--steps N] [--spare] [--delay TIME] [--loss FRACTION] [--rate MBPS]
-                                        [--json]
+                                        [--netem] [--calm] [--recovery-budget TIME] [--json]
 
 Each host is a network namespace with a node and one rank of the job (`demo_hosts_node`), reached over
 TCP. One host's cable is pulled: the others go on with its shards. It is plugged in, comes back with its
 next life, and takes work again. Then it is killed with all that it runs, and started again. At the end
 the weights are compared with those of one plain process. Wants root and iproute2.
 
-With `--spare` two of the hosts run two ranks each and the third runs none: it takes the place of the one
-that is killed.
+With `--spare` two of the hosts run two ranks each and the third runs none: it takes the place of the one that
+is killed. With `--calm` nothing is done to a host: what the network does is all. With `--netem` the kernel
+delays, loses and slows down, where it can.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from typing import Any, Final
 
 from zbmd.tools.bench_stats import median
 from zbmd.tools.netns_lab import Lab, LabHost
+from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, parse_recovery_budget
 from zbmd.transport.durations import parse_duration
 from zbmd.transport.errors import UserError, ZbmdError
 
 HOSTS: Final = 3
-PATIENCE_S: Final = 90.0
+PATIENCE_BUDGETS: Final = 90
+"""Recovery budgets without a commit after which the demo gives up."""
 PORT: Final = 29400
 STEPS_DEFAULT: Final = 600
 STEPS_BETWEEN: Final = 20
@@ -82,8 +85,9 @@ class DemoFailed(ZbmdError):
 class Place:
     """One host's node, and what it tells."""
 
-    def __init__(self, host: LabHost, cookie: str) -> None:
+    def __init__(self, host: LabHost, cookie: str, budget_ns: int) -> None:
         self.host = host
+        self._budget = f"{budget_ns}ns"
         self.process: subprocess.Popen[bytes] | None = None
         self._text = b""
         path = host.home / "cookie"
@@ -99,6 +103,7 @@ class Place:
     def start(self, join: str | None) -> None:
         """Start its node."""
         command = [*NODE, f"{self.host.address}:{PORT}", "--name", self.host.name]
+        command += ["--recovery-budget", self._budget]
         command += [] if join is None else ["--join", join]
         environment = {**ENVIRONMENT, "ZBMD_STATE_DIR": str(self.host.home / "node")}
         self._text = b""
@@ -136,9 +141,10 @@ class Place:
 class JobDemo:
     """The hosts, the job, and what is done to them."""
 
-    def __init__(self, lab: Lab, steps: int, layout: Layout) -> None:
+    def __init__(self, lab: Lab, steps: int, layout: Layout, budget_ns: int) -> None:
         cookie = secrets.token_hex()
-        self.places = [Place(host, cookie) for host in lab.hosts]
+        self.places = [Place(host, cookie, budget_ns) for host in lab.hosts]
+        self._patience_s = PATIENCE_BUDGETS * budget_ns / 1e9
         self.victim = self.places[-1]
         self.layout = layout
         self.steps: list[Step] = []
@@ -248,18 +254,18 @@ class JobDemo:
 
     def _until(self, reached: Callable[[], bool], what: str) -> None:
         """As long as there are commits, for there are only so many: a slow network is not one that stands."""
-        deadline_s, steps = time.monotonic() + PATIENCE_S, len(self.steps)
+        deadline_s, steps = time.monotonic() + self._patience_s, len(self.steps)
         while not reached():
             if len(self.steps) > steps:
-                deadline_s, steps = time.monotonic() + PATIENCE_S, len(self.steps)
+                deadline_s, steps = time.monotonic() + self._patience_s, len(self.steps)
             running = {p.fd: p for p in self.places if p.fd >= 0}
             ready = select.select(list(running), [], [], max(0.0, deadline_s - time.monotonic()))[0]
             if not ready or (self.result is not None and not reached()):
                 now_ns = time.monotonic_ns()
                 ages = [f"{(now_ns - step.at_ns) / 1e6:.0f} ms ago {step}" for step in self.steps[-3:]]
                 raise DemoFailed(
-                    f"not within {PATIENCE_S:g} s of a commit, or before the job's end: {what}. Last commits: "
-                    f"{'; '.join(ages)}. Views: {self.views}"
+                    f"not within {self._patience_s:g} s of a commit, or before the job's end: {what}. "
+                    f"Last commits: {'; '.join(ages)}. Views: {self.views}"
                 )
             for fd in ready:
                 for event in running[fd].read():
@@ -310,6 +316,8 @@ def run(
     delay_ms: float = 0.0,
     loss: float = 0.0,
     rate_mbps: float = 0.0,
+    netem: bool = False,
+    budget_ns: int = RECOVERY_BUDGET_NS_DEFAULT,
     pull: bool = True,
     kill: bool = True,
 ) -> tuple[dict[str, float], bool]:
@@ -317,10 +325,10 @@ def run(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zbmd-demo-")))
         shaped = bool(delay_ms or loss or rate_mbps)
-        lab = stack.enter_context(Lab(HOSTS, shaped=shaped))
+        lab = stack.enter_context(Lab(HOSTS, shaped=shaped, netem=netem))
         for host in lab.hosts if shaped else ():
             host.shape(delay_ms=delay_ms, loss=loss, rate_mbps=rate_mbps)
-        demo = JobDemo(lab, steps, layout)
+        demo = JobDemo(lab, steps, layout, budget_ns)
         stack.callback(demo.close)
         demo.start(folder / "run")
         if pull:
@@ -340,10 +348,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--delay", metavar="TIME", help="of what each host sends")
     parser.add_argument("--loss", type=float, default=0.0, metavar="FRACTION")
     parser.add_argument("--rate", type=float, default=0.0, metavar="MBPS", help="of each host's cable")
+    parser.add_argument("--netem", action="store_true", help="by the kernel, not by a switch in user space")
+    parser.add_argument("--calm", action="store_true", help="no cable is pulled, no host killed")
+    parser.add_argument("--recovery-budget", metavar="TIME", default="1s", help="default: %(default)s")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
     try:
-        if arguments.steps < STEPS_MIN:
+        if arguments.steps < STEPS_MIN and not arguments.calm:
             raise UserError(f"--steps {arguments.steps}: give {STEPS_MIN} or more.")
         delay_ms = 0.0 if arguments.delay is None else parse_duration(arguments.delay) * 1e3
         figures, same = run(
@@ -352,7 +363,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             delay_ms=delay_ms,
             loss=arguments.loss,
             rate_mbps=arguments.rate,
-            pull=not arguments.spare,
+            netem=arguments.netem,
+            budget_ns=parse_recovery_budget(arguments.recovery_budget),
+            pull=not arguments.spare and not arguments.calm,
+            kill=not arguments.calm,
         )
     except ZbmdError as error:
         print(f"demo_hosts_job: {error}", file=sys.stderr)

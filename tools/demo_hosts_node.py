@@ -1,6 +1,6 @@
 """The node of one host in the demo of a job over hosts: a cluster's node with its jobs, as JSON lines.
 
-    python -m zbmd.tools.demo_hosts_node ADDRESS [--join ADDRESS]
+    python -m zbmd.tools.demo_hosts_node ADDRESS --name NAME [--join ADDRESS] [--recovery-budget TIME]
 
 Standard input takes one order, a JSON object with the fields of a training job to submit; standard
 output tells of views, ranks and steps, each with its time (CLOCK_MONOTONIC, one for all hosts of the
@@ -30,6 +30,7 @@ from zbmd.actors.host import PRELOAD
 from zbmd.actors.host_events import HostEvent, RankDown, RankReport, RankStarted
 from zbmd.actors.host_links import host_identity
 from zbmd.actors.host_output import OutputLine, emit_plainly
+from zbmd.transport.budget import parse_recovery_budget
 from zbmd.transport.capture.recorder import Clocks, origin_of
 from zbmd.transport.capture.ring import RingRecorder
 from zbmd.transport.cookie import load_or_create_cookie
@@ -48,12 +49,13 @@ def say(kind: str, **fields: Any) -> None:
 class Place:
     """A node and its jobs."""
 
-    def __init__(self, address: str, join: str | None, name: str) -> None:
+    def __init__(self, address: str, join: str | None, name: str, recovery_budget_ns: int | None) -> None:
         config = NodeConfig(
             name=name,
             listen=parse_address(address),
             joins=() if join is None else (parse_address(join),),
             cookie=load_or_create_cookie(),
+            recovery_budget_ns=recovery_budget_ns,
         )
         clock = HybridClock()
         self.node = ClusterNode(config, NodeState.open(), self._hear)
@@ -101,9 +103,9 @@ class Place:
         self.node.command(Submit(spec=spec))
 
 
-async def run(address: str, join: str | None, name: str) -> None:
+async def run(address: str, join: str | None, name: str, recovery_budget_ns: int | None) -> None:
     """Until the process is killed."""
-    place = Place(address, join, name)
+    place = Place(address, join, name, recovery_budget_ns)
     await place.jobs.open()
     living = asyncio.ensure_future(place.node.run())
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -119,9 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("address")
     parser.add_argument("--join")
     parser.add_argument("--name", required=True)
+    parser.add_argument("--recovery-budget", metavar="TIME", type=parse_recovery_budget)
     arguments = parser.parse_args(argv)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    uvloop.run(run(arguments.address, arguments.join, arguments.name))
+    uvloop.run(run(arguments.address, arguments.join, arguments.name, arguments.recovery_budget))
     return 0
 
 

@@ -6,9 +6,9 @@ runs the command on every host, with ZBMD_LAB_HOST, ZBMD_LAB_ADDRESS and ZBMD_LA
 and ends when all have. Wants root, iproute2 and util-linux.
 
 Cables are veth pairs into a bridge; with `shaped` they end in a switch in user space (`netns_switch`), which
-can delay, lose and slow down what passes. Nothing can be left behind: no namespace has a name. Each lives in
-a process that ends with this one, however this one ends, and all devices are in those namespaces, the bridge
-too.
+can delay, lose and slow down what passes, or, with `netem` too, the kernel does that where it can. Nothing
+can be left behind: no namespace has a name. Each lives in a process that ends with this one, however this
+one ends, and all devices are in those namespaces, the bridge too.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ class LabError(ZbmdError):
     """The laboratory could not be set up, or one of its commands failed."""
 
 
-def why_not() -> str:
-    """Why no laboratory can be had here; nothing if it can."""
+def why_not(*, switched: bool = True) -> str:
+    """Why no laboratory can be had here; nothing if it can. switched: whether it needs our own switch."""
     if os.geteuid() != 0:
         return "network namespaces want root"
     missing = [name for name in ("ip", "nsenter", "unshare", "mount") if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not found: apt-get install iproute2 util-linux"
-    return "" if os.path.exists("/dev/net/tun") else "there is no /dev/net/tun: modprobe tun"
+    tunnels = not switched or os.path.exists("/dev/net/tun")
+    return "" if tunnels else "there is no /dev/net/tun: modprobe tun"
 
 
 def sweep() -> None:
@@ -101,17 +102,31 @@ class _Namespace:
 
     def enter(self) -> list[str]:
         """The beginning of a command that is to run inside."""
-        return ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--wdns=."]
+        return [
+            "nsenter",
+            "--target",
+            str(self.pid),
+            "--net",
+            "--uts",
+            "--mount",
+            "--root",
+            f"--wdns={os.getcwd()}",
+        ]
 
     def ip(self, *arguments: str) -> None:
-        done = subprocess.run(
-            ["nsenter", "--target", str(self.pid), "--net", "ip", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        self._run("ip", *arguments)
+
+    def shape(self, cable: Cable) -> None:
+        """By the kernel: what leaves the host is delayed, lost and slowed down as on this cable."""
+        words = ["delay", f"{cable.delay_ms}ms", "loss", f"{cable.loss:.4%}"]
+        words += ["rate", f"{cable.rate_mbps}mbit"] if cable.rate_mbps else []
+        self._run("tc", "qdisc", "replace", "dev", DEVICE, "root", "netem", *words)
+
+    def _run(self, *command: str) -> None:
+        entered = ["nsenter", "--target", str(self.pid), "--net", *command]
+        done = subprocess.run(entered, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise LabError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+            raise LabError(f"{' '.join(command)}: {done.stderr.strip()}")
 
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -171,22 +186,24 @@ class LabHost:
 
 
 class Lab:
-    """`hosts` hosts on one network; a context manager. seed: of what a shaped network loses.
+    """`hosts` hosts on one network; a context manager. seed: of what a shaped network loses; netem: it is the
+    kernel that shapes, by its chance.
 
     Raises `UserError` if no laboratory can be had here, and `LabError` if a command of it fails.
     """
 
-    def __init__(self, hosts: int = 3, *, shaped: bool = False, seed: int = 0) -> None:
+    def __init__(self, hosts: int = 3, *, shaped: bool = False, netem: bool = False, seed: int = 0) -> None:
         if not 1 <= hosts <= HOSTS_MAX:
             raise UserError(f"{hosts} hosts: 1 to {HOSTS_MAX} fit")
-        if reason := why_not():
+        if reason := why_not(switched=shaped and not netem):
             raise UserError(f"no laboratory here: {reason}.")
         self.hosts: tuple[LabHost, ...] = ()
         self._count = hosts
-        self._shaped = shaped
+        self._shaped, self._netem = shaped, netem
         self._seed = seed
         self._stack = contextlib.ExitStack()
         self._bridge: _Namespace | None = None
+        self._spaces: list[_Namespace] = []
         self._switch: subprocess.Popen[bytes] | None = None
         self._cables = [Cable() for _ in range(hosts)]
 
@@ -195,9 +212,9 @@ class Lab:
             sweep()
             prefix = f"zbmd-lab-{os.getpid()}-"
             home = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix)))
-            spaces = [self._namespace(f"host{number}") for number in range(self._count)]
+            spaces = self._spaces = [self._namespace(f"host{number}") for number in range(self._count)]
             self.hosts = tuple(self._host(number, space, home) for number, space in enumerate(spaces))
-            if self._shaped:
+            if self._shaped and not self._netem:
                 self._start_switch([space.pid for space in spaces])
             else:
                 self._start_bridge(spaces)
@@ -222,7 +239,9 @@ class Lab:
         if self._switch is not None:
             self._order(Command(port=number, **msgspec.structs.asdict(cable)))
             return
-        if cable.delay_ms or cable.loss or cable.rate_mbps:
+        if self._shaped:
+            self._spaces[number].shape(cable)
+        elif cable.delay_ms or cable.loss or cable.rate_mbps:
             raise LabError("only the cables of a shaped laboratory delay, lose or slow down")
         assert self._bridge is not None
         self._bridge.ip("link", "set", f"port{number}", "up" if cable.plugged else "down")

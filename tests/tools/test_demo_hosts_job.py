@@ -29,9 +29,18 @@ def test_a_host_is_cut_off_and_comes_back_and_the_bits_stay() -> None:
 
 @pytest.mark.slow
 def test_a_spare_host_takes_the_place_of_one_that_is_killed_and_the_bits_stay() -> None:
-    """Four ranks on two hosts; that the host is gone, its peers find out by its silence alone."""
+    """Four ranks on two hosts; that the host is gone, its peers find out by its silence alone. The network is
+    slow, loses packets, and is some way long.
+    """
     netns.require_lab()
-    figures, same = demo_hosts_job.run(STEPS_SPARE, layout=demo_hosts_job.WITH_SPARE, pull=False)
+    figures, same = demo_hosts_job.run(
+        STEPS_SPARE,
+        layout=demo_hosts_job.WITH_SPARE,
+        delay_ms=1,
+        loss=0.002,
+        rate_mbps=100,
+        pull=False,
+    )
     assert same
     assert list(figures)[:3] == [
         "host killed to the notice of it, ms",

@@ -63,12 +63,14 @@ def image() -> Generator[Image]:
     cache.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         lock = stack.enter_context((cache / f"{key}.lock").open("a"))
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # which those have, too, whose machines run
         found = cache / key
         if not found.exists():
-            _make(packages, found)
-            _remove_others(cache, key)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not found.exists():
+                _make(packages, found)
+                _remove_others(cache, key)
+            fcntl.flock(lock, fcntl.LOCK_SH)
         yield Image(kernel=found / "vmlinuz", initrd=found / "initrd")
 
 

@@ -13,13 +13,17 @@ from typing import Final, Protocol
 
 import msgspec
 
-from zbmd.tools.bench_peers import ONE_THREAD, OURS_OTHERWISE, Peer, iperf3_client
+from zbmd.tools.bench_peers import OF_RDMA, ONE_THREAD, OURS_OTHERWISE, Peer, iperf3_client
+from zbmd.tools.bench_perftest import BANDWIDTH, LATENCY, MIB_S, TYPICAL_US, perftest
 from zbmd.tools.bench_stats import OURS
 from zbmd.tools.bench_workers import CONTROL, ContenderFailed, Workers
+from zbmd.transport.errors import UserError
 
 IPERF3_TIMEOUT_S: Final = 30.0
 IPERF3_READY: Final = b"Server listening"
 READY_LINES_MAX: Final = 20
+WRITES_LEAST: Final = 5
+"""perftest wants as many."""
 
 
 class Contender(Protocol):
@@ -123,6 +127,20 @@ class _End(msgspec.Struct):
     sum_received: _Sum
 
 
+class Perftest:
+    """Two processes a turn, neither of them pinned: we are not, either."""
+
+    def measure(self, case: str, nbytes: int, iterations: int) -> list[float]:
+        """What it calls typical, one way; or the mean of a stream of writes. One sample."""
+        try:
+            if case.startswith("put"):
+                mib_s = perftest(BANDWIDTH, nbytes, max(iterations, WRITES_LEAST), pinned=False)[MIB_S]
+                return [nbytes / (1 << 20) / mib_s * 1e9]
+            return [perftest(LATENCY, nbytes, max(iterations, WRITES_LEAST), pinned=False)[TYPICAL_US] * 1e3]
+        except UserError as error:
+            raise ContenderFailed(str(error)) from error
+
+
 class _Iperf3Report(msgspec.Struct):
     end: _End
 
@@ -131,4 +149,6 @@ def start(peer: Peer, stack: contextlib.ExitStack, *, nbytes_max: int) -> Conten
     """Start a peer, to be ended with `stack`. Raises `ContenderFailed`."""
     if peer.name in OURS_OTHERWISE:
         return OurRanks(stack, transport="tcp", nbytes_max=nbytes_max, environment=peer.environment)
+    if peer.name in OF_RDMA:
+        return Perftest()
     return Iperf3(stack) if peer.name == "iperf3" else PeerRanks(stack, peer)

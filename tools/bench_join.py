@@ -9,14 +9,15 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 import msgspec
 import numpy as np
 
 from zbmd.tools.bench_pair import PIPE_CHANNEL, Pair
-from zbmd.transport import shm, tcp
+from zbmd.tools.bench_perftest import given_pair
+from zbmd.transport import rdma, shm, tcp
 from zbmd.transport.bulk_peer import BulkPeer
 from zbmd.transport.bulk_plane import DataPlane
 from zbmd.transport.endpoint import Endpoint
@@ -26,6 +27,7 @@ from zbmd.transport.hello import Identity
 from zbmd.transport.link import Link
 from zbmd.transport.liveness import LifeThread
 from zbmd.transport.placement import PAGE_BYTES
+from zbmd.transport.rdma_device import open_device
 from zbmd.transport.region import RegionHandle
 from zbmd.transport.segment import Segment
 from zbmd.transport.staging import RING_BYTES, StagedPipe
@@ -63,16 +65,26 @@ async def joined(
     endpoint = Endpoint(identity=identity, cookie=COOKIE, segment=segment)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(segment.close)
+        link: Link
+        wait: Callable[..., int] | None = None
         if transport == "tcp":
             link = await _over_tcp(rank, rendezvous, endpoint, stack)
+        elif transport == "rdma":
+            link, wait = await _over_rdma(rank, rendezvous, endpoint, segment, stack)
         else:
             stack.callback(LifeThread(segment).goodbye)
             link = await _over_shm(rank, rendezvous, endpoint)
             stack.callback(link.close)
-        yield link, await _make_pair(link, segment, nbytes_max, stack)
+        yield link, await _make_pair(link, segment, nbytes_max, stack, wait)
 
 
-async def _make_pair(link: Link, segment: Segment, nbytes_max: int, stack: contextlib.AsyncExitStack) -> Pair:
+async def _make_pair(
+    link: Link,
+    segment: Segment,
+    nbytes_max: int,
+    stack: contextlib.AsyncExitStack,
+    wait: Callable[..., int] | None,
+) -> Pair:
     inbox, arena = segment.inbox.empty(nbytes_max, np.uint8), segment.arena.empty(nbytes_max, np.uint8)
     pipe = StagedPipe(segment, channel=PIPE_CHANNEL)
     theirs = await _exchange(link, Handles(inbox=segment.regions.register(inbox), pipe=pipe.handle))
@@ -80,7 +92,7 @@ async def _make_pair(link: Link, segment: Segment, nbytes_max: int, stack: conte
     stack.callback(remote.close)
     pipe.connect(link.open_region(theirs.pipe))
     stack.callback(pipe.close)
-    return Pair(segment, remote, inbox=inbox, arena=arena, pipe=pipe)
+    return Pair(segment, remote, inbox=inbox, arena=arena, pipe=pipe, wait=wait)
 
 
 async def _over_shm(rank: int, rendezvous: tuple[int, int], endpoint: Endpoint) -> Link:
@@ -113,6 +125,34 @@ async def _over_tcp(
     bulk = await join_bulk(link, endpoint, plane, slot=1 - rank)
     stack.push_async_callback(_end, link, bulk)
     return link
+
+
+async def _over_rdma(
+    rank: int,
+    rendezvous: tuple[int, int],
+    endpoint: Endpoint,
+    segment: Segment,
+    stack: contextlib.AsyncExitStack,
+) -> tuple[Link, Callable[..., int]]:
+    """From the first device that is given to the second; and how a thread waits, polling by itself."""
+    at = given_pair()[rank]
+    device = open_device(*at)
+    stack.push_async_callback(device.aclose)
+    plane = rdma.open_plane(*at, segment=segment)
+    stack.callback(plane.close)
+    memory = rdma.Memory(plane=plane, slot_of=lambda peer: 1 - rank)
+    link: Link
+    if rank == 1:
+        link = await rdma.dial(await _address(rendezvous), endpoint, device, memory=memory)
+    else:
+        came: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+        listener = await rdma.listen("127.0.0.1:0", came.set_result, endpoint, device, memory=memory)
+        _tell(rendezvous, str(listener.address))
+        link = await asyncio.wait_for(came, CONNECT_S)
+        listener.close()
+        await listener.wait_closed()
+    stack.callback(link.close)
+    return link, plane.wait
 
 
 async def _end(link: TcpLink, bulk: BulkPeer) -> None:

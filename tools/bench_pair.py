@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from itertools import count
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,17 @@ FRAME_STOP: Final = 1
 Bytes = NDArray[np.uint8]
 
 
+@runtime_checkable
+class Pings(Protocol):
+    """A region whose transport can time itself: `RdmaRegion.ping`."""
+
+    def ping(
+        self, src: Bytes, *, channel: int, value: int, first: bool, rounds: int, deadline_ns: int
+    ) -> NDArray[np.uint64]:
+        """What each round took, in nanoseconds."""
+        ...
+
+
 class Pair:
     """One rank's segment, its own arrays in it, the other rank's inbox, and a pipe for other arrays."""
 
@@ -41,9 +52,11 @@ class Pair:
         inbox: Bytes,
         arena: Bytes,
         pipe: StagedPipe | None = None,
+        wait: Callable[..., int] | None = None,
     ) -> None:
+        """wait: instead of `Segment.wait`, of a plane whose waiters poll it."""
         self.rank = segment.slot
-        self._wait = segment.wait
+        self._wait = wait or segment.wait
         self._theirs = theirs
         self._pipe = pipe
         self._inbox = inbox
@@ -59,6 +72,26 @@ class Pair:
         samples = self._ping(send, receive, iterations)
         self._check(self._inbox[:nbytes], expected)
         return samples
+
+    def p2p_native(self, nbytes: int, iterations: int) -> list[float]:
+        """As `p2p_arena`, over RDMA: both sides put and wait without a line of Python."""
+        src, expected = self._fill(self._arena[:nbytes])
+        assert isinstance(self._theirs, Pings)
+        rounds = warmups(iterations) + iterations
+        took_ns = self._theirs.ping(
+            src,
+            channel=CHANNEL,
+            value=next(self._sent),
+            first=self.rank == 0,
+            rounds=rounds,
+            deadline_ns=now_ns() + MEASURE_S_MAX * 1_000_000_000,
+        )
+        for _ in range(rounds - 1):
+            next(self._sent)
+        for _ in range(rounds):
+            next(self._awaited)
+        self._check(self._inbox[:nbytes], expected)
+        return [float(each) / 2 for each in took_ns[-iterations:]]
 
     def echo(self, nbytes: int, iterations: int) -> list[float]:
         """As `p2p_arena`, but each rank sends back the bytes that it was sent, from where they arrived."""

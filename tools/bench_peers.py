@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.tools.bench_certificate import make_certificate
+from zbmd.tools.bench_perftest import BANDWIDTH, LATENCY
 from zbmd.tools.bench_workers import CONTROL
 from zbmd.transport import _native
 from zbmd.transport.errors import UserError
@@ -38,6 +39,8 @@ OURS_OTHERWISE: Final = ("zbmd-none", "zbmd-tls")
 """Ourselves over TCP with another protection than the MAC."""
 OF_TCP: Final = (*OURS_OTHERWISE, "sockets", "iperf3")
 """Peers that there are over TCP alone."""
+OF_RDMA: Final = ("perftest",)
+"""And over RDMA; nobody else is compared there."""
 PEERS: Final = (
     *OURS_OTHERWISE,
     "sockets",
@@ -50,6 +53,7 @@ PEERS: Final = (
     "iperf3",
     "memcpy",
     "memcpy-shared",
+    *OF_RDMA,
 )
 NOTICE_FLOOR: Final = "notice_floor"
 ASK_FLOOR: Final = "ask_floor"
@@ -240,6 +244,13 @@ def iperf3_client(port: str) -> list[str]:
     return ["iperf3", "-c", "127.0.0.1", "-p", port, "-l", "1M", "-t", f"{IPERF3_S:g}", "-J"]
 
 
+def _perftest(name: str, site: Site) -> Peer:
+    program = _need_command((LATENCY,), "perftest", "apt-get install perftest")
+    version = _first_line([program, "--version"])
+    told = f"{LATENCY} | {BANDWIDTH} -F -n COUNT -s BYTES"
+    return Peer(name=name, version=version, commands=(), ranks=0, told=told)
+
+
 def _sockets(name: str, site: Site) -> Peer:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -283,4 +294,5 @@ _FINDERS: Final[dict[str, Callable[[str, Site], Peer]]] = {
     "iperf3": _iperf3,
     "memcpy": _memcpy,
     "memcpy-shared": _memcpy,
+    "perftest": _perftest,
 }

@@ -1,6 +1,6 @@
 """One of our two ranks under measurement: a segment, a link to the other rank, and a region of its inbox.
 
-`python -m zbmd.tools.bench_rank --control NAME --rank R --rendezvous READ WRITE --transport shm|tcp
+`python -m zbmd.tools.bench_rank --control NAME --rank R --rendezvous READ WRITE --transport shm|tcp|rdma
 --bytes-max N`. It runs uvloop as any node does. What is native blocks a worker thread, not the loop; frames
 go over the loop.
 """
@@ -30,6 +30,7 @@ class Rank:
         self._pair = pair
         self._native: dict[str, Callable[[int, int], list[float]]] = {
             "p2p-arena": pair.p2p_arena,
+            "p2p-native": pair.p2p_native,
             "p2p-foreign": pair.p2p_foreign,
             "echo": pair.echo,
             "put-arena": pair.put_arena,
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--control", required=True)
     parser.add_argument("--rank", type=int, required=True, choices=(0, 1))
     parser.add_argument("--rendezvous", type=int, nargs=2, required=True, metavar=("READ", "WRITE"))
-    parser.add_argument("--transport", required=True, choices=("shm", "tcp"))
+    parser.add_argument("--transport", required=True, choices=("shm", "tcp", "rdma"))
     parser.add_argument("--bytes-max", type=int, required=True)
     arguments = parser.parse_args()
     end_with_parent(os.getppid())

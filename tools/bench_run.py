@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.tools.bench_contenders import Contender, OurRanks, start
-from zbmd.tools.bench_peers import OF_TCP, OURS_OTHERWISE, Peer, Site, find_peer
+from zbmd.tools.bench_peers import OF_RDMA, OF_TCP, OURS_OTHERWISE, Peer, Site, find_peer
 from zbmd.tools.bench_result import Row
 from zbmd.tools.bench_stats import (
     ITERATIONS_LEAST,
@@ -27,7 +27,7 @@ from zbmd.tools.bench_stats import (
 )
 from zbmd.transport.errors import UserError
 
-TRANSPORTS: Final = ("shm", "tcp")
+TRANSPORTS: Final = ("shm", "tcp", "rdma")
 STREAM_BYTES_MIN: Final = 1 << 20
 """A stream of bytes (iperf3) is compared with transfers of at least this size."""
 TURN_S_MAX: Final = 1.0
@@ -52,7 +52,8 @@ class Case:
 
 CASES: Final = {
     "p2p": (
-        Case(name="p2p-arena", peers=BETWEEN_MPI),
+        Case(name="p2p-native", peers=OF_RDMA, transports=("rdma",)),
+        Case(name="p2p-arena", peers=(*BETWEEN_MPI, *OF_RDMA)),
         Case(name="p2p-foreign", peers=BETWEEN_MPI, transports=("shm",)),
         Case(name="echo", peers=BETWEEN_MPI),
         Case(
@@ -64,7 +65,7 @@ CASES: Final = {
         Case(name="frame-training", peers=(), bytes_max=FRAME_BYTES_MAX, iterations_max=FRAME_ITERATIONS),
     ),
     "put": (
-        Case(name="put-arena", peers=(*BETWEEN_MPI, "sockets", "iperf3")),
+        Case(name="put-arena", peers=(*BETWEEN_MPI, "sockets", "iperf3", *OF_RDMA)),
         Case(name="put-foreign", peers=(*BETWEEN_MPI, "sockets", "iperf3")),
     ),
 }
@@ -118,6 +119,8 @@ def check_plan(plan: Plan) -> None:
     for name in plan.peers:
         if name in OF_TCP and plan.transport != "tcp":
             raise UserError(f"{name} sends over TCP: compare it with --transport tcp.")
+        if (name in OF_RDMA) != (plan.transport == "rdma"):
+            raise UserError(f"{name} is no peer over {plan.transport}: perftest is RDMA's, and alone there.")
         if not any(name in plan.peers_of(case, nbytes) for case, nbytes in steps):
             raise UserError(f"{name} has no part in these cases at these sizes: {_parts_of(name)}.")
 

@@ -1,6 +1,9 @@
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from zbmd.transport._native import Mapping
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.transfer import Transfer
@@ -15,6 +18,7 @@ NEVER_NS: Final[int]
 PUT: Final[int]
 GET: Final[int]
 MALFORMED: Final[int]
+ACCESS_REFUSED: Final[int]
 ROCE_V1: Final[int]
 ACTIVE: Final[int]
 
@@ -42,11 +46,16 @@ class Registration:
     def nbytes(self) -> int: ...
     @property
     def key(self) -> int:
-        """For peers."""
+        """For peers; 0 once it is revoked."""
+    def revoke(self) -> None:
+        """Once this returns, the device touches the memory no more. Idempotent. Raises UserError."""
 
 class Plane:
     """A completion queue for all peers of one device, and the memory that is registered for good."""
 
+    @property
+    def spin_ns(self) -> int:
+        """How long a thread of ours polls before it sleeps: three times what it costs to be woken here."""
     def __init__(self, device: Device) -> None: ...
     def keep(self, registration: Registration) -> None:
         """Use this registration for what lies in it."""
@@ -76,9 +85,8 @@ class Plane:
         *,
         group_mask: int = 0,
         deadline_ns: int = 0,
-        spin_ns: int = 0,
     ) -> int:
-        """As `Segment.wait`; this thread takes completions itself until none has come for `spin_ns`."""
+        """As `Segment.wait`; this thread takes completions itself for a while."""
     def close(self) -> None:
         """The ends are closed and nobody runs or waits. It lets go of the device. Idempotent."""
 
@@ -119,9 +127,6 @@ class End:
     @property
     def registered(self) -> int:
         """Those whose memory was not."""
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is under way."""
     def connect(
         self,
         gid: bytes,
@@ -144,6 +149,24 @@ class End:
 
         Raises `error`, LinkFull, and UserError if memory cannot be registered.
         """
+    def ping(
+        self,
+        view: memoryview,
+        owner: object,
+        remote: int,
+        key: int,
+        channel: int,
+        value: int,
+        *,
+        first: bool,
+        rounds: int,
+        deadline_ns: int,
+    ) -> tuple[int, NDArray[np.uint64]]:
+        """See `RdmaRegion.ping`; how it ended, as `_native.WAIT_*`, and nanoseconds."""
+    def wait_for(self, number: int, deadline_ns: int) -> None:
+        """Poll natively until so many work requests are done, but not for ever."""
+    def ask(self) -> None:
+        """Somebody waits for what is under way, and does not poll."""
     def settled(self) -> Transfer:
         """Done once all that was asked for before is."""
     def say_goodbye(self) -> Transfer:

@@ -9,8 +9,11 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 import os
 from collections import deque
 
+import numpy as np
+
 from zbmd.transport.errors import LinkFull, LocalProtocolError, UserError
-from zbmd.transport.transfer import DONE, Transfer
+from zbmd.transport.rdma_transfer import RdmaTransfer
+from zbmd.transport.transfer import DONE
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
@@ -18,13 +21,14 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_lock(pthread_mutex_t *mutex)
     int pthread_mutex_unlock(pthread_mutex_t *mutex)
 
-cdef extern from "rdma.h" nogil:
+cdef extern from "rdma_wait.h" nogil:
     enum:
         IBV_ACCESS_LOCAL_WRITE
         IBV_ACCESS_REMOTE_WRITE
         IBV_ACCESS_REMOTE_READ
         IBV_GID_TYPE_ROCE_V1
         IBV_PORT_ACTIVE
+        IBV_WC_REM_ACCESS_ERR
     struct ibv_device:
         pass
     struct ibv_context:
@@ -69,11 +73,13 @@ cdef extern from "rdma.h" nogil:
         ZBMD_RDMA_INLINE_BYTES
         ZBMD_RDMA_SOME
         ZBMD_RDMA_ATTENTION
+        ZBMD_RDMA_LATER
         ZBMD_RDMA_OPEN
         ZBMD_RDMA_FAILED
         ZBMD_RDMA_PUT
         ZBMD_RDMA_GET
         ZBMD_RDMA_NOTE
+        ZBMD_RDMA_SETTLE
         ZBMD_RDMA_GOODBYE_NOTE
         ZBMD_RDMA_MALFORMED
     uint64_t ZBMD_RDMA_NOBODY
@@ -106,6 +112,8 @@ cdef extern from "rdma.h" nogil:
         uint32_t rkey
         uint32_t channel
         int kind
+        int quiet
+        uint64_t number
     struct zbmd_rdma_path:
         uint8_t gid[16]
         uint32_t number
@@ -125,7 +133,13 @@ cdef extern from "rdma.h" nogil:
     int zbmd_rdma_run(zbmd_rdma_plane *plane, uint64_t spin_ns, uint64_t until_ns)
     void zbmd_rdma_stop(zbmd_rdma_plane *plane)
     void zbmd_rdma_enter(zbmd_rdma_plane *plane)
-    void zbmd_rdma_leave(zbmd_rdma_plane *plane)
+    void zbmd_rdma_leave(zbmd_rdma_plane *plane, int wanted)
+    void zbmd_rdma_ask(zbmd_rdma_end *end)
+    void zbmd_rdma_ask_no_more(zbmd_rdma_end *end)
+    uint64_t zbmd_rdma_spin_ns()
+    int zbmd_rdma_wait_acked(zbmd_rdma_end *end, uint64_t number, uint64_t deadline_ns, uint64_t spin_ns)
+    int zbmd_rdma_ping(zbmd_rdma_end *end, const zbmd_rdma_op *what, int first, uint32_t rounds,
+                       uint64_t deadline_ns, uint64_t spin_ns, uint64_t *samples_ns)
     int zbmd_rdma_wait(zbmd_rdma_plane *plane, zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
                        uint64_t group_mask, uint64_t deadline_ns, uint64_t spin_ns)
     int zbmd_rdma_end_open(zbmd_rdma_plane *plane, zbmd_rdma_end *end)
@@ -143,11 +157,12 @@ ENDS_MAX = ZBMD_RDMA_ENDS
 SENDS_MAX = ZBMD_RDMA_SENDS
 CREDITS = ZBMD_RDMA_CREDITS
 SOME = ZBMD_RDMA_SOME
-ATTENTION = ZBMD_RDMA_ATTENTION
+ATTENTION = ZBMD_RDMA_ATTENTION | ZBMD_RDMA_LATER
 NEVER_NS = ZBMD_RDMA_NOBODY
 PUT = ZBMD_RDMA_PUT
 GET = ZBMD_RDMA_GET
 MALFORMED = ZBMD_RDMA_MALFORMED
+ACCESS_REFUSED = IBV_WC_REM_ACCESS_ERR
 ROCE_V1 = IBV_GID_TYPE_ROCE_V1
 ACTIVE = IBV_PORT_ACTIVE
 
@@ -231,7 +246,18 @@ cdef class Registration:
 
     @property
     def key(self):
-        return self.region.rkey
+        return 0 if self.region == NULL else self.region.rkey
+
+    def revoke(self):
+        cdef ibv_mr *region = self.region
+        cdef int error = 0
+        self.region = NULL
+        if region != NULL:
+            with nogil:
+                error = ibv_dereg_mr(region)
+        if error:
+            raise UserError(f"memory cannot be taken back from the RDMA device {self.device.name}: "
+                            f"{os.strerror(error)}")
 
 
 cdef class Plane:
@@ -245,6 +271,7 @@ cdef class Plane:
     cdef uint32_t keys[RANGES_MAX]
     cdef int ranges
     cdef list kept
+    cdef readonly uint64_t spin_ns
 
     def __cinit__(self, Device device):
         memset(&self.plane, 0, sizeof(self.plane))
@@ -254,6 +281,8 @@ cdef class Plane:
         self.plane.domain = device.domain
         if zbmd_rdma_begin(&self.plane):
             raise UserError(f"the RDMA device {device.name} gives no completion queue: {os.strerror(errno)}.")
+        with nogil:
+            self.spin_ns = zbmd_rdma_spin_ns()
 
     def __dealloc__(self):
         if not self.closed:
@@ -303,16 +332,17 @@ cdef class Plane:
         zbmd_rdma_enter(&self.plane)
 
     def leave(self):
-        zbmd_rdma_leave(&self.plane)
+        zbmd_rdma_leave(&self.plane, False)
 
     def wait(self, object mapping, uint32_t slot, uint32_t channel, uint64_t value, *, uint64_t group_mask=0,
-             uint64_t deadline_ns=0, uint64_t spin_ns=0):
+             uint64_t deadline_ns=0):
         cdef zbmd_base own = <zbmd_base><size_t>mapping.address
         cdef int result
         if slot >= ZBMD_MAX_SLOTS or channel >= ZBMD_CHANNELS:
             raise LocalProtocolError(f"there is no cell of slot {slot} and channel {channel}")
         with nogil:
-            result = zbmd_rdma_wait(&self.plane, own, slot, channel, value, group_mask, deadline_ns, spin_ns)
+            result = zbmd_rdma_wait(&self.plane, own, slot, channel, value, group_mask, deadline_ns,
+                                    self.spin_ns)
         return result
 
     def close(self):
@@ -387,10 +417,6 @@ cdef class End:
     def goodbye(self):
         return bool(self.end.goodbye)
 
-    @property
-    def idle(self):
-        return not self.queue and self.end.acked == self.end.posted
-
     def connect(self, bytes gid, *, uint32_t number, uint32_t first_psn, uint32_t own_psn, uint32_t lid,
                 uint32_t mtu, uint32_t port, uint32_t gid_index, uint32_t timeout, uint32_t retries):
         cdef zbmd_rdma_path path
@@ -405,10 +431,27 @@ cdef class End:
     def submit(self, int kind, object view, object owner, uint64_t remote, uint32_t key, uint32_t channel,
                uint64_t value):
         """Put or get the flat bytes `view` of `owner`. What can be checked has been."""
+        cdef Op op = self.described(kind, view, owner, remote, key, channel, value)
+        if self.waiting and self.waiting[0].number <= self.end.acked:
+            self.settle()
+        if not op.op.quiet:
+            op.transfer = RdmaTransfer(self, *op.kept)
+        # From here on nothing runs that could let another thread in between.
+        self.require_open()
+        if not self.queue and self.post(op):
+            return DONE if op.op.quiet else self.await_it(op)
+        if op.op.quiet:  # the caller may have its buffer back at once
+            data = bytes(view)
+            op.op.local = <size_t><const char *>data
+            op.transfer = RdmaTransfer(self, data)
+        self.queue.append(op)
+        self.look()
+        return DONE if op.op.quiet else op.transfer
+
+    cdef Op described(self, int kind, object view, object owner, uint64_t remote, uint32_t key, uint32_t channel,
+                      uint64_t value):
         cdef Op op = Op.__new__(Op)
         cdef Py_buffer buffer
-        cdef uint32_t lkey = 0
-        cdef bint travels_inline
         cdef Registration registration
         PyObject_GetBuffer(view, &buffer, PyBUF_SIMPLE)
         op.op.local = <size_t>buffer.buf
@@ -416,42 +459,43 @@ cdef class End:
         PyBuffer_Release(&buffer)  # `view` itself keeps the memory in its place
         op.op.kind, op.op.remote, op.op.rkey = kind, remote, key
         op.op.channel, op.op.value = channel, value
-        travels_inline = kind == ZBMD_RDMA_PUT and op.op.nbytes <= ZBMD_RDMA_INLINE_BYTES
+        op.op.quiet = not op.op.nbytes or (kind == ZBMD_RDMA_PUT and op.op.nbytes <= ZBMD_RDMA_INLINE_BYTES)
         op.kept = (owner, view)
-        if not travels_inline:
-            if self.plane.find(op.op.local, op.op.nbytes, &lkey):
-                self.reused += 1
-            elif op.op.nbytes:
-                registration, reused = self.lend(owner, op.op.local, op.op.nbytes)
-                lkey = registration.region.lkey
-                op.kept = (owner, view, registration)
-                self.reused += reused
-                self.registered += not reused
-            op.op.lkey = lkey
-        # From here on nothing runs that could let another thread in between.
+        if op.op.quiet:
+            return op
+        if self.plane.find(op.op.local, op.op.nbytes, &op.op.lkey):
+            self.reused += 1
+            return op
+        registration, reused = self.lend(owner, op.op.local, op.op.nbytes)
+        op.op.lkey = registration.region.lkey
+        op.kept = (owner, view, registration)
+        self.reused += reused
+        self.registered += not reused
+        return op
+
+    def ping(self, object view, object owner, uint64_t remote, uint32_t key, uint32_t channel, uint64_t value, *,
+             bint first, uint32_t rounds, uint64_t deadline_ns):
+        """See `RdmaRegion.ping`."""
+        cdef Op op = self.described(ZBMD_RDMA_PUT, view, owner, remote, key, channel, value)
+        samples = np.zeros(max(1, rounds), np.uint64)
+        cdef uint64_t[::1] places = samples
+        cdef int ended
         self.require_open()
-        if not self.queue and self.post(op):
-            if travels_inline:
-                return DONE
-            return self.await_it(op)
-        if travels_inline:  # the caller may have its buffer back at once
-            data = bytes(view)
-            op.kept = (data,)
-            op.op.local = <size_t><const char *>data
-        op.transfer = Transfer(*op.kept)
-        self.queue.append(op)
-        self.look()
-        return DONE if travels_inline else op.transfer
+        if self.queue:
+            raise LocalProtocolError("puts wait for room: await them first")
+        op.op.quiet = True
+        with nogil:
+            ended = zbmd_rdma_ping(&self.end, &op.op, first, rounds, deadline_ns, self.plane.spin_ns, &places[0])
+        return ended, samples[:rounds]
 
     def settled(self):
         """Done once all that was asked for before is."""
         cdef Op op = Op.__new__(Op)
-        op.op.kind = ZBMD_RDMA_PUT
-        op.kept = ()
+        op.op.kind = ZBMD_RDMA_SETTLE
+        op.transfer = RdmaTransfer(self)
         self.require_open()
-        if not self.queue:
+        if not self.queue and self.post(op):
             return self.await_it(op)
-        op.transfer = Transfer()
         self.queue.append(op)
         self.look()
         return op.transfer
@@ -461,8 +505,7 @@ cdef class End:
         cdef Op op = Op.__new__(Op)
         op.op.kind = ZBMD_RDMA_NOTE
         op.op.channel = ZBMD_RDMA_GOODBYE_NOTE
-        op.kept = ()
-        op.transfer = Transfer()
+        op.transfer = RdmaTransfer(self)
         self.queue.append(op)
         self.settle()
         return op.transfer
@@ -481,21 +524,34 @@ cdef class End:
         return whole
 
     cdef object await_it(self, Op op):
-        cdef object transfer = Transfer(*op.kept)
-        self.waiting.append((self.end.posted, transfer))
+        op.transfer.number = op.op.number
+        self.waiting.append(op.transfer)
         self.look()
-        return transfer
+        return op.transfer
+
+    def wait_for(self, uint64_t number, uint64_t deadline_ns):
+        """Poll natively until so many work requests are done, but not for ever."""
+        with nogil:
+            zbmd_rdma_wait_acked(&self.end, number, deadline_ns, self.plane.spin_ns)
+        self.settle()
+
+    def ask(self):
+        """Somebody waits for what is under way, and does not poll."""
+        zbmd_rdma_ask(&self.end)
+        self.look()
 
     cdef bint watch(self) noexcept:
         """Say what we want to know; whether it has come already."""
         cdef uint64_t awaited = ZBMD_RDMA_NOBODY
         cdef bint due
         if self.waiting:
-            awaited = self.waiting[0][0]
+            awaited = self.waiting[0].number
         pthread_mutex_lock(&self.plane.plane.lock)
         self.end.awaited = awaited
         self.end.room_wanted = len(self.queue) > 0
         due = self.end.acked >= awaited or (self.end.room_wanted and zbmd_rdma_may_post(&self.end))
+        if not self.waiting and not self.queue:
+            zbmd_rdma_ask_no_more(&self.end)
         pthread_mutex_unlock(&self.plane.plane.lock)
         return due
 
@@ -508,20 +564,20 @@ cdef class End:
         cdef Op op
         done = []
         while True:
-            while self.waiting and self.waiting[0][0] <= self.end.acked:
-                done.append(self.waiting.popleft()[1])
+            while self.waiting and self.waiting[0].number <= self.end.acked:
+                done.append(self.waiting.popleft())
             while self.queue:
                 op = self.queue[0]
                 if not self.post(op):
                     break
                 self.queue.popleft()
-                self.waiting.append((self.end.posted, op.transfer))
-                done.append(op)
+                if not op.op.quiet:  # else its bytes are in the work request
+                    op.transfer.number = op.op.number
+                    self.waiting.append(op.transfer)
             if not self.watch():
                 break
-        for each in done:
-            if isinstance(each, Transfer):
-                each.finish()
+        for transfer in done:
+            transfer.finish()
 
     def refuse_new(self, object error):
         """Raise this from now on."""
@@ -533,8 +589,8 @@ cdef class End:
         self.refuse_new(error)
         with nogil:
             zbmd_rdma_end_close(&self.end)
-        left = [transfer for number, transfer in self.waiting if number > self.end.acked]
-        done = [transfer for number, transfer in self.waiting if number <= self.end.acked]
+        left = [transfer for transfer in self.waiting if transfer.number > self.end.acked]
+        done = [transfer for transfer in self.waiting if transfer.number <= self.end.acked]
         left += [(<Op>op).transfer for op in self.queue]
         self.waiting.clear()
         self.queue.clear()

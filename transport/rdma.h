@@ -36,13 +36,18 @@
 #define ZBMD_RDMA_LAST_POLLS 64  /* of a queue pair that ends: others complete meanwhile */
 #define ZBMD_RDMA_READS 8        /* gets of an end that are under way in the device */
 #define ZBMD_RDMA_GROW_BITS 27
+#define ZBMD_RDMA_CHAIN 8        /* work requests that are posted at once */
+#define ZBMD_RDMA_SIGNALLED 16   /* of so many work requests one tells that it is done, also if nobody asks */
 #define ZBMD_RDMA_STAND_BY_MS 2  /* how long the thread sleeps at once while somebody else polls */
+#define ZBMD_RDMA_LEASE_NS 500000 /* who has just polled comes back soon: the thread stands by for it */
 #define ZBMD_RDMA_IDLE_MS 60000
 #define ZBMD_RDMA_NOBODY UINT64_MAX
 
-enum { ZBMD_RDMA_SOME = 1, ZBMD_RDMA_ATTENTION = 2 };
+/* What has been found. Attention: something that somebody waits for; later: buffers that may go. */
+enum { ZBMD_RDMA_SOME = 1, ZBMD_RDMA_ATTENTION = 2, ZBMD_RDMA_LATER = 4 };
 enum { ZBMD_RDMA_MADE = 0, ZBMD_RDMA_OPEN = 1, ZBMD_RDMA_FAILED = 2, ZBMD_RDMA_CLOSED = 3 };
-enum { ZBMD_RDMA_PUT = 0, ZBMD_RDMA_GET = 1, ZBMD_RDMA_NOTE = 2 };
+/* A settling has no bytes: it is done when all before it is. */
+enum { ZBMD_RDMA_PUT = 0, ZBMD_RDMA_GET = 1, ZBMD_RDMA_NOTE = 2, ZBMD_RDMA_SETTLE = 3 };
 /* Notes that are for no channel. */
 enum { ZBMD_RDMA_CREDIT_NOTE = ZBMD_CHANNELS, ZBMD_RDMA_GOODBYE_NOTE };
 #define ZBMD_RDMA_MALFORMED -1 /* in place of a status of ibv_wc_status: the peer sent what no peer of ours does */
@@ -59,7 +64,9 @@ typedef struct zbmd_rdma_end {
     uint32_t index, generation; /* of its place in the plane */
     uint64_t message_bytes_max;
     uint64_t posted, acked;     /* work requests */
-    uint64_t awaited;           /* somebody wants to know when `acked` reaches it */
+    uint64_t unsignalled;       /* the last so many of them do not tell when they are done */
+    uint64_t awaited;           /* buffers are held until `acked` reaches it */
+    int asked;                  /* and somebody waits for that */
     int room_wanted;            /* and when there is room */
     uint64_t told, returned;    /* notifications sent; those for which credit came back */
     uint64_t taken, given_back; /* the same for the peer's */
@@ -76,8 +83,11 @@ struct zbmd_rdma_plane {
     zbmd_rdma_end *ends[ZBMD_RDMA_ENDS];
     uint16_t generations[ZBMD_RDMA_ENDS];
     int wake_fd;
-    _Atomic int drivers;   /* threads that poll in place of the plane's own */
-    _Atomic int attention; /* something is for Python to do */
+    _Atomic int drivers;      /* threads that poll in place of the plane's own */
+    _Atomic uint64_t left_ns; /* when the last of them left */
+    _Atomic int standing_by;  /* the plane's own thread does, and does not look */
+    _Atomic int asked;        /* ends with `asked`; changed under the lock */
+    _Atomic int attention;    /* something is for Python to do */
     _Atomic int stopping;
 };
 
@@ -86,7 +96,17 @@ typedef struct zbmd_rdma_op {
     uint64_t local, remote, nbytes, done, value;
     uint32_t lkey, rkey, channel;
     int kind;
+    int quiet;       /* nobody asks when it is done */
+    uint64_t number; /* else it is, when so many work requests are: another's may not tell, and be posted by now */
 } zbmd_rdma_op;
+
+/* Work requests that are posted together: one ring of the device's doorbell. */
+typedef struct zbmd_rdma_chain {
+    struct ibv_send_wr requests[ZBMD_RDMA_CHAIN];
+    struct ibv_sge places[ZBMD_RDMA_CHAIN];
+    uint64_t note[2]; /* one at most: it ends an operation */
+    int count;
+} zbmd_rdma_chain;
 
 static inline uint64_t zbmd_rdma_id(const zbmd_rdma_end *end, uint64_t number) {
     return (uint64_t)end->index << 48 | (uint64_t)(uint16_t)end->generation << 32 | (uint32_t)number;
@@ -102,36 +122,50 @@ static int zbmd_rdma_receive(zbmd_rdma_end *end, uint32_t buffer) {
     return ibv_post_recv(end->qp, &request, &bad);
 }
 
-static int zbmd_rdma_send(zbmd_rdma_end *end, struct ibv_send_wr *request, uint64_t address, uint64_t nbytes,
-                          uint32_t lkey) {
-    struct ibv_sge place = {address, (uint32_t)nbytes, lkey};
+/* Add one. Of those that nobody asks about, some are signalled all the same, or the room would not come back. */
+static struct ibv_send_wr *zbmd_rdma_add(zbmd_rdma_end *end, zbmd_rdma_chain *chain, enum ibv_wr_opcode opcode,
+                                         uint64_t address, uint64_t nbytes, uint32_t lkey, int signalled) {
+    struct ibv_send_wr *request = &chain->requests[chain->count];
+    struct ibv_sge *place = &chain->places[chain->count];
+    *place = (struct ibv_sge){address, (uint32_t)nbytes, lkey};
+    *request = (struct ibv_send_wr){.wr_id = zbmd_rdma_id(end, end->posted + (uint64_t)chain->count),
+                                    .opcode = opcode,
+                                    .sg_list = place,
+                                    .num_sge = nbytes ? 1 : 0};
+    if (signalled || ++end->unsignalled >= ZBMD_RDMA_SIGNALLED) {
+        request->send_flags = IBV_SEND_SIGNALED;
+        end->unsignalled = 0;
+    }
+    if (nbytes <= ZBMD_RDMA_INLINE_BYTES && opcode != IBV_WR_RDMA_READ) request->send_flags |= IBV_SEND_INLINE;
+    if (chain->count) chain->requests[chain->count - 1].next = request;
+    ++chain->count;
+    return request;
+}
+
+static void zbmd_rdma_add_note(zbmd_rdma_end *end, zbmd_rdma_chain *chain, uint64_t kind, uint64_t value,
+                               int signalled) {
+    chain->note[0] = kind;
+    chain->note[1] = value;
+    zbmd_rdma_add(end, chain, IBV_WR_SEND, (uintptr_t)chain->note, sizeof chain->note, 0, signalled);
+}
+
+static int zbmd_rdma_ring(zbmd_rdma_end *end, zbmd_rdma_chain *chain) {
     struct ibv_send_wr *bad;
-    int error;
-    request->wr_id = zbmd_rdma_id(end, end->posted);
-    request->sg_list = &place;
-    request->num_sge = nbytes ? 1 : 0;
-    request->send_flags = IBV_SEND_SIGNALED;
-    if (nbytes <= ZBMD_RDMA_INLINE_BYTES && request->opcode != IBV_WR_RDMA_READ)
-        request->send_flags |= IBV_SEND_INLINE;
-    if ((error = ibv_post_send(end->qp, request, &bad)) == 0) ++end->posted;
+    int error = chain->count ? ibv_post_send(end->qp, chain->requests, &bad) : 0;
+    if (error == 0) end->posted += (uint64_t)chain->count;
+    chain->count = 0;
     return error;
 }
 
-static int zbmd_rdma_send_note(zbmd_rdma_end *end, uint64_t kind, uint64_t value) {
-    uint64_t note[2] = {kind, value};
-    struct ibv_send_wr request = {.opcode = IBV_WR_SEND};
-    return zbmd_rdma_send(end, &request, (uintptr_t)note, sizeof note, 0);
-}
-
-static inline int zbmd_rdma_has_room(const zbmd_rdma_end *end) {
-    return end->posted - end->acked < ZBMD_RDMA_SENDS;
+static inline int zbmd_rdma_has_room(const zbmd_rdma_end *end, const zbmd_rdma_chain *chain) {
+    return end->posted - end->acked + (chain ? (uint64_t)chain->count : 0) < ZBMD_RDMA_SENDS;
 }
 static inline int zbmd_rdma_has_credit(const zbmd_rdma_end *end) {
     return end->told - end->returned < ZBMD_RDMA_CREDITS;
 }
 
 static int zbmd_rdma_may_post(const zbmd_rdma_end *end) {
-    return end->state == ZBMD_RDMA_OPEN && zbmd_rdma_has_room(end) && zbmd_rdma_has_credit(end);
+    return end->state == ZBMD_RDMA_OPEN && zbmd_rdma_has_room(end, NULL) && zbmd_rdma_has_credit(end);
 }
 
 static void zbmd_rdma_failed(zbmd_rdma_end *end, int status) {
@@ -141,45 +175,65 @@ static void zbmd_rdma_failed(zbmd_rdma_end *end, int status) {
     }
 }
 
+/* Add the next work request of a put or get; whether it was the last (1), or there is no room for it now (-1). */
+static int zbmd_rdma_add_part(zbmd_rdma_end *end, zbmd_rdma_op *op, zbmd_rdma_chain *chain) {
+    uint64_t nbytes = op->nbytes - op->done, grows = 0;
+    enum ibv_wr_opcode opcode = op->kind == ZBMD_RDMA_GET ? IBV_WR_RDMA_READ : IBV_WR_RDMA_WRITE;
+    int last, far;
+    if (nbytes > end->message_bytes_max) nbytes = end->message_bytes_max;
+    last = op->done + nbytes == op->nbytes;
+    if (op->kind == ZBMD_RDMA_PUT && last && op->value > end->last_told[op->channel])
+        grows = op->value - end->last_told[op->channel];
+    far = grows >> ZBMD_RDMA_GROW_BITS != 0;
+    if (!nbytes && !grows) return 1;
+    if (!zbmd_rdma_has_room(end, chain) || (grows && !zbmd_rdma_has_credit(end))) return -1;
+    if (far && !nbytes) zbmd_rdma_add_note(end, chain, op->channel, op->value, !op->quiet);
+    else {
+        struct ibv_send_wr *request;
+        if (grows && !far) opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+        request = zbmd_rdma_add(end, chain, opcode, op->local + op->done, nbytes, op->lkey,
+                                last && !far && !op->quiet);
+        request->imm_data = htonl((uint32_t)grows << 5 | op->channel);
+        request->wr.rdma.remote_addr = op->remote + op->done;
+        request->wr.rdma.rkey = op->rkey;
+        op->done += nbytes;
+        if (far) return 0; /* the note comes next */
+    }
+    if (grows) {
+        end->last_told[op->channel] = op->value;
+        ++end->told;
+    }
+    return last;
+}
+
+static int zbmd_rdma_add_next(zbmd_rdma_end *end, zbmd_rdma_op *op, zbmd_rdma_chain *chain) {
+    if (op->kind < ZBMD_RDMA_NOTE) return zbmd_rdma_add_part(end, op, chain);
+    if (op->kind == ZBMD_RDMA_SETTLE && !end->unsignalled) return 1;
+    if (!zbmd_rdma_has_room(end, chain)) return -1;
+    if (op->kind == ZBMD_RDMA_NOTE) zbmd_rdma_add_note(end, chain, op->channel, op->value, 1);
+    else zbmd_rdma_add(end, chain, IBV_WR_RDMA_WRITE, 0, 0, 0, 1);
+    return 1;
+}
+
 /* Post what there is room for; whether all of it is. What a queue pair that has failed is given stays. */
 static int zbmd_rdma_post(zbmd_rdma_end *end, zbmd_rdma_op *op) {
-    while (end->state == ZBMD_RDMA_OPEN) {
-        uint64_t nbytes = op->nbytes - op->done, grows = 0;
-        struct ibv_send_wr request = {.opcode = IBV_WR_RDMA_WRITE};
-        int last, error;
-        if (op->kind == ZBMD_RDMA_NOTE) {
-            if (!zbmd_rdma_has_room(end)) return 0;
-            if ((error = zbmd_rdma_send_note(end, op->channel, op->value))) break;
-            return 1;
-        }
-        if (nbytes > end->message_bytes_max) nbytes = end->message_bytes_max;
-        last = op->done + nbytes == op->nbytes;
-        if (op->kind == ZBMD_RDMA_PUT && last && op->value > end->last_told[op->channel])
-            grows = op->value - end->last_told[op->channel];
-        if (!nbytes && !grows) return 1;
-        if (!zbmd_rdma_has_room(end) || (grows && !zbmd_rdma_has_credit(end))) return 0;
-        if (!nbytes && grows >> ZBMD_RDMA_GROW_BITS) {
-            if ((error = zbmd_rdma_send_note(end, op->channel, op->value))) break;
-        } else {
-            if (op->kind == ZBMD_RDMA_GET) request.opcode = IBV_WR_RDMA_READ;
-            else if (grows && !(grows >> ZBMD_RDMA_GROW_BITS)) {
-                request.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
-                request.imm_data = htonl((uint32_t)grows << 5 | op->channel);
-            }
-            request.wr.rdma.remote_addr = op->remote + op->done;
-            request.wr.rdma.rkey = op->rkey;
-            if ((error = zbmd_rdma_send(end, &request, op->local + op->done, nbytes, op->lkey))) break;
-            op->done += nbytes;
-            if (grows >> ZBMD_RDMA_GROW_BITS) continue; /* the note comes next */
-        }
-        if (grows) {
-            end->last_told[op->channel] = op->value;
-            ++end->told;
-        }
-        if (last) return 1;
+    zbmd_rdma_chain chain;
+    int whole = 0;
+    chain.count = 0;
+    while (end->state == ZBMD_RDMA_OPEN && whole == 0) {
+        while (chain.count < ZBMD_RDMA_CHAIN && whole == 0) whole = zbmd_rdma_add_next(end, op, &chain);
+        if (zbmd_rdma_ring(end, &chain)) zbmd_rdma_failed(end, IBV_WC_GENERAL_ERR);
     }
-    if (end->state == ZBMD_RDMA_OPEN) zbmd_rdma_failed(end, IBV_WC_GENERAL_ERR);
-    return 0;
+    op->number = end->posted;
+    return whole == 1 && end->state == ZBMD_RDMA_OPEN;
+}
+
+static int zbmd_rdma_send_credit(zbmd_rdma_end *end) {
+    zbmd_rdma_chain chain;
+    chain.count = 0;
+    zbmd_rdma_add_note(end, &chain, ZBMD_RDMA_CREDIT_NOTE, end->taken, 0);
+    end->given_back = end->taken;
+    return zbmd_rdma_ring(end, &chain);
 }
 
 static void zbmd_rdma_publish(zbmd_rdma_end *end, uint32_t channel, uint64_t value) {
@@ -222,16 +276,15 @@ static int zbmd_rdma_complete(zbmd_rdma_plane *plane, const struct ibv_wc *wc) {
     else end->acked += (uint32_t)((uint32_t)wc->wr_id + 1 - (uint32_t)end->acked);
     if (end->state == ZBMD_RDMA_OPEN && end->taken - end->given_back >= ZBMD_RDMA_CREDITS / 2 &&
         end->posted - end->acked < ZBMD_RDMA_SENDS + ZBMD_RDMA_CONTROL) {
-        if (zbmd_rdma_send_note(end, ZBMD_RDMA_CREDIT_NOTE, end->taken))
-            zbmd_rdma_failed(end, IBV_WC_GENERAL_ERR);
-        end->given_back = end->taken;
+        if (zbmd_rdma_send_credit(end)) zbmd_rdma_failed(end, IBV_WC_GENERAL_ERR);
     }
     if (!told && (end->state == ZBMD_RDMA_FAILED || end->goodbye)) return ZBMD_RDMA_ATTENTION;
-    if (end->acked >= end->awaited) return ZBMD_RDMA_ATTENTION;
-    return end->room_wanted && zbmd_rdma_may_post(end) ? ZBMD_RDMA_ATTENTION : 0;
+    if (end->room_wanted && zbmd_rdma_may_post(end)) return ZBMD_RDMA_ATTENTION;
+    if (end->acked < end->awaited) return 0;
+    return end->asked ? ZBMD_RDMA_ATTENTION : ZBMD_RDMA_LATER;
 }
 
-/* Take what has completed; bits of ZBMD_RDMA_SOME and ZBMD_RDMA_ATTENTION. */
+/* Take what has completed; bits of ZBMD_RDMA_SOME, _ATTENTION and _LATER. */
 static int zbmd_rdma_poll(zbmd_rdma_plane *plane) {
     struct ibv_wc completions[ZBMD_RDMA_POLL];
     int count, found = 0;
@@ -251,6 +304,7 @@ static void zbmd_rdma_wake(zbmd_rdma_plane *plane) {
 static int zbmd_rdma_poll_only(zbmd_rdma_plane *plane) {
     int found = zbmd_rdma_poll(plane);
     if (found & ZBMD_RDMA_ATTENTION) zbmd_rdma_wake(plane);
+    else if (found & ZBMD_RDMA_LATER) atomic_store(&plane->attention, 1);
     return found;
 }
 
@@ -275,6 +329,19 @@ static void zbmd_rdma_doze(zbmd_rdma_plane *plane, int timeout_ms) {
     if (!zbmd_rdma_poll_only(plane)) zbmd_rdma_park(plane, 1, timeout_ms);
 }
 
+/* Whether somebody polls in place of the plane's own thread, or will soon: then that has slept for a while. To
+ * wake it each time that a wait ends would cost more than the wait. */
+static int zbmd_rdma_stands_by(zbmd_rdma_plane *plane) {
+    int theirs;
+    atomic_store(&plane->standing_by, 1);
+    theirs = atomic_load(&plane->drivers) != 0 ||
+             (!atomic_load(&plane->asked) &&
+              zbmd_now_ns() - atomic_load(&plane->left_ns) < ZBMD_RDMA_LEASE_NS);
+    if (theirs) zbmd_rdma_park(plane, 0, ZBMD_RDMA_STAND_BY_MS);
+    atomic_store(&plane->standing_by, 0);
+    return theirs;
+}
+
 /* The plane's own thread: until there is something for Python, or it is `until_ns` (1), or the plane stops (0). */
 static int zbmd_rdma_run(zbmd_rdma_plane *plane, uint64_t spin_ns, uint64_t until_ns) {
     uint64_t last_ns = zbmd_now_ns();
@@ -282,17 +349,14 @@ static int zbmd_rdma_run(zbmd_rdma_plane *plane, uint64_t spin_ns, uint64_t unti
         int found = 0;
         if (atomic_exchange(&plane->attention, 0)) return 1;
         if (zbmd_now_ns() >= until_ns) return 1;
-        if (atomic_load(&plane->drivers)) {
-            zbmd_rdma_park(plane, 0, ZBMD_RDMA_STAND_BY_MS);
-            continue;
-        }
+        if (zbmd_rdma_stands_by(plane)) continue;
         found = zbmd_rdma_poll(plane);
-        if (found & ZBMD_RDMA_ATTENTION) return 1;
+        if (found & (ZBMD_RDMA_ATTENTION | ZBMD_RDMA_LATER)) return 1;
         if (found) last_ns = zbmd_now_ns();
         else if (zbmd_now_ns() - last_ns >= spin_ns) {
             ibv_req_notify_cq(plane->queue, 0);
             found = zbmd_rdma_poll(plane); /* what came before it was armed is not told */
-            if (found & ZBMD_RDMA_ATTENTION) return 1;
+            if (found & (ZBMD_RDMA_ATTENTION | ZBMD_RDMA_LATER)) return 1;
             last_ns = zbmd_now_ns();
             if (!found && last_ns < until_ns) {
                 uint64_t left_ms = (until_ns - last_ns) / 1000000 + 1;
@@ -311,27 +375,27 @@ static void zbmd_rdma_stop(zbmd_rdma_plane *plane) {
     zbmd_rdma_wake(plane);
 }
 
-static void zbmd_rdma_leave(zbmd_rdma_plane *plane) {
-    if (atomic_fetch_sub(&plane->drivers, 1) == 1) zbmd_rdma_wake(plane);
+/* wanted: somebody who does not poll waits for what comes. */
+static void zbmd_rdma_leave(zbmd_rdma_plane *plane, int wanted) {
+    atomic_store(&plane->left_ns, wanted ? 0 : zbmd_now_ns());
+    if (atomic_fetch_sub(&plane->drivers, 1) == 1 && (wanted || atomic_load(&plane->asked)))
+        eventfd_write(plane->wake_fd, 1);
 }
 
-/* As zbmd_wait, but this thread takes completions itself until nothing has come for `spin_ns`. */
-static int zbmd_rdma_wait(zbmd_rdma_plane *plane, zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
-                          uint64_t group_mask, uint64_t deadline_ns, uint64_t spin_ns) {
-    uint64_t cell = zbmd_cell_offset(slot, channel), last_ns = zbmd_now_ns();
-    zbmd_rdma_enter(plane);
-    for (;;) {
-        int found, result = zbmd_arrived(zbmd_load64(own, cell), value);
-        uint64_t now_ns;
-        if (result < 0) {
-            found = zbmd_rdma_poll_only(plane);
-            now_ns = zbmd_now_ns();
-            if (found) last_ns = now_ns;
-            if (now_ns - last_ns < spin_ns && !(deadline_ns && now_ns >= deadline_ns)) continue;
-        }
-        zbmd_rdma_leave(plane);
-        return result >= 0 ? result : zbmd_wait(own, slot, channel, value, group_mask, deadline_ns, 0);
-    }
+/* Somebody waits for what an end has under way, and does not poll. */
+static void zbmd_rdma_ask(zbmd_rdma_end *end) {
+    zbmd_rdma_plane *plane = end->plane;
+    pthread_mutex_lock(&plane->lock);
+    if (!end->asked) atomic_fetch_add(&plane->asked, 1);
+    end->asked = 1;
+    pthread_mutex_unlock(&plane->lock);
+    if (atomic_load(&plane->standing_by) && !atomic_load(&plane->drivers)) eventfd_write(plane->wake_fd, 1);
+}
+
+/* Under the lock: nothing is under way any more. */
+static void zbmd_rdma_ask_no_more(zbmd_rdma_end *end) {
+    if (end->asked) atomic_fetch_sub(&end->plane->asked, 1);
+    end->asked = 0;
 }
 
 /* -- set-up ------------------------------------------------------------------------------------------------ */
@@ -370,6 +434,7 @@ static void zbmd_rdma_end_close(zbmd_rdma_end *end) {
     }
     pthread_mutex_lock(&plane->lock);
     end->state = ZBMD_RDMA_CLOSED;
+    zbmd_rdma_ask_no_more(end);
     if (plane->ends[end->index] == end) plane->ends[end->index] = NULL;
     pthread_mutex_unlock(&plane->lock);
     if (end->qp != NULL) ibv_destroy_qp(end->qp);

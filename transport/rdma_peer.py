@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from zbmd.transport import _native
-from zbmd.transport._rdma import GET, MALFORMED, PUT
+from zbmd.transport._rdma import ACCESS_REFUSED, GET, MALFORMED, PUT
 from zbmd.transport._rdma import End as NativeEnd
 from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeerInfo, OnEnded
@@ -38,10 +40,12 @@ from zbmd.transport.rdma_life import (
     TimerFired,
 )
 from zbmd.transport.rdma_setup import MemoryAt, QueuePairAt
-from zbmd.transport.region import RegionHandle, require_owner
+from zbmd.transport.region import RegionHandle, flat_bytes, require_cell, require_owner, require_range
 from zbmd.transport.transfer import Transfer
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from zbmd.transport.rdma_plane import RdmaPlane
 
 TIMEOUT: Final = 14
@@ -149,7 +153,7 @@ class RdmaPeer:
                 f"a region handle of {self.info.name} has bytes {handle.offset}+{handle.nbytes}, outside its "
                 f"{'inbox' if handle.writable else 'arena'} ({begin}..{end})"
             )
-        return RdmaRegion(self._native, handle, theirs.base + handle.offset, key)
+        return RdmaRegion(self._native, handle, theirs.base + handle.offset, handle.key or key)
 
     def settled(self) -> Transfer:
         """Done once all that was put and notified before has arrived; raises what ends the connection."""
@@ -203,6 +207,10 @@ class RdmaPeer:
         name, status = self.info.name, self._native.status
         if status == MALFORMED:
             return RemoteProtocolError(f"{name} sent a note that is none over RDMA")
+        if status == ACCESS_REFUSED:
+            return RemoteProtocolError(
+                f"a put or get was refused between {name} and us: no region of that key, or it is released"
+            )
         return PeerLost(name, f"its RDMA connection broke (ibv_wc_status {status})")
 
     def _handle(self, event: LifeEvent) -> None:
@@ -251,6 +259,43 @@ class RdmaRegion(CheckedRegion):
         self._end = end
         self._at = at
         self._key = key
+
+    def ping(
+        self,
+        src: Buffer | NDArray[Any],
+        *,
+        channel: int,
+        value: int,
+        first: bool,
+        rounds: int,
+        deadline_ns: int,
+    ) -> NDArray[np.uint64]:
+        """`rounds` puts of `src` and the peer's answers, natively; returns what each took, in nanoseconds.
+
+        The peer does the same on its side with the same values, which begin at `value`; `first` says who
+        begins. For whoever wants to know how quick a connection is. Raises as `put`, `PeerLost`, and
+        `DeadlineExceeded` once CLOCK_MONOTONIC passes `deadline_ns`.
+        """
+        self._check_open()
+        require_cell(channel, value)
+        view = flat_bytes(src)
+        require_range(self.handle, 0, view.nbytes)
+        ended, samples_ns = self._end.ping(
+            view,
+            src,
+            self._at,
+            self._key,
+            channel,
+            value,
+            first=first,
+            rounds=rounds,
+            deadline_ns=deadline_ns,
+        )
+        if ended == _native.WAIT_DEADLINE:
+            raise DeadlineExceeded(f"slot {self.handle.slot} did not answer all {rounds} puts in time")
+        if ended != _native.WAIT_OK:
+            raise self._end.error or PeerLost(self.handle.slot, "it was lost while it was pinged")
+        return samples_ns
 
     def _put(self, view: memoryview, offset: int, channel: int, value: int, owner: object) -> Transfer:
         return self._end.submit(PUT, view, owner, self._at + offset, self._key, channel, value)

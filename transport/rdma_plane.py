@@ -2,7 +2,8 @@
 
 The thread polls natively, without the GIL, for a while after each completion, and then sleeps until the next;
 Python runs on it only when a transfer that somebody holds is done, or a connection ends. A thread that waits
-for what the plane brings may poll itself (`driving`, `drive`, `wait`); the plane's own stands by meanwhile.
+for what the plane brings polls itself (`wait`, `Transfer.wait`) or may do so (`driving`, `drive`). Its
+own thread stands by meanwhile, and half a millisecond longer, unless somebody sleeps who counts on it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeerInfo, OnEnded
 from zbmd.transport.errors import LinkClosed, UserError
 from zbmd.transport.rdma_peer import RdmaPeer
-from zbmd.transport.rdma_registrations import Registrations
+from zbmd.transport.rdma_registrations import RdmaRegionKeys, Registrations
 from zbmd.transport.segment import Segment
 
-SPIN_NS: Final = 50_000
-"""How long a thread looks again after a completion before it sleeps."""
 PARK_MS: Final = 1
 """How long a thread that drives sleeps at once: what it waits for may also end where nobody wakes it."""
 _CLOSED: Final = "the RDMA data plane of this process is closed"
@@ -47,7 +46,8 @@ class RdmaPlane:
     """The thread, and what it polls. Start it after forking; `close` it before the end.
 
     name, address: as `rdma_device.open_device`. segment: ours, which is registered whole: peers may read and
-    write its inbox and read its arena, as those of one host may. Raises `UserError` if the device cannot be
+    write its inbox and read its arena, as those of one host may. A region of the inbox that is registered
+    from now on has a key of its own, too, which ends with it. Raises `UserError` if the device cannot be
     used, or too little memory may be locked.
     """
 
@@ -72,6 +72,8 @@ class RdmaPlane:
             device.register(base + _native.OFF_DESCRIPTORS, _native.OFF_END - _native.OFF_DESCRIPTORS)
         )
         self._kept = segment.mapping
+        self._keys = RdmaRegionKeys(device, base)
+        segment.regions.keyed_by(self._keys)
         self._peers: dict[RdmaPeer, None] = {}
         self._timers: dict[RdmaPeer, int] = {}
         self._calls: deque[Callable[[], None]] = deque()
@@ -126,17 +128,14 @@ class RdmaPlane:
         *,
         group_mask: int = 0,
         deadline_ns: int = 0,
-        spin_ns: int = SPIN_NS,
     ) -> int:
-        """`Segment.wait`, by a thread that takes completions itself for a while."""
+        """`Segment.wait`, by a thread that takes completions itself: no other is woken, and no Python runs.
+
+        It polls three times as long as to be woken costs on this host (`native.spin_ns`), then has the device
+        wake it, and after 20 ms in vain leaves that to the plane's own thread.
+        """
         return self.native.wait(
-            self._kept,
-            slot,
-            channel,
-            value,
-            group_mask=group_mask,
-            deadline_ns=deadline_ns,
-            spin_ns=spin_ns,
+            self._kept, slot, channel, value, group_mask=group_mask, deadline_ns=deadline_ns
         )
 
     # -- a thread that waits polls itself, as with `bulk_plane.DataPlane` ----------------------------------
@@ -200,12 +199,14 @@ class RdmaPlane:
             return
         self.native.stop()
         self._thread.join()
+        self.segment.regions.keyed_by(None)
+        self._keys.close()
         self.registrations.close()
         self.native.close()
 
     def _run(self) -> None:
         try:
-            while self.native.run(SPIN_NS, min(self._timers.values(), default=NEVER_NS)):
+            while self.native.run(self.native.spin_ns, min(self._timers.values(), default=NEVER_NS)):
                 self._turn()
         finally:
             # Also after a bug of ours: nobody may wait for ever for a thread that has ended.

@@ -1,4 +1,4 @@
-"""Arrays outside of the segment that are registered with an RDMA device, for as long as they live."""
+"""What is registered with an RDMA device beside the segment: arrays while they live, and peers' regions."""
 
 from __future__ import annotations
 
@@ -65,6 +65,43 @@ class Registrations:
             found = self._kept.get(key)
             if found is not None and found[0] is gone:
                 del self._kept[key]
+
+
+class RdmaRegionKeys:
+    """A registration of its own for each region that peers may put into: `RegionKeys` of a segment.
+
+    To end it costs those who put into it after its end their connection, and us nothing.
+    """
+
+    def __init__(self, device: Device, base: int) -> None:
+        self._device: Device | None = device
+        self._base = base
+        self._lock = threading.Lock()
+        self._made: dict[int, Registration] = {}
+
+    def add(self, offset: int, nbytes: int) -> int:
+        """See `RegionKeys`."""
+        with self._lock:
+            if self._device is None:
+                return 0
+            made = self._device.register(self._base + offset, nbytes, remote_read=True, remote_write=True)
+            self._made[made.key] = made
+            return made.key
+
+    def revoke(self, key: int) -> None:
+        """See `RegionKeys`."""
+        with self._lock:
+            made = self._made.pop(key, None)
+        if made is not None:
+            made.revoke()
+
+    def close(self) -> None:
+        """Revoke all of them, and let go of the device. Idempotent."""
+        with self._lock:
+            self._device = None
+            made, self._made = self._made, {}
+        for registration in made.values():
+            registration.revoke()
 
 
 def _root(owner: object) -> NDArray[Any] | None:

@@ -38,6 +38,20 @@ class RegionHandle(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     nbytes: int
     writable: bool
     """Whether peers may put into it: it lies in the owner's inbox."""
+    key: int = 0
+    """What a device that serves it knows it by, which is refused once it is released; 0: none serves it."""
+
+
+class RegionKeys(Protocol):
+    """What registers writable regions with a device; an `RdmaPlane` has one. For any thread."""
+
+    def add(self, offset: int, nbytes: int) -> int:
+        """Let peers put into these bytes of the segment by the key that is returned. Raises `UserError`."""
+        ...
+
+    def revoke(self, key: int) -> None:
+        """Once this returns, nobody reaches memory by that key. Idempotent."""
+        ...
 
 
 class RemoteRegion(Protocol):
@@ -85,12 +99,13 @@ class RemoteRegion(Protocol):
 
 
 class _Region:
-    """A registered array, and the slots of those that may still write it."""
+    """A registered array, its key, and the slots of those that may still write it."""
 
-    __slots__ = ("array", "writers")
+    __slots__ = ("array", "key", "writers")
 
-    def __init__(self, array: NDArray[Any]) -> None:
+    def __init__(self, array: NDArray[Any], key: int) -> None:
         self.array = array
+        self.key = key
         self.writers: set[int] = set()
 
 
@@ -103,7 +118,9 @@ class Regions:
         self._inbox = inbox
         self._arena = arena
         self._lock = threading.Lock()
+        self._keys: RegionKeys | None = None
         self._regions: dict[RegionHandle, _Region] = {}
+        """By their handles without keys, which is how peers name them over TCP."""
         self._closing: dict[RegionHandle, _Region] = {}
         self._lent: dict[RegionHandle, tuple[NDArray[Any], int]] = {}
         """Arrays that are lent to peers, and how many times."""
@@ -113,7 +130,8 @@ class Regions:
 
         The array lives until `release`; and if `writers` names the slots that get the handle, then until each
         of these is proven gone. Registering it again gives the same handle and adds writers. Raises
-        `LocalProtocolError` if it is not C-contiguous, lies elsewhere, or `REGIONS_MAX` are registered.
+        `LocalProtocolError` if it is not C-contiguous, lies elsewhere, or `REGIONS_MAX` are registered, and
+        `UserError` if a device that is to serve it takes no more memory.
         """
         offset, writable = self._inbox.offset_of(array), True
         if offset is None:
@@ -128,11 +146,22 @@ class Regions:
             region = self._regions.get(handle) or self._closing.pop(handle, None)
             if region is None:
                 self._require_room()
-                region = _Region(array)
+                keyed = self._keys is not None and writable and array.nbytes
+                region = _Region(array, self._keys.add(offset, array.nbytes) if self._keys and keyed else 0)
             self._regions[handle] = region
             if writable:
                 region.writers.update(writers)
-        return handle
+        return msgspec.structs.replace(handle, key=region.key) if region.key else handle
+
+    def keyed_by(self, keys: RegionKeys | None) -> None:
+        """From now on a device serves what is registered, or none does; what is registered stays as it is.
+
+        Raises `LocalProtocolError` if another device does already.
+        """
+        with self._lock:
+            if keys is not None and self._keys is not None:
+                raise LocalProtocolError("an RDMA plane serves this segment already: one can")
+            self._keys = keys
 
     def lend(self, array: NDArray[Any], offset: int, *, writable: bool) -> RegionHandle:
         """Let peers on other hosts reach `array`, at `offset` of our segment, until `take_back`.
@@ -168,11 +197,19 @@ class Regions:
             raise LocalProtocolError(f"{REGIONS_MAX} regions are registered already: release some")
 
     def release(self, handle: RegionHandle) -> None:
-        """Let go of the array behind one of our handles, once none of its writers is left. Idempotent."""
+        """Let go of the array behind one of our handles, once none of its writers is left. Idempotent.
+
+        Its key is revoked then, before the memory can be another's.
+        """
+        handle = _without_key(handle)
         with self._lock:
             region = self._regions.pop(handle, None)
-            if region is not None and region.writers:
+            if region is None:
+                return
+            if region.writers:
                 self._closing[handle] = region
+            else:
+                self._revoke(region)
 
     def writer_gone(self, slot: int) -> None:
         """The process in `slot` is proven gone. Idempotent."""
@@ -181,7 +218,11 @@ class Regions:
                 for region in regions.values():
                     region.writers.discard(slot)
             for handle in [handle for handle, region in self._closing.items() if not region.writers]:
-                del self._closing[handle]
+                self._revoke(self._closing.pop(handle))
+
+    def _revoke(self, region: _Region) -> None:
+        if self._keys is not None and region.key:
+            self._keys.revoke(region.key)
 
     @property
     def closing(self) -> int:
@@ -200,6 +241,7 @@ class Regions:
                 f"a region handle for slot {handle.slot}, incarnation {handle.incarnation} came to slot "
                 f"{self._slot}, incarnation {self._incarnation}"
             )
+        handle = _without_key(handle)
         with self._lock:
             region, lent = self._regions.get(handle), self._lent.get(handle)
         if region is not None:
@@ -215,6 +257,10 @@ class Regions:
             raise read_only(handle)
         view = array.reshape(-1).view(np.uint8).data[offset : offset + nbytes]
         return view if write else view.toreadonly()
+
+
+def _without_key(handle: RegionHandle) -> RegionHandle:
+    return msgspec.structs.replace(handle, key=0) if handle.key else handle
 
 
 def require_range(handle: RegionHandle, offset: int, nbytes: int) -> None:
@@ -238,6 +284,8 @@ def require_owner(handle: RegionHandle, *, slot: int, incarnation: int) -> None:
         raise RemoteProtocolError(
             f"a region handle of slot {slot} names bytes {handle.offset}+{handle.nbytes}: there are none"
         )
+    if not 0 <= handle.key < 1 << 32:
+        raise RemoteProtocolError(f"a region handle of slot {slot} has the key {handle.key}: there is none")
 
 
 def require_cell(channel: int, value: int) -> None:

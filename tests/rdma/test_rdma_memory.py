@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 
 import numpy as np
-from region_harness import NEAR, Ends, RdmaEnds, RdmaHarness
+from region_harness import FAR, GUARD_NS, NEAR, Ends, RdmaEnds, RdmaHarness
 
 from zbmd.transport import _native
 from zbmd.transport._rdma import CREDITS, INLINE_BYTES
+from zbmd.transport.rdma_peer import RdmaRegion
 from zbmd.transport.rdma_plane import RdmaPlane
 
 PUTS = 100
@@ -50,6 +52,43 @@ def test_another_array_is_registered_once_and_not_beyond_its_life() -> None:
         gc.collect()
         assert plane.registrations.kept == 0
         assert await ends.far.wait(NEAR, 0, PUTS) == _native.WAIT_OK and set(target.tolist()) == {PUTS}
+
+    RdmaHarness().run(scenario)
+
+
+def test_both_sides_of_a_ping_are_told_what_each_round_took() -> None:
+    """Natively, by puts that nobody asks about; more of them than a queue pair holds, between other puts."""
+    rounds = 2 * CREDITS
+
+    async def scenario(ends: Ends) -> None:
+        regions = ends.far.inbox(ends.near, NBYTES)[1], ends.near.inbox(ends.far, NBYTES)[1]
+        sources = [end.memory.arena.empty(8, np.uint8) for end in (ends.near, ends.far)]
+
+        def ping(side: int) -> int:
+            region = regions[side]
+            assert isinstance(region, RdmaRegion)
+            deadline_ns = _native.now_ns() + GUARD_NS
+            took_ns = region.ping(
+                sources[side], channel=0, value=1, first=side == 0, rounds=rounds, deadline_ns=deadline_ns
+            )
+            region.put(np.zeros(NBYTES, np.uint8), channel=1, value=1).wait(deadline_ns)
+            return len(took_ns)
+
+        sides = (asyncio.to_thread(ping, side) for side in range(2))
+        assert await asyncio.gather(*sides) == [rounds, rounds]
+        assert await ends.far.wait(NEAR, 1, 1) == await ends.near.wait(FAR, 1, 1) == _native.WAIT_OK
+
+    RdmaHarness().run(scenario)
+
+
+def test_a_region_that_is_released_has_no_registration_and_others_live_on() -> None:
+    async def scenario(ends: Ends) -> None:
+        _, first = ends.far.inbox(ends.near, NBYTES)
+        target, second = ends.far.inbox(ends.near, NBYTES)
+        assert 0 != first.handle.key != second.handle.key != 0
+        ends.far.memory.regions.release(first.handle)
+        await second.put(np.ones(NBYTES, np.uint8), channel=0, value=1)
+        assert await ends.far.wait(NEAR, 0, 1) == _native.WAIT_OK and target.all()
 
     RdmaHarness().run(scenario)
 

@@ -543,7 +543,6 @@ class RdmaHarness(RegionHarness):
     """From the first device that is given to the last."""
 
     name = "rdma"
-    owner_refuses = False
     large_bytes = 20 << 20  # several messages; the processor of the RDMA machine is an emulated one
 
     def run(self, scenario: Scenario, sizes: Sizes = Sizes()) -> None:

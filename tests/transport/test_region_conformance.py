@@ -30,6 +30,7 @@ from zbmd.transport.transfer import Transfer
 
 THREADS = 4
 LATER_EPOCH = 1 << 32
+RELEASED_BYTES = 4096
 OK = _native.WAIT_OK
 
 over_all = pytest.mark.parametrize("harness", HARNESSES, ids=lambda harness: harness.name)
@@ -184,6 +185,8 @@ def test_handles_that_are_forged_stale_out_of_bounds_or_read_only(harness: Regio
             change(handle, nbytes=-1),
             change(handle, nbytes=1 << 62),
             change(handle, writable=False),
+            change(handle, key=-1),
+            change(handle, key=1 << 32),
         ):
             await refused(ends, forged)
         for offset in (57, 64, -1, 1 << 63):
@@ -351,16 +354,17 @@ def test_a_wait_ends_with_what_ended_it(harness: RegionHarness) -> None:
 
 @over_all
 def test_released_memory_is_no_longer_reached_by_its_handle(harness: RegionHarness) -> None:
-    """Where bytes come over TCP the owner refuses; where peers reach memory by themselves they keep it."""
+    """Where bytes come over TCP the owner refuses, over RDMA its device; what peers map they keep."""
 
     async def scenario(ends: Ends) -> None:
-        target, region = ends.far.inbox(ends.near, 8)
+        target, region = ends.far.inbox(ends.near, RELEASED_BYTES)
         ends.far.memory.regions.release(region.handle)
         if not harness.owner_refuses:
             return
         with pytest.raises(RemoteProtocolError, match="no region"):
-            await put(region, b"12345678", value=1)
+            await put(region, b"1" * RELEASED_BYTES, value=1)
         assert not target.any()
+        assert await ends.far.wait(NEAR, 0, 1, for_ns=1) == _native.WAIT_DEADLINE
 
     harness.run(scenario)
 

@@ -20,7 +20,7 @@ from zbmd.tools.settings import read_config
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.mesh import Mesh
 from zbmd.training.optim import AdamWConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
-from zbmd.training.pipeline.schedules import RUNNABLE
+from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.schedule import CURVES
 from zbmd.training.tensor.axes import require_axes
 from zbmd.training.tensor.options import PRECISIONS, TOKENS, TrainOptions
@@ -110,7 +110,7 @@ SETTINGS: Final = (
     Entry("tokenizer", "data", Path, None, "a tokenizer.json to use instead of training one"),
     Entry("ranks", "mesh", _WHOLE, 1, "processes to start"),
     Entry("mesh", "mesh", str, _OPTIONS.mesh, "axes dp, pp and tp, such as dp=2,pp=2,tp=2"),
-    Entry("schedule", "mesh", _one_of(*RUNNABLE), _OPTIONS.schedule, f"of stages: {', '.join(RUNNABLE)}"),
+    Entry("schedule", "mesh", _one_of(*SCHEDULES), _OPTIONS.schedule, f"of stages: {', '.join(SCHEDULES)}"),
     Entry("chunks", "mesh", _WHOLE, _OPTIONS.chunks, "parts of the model a stage"),
     Entry("overlap", "mesh", _switch, True, "reduce gradients while the backward pass goes on: on or off"),
     Entry("family", "model", _one_of("zbmd", "gpt2"), _MODEL.family, "zbmd or gpt2"),

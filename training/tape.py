@@ -49,7 +49,7 @@ class Parameter:
     gradient is rounded as it is kept.
     """
 
-    __slots__ = ("_fresh", "grad", "handed", "index", "on_ready", "stored", "uses_left")
+    __slots__ = ("_fresh", "deferred", "grad", "handed", "index", "on_ready", "stored", "uses_left")
 
     def __init__(self, stored: Array, grad: Array | None, index: int, on_ready: GradReady | None) -> None:
         self.stored = stored
@@ -60,6 +60,8 @@ class Parameter:
         """Whether the hook has been told that the gradient is final."""
         self._fresh = True
         self.on_ready = on_ready
+        self.deferred: list[Callable[[], None]] | None = None
+        """Where gradients that are computed later wait, in their order; None: each is computed at once."""
 
     @property
     def data(self) -> Array:
@@ -74,14 +76,41 @@ class Parameter:
         """Give up one use that was counted and will bring no gradient: those counted since will."""
         self.uses_left -= 1
 
-    def receive(self, write: Callable[[Array], object]) -> None:
-        """Take the gradient of one use: `write(out)` sets all of `out`, an array like `data`."""
+    def receive(self, write: Callable[[Array], object], *, lasting: bool = False) -> None:
+        """Take the gradient of one use: `write(out)` sets all of `out`, an array like `data`.
+
+        lasting: nothing that `write` reads changes any more, so that it can be called later. What cannot be
+        put off is computed now, and kept apart until its turn.
+        """
+        if self.deferred is None:
+            self._take(write)
+            return
+        later = write if lasting else self._kept_apart(write)
+        self.deferred.append(lambda: self._take(later))
+
+    def _kept_apart(self, write: Callable[[Array], object]) -> Callable[[Array], object]:
+        """What `write` sets, computed now."""
+        partial = self._room()
+        write(partial)
+
+        def copy(out: Array) -> None:
+            out[...] = partial
+
+        return copy
+
+    def _room(self) -> Array:
+        """An array like `data`, of its own; what is in it does not matter."""
+        if self.grad is None:
+            raise LocalProtocolError(f"parameter {self.index} got a gradient that it did not expect")
+        return widened(self.grad) if is_narrow(self.grad) else self.grad.copy()
+
+    def _take(self, write: Callable[[Array], object]) -> None:
         if self.grad is None or self.uses_left == 0:
             raise LocalProtocolError(f"parameter {self.index} got a gradient that it did not expect")
         if self._fresh and not is_narrow(self.grad):
             write(self.grad)
         else:
-            partial = widened(self.grad) if is_narrow(self.grad) else self.grad.copy()
+            partial = self._room()
             write(partial)
             if not self._fresh:
                 partial += self.grad
@@ -140,6 +169,10 @@ class Tape:
         if not self._nodes:
             raise LocalProtocolError("nothing is recorded on this tape, or it was played before")
         self.play(loss, self.xp.ones_like(loss.data) * loss.data.dtype.type(scale))
+        self.check_whole()
+
+    def check_whole(self) -> None:
+        """Raise `LocalProtocolError` if a parameter that was used has got no gradient."""
         for parameter in self._parameters:
             if parameter.uses_left:
                 raise LocalProtocolError(f"parameter {parameter.index} was used but the loss is blind to it")

@@ -155,7 +155,7 @@ def test_a_printed_recipe_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("--mesh", "tp=3", "--ranks", "2"), "a mesh of tp 3 has 3 ranks, and there are 2"),
         (("--mesh", "dp=-1,tp=2", "--ranks", "3"), "does not divide 3 ranks"),
         (("--mesh", "ep=2", "--ranks", "2"), "no training along ep on a mesh: use dp, pp and tp"),
-        (("--schedule", "zb-h1"), '"zb-h1" is none of gpipe, 1f1b'),
+        (("--schedule", "zb"), '"zb" is none of gpipe, 1f1b, zb-h1'),
         (("--steps", "many"), '--steps: steps: "many" is no number'),
         (("--tokens", "words"), '"words" is none of bytes, bpe'),
         (("--heads", "3"), "cannot be divided over 3 heads"),

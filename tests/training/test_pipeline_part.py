@@ -20,8 +20,11 @@ CONFIG = GPTConfig(context=8, width=16, heads=2, layers=3)
 
 
 @pytest.mark.parametrize("cuts", [(0, 5), (0, 1, 5), (0, 2, 4, 5), (0, 1, 2, 3, 4, 5)])
-def test_parts_give_the_loss_and_the_gradient_of_the_whole(cuts: tuple[int, ...]) -> None:
-    model = GPT(CONFIG)
+@pytest.mark.parametrize(("splits", "recompute"), [(False, False), (True, False), (True, True)])
+def test_parts_give_the_loss_and_the_gradient_of_the_whole(
+    cuts: tuple[int, ...], splits: bool, recompute: bool
+) -> None:
+    model = GPT(CONFIG, recompute=recompute)
     assert cuts[-1] == layers_in(CONFIG)
     params = model.init(3)
     params += np.float32(0.01)
@@ -37,7 +40,7 @@ def test_parts_give_the_loss_and_the_gradient_of_the_whole(cuts: tuple[int, ...]
     batch, passes = model.batch(tokens, global_batch=4), list[Pass]()
     passed: np.ndarray | None = None
     for part in parts:
-        done = part.forward(params[part.span], found[part.span], batch, passed)
+        done = part.forward(params[part.span], found[part.span], batch, passed, splits=splits)
         passes.append(done)
         passed = done.output.data.copy()
     assert passed is not None
@@ -47,6 +50,10 @@ def test_parts_give_the_loss_and_the_gradient_of_the_whole(cuts: tuple[int, ...]
         gradient = part.backward(done, gradient)
         gradient = None if gradient is None else gradient.copy()
     assert gradient is None
+    if splits:
+        assert not found.any(), "nothing is written before its turn"
+        for part, done in zip(parts, passes, strict=True):
+            part.weight_gradient(done)
     padding = np.ones(len(params), bool)
     for slot in model.layout.slots:
         padding[slot.span] = False

@@ -66,8 +66,11 @@ def plainly(directory: Path, data: Path) -> JobResult:
 async def test_stages_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
     data = write_text(tmp_path / "text")
     wanted = plainly(tmp_path / "plain", data)
-    for ranks, links, chunks in ((3, "auto", "1"), (2, "tcp", "2")):
-        heard = await pipeline(tmp_path / links, data, ranks, "--chunks", chunks, links=links)
+    for ranks, links, options in (
+        (3, "auto", ("--schedule", "zb-h1")),
+        (2, "tcp", ("--chunks", "2")),
+    ):
+        heard = await pipeline(tmp_path / links, data, ranks, *options, links=links)
         found = heard.result()
         assert (found.weights_sha256, found.loss_last) == (wanted.weights_sha256, wanted.loss_last), links
         assert (found.stages, sum(found.layers)) == (ranks, 5)
@@ -94,7 +97,7 @@ async def test_a_stage_that_is_killed_comes_back_with_its_layers(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--schedule", "zb-h1"), "not be run yet"),
+        (("--schedule", "zb-h1", "--chunks", "2"), "has one chunk a stage, not 2"),
         (("--schedule", "x"), "use gpipe, 1f1b"),
         (("--chunks", "9"), "5 layers cannot be cut into 9 parts"),
         (("--chunks", "0"), "--chunks is 0"),

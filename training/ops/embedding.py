@@ -21,10 +21,10 @@ def embedding(tape: Tape, tokens: Array, table: Parameter) -> Tensor:
 
     def backward(dy: Array) -> None:
         if has_kernels(xp, dy):
-            table.receive(lambda out: _kernels.embedding_grad(out, dy, as_indices(tokens)))
+            table.receive(lambda out: _kernels.embedding_grad(out, dy, as_indices(tokens)), lasting=True)
             return
         one_hot = xp.zeros((len(tokens), len(table.stored)), dtype=dy.dtype)
         one_hot[xp.arange(len(tokens)), tokens] = 1.0
-        table.receive(lambda out: xp.matmul(one_hot.T, dy, out=out))
+        table.receive(lambda out: xp.matmul(one_hot.T, dy, out=out), lasting=True)
 
     return tape.record(table.rows(tokens), backward, table)

@@ -57,8 +57,8 @@ def linear(tape: Tape, x: Tensor, weight: Parameter, residual: Tensor | None = N
 
     def backward(dy: Array) -> None:
         x.accumulate(xp.matmul(dy, weight.data.T))
-        weight.receive(lambda out: xp.matmul(x.data.T, dy, out=out))
-        if residual is not None:
-            residual.accumulate(dy)
+        weight.receive(lambda out: xp.matmul(x.data.T, dy, out=out), lasting=True)
+        if residual is not None:  # which may change what it is given
+            residual.accumulate(dy if weight.deferred is None else dy.copy())
 
     return tape.record(y, backward, weight)

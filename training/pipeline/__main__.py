@@ -30,7 +30,7 @@ from zbmd.training.mesh import Mesh
 from zbmd.training.pipeline.layers import balanced_cuts
 from zbmd.training.pipeline.measure import measured_costs
 from zbmd.training.pipeline.part import layers_in
-from zbmd.training.pipeline.schedules import RUNNABLE
+from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.recipe import Recipe
 from zbmd.training.tensor.axes import PIPELINE_AXIS
 from zbmd.training.tensor.groups import MeshGroups
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     """The options of the job, and those of the pipeline."""
     made = training.parser()
     made.prog, made.description = "python -m zbmd.training.pipeline", __doc__
-    made.add_argument("--schedule", default="1f1b", help=f"{', '.join(RUNNABLE)} (%(default)s)")
+    made.add_argument("--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)} (%(default)s)")
     made.add_argument("--chunks", type=int, default=1, help="parts a stage (%(default)s)")
     return made
 

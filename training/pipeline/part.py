@@ -7,6 +7,7 @@ cut for tensor parallelism it is a part of this rank's part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,8 @@ class Pass:
     tape: Tape
     input: Tensor | None
     output: Tensor
+    weight_gradients: list[Callable[[], None]]
+    """What is left to be done of a backward pass whose halves are apart, in its order."""
 
 
 def layers_in(config: GPTConfig) -> int:
@@ -59,18 +62,24 @@ class GPTPart:
         activations: Array | None,
         *,
         on_grad_ready: GradReady | None = None,
+        splits: bool = False,
     ) -> Pass:
         """Run the layers on one micro-batch; its backward pass will write the gradient to `grads`.
 
         params, grads: (layout.size,) of one float dtype; activations: (rows, width), the output of the part
         before, or None for the first. The output has that shape, and is the loss for the last part.
-        `on_grad_ready(index)` is called as parameter `index` of this part gets its final gradient.
+        `on_grad_ready(index)` is called as parameter `index` of this part gets its final gradient. With
+        `splits`, `backward` computes the gradient of the input alone, and `weight_gradient` does the rest.
         """
         tape = Tape(self.model.xp)
         parameters = self.model.parameters_in(self.layout, params, grads, on_grad_ready)
+        later: list[Callable[[], None]] = []
+        if splits:
+            for parameter in parameters:
+                parameter.deferred = later
         source = None if activations is None else Tensor(activations)
         x = source or Tensor(self.model.xp.zeros(0))
-        return Pass(tape, source, self.model.run_units(tape, self.layers, x, parameters, batch))
+        return Pass(tape, source, self.model.run_units(tape, self.layers, x, parameters, batch), later)
 
     def evaluate(self, params: Array, batch: Batch, activations: Array | None) -> Array:
         """The output of a forward pass alone."""
@@ -92,5 +101,14 @@ class GPTPart:
                 forward.output.accumulate(given)
 
             end = forward.tape.record(np.zeros((), given.dtype), pass_on)
-        forward.tape.backward(end)
+        forward.tape.play(end, np.ones_like(end.data))
+        if not forward.weight_gradients:
+            forward.tape.check_whole()
         return None if forward.input is None else forward.input.grad
+
+    def weight_gradient(self, forward: Pass) -> None:
+        """Do what `backward` has left: the gradients of the parameters, in the order of a whole pass."""
+        for write in forward.weight_gradients:
+            write()
+        forward.weight_gradients.clear()
+        forward.tape.check_whole()

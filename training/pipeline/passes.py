@@ -64,6 +64,7 @@ class StagePasses:
     ) -> None:
         self._own, self._plan, self._buffers, self._group = own, plan, buffers, group
         self._machine = StageMachine(programs, own.stage)
+        self._splits = any(one.op is Op.INPUT_GRADIENT for one in programs[own.stage].instructions)
         self._rings_or_none = rings
         self._buckets = {number: Buckets(part.layout) for number, part in own.parts.items()}
         self._passes: dict[tuple[int, int], Pass] = {}
@@ -177,10 +178,13 @@ class StagePasses:
         faults.hit(COMPUTE_POINT)
         started_ns = now_ns()
         instruction = compute.instruction
-        if instruction.op is Op.FORWARD:
-            self._forward(instruction, compute.input_slot)
-        else:
-            self._backward(instruction, compute.gradient_slot)
+        match instruction.op:
+            case Op.FORWARD:
+                self._forward(instruction, compute.input_slot)
+            case Op.WEIGHT_GRADIENT:
+                self._weight_gradient(instruction)
+            case _:
+                self._backward(instruction, compute.gradient_slot)
         self.busy_ns += now_ns() - started_ns
 
     def _forward(self, instruction: Instruction, slot: int | None) -> None:
@@ -194,6 +198,7 @@ class StagePasses:
             self._batches[microbatch],
             came,
             on_grad_ready=self._ready(number, microbatch),
+            splits=self._splits,
         )
         self._passes[number, microbatch] = done
         if part.is_last:
@@ -205,11 +210,27 @@ class StagePasses:
         _, number, microbatch = instruction
         part = self._own.parts[number]
         given = None if part.is_last else self._came(Message(True, number, microbatch), slot)
-        if self._hands_over(microbatch):
-            self._buckets[number].begin()
+        splits = instruction.op is Op.INPUT_GRADIENT
+        if not splits:
+            self._begin_buckets(number, microbatch)
         gradient = part.backward(self._passes[number, microbatch], given)
         if gradient is not None:
             self._made[Message(True, number - 1, microbatch)] = gradient
+        if not splits:
+            self._add_up(number, microbatch)
+
+    def _weight_gradient(self, instruction: Instruction) -> None:
+        _, number, microbatch = instruction
+        self._begin_buckets(number, microbatch)
+        self._own.parts[number].weight_gradient(self._passes[number, microbatch])
+        self._add_up(number, microbatch)
+
+    def _begin_buckets(self, number: int, microbatch: int) -> None:
+        if self._hands_over(microbatch):
+            self._buckets[number].begin()
+
+    def _add_up(self, number: int, microbatch: int) -> None:
+        """Sum up a micro-batch's gradient of a part, unless that was done bucket by bucket."""
         if not self._hands_over(microbatch):
             leaf = self._plan.leaves[microbatch]
             self._plan.perform(leaf.additions, self._buffers, self._own.spans[number])

@@ -7,17 +7,12 @@ import numpy as np
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.pipeline.program import Shape, StageProgram
 from zbmd.training.pipeline.rings import Traffic
-from zbmd.training.pipeline.schedules import activations_max, programs_of, schedule_named
+from zbmd.training.pipeline.schedules import activations_max, programs_of
 from zbmd.training.pipeline.verifier import verify
-from zbmd.transport.errors import UserError
 
 
 def runnable_programs(schedule: str, shape: Shape) -> tuple[StageProgram, ...]:
     """Verified programs of a schedule that can be run. Raises `UserError`."""
-    if schedule_named(schedule).splits:
-        raise UserError(
-            f"{schedule} splits backward passes: it can be planned and proven, and not be run yet. Use 1f1b."
-        )
     programs = programs_of(schedule, shape)
     verify(programs, activations_max=activations_max(schedule, shape))
     return programs

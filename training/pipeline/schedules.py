@@ -184,5 +184,3 @@ SCHEDULES: Final = {
     )
 }
 """By name."""
-RUNNABLE: Final = tuple(name for name, schedule in SCHEDULES.items() if not schedule.splits)
-"""Those that can be run, and not planned alone."""

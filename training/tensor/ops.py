@@ -26,14 +26,14 @@ class SharedParameter(Parameter):
         super().__init__(parameter.stored, parameter.grad, parameter.index, parameter.on_ready)
         self._group = group
 
-    def receive(self, write: Callable[[Array], object]) -> None:
+    def receive(self, write: Callable[[Array], object], *, lasting: bool = False) -> None:
         """See `Parameter`; the gradient is summed over the group, to the same bits on all ranks."""
 
         def reduced(out: Array) -> None:
             write(out)
             self._group.blocking.all_reduce(out)
 
-        super().receive(reduced)
+        super().receive(reduced, lasting=lasting)
 
 
 def gather_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:

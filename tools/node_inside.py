@@ -1,4 +1,4 @@
-"""`zbmd-node top` and `zbmd-node tree`: the actors of all ranks that run here, at work, and as a tree."""
+"""`zbmd-node top` and `tree`: the actors of a cluster, and of all ranks here, at work and as a tree."""
 
 from __future__ import annotations
 
@@ -16,34 +16,26 @@ import rich.live
 import rich.table
 import rich.tree
 
+from zbmd.actors.cluster.node_state import read_running, state_path
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.host_contracts import HOST_ACTOR, NODE_NAME, NodeStatus, StatusRequest
 from zbmd.actors.inside import INSIDE_ACTOR, ActorRow, InsideReply, InsideRequest
 from zbmd.actors.rank_names import child_id
+from zbmd.actors.scopes import scope_of_job
 from zbmd.actors.system import ActorSystem
+from zbmd.tools.node_inside_cluster import open_cluster
+from zbmd.tools.node_looks import ASK_S, Look, Source
 from zbmd.tools.status import find_nodes
 from zbmd.transport.cookie import load_or_create_cookie
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.hello import Identity
 from zbmd.transport.shm import Endpoint, dial
 
-ASK_S: Final = 4.0
 INTERVAL_S: Final = 1.0
 INTERVAL_S_MIN: Final = 0.1
 INTERVAL_S_MAX: Final = 3600.0
 LINES_MAX: Final = 40
 """As many actors are shown by `top`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """One look: what each process of a host told, and which did not answer. at_s: monotonic."""
-
-    address: str
-    target: str
-    replies: tuple[InsideReply, ...]
-    silent: tuple[str, ...]
-    at_s: float
 
 
 class Host:
@@ -70,8 +62,8 @@ class Host:
         """Give the line back."""
         await self._system.stop()
 
-    async def look(self, *, busiest: bool) -> Look:
-        """What its processes tell. Raises `ZbmdError` if the host does not answer."""
+    async def looks(self, *, busiest: bool) -> list[Look]:
+        """See `Source`: what its processes tell."""
         host = self._system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
         status = await host.ask(StatusRequest(), reply=NodeStatus, timeout=ASK_S)
         names = [NODE_NAME, *(child_id(rank.rank) for rank in status.ranks if rank.state == "joined")]
@@ -82,26 +74,45 @@ class Host:
                 replies.append(await self._ask(name, busiest))
             except ZbmdError:
                 silent.append(name)
-        return Look(
+        seen = Look(
             address=self._address,
             target=status.target,
             replies=tuple(replies),
             silent=tuple(silent),
             at_s=time.monotonic(),
         )
+        return [seen]
 
     async def _ask(self, process: str, busiest: bool) -> InsideReply:
         inside = self._system.ref(f"{NODE_NAME}/{INSIDE_ACTOR}")
         return await inside.ask(InsideRequest(process, busiest), reply=InsideReply, timeout=ASK_S)
 
 
-async def open_hosts() -> list[Host]:
-    """Lines to all hosts of this user that run here. Raises `UserError` if there is none."""
-    found = await asyncio.gather(*(_opened(address) for address in find_nodes()))
-    hosts = [host for host in found if host is not None]
-    if not hosts:
+async def open_sources(*, here: bool, at: str | None) -> list[Source]:
+    """Lines to the cluster of this host's node, or of the node at `at`, and to what else runs on this host.
+
+    here: to the hosts of this user on this machine alone. Raises `UserError` if there is none.
+    """
+    cluster = None if here or (at is None and read_running(state_path()) is None) else await open_cluster(at)
+    if cluster is not None and at is not None:
+        return [cluster]
+    try:
+        jobs = frozenset[str]() if cluster is None else await cluster.jobs()
+        found = await asyncio.gather(*(_opened(a) for a in find_nodes() if _job_of(a) not in jobs))
+    except BaseException:
+        if cluster is not None:
+            await cluster.close()
+        raise
+    sources: list[Source] = [] if cluster is None else [cluster]
+    sources += [host for host in found if host is not None]
+    if not sources:
         raise UserError("no node of this user runs here. Start one with `zbmd-node run SCRIPT`.")
-    return hosts
+    return sources
+
+
+def _job_of(address: str) -> str:
+    """The scope of the job that a host's address names (`zbmd.actors.host_address`)."""
+    return scope_of_job(int(address.split("-")[3], 16))
 
 
 async def _opened(address: str) -> Host | None:
@@ -114,17 +125,17 @@ async def _opened(address: str) -> Host | None:
     return host
 
 
-async def look(hosts: Sequence[Host], *, busiest: bool) -> list[Look]:
+async def look(sources: Sequence[Source], *, busiest: bool) -> list[Look]:
     """One look at all of them; those that have ended are left out."""
-    found = await asyncio.gather(*(_seen(host, busiest) for host in hosts))
-    return [one for one in found if one is not None]
+    found = await asyncio.gather(*(_seen(source, busiest) for source in sources))
+    return [one for looks in found for one in looks]
 
 
-async def _seen(host: Host, busiest: bool) -> Look | None:
+async def _seen(source: Source, busiest: bool) -> list[Look]:
     try:
-        return await host.look(busiest=busiest)
+        return await source.looks(busiest=busiest)
     except ZbmdError:
-        return None
+        return []
 
 
 # What is shown by `top`.
@@ -182,9 +193,11 @@ def top_table(seen: Look, rates: Rates) -> rich.table.Table:
     return table
 
 
-async def top(screen: rich.console.Console, *, interval_s: float, times: int | None) -> None:
+async def top(
+    screen: rich.console.Console, *, interval_s: float, times: int | None, here: bool, at: str | None
+) -> None:
     """Show the table again and again, in place on a terminal. times: how often; None until interrupted."""
-    hosts = await open_hosts()
+    hosts = await open_sources(here=here, at=at)
     rates = Rates()
     try:
         for one in await look(hosts, busiest=True):
@@ -244,9 +257,9 @@ def _grow(
             mine.add(f"{name}  {state}, started {count} times", highlight=False)
 
 
-async def once(*, busiest: bool) -> list[Look]:
+async def once(*, busiest: bool, here: bool = False, at: str | None = None) -> list[Look]:
     """One look at all hosts."""
-    hosts = await open_hosts()
+    hosts = await open_sources(here=here, at=at)
     try:
         return await look(hosts, busiest=busiest)
     finally:
@@ -275,28 +288,37 @@ def as_json(seen: Sequence[Look]) -> str:
 
 def add_commands(commands: Any) -> None:
     """`top` and `tree`."""
-    live = commands.add_parser("top", help="the busiest actors of all ranks here, live", allow_abbrev=False)
+    live = commands.add_parser(
+        "top", help="the busiest actors of the cluster, or of all ranks here, live", allow_abbrev=False
+    )
     live.add_argument(
         "--interval", type=float, default=INTERVAL_S, metavar="S", help="seconds between looks (%(default)s)"
     )
     live.add_argument("--times", type=int, metavar="N", help="end after so many tables")
-    tree = commands.add_parser("tree", help="who supervises whom, in all ranks here", allow_abbrev=False)
+    tree = commands.add_parser(
+        "tree", help="who supervises whom, in the cluster or in all ranks here", allow_abbrev=False
+    )
     for command in (live, tree):
+        command.add_argument("--here", action="store_true", help="only ranks of this host")
+        command.add_argument(
+            "--at", metavar="HOST:PORT", help="a node of the cluster; default: that of this host, if it runs"
+        )
         command.add_argument("--json", action="store_true", help="one look, as one JSON object")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Show it. Raises `UserError`."""
     screen = rich.console.Console()
+    here, at = arguments.here, arguments.at
     if arguments.json:
-        print(as_json(asyncio.run(once(busiest=arguments.command == "top"))))
+        print(as_json(asyncio.run(once(busiest=arguments.command == "top", here=here, at=at))))
     elif arguments.command == "tree":
-        for one in asyncio.run(once(busiest=False)):
+        for one in asyncio.run(once(busiest=False, here=here, at=at)):
             screen.print(tree_of(one), soft_wrap=True)
     else:
         if not INTERVAL_S_MIN <= arguments.interval <= INTERVAL_S_MAX:
             raise UserError(
                 f"--interval {arguments.interval:g}: give {INTERVAL_S_MIN:g} to {INTERVAL_S_MAX:g} seconds."
             )
-        asyncio.run(top(screen, interval_s=arguments.interval, times=arguments.times))
+        asyncio.run(top(screen, interval_s=arguments.interval, times=arguments.times, here=here, at=at))
     return 0

@@ -16,6 +16,7 @@ from zbmd.actors.actor import ReasonKind
 from zbmd.actors.monitor import Monitor
 from zbmd.actors.ref import Ref
 from zbmd.actors.session import Session
+from zbmd.tools.node_inside import once
 from zbmd.transport.errors import UserError, ZbmdError
 
 APP = '''
@@ -169,6 +170,10 @@ async def meet_and_part(session: Session, app: Any, second: Run) -> None:
                 called = await asyncio.to_thread(session.ask, ref, app.Call(there), timeout=20)
                 assert called.process == other.partition("@")[0], f"{one} reached {other}"
                 assert called.me.process == one, "the reference, in the words of the session"
+    shown = await asyncio.to_thread(asyncio.run, once(busiest=True))
+    seen = {(reply.process, row.name) for look in shown for reply in look.replies for row in reply.rows}
+    assert seen >= {(process, "caller") for process in processes}, "what `zbmd-node top` shows"
+    assert {look.target for look in shown} == {"n1", "n2"} and not any(look.silent for look in shown)
     victims = {name for name, _, node in session.run(session.system.processes()) if node == "n2"}
     assert len(victims) == 2
     monitors = [await asyncio.to_thread(spawn_watched, session, victim) for victim in victims]

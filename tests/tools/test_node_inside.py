@@ -15,7 +15,8 @@ import pytest
 import rich.console
 
 from zbmd.actors.inside import ActorRow, InsideReply, SupervisorRow
-from zbmd.tools.node_inside import Look, Rates, main, top_table, tree_of
+from zbmd.tools.node_inside import Rates, main, top_table, tree_of
+from zbmd.tools.node_looks import Look
 from zbmd.transport.errors import UserError
 
 JOB = """
@@ -109,7 +110,7 @@ def test_a_running_job_is_looked_into(job: subprocess.Popen[str]) -> None:
 
 def test_bad_input_is_told() -> None:
     with pytest.raises(UserError, match="--interval 0"):
-        main(argparse.Namespace(command="top", json=False, interval=0.0, times=None))
+        main(argparse.Namespace(command="top", json=False, interval=0.0, times=None, here=True, at=None))
 
 
 def actor_row(name: str, kind: str, incarnation: int, waiting: int, handled: int, parent: str) -> ActorRow:

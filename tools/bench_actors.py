@@ -4,7 +4,8 @@
 
 A library that has an interpreter of its own is named with it: `--vs ray=/opt/ray/bin/python`.
 
-Everything is on: typed contracts, references, deadlines, bounded mailboxes, trace ids, frame headers. The
+Everything is on: typed contracts, references, deadlines, bounded mailboxes, trace ids, frame headers, and the
+capture ring of both processes, as ranks have it; one row has the smallest ask without that ring. The
 other process is a plain child on the same host, reached over a shared-memory link; both run uvloop. A peer
 that the interpreter given cannot import ends it with code 3 and the command that installs it.
 `noise_percent` is the same measurement against itself (A against A).
@@ -20,8 +21,8 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,11 @@ from zbmd.tools.bench_peers import ASK_FLOOR, PeerMissing, compile_floor
 from zbmd.tools.bench_row import Row, percentile, table
 from zbmd.tools.bench_workers import ContenderFailed
 from zbmd.tools.peers.actor_asks import EXIT_MISSING, INSTALL, LIBRARIES, SIZES, tells_per_second
+from zbmd.transport.capture.recorder import Clocks, origin_of
+from zbmd.transport.capture.ring import RingRecorder
 from zbmd.transport.errors import UserError
 from zbmd.transport.hello import Identity
+from zbmd.transport.hlc import HybridClock
 from zbmd.transport.segment import Segment
 from zbmd.transport.shm import Endpoint, dial, listen
 from zbmd.transport.shm_link import ShmLink
@@ -50,6 +54,8 @@ EXIT_FAILED = 1
 TIMEOUT_S = 30.0
 SECONDS_MAX = 60.0
 BATCH = 200
+TURNS = 16
+"""Of asking with the capture ring, and without it."""
 COOKIE = bytes(32)
 ARENA_BYTES = 64 << 20
 FLOOR = "floor: shared-memory ping-pong"
@@ -91,21 +97,26 @@ class Echo(Actor):
 
 
 @contextmanager
-def _endpoint(name: str, slot: int) -> Generator[Endpoint]:
-    """With memory, as the ranks of a job have it: large messages are read where they lie there."""
+def _endpoint(name: str, slot: int, *, ring: bool) -> Generator[Endpoint]:
+    """With memory, as the ranks of a job have it: large messages are read where they lie there.
+
+    ring: whether all frames are taken down in a ring, as of ranks.
+    """
     identity = Identity(name=name, pid=os.getpid(), uid=os.getuid(), incarnation=1, contracts=fingerprints())
     segment = Segment.create(slot=slot, incarnation=1, arena_bytes=ARENA_BYTES, inbox_bytes=0)
     try:
-        yield Endpoint(identity=identity, cookie=COOKIE, segment=segment)
+        clock = HybridClock()
+        recorder = RingRecorder(origin_of(identity), Clocks(hybrid=clock)) if ring else None
+        yield Endpoint(identity=identity, cookie=COOKIE, segment=segment, clock=clock, recorder=recorder)
     finally:
         segment.close()
 
 
-async def _serve(address: str) -> None:
+async def _serve(address: str, *, ring: bool) -> None:
     system = ActorSystem("child")
     await system.spawn(Echo, name="echo")
     ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-    with _endpoint("child", 1) as endpoint:
+    with _endpoint("child", 1, ring=ring) as endpoint:
         system.attach(await dial(address, endpoint), on_closed=ended.set_result)
         await ended
         await system.stop()
@@ -175,25 +186,56 @@ async def _measure(ref: Ref, where: str, seconds: float) -> list[Row]:
     return rows
 
 
-async def _bench(seconds: float) -> list[Row]:
+@asynccontextmanager
+async def _other_process(*, ring: bool) -> AsyncGenerator[ActorSystem]:
+    """A system that is linked with the process "child", which has the actor "echo"."""
     system = ActorSystem("bench")
     address = f"zbmd-bench-{os.getpid()}-{secrets.token_hex(4)}"
     came: asyncio.Future[ShmLink] = asyncio.get_running_loop().create_future()
-    with _endpoint("bench", 0) as endpoint:
+    with _endpoint("bench", 0, ring=ring) as endpoint:
         listener = listen(address, came.set_result, endpoint)
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "zbmd.tools.bench_actors", "--serve", address
+            sys.executable,
+            "-m",
+            "zbmd.tools.bench_actors",
+            "--serve",
+            address,
+            *([] if ring else ["--no-ring"]),
         )
         try:
             system.attach(await asyncio.wait_for(came, TIMEOUT_S))
-            rows = await _measure(await system.spawn(Echo, name="echo"), "this process", seconds)
-            across = await _measure(system.ref("child/echo"), "other process", seconds)
-            rows += [across[0], await _floor(across[0], seconds), *across[1:]]
+            yield system
         finally:
             listener.close()
             await system.stop()
             await child.wait()
-    return rows
+
+
+async def _without_ring(seconds: float) -> list[Row]:
+    """The smallest ask with the capture ring and without it, in turn, so that both meet the same noise."""
+    times_us: dict[bool, list[float]] = {True: [], False: []}
+    async with _other_process(ring=True) as one, _other_process(ring=False) as other:
+        for turn in range(TURNS):
+            for ring in (True, False) if turn % 2 else (False, True):
+                ref = (one if ring else other).ref("child/echo")
+                times_us[ring] += await _round_trips(ref, Ping(1, b"x"), seconds / TURNS)
+    return [
+        Row(
+            what=f"ask 1 B, {'with' if ring else 'without'} the ring, in turn",
+            where="other process",
+            p50_us=percentile(times, 0.5),
+            p99_us=percentile(times, 0.99),
+        )
+        for ring, times in times_us.items()
+    ]
+
+
+async def _bench(seconds: float) -> list[Row]:
+    async with _other_process(ring=True) as system:
+        rows = await _measure(await system.spawn(Echo, name="echo"), "this process", seconds)
+        across = await _measure(system.ref("child/echo"), "other process", seconds)
+        rows += [across[0], await _floor(across[0], seconds), *across[1:]]
+    return rows + await _without_ring(seconds)
 
 
 async def _run_peer(library: str, python: str, *options: str) -> bytes:
@@ -290,9 +332,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add_arguments(parser)
     parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
+    parser.add_argument("--no-ring", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve is not None:
-        uvloop.run(_serve(options.serve))
+        uvloop.run(_serve(options.serve, ring=not options.no_ring))
         return 0
     return run(options)
 

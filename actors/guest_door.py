@@ -13,7 +13,6 @@ from zbmd.transport import shm, tcp
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.hello import Identity
-from zbmd.transport.link_choice import Transport, choose_between
 
 if TYPE_CHECKING:
     from zbmd.actors.ways_contracts import Way
@@ -56,8 +55,7 @@ class GuestDoor:
 
     async def dial(self, way: Way) -> Link:
         """A link to a process. Raises as `shm.dial` and `tcp.dial`."""
-        is_near = way.near and self._host and way.host
-        if is_near and choose_between(self._host, way.host).transport is Transport.SHM:
+        if way.near and self._host and way.host == self._host:
             return await shm.dial(way.near, self.endpoint)
         if not way.far:
             raise PeerLost(way.process, "it takes no links from other hosts")

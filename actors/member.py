@@ -189,6 +189,7 @@ class Node:
             self._endpoint,
             host=environment.host,
             on_guest=None if self._ways is None else self._ways.accepted,
+            local_rank=environment.local_rank,
             on_confirmed=self._confirmed,
             on_lost=self._link_lost,
         )

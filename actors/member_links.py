@@ -17,8 +17,9 @@ from zbmd.actors.view import RANKS_MAX, Member, View
 from zbmd.transport.durations import format_duration
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
 from zbmd.transport.link import Link
-from zbmd.transport.link_choice import Transport, choose_between
 from zbmd.transport.peer_memory import PeerMemory
+from zbmd.transport.rdma_link import RdmaLink
+from zbmd.transport.remote_link import RemoteLink
 from zbmd.transport.shm import Endpoint, Listener, dial, listen
 from zbmd.transport.tcp_link import TcpLink
 
@@ -43,6 +44,7 @@ class MemberLinks:
         endpoint: Endpoint,
         *,
         host: str,
+        local_rank: int,
         on_confirmed: OnConfirmed,
         on_lost: OnLost,
         on_guest: Callable[[Link], None] | None = None,
@@ -68,7 +70,13 @@ class MemberLinks:
         self._may_enter = 0
         self._closing = False
         self._redials: dict[MemberKey, int] = {}  # for this view
-        self._tcp = MemberTcp(system, endpoint, on_change=self._changed.set, on_gone=self._memory_ended)
+        self._tcp = MemberTcp(
+            system,
+            endpoint,
+            turn=local_rank,
+            on_change=self._changed.set,
+            on_gone=self._memory_ended,
+        )
         self._reason = ""
         self.view = View(epoch=0, members=())
 
@@ -78,7 +86,7 @@ class MemberLinks:
 
     async def listen_tcp(self, address: str) -> str:
         """Accept links of higher ranks on other hosts; where they can dial us. Raises as `tcp.listen`."""
-        return await self._tcp.listen(address, self._accepted)
+        return await self._tcp.listen(address, self._accepted_remote)
 
     def install(self, view: View) -> None:
         """Begin to link up for `view`."""
@@ -224,7 +232,8 @@ class MemberLinks:
         try:
             await asyncio.sleep(pause_s)
             if self._is_remote(member):
-                link = await self._tcp.dial(member.tcp_address)
+                link, why = await self._tcp.dial(member.tcp_address)
+                self._chosen(link, why)
             else:
                 link = await dial(member.address, self._endpoint)
         except PeerLost as error:
@@ -258,11 +267,19 @@ class MemberLinks:
             self._start_dial(member, pause_s=pause_s)
 
     def _is_remote(self, member: Member) -> bool:
-        choice = choose_between(self._host, member.host)
-        if choice.reason != self._reason:
-            self._reason = choice.reason
-            log.info("link chosen", to=child_id(member.rank), by=choice.transport.value, reason=choice.reason)
-        return choice.transport is Transport.TCP
+        """Hosts get their names so that processes which can share memory are on one."""
+        return member.host != self._host
+
+    def _chosen(self, link: RemoteLink, why: str) -> None:
+        """Told once for each reason: it is one of this host, or of a few others."""
+        if why != self._reason:
+            self._reason = why
+            by = "rdma" if isinstance(link, RdmaLink) else "tcp"
+            log.info("link chosen", to=link.peer.name, by=by, reason=why)
+
+    def _accepted_remote(self, link: RemoteLink, why: str) -> None:
+        self._chosen(link, why)
+        self._accepted(link)
 
     def _accepted(self, link: Link) -> None:
         if MARK in link.peer.name and self._on_guest is not None:
@@ -306,7 +323,7 @@ class MemberLinks:
             link.close()
             return
         self._links[key] = link
-        if isinstance(link, TcpLink):
+        if isinstance(link, TcpLink | RdmaLink):
             self._tcp.join(key, link)
         self._changed.set()
 
@@ -315,7 +332,7 @@ class MemberLinks:
         if self._links.get(key) is not link:
             return
         del self._links[key]
-        if isinstance(link, TcpLink):
+        if isinstance(link, TcpLink | RdmaLink):
             self._on_lost(*key, error is None)
             self._dial_again(key)
             if self._tcp.link_closed(key):

@@ -1,8 +1,8 @@
-"""A rank's links to members on other hosts: TCP, with lanes beside them for memory.
+"""A rank's links to members on other hosts: RDMA where both can, else TCP, with lanes beside it for memory.
 
-A member on another host is there once its link stands, its lanes are joined, and each side has told the other
-where its memory is (`MemoryOffered`). It is proven gone once its lanes have ended: from then on nobody stores
-on its behalf.
+A member on another host is there once its link stands, its memory is connected, and each side has told the
+other where that is (`MemoryOffered`). It is proven gone once the connection of its memory has ended: from
+then on nobody stores on its behalf.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ import structlog
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.host_contracts import MEMBER_ACTOR
+from zbmd.actors.member_rdma import MemberRdma
 from zbmd.actors.rank_names import child_id
+from zbmd.actors.scopes import MARK
 from zbmd.actors.system import ActorSystem
-from zbmd.transport import tcp
-from zbmd.transport.bulk_peer import BulkPeer
+from zbmd.transport import remote_link
 from zbmd.transport.bulk_plane import DataPlane
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import LocalProtocolError, PeerLost, ZbmdError
+from zbmd.transport.hello import PeerInfo
+from zbmd.transport.rdma_link import RdmaLink
 from zbmd.transport.region import RegionHandle
-from zbmd.transport.remote_memory import Mirror, RemoteMemory
+from zbmd.transport.remote_link import NoRdma, OwnRdma, RemoteLink
+from zbmd.transport.remote_memory import Mirror, RemoteMemory, RemotePeer
 from zbmd.transport.segment import Segment
 from zbmd.transport.tcp_bulk import join_bulk
-from zbmd.transport.tcp_link import TcpLink
 from zbmd.transport.tcp_settings import tcp_settings
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
@@ -46,13 +49,17 @@ class MemoryOffered(Contract, id="zbmd.member.memory"):
 
 
 class MemberTcp:
-    """What one rank has of members on other hosts. on_change: a memory is there; on_gone: proven gone."""
+    """What one rank has of members on other hosts. on_change: a memory is there; on_gone: proven gone.
+
+    turn: its number among the ranks of its host, which share RDMA devices.
+    """
 
     def __init__(
         self,
         system: ActorSystem,
         endpoint: Endpoint,
         *,
+        turn: int,
         on_change: Callable[[], None],
         on_gone: Callable[[MemberKey], None],
     ) -> None:
@@ -62,24 +69,32 @@ class MemberTcp:
         self._on_change = on_change
         self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
-        self._listener: tcp.Listener | None = None
+        self._listener: remote_link.Listener | None = None
+        self._rdma = MemberRdma(endpoint, os.environ, self._settings, turn=turn)
+        self._own: OwnRdma = NoRdma(why="this rank does not listen")
         self._plane: DataPlane | None = None
         self._joins: dict[MemberKey, asyncio.Task[None]] = {}
         self._offers: dict[MemberKey, asyncio.Future[MemoryOffered]] = {}
-        self._bulks: dict[MemberKey, BulkPeer] = {}
+        self._bulks: dict[MemberKey, RemotePeer] = {}
         """Those that have not ended."""
         self._memories: dict[MemberKey, RemoteMemory] = {}
 
-    async def listen(self, address: str, on_link: Callable[[TcpLink], None]) -> str:
-        """Accept links at `address`; where others can dial us. Raises as `tcp.listen`."""
-        self._listener = await tcp.listen(address, on_link, self._endpoint, settings=self._settings)
+    async def listen(self, address: str, on_link: remote_link.OnLink) -> str:
+        """Accept links at `address`; where others can dial us.
+
+        Raises as `tcp.listen`, and `UserError` if it must be RDMA and cannot.
+        """
+        self._own = await self._rdma.open()
+        self._listener = await remote_link.listen(
+            address, on_link, self._endpoint, self._own, settings=self._settings, plain=_is_guest
+        )
         return str(self._listener.address)
 
-    async def dial(self, address: str) -> TcpLink:
-        """A link to the member that listens at `address`. Raises as `tcp.dial`."""
-        return await tcp.dial(address, self._endpoint, settings=self._settings)
+    async def dial(self, address: str) -> tuple[RemoteLink, str]:
+        """A link to the member that listens at `address`, and why of its kind; see `remote_link.dial`."""
+        return await remote_link.dial(address, self._endpoint, self._own, settings=self._settings)
 
-    def join(self, key: MemberKey, link: TcpLink) -> None:
+    def join(self, key: MemberKey, link: RemoteLink) -> None:
         """Get at the memory of a member that the actor system has just attached."""
         self._offers[key] = self._loop.create_future()
         name = f"join the memory of {child_id(key[0])}"
@@ -144,18 +159,17 @@ class MemberTcp:
         self._memories.clear()
         if self._plane is not None:
             await asyncio.to_thread(self._plane.close)
+        await self._rdma.close()
 
-    async def _join(self, key: MemberKey, link: TcpLink) -> None:
+    async def _join(self, key: MemberKey, link: RemoteLink) -> None:
         rank, _ = key
         mirror: Mirror | None = None
         try:
             segment = self._endpoint.segment
             if segment is None:
                 raise LocalProtocolError("a member without memory of its own cannot join that of others")
-            if self._plane is None:
-                self._plane = DataPlane()
             await self._until_ended(key)
-            bulk = await join_bulk(link, self._endpoint, self._plane, slot=rank)
+            bulk = await self._connect(link, rank)
             self._bulks[key] = bulk
             bulk.ended.then(lambda: self._ended_on_thread(key, bulk))
             mirror = Mirror(segment, rank)
@@ -176,6 +190,15 @@ class MemberTcp:
             if self._joins.get(key) is asyncio.current_task():
                 del self._joins[key], self._offers[key]
 
+    async def _connect(self, link: RemoteLink, rank: int) -> RemotePeer:
+        if isinstance(link, RdmaLink):
+            if link.memory is None:
+                raise LocalProtocolError(f"no memory came with the RDMA link to {child_id(rank)}")
+            return link.memory
+        if self._plane is None:
+            self._plane = DataPlane()
+        return await join_bulk(link, self._endpoint, self._plane, slot=rank)
+
     async def _until_ended(self, key: MemberKey) -> None:
         """A member that is linked anew: what was under way with it before ends first."""
         before = self._bulks.get(key)
@@ -193,11 +216,11 @@ class MemberTcp:
         )
         await self._system.ref(f"{child_id(rank)}/{MEMBER_ACTOR}").tell(offer)
 
-    def _ended_on_thread(self, key: MemberKey, bulk: BulkPeer) -> None:
+    def _ended_on_thread(self, key: MemberKey, bulk: RemotePeer) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody asks any more
             self._loop.call_soon_threadsafe(self._ended, key, bulk)
 
-    def _ended(self, key: MemberKey, bulk: BulkPeer) -> None:
+    def _ended(self, key: MemberKey, bulk: RemotePeer) -> None:
         if self._bulks.get(key) is bulk:  # it may have been linked anew
             del self._bulks[key]
             memory = self._memories.pop(key, None)
@@ -206,6 +229,11 @@ class MemberTcp:
             self._on_gone(key)
 
 
-async def _settled(bulk: BulkPeer) -> None:
+def _is_guest(peer: PeerInfo) -> bool:
+    """One that is no member: it dials as nodes do, and gets no memory."""
+    return MARK in peer.name
+
+
+async def _settled(bulk: RemotePeer) -> None:
     with contextlib.suppress(ZbmdError):
         await bulk.settled()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from zbmd.actors.progress import (
     PROGRESS_DEADLINE_NS_DEFAULT,
@@ -26,7 +27,9 @@ ARENA_BYTES_DEFAULT = 64 << 20
 ARENA_BYTES_MIN = 1 << 20
 ARENA_BYTES_MAX = 1 << 42
 LINKS_VARIABLE = "ZBMD_LINKS"
-"""`auto`, or `tcp`: have the ranks of one host speak as if each were on a host of its own."""
+"""`auto`, or `tcp` or `rdma`: have the ranks of one host speak as if each were on a host of its own, and to
+those of other hosts by that alone."""
+LINKS: Final = ("auto", "tcp", "rdma")
 LISTEN_LOCAL = "127.0.0.1:0"
 HOST_VARIABLE = "ZBMD_HOST"
 LISTEN_VARIABLE = "ZBMD_LISTEN"
@@ -160,12 +163,17 @@ def _ranks_of_each_host(environment: Mapping[str, str]) -> int:
 def _whereabouts(environment: Mapping[str, str]) -> dict[str, str]:
     """On which host this rank is, and where it listens."""
     host, listen = environment.get(HOST_VARIABLE, ""), environment.get(LISTEN_VARIABLE, "")
-    links = environment.get(LINKS_VARIABLE) or "auto"
-    if links == "tcp":
-        return {"host": f"{host}/{environment['RANK']}", "listen": listen or LISTEN_LOCAL}
-    if links != "auto":
-        raise UserError(f"{LINKS_VARIABLE}={links!r} is neither auto nor tcp.")
-    return {"host": host, "listen": listen}
+    if links_wanted(environment) == "auto":
+        return {"host": host, "listen": listen}
+    return {"host": f"{host}/{environment['RANK']}", "listen": listen or LISTEN_LOCAL}
+
+
+def links_wanted(environment: Mapping[str, str]) -> str:
+    """One of `LINKS`. Raises `UserError`."""
+    links = environment.get(LINKS_VARIABLE) or LINKS[0]
+    if links not in LINKS:
+        raise UserError(f"{LINKS_VARIABLE}={links!r} is none of {', '.join(LINKS)}.")
+    return links
 
 
 def arena_bytes(environment: Mapping[str, str]) -> int:

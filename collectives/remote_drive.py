@@ -1,7 +1,7 @@
 """Waits of an operation over hosts: the thread that waits moves the bytes itself.
 
 Two wake-ups of sleeping threads are most of what a small message costs. So who waits for a message takes the
-turns of the data plane (`DataPlane.drive`) for a while, and only then sleeps, and leaves them to its thread.
+turns of the data plane (`RemotePlane.drive`) for a while, then sleeps, and leaves them to its thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from zbmd.transport._native import now_ns
-from zbmd.transport.bulk_plane import DataPlane
+from zbmd.transport.remote_memory import RemotePlane
 
 SPIN_NS: Final = 50_000
 """How long a thread that waits looks again and again before it sleeps."""
@@ -25,12 +25,12 @@ PARKED_NS: Final = 50_000_000
 class Driver:
     """Drives the data plane for one thread at a time. plane: None if nothing passes it."""
 
-    def __init__(self, plane: DataPlane | None) -> None:
+    def __init__(self, plane: RemotePlane | None) -> None:
         self._plane = plane
 
     @contextmanager
     def driving(self) -> Generator[None]:
-        """For the time of an operation; see `DataPlane.driving`."""
+        """For the time of an operation; see `RemotePlane.driving`."""
         if self._plane is None:
             yield
             return

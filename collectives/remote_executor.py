@@ -11,8 +11,9 @@ takes it back before its caller may change it, so what a peer has got is always 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -35,7 +36,9 @@ from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.region import RegionHandle
 from zbmd.transport.remote_memory import RemoteMemory
 from zbmd.transport.segment import PeerSegment, Segment
+from zbmd.transport.transfer import Transfer
 
+SentT = TypeVar("SentT")
 _WORD_BYTES = 8
 _WITHDRAWN_OFFSET = 8
 
@@ -85,7 +88,10 @@ class RemoteExecutor(Executor):
         self._group = group
         self._channel = channel
         self._mappings = mappings  # the group holds bare addresses
-        self._driver = Driver(next((memory.plane for memory in self._remote.values()), None))
+        planes = {id(memory.plane): memory.plane for memory in self._remote.values()}
+        self._driver = Driver(next(iter(planes.values()), None))
+        self._all_by_plane = len(self._remote) == len(members) - 1 and len(planes) == 1
+        """Nothing comes but by the plane that is driven."""
         self._landings = Landings(
             segment, group, self._driver, channel=channel, epoch=epoch, spins=SPINS_REMOTE
         )
@@ -140,7 +146,7 @@ class RemoteExecutor(Executor):
             self._lend(plan, lent)
             with self._driver.driving():
                 self._enter(plan, kill_point)
-                self._driver.until(self._group.all_are_here, far=len(self._remote) == len(self.members) - 1)
+                self._driver.until(self._group.all_are_here, far=self._all_by_plane)
                 status = self._group.meet(plan.native, deadline_ns)
                 if status == STATUS_DONE:
                     self._slots.learn()
@@ -211,23 +217,30 @@ class RemoteExecutor(Executor):
         group.withdraw()
         word = group.word.to_bytes(_WORD_BYTES, "little")
         at = group.descriptor_offset + _WITHDRAWN_OFFSET
+        told: list[tuple[RemoteMemory, Transfer]] = []
         for place, memory in self._remote.items():
             memory.let_go(fetcher.asked[place])
             # A notification that is not awaited: the cell holds what it holds.
-            self._try(place, partial(self._put_descriptor, place, memory, at, word, 0))
+            put = self._try(place, partial(self._put_descriptor, place, memory, at, word, 0))
+            if put is not None and memory.one_sided:
+                told.append((memory, put))
+        # Who reads our memory without us cannot be refused. It looks for this word after all that it has
+        # read: once it has the word, or is cut off, nobody takes what the caller changes for a result.
+        for memory, put in told:
+            memory.let_go((put,))
 
     def _put_descriptor(
         self, place: int, memory: RemoteMemory, offset: int, data: bytes | memoryview, value: int
-    ) -> None:
+    ) -> Transfer:
         """Put a part of our descriptor where the member at `place` reads it."""
         if self._group.wide:
-            self._slots.put(place, offset, data, channel=self._channel, value=value)
-        else:
-            memory.describe(offset, data, channel=self._channel, value=value)
+            return self._slots.put(place, offset, data, channel=self._channel, value=value)
+        return memory.describe(offset, data, channel=self._channel, value=value)
 
-    def _try(self, place: int, send: partial[None]) -> None:
+    def _try(self, place: int, send: Callable[[], SentT]) -> SentT | None:
         """Send something to a member on another host, whose end ends none of what we do for the others."""
         try:
-            reach(place, send)
+            return reach(place, send)
         except Ended:
             self._gone.add(place)
+            return None

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zbmd.collectives._remote import RemoteGroup
 from zbmd.collectives._stepper import STATUS_ABORTED, STATUS_DONE, STATUS_LOST
 from zbmd.collectives.plan import Plan
 from zbmd.collectives.remote_drive import Driver
 from zbmd.transport import _native
-from zbmd.transport.bulk_region import BulkRegion
 from zbmd.transport.errors import LinkClosed, PeerLost
+from zbmd.transport.region import RemoteRegion
 from zbmd.transport.remote_memory import RemoteMemory
 from zbmd.transport.segment import Segment
 from zbmd.transport.transfer import Transfer
@@ -102,6 +103,11 @@ class Staging:
             self._array = np.empty(nbytes, np.uint8)
         return _native.address_of(self._array)
 
+    def window(self, address: int, nbytes: int) -> NDArray[np.uint8]:
+        """Bytes of what is reserved, as a part of its array: a device that must know memory knows it."""
+        at = address - _native.address_of(self._array)
+        return self._array[at : at + nbytes]
+
 
 @dataclass(slots=True)
 class Fetch:
@@ -151,7 +157,7 @@ class Fetcher:
         self._landings = landings
         self._staging = staging
         self._deadline_ns = deadline_ns
-        self._regions: dict[tuple[int, int, bool], BulkRegion] = {}
+        self._regions: dict[tuple[int, int, bool], RemoteRegion] = {}
         self._next: list[Fetch] = []
         """Not asked for yet."""
         self._last: dict[tuple[int, int], Fetch] = {}
@@ -159,7 +165,7 @@ class Fetcher:
         self.staged_bytes = 0
         """Of `_next`, what needs staging."""
 
-    def region(self, place: int, buffer: int, *, writable: bool) -> BulkRegion:
+    def region(self, place: int, buffer: int, *, writable: bool) -> RemoteRegion:
         """What the member at `place` lends of a buffer for this run."""
         key = place, buffer, writable
         found = self._regions.get(key)
@@ -196,7 +202,8 @@ class Fetcher:
                 fetch.address, at = at, at + _aligned(fetch.nbytes)
         for fetch in asked:
             region = self.region(fetch.place, fetch.buffer, writable=False)
-            into = self._group.window(fetch.address, fetch.nbytes)
+            within = self._group if fetch.direct else self._staging
+            into = within.window(fetch.address, fetch.nbytes)
             try:
                 fetch.transfer = region.get(into, fetch.offset)
             except (PeerLost, LinkClosed):

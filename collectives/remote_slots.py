@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from zbmd.collectives._remote import RemoteGroup
 from zbmd.collectives._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.transport._native import address_of
-from zbmd.transport.bulk_region import BulkRegion
 from zbmd.transport.errors import ArenaFull
-from zbmd.transport.region import RegionHandle
+from zbmd.transport.region import RegionHandle, RemoteRegion
 from zbmd.transport.remote_memory import RemoteMemory
 from zbmd.transport.segment import Segment
+from zbmd.transport.transfer import Transfer
 
 SLOTS_BYTES: Final = 1 << 20
 """What all members together may send a member with their descriptors."""
@@ -62,7 +62,7 @@ class Slots:
         """What the others write, each its own two, in the order of their places behind ours."""
         self._own: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._handle: RegionHandle | None = None
-        self._regions: dict[int, BulkRegion] = {}
+        self._regions: dict[int, RemoteRegion] = {}
         self._learnt = False
         self.payload_max = PUB_BYTES_MAX
         if len(remote) == members - 1 > 0 and slot_payload_bytes(members) > PUB_BYTES_MAX:
@@ -91,10 +91,10 @@ class Slots:
         self._group.widen(addresses, self._slot_bytes)
         self.payload_max = self._slot_bytes - DESCRIPTOR_HEADER_BYTES
 
-    def put(self, place: int, offset: int, data: bytes | memoryview, *, channel: int, value: int) -> None:
+    def put(self, place: int, offset: int, data: bytes | memoryview, *, channel: int, value: int) -> Transfer:
         """Put `data` at `offset` of our slots at the member at `place`; as `RemoteMemory.describe`."""
         at = self._at(self._place, place) + offset
-        self._regions[place].put(data, at, channel=channel, value=value)
+        return self._regions[place].put(data, at, channel=channel, value=value)
 
     def _at(self, writer: int, owner: int) -> int:
         """Where in the owner's memory the slots of another place are."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from zbmd.transport._native import address_of
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.remote_memory import RemoteMemory
 
+SentT = TypeVar("SentT")
 ROWS_MAX: Final = 256
 """Instructions performed by one native call."""
 
@@ -269,10 +270,10 @@ class Walk:
             raise Ended(status)
 
 
-def reach(place: int, send: Callable[[], object]) -> None:
+def reach(place: int, send: Callable[[], SentT]) -> SentT:
     """Send something to the member at `place`, on another host; raises `Ended` if it is gone."""
     try:
-        send()
+        return send()
     except (PeerLost, LinkClosed):
         raise Ended(STATUS_LOST, place) from None
 

@@ -27,10 +27,10 @@ from zbmd.tools.doctor_network import (
     local_link,
     network_findings,
     probe_finding,
-    rdma_findings,
     read_interface_filter,
 )
 from zbmd.tools.doctor_peers import PEERS_MAX, Peer, examine, parse_peer
+from zbmd.tools.doctor_rdma import rdma_findings, read_wanted
 from zbmd.tools.doctor_report import (
     SCHEMA,
     DeadlineReport,
@@ -139,7 +139,7 @@ async def examine_host(
     facts = read_host_facts()
     near = affinities(topology)
     wanted, wrong = read_interface_filter(environment)
-    can = Capabilities(interfaces=wanted)
+    can = Capabilities(interfaces=wanted, rdma_devices=read_wanted(environment))
     links: list[PairLink] = [local_link(facts, can)]
     probed = [await probe_finding(deadlines)]
     timeout_s = deadlines.dial_ns / 1e9
@@ -154,7 +154,7 @@ async def examine_host(
         *accelerator_findings(topology, near),
         *network_findings(topology, wanted),
         *([wrong] if wrong is not None else []),
-        *rdma_findings(topology, facts.verbs_missing),
+        *rdma_findings(topology, facts, environment),
         *link_findings(tuple(links)),
         *probed,
         *deadline_findings(report),

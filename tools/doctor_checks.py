@@ -183,7 +183,6 @@ def limit_findings(topology: Topology, root: Path = Path("/")) -> Iterator[Findi
     detail = f"{soft} allowed; {RANKS_MAX} ranks need {needed}"
     yield _check("open files", soft >= needed, detail, f"ulimit -n {needed}", Section.LIMITS)
     yield _realtime()
-    yield _locked(rdma=any(device.active for device in topology.rdma_devices))
     yield _socket_buffers(topology, root)
 
 
@@ -209,15 +208,6 @@ def _realtime() -> Finding:
         "ulimit -r 1, or give the interpreter CAP_SYS_NICE",
         Section.LIMITS,
     )
-
-
-def _locked(*, rdma: bool) -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = soft == resource.RLIM_INFINITY
-    detail = "unlimited" if unlimited else f"{in_words(soft)} may be locked"
-    if unlimited or not rdma:
-        return _check("locked memory", True, detail, "", Section.LIMITS)
-    return _note("locked memory", f"{detail}; RDMA locks every arena", "ulimit -l unlimited", Section.LIMITS)
 
 
 def _socket_buffers(topology: Topology, root: Path) -> Finding:

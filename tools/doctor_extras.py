@@ -12,7 +12,7 @@ from typing import Final
 from zbmd.tools.doctor_report import Extra, Finding, Section, State
 from zbmd.training.xp import xp_for
 from zbmd.transport.errors import UserError
-from zbmd.transport.link_choice import INSTALL_VERBS
+from zbmd.transport.host_facts import INSTALL_VERBS
 from zbmd.transport.topology import Topology
 
 

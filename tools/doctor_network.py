@@ -28,7 +28,7 @@ from zbmd.transport.link_choice import (
     rank_interfaces,
 )
 from zbmd.transport.shm import dial, listen
-from zbmd.transport.topology import Interface, InterfaceKind, RdmaDevice, Topology
+from zbmd.transport.topology import Interface, InterfaceKind, Topology
 
 ROUND_TRIPS: Final = 200
 PROBE_FRAME: Final = b"doctor"
@@ -86,31 +86,6 @@ def _interface(interface: Interface) -> str:
     return ", ".join((*parts, *interface.addresses))
 
 
-def rdma_findings(topology: Topology, verbs_missing: str | None) -> Iterator[Finding]:
-    """Each RDMA port."""
-    if not topology.rdma_devices:
-        yield _finding(Section.RDMA, "device", State.NOTE, "none; links to other hosts are TCP")
-        return
-    for device in topology.rdma_devices:
-        yield from _ports(device)
-    if verbs_missing is None:
-        yield _finding(Section.RDMA, "pyverbs", State.OK, "can be imported")
-    else:
-        advice = "apt install python3-pyverbs, for the distribution's own Python"
-        yield _finding(Section.RDMA, "pyverbs", State.NOTE, f"cannot be imported ({verbs_missing})", advice)
-
-
-def _ports(device: RdmaDevice) -> Iterator[Finding]:
-    where = "in software" if device.place is None else device.place.address
-    for port in device.ports:
-        rate = "rate unknown" if port.rate_gbps is None else f"{port.rate_gbps:g} Gbit/s"
-        kinds = sorted({gid.kind for gid in port.gids if gid.kind is not None})
-        parts = [port.state, port.link_layer, rate, where, *device.interfaces, *kinds]
-        advice = "" if port.active else "check its cable, its driver and, for InfiniBand, the subnet manager"
-        state = State.OK if port.active else State.NOTE
-        yield _finding(Section.RDMA, f"{device.name} port {port.number}", state, ", ".join(parts), advice)
-
-
 # --- links ----------------------------------------------------------------------------------------------
 
 
@@ -131,6 +106,8 @@ def link_findings(links: tuple[PairLink, ...]) -> Iterator[Finding]:
             yield _finding(Section.LINKS, name, State.NOT_OK, link.error)
             continue
         detail = f"{link.choice.transport.value}: {link.choice.reason}"
+        if link.choice.no_rdma:
+            detail += f"; no RDMA: {link.choice.no_rdma}"
         yield _finding(Section.LINKS, name, State.OK, detail, "; ".join(link.choice.better))
 
 

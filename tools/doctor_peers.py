@@ -32,6 +32,7 @@ from zbmd.transport.link_choice import (
     passed_over,
     rank_interfaces,
 )
+from zbmd.transport.rdma_use import why_no_rdma
 from zbmd.transport.tcp_address import TcpAddress
 from zbmd.transport.topology import Interface, InterfaceKind
 
@@ -140,10 +141,10 @@ async def examine(
     best = next((each for each in attempts if each.answer is Answer.CONNECTED), None)
     if best is not None:
         findings.append(await compare_clocks(TcpAddress(host=best.way.address, port=peer.port), facts.name))
-    return _verdict(peer, facts, attempts), findings
+    return _verdict(peer, facts, can, attempts), findings
 
 
-def _verdict(peer: Peer, facts: HostFacts, attempts: Sequence[Attempt]) -> PairLink:
+def _verdict(peer: Peer, facts: HostFacts, can: Capabilities, attempts: Sequence[Attempt]) -> PairLink:
     between = (facts.name, peer.text)
     best = next((each for each in attempts if each.answer is Answer.CONNECTED), None)
     there = best or next((each for each in attempts if each.reached), None)
@@ -154,6 +155,7 @@ def _verdict(peer: Peer, facts: HostFacts, attempts: Sequence[Attempt]) -> PairL
         return PairLink(between=between, choice=None, error=f"{there.way.address} answers, but {there.words}")
     used = there.way.interface
     words = "the default route" if used is None else interface_words(used)
+    why = why_no_rdma(facts, can.rdma_devices)
     return PairLink(
         between=between,
         choice=LinkChoice(
@@ -162,12 +164,9 @@ def _verdict(peer: Peer, facts: HostFacts, attempts: Sequence[Attempt]) -> PairL
             device=None if used is None else used.name,
             better=(
                 *(passed_over(facts, used) if used is not None else ()),
-                *(
-                    ("RDMA is used if the peer has it too: run the doctor there",)
-                    if facts.rdma_devices
-                    else ()
-                ),
+                *(() if why else (f"RDMA is used if {peer.text} has it too: run the doctor there",)),
             ),
+            no_rdma=why or "",
         ),
     )
 

@@ -139,6 +139,11 @@ class BulkPeer:
         """Who moves the bytes."""
         return self._plane
 
+    @property
+    def one_sided(self) -> bool:
+        """Our memory is reached by us: what is not lent any more is refused."""
+        return False
+
     def open_region(self, handle: RegionHandle) -> BulkRegion:
         """The peer's region behind `handle`. Raises `RemoteProtocolError` if it is forged or stale."""
         require_owner(handle, slot=self.info.slot, incarnation=self.info.incarnation)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import resource
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from zbmd.transport.kernel_files import read_text
+from zbmd.transport.kernel_files import parse_int, read_fields, read_text
 from zbmd.transport.rdma_devices import verbs_missing
 from zbmd.transport.topology.interfaces import Interface, read_interfaces
 from zbmd.transport.topology.netlink import Addresses
 from zbmd.transport.topology.pci import link_name
 from zbmd.transport.topology.rdma import RdmaDevice, read_rdma_devices
+
+INSTALL_VERBS: Final = "apt install python3-pyverbs"
+CAP_IPC_LOCK: Final = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +26,9 @@ class HostFacts:
     """One process on its host.
 
     boot_id: of the running kernel; namespaces: which networks and processes it can see, so containers of one
-    host differ; numa_node: where its memory and devices are, None if it may run anywhere; verbs_missing: why
-    RDMA cannot be used although a device may be there, None if it can.
+    host differ; numa_node: where its memory and devices are, None if it may run anywhere; verbs_missing: what
+    of the libraries for RDMA is missing, None if nothing is; locked_bytes_max: what a process may lock, None
+    without a limit.
     """
 
     name: str
@@ -32,6 +39,7 @@ class HostFacts:
     interfaces: tuple[Interface, ...] = ()
     rdma_devices: tuple[RdmaDevice, ...] = ()
     verbs_missing: str | None = None
+    locked_bytes_max: int | None = None
 
 
 def read_host_facts(
@@ -49,5 +57,23 @@ def read_host_facts(
         numa_node=numa_node,
         interfaces=read_interfaces(root, addresses),
         rdma_devices=devices,
-        verbs_missing=verbs_missing() if devices else None,
+        verbs_missing=libraries_missing() if devices else None,
+        locked_bytes_max=locked_bytes_max(root),
     )
+
+
+def libraries_missing() -> str | None:
+    """What RDMA lacks in this process, and how to get it; None if nothing."""
+    missing = verbs_missing()
+    if missing is not None:
+        return f"pyverbs is missing: {INSTALL_VERBS} ({missing})"
+    if importlib.util.find_spec("zbmd.transport._rdma") is None:
+        return "zbmd was built without libibverbs: apt install libibverbs-dev, then install zbmd again"
+    return None
+
+
+def locked_bytes_max(root: Path = Path("/")) -> int | None:
+    """The bytes that this process may lock; None without a limit, as for who has CAP_IPC_LOCK."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    capabilities = parse_int(read_fields(root / "proc/self/status", ":").get("CapEff", ""), 16) or 0
+    return None if soft == resource.RLIM_INFINITY or capabilities >> CAP_IPC_LOCK & 1 else soft

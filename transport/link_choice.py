@@ -6,20 +6,20 @@ choice comes with its reason, and with what would make a better one possible.
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
 from zbmd.transport.errors import UserError
 from zbmd.transport.host_facts import HostFacts
+from zbmd.transport.rdma_use import RdmaPath, WantedDevice, rdma_paths, why_no_rdma
 from zbmd.transport.topology.interfaces import Interface, InterfaceKind
 from zbmd.transport.topology.pci import Place
-from zbmd.transport.topology.rdma import RdmaDevice
 
 INTERFACES_VARIABLE: Final = "ZBMD_SOCKET_IFNAME"
-INSTALL_VERBS: Final = "apt install python3-pyverbs"
 
 
 class Transport(Enum):
@@ -28,10 +28,6 @@ class Transport(Enum):
     SHM = "shm"
     RDMA = "rdma"
     TCP = "tcp"
-
-
-LINKS_BUILT: Final = frozenset({Transport.SHM, Transport.TCP})
-"""The links that this version has; the others are chosen once it has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +69,20 @@ def parse_interface_filter(text: str) -> InterfaceFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What may be chosen. built: the links of this version; interfaces: those that the user admits."""
+    """What may be chosen. interfaces and rdma_devices: those that the user admits, all by default."""
 
-    built: frozenset[Transport] = LINKS_BUILT
     interfaces: InterfaceFilter = InterfaceFilter()
     peer_interfaces: InterfaceFilter = InterfaceFilter()
+    rdma_devices: tuple[WantedDevice, ...] = ()
+    peer_rdma_devices: tuple[WantedDevice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkChoice:
     """The decision and its reason. device and peer_device: an interface or RDMA device, None for shm.
 
-    better: what could be done to get a faster link, one sentence each.
+    better: what could be done to get a faster link, one sentence each. no_rdma: of a TCP link, why it is not
+    RDMA, in a line; empty if that is not known yet.
     """
 
     transport: Transport
@@ -92,6 +90,7 @@ class LinkChoice:
     device: str | None = None
     peer_device: str | None = None
     better: tuple[str, ...] = ()
+    no_rdma: str = ""
 
 
 def choose_link(a: HostFacts, b: HostFacts, capabilities: Capabilities | None = None) -> LinkChoice:
@@ -107,32 +106,19 @@ def choose_link(a: HostFacts, b: HostFacts, capabilities: Capabilities | None = 
         if apart is None:
             return LinkChoice(transport=Transport.SHM, reason="one host, one user: memory is shared")
         better.append(apart)
-    layer = _common_layer(a, b)
-    if layer is not None:
-        ours, theirs = _best_device(a, layer), _best_device(b, layer)
-        missing = list(_rdma_missing(a, b, can))
-        if not missing:
-            return LinkChoice(
-                transport=Transport.RDMA,
-                reason=f"both hosts have RDMA: {_words(ours, layer)} and {_words(theirs, layer)}",
-                device=ours.name,
-                peer_device=theirs.name,
-                better=tuple(better),
-            )
-        better += missing
-    elif not same_kernel:
-        better += _ports_down(a, b)
-    return _tcp(a, b, can, better)
-
-
-def choose_between(host: str, peer_host: str) -> LinkChoice:
-    """The link between processes of two hosts of which no more than the names is known.
-
-    Hosts get their names so that processes which can share memory are on one.
-    """
-    if host == peer_host:
-        return LinkChoice(transport=Transport.SHM, reason="one host: memory is shared")
-    return LinkChoice(transport=Transport.TCP, reason=f"different hosts, {host!r} and {peer_host!r}")
+    rdma = _rdma(a, b, can)
+    if not isinstance(rdma, str):
+        ours, theirs = rdma
+        return LinkChoice(
+            transport=Transport.RDMA,
+            reason=f"both hosts have RDMA: {ours} and {theirs}",
+            device=ours.device,
+            peer_device=theirs.device,
+            better=tuple(better),
+        )
+    if a.rdma_devices and b.rdma_devices:
+        better.append(rdma)
+    return dataclasses.replace(_tcp(a, b, can, better), no_rdma=rdma)
 
 
 def rank_interfaces(
@@ -184,66 +170,20 @@ def _apart(a: HostFacts, b: HostFacts) -> str | None:
 # --- RDMA -----------------------------------------------------------------------------------------------
 
 
-def _common_layer(a: HostFacts, b: HostFacts) -> str | None:
-    """The link layer on which both sides have an active port, the faster one of two, or None."""
-    return max(
-        _layers(a) & _layers(b),
-        key=lambda layer: (min(_host_gbps(a, layer), _host_gbps(b, layer)), layer),
-        default=None,
-    )
-
-
-def _layers(host: HostFacts) -> set[str]:
-    return {port.link_layer for device in host.rdma_devices for port in device.ports if port.active}
-
-
-def _host_gbps(host: HostFacts, layer: str) -> float:
-    return max(_rate_gbps(device, layer) for device in host.rdma_devices)
-
-
-def _rate_gbps(device: RdmaDevice, layer: str) -> float:
-    """Of its fastest active port of that layer; below zero without one."""
-    rates = [port.rate_gbps or 0.0 for port in device.ports if port.active and port.link_layer == layer]
-    return max(rates, default=-1.0)
-
-
-def _best_device(host: HostFacts, layer: str) -> RdmaDevice:
-    """The fastest, then the nearest, then the first by name."""
-    return min(
-        host.rdma_devices,
-        key=lambda each: (-_rate_gbps(each, layer), not _near(each.place, host.numa_node), each.name),
-    )
-
-
-def _words(device: RdmaDevice, layer: str) -> str:
-    return f"{device.name} ({layer}, {_rate_gbps(device, layer):g} Gbit/s)"
-
-
-def _rdma_missing(a: HostFacts, b: HostFacts, can: Capabilities) -> Iterator[str]:
-    """What keeps two hosts with active devices from RDMA."""
-    for host in (a, b):
-        if host.verbs_missing is not None:
-            yield (
-                f"{host.name} has an active RDMA device, but pyverbs is missing: {INSTALL_VERBS} "
-                f"({host.verbs_missing})"
-            )
-    if Transport.RDMA not in can.built:
-        yield "both hosts have an active RDMA device, but this version of zbmd has no RDMA links yet"
-
-
-def _ports_down(a: HostFacts, b: HostFacts) -> Iterator[str]:
-    """What keeps two hosts that both have RDMA devices from using them."""
-    if not (a.rdma_devices and b.rdma_devices):
-        return
-    if _layers(a) and _layers(b):
-        yield "the RDMA devices of the two hosts speak different link layers"
-    for host in (a, b):
-        for device in host.rdma_devices if not _layers(host) else ():
-            for port in device.ports:
-                yield (
-                    f"port {port.number} of {device.name} on {host.name} is {port.state}: check its cable, "
-                    "its driver and, for InfiniBand, the subnet manager"
-                )
+def _rdma(a: HostFacts, b: HostFacts, can: Capabilities) -> tuple[RdmaPath, RdmaPath] | str:
+    """The ports of both sides that make the fastest link; or why there is none, in a line."""
+    why = [each for each in (why_no_rdma(a, can.rdma_devices), why_no_rdma(b, can.peer_rdma_devices)) if each]
+    if why:
+        return "; ".join(why)
+    ours, theirs = rdma_paths(a, can.rdma_devices), rdma_paths(b, can.peer_rdma_devices)
+    pairs = [
+        (mine, next(each for each in theirs if each.link_layer == mine.link_layer))
+        for mine in ours
+        if any(each.link_layer == mine.link_layer for each in theirs)
+    ]
+    if not pairs:
+        return f"the RDMA devices of {a.name} and {b.name} speak different link layers"
+    return max(pairs, key=lambda pair: (min(pair[0].rate_gbps, pair[1].rate_gbps), pair[0].link_layer))
 
 
 # --- TCP ------------------------------------------------------------------------------------------------

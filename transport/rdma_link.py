@@ -66,6 +66,11 @@ class RdmaLink(LinkSide):
 
     # -- regions -----------------------------------------------------------------------------------------
 
+    @property
+    def memory(self) -> RdmaPeer | None:
+        """What regions are opened by; None if one of the two sides has no memory for it."""
+        return self._memory
+
     def carry(self, memory: RdmaPeer) -> None:
         """Open regions by `memory`, which ends with this link: orderly if it does, else at once."""
         self._memory = memory

@@ -41,7 +41,7 @@ from zbmd.transport.rdma_life import (
 )
 from zbmd.transport.rdma_setup import MemoryAt, QueuePairAt
 from zbmd.transport.region import RegionHandle, flat_bytes, require_cell, require_owner, require_range
-from zbmd.transport.transfer import Transfer
+from zbmd.transport.transfer import DONE, Transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -52,6 +52,7 @@ TIMEOUT: Final = 14
 """Of an acknowledgement: 4.096 us * 2**14 = 67 ms."""
 RETRIES: Final = 6
 """Then the peer is lost, after about half a second. 7 would mean for ever."""
+TRIAL_BYTES: Final = 8
 LET_GO_NS: Final = 1_000_000_000
 """How long who gives up waits for its transfers to drain; then the connection ends with them."""
 
@@ -109,6 +110,11 @@ class RdmaPeer:
         )
 
     @property
+    def one_sided(self) -> bool:
+        """The peer's device reaches our memory without us."""
+        return True
+
+    @property
     def reused(self) -> int:
         """Transfers whose memory was registered before."""
         return self._native.reused
@@ -136,6 +142,14 @@ class RdmaPeer:
             retries=RETRIES,
         )
         self._theirs = theirs
+
+    def trial(self) -> Transfer:
+        """A read of a few bytes of the peer: done once the way there and back has been gone."""
+        theirs = self._theirs
+        if theirs is None or theirs.arena_offset < _native.OFF_END + TRIAL_BYTES:
+            return DONE  # it lets us read nothing of its inbox
+        into = memoryview(bytearray(TRIAL_BYTES))
+        return self._native.submit(GET, into, into, theirs.base + _native.OFF_END, theirs.inbox_key, 0, 0)
 
     def open_region(self, handle: RegionHandle) -> RdmaRegion:
         """The peer's region behind `handle`. Raises `RemoteProtocolError` if it is forged or stale."""

@@ -49,6 +49,10 @@ class MemoryAt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     arena_key: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
+WHY_MAX: Final = 400
+"""Characters of a reason."""
+
+
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag="rdma-offer", forbid_unknown_fields=True):
     """The dialer's message."""
 
@@ -65,16 +69,16 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="rdma-answer", fo
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="rdma-refusal", forbid_unknown_fields=True):
-    """The listener's, if it cannot."""
+    """Of who cannot or does not want to, in place of what is due: nothing comes of it."""
 
-    why: Annotated[str, msgspec.Meta(max_length=400)]
+    why: Annotated[str, msgspec.Meta(max_length=WHY_MAX)]
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="rdma-ready", forbid_unknown_fields=True):
     """The dialer's second message."""
 
 
-SETUP_BYTES_MAX: Final = 1024
+SETUP_BYTES_MAX: Final = 4 * WHY_MAX + 64
 Message = Offer | Answer | Refusal | Ready
 MessageT = TypeVar("MessageT", bound=Message)
 _encode = msgspec.msgpack.Encoder().encode

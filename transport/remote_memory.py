@@ -1,4 +1,4 @@
-"""The memory of a peer on another host: what it lends us is read and written over TCP.
+"""The memory of a peer on another host: what it lends us is read and written over RDMA or TCP.
 
 Each side keeps, in its own inbox, a *mirror*: a copy of the peer's operation descriptors, which the peer puts
 there. So what is read in place on one host is read in place here too, and costs one message a peer.
@@ -7,22 +7,82 @@ there. So what is read in place on one host is read in place here too, and costs
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from contextlib import AbstractContextManager
+from typing import Final, Protocol
 
 import numpy as np
 
 from zbmd.transport import _native
-from zbmd.transport.bulk_peer import BulkPeer
-from zbmd.transport.bulk_plane import DataPlane
-from zbmd.transport.bulk_region import BulkRegion
+from zbmd.transport.bulk_peer import BulkPeerInfo
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
-from zbmd.transport.region import RegionHandle
+from zbmd.transport.region import RegionHandle, RemoteRegion
 from zbmd.transport.segment import Segment
 from zbmd.transport.transfer import Transfer
 
 MIRROR_BYTES: Final = _native.OFF_END - _native.OFF_DESCRIPTORS
 """The descriptors of all channels of one process."""
 SEGMENT_BYTES_MAX: Final = 1 << 48
+
+
+class RemotePlane(Protocol):
+    """Who moves the bytes: `bulk_plane.DataPlane` or `rdma_plane.RdmaPlane`, which see."""
+
+    def driving(self) -> AbstractContextManager[None]:
+        """For the time of the context this thread, if no other does so, moves them itself by `drive`."""
+        ...
+
+    def drive(self) -> bool:
+        """Take one turn, without waiting; whether there was anything to do."""
+        ...
+
+    def park(self) -> None:
+        """Sleep until there may be something to do, but not for long."""
+        ...
+
+    def wake(self) -> None:
+        """Have a thread that sleeps in `park` look again."""
+        ...
+
+    def hand_over(self) -> None:
+        """The plane's own thread goes on."""
+        ...
+
+
+class RemotePeer(Protocol):
+    """Transfers to and from one incarnation of a peer: `bulk_peer.BulkPeer` or `rdma_peer.RdmaPeer`."""
+
+    info: BulkPeerInfo
+    ended: Transfer
+
+    @property
+    def plane(self) -> RemotePlane:
+        """Who moves the bytes."""
+        ...
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether our memory is read and written without us: it cannot be taken back by refusing."""
+        ...
+
+    def open_region(self, handle: RegionHandle) -> RemoteRegion:
+        """The peer's region behind `handle`. Raises `RemoteProtocolError` if it is forged or stale."""
+        ...
+
+    def settled(self) -> Transfer:
+        """Done once all that was put and notified before has arrived; raises what ends the connection."""
+        ...
+
+    def let_go(self, transfers: Iterable[Transfer]) -> None:
+        """Once this returns, `transfers` touch their buffers no more."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is under way, say goodbye and end. Idempotent."""
+        ...
+
+    def abort(self, error: ZbmdError) -> None:
+        """End at once, with `error` for all that is under way. Idempotent."""
+        ...
 
 
 class Mirror:
@@ -52,7 +112,7 @@ class RemoteMemory:
     """
 
     def __init__(
-        self, bulk: BulkPeer, mirror: Mirror, theirs: RegionHandle, *, arena_offset: int, nbytes: int
+        self, bulk: RemotePeer, mirror: Mirror, theirs: RegionHandle, *, arena_offset: int, nbytes: int
     ) -> None:
         if not _native.OFF_END <= arena_offset <= nbytes <= SEGMENT_BYTES_MAX:
             raise RemoteProtocolError(
@@ -78,7 +138,7 @@ class RemoteMemory:
         return self._mirror.address
 
     @property
-    def plane(self) -> DataPlane:
+    def plane(self) -> RemotePlane:
         """Who moves the bytes."""
         return self._bulk.plane
 
@@ -87,27 +147,32 @@ class RemoteMemory:
         """Whether nobody stores on the peer's behalf any more."""
         return self._bulk.ended.done
 
-    def describe(self, offset: int, data: bytes | memoryview, *, channel: int, value: int) -> None:
+    @property
+    def one_sided(self) -> bool:
+        """See `RemotePeer.one_sided`."""
+        return self._bulk.one_sided
+
+    def describe(self, offset: int, data: bytes | memoryview, *, channel: int, value: int) -> Transfer:
         """Put a descriptor of ours at `offset` of the peer's mirror, then set its cell of us; see `put`."""
-        self._theirs.put(data, offset, channel=channel, value=value)
+        return self._theirs.put(data, offset, channel=channel, value=value)
 
     def notify(self, channel: int, value: int) -> None:
         """Set the peer's cell of us, behind all puts; see `zbmd.transport.region.RemoteRegion.notify`."""
         self._theirs.notify(channel, value)
 
-    def lent(self, offset: int, nbytes: int, *, writable: bool) -> BulkRegion:
-        """What the peer lends at these bytes of its segment: it refuses transfers if it does not."""
+    def lent(self, offset: int, nbytes: int, *, writable: bool) -> RemoteRegion:
+        """What the peer lends at these bytes of its segment: over TCP it refuses transfers if it does not."""
         handle = RegionHandle(
             slot=self.slot, incarnation=self.incarnation, offset=offset, nbytes=nbytes, writable=writable
         )
         return self._bulk.open_region(handle)
 
-    def open_region(self, handle: RegionHandle, own: Segment) -> BulkRegion:
+    def open_region(self, handle: RegionHandle, own: Segment) -> RemoteRegion:
         """See `zbmd.transport.peer_memory.PeerMemory`."""
         return self._bulk.open_region(handle)
 
     def let_go(self, transfers: Iterable[Transfer]) -> None:
-        """See `BulkPeer.let_go`."""
+        """See `RemotePeer.let_go`."""
         self._bulk.let_go(transfers)
 
     def abort(self, error: ZbmdError) -> None:

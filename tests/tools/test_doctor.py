@@ -24,12 +24,13 @@ import pytest
 from zbmd.tools import doctor, node_cli
 from zbmd.tools.doctor_checks import accelerator_findings, limit_findings, machine_findings
 from zbmd.tools.doctor_extras import extra_findings, find_extras
-from zbmd.tools.doctor_network import link_findings, local_link, network_findings, rdma_findings
+from zbmd.tools.doctor_network import link_findings, local_link, network_findings
 from zbmd.tools.doctor_peers import Answer, Way, attempt, examine, find_ways, parse_peer
+from zbmd.tools.doctor_rdma import rdma_findings
 from zbmd.tools.doctor_report import Finding, Section, State
 from zbmd.transport.budget import derive
 from zbmd.transport.errors import UserError
-from zbmd.transport.host_facts import HostFacts
+from zbmd.transport.host_facts import HostFacts, read_host_facts
 from zbmd.transport.link_choice import Capabilities, InterfaceFilter, Transport, parse_interface_filter
 from zbmd.transport.topology import Interface, InterfaceKind, Topology, affinities, read_topology
 
@@ -94,7 +95,7 @@ def test_the_json_has_the_documented_fields(tmp_path: Path) -> None:
     assert set(report["topology"]["cpus"]["allowed"]) == os.sched_getaffinity(0)
     (link,) = report["links"]
     assert list(link) == ["between", "choice", "error"]
-    assert list(link["choice"]) == ["transport", "reason", "device", "peer_device", "better"]
+    assert list(link["choice"]) == ["transport", "reason", "device", "peer_device", "better", "no_rdma"]
     assert link["choice"]["transport"] == "shm"
     deadlines = report["deadlines"]
     assert deadlines["same_host_path_ns"] <= deadlines["recovery_budget_ns"] == 10**9
@@ -258,14 +259,82 @@ def test_a_server_is_shown_with_what_is_near_to_each_gpu(server: Topology) -> No
     assert limits["TCP buffers"].section is Section.LIMITS
 
 
+def rdma_texts(
+    topology: Topology,
+    wanted: str = "",
+    *,
+    verbs_missing: str | None = None,
+    locked_bytes_max: int | None = None,
+) -> dict[str, Finding]:
+    host = HostFacts(
+        name="a",
+        boot_id="1",
+        namespaces=(),
+        uid=0,
+        rdma_devices=topology.rdma_devices,
+        verbs_missing=verbs_missing,
+        locked_bytes_max=locked_bytes_max,
+    )
+    return texts(rdma_findings(topology, host, {"ZBMD_RDMA_DEVICES": wanted}))
+
+
 def test_rdma_ports_are_shown_and_what_they_lack(server: Topology) -> None:
-    found = texts(rdma_findings(server, "No module named 'pyverbs'"))
+    found = rdma_texts(server, verbs_missing="pyverbs is missing")
     assert found["mlx5_0 port 1"].state is State.OK
-    assert found["mlx5_0 port 1"].detail.startswith("ACTIVE, InfiniBand, 400 Gbit/s, 0000:14:00.0, ib0")
+    assert found["mlx5_0 port 1"].detail.startswith("ACTIVE, InfiniBand, 400 Gbit/s, ib0")
+    assert found["mlx5_0"].detail == "0000:14:00.0, firmware 28.39.1002"
     assert found["mlx5_7 port 1"].state is State.NOTE
     assert "subnet manager" in found["mlx5_7 port 1"].advice
-    assert "apt install python3-pyverbs" in found["pyverbs"].advice
-    assert texts(rdma_findings(server, None))["pyverbs"].state is State.OK
+    assert "apt install python3-pyverbs" in found["libraries"].advice
+    assert found["to other hosts"].detail == "TCP: a has an RDMA device, but pyverbs is missing"
+    found = rdma_texts(server, locked_bytes_max=8 << 20)
+    assert found["libraries"].state is State.OK
+    assert "8192 KiB may be locked" in found["locked memory"].detail
+    assert "LimitMEMLOCK=infinity" in found["locked memory"].advice
+    assert found["to other hosts"].detail.startswith("TCP: a process of a may lock 8192 KiB")
+    assert rdma_texts(server)["to other hosts"].state is State.OK
+    assert rdma_texts(server, "mlx5_9")["to other hosts"].detail.startswith("TCP: ZBMD_RDMA_DEVICES admits")
+    assert rdma_texts(server, "mlx5_0@x")["to other hosts"].state is State.NOT_OK
+    (none,) = texts(rdma_findings(dataclasses.replace(server, rdma_devices=()), read_host_facts())).values()
+    assert none.detail == "none; links to other hosts are TCP"
+
+
+def test_what_roce_needs_of_its_network_is_told(tmp_path: Path) -> None:
+    machine = machines.Machine(tmp_path)
+    machine.interface("eth0", index=2, pci="pci0000:00/0000:14:00.0", addresses=("192.0.2.1",))
+    machine.rdma("mlx5_0", pci="pci0000:00/0000:14:00.0", link_layer="Ethernet")
+    port = "sys/class/infiniband/mlx5_0/ports/1"
+
+    def look() -> dict[str, Finding]:
+        return rdma_texts(read_topology(tmp_path, addresses=machine.addresses))
+
+    machine.write(f"{port}/gid_attrs/types/0", "IB/RoCE v1")
+    found = look()
+    assert "no RoCE v2 address" in found["mlx5_0 port 1"].detail
+    assert "ip address add" in found["mlx5_0 port 1"].advice
+    assert "has no RoCE v2 address (it has: IB/RoCE v1)" in found["to other hosts"].detail
+    assert found["mlx5_0 flow control"].detail == "the driver does not tell of PFC and ECN"
+
+    machine.write(f"{port}/gid_attrs/types/0", "RoCE v2")
+    machine.write("sys/class/net/eth0/mtu", 1500)
+    for priority in range(8):
+        machine.write(f"sys/class/net/eth0/ecn/roce_np/enable/{priority}", int(priority == 3))
+    machine.write(f"{port}/hw_counters/packet_seq_err", 7)
+    machine.write(f"{port}/hw_counters/out_of_buffer", 2)
+    machine.write(f"{port}/counters/link_downed", 1)
+    machine.write("sys/class/infiniband/mlx5_0/board_id", "MT_0000000838")
+    found = look()
+    assert found["mlx5_0"].detail == "0000:14:00.0, MT_0000000838, firmware 28.39.1002"
+    assert found["mlx5_0 MTU"].detail == "1024 of 4096 bytes a packet (eth0 mtu 1500)"
+    assert "ip link set eth0 mtu 9000" in found["mlx5_0 MTU"].advice
+    assert found["mlx5_0 flow control"].detail == "ECN in priorities 3"
+    assert found["mlx5_0 port 1 losses"].detail.endswith("packet_seq_err 7")
+    assert "dcb pfc show dev eth0" in found["mlx5_0 port 1 losses"].advice
+    assert found["mlx5_0 port 1 buffers"].detail.endswith("out_of_buffer 2")
+    assert found["mlx5_0 port 1 cable"].detail == "times it has gone down: 1"
+    assert found["to other hosts"].detail.endswith("by mlx5_0 (Ethernet, 400 Gbit/s)")
+    machine.write("sys/class/net/eth0/mtu", 4200)
+    assert look()["mlx5_0 MTU"].state is State.OK
 
 
 def test_the_interface_to_other_hosts_is_named(server: Topology) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
@@ -15,7 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from rdma_jobs import EXPECTED_VARIABLE, digests_on_one_host
 
+from zbmd.actors.runtime_env import LINKS_VARIABLE
 from zbmd.tools.rdma_vm.initrd import Archive
 from zbmd.tools.rdma_vm.modules import load_order, module_name
 from zbmd.tools.rdma_vm.packages import PackagesMissing, candidates, merged, require_programs
@@ -134,9 +137,11 @@ def test_a_machine_that_takes_too_long_is_ended_and_told() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("machine_can_be_made")
-def test_the_rdma_tests_pass_in_the_machine(tmp_path: Path) -> None:
+def test_the_rdma_tests_pass_in_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("zbmd.transport._rdma") is None:
         pytest.skip("transport/_rdma is not built: apt-get install libibverbs-dev, then make setup")
+    monkeypatch.setenv(EXPECTED_VARIABLE, ",".join(asyncio.run(digests_on_one_host(tmp_path, monkeypatch))))
+    monkeypatch.delenv(LINKS_VARIABLE)
     # To rewrite assertions takes the machine longer than the tests, to compile all modules nearly as long.
     command = [sys.executable, "-m", "pytest", "-q", "--assert=plain", "-p", "no:cacheprovider", *SUITE]
     environment = os.environ | {"ZBMD_STRICT_SKIPS": "1", "PYTHONPYCACHEPREFIX": str(tmp_path)}

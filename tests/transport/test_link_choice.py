@@ -20,9 +20,9 @@ from zbmd.transport.link_choice import (
     parse_interface_filter,
     rank_interfaces,
 )
+from zbmd.transport.rdma_use import parse_wanted_devices, rdma_paths, share_of, why_no_rdma
 from zbmd.transport.topology import Interface, InterfaceKind, Place, RdmaDevice, RdmaPort
-
-ALL = Capabilities(built=frozenset(Transport))
+from zbmd.transport.topology.rdma import Gid
 
 
 def interface(
@@ -58,8 +58,13 @@ def rdma(
     layer: str = "InfiniBand",
     gbps: float = 400,
     numa_node: int | None = None,
+    kinds: tuple[str, ...] = ("IB/RoCE v1", "RoCE v2"),
 ) -> RdmaDevice:
-    port = RdmaPort(number=1, state=state, link_layer=layer, rate_gbps=gbps, gids=())
+    gids = tuple(
+        Gid(index=index, gid=f"::ffff:192.0.2.{index}", kind=kind, interface=None)
+        for index, kind in enumerate(kinds)
+    )
+    port = RdmaPort(number=1, state=state, link_layer=layer, rate_gbps=gbps, gids=gids)
     place = None if numa_node is None else Place(path=("pci0000:00", name), numa_node=numa_node)
     return RdmaDevice(name=name, place=place, firmware=None, interfaces=(), ports=(port,))
 
@@ -178,7 +183,7 @@ def with_rdma(host: HostFacts, *devices: RdmaDevice, missing: str | None = None)
 
 def test_rdma_is_taken_where_both_hosts_have_it() -> None:
     near = with_rdma(dataclasses.replace(A, numa_node=1), rdma("m0", numa_node=0), rdma("m1", numa_node=1))
-    choice = choose_link(near, with_rdma(B, rdma("x", gbps=200)), ALL)
+    choice = choose_link(near, with_rdma(B, rdma("x", gbps=200)))
     assert (choice.transport, choice.device, choice.peer_device) == (Transport.RDMA, "m1", "x")
     assert choice.reason == "both hosts have RDMA: m1 (InfiniBand, 400 Gbit/s) and x (InfiniBand, 200 Gbit/s)"
 
@@ -187,38 +192,81 @@ A_RDMA, B_RDMA = with_rdma(A, rdma("m")), with_rdma(B, rdma("m"))
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "can", "advice"),
+    ("a", "b", "can", "why"),
     [
-        (with_rdma(A, rdma("m"), missing="no pyverbs"), B_RDMA, ALL, "apt install python3-pyverbs"),
-        (A_RDMA, with_rdma(B, rdma("m"), missing="x"), ALL, "b has an active RDMA device, but"),
-        (A_RDMA, B_RDMA, Capabilities(), "no RDMA links yet"),
-        (with_rdma(A, rdma("m", state="DOWN")), B_RDMA, ALL, "port 1 of m on a is DOWN"),
-        (with_rdma(A, rdma("m", layer="Ethernet")), B_RDMA, ALL, "different link layers"),
+        (A, B_RDMA, Capabilities(), "a has no RDMA device"),
+        (A, B, Capabilities(), "a has no RDMA device; b has no RDMA device"),
+        (with_rdma(A, rdma("m"), missing="no pyverbs"), B_RDMA, Capabilities(), "device, but no pyverbs"),
+        (A_RDMA, with_rdma(B, rdma("m"), missing="x"), Capabilities(), "b has an RDMA device, but x"),
+        (with_rdma(A, rdma("m", state="DOWN")), B_RDMA, Capabilities(), "port 1 of m on a is DOWN"),
+        (with_rdma(A, rdma("m", layer="Ethernet")), B_RDMA, Capabilities(), "different link layers"),
+        (
+            A_RDMA,
+            with_rdma(B, rdma("m", layer="Ethernet", kinds=("IB/RoCE v1",))),
+            Capabilities(),
+            "port 1 of m on b has no RoCE v2 address (it has: IB/RoCE v1)",
+        ),
+        (
+            dataclasses.replace(A_RDMA, locked_bytes_max=64 << 10),
+            B_RDMA,
+            Capabilities(),
+            "a process of a may lock 64 KiB and RDMA needs 98304: raise it with ulimit -l",
+        ),
+        (
+            A_RDMA,
+            B_RDMA,
+            Capabilities(peer_rdma_devices=parse_wanted_devices("x")),
+            "ZBMD_RDMA_DEVICES admits none of the RDMA devices of b (m)",
+        ),
+        (
+            A_RDMA,
+            B_RDMA,
+            Capabilities(rdma_devices=parse_wanted_devices("m@192.0.2.9")),
+            "port 1 of m on a has no usable address 192.0.2.9",
+        ),
     ],
 )
-def test_what_keeps_two_hosts_from_rdma_is_told(
-    a: HostFacts, b: HostFacts, can: Capabilities, advice: str
+def test_why_a_link_is_not_rdma_is_told_in_a_line(
+    a: HostFacts, b: HostFacts, can: Capabilities, why: str
 ) -> None:
     choice = choose_link(a, b, can)
     assert choice.transport is Transport.TCP
-    assert [each for each in choice.better if advice in each], choice.better
+    assert why in choice.no_rdma and "\n" not in choice.no_rdma
+    helps = bool(a.rdma_devices and b.rdma_devices)
+    assert choice.better == ((choice.no_rdma,) if helps else ()), "nobody is told to buy a device"
 
 
-def test_a_host_without_rdma_is_not_told_to_install_it() -> None:
-    assert choose_link(A, with_rdma(B, rdma("m"), missing="no pyverbs"), ALL).better == ()
+def test_ranks_of_a_host_share_its_equal_devices() -> None:
+    host = with_rdma(A, rdma("m1"), rdma("m0"), rdma("slow", gbps=100))
+    paths = rdma_paths(host)
+    assert [path.device for path in paths] == ["m1", "m0", "slow"]
+    assert [share_of(paths, turn).device for turn in range(3)] == ["m1", "m0", "m1"]
+
+
+def test_the_user_names_devices_and_addresses() -> None:
+    host = with_rdma(A, rdma("m0", layer="Ethernet"), rdma("m1", layer="Ethernet"))
+    wanted = parse_wanted_devices(" m1@192.0.2.1 , ")
+    assert why_no_rdma(host, wanted) is None
+    (path,) = rdma_paths(host, wanted)
+    assert (path.device, path.address) == ("m1", "192.0.2.1")
+    assert rdma_paths(host, parse_wanted_devices("m1@192.0.2.0")) == (), "that one is RoCE v1"
+    for text in ("m1@", "@192.0.2.1", "m1@host"):
+        with pytest.raises(UserError, match="ZBMD_RDMA_DEVICES"):
+            parse_wanted_devices(text)
 
 
 def test_a_made_up_server_and_its_twin(tmp_path: Path) -> None:
     machine = machines.server(tmp_path)
     facts = read_host_facts(tmp_path, addresses=machine.addresses, numa_node=1)
     assert facts.verbs_missing is None or "pyverbs" in facts.verbs_missing
-    facts = dataclasses.replace(facts, boot_id="1", verbs_missing=None)
+    facts = dataclasses.replace(facts, boot_id="1", verbs_missing=None, locked_bytes_max=None)
     twin = dataclasses.replace(facts, boot_id="2", name="twin")
-    choice = choose_link(facts, twin, ALL)
+    choice = choose_link(facts, twin)
     assert (choice.transport, choice.device) == (Transport.RDMA, "mlx5_4"), "the first on NUMA node 1"
-    over_tcp = choose_link(facts, twin)
+    without = dataclasses.replace(twin, rdma_devices=())
+    over_tcp = choose_link(facts, without)
     assert (over_tcp.transport, over_tcp.device) == (Transport.TCP, "ib4")
-    ethernet = choose_link(facts, twin, Capabilities(interfaces=parse_interface_filter("en")))
+    ethernet = choose_link(facts, without, Capabilities(interfaces=parse_interface_filter("en")))
     assert ethernet.device == "eno2"
 
 
@@ -259,19 +307,18 @@ HOSTS = st.builds(
 )
 
 
-@given(HOSTS, HOSTS, st.sampled_from([ALL, Capabilities()]))
-def test_both_sides_come_to_the_same_link(a: HostFacts, b: HostFacts, can: Capabilities) -> None:
+@given(HOSTS, HOSTS)
+def test_both_sides_come_to_the_same_link(a: HostFacts, b: HostFacts) -> None:
     try:
-        there = choose_link(a, b, can)
+        there = choose_link(a, b)
     except UserError:
         with pytest.raises(UserError):
-            choose_link(b, a, can)
+            choose_link(b, a)
         return
-    back = choose_link(b, a, can)
+    back = choose_link(b, a)
     assert there.transport is back.transport
     assert (there.device, there.peer_device) == (back.peer_device, back.device)
     assert there.reason
-    assert there.transport in can.built
     if there.transport is Transport.TCP:
         chosen = next(each for each in a.interfaces if each.name == there.device)
         assert chosen.up

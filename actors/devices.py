@@ -22,7 +22,7 @@ from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.errors import ActorError
 from zbmd.actors.forks import Fork, Forks
 from zbmd.actors.places import Place, PlacesMachine
-from zbmd.actors.process_actor import Places, ProcessActor, leashed
+from zbmd.actors.process_actor import Command, Places, ProcessActor, leashed
 from zbmd.actors.supervision_events import Restart
 from zbmd.actors.supervisor import ChildSpec
 from zbmd.actors.system import ActorSystem
@@ -228,7 +228,7 @@ class DeviceWorker(ProcessActor):
             *self._workers.modules,
         ]
 
-    async def launch(self) -> asyncio.subprocess.Process | Fork:
+    async def launch(self) -> Command | Fork:
         """See `ProcessActor`: a fork, where there are any."""
         fork = await self._workers.forks.fork(WORKER, self._arguments())
         return await super().launch() if fork is None else fork

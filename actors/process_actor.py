@@ -120,6 +120,34 @@ def leashed(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "zbmd.actors.leash", str(os.getpid()), *command]
 
 
+class Command:
+    """A process of a command that leads a session of its own, used as a `Fork` is."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self.pid = process.pid
+        self.stdin = process.stdin
+        self.stdout = process.stdout
+        self._process = process
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, or minus the signal; None while it runs."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """The same, once it has ended."""
+        return await self._process.wait()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the process and what it has started in its session; it is not reaped yet."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """Its pipes end with it."""
+
+
 class ProcessActor(Actor):
     """Runs a command at a place that it takes for its life.
 
@@ -134,7 +162,7 @@ class ProcessActor(Actor):
     def __init__(self, places: Places) -> None:
         self.places = places
         self.place = ""
-        self.process: asyncio.subprocess.Process | Fork | None = None
+        self.process: Command | Fork | None = None
         self._tail: deque[str] = deque(maxlen=LINES_KEPT)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -162,9 +190,9 @@ class ProcessActor(Actor):
         never: asyncio.Future[str] = self.system.loop.create_future()
         return await never
 
-    async def launch(self) -> asyncio.subprocess.Process | Fork:
+    async def launch(self) -> Command | Fork:
         """Start the process: here, of the command."""
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *leashed(self.command()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -172,6 +200,7 @@ class ProcessActor(Actor):
             env={**os.environ, **self.environment()},
             start_new_session=True,
         )
+        return Command(process)
 
     async def until_line(self, holds: Callable[[str], bool]) -> str:
         """For `ready`: wait for a line of its output, and return it."""
@@ -192,7 +221,6 @@ class ProcessActor(Actor):
         if not cell.is_alive:  # killed meanwhile
             self._kill()
             return
-        assert self.process.stdin is not None
         self.process.stdin.write(self.first_words())
         loop = self.system.loop
         reading = loop.create_task(self._read(self.process), name=f"output of {self.ref.actor}")
@@ -223,7 +251,7 @@ class ProcessActor(Actor):
         """Ask the process to end, and wait until it has."""
         self._stopping = True
         if self.process is not None and self.process.returncode is None:
-            self._signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGTERM)
             await asyncio.wait(self._tasks)
 
     def _end(self) -> str:
@@ -233,18 +261,16 @@ class ProcessActor(Actor):
         said = f"; it said: {self._tail[-1]}" if self._tail else ""
         return f"{'it runs' if code is None else describe_exit(code)}{said}"
 
-    async def _wait(self, process: asyncio.subprocess.Process | Fork, reading: asyncio.Task[None]) -> None:
+    async def _wait(self, process: Command | Fork, reading: asyncio.Task[None]) -> None:
         code = await process.wait()
         await asyncio.wait([reading], timeout=1.0)  # what it has started may hold the pipe open
         reading.cancel()
-        if isinstance(process, Fork):
-            process.close()
+        process.close()
         if not self._stopping and self._running_cell().is_alive:
             kind = ReasonKind.NORMAL if code == 0 else ReasonKind.FAILED
             self.system.exit(self.ref, Reason(kind, f"at {self.place}: {self._end()}"))
 
-    async def _read(self, process: asyncio.subprocess.Process | Fork) -> None:
-        assert process.stdout is not None
+    async def _read(self, process: Command | Fork) -> None:
         rest = b""
         while data := await process.stdout.read(OUTPUT_CHUNK_BYTES):
             *lines, rest = (rest + data).split(b"\n")
@@ -265,13 +291,4 @@ class ProcessActor(Actor):
 
     def _kill(self) -> None:
         if self.process is not None and self.process.returncode is None:
-            self._signal(signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
-        """To the process and what it has started: it leads a session of its own, and is not reaped yet."""
-        assert self.process is not None
-        if isinstance(self.process, Fork):
-            self.process.send_signal(number)
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+            self.process.send_signal(signal.SIGKILL)

@@ -29,7 +29,7 @@ def _build_commit(config: Mapping[str, Any]) -> StepCommit:
 
 
 STEP_COMMIT: MachineKind[CommitEvent, CommitAction] = register(
-    "step-commit", 1, _build_commit, events=CommitEvent, actions=CommitAction, states=(StepCommit,)
+    "step-commit", 2, _build_commit, events=CommitEvent, actions=CommitAction, states=(StepCommit,)
 )
 
 

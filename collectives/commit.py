@@ -17,6 +17,10 @@ A membership that only adds members, or links them anew, costs no step: each vot
 sender could enter, and once all votes for a version name one, all enter it behind that version. If the step
 cannot be committed any more, because a member is lost or has given up, an epoch is entered at once.
 
+Who enters behind a commit knows what all members of the epoch before hold, and waits for the reports of the
+others alone. Who has just come then only pulls the state while the first step is computed by those who have
+it (`RunStep.workers`): no work was lost, so nobody has to wait until a newcomer can do its part.
+
 A replacement may come up when all others have finished and gone: they had preserved the last version before
 they left, so it is read back from there (`Recall`).
 
@@ -130,6 +134,8 @@ class StepCommit:
         self._fresh = True
         self._work: Fetch | Recall | RunStep | None = None
         self._ready: EpochReady | None = None
+        self._stayed: tuple[int, tuple[MemberId, ...]] = (0, ())
+        """The epoch that was entered behind a commit, and the members who did: all of those before."""
         self._lost: set[int] = set()
         self._gave_up: dict[int, int] = {}
         self._reports: dict[tuple[int, int], ReportReceived] = {}
@@ -149,7 +155,7 @@ class StepCommit:
         """The members whose report, vote or finish this state waits for, if it is one that waits for them."""
         match self.state:
             case CommitState.REPORTING:
-                heard = set(self._senders(self._reports))
+                heard = set(self._senders(self._reports)) | self._implied()
             case CommitState.VOTING:
                 assert self.prepared is not None
                 version = self.prepared[0]
@@ -161,6 +167,10 @@ class StepCommit:
             case _:
                 return ()
         return tuple(member.rank for member in self.members if member.rank not in heard)
+
+    def follows_commit(self, epoch: int) -> bool:
+        """Whether this epoch is entered straight behind a commit, by all members of the one before."""
+        return self._stayed[0] == epoch
 
     def handle(self, event: CommitEvent, *, now_ns: int) -> list[CommitAction]:
         """Take one event, return the actions to perform in order; see `zbmd.transport.machine.Machine`."""
@@ -278,6 +288,7 @@ class StepCommit:
             handle=self.slots_handle,
             known=self.known_version,
             fresh=self._fresh,
+            whole=self.follows_commit(self.epoch),
         )
         self._reports[self.rank, 0] = ReportReceived(sender=self.rank, epoch=self.epoch, held=held)
         sends: list[CommitAction] = [SendReport(to=to, epoch=self.epoch, held=held) for to in self._others()]
@@ -309,7 +320,7 @@ class StepCommit:
 
     def _agree_on_version(self) -> list[CommitAction]:
         held = {sender: report.held for sender, report in self._senders(self._reports).items()}
-        if self.state is not CommitState.REPORTING or len(held) < len(self.members):
+        if self.state is not CommitState.REPORTING or len(held.keys() | self._implied()) < len(self.members):
             return []
         target = max(h.version for h in held.values())
         self.known_version = max(self.known_version, *(h.known for h in held.values()))
@@ -318,6 +329,11 @@ class StepCommit:
             self._work = Recall(epoch=self.epoch, version=self.last_version, slot=1 - self.slot)
             return [self._work]
         return self._adopt(target, held)
+
+    def _implied(self) -> set[int]:
+        """The members who hold what we hold, for we have all just committed it: no report says more."""
+        stayed = self._stayed[1] if self.follows_commit(self.epoch) else ()
+        return {member.rank for member in self.members if member in stayed}
 
     def _may_be_over(self, held: dict[int, Held]) -> bool:
         """Whether the run may have ended without the members.
@@ -341,9 +357,9 @@ class StepCommit:
         if set(digests.values()) != {digest}:
             return self._diverged(target, digests)
         if self.version == target:
-            return self._next_step()
+            return self._next_step(self._workers(held))
         if self.prepared == (target, digest):
-            return [self._commit(target, digest, ()), *self._next_step()]
+            return [self._commit(target, digest, ()), *self._next_step(self._workers(held))]
         source = holders[self.rank % len(holders)]  # spreads several readers over the holders
         self.state, self.prepared = CommitState.FETCHING, None
         self._work = Fetch(
@@ -356,6 +372,12 @@ class StepCommit:
             slot=1 - self.slot,
         )
         return [self._work]
+
+    def _workers(self, held: dict[int, Held]) -> tuple[int, ...]:
+        """Who computes the first step of this epoch; all members come to the same."""
+        whole = any(h.whole for h in held.values())
+        idle = {rank for rank, h in held.items() if whole and h.fresh}
+        return tuple(member.rank for member in self.members if member.rank not in idle)
 
     def _fetch_ended(self, event: FetchEnded) -> list[CommitAction]:
         work = self._end_work(event.epoch, event.version)
@@ -370,7 +392,10 @@ class StepCommit:
         adopted: list[CommitAction] = [
             Adopted(epoch=work.epoch, version=self.version, digest=self.digest, slot=self.slot)
         ]
-        return adopted + (self._next_step() if self.state is CommitState.FETCHING else self._drained())
+        if self.state is not CommitState.FETCHING:
+            return adopted + self._drained()
+        held = {sender: report.held for sender, report in self._senders(self._reports).items()}
+        return adopted + self._next_step(self._workers(held))
 
     def _recall_ended(self, event: RecallEnded) -> list[CommitAction]:
         work = self._end_work(event.epoch, event.version)
@@ -392,13 +417,18 @@ class StepCommit:
 
     # ---- steps and votes
 
-    def _next_step(self) -> list[CommitAction]:
+    def _next_step(self, workers: tuple[int, ...] = ()) -> list[CommitAction]:
+        """Begin the next step, or the end. workers: who computes it, if not all members do."""
         self._fresh = False
         if self.version < self.last_version:
             self.state, self.prepared = CommitState.RUNNING, None
             ranks = tuple(member.rank for member in self.members)
             self._work = RunStep(
-                epoch=self.epoch, version=self.version + 1, slot=1 - self.slot, members=ranks
+                epoch=self.epoch,
+                version=self.version + 1,
+                slot=1 - self.slot,
+                members=ranks,
+                workers=workers or ranks,
             )
             return [self._work]
         self.state = CommitState.FINISHING
@@ -456,6 +486,7 @@ class StepCommit:
         # All members see the same votes, so all of them go, or none does.
         if ready is not None and min(vote.ready for vote in votes.values()) == ready.epoch:
             self.state, self._ready, self._fresh = CommitState.WAITING, None, False
+            self._stayed = (ready.epoch, self.members)
             return [committed, EnterEpoch(epoch=ready.epoch)]
         return [committed, *self._next_step()]
 

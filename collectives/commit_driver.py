@@ -28,7 +28,7 @@ from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group import Group, group_of
 from zbmd.transport import faults
 from zbmd.transport.capture.tap import Tap
-from zbmd.transport.errors import LinkClosed, PeerLost, ZbmdError
+from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.liveness import DeathNotice
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.commit")
@@ -114,8 +114,11 @@ class Workload(Protocol):
         """Read the last version back into its slot and return its digest; None if it was not preserved."""
         ...
 
-    async def epoch_installed(self, epoch: int, members: tuple[int, ...]) -> None:
-        """A new epoch begins; called before anything of it is sent."""
+    async def epoch_installed(self, epoch: int, members: tuple[int, ...], *, whole: bool) -> None:
+        """A new epoch begins; called before anything of it is sent.
+
+        whole: it follows a commit, and all members of the one before are in it.
+        """
         ...
 
     async def before_step(self, work: cm.RunStep) -> None:
@@ -189,7 +192,15 @@ class CommitDriver:
         self._finished = False
 
     async def run(self) -> None:
-        """Go through all steps. Raises `StepFailed` when this rank cannot go on."""
+        """Go through all steps. Raises `StepFailed` when this rank cannot go on.
+
+        The node has not entered a view yet (`join` with `enter=False`): else others could be in it, and
+        report to a rank that does not listen. Raises `LocalProtocolError` if it has.
+        """
+        if self._node.epoch and not self._node.alone:
+            raise LocalProtocolError(
+                f"{self._node!r} has entered a view already: use zbmd.join(enter=False) for a run of steps"
+            )
         receiver = await self._node.system.spawn(_Receiver, self._take, name=ACTOR_NAME)
         forget = self._node.on_peer_lost(self._peer_lost)
         views = asyncio.create_task(self._follow_views(), name="zbmd-views")
@@ -198,7 +209,8 @@ class CommitDriver:
                 event = await self._next_event(views)
                 if isinstance(event, cm.EpochInstalled):
                     ranks = tuple(member.rank for member in event.members)
-                    await self._workload.epoch_installed(event.epoch, ranks)
+                    whole = self._machine.follows_commit(event.epoch)
+                    await self._workload.epoch_installed(event.epoch, ranks, whole=whole)
                 for action in self._tap.handle(event, now_ns=time.monotonic_ns()):
                     await self._perform(action)
                 self._tap.check_invariants()
@@ -241,9 +253,10 @@ class CommitDriver:
         self._take(cm.PeerEnded(member=member, reason="it left" if notice.clean else "it died"))
 
     async def _follow_views(self) -> None:
-        """Turn each view into an epoch: once all of its members have met in a barrier, they are listening.
+        """Turn each view into an epoch. When it is entered, the machine says.
 
-        When it is entered, the machine says.
+        Nobody has to meet in it first: a view is ready once all of its members have asked for it here, so
+        they listen, and keep what comes from those who have entered it before.
         """
         epoch = 0
         while True:
@@ -257,10 +270,7 @@ class CommitDriver:
                 await self._group.close()
             faults.hit(VIEW_POINT)
             self._group = group_of(self._node, view)
-            try:
-                await self._group.barrier()
-            except (PeerLost, OperationAborted):
-                continue  # a member is gone already: the next view follows
+            self._node.recorder.note(f"made the group of epoch {epoch}")
             self._take(cm.EpochInstalled(epoch=epoch, members=members))
             if self._node.alone:
                 return  # no other view will come

@@ -20,7 +20,8 @@ class Held:
     """What a member holds: its committed version and the slot that has it.
 
     `handle` says where the slots can be read; it is opaque here. `known`: the highest version that it knows
-    the run to have committed; `fresh`: it has not come to hold the group's version in any epoch yet.
+    the run to have committed; `fresh`: it has not come to hold the group's version in any epoch yet;
+    `whole`: it enters straight behind a commit, as do all members of the epoch before.
     """
 
     version: int
@@ -29,6 +30,7 @@ class Held:
     handle: bytes
     known: int
     fresh: bool
+    whole: bool = False
 
 
 # ---- events
@@ -223,12 +225,16 @@ class Recall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
-    """Compute `version` from the committed one into `slot`; answer with `StepEnded`."""
+    """Compute `version` from the committed one into `slot`; answer with `StepEnded`.
+
+    workers: those of `members` who compute; the others have just come, and take part in what is common.
+    """
 
     epoch: int
     version: int
     slot: int
     members: tuple[int, ...]
+    workers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

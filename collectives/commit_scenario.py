@@ -4,7 +4,8 @@ Each rank is the production machine over a model of memory: two slots a rank tha
 the owner's death, as shared segments allow. A step ends only once every member has entered it; an aborted one
 goes on scribbling into its slot until it has drained. The node runs the host's membership machine: it
 restarts the dead (or shrinks the group) and has views entered once all members are linked. Now and then it
-has the same members link up anew, as when a member joins; in some of these cases two have lost each other.
+has the same members link up anew; in some of these cases two have lost each other. And in some runs one rank
+comes late, to a job that is running: it is kept out of views until then.
 
 Checked after every event: a committed version has the one content it may have, a slot that somebody reads
 does not change, versions only grow. Once the kills stop, every rank must finish.
@@ -54,6 +55,8 @@ CORRUPTED_SHARE = 0.5
 REGROUP_SHARE = 0.5
 """The share of runs in which members link up anew although nobody died."""
 REGROUPS_MAX = 20
+LATE_SHARE = 0.4
+"""The share of runs in which a rank joins the others at their work."""
 PARTED_SHARE = 0.3
 """The share of those in which two members have lost each other."""
 EPOCH_STRIDE = 1000
@@ -209,6 +212,8 @@ class RankProcess:
     def _begin(self, work: Work, now_ns: int) -> list[sim.Effect[Message]]:
         self.work, self.aborted, self.seen = work, False, self._read(work)
         if isinstance(work, cm.RunStep):
+            agreed = self.world.workers.setdefault((work.epoch, work.version), work.workers)
+            assert agreed == work.workers and agreed, f"{self.member}: {work.workers} compute, or {agreed}"
             self.slots.enter(work)
             self.world.entered.setdefault((work.epoch, work.version), set()).add(self.member.rank)
         elif self.seen != NOTHING:
@@ -293,10 +298,14 @@ class HostedJob(Protocol):
 
 
 class NodeProcess:
-    """The driver of the host's membership machine. rng: has members link up anew."""
+    """The driver of the host's membership machine. rng: has members link up anew; late: has one join late."""
 
-    def __init__(self, world: HostedJob, rng: random.Random) -> None:
+    def __init__(self, world: HostedJob, rng: random.Random, late: random.Random | None = None) -> None:
         options = self.options = world.options
+        self.late: int | None = None
+        if late is not None and options.world_size > 1 and options.late:
+            self.late = late.randrange(options.world_size)
+            self.late_ns = round(10 ** late.uniform(3.0, math.log10(ROUND_NS_MAX)))
         self.world, self.rng = world, rng
         self.regroups = REGROUPS_MAX if rng.random() < REGROUP_SHARE else 0
         self.view = membership.View(epoch=0, members=())
@@ -320,6 +329,8 @@ class NodeProcess:
                 return self._feed(event, now_ns)
             case sim.Arrived(message=membership.Linked() as event):
                 return self._linked(event, now_ns)
+            case sim.TimerFired(name="late"):
+                return self._let_in(now_ns)
             case sim.TimerFired():
                 return self._regroup()
             case sim.PeerEnded(peer=peer, incarnation=incarnation, clean=clean):
@@ -336,7 +347,7 @@ class NodeProcess:
 
     def _linked(self, event: membership.Linked, now_ns: int) -> list[sim.Effect[Message]]:
         epoch, again = divmod(event.epoch, EPOCH_STRIDE)
-        if not again:
+        if not again and self.late is None:
             linked = membership.Linked(rank=event.rank, incarnation=event.incarnation, epoch=epoch)
             return self._feed(linked, now_ns)
         if event.epoch != self.view.epoch:
@@ -345,6 +356,26 @@ class NodeProcess:
         if self.linked < set(self.view.ranks):
             return []
         return [*self._told(Enter(epoch=event.epoch)), *self._set_regroup(now_ns)]
+
+    def _let_in(self, now_ns: int) -> list[sim.Effect[Message]]:
+        """The late one has linked up with those who are at work."""
+        late, self.late = self.late, None
+        full = self.machine.view
+        if late not in full.ranks or full.epoch != self.view.epoch // EPOCH_STRIDE:
+            return []  # another view is on its way, and it will be in it
+        self.view, self.linked = dataclasses.replace(full, epoch=self.view.epoch + 1), set()
+        for member in full.members:
+            linked = membership.Linked(rank=member.rank, incarnation=member.incarnation, epoch=full.epoch)
+            self.machine.handle(linked, now_ns=now_ns)  # the view that it has is entered in this one's stead
+        return self._told(membership.InstallView(view=self.view))
+
+    def _without_late(self, view: membership.View, now_ns: int) -> list[sim.Effect[Message]]:
+        """Install a view of those who are there; the late one is let in later."""
+        others = tuple(member for member in view.members if member.rank != self.late)
+        self.view = dataclasses.replace(view, epoch=view.epoch * EPOCH_STRIDE, members=others)
+        self.linked = set()
+        timer = sim.SetTimer(name="late", at_ns=now_ns + self.late_ns)
+        return [*self._told(membership.InstallView(view=self.view)), timer]
 
     def _set_regroup(self, now_ns: int) -> list[sim.Effect[Message]]:
         self.regroups -= 1
@@ -375,7 +406,12 @@ class NodeProcess:
             match action:
                 case membership.Fork(rank=rank):
                     effects.append(sim.Start(process=f"rank{rank}"))
+                case membership.InstallView(view=view) if (
+                    set(view.ranks) - {self.late} and self.late in view.ranks
+                ):
+                    effects += self._without_late(view, now_ns)
                 case membership.InstallView(view=view):
+                    self.late = None
                     self.view = dataclasses.replace(view, epoch=view.epoch * EPOCH_STRIDE)
                     effects += self._told(membership.InstallView(view=self.view))
                 case membership.EnterView():
@@ -413,7 +449,9 @@ def build(
     conditions = draw_conditions(random.Random(f"{seed}/conditions"))
     simulation = sim.Simulation[Message](seed, conditions=conditions)
     world = World(options, contents(simulation))
-    simulation.add(NODE, lambda incarnation: NodeProcess(world, simulation.rng("regroups")))
+    simulation.add(
+        NODE, lambda incarnation: NodeProcess(world, simulation.rng("regroups"), simulation.rng("late"))
+    )
     for rank in range(options.world_size):
 
         def make(incarnation: int, rank: int = rank) -> RankProcess:
@@ -484,6 +522,7 @@ class CommitScenario:
             steps=options.length,
             shrink=rng.random() < SHRINK_SHARE,
             corrupting=rng.random() < CORRUPTING_SHARE,
+            late=rng.random() < LATE_SHARE,
         )
 
     def build(self, seed: int | str, options: sim.Options) -> sim.Stage:

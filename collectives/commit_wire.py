@@ -8,7 +8,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.collectives import commit_messages as cm
 
 
-class Report(Contract, id="zbmd.commit.report"):
+class Report(Contract, id="zbmd.commit.report", version=2, compatible_from=1):
     """What a member holds at the start of an epoch."""
 
     epoch: int
@@ -18,6 +18,7 @@ class Report(Contract, id="zbmd.commit.report"):
     handle: bytes
     known: int
     fresh: bool
+    whole: bool = False
 
 
 class Vote(Contract, id="zbmd.commit.vote", version=2, compatible_from=1):
@@ -58,6 +59,7 @@ def to_wire(action: SendAction) -> Message:
                 handle=held.handle,
                 known=held.known,
                 fresh=held.fresh,
+                whole=held.whole,
             )
         case cm.SendVote(epoch=epoch, version=version, digest=digest, part=part, ready=ready):
             return Vote(epoch=epoch, version=version, digest=digest, part=part, ready=ready)
@@ -78,6 +80,7 @@ def from_wire(message: Message, sender: int) -> cm.CommitEvent:
                 handle=message.handle,
                 known=message.known,
                 fresh=message.fresh,
+                whole=message.whole,
             )
             return cm.ReportReceived(sender=sender, epoch=message.epoch, held=held)
         case Vote():

@@ -54,6 +54,8 @@ class CommitOptions:
     shrink: bool = False
     corrupting: bool = False
     """A pull now and then brings other bits than it read, as bad memory does: it must be noticed."""
+    late: bool = False
+    """One rank joins the others at their work."""
 
 
 class Slots(Protocol):
@@ -167,6 +169,10 @@ class World:
     contents: Contents
     slots: dict[cm.MemberId, Slots] = field(default_factory=dict[cm.MemberId, Slots])
     entered: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
+    workers: dict[tuple[int, int], tuple[int, ...]] = field(
+        default_factory=dict[tuple[int, int], tuple[int, ...]]
+    )
+    """By epoch and version, who computes: all members must say the same."""
     abandoned: set[int] = field(default_factory=set[int])
     """Epochs in which a member goes along no more: its peers' operations end."""
     committed_max: int = 0

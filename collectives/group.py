@@ -403,7 +403,10 @@ class Group:
             await self.tagged.close()
         # What is queued is not cancelled: it ends by itself, with `OperationAborted`. A future that its
         # executor cancels is never reported to who waits for it (`concurrent.futures.wait`).
-        await asyncio.to_thread(self._data_plane.shutdown)
+        if self.communicator.lane.queued:
+            await asyncio.to_thread(self._data_plane.shutdown)
+        else:  # its thread is idle: who goes on to the next view need not wait for its end
+            self._data_plane.shutdown(wait=False)
         self.communicator.close()
         unwatch, self._unwatch = self._unwatch, lambda: None
         unwatch()

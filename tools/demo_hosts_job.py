@@ -25,11 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from zbmd.tools.bench_stats import median
 from zbmd.tools.netns_lab import Lab, LabHost
@@ -82,10 +82,35 @@ class DemoFailed(ZbmdError):
     """Something did not come about in time."""
 
 
+class Host(Protocol):
+    """Where a node runs: a host of the laboratory, or one like it."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where others reach it."""
+        ...
+
+    @property
+    def home(self) -> Path:
+        """A folder for all that it keeps."""
+        ...
+
+    def popen(
+        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a command on it."""
+        ...
+
+
 class Place:
     """One host's node, and what it tells."""
 
-    def __init__(self, host: LabHost, cookie: str, budget_ns: int) -> None:
+    def __init__(self, host: Host, cookie: str, budget_ns: int) -> None:
         self.host = host
         self._budget = f"{budget_ns}ns"
         self.process: subprocess.Popen[bytes] | None = None
@@ -139,12 +164,20 @@ class Place:
 
 
 class JobDemo:
-    """The hosts, the job, and what is done to them."""
+    """The hosts, the job, and what is done to them. model: arguments of the training job."""
 
-    def __init__(self, lab: Lab, steps: int, layout: Layout, budget_ns: int) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        steps: int,
+        layout: Layout,
+        budget_ns: int,
+        model: Sequence[str] = MODEL,
+    ) -> None:
         cookie = secrets.token_hex()
-        self.places = [Place(host, cookie, budget_ns) for host in lab.hosts]
+        self.places = [Place(host, cookie, budget_ns) for host in hosts]
         self._patience_s = PATIENCE_BUDGETS * budget_ns / 1e9
+        self._model = model
         self.victim = self.places[-1]
         self.layout = layout
         self.steps: list[Step] = []
@@ -169,34 +202,23 @@ class JobDemo:
             {
                 "target": "zbmd.training",
                 "is_module": True,
-                "arguments": job_arguments(out, self._total),
+                "arguments": job_arguments(out, self._total, self._model),
                 "ranks_per_node": self.layout.ranks_per_node,
                 "nodes_min": self.layout.nodes_min,
                 "nodes_max": self.layout.nodes_max,
             }
         )
-        self._commits(self.layout.ranks(HOSTS))
+        self._commits(self.layout.ranks(len(self.places)))
         self.victim = next(place for place in reversed(self.places) if place.host.name in self.working)
-
-    def pull_and_plug(self) -> None:
-        """The victim's cable."""
-        begin_ns, epoch = self._begin()
-        self.victim.host.pull_cable()
-        self._all_agree([place for place in self.places if place is not self.victim])
-        self._note("cable pulled to new view, ms", begin_ns)
-        self._next_step(begin_ns, epoch, "cable pulled")
-        self._commits(self.layout.ranks(HOSTS - 1))
-        self.victim.host.plug_cable()
-        self._joined("as the cut-off host joins: the longest time between two steps, ms")
 
     def kill_and_start(self) -> None:
         """The victim's processes."""
         begin_ns, epoch = self._begin()
         self.victim.kill()
         self._next_step(begin_ns, epoch, "host killed")
-        self._commits(self.layout.ranks(HOSTS - 1))
+        self._commits(self.layout.ranks(len(self.places) - 1))
         self.victim.start(f"{self.places[0].host.address}:{PORT}")
-        if self.layout.nodes_max == HOSTS:
+        if self.layout.nodes_max == len(self.places):
             self._joined("as the killed host joins: the longest time between two steps, ms")
         else:
             self._all_agree(self.places)
@@ -222,7 +244,7 @@ class JobDemo:
 
     def _joined(self, what: str) -> None:
         begin = len(self.steps) - 1
-        self._commits(self.layout.ranks(HOSTS))
+        self._commits(self.layout.ranks(len(self.places)))
         times_ns = [step.at_ns for step in self.steps[begin:]]
         self.figures[what] = max(b - a for a, b in pairwise(times_ns)) / 1e6
 
@@ -295,9 +317,28 @@ class JobDemo:
                 pass
 
 
-def job_arguments(out: Path, steps: int) -> list[str]:
+class CableDemo(JobDemo):
+    """With hosts of a laboratory, whose cables can be pulled."""
+
+    def __init__(self, hosts: Sequence[LabHost], steps: int, layout: Layout, budget_ns: int) -> None:
+        super().__init__(hosts, steps, layout, budget_ns)
+        self._lab_hosts = {host.name: host for host in hosts}
+
+    def pull_and_plug(self) -> None:
+        """The victim's cable."""
+        begin_ns, epoch = self._begin()
+        self._lab_hosts[self.victim.host.name].pull_cable()
+        self._all_agree([place for place in self.places if place is not self.victim])
+        self._note("cable pulled to new view, ms", begin_ns)
+        self._next_step(begin_ns, epoch, "cable pulled")
+        self._commits(self.layout.ranks(len(self.places) - 1))
+        self._lab_hosts[self.victim.host.name].plug_cable()
+        self._joined("as the cut-off host joins: the longest time between two steps, ms")
+
+
+def job_arguments(out: Path, steps: int, model: Sequence[str] = MODEL) -> list[str]:
     """Of `python -m zbmd.training`."""
-    return ["--out", str(out), "--steps", str(steps), "--checkpoint-every", "1000", *MODEL]
+    return ["--out", str(out), "--steps", str(steps), "--checkpoint-every", "1000", *model]
 
 
 def plain_digest(out: Path, steps: int) -> str:
@@ -328,7 +369,7 @@ def run(
         lab = stack.enter_context(Lab(HOSTS, shaped=shaped, netem=netem))
         for host in lab.hosts if shaped else ():
             host.shape(delay_ms=delay_ms, loss=loss, rate_mbps=rate_mbps)
-        demo = JobDemo(lab, steps, layout, budget_ns)
+        demo = CableDemo(lab.hosts, steps, layout, budget_ns)
         stack.callback(demo.close)
         demo.start(folder / "run")
         if pull:

@@ -62,10 +62,13 @@ class Journal:
     def _is_writer(self) -> bool:
         return self._members[0] == self._rank
 
-    def epoch_installed(self, epoch: int, members: tuple[int, ...]) -> None:
-        """Write our last record if the last writer died before it had; let the next writer have the log."""
+    def epoch_installed(self, epoch: int, members: tuple[int, ...], *, whole: bool) -> None:
+        """Write our last record if the last writer died before it had; let the next writer have the log.
+
+        whole: all members of the epoch before go on, so the last writer lives.
+        """
         self._members = members
-        if self._last_record is not None and epoch > self._last_record.epoch:
+        if self._last_record is not None and epoch > self._last_record.epoch and not whole:
             self.log.append(self._last_record)
         self.log.close()
 

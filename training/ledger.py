@@ -82,10 +82,14 @@ class _Damaged(Exception):
 _pack: Callable[[Any], bytes] = msgpack.Packer(use_bin_type=True).pack
 
 
-def _objects(path: Path) -> Iterator[tuple[int, Any]]:
-    """The whole objects of a log with the offset behind each; stops at a torn end. Raises `_Damaged`."""
-    end = 0
+def _objects(path: Path, start: int = 0) -> Iterator[tuple[int, Any]]:
+    """The whole objects of a log from the offset `start` on, with the offset behind each.
+
+    Stops at a torn end. Raises `_Damaged`.
+    """
+    end = start
     with path.open("rb") as file:
+        file.seek(start)
         unpacker = msgpack.Unpacker(
             file,
             raw=False,
@@ -102,7 +106,7 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
                 return
             except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as error:
                 raise _Damaged(end, f"{type(error).__name__} {error}") from None
-            end = unpacker.tell()
+            end = start + unpacker.tell()
             yield end, value
 
 
@@ -134,7 +138,7 @@ class CommitLog:
     """The appending side. One regular writer at a time: the lowest rank of the epoch.
 
     A member that saw a commit which the writer did not live to log appends it too, at the change of epochs:
-    appending takes the file's lock, and an opened log is read anew.
+    appending takes the file's lock, and when a log is opened again, what has come meanwhile is read.
     """
 
     def __init__(self, path: Path, header: LogHeader) -> None:
@@ -142,6 +146,8 @@ class CommitLog:
         self.header = header
         self._file: int | None = None
         self._digests: dict[int, str] = {}
+        self._read = (0, 0)
+        """The file that was read (its inode), and up to which offset: nothing before it changes any more."""
 
     def last_version(self) -> int:
         """The highest version in the log on disk; the header's base version if there is no log yet.
@@ -183,7 +189,7 @@ class CommitLog:
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)  # until `close`
-            end = self._read_known()
+            end = self._read_known(os.fstat(file))
             os.ftruncate(file, end)  # a record torn by the last writer's death
             if end == 0:
                 _write(file, _pack(msgspec.to_builtins(self.header)), self.path)
@@ -192,16 +198,19 @@ class CommitLog:
             raise
         return file
 
-    def _read_known(self) -> int:
+    def _read_known(self, status: os.stat_result) -> int:
         """Take in the digests of what is in the log; return the offset behind its last whole record.
 
         Only a record that was cut short is left out. Damage is not: what is behind it may be the run's.
         """
-        self._digests.clear()
-        end = 0
+        inode, end = self._read
+        if inode != status.st_ino or end > status.st_size:
+            self._digests.clear()
+            end = 0
+        begin = end
         try:
-            for index, (offset, value) in enumerate(_objects(self.path)):
-                if index == 0:
+            for offset, value in _objects(self.path, begin):
+                if end == 0:
                     self._check(msgspec.convert(value, LogHeader))
                 else:
                     record = msgspec.convert(value, CommitRecord)
@@ -212,6 +221,7 @@ class CommitLog:
                 f"{self.path} is not a commit log, or a damaged one ({error}): restore it, or give this run "
                 "a directory of its own."
             ) from None
+        self._read = (status.st_ino, end)
         return end
 
     def _check(self, header: LogHeader) -> None:

@@ -45,6 +45,11 @@ class ShardReduction:
 
         self._futures.append(self._group.submit(reduce))
 
+    @property
+    def done(self) -> bool:
+        """Whether all that was submitted has ended."""
+        return all(future.done() for future in self._futures)
+
     def finish(self) -> None:
         """Wait until all of `total` holds the sum. Raises `PeerLost` or `OperationAborted`."""
         for future in self._futures:

@@ -18,7 +18,7 @@ import numpy as np
 
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives.algorithms import Operation, Request, build
-from zbmd.collectives.algorithms.shard_tree import Node, assign_shards, shard_tree_nodes
+from zbmd.collectives.algorithms.shard_tree import Node, assign_to, shard_tree_nodes
 from zbmd.collectives.commit_scenario import CommitScenario
 from zbmd.collectives.commit_world import CommitOptions, Contents, ContentsOf, Message, Slots
 from zbmd.collectives.program import OUT, input_buffer
@@ -125,7 +125,7 @@ class Training(Contents):
             n=len(members),
             chunks=len(members),
             shards=shards,
-            assignment=assign_shards(shards, len(members)),
+            assignment=assign_to(shards, work.members, work.workers),
         )
         size = self.job.recipe.model.layout.size
         buffers = [
@@ -172,7 +172,7 @@ class TrainingSlots(Slots):
         """See `Slots`. The gradients of all our shards, added up along the tree."""
         self.tear(work.slot)
         shards, layout = self._recipe.config.shards, self._recipe.model.layout
-        lo, hi = assign_shards(shards, len(work.members))[work.members.index(self._member.rank)]
+        lo, hi = assign_to(shards, work.members, work.workers)[work.members.index(self._member.rank)]
         plan = AccumulationPlan.of(shards, lo, hi)
         buffers = [own_memory(layout.size) for _ in range(plan.buffers)]
         ids, old = self._recipe.sample_ids(work.version - 1), self.store.slots[1 - work.slot].state

@@ -16,7 +16,7 @@ import numpy as np
 
 from zbmd.actors.member import Node
 from zbmd.collectives import commit_messages as cm
-from zbmd.collectives.algorithms.shard_tree import assign_shards
+from zbmd.collectives.algorithms.shard_tree import assign_shards, assign_to
 from zbmd.collectives.commit_driver import Cancellation, StepOutcome
 from zbmd.collectives.group import Group
 from zbmd.training.accumulate import AccumulationPlan, Buckets
@@ -66,6 +66,10 @@ def arena_bytes_needed(layout: ParameterLayout, shards: int) -> int:
     return Store.nbytes(layout) + (buffers + 2) * flat_bytes
 
 
+class _Rehearsed(Exception):
+    """The others are done: no time is left to compute for nothing."""
+
+
 class TrainingWorkload:
     """Trains on `node`, with `actors` whose state is in `store`; what is committed goes to `journal`.
 
@@ -109,7 +113,7 @@ class TrainingWorkload:
         faults.hit(STEP_BEGIN)
         self.actors.while_waiting(cancellation.check)
         step, shards = work.version - 1, self.recipe.config.shards
-        assignment = assign_shards(shards, len(work.members))
+        assignment = assign_to(shards, work.members, work.workers)
         plan = AccumulationPlan.of(shards, *assignment[work.members.index(self.node.rank)])
         reduction = ShardReduction(group, plan, assignment, self._buffers_for(plan), self._total)
         ids = self.recipe.sample_ids(step)
@@ -122,6 +126,7 @@ class TrainingWorkload:
             if not plan.leaves:
                 for span in self._buckets.spans:
                     reduction.submit(span)
+                self._rehearse(work, ids, reduction, cancellation)
             faults.hit(STEP_REDUCE)
             reduction.finish()
         finally:
@@ -168,6 +173,32 @@ class TrainingWorkload:
             everything = slice(0, self.recipe.model.layout.size)
             AccumulationPlan.perform(leaf.additions, buffers, everything)
         return loss
+
+    def _rehearse(
+        self,
+        work: cm.RunStep,
+        ids: np.ndarray,
+        reduction: ShardReduction,
+        cancellation: Cancellation,
+    ) -> None:
+        """Compute a shard to come, for nothing, while others compute theirs: the first takes longest."""
+        shards = self.recipe.config.shards
+        lo, hi = assign_shards(shards, len(work.members))[work.members.index(self.node.rank)]
+        if lo == hi:
+            return
+        plan = AccumulationPlan.of(shards, lo, hi)
+        leaf, weights = plan.leaves[0], self.actors.tensors.call(TensorActor.weights)
+
+        def check(_: int) -> None:
+            cancellation.check()
+            if reduction.done:
+                raise _Rehearsed
+
+        grads = self._buffers_for(plan)[leaf.buffer]
+        with contextlib.suppress(_Rehearsed):
+            self.recipe.shard_gradient(
+                weights, grads, ids[leaf.shard], step=work.version - 1, on_grad_ready=check
+            )
 
     def _buffers_for(self, plan: AccumulationPlan) -> list[Array]:
         while len(self._buffers) < plan.buffers:
@@ -230,9 +261,9 @@ class TrainingWorkload:
         if self._before_step is not None:
             self._before_step(work.version)
 
-    async def epoch_installed(self, epoch: int, members: tuple[int, ...]) -> None:
+    async def epoch_installed(self, epoch: int, members: tuple[int, ...], *, whole: bool) -> None:
         """Let the journal catch up with what the last writer may not have lived to write."""
-        self.journal.epoch_installed(epoch, members)
+        self.journal.epoch_installed(epoch, members, whole=whole)
 
     async def committed(self, commit: cm.Commit, members: tuple[int, ...]) -> None:
         """Flip the slots and write the record."""

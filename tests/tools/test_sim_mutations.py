@@ -231,6 +231,26 @@ MUTATIONS = [
         ANY,
     ),
     Mutation(
+        "who has just come takes part in the work that the others do without it",
+        "commit",
+        (
+            Edit(
+                f"{COMMIT}._workers",
+                "if whole and h.fresh",
+                "if whole and h.fresh and rank != self.rank",
+            ),
+        ),
+        BROKEN,
+        "--ranks 3 --length 3 --faults 0",
+    ),
+    Mutation(
+        "who enters behind a commit waits for no report, not even for those of the new",
+        "commit",
+        (Edit(f"{COMMIT}._implied", "if member in stayed", "if stayed"),),
+        BROKEN,
+        "--ranks 3 --length 3 --faults 0",
+    ),
+    Mutation(
         "a step is committed with one vote missing",
         "commit",
         (

@@ -61,6 +61,7 @@ def extensions() -> list[Extension]:
             extension("collectives", "_flight"),
             extension("collectives", "_lane"),
             extension("collectives", "_timeline"),
+            extension("training", "_spans"),
             # So that square roots and choices become vectors too; neither changes a result.
             extension("training", "_kernels", "-fno-math-errno", "-fno-trapping-math"),
         ],

@@ -16,6 +16,7 @@ from zbmd.tools import bench_cli, sim_cli
 from zbmd.tools.flight import add_flights
 from zbmd.tools.plan_cli import add_plan
 from zbmd.tools.plot import FORMATS, PICTURE_NAME, plot_run
+from zbmd.tools.profile_cli import add_profile
 from zbmd.tools.replay_cli import add_replay
 from zbmd.tools.train_cli import add_train
 from zbmd.training.config import VOCABULARY, GPTConfig, TrainingConfig
@@ -34,6 +35,8 @@ EXAMPLES = """examples:
   zbmd generate zbmd-runs/demo --prompt 'def main(' --length 400
   zbmd ledger zbmd-runs/demo
   zbmd plot zbmd-runs/demo -o demo.svg
+  zbmd profile zbmd-runs/demo
+  zbmd trace zbmd-runs/demo --steps 20:24
   zbmd replay run.zlog --until hang
   zbmd flights --trace flights.json
   zbmd sim hunt --minutes 2
@@ -154,6 +157,7 @@ def parser() -> argparse.ArgumentParser:
     plot.set_defaults(run_command=_plot)
     add_replay(commands)
     add_flights(commands)
+    add_profile(commands)
     add_plan(commands)
     add_train(commands)
     sim_cli.add_parser(commands)

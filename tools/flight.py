@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from zbmd.collectives.flight_dump import (
     FILE_BYTES_MAX,
     Dump,
@@ -20,6 +18,7 @@ from zbmd.collectives.flight_dump import (
     flight_directory,
     read_dump,
 )
+from zbmd.tools.trace_events import TraceEvents, write_trace_file
 from zbmd.transport.errors import UserError
 
 LAST_DEFAULT: Final = 8
@@ -62,47 +61,37 @@ def trace(dumps: Sequence[Dump]) -> bytes:
         for operation in group.operations
     ]
     origin_ns = min(begins, default=0)
-    events: list[dict[str, Any]] = []
+    events = TraceEvents()
     for place, (dump, offset) in enumerate(zip(dumps, offsets, strict=True)):
         name = f"{dump.name} (pid {dump.pid})"
-        events.append({"ph": "M", "name": "process_name", "pid": place, "args": {"name": name}})
+        events.process(place, name)
         for thread, group in enumerate(dump.groups):
-            about = {"name": _group_name(group)}
-            events.append({"ph": "M", "name": "thread_name", "pid": place, "tid": thread, "args": about})
+            events.thread(place, thread, _group_name(group))
             for operation in group.operations:
-                events += _slices(operation, place, thread, dump.taken_ns, offset - origin_ns)
-    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ns"})
+                _slices(events, operation, place, thread, dump.taken_ns, offset - origin_ns)
+    return events.encode("zbmd flights")
 
 
-def _slices(operation: Operation, pid: int, tid: int, taken_ns: int, shift_ns: int) -> list[dict[str, Any]]:
-    def piece(name: str, begin_ns: int, end_ns: int, **arguments: Any) -> dict[str, Any]:
-        return {
-            "ph": "X",
-            "name": name,
-            "cat": operation.state,
-            "pid": pid,
-            "tid": tid,
-            "ts": (begin_ns + shift_ns) / 1e3,
-            "dur": max(0, end_ns - begin_ns) / 1e3,
-            "args": arguments,
-        }
+def _slices(
+    events: TraceEvents, operation: Operation, pid: int, tid: int, taken_ns: int, shift_ns: int
+) -> None:
+    def piece(name: str, begin_ns: int, end_ns: int, **told: Any) -> None:
+        begin_us, end_us = (begin_ns + shift_ns) / 1e3, (end_ns + shift_ns) / 1e3
+        events.slice(pid, tid, name, begin_us, end_us, category=operation.state, told=told)
 
     end_ns = operation.end_ns or taken_ns
-    made = [
-        piece(
-            f"{operation.operation} #{operation.sequence}",
-            operation.start_ns,
-            end_ns,
-            algorithm=operation.algorithm,
-            bytes=operation.nbytes,
-            state=operation.state,
-            error=operation.error,
-        )
-    ]
+    piece(
+        f"{operation.operation} #{operation.sequence}",
+        operation.start_ns,
+        end_ns,
+        algorithm=operation.algorithm,
+        bytes=operation.nbytes,
+        state=operation.state,
+        error=operation.error,
+    )
     if operation.met_ns:
-        made.append(piece("wait", operation.start_ns, operation.met_ns))
-        made.append(piece("move", operation.met_ns, end_ns))
-    return made
+        piece("wait", operation.start_ns, operation.met_ns)
+        piece("move", operation.met_ns, end_ns)
 
 
 def text(dumps: Sequence[Dump], *, last: int) -> list[str]:
@@ -174,10 +163,7 @@ def show(dumps: Sequence[Dump], *, last: int, trace_to: Path | None) -> None:
     if trace_to is None:
         print("\n".join(text(dumps, last=last)))
         return
-    try:
-        trace_to.write_bytes(trace(dumps))
-    except OSError as error:
-        raise UserError(f"{trace_to} cannot be written: {error.strerror}") from None
+    write_trace_file(trace_to, trace(dumps))
     print(f"{trace_to}: open it at https://ui.perfetto.dev or in chrome://tracing")
 
 

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 from zbmd.tools.plot_data import Change, RunPicture, read_picture
+from zbmd.tools.plot_spent import SPENT_DARK, draw_spent
 from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -30,6 +32,7 @@ ROW_IN = 0.19
 """Height of a rank's row in the strip of members."""
 ROWS_IN_MAX = 2.4
 TIME_IN = 1.0
+SPENT_IN = 1.35
 TOP_IN, BOTTOM_IN, GAP_IN = 0.95, 0.5, 0.42
 LEFT_IN, RIGHT_IN = 0.62, 0.22
 LABELS_MAX = 4
@@ -64,6 +67,7 @@ DARK = {
     "#4ab07b": "#3fa56f",
     "#d9a13b": "#b98527",
     "#a57bd1": "#8f66bb",
+    **SPENT_DARK,
 }
 """What each colour becomes on a dark page."""
 
@@ -185,7 +189,8 @@ def _draw(picture: RunPicture) -> Figure:
     from matplotlib.figure import Figure
 
     rows_in = min(max(2, len(picture.ranks)) * ROW_IN, ROWS_IN_MAX)
-    height_in = TOP_IN + LOSS_IN + GAP_IN + rows_in + GAP_IN + TIME_IN + BOTTOM_IN
+    spent_in = 0.0 if picture.spent is None else SPENT_IN + GAP_IN
+    height_in = TOP_IN + LOSS_IN + GAP_IN + rows_in + GAP_IN + TIME_IN + BOTTOM_IN + spent_in
     figure = Figure(figsize=(WIDTH_IN, height_in), facecolor=PAPER)
 
     def panel(bottom_in: float, panel_in: float) -> Axes:
@@ -198,12 +203,21 @@ def _draw(picture: RunPicture) -> Figure:
         axes.set_xlim(picture.first_step - 1 - margin, picture.last_step + margin)
         return axes
 
-    time = panel(BOTTOM_IN, TIME_IN)
-    strip = panel(BOTTOM_IN + TIME_IN + GAP_IN, rows_in)
-    loss = panel(BOTTOM_IN + TIME_IN + GAP_IN + rows_in + GAP_IN, LOSS_IN)
+    time_at_in = BOTTOM_IN + spent_in
+    time = panel(time_at_in, TIME_IN)
+    strip = panel(time_at_in + TIME_IN + GAP_IN, rows_in)
+    loss = panel(time_at_in + TIME_IN + GAP_IN + rows_in + GAP_IN, LOSS_IN)
     _draw_loss(loss, picture)
     _draw_members(strip, picture)
     _draw_time(time, picture)
+    last = time
+    if picture.spent is not None:
+        last = panel(BOTTOM_IN, SPENT_IN)
+        _name(last, "What it went into, ms", draw_spent(last, picture.spent))
+        last.grid(axis="y", color=GRID, linewidth=0.7)
+        last.set_axisbelow(True)
+        time.tick_params(labelbottom=False)
+    last.set_xlabel("step", color=MUTED, fontsize=8.5, labelpad=2)
     for axes in (loss, strip):
         axes.tick_params(labelbottom=False)
         for change in picture.changes:
@@ -214,7 +228,7 @@ def _draw(picture: RunPicture) -> Figure:
     return figure
 
 
-def _name(axes: Axes, text: str, key: Sequence[Line2D] = ()) -> None:
+def _name(axes: Axes, text: str, key: Sequence[Artist] = ()) -> None:
     """Name a panel above its upper left corner, and tell what its colours mean above the right one."""
     axes.annotate(
         text, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", weight="bold", fontsize=9
@@ -372,7 +386,6 @@ def _draw_time(axes: Axes, picture: RunPicture) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(3))
     axes.grid(axis="y", color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
-    axes.set_xlabel("step", color=MUTED, fontsize=8.5, labelpad=2)
     median = "" if picture.step_ms_median is None else f" (median {_duration(picture.step_ms_median)})"
     _name(axes, f"Time of a step, ms{median}", key)
 

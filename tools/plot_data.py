@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.tools.run_result import Death, RunResult, load_result
+from zbmd.training._spans import CATEGORIES
 from zbmd.training.ledger import LOG_NAME, CommitRecord, loss_of, read_log
+from zbmd.training.profiler.lines import IDLE, PROFILE_DIRECTORY, Life, read_lives
 from zbmd.transport.errors import UserError
 
 POINTS_MAX = 1_000
@@ -54,6 +56,15 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """ms of each of `names`, (names, steps) float64, in the mean of the ranks."""
+
+    names: tuple[str, ...]
+    steps: Floats
+    ms: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPicture:
     """All that is drawn. Losses in nats per byte, times in ms."""
 
@@ -70,6 +81,8 @@ class RunPicture:
     last_step: int
     ranks: tuple[int, ...]
     """Every rank that was ever a member, ascending."""
+    spent: Spent | None = None
+    """What the time of the steps went into; None for a run without a profile."""
 
     @property
     def steps(self) -> int:
@@ -85,10 +98,37 @@ def read_picture(directory: Path) -> RunPicture:
     _, records = read_log(directory / LOG_NAME)
     if not records:
         raise UserError(f"{directory / LOG_NAME} holds no committed step yet: there is nothing to draw.")
-    return picture_of(records, load_result(directory))
+    spent = None
+    if (directory / PROFILE_DIRECTORY).is_dir():
+        spent = spent_by(read_lives(directory))
+    return picture_of(records, load_result(directory), spent)
 
 
-def picture_of(records: Sequence[CommitRecord], result: RunResult) -> RunPicture:
+def spent_by(lives: Sequence[Life]) -> Spent | None:
+    """What the steps of a run went into, each in the mean of the ranks that did it; None if none was done.
+
+    A step that was given up and done again counts as often as it was begun, as in the run's time.
+    """
+    every = [line for life in lives for line in life.steps]
+    if not every:
+        return None
+    numbers = sorted({line.step for line in every})
+    place_of = {step: place for place, step in enumerate(numbers)}
+    names = tuple(name for name in (*CATEGORIES, IDLE) if any(line.ns.get(name) for line in every))
+    total = np.zeros((len(names), len(numbers)))
+    for line in every:
+        for row, name in enumerate(names):
+            total[row, place_of[line.step]] += line.ns.get(name, 0) / 1e6
+    ranks = np.zeros(len(numbers))
+    for step, _ in {(line.step, life.run.rank) for life in lives for line in life.steps}:
+        ranks[place_of[step]] += 1
+    starts = _bin_starts(len(numbers))
+    widths = np.diff(np.append(starts, len(numbers)))
+    steps = np.add.reduceat(np.array(numbers, np.float64), starts) / widths
+    return Spent(names=names, steps=steps, ms=np.add.reduceat(total / ranks, starts, axis=1) / widths)
+
+
+def picture_of(records: Sequence[CommitRecord], result: RunResult, spent: Spent | None = None) -> RunPicture:
     """The picture of the committed steps `records`, at least one, in the order of the log."""
     steps = np.array([record.version for record in records], dtype=np.float64)
     losses = np.array([loss_of(record) for record in records], dtype=np.float64)
@@ -114,6 +154,7 @@ def picture_of(records: Sequence[CommitRecord], result: RunResult) -> RunPicture
         first_step=records[0].version,
         last_step=records[-1].version,
         ranks=tuple(sorted({rank for record in records for rank in record.members})),
+        spent=spent,
     )
 
 

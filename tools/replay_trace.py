@@ -2,12 +2,11 @@
 
 One process of the trace is one process incarnation, one track is one stream. Steps and operations are slices,
 what machines take in are instants, and each frame is a short slice at either end with a flow between them.
-Source of the format: "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 from zbmd.actors import wire
 from zbmd.tools.replay_kinds import OPERATIONS
 from zbmd.tools.replay_story import body_text, envelope_of, stream_names
+from zbmd.tools.trace_events import TraceEvents
 from zbmd.transport.capture import Entry, ProcessLog, Skew, describe
 from zbmd.transport.capture.records import (
     ActionsGiven,
@@ -35,8 +35,6 @@ from zbmd.transport.frames import HEADER_BYTES
 FRAME_SLICE_US = 1.0
 """A frame takes no time that is recorded; a flow needs a slice at either end."""
 
-TraceEvent = dict[str, Any]
-
 
 def write_trace(
     path: Path, entries: Iterable[Entry], logs: Sequence[ProcessLog], offsets: Mapping[str, Skew]
@@ -48,9 +46,7 @@ def write_trace(
     trace = _Trace(logs, offsets)
     for entry in entries:
         trace.take(entry)
-    events = trace.finish()
-    document = {"displayTimeUnit": "ns", "otherData": {"written by": "zbmd replay"}, "traceEvents": events}
-    path.write_bytes(msgspec.json.encode(document))
+    path.write_bytes(trace.finish().encode("zbmd replay"))
     return trace.flows
 
 
@@ -62,11 +58,12 @@ class _Trace:
         self._declared = stream_names(logs)
         self._first_ns: int | None = None
         self._last_us = 0.0
-        self._events: list[TraceEvent] = list(_names(logs))
+        self._events = TraceEvents()
+        _name_tracks(self._events, logs)
         self._steps: dict[tuple[str, int], tuple[int, float]] = {}
         self._running: dict[tuple[str, int], tuple[str, float, dict[str, Any]]] = {}
-        self._sent: dict[tuple[str, bytes], TraceEvent] = {}
-        """By who sent it, and the frame's header."""
+        self._sent: dict[tuple[str, bytes], tuple[str, tuple[int, int, float]]] = {}
+        """By who sent it, and the frame's header: its name, and where its slice is."""
 
     def take(self, entry: Entry) -> None:
         """Take the next entry."""
@@ -76,7 +73,7 @@ class _Trace:
             self._first_ns = at_ns
         at_us = (at_ns - self._first_ns) / 1e3
         self._last_us = max(self._last_us, at_us)
-        where = {"pid": self._pids[entry.log.name], "tid": record.stream, "ts": at_us}
+        where = (self._pids[entry.log.name], record.stream, at_us)
         match record:
             case Mark(step=step):
                 self._end_step(entry.log.name, record.stream, at_us)
@@ -98,7 +95,7 @@ class _Trace:
             case ActionsGiven() | _:
                 pass
 
-    def finish(self) -> list[TraceEvent]:
+    def finish(self) -> TraceEvents:
         """All events; what still runs at the end ends there."""
         for process, stream in list(self._steps):
             self._end_step(process, stream, self._last_us)
@@ -111,8 +108,9 @@ class _Trace:
         declared = self._declared.get((entry.log.name, entry.record.stream))
         return "" if declared is None else declared.machine
 
-    def _instant(self, where: Mapping[str, Any], name: str, text: str) -> None:
-        self._events.append({"ph": "i", "s": "t", "name": name, "args": {"what": text}, **where})
+    def _instant(self, where: tuple[int, int, float], name: str, text: str) -> None:
+        pid, tid, at_us = where
+        self._events.instant(pid, tid, name, at_us, {"what": text})
 
     def _slice(
         self,
@@ -123,17 +121,7 @@ class _Trace:
         ended_us: float,
         told: Mapping[str, Any],
     ) -> None:
-        self._events.append(
-            {
-                "ph": "X",
-                "name": name,
-                "pid": self._pids[process],
-                "tid": stream,
-                "ts": began_us,
-                "dur": max(0.0, ended_us - began_us),
-                "args": told,
-            }
-        )
+        self._events.slice(self._pids[process], stream, name, began_us, ended_us, told=told)
 
     def _end_step(self, process: str, stream: int, at_us: float) -> None:
         step = self._steps.pop((process, stream), None)
@@ -151,12 +139,13 @@ class _Trace:
             name, began_us, told = running
             self._slice(*key, name, began_us, at_us, {**told, "error": fields.get("error")})
 
-    def _frame(self, entry: Entry, record: FrameIn | FrameOut, where: Mapping[str, Any]) -> None:
+    def _frame(self, entry: Entry, record: FrameIn | FrameOut, where: tuple[int, int, float]) -> None:
         name = _frame_name(record)
-        self._events.append({"ph": "X", "name": name, "dur": FRAME_SLICE_US, "args": {}, **where})
+        pid, tid, at_us = where
+        self._events.slice(pid, tid, name, at_us, at_us + FRAME_SLICE_US)
         if isinstance(record, FrameOut):
             # The header is the sender's own: its clock gives no stamp twice, but another's may give the same.
-            self._sent[entry.log.name, record.header] = {"name": name, **where}
+            self._sent[entry.log.name, record.header] = name, where
             return
         link = self._declared.get((entry.log.name, record.stream))
         sender = "" if link is None else link.name
@@ -164,19 +153,15 @@ class _Trace:
         if sent is None:
             return  # its sender's log is not here, or ends before it
         self.flows += 1
-        flow = {"cat": "frame", "id": self.flows}
-        self._events.append({"ph": "s", **flow, **sent})
-        self._events.append({"ph": "f", "bp": "e", **flow, **where, "name": sent["name"]})
+        self._events.flow(self.flows, sent[0], sent[1], where, category="frame")
 
 
-def _names(logs: Sequence[ProcessLog]) -> Iterator[TraceEvent]:
+def _name_tracks(events: TraceEvents, logs: Sequence[ProcessLog]) -> None:
     for number, log in enumerate(logs, 1):
-        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": log.name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
-        yield {"ph": "M", "name": "thread_name", "pid": number, "tid": 0, "args": {"name": "process"}}
+        events.process(number, log.name)
+        events.thread(number, 0, "process")
         for stream, declared in log.streams.items():
-            name = _track(declared)
-            yield {"ph": "M", "name": "thread_name", "pid": number, "tid": stream, "args": {"name": name}}
+            events.thread(number, stream, _track(declared))
 
 
 def _track(declared: StreamDeclared) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbmd.collectives.algorithms.shard_tree import Node, shard_tree_nodes, split
+from zbmd.training import spans
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.xp import Array
 
@@ -71,8 +72,9 @@ class AccumulationPlan:
     @staticmethod
     def perform(additions: Sequence[Add], buffers: Sequence[Array], span: slice) -> None:
         """Do `additions` on the elements `span` of the flat `buffers`, in place."""
-        for addition in additions:
-            buffers[addition.target][span] += buffers[addition.source][span]
+        with spans.BACKWARD:
+            for addition in additions:
+                buffers[addition.target][span] += buffers[addition.source][span]
 
 
 class Buckets:

@@ -300,10 +300,11 @@ class GPT:
         first = self.unit_parameters(numbers[0])[0]
         for number in numbers:
             own = [parameters[index - first] for index in self.unit_parameters(number)]
-            if self.recompute and 0 < number <= self.config.layers:
-                x = self._recomputed(tape, number, x, own, batch)
-            else:
-                x = self.unit(tape, number, x, own, batch)
+            with tape.unit(number):
+                if self.recompute and 0 < number <= self.config.layers:
+                    x = self._recomputed(tape, number, x, own, batch)
+                else:
+                    x = self.unit(tape, number, x, own, batch)
         return x
 
     def _recomputed(

@@ -28,6 +28,7 @@ from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import LOG_FORMAT, LogHeader, loss_of, read_log
 from zbmd.training.ml_actors.model_actors import ModelActors
 from zbmd.training.plain import PlainTrainer
+from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.store import PARTS, Store
 from zbmd.training.weights import save_weights
@@ -198,11 +199,13 @@ async def _train(
         checkpoint_every=options.checkpoint_every,
     )
     actors = ModelActors(recipe, store)
+    profiler = open_profiler(options.out, recipe.model, sequences=recipe.config.sequences_per_shard)
     workload = TrainingWorkload(
         node,
         actors,
         store,
         journal,
+        profiler,
         evaluate_every=options.evaluate_every,
         before_step=before_step,
     )
@@ -218,6 +221,7 @@ async def _train(
     await actors.start(node.system)
     try:
         await CommitDriver(node, machine, workload).run()
+        profiler.end_step()
         await journal.settle()
         if machine.members[0].rank != node.rank:
             return None
@@ -228,6 +232,7 @@ async def _train(
         result = await asyncio.to_thread(result_of, options, actors.recipe, weights, loss_last)
     finally:
         forget()
+        profiler.close()
         await actors.stop()
     node.report({"kind": "result", **asdict(result)})
     return result

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from zbmd.training import spans
 from zbmd.training.adamw import AdamWState
 from zbmd.training.clip import TrainingDiverged, clip_scale, global_norm, non_finite
 from zbmd.training.config import TrainingConfig
@@ -38,7 +39,8 @@ class Recipe:
 
     def sample_ids(self, step: int) -> npt.NDArray[np.int64]:
         """Return the window ids of `step`, (shards, sequences_per_shard)."""
-        return self._order.sample_ids(step).reshape(self.config.shards, self.config.sequences_per_shard)
+        with spans.DATA:
+            return self._order.sample_ids(step).reshape(self.config.shards, self.config.sequences_per_shard)
 
     def shard_gradient(
         self,
@@ -54,10 +56,12 @@ class Recipe:
         `sample_ids` is one row of `sample_ids(step)`, and `step` keys what is random; the rest is as in
         `GPT.loss_and_grads`.
         """
+        with spans.DATA:
+            windows = self.corpus.windows(sample_ids)
         return self.model.loss_and_grads(
             params,
             grads,
-            self.corpus.windows(sample_ids),
+            windows,
             global_batch=self.config.global_batch,
             on_grad_ready=on_grad_ready,
             noise=Noise(self.config.seed, step, sample_ids),
@@ -79,7 +83,8 @@ class Recipe:
     def norm(self, grads: Array, *, step: int) -> float:
         """The norm of a summed gradient. Raises `TrainingDiverged` if it is not finite."""
         try:
-            return global_norm(grads, xp=self.model.xp)
+            with spans.GRAD_CLIP:
+                return global_norm(grads, xp=self.model.xp)
         except TrainingDiverged as error:
             raise self.diverged(error, grads, step=step) from None
 
@@ -90,14 +95,15 @@ class Recipe:
 
     def apply(self, old: AdamWState, new: AdamWState, grads: Array, *, step: int, norm: float) -> None:
         """Write to `new` the state after `step`, whose summed gradient is `grads`, clipped by its `norm`."""
-        self._optimizer.update(
-            old,
-            new,
-            grads,
-            step=step,
-            learning_rate=self.learning_rate(step),
-            grad_scale=clip_scale(norm, limit=self.config.clip_norm),
-        )
+        with spans.OPTIMIZER:
+            self._optimizer.update(
+                old,
+                new,
+                grads,
+                step=step,
+                learning_rate=self.learning_rate(step),
+                grad_scale=clip_scale(norm, limit=self.config.clip_norm),
+            )
 
     def held_out_loss(self, params: Array, *, windows_max: int, windows_per_pass: int = 16) -> float:
         """Return the mean loss, nats per byte, on at most `windows_max` held-out windows, always the same."""

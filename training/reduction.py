@@ -7,6 +7,7 @@ from concurrent.futures import Future, wait
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.group import Group
+from zbmd.training import spans
 from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.xp import Array
 
@@ -52,8 +53,9 @@ class ShardReduction:
 
     def finish(self) -> None:
         """Wait until all of `total` holds the sum. Raises `PeerLost` or `OperationAborted`."""
-        for future in self._futures:
-            future.result()
+        with spans.COMM:
+            for future in self._futures:
+                future.result()
 
     def drain(self) -> None:
         """Return once nothing touches the buffers any more."""

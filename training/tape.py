@@ -13,15 +13,19 @@ final, so that its reduction can start while the backward pass goes on. The meth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import numpy as np
 
+from zbmd.training import spans
 from zbmd.training.xp import Array, is_narrow, widened
 from zbmd.transport.errors import LocalProtocolError
 
 Backward = Callable[[Array], None]
 GradReady = Callable[[int], None]
+
+_NO_SPAN = nullcontext()
 
 
 class Tensor:
@@ -132,19 +136,27 @@ class Parameter:
 class Tape:
     """The record of one forward pass. With `recording=False` it keeps nothing and `backward` is refused."""
 
-    __slots__ = ("_nodes", "_parameters", "_unrecorded", "recording", "xp")
+    __slots__ = ("_nodes", "_parameters", "_units", "_unrecorded", "recording", "xp")
 
     def __init__(self, xp: ModuleType, *, recording: bool = True) -> None:
         self.xp = xp
         self.recording = recording
         self._nodes: list[tuple[Tensor, Backward]] = []
         self._parameters: list[Parameter] = []
+        self._units: list[tuple[int, int]] = []
         self._unrecorded = 0
 
     @property
     def position(self) -> int:
         """Which op is at work, counted from 0 in the order of the forward pass: forwards and backwards."""
         return len(self._nodes) if self.recording else self._unrecorded
+
+    def unit(self, number: int) -> AbstractContextManager[None]:
+        """What is recorded from here on is of the model's unit `number`; enter the result around that."""
+        if not self.recording:
+            return _NO_SPAN
+        self._units.append((len(self._nodes), number))
+        return spans.FORWARD[number]
 
     def record(self, data: Array, backward: Backward, *parameters: Parameter) -> Tensor:
         """Return the tensor of an op's output, made from `parameters` and others by the rule `backward`.
@@ -193,7 +205,8 @@ class Tape:
 
         def backward(dy: Array) -> None:
             inner, source = Tape(self.xp), Tensor(x.data)
-            output = block(inner, source)
+            with spans.RECOMPUTE:
+                output = block(inner, source)
             for parameter in parameters:
                 parameter.release()  # `inner` has counted its uses by now
             inner.play(output, dy)
@@ -205,7 +218,14 @@ class Tape:
     def play(self, output: Tensor, grad: Array) -> None:
         """Play the tape backwards from `output`, whose gradient is `grad`, and no further than it goes."""
         output.accumulate(grad)
-        while self._nodes:
+        while self._units:
+            floor, number = self._units.pop()
+            with spans.BACKWARD[number]:
+                self._play_down_to(floor)
+        self._play_down_to(0)
+
+    def _play_down_to(self, floor: int) -> None:
+        while len(self._nodes) > floor:
             node, backward = self._nodes.pop()
             found, node.grad = node.grad, None
             if found is not None:

@@ -19,12 +19,14 @@ from zbmd.collectives import commit_messages as cm
 from zbmd.collectives.algorithms.shard_tree import assign_shards, assign_to
 from zbmd.collectives.commit_driver import Cancellation, StepOutcome
 from zbmd.collectives.group import Group
+from zbmd.training import spans
 from zbmd.training.accumulate import AccumulationPlan, Buckets
 from zbmd.training.journal import Journal
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import VotePart
 from zbmd.training.ml_actors.model_actors import ModelActors
 from zbmd.training.ml_actors.tensor_actor import CommitSlot, Committed, TensorActor
+from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.reduction import ShardReduction
 from zbmd.training.store import Store
@@ -82,6 +84,7 @@ class TrainingWorkload:
         actors: ModelActors,
         store: Store,
         journal: Journal,
+        profiler: Profiler,
         *,
         evaluate_every: int,
         before_step: Callable[[int], None] | None = None,
@@ -91,6 +94,9 @@ class TrainingWorkload:
         self.recipe: Recipe = actors.recipe
         self.store = store
         self.journal = journal
+        self.profiler = profiler
+        self._prepared_ns = 0
+        """When the last step was ready to be voted for."""
         self._evaluate_every = evaluate_every
         self._before_step = before_step
         self._buckets = Buckets(store.layout)
@@ -110,6 +116,14 @@ class TrainingWorkload:
 
     def run_step(self, work: cm.RunStep, group: Group, cancellation: Cancellation) -> StepOutcome:
         """Compute version `work.version` into `work.slot`; see `Workload`."""
+        self.profiler.follow(group)
+        self.profiler.begin_step(work.version)
+        with self.profiler.recording():
+            outcome = self._run_step(work, group, cancellation)
+        self._prepared_ns = now_ns()
+        return outcome
+
+    def _run_step(self, work: cm.RunStep, group: Group, cancellation: Cancellation) -> StepOutcome:
         faults.hit(STEP_BEGIN)
         self.actors.while_waiting(cancellation.check)
         step, shards = work.version - 1, self.recipe.config.shards
@@ -142,7 +156,8 @@ class TrainingWorkload:
             grad_norm=norm,
             held_out=held_out,
         )
-        digest = tensors.call(TensorActor.digest, work.slot)
+        with spans.DIGEST:
+            digest = tensors.call(TensorActor.digest, work.slot)
         faults.hit(STEP_PREPARED)
         return StepOutcome(digest, msgspec.msgpack.encode(part))
 
@@ -216,11 +231,16 @@ class TrainingWorkload:
         if len(ids) == 0:
             return (0.0, 0)
         weights = self.actors.tensors.call(TensorActor.weights)
-        loss = self.recipe.model.loss(weights, self.recipe.corpus.windows(ids))
+        with spans.EVALUATE:
+            loss = self.recipe.model.loss(weights, self.recipe.corpus.windows(ids))
         return (loss * len(ids), len(ids))
 
     def fetch(self, work: cm.Fetch, cancellation: Cancellation) -> bytes:
         """Pull a version from a peer's slot into `work.slot`; see `Workload`."""
+        with self.profiler.recording(), spans.COMM:
+            return self._fetch(work, cancellation)
+
+    def _fetch(self, work: cm.Fetch, cancellation: Cancellation) -> bytes:
         faults.hit(FETCH_BEGIN)
         target = self.store.slots[work.slot].flat
         region, memory = self._source(work, target.nbytes)
@@ -267,9 +287,12 @@ class TrainingWorkload:
 
     async def committed(self, commit: cm.Commit, members: tuple[int, ...]) -> None:
         """Flip the slots and write the record."""
+        self.profiler.add(spans.COMM, self._prepared_ns, now_ns())
         await self._commit(commit.version, commit.slot)
         self._settle()
+        began_ns = now_ns()
         await self.journal.committed(commit, members, self.store.current)
+        self.profiler.add(spans.CHECKPOINT, began_ns, now_ns())
 
     async def _commit(self, version: int, slot: int) -> None:
         await self.actors.tensors.ask(
@@ -290,7 +313,9 @@ class TrainingWorkload:
 
     async def preserve(self, version: int) -> None:
         """Write the last checkpoint and wait until it is durable."""
+        began_ns = now_ns()
         await self.journal.preserve(version, self.store.current)
+        self.profiler.add(spans.CHECKPOINT, began_ns, now_ns())
 
 
 def pull(

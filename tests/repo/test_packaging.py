@@ -32,6 +32,7 @@ BUILT = {
     "collectives/_stepper",
     "collectives/_timeline",
     "training/_kernels",
+    "training/_spans",
 }
 if Path("/usr/include/infiniband/verbs.h").exists():
     BUILT.add("transport/_rdma")  # built where libibverbs is, and only there

@@ -21,6 +21,7 @@ from zbmd.tools.fuzzing import (
     links,
     memories,
     pipelines,
+    profiles,
     rdma,
     streams,
     wires,
@@ -32,7 +33,7 @@ TARGETS: Final[Mapping[str, Target]] = {
     target.name: target
     for module in (
         *(wires, streams, bulks, memories, links, actors, hangs, cluster, rdma),
-        *(collectives, captures, files, bootstraps, pipelines, arrays),
+        *(collectives, captures, files, bootstraps, pipelines, profiles, arrays),
     )
     for target in module.TARGETS
 }
@@ -109,6 +110,9 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/ml_actors/arrays.py": ("array",),
     "training/ml_actors/layer_actor.py": ("array",),
     "training/ml_actors/tensor_actor.py": ("array",),
+    "training/profiler/lines.py": ("profile.lines",),
+    "training/profiler/peak.py": ("profile.peaks",),
+    "training/profiler/ring.py": ("profile.spans",),
     "training/checkpoint.py": ("checkpoint",),
     "training/corpus.py": ("corpus",),
     "training/journal.py": ("commit.part",),

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from zbmd.training import spans
 from zbmd.training.cuda_device import CudaDevice
 from zbmd.training.gpt import Operator
 from zbmd.training.tape import Parameter, Tape, Tensor
@@ -105,13 +106,21 @@ class ModuleDevice:
     ) -> Tensor:
         freight = _Freight(self._xp, recording=tape.recording)
         inner = Tape(self._xp, recording=tape.recording)
-        y = op(inner, *map(freight.there, arguments), **{k: freight.there(v) for k, v in options.items()})
+        with spans.TRANSFER:
+            carried = [freight.there(value) for value in arguments]
+            named = {name: freight.there(value) for name, value in options.items()}
+        y = op(inner, *carried, **named)
 
         def backward(dy: Array) -> None:
-            self._run(lambda: inner.play(y, self._xp.asarray(dy)))
-            freight.back()
+            with spans.TRANSFER:
+                slope = self._run(lambda: self._xp.asarray(dy))
+            self._run(lambda: inner.play(y, slope))
+            with spans.TRANSFER:
+                freight.back()
 
-        return tape.record(to_host(y.data), backward, *(outer for outer, _ in freight.parameters))
+        with spans.TRANSFER:
+            there = to_host(y.data)
+        return tape.record(there, backward, *(outer for outer, _ in freight.parameters))
 
 
 class _Freight:

@@ -31,6 +31,7 @@ from zbmd.training.pipeline.layers import balanced_cuts
 from zbmd.training.pipeline.measure import measured_costs
 from zbmd.training.pipeline.part import layers_in
 from zbmd.training.pipeline.schedules import SCHEDULES
+from zbmd.training.profiler.lines import StepLine
 from zbmd.training.recipe import Recipe
 from zbmd.training.tensor.axes import PIPELINE_AXIS
 from zbmd.training.tensor.groups import MeshGroups
@@ -82,7 +83,7 @@ async def run(options: JobOptions, *, schedule: str, chunks: int) -> PipelineRes
     arena = 4 * (STATE_ARRAYS * 2 * SLOTS + buffers) * recipe.model.layout.size + ARENA_SPARE_BYTES
     try:
         async with join(arena=arena, inbox_bytes=INBOX_BYTES_DEFAULT + needed.inbox, enter=False) as node:
-            return await MeshJob(node, mesh, _Task(node, recipe, schedule, chunks)).run()
+            return await MeshJob(node, mesh, _Task(node, recipe, options, schedule, chunks)).run()
     except (StepFailed, TrainingDiverged) as error:
         raise UserError(str(error)) from error
 
@@ -98,8 +99,8 @@ def _stages(costs: Sequence[float], ranks: int, schedule: str, chunks: int) -> S
 class _Task(MeshTask[PipelineResult]):
     """Train with layers cut by what they cost on the first stage's machine."""
 
-    def __init__(self, node: Node, recipe: Recipe, schedule: str, chunks: int) -> None:
-        self.steps, self.known = recipe.config.steps, 0
+    def __init__(self, node: Node, recipe: Recipe, options: JobOptions, schedule: str, chunks: int) -> None:
+        self.steps, self.known, self.out = recipe.config.steps, 0, options.out
         self._node, self._recipe = node, recipe
         self._schedule, self._chunks = schedule, chunks
         self._costs = np.zeros(layers_in(recipe.model.config))
@@ -137,6 +138,9 @@ class _Task(MeshTask[PipelineResult]):
         step = done.step + 1
         if self._node.rank == 0 and (step % REPORT_EVERY_STEPS == 0 or step == self.steps):
             print(f"step {step} loss {done.loss:.4f} grad_norm {done.grad_norm:.2f}", file=sys.stderr)
+
+    def profiled(self, line: StepLine, mfu: float | None) -> None:
+        """The profile's own files have it."""
 
     def reached(self, trainer: MeshTrainer, keeper: Safekeeping) -> None:
         """Nothing is written on the way."""

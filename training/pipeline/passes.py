@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from zbmd.collectives.group import Group
+from zbmd.training import spans
 from zbmd.training.accumulate import AccumulationPlan, Buckets, Leaf
 from zbmd.training.gpt import Batch
 from zbmd.training.pipeline.own import OwnParts
@@ -110,7 +111,8 @@ class StagePasses:
             actions += self._perform(actions.popleft())
             between()
         if self._rings_or_none is not None:
-            self._rings.drain(deadline_ns)
+            with spans.COMM:
+                self._rings.drain(deadline_ns)
 
     def close(self, *, gave_up: bool) -> None:
         """Leave the neighbours' rings; with `gave_up` their waits end. Idempotent."""
@@ -134,13 +136,15 @@ class StagePasses:
                 self._compute(compute)
                 return [*self._listen(), *self._handle(Computed())]
             case Put() as put:
-                self._rings.put(put, self._made.pop(put.message))
+                with spans.COMM:
+                    self._rings.put(put, self._made.pop(put.message))
             case Release() as release:
                 self._rings.release(release)
             case Free(part=part, microbatch=microbatch):
                 self._passes.pop((part, microbatch), None)
             case Await() as awaited:
-                return self._wait(awaited)
+                with spans.BUBBLE:
+                    return self._wait(awaited)
             case GiveUp(stage=stage, reason=reason):
                 assert self._group is not None
                 raise PeerLost(self._group.members[stage], reason)

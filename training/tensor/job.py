@@ -7,6 +7,7 @@ the bits of one that nothing disturbed. What the run is for (`MeshTask`) is told
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -17,6 +18,8 @@ from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group import Group, group
 from zbmd.training.journal import adopted_report
 from zbmd.training.mesh import Mesh
+from zbmd.training.profiler.lines import StepLine
+from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
 from zbmd.training.zero.epochs import Ended, through_epochs
@@ -42,6 +45,8 @@ class MeshTask(Protocol[TaskResultT]):
 
     steps: int
     """To be done in all."""
+    out: Path
+    """The directory of the run."""
     known: int
     """Steps that are known to have been done, from what this run has written."""
 
@@ -59,6 +64,10 @@ class MeshTask(Protocol[TaskResultT]):
 
     def committed(self, done: MeshStep) -> None:
         """A step is safe; told on every rank, in the order of steps, and maybe again behind a loss."""
+        ...
+
+    def profiled(self, line: StepLine, mfu: float | None) -> None:
+        """What a step of this rank spent its time on, behind it."""
         ...
 
     def reached(self, trainer: MeshTrainer, keeper: Safekeeping) -> None:
@@ -79,6 +88,7 @@ class MeshJob(Generic[ResultT]):
         self._groups: MeshGroups | None = None
         self._trainer: MeshTrainer | None = None
         self._keeper: Safekeeping | None = None
+        self._profiler: Profiler | None = None
         self._base = 0
         """The step that version 0 of the state begins."""
         self._records: dict[int, MeshStep] = {}
@@ -91,6 +101,8 @@ class MeshJob(Generic[ResultT]):
             await self._leave_groups()
             if self._keeper is not None:
                 await asyncio.to_thread(self._keeper.close)
+            if self._profiler is not None:
+                self._profiler.close()
 
     async def _epoch(self, view: View | None) -> Ended[ResultT] | None:
         await self._leave_groups()
@@ -157,15 +169,31 @@ class MeshJob(Generic[ResultT]):
         if version:
             self._node.report(adopted_report(version, groups.world.epoch))
             self._task.reached(trainer, keeper)
-        while trainer.step < self._task.steps:
-            faults.hit(BEGIN_POINT)
-            trainer.run_step(keeper)
-            self._task.reached(trainer, keeper)
+        profiler = self._profiled(groups, trainer)
+        with profiler.recording():
+            while trainer.step < self._task.steps:
+                faults.hit(BEGIN_POINT)
+                self._tell(profiler, profiler.begin_step(trainer.step + 1))
+                trainer.run_step(keeper)
+                self._task.reached(trainer, keeper)
+        self._tell(profiler, profiler.end_step())
         keeper.settle()
         result = self._task.finish(trainer)
         faults.hit(SAVED_POINT)
         groups.world.blocking.barrier()
         return Ended(result)
+
+    def _profiled(self, groups: MeshGroups, trainer: MeshTrainer) -> Profiler:
+        if self._profiler is None:
+            recipe = trainer.recipe
+            sequences, dtype = recipe.config.sequences_per_shard, trainer.dtype.name
+            self._profiler = open_profiler(self._task.out, recipe.model, sequences=sequences, dtype=dtype)
+        self._profiler.follow(groups.world, groups.data, groups.pipeline, groups.tensor)
+        return self._profiler
+
+    def _tell(self, profiler: Profiler, line: StepLine | None) -> None:
+        if line is not None:
+            self._task.profiled(line, profiler.mfu(line))
 
     def _keep(self, done: MeshStep) -> None:
         self._records[done.step] = done

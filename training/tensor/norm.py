@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from zbmd.collectives.group import Group
+from zbmd.training import spans
 from zbmd.training.clip import global_norm, norm_from
 from zbmd.training.pipeline.norm import norm_of, pieces_length, pieces_of
 from zbmd.training.pipeline.own import OwnParts
@@ -41,7 +42,8 @@ def _by_parameters(total: Array, own: OwnParts, pipeline: Group | None, tensor: 
         if is_first or cut_of(slot.name)[1]:  # what is whole on all ranks counts once
             flat = view.reshape(-1)
             squares[index] = float(np.dot(flat, flat))
-    tensor.blocking.all_reduce(squares)
+    with spans.COMM:
+        tensor.blocking.all_reduce(squares)
     if pipeline is not None:
         lengths = {number: len(own.every[number].layout.slots) for number in own.order}
         found = _by_part(gather_rows(pipeline, squares), lengths)

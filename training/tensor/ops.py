@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from zbmd.collectives.group import Group
-from zbmd.training import ops
+from zbmd.training import ops, spans
 from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.xp import Array
 
@@ -31,7 +31,8 @@ class SharedParameter(Parameter):
 
         def reduced(out: Array) -> None:
             write(out)
-            self._group.blocking.all_reduce(out)
+            with spans.COMM:
+                self._group.blocking.all_reduce(out)
 
         super().receive(reduced, lasting=lasting)
 
@@ -55,14 +56,16 @@ def scatter_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:
 
 
 def _gathered(rows: Array, group: Group) -> Array:
-    every: Array = group.blocking.all_gather(np.ascontiguousarray(rows))
+    with spans.COMM:
+        every: Array = group.blocking.all_gather(np.ascontiguousarray(rows))
     return every.reshape(-1, rows.shape[1])
 
 
 def _reduced(rows: Array, group: Group) -> Array:
-    mine: Array = group.blocking.reduce_scatter(
-        np.ascontiguousarray(rows).reshape(group.size, -1, rows.shape[1])
-    )
+    with spans.COMM:
+        mine: Array = group.blocking.reduce_scatter(
+            np.ascontiguousarray(rows).reshape(group.size, -1, rows.shape[1])
+        )
     return mine.reshape(-1, rows.shape[1])
 
 
@@ -97,13 +100,16 @@ def vocabulary_cross_entropy(
     first, stop = own
     rows = np.flatnonzero((targets >= first) & (targets < stop))
     places = targets[rows].astype(np.int64) - first
-    most: Array = group.blocking.all_reduce(logits.data.max(axis=1), op="max")
+    own_most = logits.data.max(axis=1)
+    with spans.COMM:
+        most: Array = group.blocking.all_reduce(own_most, op="max")
     odds = logits.data - most[:, None]
     sums: Array = np.zeros((2, len(targets)), dtype=odds.dtype)
     sums[1, rows] = odds[rows, places]
     np.exp(odds, out=odds)
     odds.sum(axis=1, out=sums[0])
-    group.blocking.all_reduce(sums)
+    with spans.COMM:
+        group.blocking.all_reduce(sums)
     total, picked = sums
     loss = np.asarray((np.log(total) - picked).sum() * weight, dtype=odds.dtype)
 

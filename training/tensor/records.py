@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from zbmd.training.profiler.lines import StepLine
 from zbmd.transport.errors import UserError
 
 METRICS_NAME = "metrics.jsonl"
@@ -57,6 +58,17 @@ class Records:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
         return True
+
+    def put_profile(self, line: StepLine, *, mfu: float | None) -> None:
+        """Note for TensorBoard what a step of this rank spent its time on, as the profile has it."""
+        if self._board is None:
+            return
+        for name, ns in line.ns.items():
+            self._board.add_scalar(f"step_ms/{name}", ns / 1e6, line.step)
+        if line.overlap is not None and line.overlap.under_way_ns:
+            self._board.add_scalar("overlap", line.overlap.hidden_ns / line.overlap.under_way_ns, line.step)
+        if mfu is not None:
+            self._board.add_scalar("mfu", mfu, line.step)
 
     @staticmethod
     def tell(step: int, **values: float) -> None:

@@ -14,6 +14,7 @@ from zbmd.actors.member import INBOX_BYTES_DEFAULT, Node, join
 from zbmd.actors.runtime_env import RankEnvironment
 from zbmd.collectives.commit_driver import StepFailed
 from zbmd.collectives.group import Group
+from zbmd.training import spans
 from zbmd.training.adamw import AdamWState
 from zbmd.training.checkpoint import CHECKPOINT_NAME, Checkpoint, load_checkpoint, save_checkpoint
 from zbmd.training.clip import TrainingDiverged
@@ -25,6 +26,7 @@ from zbmd.training.job import weights_sha256
 from zbmd.training.journal import WEIGHTS_NAME
 from zbmd.training.mesh import Mesh
 from zbmd.training.optim import MuonConfig
+from zbmd.training.profiler.lines import StepLine
 from zbmd.training.recipe import Recipe, learning_rate_of
 from zbmd.training.tensor.axes import require_axes
 from zbmd.training.tensor.groups import MeshGroups
@@ -145,7 +147,7 @@ class _Run(MeshTask[TrainResult]):
         again: bool,
     ) -> None:
         self.options, self.mesh, self.config, self.corpus = options, mesh, config, corpus
-        self.steps = options.training.steps
+        self.steps, self.out = options.training.steps, options.out
         self.is_first = node.rank == 0
         self._node = node
         self._records: Records | None = None
@@ -205,16 +207,23 @@ class _Run(MeshTask[TrainResult]):
         if records.put(step, **values) and self._due(step, TELL_EVERY_STEPS):
             records.tell(step, **values)
 
+    def profiled(self, line: StepLine, mfu: float | None) -> None:
+        """Note it for TensorBoard."""
+        if self._records is not None:
+            self._records.put_profile(line, mfu=mfu)
+
     def reached(self, trainer: MeshTrainer, keeper: Safekeeping) -> None:
         """Evaluate, and write the checkpoint, if it is time."""
         step = trainer.step
         if self._due(step, self.options.evaluate_every):
-            self._held_out = trainer.held_out_loss(windows_max=self.options.evaluate_windows)
+            with spans.EVALUATE:
+                self._held_out = trainer.held_out_loss(windows_max=self.options.evaluate_windows)
             if self._records is not None and self._records.put(step, held_out_loss=self._held_out):
                 self._records.tell(step, held_out_loss=self._held_out)
         if self._due(step, self.options.checkpoint_every):
-            keeper.settle()  # nobody goes back behind what the file holds
-            self._checkpoint(trainer)
+            with spans.CHECKPOINT:
+                keeper.settle()  # nobody goes back behind what the file holds
+                self._checkpoint(trainer)
 
     def finish(self, trainer: MeshTrainer) -> TrainResult | None:
         """Save the weights."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.collectives.group import Group
+from zbmd.training import spans
 from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.adamw import AdamWState
 from zbmd.training.clip import TrainingDiverged, clip_scale, non_finite
@@ -267,20 +268,22 @@ class MeshTrainer:
 
     def _batches(self) -> list[Batch]:
         recipe, ids = self.recipe, self.recipe.sample_ids(self.step)
-        return [
-            recipe.model.batch(
-                recipe.corpus.windows(ids[leaf.shard]),
-                global_batch=recipe.config.global_batch,
-                noise=Noise(recipe.config.seed, self.step, ids[leaf.shard]),
-            )
-            for leaf in self._plan.leaves
-        ]
+        with spans.DATA:
+            return [
+                recipe.model.batch(
+                    recipe.corpus.windows(ids[leaf.shard]),
+                    global_batch=recipe.config.global_batch,
+                    noise=Noise(recipe.config.seed, self.step, ids[leaf.shard]),
+                )
+                for leaf in self._plan.leaves
+            ]
 
     def _norm(self) -> float:
         """The norm of the whole gradient; raises `TrainingDiverged`, on all ranks if on one."""
         groups = self.groups
         try:
-            return mesh_norm(self._total, self.own, pipeline=groups.pipeline, tensor=groups.tensor)
+            with spans.GRAD_CLIP:
+                return mesh_norm(self._total, self.own, pipeline=groups.pipeline, tensor=groups.tensor)
         except TrainingDiverged as error:
             first = non_finite(self.own.layout, self._total, xp=np) or "all on this rank are finite"
             raise TrainingDiverged(f"step {self.step}: {error} First of the gradients, {first}.") from None
@@ -292,25 +295,28 @@ class MeshTrainer:
         """
         shards = self.recipe.config.shards
         mine = np.zeros(VOTE_NUMBERS + shards + 1)
-        mine[:VOTE_NUMBERS] = watch.vote().view(np.float64)
+        with spans.COMM:  # it may wait for the copy of a state
+            mine[:VOTE_NUMBERS] = watch.vote().view(np.float64)
         for microbatch, loss in self._passes.losses.items():
             mine[VOTE_NUMBERS + self._plan.leaves[microbatch].shard] = loss
         mine[-1] = float(self._passes.busy_ns)
-        every = self.groups.world.blocking.all_gather(mine)
+        with spans.COMM:
+            every = self.groups.world.blocking.all_gather(mine)
         watch.voted([row[:VOTE_NUMBERS].view(np.uint64) for row in every])
         losses = [float(every[place][VOTE_NUMBERS + shard]) for shard, place in enumerate(self._reporters)]
         return sum(losses), tuple(int(row[-1]) for row in every)
 
     def _update(self, norm: float) -> None:
         config, target = self.recipe.config, 1 - self.slot
-        self._optimizer.update(
-            self.state,
-            self._state_in(target),
-            self._total,
-            step=self.step,
-            learning_rate=self.recipe.learning_rate(self.step),
-            grad_scale=clip_scale(norm, limit=config.clip_norm),
-        )
+        with spans.OPTIMIZER:
+            self._optimizer.update(
+                self.state,
+                self._state_in(target),
+                self._total,
+                step=self.step,
+                learning_rate=self.recipe.learning_rate(self.step),
+                grad_scale=clip_scale(norm, limit=config.clip_norm),
+            )
         self.slot = target
         self.step += 1
 
@@ -336,7 +342,8 @@ class _Held:
         """Tell it as soon as it is so."""
         begun, self._begun = self._begun, None
         if begun is not None:
-            begun.result()
+            with spans.COMM:
+                begun.result()
             self._watch.all_hold(self._version)
 
 

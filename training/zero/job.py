@@ -32,6 +32,7 @@ from zbmd.training.job import (
 )
 from zbmd.training.journal import WEIGHTS_NAME, adopted_report, step_report
 from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord
+from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.weights import save_weights
 from zbmd.training.zero.epochs import Ended, through_epochs
@@ -85,6 +86,7 @@ class ZeroJob:
         self._keeper: Safekeeping | None = None
         self._group: Group | None = None
         self._records: dict[int, ZeroDone] = {}
+        self._profiler = open_profiler(options.out, recipe.model, sequences=recipe.config.sequences_per_shard)
 
     async def run(self) -> JobResult | None:
         """Train to the end, in as many epochs as it takes. Raises `StepFailed`, `TrainingDiverged`."""
@@ -97,6 +99,7 @@ class ZeroJob:
                 await self._group.close()
             if self._keeper is not None:
                 await asyncio.to_thread(self._keeper.close)
+            self._profiler.close()
             self._log.close()
 
     async def _epoch(self, view: View | None) -> Ended[JobResult] | None:
@@ -113,15 +116,19 @@ class ZeroJob:
     def _in_epoch(self, group: Group) -> Ended[JobResult] | None:
         """Train in one epoch; the end, if that was the last one."""
         trainer, keeper = self._opened(group)
+        self._profiler.follow(group)
         try:
             faults.hit(MEET_POINT)
             version = keeper.meet(group)
             self._share_record(group, version)
             faults.hit(MET_POINT)
             trainer.enter(group, version)
-            while trainer.version < self._recipe.config.steps:
-                faults.hit(BEGIN_POINT)
-                trainer.run_step(keeper)
+            with self._profiler.recording():
+                while trainer.version < self._recipe.config.steps:
+                    faults.hit(BEGIN_POINT)
+                    self._profiler.begin_step(trainer.version + 1)
+                    trainer.run_step(keeper)
+            self._profiler.end_step()
             return Ended(self._finish(group, trainer, keeper))
         except (PeerLost, OperationAborted):
             return None

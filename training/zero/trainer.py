@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from zbmd.actors.member import Node
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.group import Group
+from zbmd.training import spans
 from zbmd.training.adamw import AdamWConfig
 from zbmd.training.clip import TrainingDiverged, clip_scale
 from zbmd.training.config import TrainingConfig
@@ -185,17 +186,18 @@ class ZeroTrainer:
 
     def _take_batches(self) -> None:
         recipe, step = self.recipe, self.version
-        ids = recipe.sample_ids(step)
-        self.own.begin(
-            [
-                recipe.model.batch(
-                    recipe.corpus.windows(ids[shard]),
-                    global_batch=recipe.config.global_batch,
-                    noise=Noise(recipe.config.seed, step, ids[shard]),
-                )
-                for shard in self.own.leaves
-            ]
-        )
+        with spans.DATA:
+            ids = recipe.sample_ids(step)
+            self.own.begin(
+                [
+                    recipe.model.batch(
+                        recipe.corpus.windows(ids[shard]),
+                        global_batch=recipe.config.global_batch,
+                        noise=Noise(recipe.config.seed, step, ids[shard]),
+                    )
+                    for shard in self.own.leaves
+                ]
+            )
 
     def _handle(self, event: zm.Event) -> list[zm.Action]:
         actions = self._machine.handle(event, now_ns=now_ns())
@@ -243,7 +245,8 @@ class ZeroTrainer:
             assert not wait_for_it, "nothing is under way, and the step is not done"
             return None
         future, take = self._pending[0]
-        result = future.result()
+        with spans.COMM:
+            result = future.result()
         self._pending.popleft()
         return take(result)
 
@@ -299,9 +302,11 @@ class ZeroTrainer:
         faults.hit(NORM_POINT)
         losses, end_ns = self._loss_room(), self.group.deadline_ns()
         mine = np.zeros(VOTE_NUMBERS + losses + max(self._lengths))
-        mine[:VOTE_NUMBERS] = self._watch.vote().view(np.float64)
+        with spans.COMM:  # it waits for the copy of a shard
+            mine[:VOTE_NUMBERS] = self._watch.vote().view(np.float64)
         mine[VOTE_NUMBERS : VOTE_NUMBERS + len(self.own.losses)] = list(self.own.losses.values())
-        pieces = self.own.norm_pieces()
+        with spans.GRAD_CLIP:
+            pieces = self.own.norm_pieces()
         mine[VOTE_NUMBERS + losses :][: len(pieces)] = pieces
         self._submit(lambda c: c.all_gather(mine, deadline_ns=end_ns), self._norm_shared)
 
@@ -317,7 +322,8 @@ class ZeroTrainer:
             self._losses |= dict(zip(shards, row[VOTE_NUMBERS:at].tolist(), strict=False))
         pieces = [row[at : at + length] for row, length in zip(every, self._lengths, strict=True)]
         try:
-            self._norm = self.own.norm(pieces)
+            with spans.GRAD_CLIP:
+                self._norm = self.own.norm(pieces)
         except TrainingDiverged:
             return zm.NormShared(usable=False)
         return zm.NormShared(usable=True)
@@ -326,7 +332,8 @@ class ZeroTrainer:
         faults.hit(UPDATE_POINT)
         config, step = self.recipe.config, self.version
         scale = clip_scale(self._norm, limit=config.clip_norm)
-        self.own.update(step=step, learning_rate=self.recipe.learning_rate(step), grad_scale=scale)
+        with spans.OPTIMIZER:
+            self.own.update(step=step, learning_rate=self.recipe.learning_rate(step), grad_scale=scale)
         self.version += 1
         self._watch.updated(self._result())
         faults.hit(UPDATED_POINT)

@@ -3,9 +3,8 @@
 Order: by hybrid logical clock, so that what caused something always stands before it; what is concurrent
 stands in the order of the processes' wall clocks, as far as those agree.
 
-Skew: each frame that both ends recorded gives one delay, from the sender's wall clock to the receiver's. As
-in NTP (RFC 5905, section 8), the smallest delay of either direction bounds the offset of the two clocks: half
-their difference, wrong by at most half their sum. Processes that share a monotonic clock need no estimate.
+Skew: each frame that both ends recorded gives one delay, from the sender's wall clock to the receiver's, and
+delays bound offsets (`zbmd.transport.clock_offsets`). Processes on one monotonic clock need no estimate.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from itertools import count, islice
 from zbmd.transport.capture.format import BlockInfo, Origin
 from zbmd.transport.capture.reader import Entry, ProcessLog, Segment
 from zbmd.transport.capture.records import FrameIn, FrameOut, Kind, Mark
+from zbmd.transport.clock_offsets import Delay, Offset, offset_between, offsets_from_first
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import HEADER_BYTES, unpack_header
 
@@ -121,57 +121,33 @@ def skews(logs: Sequence[ProcessLog]) -> list[Skew]:
     Those that no chain of recorded frames connects with it are left out. Damaged logs tell what they can.
     Raises as `ProcessLog.entries`.
     """
-    if not logs:
-        return []
-    names = [log.name for log in logs]
     delays = _delays(logs)
-    found = {0: Skew(process=names[0], offset_ns=0, error_ns=0, via="", frames=0)}
-    # Prim's algorithm: the next process is the one known best, counting the errors on the way to it.
-    while True:
-        reachable: list[tuple[int, int, Skew]] = []
-        for known, skew in found.items():
-            for other in range(len(logs)):
-                link = None if other in found else _between(logs, known, other, delays)
-                if link is not None:
-                    offset_ns, error_ns, frames = link
-                    next_skew = Skew(
-                        process=names[other],
-                        offset_ns=skew.offset_ns + offset_ns,
-                        error_ns=skew.error_ns + error_ns,
-                        via=skew.process,
-                        frames=frames,
-                    )
-                    reachable.append((next_skew.error_ns, other, next_skew))
-        if not reachable:
-            return [found[index] for index in sorted(found)]
-        _, other, best = min(reachable, key=lambda candidate: candidate[:2])
-        found[other] = best
-
-
-@dataclass(slots=True)
-class _Delay:
-    smallest_ns: int
-    frames: int = 1
+    found = offsets_from_first(len(logs), lambda known, other: _between(logs, known, other, delays))
+    return [
+        Skew(
+            process=logs[index].name,
+            offset_ns=offset.offset_ns,
+            error_ns=offset.error_ns,
+            via="" if via is None else logs[via].name,
+            frames=offset.seen,
+        )
+        for index, (offset, via) in sorted(found.items())
+    ]
 
 
 def _between(
-    logs: Sequence[ProcessLog], known: int, other: int, delays: dict[tuple[int, int], _Delay]
-) -> tuple[int, int, int] | None:
-    """Offset of `other`'s wall clock against that of `known`, its error, and the frames that say so."""
+    logs: Sequence[ProcessLog], known: int, other: int, delays: dict[tuple[int, int], Delay]
+) -> Offset | None:
+    """Offset of `other`'s wall clock against that of `known`."""
     a, b = logs[known], logs[other]
     if a.origin.boot_id and a.origin.boot_id == b.origin.boot_id:
         anchor_a, anchor_b = a.segments[0].header.anchor, b.segments[0].header.anchor
         a_ns = anchor_a.wall_ns - anchor_a.monotonic_ns
-        return anchor_b.wall_ns - anchor_b.monotonic_ns - a_ns, 0, 0
-    there, back = delays.get((known, other)), delays.get((other, known))
-    if there is None or back is None:
-        return None  # one direction alone cannot tell a delay from an offset
-    offset_ns = (there.smallest_ns - back.smallest_ns) // 2
-    error_ns = abs(there.smallest_ns + back.smallest_ns) // 2
-    return offset_ns, error_ns, there.frames + back.frames
+        return Offset(offset_ns=anchor_b.wall_ns - anchor_b.monotonic_ns - a_ns, error_ns=0, seen=0)
+    return offset_between(delays.get((known, other)), delays.get((other, known)))
 
 
-def _delays(logs: Sequence[ProcessLog]) -> dict[tuple[int, int], _Delay]:
+def _delays(logs: Sequence[ProcessLog]) -> dict[tuple[int, int], Delay]:
     """The smallest delay by wall clocks, by sender and receiver, of the frames that both recorded."""
     senders = {(log.origin.process, log.origin.incarnation): index for index, log in enumerate(logs)}
     sent: dict[tuple[int, bytes], int] = {}
@@ -179,7 +155,7 @@ def _delays(logs: Sequence[ProcessLog]) -> dict[tuple[int, int], _Delay]:
         for entry in islice(log.entries(), SKEW_RECORDS_MAX):
             if isinstance(entry.record, FrameOut):
                 sent[index, entry.record.header] = entry.wall_ns
-    delays: dict[tuple[int, int], _Delay] = {}
+    delays: dict[tuple[int, int], Delay] = {}
     for index, log in enumerate(logs):
         for entry in islice(log.entries(), SKEW_RECORDS_MAX):
             sender = _sender(log, entry, senders)
@@ -191,10 +167,9 @@ def _delays(logs: Sequence[ProcessLog]) -> dict[tuple[int, int], _Delay]:
             delay_ns = entry.wall_ns - sent_ns
             known = delays.get((sender, index))
             if known is None:
-                delays[sender, index] = _Delay(delay_ns)
+                delays[sender, index] = Delay(delay_ns)
             else:
-                known.smallest_ns = min(known.smallest_ns, delay_ns)
-                known.frames += 1
+                known.take(delay_ns)
     return delays
 
 

@@ -1,0 +1,220 @@
+"""The most floating-point operations a second that this machine does in matrix products, measured once.
+
+Measured as a job uses the machine: as many processes at once as there are ranks and processors for, each with
+its threads of BLAS. Products are timed by the processor time that they take, and the best one of each process
+counts, so what else runs meanwhile takes little off. The result is kept in `$XDG_CACHE_HOME/zbmd/peaks.json`,
+under all that it depends on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+
+from zbmd.training.files import write_atomically
+from zbmd.transport.errors import UserError
+
+ORDER: Final = 1024
+"""Rows and columns of the matrices: 12 MiB in float32, and their product reaches the peak."""
+MEASURE_S: Final = 1.0
+TIMEOUT_S: Final = 120.0
+FILE_BYTES_MAX: Final = 1 << 20
+PEAKS_MAX: Final = 256
+PARALLEL_MAX: Final = 1024
+THREADS_VARIABLES: Final = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+DTYPES: Final = ("float32", "float64")
+CPUINFO: Final = Path("/proc/cpuinfo")
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """What a peak depends on. parallel: how many processes compute at once, each with `threads` of BLAS."""
+
+    processor: Name
+    processors: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    blas: Name
+    dtype: Name = "float32"
+    threads: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    parallel: Annotated[int, msgspec.Meta(ge=1, le=PARALLEL_MAX)] = 1
+
+
+class Peak(msgspec.Struct, frozen=True, kw_only=True):
+    """FLOPs a second of all processes together."""
+
+    machine: Machine
+    flops_per_s: Annotated[float, msgspec.Meta(gt=0.0)]
+
+
+def this_machine(
+    *, parallel: int, dtype: str = "float32", environ: Mapping[str, str] | None = None
+) -> Machine:
+    """This machine, used by `parallel` processes with the BLAS threads that the environment gives them.
+
+    More of them than there are processors for compute no faster.
+    """
+    processors = len(os.sched_getaffinity(0))
+    threads = _threads(os.environ if environ is None else environ, processors)
+    return Machine(
+        processor=_processor(),
+        processors=processors,
+        blas=_blas(),
+        dtype=dtype,
+        threads=threads,
+        parallel=max(1, min(parallel, processors // threads, PARALLEL_MAX)),
+    )
+
+
+def known_peak(machine: Machine) -> float | None:
+    """FLOPs a second of `machine`, if it was measured before; None if not, or if that cannot be read."""
+    return next((peak.flops_per_s for peak in _read(cache_path()) if peak.machine == machine), None)
+
+
+def peak_of(machine: Machine) -> float:
+    """FLOPs a second of `machine`, which is this one: measured if that was not done yet.
+
+    Raises `UserError` if it cannot be measured.
+    """
+    known = known_peak(machine)
+    if known is not None:
+        return known
+    found = measured(machine)
+    kept = [peak for peak in _read(cache_path()) if peak.machine != machine]
+    kept = [*kept[1 - PEAKS_MAX :], Peak(machine=machine, flops_per_s=found)]
+    write_atomically(cache_path(), lambda file: file.write(msgspec.json.encode(kept)))
+    return found
+
+
+def measured(machine: Machine) -> float:
+    """Measure it, in processes of their own: how many threads BLAS has is settled as it is loaded."""
+    environ = dict(os.environ) | {name: str(machine.threads) for name in THREADS_VARIABLES}
+    command = [sys.executable, "-m", "zbmd.training.profiler.peak", machine.dtype, str(machine.threads)]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(machine.parallel):
+            started.append(
+                subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            )
+        return _together(started)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"the peak of this machine cannot be measured: {error}") from error
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+def _together(processes: Sequence[subprocess.Popen[bytes]]) -> float:
+    """Have all begin once all are warm, and add up what they tell."""
+    watch = threading.Timer(TIMEOUT_S, _kill, (processes,))
+    watch.start()
+    try:
+        total = 0.0
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()  # it is warm
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        for process in processes:
+            assert process.stdout is not None
+            total += float(process.stdout.readline())
+        return total
+    finally:
+        watch.cancel()
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+
+
+def cache_path(environ: Mapping[str, str] | None = None) -> Path:
+    """`zbmd/peaks.json` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    given = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
+    root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    return root / "zbmd" / "peaks.json"
+
+
+def _read(path: Path) -> list[Peak]:
+    try:
+        with path.open("rb") as file:
+            return decode_peaks(file.read(FILE_BYTES_MAX + 1))
+    except OSError:
+        return []
+
+
+def decode_peaks(data: bytes) -> list[Peak]:
+    """The peaks in a file of these bytes; none if it is damaged: they are measured anew."""
+    try:
+        return msgspec.json.decode(data, type=list[Peak])[-PEAKS_MAX:]
+    except (ValueError, RecursionError):  # text that is no UTF-8 is no MsgspecError
+        return []
+
+
+def _processor() -> str:
+    """The processor's name, as the kernel has it."""
+    try:
+        text = CPUINFO.read_text(errors="replace")
+    except OSError:
+        text = ""
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model", "cpu model"):
+            return value.strip()[:256]
+    return os.uname().machine
+
+
+def _blas() -> str:
+    told: Any = np.show_config(mode="dicts")
+    found = told.get("Build Dependencies", {}).get("blas", {}) if isinstance(told, dict) else {}
+    return f"numpy {np.__version__}, {found.get('name', '?')} {found.get('version', '?')}"[:256]
+
+
+def _threads(environ: Mapping[str, str], processors: int) -> int:
+    for name in THREADS_VARIABLES:
+        text = environ.get(name, "")
+        if text.isdecimal() and int(text[:9]) > 0:
+            return min(int(text[:9]), processors)
+    return processors
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One of the processes: warm up, say so, wait for a line, and print FLOPs a second."""
+    parser = argparse.ArgumentParser(prog="python -m zbmd.training.profiler.peak", description=__doc__)
+    parser.add_argument("dtype", choices=DTYPES)
+    parser.add_argument("threads", type=int)
+    given = parser.parse_args(argv)
+    dtype = np.dtype(given.dtype)
+    a = np.linspace(-1.0, 1.0, ORDER * ORDER, dtype=dtype).reshape(ORDER, ORDER)
+    out = np.empty_like(a)
+    for _ in range(3):
+        np.matmul(a, a, out=out)
+    print("warm", flush=True)
+    sys.stdin.readline()
+    best, until_s = 0.0, time.monotonic() + MEASURE_S
+    while best == 0.0 or time.monotonic() < until_s:
+        began_s = time.process_time()
+        np.matmul(a, a, out=out)
+        took_s = (time.process_time() - began_s) / given.threads
+        best = max(best, 2.0 * ORDER**3 / max(took_s, 1e-9))
+    print(best, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""The profiler of one rank: its spans, step by step, and what they come to, into the directory of the run.
+
+It is always on unless ZBMD_PROFILE is `off`: a span costs some 0.2 us, and a step's line some 20 us. What it
+cannot write it leaves out, and says so once: no run ends by it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import structlog
+
+from zbmd.actors.runtime_env import RankEnvironment
+from zbmd.collectives.group import Group
+from zbmd.training._spans import CATEGORIES, PER_UNIT, SpanRecorder
+from zbmd.training.gpt import GPT
+from zbmd.training.profiler.flops import unit_flops
+from zbmd.training.profiler.lines import (
+    IDLE,
+    LINES_BYTES_MAX,
+    VERSION,
+    Overlap,
+    RunLine,
+    StepLine,
+    UnitLine,
+    lines_path,
+    old_path,
+)
+from zbmd.training.profiler.peak import known_peak, this_machine
+from zbmd.training.profiler.ring import (
+    RING_BYTES,
+    GroupLine,
+    OperationLine,
+    RingFile,
+    forget_rings,
+    ring_path,
+)
+from zbmd.training.spans import Span
+from zbmd.transport.errors import UserError
+from zbmd.transport.kernel_files import read_text
+
+if TYPE_CHECKING:
+    from zbmd.training._spans import EndedStep
+
+log: Final = structlog.stdlib.get_logger("zbmd.training.profiler")
+
+VARIABLE: Final = "ZBMD_PROFILE"
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Profiler:
+    """Profiles the rank of `run`, into `directory`/profile; nowhere, if `directory` is None.
+
+    For one thread at a time: the one that is in `recording()`, and others between its spans.
+    """
+
+    def __init__(self, directory: Path | None, run: RunLine) -> None:
+        self.run = run
+        self.last: StepLine | None = None
+        """The step that ended last."""
+        self._followed: dict[int, tuple[int, Group]] = {}
+        self._file: RingFile | None = None
+        self._lines: int | None = None
+        self._path = Path()
+        self._size = 0
+        if directory is not None:
+            self._open(directory)
+        buffer = bytearray(RING_BYTES) if self._file is None else self._file.ring
+        self._recorder = SpanRecorder(buffer, len(run.units))
+        self._named = 0
+
+    def _open(self, directory: Path) -> None:
+        self._path = lines_path(directory, self.run.rank, self.run.incarnation)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lines = _appended(self._path)
+            self._size = os.fstat(self._lines).st_size
+            forget_rings(directory, self.run.rank, self.run.incarnation)
+            self._file = RingFile(ring_path(directory, self.run.rank, self.run.incarnation))
+            self._file.put(self.run)
+        except OSError as error:
+            self._give_up(error)
+        self._put(self.run)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Spans of the thread that enters it are this rank's."""
+        return self._recorder.recording()
+
+    def follow(self, *groups: Group | None) -> None:
+        """Take along the operations of these groups from now on, and of no others; cheap if none is new."""
+        wanted = {id(group): group for group in groups if group is not None}
+        if wanted.keys() == self._followed.keys():
+            return
+        for key in self._followed.keys() - wanted.keys():
+            self._recorder.forget(self._followed.pop(key)[0])
+        for key in wanted.keys() - self._followed.keys():
+            group = wanted[key]
+            number = self._recorder.follow(group.communicator.flight.ring)
+            self._followed[key] = number, group
+            if number >= 0 and self._file is not None:
+                channel, members = group.communicator.channel, tuple(group.members)
+                self._file.put(GroupLine(channel=channel, epoch=group.epoch, members=members))
+
+    def begin_step(self, step: int) -> StepLine | None:
+        """Step `step` begins, and the one before ends: that is returned, if there was one."""
+        return self._take(self._recorder.begin_step(step))
+
+    def end_step(self) -> StepLine | None:
+        """The step ends, and none begins."""
+        return self._take(self._recorder.end_step())
+
+    def add(self, span: Span, begin_ns: int, end_ns: int) -> None:
+        """What another thread has done, or waited for, while no span was open here."""
+        self._recorder.add(span.category, begin_ns, end_ns)
+
+    def mfu(self, line: StepLine) -> float | None:
+        """Model FLOPs utilisation of a step on this rank: part of its share of the peak; None: unknown."""
+        if self.run.peak is None or line.wall_ns == 0:
+            return None
+        return line.flops / (line.wall_ns / 1e9 * self.run.peak)
+
+    def close(self) -> None:
+        """End the step and let go of the files. Idempotent."""
+        self.end_step()
+        self._recorder.release()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._close_lines()
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take(self, ended: EndedStep | None) -> StepLine | None:
+        if ended is None:
+            return None
+        line = step_line(ended, self.run.units)
+        self.last = line
+        self._put(line)
+        if self._file is not None:
+            for name in self._recorder.names[self._named :]:
+                self._file.put(OperationLine(name=name))
+            self._named = len(self._recorder.names)
+        return line
+
+    def _put(self, line: RunLine | StepLine) -> None:
+        if self._lines is None:
+            return
+        data = msgspec.json.encode(line) + b"\n"
+        try:
+            if self._size + len(data) > LINES_BYTES_MAX:
+                self._begin_file()
+            os.write(self._lines, data)
+            self._size += len(data)
+        except OSError as error:
+            self._give_up(error)
+
+    def _begin_file(self) -> None:
+        self._close_lines()
+        os.replace(self._path, old_path(self._path))
+        self._lines = _appended(self._path)
+        self._size = os.write(self._lines, msgspec.json.encode(self.run) + b"\n")
+
+    def _close_lines(self) -> None:
+        if self._lines is not None:
+            os.close(self._lines)
+            self._lines = None
+
+    def _give_up(self, error: OSError) -> None:
+        log.warning("this rank's profile is not written any further", path=str(self._path), error=str(error))
+        self._close_lines()
+
+
+def step_line(ended: EndedStep, units: tuple[UnitLine, ...]) -> StepLine:
+    """What is written of a step, whose passes were of `units`."""
+    step, begin_ns, end_ns, totals, by_unit, overlap = ended
+    ns = {name: total for name, total in zip(CATEGORIES, totals, strict=True) if total}
+    ns[IDLE] = end_ns - begin_ns - sum(totals)
+    unit_ns = {
+        CATEGORIES[category]: tuple(times)
+        for category, (times, _) in zip(PER_UNIT, by_unit, strict=True)
+        if any(times)
+    }
+    passes = {
+        CATEGORIES[category]: tuple(counts)
+        for category, (_, counts) in zip(PER_UNIT, by_unit, strict=True)
+        if any(counts)
+    }
+    flops = again = 0
+    for unit, forward, backward, recompute in zip(units, *(counts for _, counts in by_unit), strict=True):
+        flops += forward * unit.forward + backward * unit.backward
+        again += backward * unit.again + recompute * unit.forward
+    return StepLine(
+        step=step,
+        begin_ns=begin_ns,
+        end_ns=end_ns,
+        ns=ns,
+        unit_ns=unit_ns,
+        passes=passes,
+        flops=flops,
+        hardware_flops=flops + again,
+        overlap=None if overlap is None else _overlap(overlap),
+    )
+
+
+def _overlap(told: tuple[int, int, int]) -> Overlap:
+    under_way_ns, waited_ns, hidden_ns = told
+    return Overlap(under_way_ns=under_way_ns, waited_ns=waited_ns, hidden_ns=hidden_ns)
+
+
+def open_profiler(
+    directory: Path,
+    model: GPT,
+    *,
+    sequences: int,
+    dtype: str = "float32",
+    environ: Mapping[str, str] | None = None,
+) -> Profiler:
+    """The profiler of this rank, whose passes are of `model` over `sequences` of its context's length.
+
+    Raises `UserError` for a ZBMD_PROFILE that is neither on nor off.
+    """
+    environ = os.environ if environ is None else environ
+    wanted = environ.get(VARIABLE, "on")
+    if wanted not in ("on", "off"):
+        raise UserError(f'{VARIABLE} is "{wanted}": set it to on or off.')
+    launched = RankEnvironment.read(environ)
+    ranks_on_host = 1 if launched is None else launched.ranks_per_host
+    machine = this_machine(parallel=ranks_on_host, dtype=dtype, environ=environ)
+    peak = known_peak(machine)
+    run = RunLine(
+        version=VERSION,
+        rank=0 if launched is None else launched.rank,
+        incarnation=1 if launched is None else launched.incarnation,
+        world_size=1 if launched is None else launched.world_size,
+        host=socket.gethostname()[:256],
+        boot_id=read_text(BOOT_ID) or "",
+        pid=os.getpid(),
+        monotonic_ns=time.monotonic_ns(),
+        unix_ns=time.time_ns(),
+        ranks_on_host=ranks_on_host,
+        machine=machine,
+        peak=None if peak is None else peak / ranks_on_host,
+        units=_unit_lines(model, sequences),
+    )
+    return Profiler(directory if wanted == "on" else None, run)
+
+
+def _unit_lines(model: GPT, sequences: int) -> tuple[UnitLine, ...]:
+    return tuple(
+        UnitLine(unit.name, unit.forward, unit.attention, unit.backward, unit.again)
+        for unit in unit_flops(model, sequences=sequences, length=model.config.context)
+    )
+
+
+def _appended(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

@@ -14,7 +14,7 @@ from zbmd.transport.errors import UserError
 
 WARM_UP_STEPS = 1
 """Of each life: its first step has the memory, the files and the programs to make."""
-PASSES = ("forward", "backward", "recompute")
+PASSES: tuple[str, ...] = ("forward", "backward", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,12 @@ class Bequest:
     carrier: int
     memory: memoryview | None
 
+    def like(self, given: Array) -> Array | None:
+        """The memory as an array like this rank's own, read only; None where it is not given."""
+        if self.memory is None:
+            return None
+        return np.frombuffer(self.memory, given.dtype).reshape(given.shape)
+
 
 class Job(ABC):
     """One operation: its call and its arrays. `value` is its result, once it has one."""
@@ -82,8 +88,9 @@ def with_bequests(given: Array, op: str, left: Sequence[Bequest]) -> Array:
     wide = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind in "fV" else dtype
     total = given.astype(wide)
     for each in left:
-        if each.memory is not None:
-            _COMBINE[op](total, np.frombuffer(each.memory, dtype).reshape(given.shape), out=total)
+        theirs = each.like(given)
+        if theirs is not None:
+            _COMBINE[op](total, theirs, out=total)
     return total
 
 
@@ -179,8 +186,9 @@ class AllGather(Job):
         self.value = rows_with(living, left, contributors)
         for each in left:
             row = self.value[contributors.index(each.member), ...]
-            if each.memory is not None:
-                row[...] = np.frombuffer(each.memory, row.dtype).reshape(row.shape)
+            theirs = each.like(self._given)
+            if theirs is not None:
+                row[...] = theirs
             c.broadcast(row, each.carrier, deadline_ns=deadline_ns)
 
 

@@ -119,8 +119,9 @@ class Gather(Job):
                 if self.value is None
                 else self.value[contributors.index(each.member), ...]
             )
-            if each.memory is not None:
-                row[...] = np.frombuffer(each.memory, row.dtype).reshape(row.shape)
+            theirs = each.like(self._given)
+            if theirs is not None:
+                row[...] = theirs
             c.broadcast(row, each.carrier, deadline_ns=deadline_ns)
 
 
@@ -169,10 +170,8 @@ class AllToAll(Job):
         living = c.all_to_all(_of_members(self._given, c), deadline_ns=deadline_ns)
         self.value = rows_with(living, left, contributors)
         for each in left:
-            rows: Array | None = None
-            if each.memory is not None:
-                rows = np.frombuffer(each.memory, self._given.dtype).reshape(self._given.shape)
-                rows = _of_members(rows, c)
+            theirs = each.like(self._given)
+            rows = None if theirs is None else _of_members(theirs, c)
             row = self.value[contributors.index(each.member), ...]
             c.scatter(rows, each.carrier, row, deadline_ns=deadline_ns)
 

@@ -21,6 +21,7 @@ READERS = {
     "actors/context.py": "an actor's own wall clock",
     "actors/rank_log.py": "the time of a line of the log",
     "collectives/flight_dump.py": "when a dump was taken, to be told beside the monotonic clock",
+    "training/profiler/profiler.py": "when a run began, to be told beside the monotonic clock",
     "transport/_link.pyx": "the stamp of a frame",
     "transport/link_side.py": "that clock, as its default",
     "transport/capture/recorder.py": "the anchor of a log",

@@ -36,6 +36,7 @@ from zbmd.training.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
 from zbmd.training.hugging_face import WEIGHTS_NAME as GPT2_WEIGHTS_NAME
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
+from zbmd.training.tensor.records import last_steps
 from zbmd.training.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_tokens, shard_name
 from zbmd.training.tokens import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.weights import load_weights, save_weights
@@ -358,6 +359,13 @@ TARGETS = (
         allowed=(UserError, LedgerBroken),
         seeds=lambda: (_written("log", lambda d: _append(d / "log")),),
         run=_on_file(_ledger),
+    ),
+    Target(
+        name="metrics.tail",
+        what="the end of a run's metrics, to go on with",
+        allowed=(),
+        seeds=lambda: (b'{"step":1,"loss":2.5}\n{"step":2.0,"held_out_loss":2.4}\n{"step":3,"lo',),
+        run=_on_file(last_steps),
     ),
     Target(
         name="ledger.plan",

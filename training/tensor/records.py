@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class Records:
             self._board = _board_library().SummaryWriter(str(directory / TENSORBOARD_NAME))
         path = directory / METRICS_NAME
         try:
-            self._noted = _last_steps(path) if again else {}
+            self._noted = last_steps(path) if again else {}
             self._lines = path.open("ab")
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}.") from error
@@ -89,7 +90,7 @@ def _board_library() -> Any:
         raise UserError('files for TensorBoard need tensorboardX: pip install "zbmd[train]".') from error
 
 
-def _last_steps(path: Path) -> dict[str, int]:
+def last_steps(path: Path) -> dict[str, int]:
     """The last step of which each kind of line was noted, from the file's end; a torn line is cut off."""
     if not path.exists():
         return {}
@@ -103,9 +104,9 @@ def _last_steps(path: Path) -> dict[str, int]:
     for line in whole.splitlines():
         try:
             noted = msgspec.json.decode(line, type=dict[str, float])
-        except msgspec.MsgspecError:  # the first of the tail may be cut
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # the first of the tail may be cut
             continue
         kind = next((name for name in noted if name != "step"), None)
-        if kind is not None and "step" in noted:
+        if kind is not None and math.isfinite(noted.get("step", math.nan)):
             found[kind] = int(noted["step"])
     return found

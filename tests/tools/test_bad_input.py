@@ -268,7 +268,8 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_and_keeps_the_last_one(
     )  # fmt: skip
     assert_one_paragraph(ended, f"{NO_ROOM} \\(File too large\\)", advice)
     kept = sorted(path.name for path in (launcher.directory / "run").iterdir())
-    assert kept == [*(["checkpoint.safetensors"] if limited_from > 1 else []), "commits.zlog", "corpus.bin"]
+    written = ["commits.zlog", "corpus.bin", "profile"]
+    assert kept == [*(["checkpoint.safetensors"] if limited_from > 1 else []), *written]
     if limited_from > 1:
         resumed = train(launcher, "--resume", "run/checkpoint.safetensors", out="resumed")
         undisturbed = train(launcher, out="undisturbed")
@@ -306,6 +307,6 @@ if may_mount():
         assert_one_paragraph(
             ended, r"cannot write disk/run/\S+: there is no room for it \(No space left on device\)"
         )
-        kept = {60: [], 200: ["commits.zlog", "corpus.bin"]}
+        kept = {60: [], 200: ["commits.zlog", "corpus.bin", "profile"]}
         kept[240] = ["checkpoint.safetensors", *kept[200]]
         assert listing.read_text().split() == kept[disk_kib], ended

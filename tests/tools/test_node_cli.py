@@ -504,7 +504,7 @@ async def test_status_shows_nodes_ranks_and_actors(
             assert rank["state"] == "joined"
             assert rank["incarnation"] == 1
             assert rank["memory_bytes"] > 1 << 20
-            assert rank["actors"] == ["directory", "member", "inside", "counter"]
+            assert rank["actors"] == ["directory", "member", "inside", "code", "counter"]
         code, table = await run_to_end(start, "status", COLUMNS="200")
         assert code == 0
         assert any(str(pids[1]) in line and "joined" in line for line in table.lines)

@@ -31,7 +31,8 @@ from zbmd.collectives.errors import (
 )
 from zbmd.collectives.group import OPERATIONS_IN_FLIGHT_MAX, Group, group_of
 from zbmd.collectives.repair_adoption import Publication, read_published
-from zbmd.collectives.repair_jobs import Bequest, Job
+from zbmd.collectives.repair_estate import Bequest, Estate
+from zbmd.collectives.repair_jobs import Job
 from zbmd.collectives.repair_machine import RepairMachine
 from zbmd.collectives.repair_messages import Inputs, Outcome
 from zbmd.collectives.repair_wire import decode_report, encode_report
@@ -434,7 +435,8 @@ class ElasticGroup(ElasticOperations):
             case rm.Rerun(adopted=()):
                 job.run(c, end_ns)
             case rm.Rerun(adopted=adopted):
-                job.adopt(c, [self._left(a) for a in adopted], self._machine.contributors, end_ns)
+                bequests = tuple(self._left(a) for a in adopted)
+                job.adopt(c, Estate(bequests, self._machine.contributors), end_ns)
 
 
 async def elastic_group(node: Node, *, channel: int = 0, timeout: float | None = None) -> ElasticGroup:

@@ -7,45 +7,17 @@ Methods run on the data-plane thread, and raise as the communicator's do.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from zbmd.collectives.arrays import Array, as_array
-from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.reductions import dtype_code, reduction_code
+from zbmd.collectives.repair_estate import Estate, summed
 from zbmd.collectives.repair_messages import Call, Inputs, OnLoss
 from zbmd.transport.arena import Arena
 from zbmd.transport.errors import LocalProtocolError, UserError
-
-_COMBINE: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "avg": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Bequest:
-    """What the dead `member` had published. `carrier` brings it in; only there is `memory` given."""
-
-    member: MemberId
-    carrier: int
-    memory: memoryview | None
-
-    def like(self, given: Array) -> Array | None:
-        """The memory as an array like this rank's own, read only; None where it is not given."""
-        if self.memory is None:
-            return None
-        return np.frombuffer(self.memory, given.dtype).reshape(given.shape)
 
 
 class Job(ABC):
@@ -64,14 +36,8 @@ class Job(ABC):
         """Get the result of rank `source`, that of so many contributors, or give it if that is this rank."""
         raise LocalProtocolError(f"{self.call.text}: each member's result is its own")
 
-    def adopt(
-        self,
-        c: Communicator,
-        left: Sequence[Bequest],
-        contributors: Sequence[MemberId],
-        deadline_ns: int,
-    ) -> None:
-        """Run it over `c`, and bring in what the dead have `left`: of all `contributors`, in this order."""
+    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
+        """Run it over `c`, and bring in what the dead have left."""
         raise UserError(f"{self.call.text} cannot adopt")
 
 
@@ -80,38 +46,6 @@ def published_in(arena: Arena, given: Array, inputs: Inputs) -> Array | None:
     if inputs is not Inputs.ADOPT:
         return None
     return given if arena.offset_of(given) is not None else arena.from_array(given)
-
-
-def with_bequests(given: Array, op: str, left: Sequence[Bequest]) -> Array:
-    """`given` reduced with what this rank brings in of the dead. 16-bit floats become float32."""
-    dtype = given.dtype
-    wide = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind in "fV" else dtype
-    total = given.astype(wide)
-    for each in left:
-        theirs = each.like(given)
-        if theirs is not None:
-            _COMBINE[op](total, theirs, out=total)
-    return total
-
-
-def rounded(total: Array, op: str, contributors: int, dtype: np.dtype[Any]) -> Array:
-    """A reduction that is whole, as the caller's dtype: an average is divided, and rounded once."""
-    if op == "avg":
-        total /= contributors
-    return total.astype(dtype)
-
-
-def summed(op: str) -> str:
-    """How contributions are reduced of which an average is to be made."""
-    return "sum" if op == "avg" else op
-
-
-def rows_with(living: Array, left: Sequence[Bequest], contributors: Sequence[MemberId]) -> Array:
-    """A new array with a row for each contributor: those of the living are filled in, in rank order."""
-    value = np.empty((len(contributors), *living.shape[1:]), living.dtype)
-    dead = {each.member for each in left}
-    value[[i for i, member in enumerate(contributors) if member not in dead]] = living
-    return value
 
 
 class AllReduce(Job):
@@ -141,17 +75,11 @@ class AllReduce(Job):
         """See `Job`."""
         c.broadcast(self.value, source, deadline_ns=deadline_ns)
 
-    def adopt(
-        self,
-        c: Communicator,
-        left: Sequence[Bequest],
-        contributors: Sequence[MemberId],
-        deadline_ns: int,
-    ) -> None:
+    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
         """See `Job`. 16-bit floats are added up in float32 and rounded once."""
-        total = with_bequests(self._given, self._op, left)
+        total = estate.added_to(self._given, self._op)
         c.all_reduce(total, op=summed(self._op), deadline_ns=deadline_ns)
-        as_array(self._out, "out")[...] = rounded(total, self._op, len(contributors), self._given.dtype)
+        as_array(self._out, "out")[...] = estate.finished(total, self._op, self._given.dtype)
 
 
 class AllGather(Job):
@@ -174,22 +102,11 @@ class AllGather(Job):
             self.value = np.empty((contributors, *self._given.shape), self._given.dtype)
         c.broadcast(self.value, source, deadline_ns=deadline_ns)
 
-    def adopt(
-        self,
-        c: Communicator,
-        left: Sequence[Bequest],
-        contributors: Sequence[MemberId],
-        deadline_ns: int,
-    ) -> None:
+    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
         """See `Job`."""
         living = c.all_gather(self._given, deadline_ns=deadline_ns)
-        self.value = rows_with(living, left, contributors)
-        for each in left:
-            row = self.value[contributors.index(each.member), ...]
-            theirs = each.like(self._given)
-            if theirs is not None:
-                row[...] = theirs
-            c.broadcast(row, each.carrier, deadline_ns=deadline_ns)
+        self.value = estate.rows_with(living)
+        estate.bring(c, self._given, self.value, deadline_ns)
 
 
 class Broadcast(Job):

@@ -8,16 +8,15 @@ Methods run on the data-plane thread, and raise as the communicator's do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from zbmd.collectives.arrays import Array, as_array
-from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.reductions import dtype_code, reduction_code
-from zbmd.collectives.repair_jobs import Bequest, Job, published_in, rounded, rows_with, summed, with_bequests
+from zbmd.collectives.repair_estate import Estate, summed
+from zbmd.collectives.repair_jobs import Job, published_in
 from zbmd.collectives.repair_messages import Call, Inputs, OnLoss
 from zbmd.transport.arena import Arena
 from zbmd.transport.errors import UserError
@@ -42,18 +41,12 @@ class Reduce(Job):
         """See `Job`."""
         c.reduce(self._given, self._root, self.value, op=self._op, deadline_ns=deadline_ns)
 
-    def adopt(
-        self,
-        c: Communicator,
-        left: Sequence[Bequest],
-        contributors: Sequence[MemberId],
-        deadline_ns: int,
-    ) -> None:
+    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
         """See `Job`. 16-bit floats are added up in float32 and rounded once."""
-        total = with_bequests(self._given, self._op, left)
+        total = estate.added_to(self._given, self._op)
         c.reduce(total, self._root, op=summed(self._op), deadline_ns=deadline_ns)
         if self.value is not None:
-            self.value[...] = rounded(total, self._op, len(contributors), self._given.dtype)
+            self.value[...] = estate.finished(total, self._op, self._given.dtype)
 
 
 class ReduceScatter(Job):
@@ -76,17 +69,11 @@ class ReduceScatter(Job):
         given = self._given if self.published is None else self.published.reshape(self._given.shape)
         c.reduce_scatter(_of_members(given, c), self.value, op=self._op, deadline_ns=deadline_ns)
 
-    def adopt(
-        self,
-        c: Communicator,
-        left: Sequence[Bequest],
-        contributors: Sequence[MemberId],
-        deadline_ns: int,
-    ) -> None:
+    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
         """See `Job`. 16-bit floats are added up in float32 and rounded once."""
-        total = _of_members(with_bequests(self._given, self._op, left), c)
+        total = _of_members(estate.added_to(self._given, self._op), c)
         mine = c.reduce_scatter(total, op=summed(self._op), deadline_ns=deadline_ns)
-        as_array(self.value, "out")[...] = rounded(mine, self._op, len(contributors), self._given.dtype)
+        as_array(self.value, "out")[...] = estate.finished(mine, self._op, self._given.dtype)
 
 
 class Gather(Job):
@@ -103,26 +90,11 @@ class Gather(Job):
         """See `Job`."""
         self.value = c.gather(self._given, self._root, deadline_ns=deadline_ns)
 
-    def adopt(
-        self,
-        c: Communicator,
-        left: Sequence[Bequest],
-        contributors: Sequence[MemberId],
-        deadline_ns: int,
-    ) -> None:
+    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
         """See `Job`."""
         living = c.gather(self._given, self._root, deadline_ns=deadline_ns)
-        self.value = None if living is None else rows_with(living, left, contributors)
-        for each in left:
-            row = (
-                np.empty_like(self._given)
-                if self.value is None
-                else self.value[contributors.index(each.member), ...]
-            )
-            theirs = each.like(self._given)
-            if theirs is not None:
-                row[...] = theirs
-            c.broadcast(row, each.carrier, deadline_ns=deadline_ns)
+        self.value = None if living is None else estate.rows_with(living)
+        estate.bring(c, self._given, self.value, deadline_ns)
 
 
 class Scatter(Job):
@@ -159,21 +131,14 @@ class AllToAll(Job):
         """See `Job`."""
         self.value = c.all_to_all(_of_members(self._given, c), deadline_ns=deadline_ns)
 
-    def adopt(
-        self,
-        c: Communicator,
-        left: Sequence[Bequest],
-        contributors: Sequence[MemberId],
-        deadline_ns: int,
-    ) -> None:
+    def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
         """See `Job`."""
         living = c.all_to_all(_of_members(self._given, c), deadline_ns=deadline_ns)
-        self.value = rows_with(living, left, contributors)
-        for each in left:
+        self.value = estate.rows_with(living)
+        for each in estate.bequests:
             theirs = each.like(self._given)
             rows = None if theirs is None else _of_members(theirs, c)
-            row = self.value[contributors.index(each.member), ...]
-            c.scatter(rows, each.carrier, row, deadline_ns=deadline_ns)
+            c.scatter(rows, each.carrier, estate.row_of(each, self.value), deadline_ns=deadline_ns)
 
 
 def _rows(x: Any, rank: int) -> Array:

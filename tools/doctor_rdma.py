@@ -21,21 +21,11 @@ from zbmd.transport.rdma_use import (
     why_no_rdma,
 )
 from zbmd.transport.topology import RdmaDevice, RdmaPort, Topology
+from zbmd.transport.topology.rdma import LOSS_COUNTERS, SHORTAGE_COUNTERS
 
 HEADERS_BYTES: Final = 96
 """What a message of RoCE takes of an interface's MTU beside its data (`iboe_get_mtu` of Linux)."""
 MTUS: Final = (4096, 2048, 1024, 512, 256)
-LOSSES: Final = frozenset(
-    {
-        "packet_seq_err",
-        "out_of_sequence",
-        "local_ack_timeout_err",
-        "rcvd_seq_err",
-        "out_of_seq_request",
-        "completer_retry_err",
-    }
-)
-SHORTAGES: Final = frozenset({"out_of_buffer", "rnr_nak_retry_err", "rcvd_rnr_err"})
 UNLIMITED: Final = (
     "ulimit -l unlimited; for all logins memlock in /etc/security/limits.conf, for a service "
     "LimitMEMLOCK=infinity, for a container --ulimit memlock=-1"
@@ -138,8 +128,8 @@ def _message_bytes(topology: Topology, device: RdmaDevice, port: RdmaPort) -> It
 def _trouble(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """What its counters tell, since the driver was loaded."""
     found = [(name, value) for name, value in port.counters if value]
-    lost = [f"{name} {value}" for name, value in found if name in LOSSES]
-    short = [f"{name} {value}" for name, value in found if name in SHORTAGES]
+    lost = [f"{name} {value}" for name, value in found if name in LOSS_COUNTERS]
+    short = [f"{name} {value}" for name, value in found if name in SHORTAGE_COUNTERS]
     name = f"{device.name} port {port.number}"
     if lost:
         advice = "look at its cable and at the subnet's error counters (ibqueryerrors)"

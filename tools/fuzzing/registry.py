@@ -97,7 +97,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "actors/wire.py": ("wire.envelope", "peer.conversation"),
     "collectives/priority_turns.py": ("priority.told",),
     "collectives/repair_adoption.py": ("repair.record",),
-    "collectives/repair_jobs.py": ("repair.record",),
+    "collectives/repair_estate.py": ("repair.record",),
     "collectives/repair_wire.py": ("repair.report",),
     "collectives/commit_wire.py": ("commit.conversation",),
     "collectives/flight_dump.py": ("flight.dump",),

@@ -13,18 +13,18 @@ from zbmd.transport.topology.pci import Place, place_of
 GIDS_MAX: Final = 32
 """Of a port; a RoCE port has one for each address, VLAN and version."""
 
-COUNTERS: Final = (
+LOSS_COUNTERS: Final = (
     "packet_seq_err",
     "out_of_sequence",
     "local_ack_timeout_err",
     "rcvd_seq_err",
     "out_of_seq_request",
     "completer_retry_err",
-    "out_of_buffer",
-    "rnr_nak_retry_err",
-    "rcvd_rnr_err",
-    "link_downed",
 )
+"""Of packets that were lost on the way."""
+SHORTAGE_COUNTERS: Final = ("out_of_buffer", "rnr_nak_retry_err", "rcvd_rnr_err")
+"""Of messages for which no receive was posted."""
+COUNTERS: Final = (*LOSS_COUNTERS, *SHORTAGE_COUNTERS, "link_downed")
 """Of a port, those that tell of trouble, as mlx5, rxe and others call them; since the driver was loaded."""
 PRIORITIES: Final = 8
 

@@ -18,6 +18,7 @@ from zbmd.actors.cluster.one_job import OneJob
 from zbmd.actors.cluster.reports import Reports
 from zbmd.actors.cluster.rounds import Round
 from zbmd.actors.cluster.tie_break import TieBreak
+from zbmd.actors.cluster.waits import Waits
 from zbmd.actors.cluster.word import OwnWord
 from zbmd.transport.budget import derive
 from zbmd.transport.capture.registry import MachineKind, register
@@ -40,7 +41,7 @@ CLUSTER: MachineKind[messages.Event, messages.Action] = register(
     _build_cluster,
     events=messages.Event,
     actions=messages.Action,
-    states=(ClusterMachine, Acceptor, Agenda, OwnWord, Reports, Round, TieBreak),
+    states=(ClusterMachine, Acceptor, Agenda, OwnWord, Reports, Round, TieBreak, Waits),
 )
 """One life of a node; its configuration: `cluster_config`."""
 

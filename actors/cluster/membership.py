@@ -23,13 +23,13 @@ from typing import assert_never
 from zbmd.actors.cluster import messages as m
 from zbmd.actors.cluster.acceptor import Acceptor
 from zbmd.actors.cluster.agenda import Agenda
-from zbmd.actors.cluster.detector import beat_ns
 from zbmd.actors.cluster.members import Change, ClusterView
 from zbmd.actors.cluster.nodes import Node
 from zbmd.actors.cluster.overlay import overlay_of, tree_of
 from zbmd.actors.cluster.reports import Reports
 from zbmd.actors.cluster.rounds import Round
 from zbmd.actors.cluster.tie_break import TieBreak
+from zbmd.actors.cluster.waits import waits_of
 from zbmd.actors.cluster.word import OwnWord
 from zbmd.transport.budget import Deadlines
 from zbmd.transport.errors import LocalProtocolError
@@ -37,8 +37,6 @@ from zbmd.transport.errors import LocalProtocolError
 CANDIDATES_MAX = 4
 """Members in line for the speaker's place that a report goes to, one more with each retry."""
 STORY_EVENTS_MAX = 16
-QUICK_SHARE = 20
-"""What no others will report, commands and leaves, waits only for such a share of an agreement's time."""
 LEFT = "it left"
 """The reason of a node that stops because it was asked to leave."""
 
@@ -67,17 +65,12 @@ class ClusterMachine:
         self.entered = 0
         """The epoch of the view that we act on."""
         self.story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
-        self.round_ns = self.retry_ns = deadlines.agreement_ns
-        # All observers of a death notice it together, and of deaths that come together within a beat.
-        self.deaths_ns = beat_ns(deadlines, busy=False), beat_ns(deadlines, busy=True)
-        self.batch_ns, self.settle_ns = deadlines.heartbeat_ns, 2 * deadlines.heartbeat_ns
-        self.quick_ns = max(1, deadlines.agreement_ns // QUICK_SHARE)
-        self.lonely_ns, self.join_ns = deadlines.recovery_budget_ns, deadlines.view_ns
+        self.waits = waits_of(deadlines)
         self._doors: tuple[Node, ...] = ()
         self._asked, self._word = 0, OwnWord(me.key)
         self._unreachable: set[int] = set()
         self._tie = TieBreak(witnessed=witnessed)
-        self._reports = Reports(self.view)
+        self._reports = Reports(self.view, self.waits.deaths_ns[False])
         self._acceptor = Acceptor()
         self._number = 0
         self._own: Round | None = None
@@ -111,7 +104,7 @@ class ClusterMachine:
                         "to enter a cluster, a door is needed: give the address of a member"
                     )
                 self._doors = doors
-                self._agenda.put("give up joining", now_ns + self.join_ns)
+                self._agenda.put("give up joining", now_ns + self.waits.join_ns)
                 self._knock(now_ns)
             case m.Suspected(key=key):
                 self._word.suspected.add(key)
@@ -188,8 +181,7 @@ class ClusterMachine:
                         self._finish(asked, now_ns)
                 case _:
                     raise AssertionError(what)
-        due_ns = self._agenda.next_ns
-        if not due and due_ns is not None:  # early: ask again
+        if not due and (due_ns := self._agenda.next_ns) is not None:  # early: ask again
             self._actions.append(m.SetTimer(at_ns=due_ns))
 
     # -- messages ----------------------------------------------------------------------------------------
@@ -251,7 +243,7 @@ class ClusterMachine:
         if beat.known > self.view.epoch:
             self._send(sender, m.Behind(epoch=self.view.epoch))
         elif beat.known < self.view.epoch:
-            if now_ns - self._known_ns > self.retry_ns:
+            if now_ns - self._known_ns > self.waits.retry_ns:
                 self._catch_up(sender, beat.known)
         elif beat.entered == self.view.epoch and self.entered < self.view.epoch:
             self._enter(f"{sender.key} acts on it, so all members know it", now_ns)
@@ -263,7 +255,7 @@ class ClusterMachine:
             return
         self._send(self._doors[self._asked % len(self._doors)], m.Join(node=self.me))
         self._asked += 1
-        self._agenda.put("knock", now_ns + self.retry_ns)
+        self._agenda.put("knock", now_ns + self.waits.retry_ns)
 
     def _knocked(self, node: Node, now_ns: int) -> None:
         if self.state is not State.MEMBER:
@@ -297,7 +289,7 @@ class ClusterMachine:
         if self.state is not State.MEMBER:
             return
         report = self._word.report(self.view)
-        anything = self._reports.take(self.me.key, report)
+        anything = self._reports.take(self.me.key, report, now_ns=now_ns)
         if not anything:
             self._reported_ns = None
             self._agenda.drop("report")
@@ -305,14 +297,14 @@ class ClusterMachine:
                 return
         elif self._reported_ns is None:
             self._reported_ns = now_ns
-        attempt = 0 if self._reported_ns is None else (now_ns - self._reported_ns) // self.retry_ns
+        attempt = 0 if self._reported_ns is None else (now_ns - self._reported_ns) // self.waits.retry_ns
         line = self.candidates()
         for node_id in self._reports.addressees(line[: min(attempt + 1, CANDIDATES_MAX)], retracts=retract):
             if node_id != self.me.id:
                 self._send(self.view.by_id[node_id], report)
         if not anything:
             return
-        self._agenda.put("report", now_ns + self.retry_ns)
+        self._agenda.put("report", now_ns + self.waits.retry_ns)
         place = line.index(self.me.id) if self.me.id in line else len(line)
         if place == 0 or attempt > min(place, CANDIDATES_MAX) + place % CANDIDATES_MAX:
             self._gather(report, now_ns)
@@ -324,15 +316,15 @@ class ClusterMachine:
             self._send(sender, m.Behind(epoch=self.view.epoch))
         else:
             self._send(sender, m.Beat(known=self.view.epoch, entered=self.entered))
-            if self._reports.take(sender.key, report):
+            if self._reports.take(sender.key, report, now_ns=now_ns):
                 self._gather(report, now_ns)
 
     def _gather(self, report: m.Report, now_ns: int) -> None:
         """There is something to agree on; let more reports come in first."""
         if self._gathering_ns is None:
             self._gathering_ns = now_ns
-        wait_ns = self.deaths_ns[self.view.jobs.busy] if report.down else self.batch_ns
-        self._agenda.put_by("propose", now_ns + (self.quick_ns if report.is_urgent else wait_ns))
+        wait_ns = self.waits.deaths_ns[self.view.jobs.busy] if report.down else self.waits.batch_ns
+        self._agenda.put_by("propose", now_ns + (self.waits.quick_ns if report.is_urgent else wait_ns))
 
     # -- proposing ---------------------------------------------------------------------------------------
 
@@ -347,18 +339,20 @@ class ClusterMachine:
             return
         if change is None:
             # Reported by too few to be believed. Are we the ones who are cut off?
-            if self._hears_enough() and now_ns - gathering_ns < self.lonely_ns:
-                self._agenda.put("propose", now_ns + self.retry_ns)
+            if self._hears_enough() and now_ns - gathering_ns < self.waits.lonely_ns:
+                self._propose_again(self.waits.retry_ns, now_ns)
                 return
         elif (
             (change.removed or not change.commands)
-            and not self._reports.settled()
-            and now_ns - gathering_ns < self.settle_ns
+            and not self._reports.settled(now_ns=now_ns)
+            and now_ns - gathering_ns < self.waits.settle_ns[self.view.jobs.busy]
         ):
-            self._agenda.put("propose", now_ns + self.batch_ns)
+            self._propose_again(self.waits.batch_ns, now_ns)
             return
         elif not change.removed and self.entered < self.view.epoch and self._hears_enough():
-            self._agenda.put("propose", now_ns + self.retry_ns)  # first let those in who have been agreed on
+            self._agenda.put(
+                "propose", now_ns + self.waits.retry_ns
+            )  # first let those in who have been agreed on
             return
         self._number = max(self._number, self._acceptor.promised.number if self._acceptor.promised else 0)
         fresh = self._acceptor.promised is None and self.view.ids[0] == self.me.id
@@ -368,12 +362,17 @@ class ClusterMachine:
             self._number += 1
             self._ask(m.Phase.PREPARE, m.Ballot(self._number, self.me.id), now_ns)
 
+    def _propose_again(self, wait_ns: int, now_ns: int) -> None:
+        """Look after so long, or when one more of the suspicions counts."""
+        ripe_ns = self._reports.ripe_ns(now_ns)
+        self._agenda.put("propose", min(now_ns + wait_ns, ripe_ns or now_ns + wait_ns))
+
     def _hears_enough(self) -> bool:
         """Whether those whom we do not suspect could agree on anything."""
         return self._tie.quorum(self.view, self.candidates(), self._reports.proven()).holds
 
     def _wanted(self, now_ns: int) -> Change | None:
-        return self._reports.change(elapsed_ns=max(0, now_ns - self._known_ns))
+        return self._reports.change(now_ns=now_ns, elapsed_ns=max(0, now_ns - self._known_ns))
 
     def _ask(self, phase: m.Phase, ballot: m.Ballot, now_ns: int, change: Change | None = None) -> None:
         """Begin a round of our own."""
@@ -389,7 +388,7 @@ class ClusterMachine:
             change=change,
         )
         tree = tree_of(self.view, self.me.id, excluded)
-        self._own = asked = Round(cast, tree, self.me.id, None, now_ns + self.round_ns)
+        self._own = asked = Round(cast, tree, self.me.id, None, now_ns + self.waits.round_ns)
         self._agenda.put("own round", asked.deadline_ns)
         asked.answer(missing=excluded)
         self._answer(asked)
@@ -436,24 +435,25 @@ class ClusterMachine:
         if result.refused is not None:
             self._number = max(self._number, result.refused.number)
             place = self.view.ids.index(self.me.id)
-            self._agenda.put("propose", now_ns + self.retry_ns * (1 + place % CANDIDATES_MAX))
+            self._agenda.put("propose", now_ns + self.waits.retry_ns * (1 + place % CANDIDATES_MAX))
             return
         verdict = self._tie.quorum(self.view, asked.present(), self._reports.proven())
         if not verdict.holds:
             self._actions += self._tie.question(self.view, verdict)
+            self._reports.doubt(now_ns)
             if self._lonely_since_ns is None:
                 self._lonely_since_ns = now_ns
-            if now_ns - self._lonely_since_ns >= self.lonely_ns:
+            if now_ns - self._lonely_since_ns >= self.waits.lonely_ns:
                 self._stop(f"it is cut off: {verdict.reason}")
             else:
-                self._agenda.put("propose", now_ns + self.retry_ns)
+                self._agenda.put("propose", now_ns + self.waits.retry_ns)
             return
         self._lonely_since_ns = None
         if result.phase is m.Phase.PREPARE:
             change = result.accepted.change if result.accepted is not None else self._wanted(now_ns)
             if change is None:
                 self._gathering_ns = now_ns  # we are not cut off, and too few agree with us
-                self._agenda.put("propose", now_ns + self.retry_ns)
+                self._agenda.put("propose", now_ns + self.waits.retry_ns)
             else:
                 self._ask(m.Phase.ACCEPT, asked.cast.ballot, now_ns, change)
             return
@@ -491,7 +491,7 @@ class ClusterMachine:
         self._unreachable.clear()
         self._agenda.drop("own round", "relayed round", "propose", "report", "knock", "give up joining")
         self._word.adopted(view)
-        self._reports = Reports(view)
+        self._reports = Reports(view, self.waits.deaths_ns[view.jobs.busy])
         overlay = overlay_of(view)
         self._actions.append(
             m.Watch(
@@ -499,7 +499,7 @@ class ClusterMachine:
                 observers=tuple(view.by_id[i] for i in overlay.observers[self.me.id]),
             )
         )
-        self._agenda.put("confirm", now_ns + self.retry_ns)
+        self._agenda.put("confirm", now_ns + self.waits.retry_ns)
         self._report(now_ns)
 
     def _learn(self, view: ClusterView, now_ns: int, change: Change | None = None) -> None:
@@ -518,8 +518,8 @@ class ClusterMachine:
             return
         line = self.candidates()
         place = line.index(self.me.id) if self.me.id in line else len(line)
-        waited = (now_ns - self._known_ns) // self.retry_ns
-        self._agenda.put("confirm", now_ns + self.retry_ns)
+        waited = (now_ns - self._known_ns) // self.waits.retry_ns
+        self._agenda.put("confirm", now_ns + self.waits.retry_ns)
         if self._own is None and (place == 0 or waited > place):  # one more a turn, never all at once
             self._ask(m.Phase.LEARN, m.Ballot(waited, self.me.id), now_ns, self._change)
 
@@ -574,7 +574,7 @@ class ClusterMachine:
     def _relay_on(self, sender: Node, cast: m.Cast, now_ns: int) -> None:
         tree = tree_of(self.view, cast.root.id, cast.excluded)
         height = tree.height(self.me.id)
-        share_ns = self.round_ns * height // (tree.height(cast.root.id) + 1)
+        share_ns = self.waits.round_ns * height // (tree.height(cast.root.id) + 1)
         self._relay = asked = Round(cast, tree, self.me.id, sender, now_ns + share_ns)
         if self._answer(asked):
             self._hand_on(asked)

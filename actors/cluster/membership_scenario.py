@@ -169,7 +169,7 @@ class NodeProcess:
         self.me = node_at(self._id, self._base + self._lives)
         witnessed = self.cluster.witness is not None
         self.machine = ClusterMachine(self.me, self.cluster.deadlines, witnessed=witnessed)
-        self._asking = witness.WitnessMachine(self.me.key, retry_ns=self.machine.retry_ns)
+        self._asking = witness.WitnessMachine(self.me.key, retry_ns=self.machine.waits.retry_ns)
         self._asked: witness.Read | witness.Swap | None = None
         self.detector = d.Detector(self.cluster.deadlines)
         self._beat_ns = self.cluster.deadlines.heartbeat_ns

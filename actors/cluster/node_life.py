@@ -95,7 +95,9 @@ class NodeLife:
         self.machine = machine = ClusterMachine(me, endpoint.deadlines, witnessed=witness is not None)
         config = cluster_config(me, endpoint.deadlines.recovery_budget_ns, witnessed=witness is not None)
         self._tap = Tap(endpoint.recorder, CLUSTER, "cluster", machine, config)
-        self._witness = None if witness is None else witness(me.key, machine.retry_ns, self._witness_gave)
+        self._witness = (
+            None if witness is None else witness(me.key, machine.waits.retry_ns, self._witness_gave)
+        )
         self.beats = Heartbeats(me.key, endpoint.deadlines, self, endpoint.recorder)
         self.links = PeerLinks(me.key, endpoint, settings, self)
         self._lanes = HeartbeatLanes(self.beats, endpoint)

@@ -2,7 +2,8 @@
 
 A report is believed once most of a member's observers agree on it, where those who are believed dead
 themselves do not count (Rapid's multi-node cut detection, reduced): so a few deaf nodes condemn nobody, and a
-rack that fails at once goes in one cut.
+rack that fails at once goes in one cut. Nobody is removed for it before it has stood for a while: when a
+network heals, those who were cut off tell at last whom they have missed, and hear them a beat later.
 """
 
 from __future__ import annotations
@@ -23,11 +24,17 @@ CHANGE_COMMAND_BYTES_MAX = 512 * 1024
 
 
 class Reports:
-    """The reports on one view, of each member its newest."""
+    """The reports on one view, of each member its newest.
 
-    def __init__(self, view: ClusterView) -> None:
+    stand_ns: for so long a suspicion has to stand before a member is removed for it.
+    """
+
+    def __init__(self, view: ClusterView, stand_ns: int) -> None:
         self.view = view
+        self._stand_ns = stand_ns
         self._by_reporter: dict[int, Report] = {}
+        self._since: dict[int, dict[NodeKey, int]] = {}
+        """By reporter and suspect, since when it has been said, ns."""
         self._told: set[int] = set()
 
     def addressees(self, line: Sequence[int], *, retracts: bool) -> list[int]:
@@ -39,15 +46,28 @@ class Reports:
         self._told.update(line)
         return [*line, *sorted(others)]
 
-    def take(self, reporter: NodeKey, report: Report) -> bool:
+    def take(self, reporter: NodeKey, report: Report, *, now_ns: int) -> bool:
         """Take a member's report; whether it says anything. Those on another view are not taken."""
         if report.epoch != self.view.epoch or not self.view.holds(reporter):
             return False
+        before = self._since.pop(reporter.id, {})
+        if report.down:
+            self._since[reporter.id] = {key: before.get(key, now_ns) for key in report.down}
         if report.down or report.proven or report.joins or report.leaves or report.commands:
             self._by_reporter[reporter.id] = report
         else:
             self._by_reporter.pop(reporter.id, None)
         return reporter.id in self._by_reporter
+
+    def doubt(self, now_ns: int) -> None:
+        """Whoever is suspected now has to be for `stand_ns` from now on: it was we who were cut off."""
+        for suspects in self._since.values():
+            suspects.update(dict.fromkeys(suspects, now_ns))
+
+    def ripe_ns(self, now_ns: int) -> int | None:
+        """When the next suspicion has stood for long enough; None if all have."""
+        due_ns = (since_ns + self._stand_ns for said in self._since.values() for since_ns in said.values())
+        return min((at_ns for at_ns in due_ns if at_ns > now_ns), default=None)
 
     @property
     def empty(self) -> bool:
@@ -60,34 +80,39 @@ class Reports:
         keys |= {node.key for node in self._joins() if self._old_life(node) is not None}
         return frozenset(key.id for key in keys if key.id in self.view.by_id)
 
-    def down(self) -> frozenset[int]:
-        """The ids of members who are believed to be dead."""
+    def down(self, *, said_by_ns: int | None = None) -> frozenset[int]:
+        """The ids of members who are believed to be dead.
+
+        said_by_ns: by what was said by then, and still is; None for all that is.
+        """
         reported = {key.id for r in self._by_reporter.values() for key in r.down if self.view.holds(key)}
         observers, believed = overlay_of(self.view).observers, set(self.proven())
         while True:  # ends: each pass but the last believes somebody more
-            more = {s for s in reported - believed if self._is_agreed_on(s, observers[s], believed)}
+            more = {s for s in reported - believed if self._agreed(s, observers[s], believed, said_by_ns)}
             if not more:
                 return frozenset(believed)
             believed |= more
 
-    def _is_agreed_on(self, subject: int, observers: tuple[int, ...], believed: set[int]) -> bool:
+    def _agreed(
+        self, subject: int, observers: tuple[int, ...], believed: set[int], said_by_ns: int | None
+    ) -> bool:
         sound = [observer for observer in observers if observer not in believed]
-        says = sum(1 for observer in sound if self._reports_down(observer, subject))
+        says = sum(1 for observer in sound if self._reports_down(observer, subject, said_by_ns))
         return 2 * says > len(sound) or not sound
 
-    def settled(self) -> bool:
-        """Whether no member is reported by some, but not enough, of those who are not down themselves."""
+    def settled(self, *, now_ns: int) -> bool:
+        """Whether all who are believed dead may go, and no member is reported by too few of the others."""
         down = self.down()
-        return all(
+        return down == self.down(said_by_ns=now_ns - self._stand_ns) and all(
             key.id in down or not self.view.holds(key)
             for reporter, report in self._by_reporter.items()
             if reporter not in down
             for key in report.down
         )
 
-    def change(self, *, elapsed_ns: int = 0) -> Change | None:
+    def change(self, *, now_ns: int, elapsed_ns: int = 0) -> Change | None:
         """What follows from the reports now, if anything does. elapsed_ns: since the view was known."""
-        view, down = self.view, self.down()
+        view, down = self.view, self.down(said_by_ns=now_ns - self._stand_ns)
         leaves = {node_id for node_id, report in self._by_reporter.items() if report.leaves}
         joins = self._joins()
         replaced = {node.id for node in joins if node.id in view.by_id}
@@ -135,6 +160,6 @@ class Reports:
         member = self.view.by_id.get(node.id)
         return member if member is not None and member.key.incarnation < node.key.incarnation else None
 
-    def _reports_down(self, reporter: int, subject: int) -> bool:
-        report = self._by_reporter.get(reporter)
-        return report is not None and self.view.by_id[subject].key in report.down
+    def _reports_down(self, reporter: int, subject: int, said_by_ns: int | None) -> bool:
+        since_ns = self._since.get(reporter, {}).get(self.view.by_id[subject].key)
+        return since_ns is not None and (said_by_ns is None or since_ns <= said_by_ns)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from zbmd.actors.cluster.acceptor import Acceptor
 from zbmd.actors.cluster.members import Change, ClusterView, quorum
-from zbmd.actors.cluster.messages import Accepted, Ballot, Cast, Echo, Phase
+from zbmd.actors.cluster.messages import Accepted, Ballot, Cast, Echo, Phase, Report
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.overlay import FAN_OUT, OBSERVERS_MAX, overlay_of, tree_of
+from zbmd.actors.cluster.reports import Reports
 from zbmd.actors.cluster.rounds import Round
 from zbmd.transport.errors import LocalProtocolError
 
@@ -115,3 +116,24 @@ def test_an_acceptor_keeps_its_word() -> None:
     assert acceptor.accept(Ballot(1, 7), Change(epoch=2, removed=(NodeKey(1, 1),))) == Ballot(2, 1)
     assert acceptor.accepted == Accepted(ballot=Ballot(0, 4), change=change)
     assert acceptor.accept(Ballot(2, 1), change) is None
+
+
+def test_a_member_is_removed_once_most_have_suspected_it_for_long_enough() -> None:
+    view = view_of(4)
+    key = view.nodes[3].key
+    accuse, acquit = Report(epoch=1, down=(key,)), Report(epoch=1)
+    reports = Reports(view, stand_ns=100)
+    for reporter, at_ns in ((0, 1_000), (1, 1_050)):
+        assert reports.take(view.nodes[reporter].key, accuse, now_ns=at_ns)
+    assert reports.take(view.nodes[0].key, accuse, now_ns=1_090)  # told again: since when it stands, stays
+    assert reports.down() == {3}
+    assert reports.ripe_ns(1_090) == 1_100 and reports.ripe_ns(1_100) == 1_150
+    assert reports.change(now_ns=1_149) is None and not reports.settled(now_ns=1_149)
+    change = reports.change(now_ns=1_150)
+    assert change is not None and change.removed == (key,) and reports.settled(now_ns=1_150)
+    reports.doubt(1_200)  # we were cut off ourselves
+    assert reports.change(now_ns=1_299) is None and reports.change(now_ns=1_300) is not None
+    assert not reports.take(view.nodes[1].key, acquit, now_ns=1_300)
+    assert reports.change(now_ns=1_300) is None and not reports.settled(now_ns=1_400)
+    reports.take(view.nodes[1].key, accuse, now_ns=1_350)  # once taken back it begins anew
+    assert reports.change(now_ns=1_449) is None and reports.change(now_ns=1_450) is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +42,7 @@ from zbmd.actors.cluster.messages import (
 )
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.word import COMMANDS_WAITING_MAX
+from zbmd.tools.explore_membership import run_schedules
 from zbmd.transport import sim
 from zbmd.transport.budget import MILLISECOND_NS, derive
 from zbmd.transport.sim import Options, Outcome, parse_plan, run_scenario
@@ -87,6 +90,12 @@ def test_who_is_cut_off_as_a_view_is_installed_stops_though_it_has_commands() ->
     plan = parse_plan(";".join([fault.format(3433369838, 1817573661), fault.format(4429671818, 1901264580)]))
     report = run_scenario(JobsScenario(), 160487494768267, Options(ranks=3, length=6), plan, tell=None)
     assert report.outcome is Outcome.OK, report
+
+
+@pytest.mark.parametrize("seed", [66_630, 33_706])
+def test_whom_the_cut_off_accuse_when_their_network_heals_stays(seed: int) -> None:
+    """Their suspicions came just before the next change was due, and condemned one whom they heard again."""
+    assert run_schedules(1, math.inf, seed) == 0
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])

@@ -65,13 +65,16 @@ print("probe passed")
 pytestmark = pytest.mark.slow
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    """Run a command that does not see this environment or checkout; return its output, fail with it."""
+def run(*command: str | Path, cwd: Path, **variables: str) -> str:
+    """Run a command that does not see this environment or checkout; return its output, fail with it.
+
+    variables: more of its environment.
+    """
     hidden = {"PYTHONPATH", "MYPYPATH", "VIRTUAL_ENV"}
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env={name: value for name, value in os.environ.items() if name not in hidden},
+        env={name: value for name, value in os.environ.items() if name not in hidden} | variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -95,7 +98,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in tidy.repository_files(ROOT):
         (checkout / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, checkout / path, follow_symlinks=False)
-    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", cwd=checkout)
+    command = (sys.executable, "-m", "build", "--sdist", "--no-isolation")
+    run(*command, cwd=checkout, ZBMD_COMPILE="later")  # nothing that is compiled belongs into it
     (archive,) = (checkout / "dist").iterdir()
     return archive
 
@@ -104,7 +108,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(sdist: Path) -> Path:
     """A wheel built from the sdist alone, with the build requirements that it declares."""
     folder = sdist.parent / "wheel"
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, sdist, cwd=sdist.parent)
+    command = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, sdist)
+    run(*command, cwd=sdist.parent, CFLAGS="-O0")  # what is in it is looked at, not how fast it is
     (archive,) = folder.iterdir()
     return archive
 

@@ -16,8 +16,8 @@ from zbmd.actors.cluster.peer_links import process_name
 from zbmd.actors.context import sender_process
 from zbmd.actors.errors import TooManyPending
 from zbmd.actors.later import Deferred, Later
-from zbmd.actors.rank_names import child_id, rank_of
-from zbmd.actors.scopes import MARK, abroad, is_session, scope_of_job
+from zbmd.actors.rank_names import child_id
+from zbmd.actors.scopes import abroad, is_session, scope_of_job
 from zbmd.actors.ways_contracts import (
     PROCESSES_TOLD_MAX,
     REASON_CHARACTERS_MAX,
@@ -61,6 +61,12 @@ class WayFinder:
     _seen: dict[str, int] = field(default_factory=dict[str, int])
     """The last life of each process that was in a view: others may be in one that this node does not know."""
     _heeded: set[_Heeded] = field(default_factory=set[_Heeded])
+    _nodes: dict[str, Node] = field(default_factory=dict[str, Node])
+    _entries: dict[str, RankEntry] = field(default_factory=dict[str, RankEntry])
+    """Those of the view, by the names of their processes."""
+
+    def __post_init__(self) -> None:
+        self._see(self.view)
 
     def acts_on(self, view: ClusterView, reason: str) -> None:
         """The node acts on another view: who waits for the end of what is not in it is told."""
@@ -76,7 +82,7 @@ class WayFinder:
         """Where a process listens. process: as all call it (`zbmd.actors.scopes`)."""
         if not self.view.epoch:
             return NoWay("the node is in no cluster at the moment")
-        node = self._node(process)
+        node = self._nodes.get(process)
         if node is not None:
             address = await self.where(node.key)
             if not address:
@@ -84,7 +90,7 @@ class WayFinder:
             return Way(process, node.key.incarnation, "", "", address)
         if is_session(process):
             return NoWay(f"{process} is a session: it is reached by those that it has linked with")
-        entry = self._entry(process)
+        entry = self._entries.get(process)
         if entry is None:
             return NoWay(f"no node or rank of the cluster is called {process}")
         if entry.state is not RankState.UP:
@@ -96,10 +102,10 @@ class WayFinder:
         """Why the cluster goes on without that life; empty while it does not."""
         if not self.view.epoch or is_session(process):
             return ""
-        node = self._node(process)
+        node = self._nodes.get(process)
         if node is not None:
             return "" if node.key.incarnation <= life else f"{process} is incarnation {node.key.incarnation}"
-        entry = self._entry(process)
+        entry = self._entries.get(process)
         if entry is None:
             was = self._seen.get(process, 0) >= life
             return f"{process} is in the cluster no more" if was else ""
@@ -139,39 +145,28 @@ class WayFinder:
         """All nodes and the ranks that are up."""
         names = {node.key: node.name or str(node.key) for node in self.view.nodes}
         found = [(process_name(key.id), key.incarnation, name) for key, name in names.items()]
-        for job in self.view.jobs.jobs:
-            scope = scope_of_job(job.id)
-            found += [
-                (abroad(child_id(entry.rank), scope), entry.incarnation, names.get(entry.node, "?"))
-                for entry in job.ranks
-                if entry.state is RankState.UP and entry.node is not None
-            ]
+        found += [
+            (process, entry.incarnation, names.get(entry.node, "?"))
+            for process, entry in self._entries.items()
+            if entry.state is RankState.UP and entry.node is not None
+        ]
         told = tuple(found[:PROCESSES_TOLD_MAX])
         return ProcessesReply(told, len(found) - len(told))
 
     def _see(self, view: ClusterView) -> None:
-        now = {process_name(node.id): node.key.incarnation for node in view.nodes}
-        for job in view.jobs.jobs:
-            scope = scope_of_job(job.id)
-            now |= {abroad(child_id(e.rank), scope): e.incarnation for e in job.ranks if e.incarnation}
+        self._nodes = {process_name(node.id): node for node in view.nodes}
+        self._entries = {
+            abroad(child_id(entry.rank), scope_of_job(job.id)): entry
+            for job in view.jobs.jobs
+            for entry in job.ranks
+        }
+        now = {process: node.key.incarnation for process, node in self._nodes.items()}
+        now |= {process: e.incarnation for process, e in self._entries.items() if e.incarnation}
         for process in now:
             self._seen.pop(process, None)  # so that the newest are last
         self._seen |= now
         while len(self._seen) > SEEN_MAX:
             del self._seen[next(iter(self._seen))]
-
-    def _node(self, process: str) -> Node | None:
-        return next((node for node in self.view.nodes if process_name(node.key.id) == process), None)
-
-    def _entry(self, process: str) -> RankEntry | None:
-        name, mark, scope = process.partition(MARK)
-        rank = rank_of(name)
-        if not mark or rank is None:
-            return None
-        for job in self.view.jobs.jobs:
-            if scope_of_job(job.id) == scope:
-                return next((entry for entry in job.ranks if entry.rank == rank), None)
-        return None
 
 
 class WaysActor(Actor):

@@ -24,7 +24,8 @@ BENCH := $(VENV)/.stamp-bench
 
 # Options of the targets: VERIFY=1 and KILL_SEED=n for demo, PYTEST_ARGS for test, FUZZ_ARGS for fuzz.
 DEMO_FLAGS := $(if $(filter-out 0 no false,$(VERIFY)),--verify) $(if $(KILL_SEED),--kill-seed $(KILL_SEED))
-# Test files are dealt out to workers. More of them than this would keep real processes from their time slices.
+# Test files are dealt out to workers, the long ones first. More workers than this would keep real processes from
+# their time slices.
 TEST_WORKERS := 4
 CHECKED := transport actors collectives training tools tests examples src setup.py
 
@@ -49,7 +50,8 @@ demo: $(RUNTIME) $(NATIVE)
 	@$(PY) -m zbmd.tools.demo $(DEMO_FLAGS) $(DEMO_ARGS)
 
 test: $(DEV) $(NATIVE)
-	@$(PY) -m pytest --numprocesses=auto --maxprocesses=$(TEST_WORKERS) --dist=loadfile $(PYTEST_ARGS)
+	@$(PY) -m pytest --numprocesses=auto --maxprocesses=$(TEST_WORKERS) --dist=loadfile \
+		--no-loadscope-reorder $(PYTEST_ARGS)
 
 # Led by coverage where there is a wheel of atheris for this interpreter; without one the mutations go alone.
 fuzz: $(DEV) $(NATIVE)

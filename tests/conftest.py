@@ -296,6 +296,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(watch, "zbmd-watch")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files are dealt out to workers in this order: a long one that came last would run alone.
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     """Print the seed first."""
     return f"{SEED_VARIABLE}={config.stash[WATCH].seed} repeats this run"

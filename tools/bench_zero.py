@@ -27,7 +27,7 @@ from zbmd.actors.host_events import HostEvent, RankReport
 from zbmd.actors.host_output import OutputLine
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.tools import bench_zero_rank
-from zbmd.tools.kill_sweep import write_text
+from zbmd.tools.small_job import write_text
 from zbmd.transport.errors import UserError
 
 RANKS = (2, 4, 8)

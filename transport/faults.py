@@ -110,6 +110,14 @@ def arm(process: str, incarnation: int, spec: str | None = None) -> None:
             _armed[point] = min(fault.count, _armed.get(point, fault.count))
 
 
+def left() -> Mapping[Point, int]:
+    """At which pass from now this process dies, for each point where it is to die.
+
+    A point that is armed for a pass that never comes so tells, at the end, how often it was passed.
+    """
+    return MappingProxyType(_armed)
+
+
 def armed() -> bool:
     """Whether this process is to die at any point: spares the hot path what `reserve` costs."""
     return bool(_armed)

@@ -8,7 +8,7 @@ import pytest
 from one_killed import run_and_kill_the_last
 
 from zbmd.actors.view import Outcome
-from zbmd.tools.kill_sweep import SHAPE, STEPS, run_small_job, write_text
+from zbmd.tools.small_job import SHAPE, STEPS, run_small_job, write_text
 from zbmd.training import __main__ as training
 from zbmd.training.job import run_plain
 

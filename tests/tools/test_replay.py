@@ -14,7 +14,7 @@ import uvloop
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives.commit import StepCommit
 from zbmd.tools import cli
-from zbmd.tools.kill_sweep import run_small_job, write_text
+from zbmd.tools.small_job import run_small_job, write_text
 from zbmd.transport.capture import open_log
 
 KILLED_IN_STEP = 3

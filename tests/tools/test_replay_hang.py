@@ -17,7 +17,7 @@ from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.host_output import OutputLine
 from zbmd.actors.view import Outcome
 from zbmd.tools import cli
-from zbmd.tools.kill_sweep import SHAPE, write_text
+from zbmd.tools.small_job import SHAPE, write_text
 from zbmd.transport.capture import CaptureError, Record, open_log
 from zbmd.transport.capture.records import EventTaken, FrameOut, Mark
 

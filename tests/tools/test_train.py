@@ -16,7 +16,7 @@ from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.host_output import OutputLine
 from zbmd.actors.view import OnLoss
 from zbmd.tools import cli
-from zbmd.tools.kill_sweep import write_text
+from zbmd.tools.small_job import write_text
 from zbmd.tools.train_cli import SETTINGS, merged, options_of
 from zbmd.training.checkpoint import CHECKPOINT_NAME
 from zbmd.training.gpt import GPT

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zbmd.actors.view import OnLoss
-from zbmd.tools.kill_sweep import run_small_job, write_text
+from zbmd.tools.small_job import run_small_job, write_text
 from zbmd.transport import faults
 
 CASES = (

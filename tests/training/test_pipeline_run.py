@@ -13,7 +13,7 @@ from zbmd.actors.host_events import HostEvent
 from zbmd.actors.host_output import OutputLine
 from zbmd.actors.runtime_env import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
-from zbmd.tools.kill_sweep import write_text
+from zbmd.tools.small_job import write_text
 from zbmd.training import __main__ as training
 from zbmd.training.job import JobResult, run_plain
 from zbmd.training.pipeline.__main__ import PipelineResult, main

@@ -14,7 +14,7 @@ from mesh_ranks import Case
 
 from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
-from zbmd.tools.kill_sweep import write_text
+from zbmd.tools.small_job import write_text
 from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.adamw import AdamWState
 from zbmd.training.config import GPTConfig, TrainingConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.tools.kill_sweep import SHAPE, STEPS, run_small_job, write_text
+from zbmd.tools.small_job import SHAPE, STEPS, run_small_job, write_text
 from zbmd.training import __main__ as training
 from zbmd.training.job import run_plain
 from zbmd.transport import faults

@@ -11,7 +11,7 @@ from kept_lines import Lines
 
 from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.runtime_env import LINKS_VARIABLE
-from zbmd.tools.kill_sweep import write_text
+from zbmd.tools.small_job import write_text
 from zbmd.training import __main__ as training
 from zbmd.training.job import open_recipe, run_plain
 from zbmd.training.plain import PlainTrainer

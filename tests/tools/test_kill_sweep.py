@@ -1,0 +1,83 @@
+"""The sweep of kills: which cases it has, what its ledger keeps, and a short run of it in real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zbmd.tools.kill_cases import Setting, every_setting, in_order, second_kills, single_kills, spread
+from zbmd.tools.kill_ledger import Finding, Ledger, table
+from zbmd.tools.kill_sweep import main
+from zbmd.transport import faults
+from zbmd.transport.errors import UserError
+
+
+def finding(fault: str, verdict: str = "same bits") -> Finding:
+    return Finding(setting="pp=2 n=2", fault=fault, verdict=verdict, reached=True, took_s=1.0)  # type: ignore[arg-type]
+
+
+def test_every_pass_inside_collectives_is_a_case_and_any_part_of_them_is_spread() -> None:
+    assert [str(one) for one in every_setting()][3:5] == ["pp=2 n=2", "tp=2 n=2"]
+    assert sorted(spread(100)) == list(range(1, 101))
+    tried = sorted(spread(100)[:16])
+    assert max(b - a for a, b in zip([0, *tried], [*tried, 100], strict=True)) <= 16
+    first, later, inside = single_kills([{"mesh.begin": 5, "collective.point": 3}, {"mesh.begin": 1}])
+    assert first == ["rank0:mesh.begin:1", "rank1:mesh.begin:1"]
+    assert later == ["rank0:mesh.begin:2", "rank0:mesh.begin:5"]
+    assert set(inside) == {f"rank0:collective.point:{number}" for number in (1, 2, 3)}
+
+
+def test_cases_of_all_settings_take_turns_and_can_be_parsed() -> None:
+    settings = every_setting()
+    cases = list(in_order([(one, second_kills(one)) for one in settings]))
+    assert {setting for setting, _ in cases[: len(settings)]} == set(settings)
+    assert len(set(cases)) == len(cases)
+    for setting, fault in cases:
+        assert {int(one.process.removeprefix("rank")) for one in faults.parse(fault)} < set(
+            range(setting.ranks)
+        )
+
+
+def test_a_ledger_goes_on_from_where_a_killed_sweep_was(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    ledger = Ledger.open(path)
+    ledger.begin("pp=2 n=2", "a" * 64)
+    ledger.add(finding("rank0:mesh.begin:1", "other bits"))
+    ledger.add(finding("rank1:mesh.begin:1"))
+    with path.open("ab") as file:
+        file.write(b'{"type":"fou')  # the kill cut it off
+    again = Ledger.open(path)
+    assert not again.is_done("pp=2 n=2", "rank0:mesh.begin:1") and again.wrong
+    assert again.is_done("pp=2 n=2", "rank1:mesh.begin:1")
+    again.add(finding("rank0:mesh.begin:1"))
+    last = Ledger.open(path)
+    assert not last.wrong and len(last.found) == 2
+    assert "| pp=2 n=2 | `mesh.begin` | 2 | 2 | 3 | 0 |" in table(
+        last.found.values(), [("pp=2 n=2", f"rank{rank}:mesh.begin:1") for rank in range(3)]
+    )
+    with pytest.raises(UserError, match="another version"):
+        last.begin("pp=2 n=2", "b" * 64)
+    path.write_bytes(b"what\n")
+    with pytest.raises(UserError, match="damaged"):
+        Ledger.open(path)
+
+
+def test_a_setting_that_is_no_job_is_refused() -> None:
+    with pytest.raises(UserError, match="not both"):
+        Setting.of(zero=1, mesh="pp=2")
+    with pytest.raises(UserError, match="say the size"):
+        Setting.of(mesh="pp=-1")
+
+
+def test_a_sweep_runs_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    wanted = ["--mesh", "pp=2", "--only", "rank0:mesh.saved:1", "--ledger", str(tmp_path / "ledger")]
+    assert main(wanted) == 0
+    assert "rank0:mesh.saved:1: same bits, " in capfd.readouterr().out
+    found = Ledger.open(tmp_path / "ledger").found
+    assert [one.reached for one in found.values()] == [True]
+    assert main([*wanted, "--table"]) == 0
+    assert "| pp=2 n=2 | `mesh.saved` | 1 | 1 | 0 | 0 |" in capfd.readouterr().out

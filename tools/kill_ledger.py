@@ -1,0 +1,125 @@
+"""What a sweep of kills has found, in a file that it can go on from, and the table of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from zbmd.tools.kill_cases import name_of
+from zbmd.transport.errors import UserError
+
+Verdict = Literal["same bits", "other bits", "failed"]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a case. reached: whether every kill of it took place; told: why it is not as it should
+    be, and the end of what ranks said."""
+
+    setting: str
+    fault: str
+    verdict: Verdict
+    reached: bool
+    took_s: Annotated[float, msgspec.Meta(ge=0)]
+    told: str = ""
+
+
+class Calm(msgspec.Struct, frozen=True, kw_only=True, tag="calm"):
+    """The weights of a setting that nothing disturbs."""
+
+    setting: str
+    digest: str
+
+
+class _Found(Finding, frozen=True, kw_only=True, tag="found"):
+    """A line of the file."""
+
+
+_decoder: msgspec.json.Decoder[Calm | _Found] = msgspec.json.Decoder(Calm | _Found)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Findings by setting and case, the last one of each; kept in `path`, if there is one."""
+
+    path: Path | None = None
+    found: dict[tuple[str, str], Finding] = field(default_factory=dict[tuple[str, str], Finding])
+    calm: dict[str, str] = field(default_factory=dict[str, str])
+
+    @classmethod
+    def open(cls, path: Path | None) -> Ledger:
+        """Go on from a file. Raises `UserError` if it is damaged, but for a last line that was cut off."""
+        ledger = cls(path)
+        if path is not None and path.exists():
+            lines = path.read_bytes().split(b"\n")
+            for number, line in enumerate(lines[:-1], 1):
+                try:
+                    one = _decoder.decode(line)
+                except ValueError as error:
+                    raise UserError(
+                        f"line {number} of {path} is damaged ({error}): begin another ledger."
+                    ) from None
+                ledger._take(one)
+            if lines[-1]:
+                path.write_bytes(b"\n".join([*lines[:-1], b""]))
+        return ledger
+
+    def _take(self, one: Calm | Finding) -> None:
+        if isinstance(one, Calm):
+            self.calm[one.setting] = one.digest
+        else:
+            self.found[one.setting, one.fault] = one
+
+    def _put(self, one: Calm | _Found) -> None:
+        self._take(one)
+        if self.path is not None:
+            with self.path.open("ab") as file:
+                file.write(msgspec.json.encode(one) + b"\n")
+
+    def begin(self, setting: str, digest: str) -> None:
+        """A setting's weights when nothing disturbs it. Raises `UserError` if they were others before."""
+        before = self.calm.get(setting, digest)
+        if before != digest:
+            raise UserError(
+                f"{setting} ends with {digest[:16]} here, and with {before[:16]} in {self.path}: that was "
+                "another version. Begin another ledger."
+            )
+        if setting not in self.calm:
+            self._put(Calm(setting=setting, digest=digest))
+
+    def add(self, finding: Finding) -> None:
+        """Note a case that was run."""
+        self._put(_Found(**msgspec.structs.asdict(finding)))
+
+    def is_done(self, setting: str, fault: str) -> bool:
+        """Whether a case has ended well, and need not be run again."""
+        finding = self.found.get((setting, fault))
+        return finding is not None and finding.verdict == "same bits"
+
+    @property
+    def wrong(self) -> list[Finding]:
+        """What is not as it should be."""
+        return [one for one in self.found.values() if one.verdict != "same bits"]
+
+
+def table(findings: Iterable[Finding], planned: Sequence[tuple[str, str]]) -> str:
+    """A row for each setting and point, as a table in Markdown: kills, cases run and planned, and faults."""
+    run: Counter[tuple[str, str]] = Counter()
+    reached: Counter[tuple[str, str]] = Counter()
+    wrong: Counter[tuple[str, str]] = Counter()
+    cases = Counter((setting, name_of(fault)) for setting, fault in set(planned))
+    for one in findings:
+        key = one.setting, name_of(one.fault)
+        run[key] += 1
+        reached[key] += one.reached
+        wrong[key] += one.verdict != "same bits"
+    lines = ["| setting | point | killed | run | cases | not the same bits |", "|---|---|---|---|---|---|"]
+    for key in sorted(cases | run):
+        setting, name = key
+        lines.append(f"| {setting} | `{name}` | {reached[key]} | {run[key]} | {cases[key]} | {wrong[key]} |")
+    total = f"{reached.total()} | {run.total()} | {cases.total()} | {wrong.total()}"
+    return "\n".join([*lines, f"| all | | {total} |"])

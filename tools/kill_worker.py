@@ -1,0 +1,105 @@
+"""Runs the cases of `kill_sweep`, one after the other, each in a process of its own.
+
+Everything is imported here once: a case is a fork of this process, and the template of its ranks a fork of
+that, so that a run costs no interpreter's start. Cases come on standard input, a JSON object a line, and what
+became of each goes to standard output.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from zbmd.actors.early_template import fork_template
+from zbmd.actors.host import PRELOAD
+from zbmd.actors.host_process import describe_exit
+from zbmd.actors.rank_log import log_to_stderr
+from zbmd.tools.entry import run as run_command
+from zbmd.tools.small_job import Outcome, run_small_job
+from zbmd.transport.errors import ZbmdError
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run; see `run_small_job`. counts: a directory to count passes of points into."""
+
+    out: Path
+    data: Path
+    fault: str
+    ranks: int
+    zero: int
+    mesh: str
+    counts: Path | None = None
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of it: an outcome, or words."""
+
+    outcome: Outcome | None = None
+    error: str = ""
+
+
+def _as_text(value: object) -> str:
+    return str(value)
+
+
+def _as_path(kind: type, value: object) -> Path:
+    if kind is not Path or not isinstance(value, str):
+        raise ValueError(f"{value!r} is no {kind.__name__}")
+    return Path(value)
+
+
+def encode(message: Case | Ended) -> bytes:
+    """A line of it."""
+    return msgspec.json.encode(message, enc_hook=_as_text) + b"\n"
+
+
+def decode_ended(line: bytes) -> Ended:
+    """What the worker has written. Raises ValueError for anything else."""
+    return msgspec.json.decode(line, type=Ended)
+
+
+def _run(case: Case) -> Ended:
+    template = fork_template(PRELOAD, os.environ)
+    try:
+        job = run_small_job(
+            case.out,
+            case.data,
+            fault=case.fault,
+            world_size=case.ranks,
+            zero=case.zero,
+            mesh=case.mesh,
+            counts=case.counts,
+            template=template,
+        )
+        return Ended(outcome=uvloop.run(job))
+    except ZbmdError as error:
+        return Ended(error=str(error))
+
+
+def main() -> int:
+    """Serve until the input ends."""
+    log_to_stderr()
+    for line in sys.stdin.buffer:
+        case = msgspec.json.decode(line, type=Case, dec_hook=_as_path)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                answer = encode(_run(case))
+            except Exception:  # noqa: BLE001 - told, and the case has failed
+                traceback.print_exc()
+                os._exit(1)
+            os.write(1, answer)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code:
+            os.write(1, encode(Ended(error=f"the host of the case: {describe_exit(code)}")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -39,9 +39,9 @@ class BeatReader:
 class NativeHeartbeats:
     """A thread that beats every `period_ns`, reads peers' beats, and wakes who watches `fd` when needed.
 
-    A peer has a *place*, a number. Beats cease `lease_ns` after the last `renew`: a node whose Python stands
-    still is not to be taken for one that works. Raises OSError if there is no thread or descriptor to be had,
-    and every method raises `LocalProtocolError` after `close`.
+    A peer has a *place*, a number. Beats cease `lease_ns` after the start, or the last `renew`: a node whose
+    Python stands still is not to be taken for one that works. Raises OSError if there is no thread or
+    descriptor to be had, and every method raises `LocalProtocolError` after `close`.
     """
 
     def __init__(self, *, period_ns: int, lease_ns: int) -> None: ...
@@ -96,8 +96,8 @@ class NativeHeartbeats:
     def heard(self, place: int) -> bool:
         """Something else just came from a peer: it counts as a beat. Whether it was silent too long."""
 
-    def renew(self) -> bool:
-        """Beat for another lease. Whether beats were withheld since the last call."""
+    def renew(self, lease_ns: int) -> bool:
+        """Beat for so much longer. Whether beats were withheld since the last call."""
 
     @property
     def judged_ns(self) -> int:

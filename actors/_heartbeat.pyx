@@ -60,7 +60,7 @@ cdef extern from "heartbeat.h" nogil:
     void zbmd_beats_attend(zbmd_beats *beats, uint32_t attentive)
     void zbmd_beats_sent(zbmd_beats *beats, int place)
     int zbmd_beats_heard(zbmd_beats *beats, int place)
-    int zbmd_beats_renew(zbmd_beats *beats)
+    int zbmd_beats_renew(zbmd_beats *beats, uint64_t lease_ns)
     uint64_t zbmd_beats_judged_ns(zbmd_beats *beats)
     int zbmd_beats_take(zbmd_beats *beats, int place, zbmd_beat_news *news)
 
@@ -254,11 +254,11 @@ cdef class NativeHeartbeats:
             silent = zbmd_beats_heard(beats, place)
         return silent
 
-    def renew(self):
+    def renew(self, uint64_t lease_ns):
         cdef zbmd_beats *beats = self._live(0)
         cdef bint lapsed
         with nogil:
-            lapsed = zbmd_beats_renew(beats)
+            lapsed = zbmd_beats_renew(beats, lease_ns)
         return lapsed
 
     @property

@@ -114,7 +114,7 @@ struct zbmd_beats {
     uint32_t on;            /* whether we are a member, and beat */
     uint32_t attentive;     /* whether Python is woken for every beat */
     uint32_t lapsed;        /* whether a beat was withheld since Python's last sign of life */
-    uint64_t period_ns, lease_ns, lease_until_ns;
+    uint64_t period_ns, lease_until_ns;
     uint64_t known, entered;
     uint64_t read_ns;       /* all that had come by then was read */
     uint64_t judged_ns;     /* the same, of a round that came when it should */
@@ -302,7 +302,6 @@ static inline int zbmd_beats_init(struct zbmd_beats *beats, uint64_t period_ns, 
     pthread_mutexattr_t attributes;
     beats->wake_fd = beats->tell_fd = -1;
     beats->period_ns = period_ns;
-    beats->lease_ns = lease_ns;
     beats->read_ns = beats->judged_ns = zbmd_now_ns();
     beats->lease_until_ns = beats->read_ns + lease_ns;
     int error = pthread_mutexattr_init(&attributes);
@@ -458,12 +457,12 @@ static inline int zbmd_beats_heard(struct zbmd_beats *beats, int place) {
     return silent;
 }
 
-/* Python's thread lives: beat for another lease. Returns whether beats were withheld meanwhile. */
-static inline int zbmd_beats_renew(struct zbmd_beats *beats) {
+/* Python's thread lives: beat for `lease_ns` more. Returns whether beats were withheld meanwhile. */
+static inline int zbmd_beats_renew(struct zbmd_beats *beats, uint64_t lease_ns) {
     pthread_mutex_lock(&beats->lock);
     int lapsed = (int)beats->lapsed;
     beats->lapsed = 0;
-    beats->lease_until_ns = zbmd_now_ns() + beats->lease_ns;
+    beats->lease_until_ns = zbmd_now_ns() + lease_ns;
     pthread_mutex_unlock(&beats->lock);
     return lapsed;
 }

@@ -40,10 +40,12 @@ from zbmd.transport.session import Keys, Session
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 
 PACE_BUDGETS: Final = 2
-"""Recovery budgets from one look at an idle cluster to the next."""
-LEASE_BUDGETS: Final = 5
-"""Recovery budgets without a sign of the loop, after which a node beats no more: longer than any pause of a
-busy process, and fewer beats than a table keeps."""
+CALM_PACE_BUDGETS: Final = 4
+"""Recovery budgets from one look at a quiet cluster to the next, with a job and without one: a look costs as
+much as all else that the loop of an idle node does."""
+PAUSE_BUDGETS: Final = 3
+"""For so much longer than from one look to the next a node beats without a sign of the loop: longer than any
+pause of a busy process, and, all in all, fewer beats than a table keeps."""
 
 _LABEL: Final = b"zbmd beat 1"
 assert 2 * OBSERVERS_MAX < PEERS_MAX, "there is a place for everybody who is watched"
@@ -105,9 +107,8 @@ class Heartbeats:
         self._deadlines = deadlines
         self._beat_ns = deadlines.heartbeat_ns
         self._desk = desk
-        self._pace_s = PACE_BUDGETS * deadlines.recovery_budget_ns / 1e9
-        lease_ns = LEASE_BUDGETS * deadlines.recovery_budget_ns
-        self._native = NativeHeartbeats(period_ns=deadlines.heartbeat_ns, lease_ns=lease_ns)
+        self._pace_ns = PACE_BUDGETS * deadlines.recovery_budget_ns
+        self._native = NativeHeartbeats(period_ns=deadlines.heartbeat_ns, lease_ns=self._lease_ns)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._native.fd, self._woken)
         self._places: dict[NodeKey, int] = {}
@@ -118,7 +119,7 @@ class Heartbeats:
         self._says = (False, 0, 0)
         self._attentive = False
         self._by_link: asyncio.Handle | None = None
-        self._pacing = self._loop.call_later(self._pace_s, self._pace)
+        self._pacing = self._loop.call_later(self._pace_ns / 1e9, self._pace)
         self._closed = False
 
     def close(self) -> None:
@@ -140,6 +141,7 @@ class Heartbeats:
         self._subjects, self._observers = frozenset(subjects), frozenset(observers)
         self._beat_ns = d.beat_ns(self._deadlines, busy=busy)
         self._set_period()
+        self._set_pace((PACE_BUDGETS if busy else CALM_PACE_BUDGETS) * self._deadlines.recovery_budget_ns)
         for key in self._subjects | self._observers:
             self._place(key)
         for key, place in list(self._places.items()):
@@ -148,6 +150,7 @@ class Heartbeats:
                 self._native.observe(place, 0)
         observed = tuple(sorted(self._subjects))
         self._feed(d.Observe(subjects=observed, beat_ns=self._beat_ns), now_ns())
+        self._tap.check_invariants()
         self._tidy()
         self._beat_where_no_lane_is()
 
@@ -233,6 +236,7 @@ class Heartbeats:
             if new is not None and new[0]:
                 self._feed(d.Beats(key=key, arrivals_ns=new[0]), judged_ns)
         self._feed(d.Looked(), judged_ns)
+        self._tap.check_invariants()  # once: each event is about another member
         for key, new in news:
             if new is None:
                 continue
@@ -258,7 +262,6 @@ class Heartbeats:
 
     def _feed(self, event: d.Event, at_ns: int) -> None:
         actions = self._tap.handle(event, now_ns=at_ns)
-        self._tap.check_invariants()
         for action in actions:
             match action:
                 case d.Limit(key=key, limit_ns=limit_ns):
@@ -274,10 +277,24 @@ class Heartbeats:
 
     # -- timers ------------------------------------------------------------------------------------------
 
-    def _pace(self) -> None:
-        self._pacing = self._loop.call_later(self._pace_s, self._pace)
-        if self._native.renew():
+    @property
+    def _lease_ns(self) -> int:
+        return self._pace_ns + PAUSE_BUDGETS * self._deadlines.recovery_budget_ns
+
+    def _set_pace(self, pace_ns: int) -> None:
+        if self._pace_ns != pace_ns:
+            self._pace_ns = pace_ns
+            self._renew()
+
+    def _renew(self) -> None:
+        """This loop lives: beat for another lease, which it has renewed once more long before its end."""
+        self._pacing.cancel()
+        self._pacing = self._loop.call_later(self._pace_ns / 1e9, self._pace)
+        if self._native.renew(self._lease_ns):
             log.warning("the cluster's thread stood still for so long that heartbeats were withheld")
+
+    def _pace(self) -> None:
+        self._renew()
         self.look()
         self._desk.paced()
 

@@ -12,16 +12,18 @@ import pytest
 from tcp_certificates import job_tls
 from thread_nodes import node
 
-from zbmd.actors.cluster.heartbeats import Heartbeats, beat_keys
+from zbmd.actors.cluster.heartbeats import CALM_PACE_BUDGETS, PACE_BUDGETS, Heartbeats, beat_keys
 from zbmd.actors.cluster.lives import Acting, LifeOver
 from zbmd.actors.cluster.node import ClusterNode
-from zbmd.transport.budget import MILLISECOND_NS
+from zbmd.transport.budget import MILLISECOND_NS, SECOND_NS
 from zbmd.transport.hello import PeerInfo, Side
 from zbmd.transport.session import Protection, Secrets, Session
 from zbmd.transport.session_setup import control_session, lane_session
 from zbmd.transport.tcp_settings import TcpSettings
 
 BUDGET_NS = 200 * MILLISECOND_NS
+LONG_BUDGET_NS = 60 * SECOND_NS
+"""No look comes while a test runs."""
 TIMEOUT_S = 30.0
 
 
@@ -74,6 +76,20 @@ async def test_nodes_beat_over_lanes_and_make_new_ones(tmp_path: Path, protectio
             await until(one, has_lanes)
             assert one.view.epoch == two.view.epoch == epoch, "nobody was suspected meanwhile"
             assert not any(isinstance(event, LifeOver) for event in (*told_one.events, *told_two.events))
+
+
+async def test_a_cluster_with_a_job_is_looked_at_more_often(tmp_path: Path) -> None:
+    """The lease that goes with it ends sooner, so it is renewed at once."""
+    async with node(tmp_path, "n1", budget_ns=LONG_BUDGET_NS) as (one, told):
+        await told.acts_on(1)
+
+        def looks_after(beats: Heartbeats, busy: bool) -> int:
+            """Recovery budgets to the next look, to the nearest."""
+            beats.watch(beats._subjects, beats._observers, busy=busy)
+            return round((beats._pacing.when() - beats._loop.time()) * 1e9 / LONG_BUDGET_NS)
+
+        for busy, budgets in ((False, CALM_PACE_BUDGETS), (True, PACE_BUDGETS), (False, CALM_PACE_BUDGETS)):
+            assert await inside(one, lambda beats, b=busy, n=budgets: looks_after(beats, b) == n)
 
 
 async def test_a_node_whose_thread_stands_still_is_left_behind(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ async def test_who_stands_still_for_longer_than_its_lease_beats_no_more() -> Non
     one.native.observe(one.place, 100 * PERIOD_NS)
     one.arrivals.append(now_ns())
     await one.woken(lambda: one.native.judged_ns - one.arrivals[-1] >= 100 * PERIOD_NS)
-    assert stuck.native.renew(), "beats were withheld"
+    assert stuck.native.renew(HOUR_NS), "beats were withheld"
     heard = len(one.arrivals)
     await one.woken(lambda: len(one.arrivals) > heard)
     for node in (one, stuck):

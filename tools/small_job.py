@@ -23,6 +23,7 @@ from zbmd.tools import kill_passes
 from zbmd.tools.cli import audit_run
 from zbmd.training import job as training_job
 from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.precision import SCALE_MOST, Precision
 from zbmd.training.tensor import run as mesh_run
 from zbmd.training.tensor.options import TrainOptions
 from zbmd.training.tensor.records import METRICS_NAME
@@ -85,19 +86,20 @@ async def run_small_job(
     links: str = "auto",
     zero: int = 0,
     mesh: str = "",
+    precision: Precision = "float32",
     counts: Path | None = None,
     limit_s: float = RUN_S_MAX,
     template: EarlyTemplate | None = None,
 ) -> Outcome:
     """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked. links: as `ZBMD_LINKS`.
-    zero: the stage that shares its state out, 0 for none; mesh: a run of `zbmd train` on one; counts: a
-    directory that ranks write to how often they pass each point (`kill_passes`), and none dies; limit_s: a
-    run that takes longer has failed; template: one that was forked for this job.
+    zero: the stage that shares its state out, 0 for none; mesh: a run of `zbmd train` on one, in `precision`;
+    counts: a directory that ranks write to how often they pass each point (`kill_passes`), and none dies;
+    limit_s: a run that takes longer has failed; template: one that was forked for this job.
 
     Raises `UserError` if the run fails or the ledger does not balance.
     """
     run = _Run()
-    target, arguments, preload = _job_of(out, data, zero=zero, mesh=mesh)
+    target, arguments, preload = _job_of(out, data, zero=zero, mesh=mesh, precision=precision)
     if counts is not None:
         target, arguments = kill_passes.__name__, (str(counts), target, *arguments)
     config = HostConfig(
@@ -136,22 +138,26 @@ def _failures(failures: Sequence[RankDown]) -> tuple[str, ...]:
     return tuple(f"rank {down.rank}, incarnation {down.incarnation}: {down.reason}" for down in failures)
 
 
-def _job_of(out: Path, data: Path, *, zero: int, mesh: str) -> tuple[str, tuple[str, ...], str]:
+def _job_of(
+    out: Path, data: Path, *, zero: int, mesh: str, precision: Precision
+) -> tuple[str, tuple[str, ...], str]:
     """Module, arguments, and what is imported ahead of them."""
     if mesh:
-        return "zbmd.training.tensor", (mesh_recipe(out, data, mesh).encode(),), mesh_run.__name__
+        return "zbmd.training.tensor", (mesh_recipe(out, data, mesh, precision).encode(),), mesh_run.__name__
     arguments = (*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(out))
     if zero:
         return "zbmd.training", (*arguments, "--zero", str(zero)), zero_job.__name__
     return "zbmd.training", arguments, JOB_MODULE
 
 
-def mesh_recipe(out: Path, data: Path, mesh: str) -> TrainOptions:
-    """The small run on a mesh: a checkpoint and an evaluation are due on the way."""
+def mesh_recipe(out: Path, data: Path, mesh: str, precision: Precision = "float32") -> TrainOptions:
+    """The small run on a mesh: a checkpoint and an evaluation are due on the way, and float16 overflows."""
     return TrainOptions(
         out=out,
         data=str(data),
         mesh=mesh,
+        precision=precision,
+        loss_scale=SCALE_MOST,
         model=GPTConfig(width=32, heads=2, layers=2, context=16),
         training=TrainingConfig(steps=STEPS, shards=6),
         evaluate_every=2,

@@ -44,6 +44,7 @@ A recipe is a TOML file with the same names:
 
 PREFIX: Final = "ZBMD_TRAIN_"
 RANKS_MAX: Final = 62
+SHORT_PRECISIONS: Final = {"bf16": "bfloat16", "f16": "float16"}
 OPTIMIZERS: Final[Mapping[str, OptimizerConfig]] = {
     "adamw": AdamWConfig(),
     "lion": LionConfig(),
@@ -76,6 +77,10 @@ def _one_of(*choices: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def _precision(text: str) -> str:
+    return _one_of(*PRECISIONS)(SHORT_PRECISIONS.get(text, text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,8 @@ SETTINGS: Final = (
     Entry("layers", "model", _WHOLE, _MODEL.layers, "blocks"),
     Entry("dropout", "model", _REAL, _MODEL.dropout, "rate"),
     Entry("weights", "model", Path, None, "a GPT-2 in Hugging Face's layout to begin with"),
-    Entry("precision", "model", _one_of(*PRECISIONS), _OPTIONS.precision, "float32 or float64"),
+    Entry("precision", "model", _precision, _OPTIONS.precision, "float32, float64, bf16 or f16: of weights"),
+    Entry("loss_scale", "model", _REAL, _OPTIONS.loss_scale, "that f16 begins with"),
     Entry("recompute", "model", _switch, False, "blocks keep their input alone: on or off"),
     Entry("steps", "batch and schedule", _WHOLE, _TRAINING.steps, "steps"),
     Entry("shards", "batch and schedule", _WHOLE, _TRAINING.shards, "logical shards of a batch"),

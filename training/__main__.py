@@ -69,7 +69,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--evaluate-every", type=int, default=50, help="steps, 0: only the last (%(default)s)")
     made.add_argument("--zero", type=int, choices=(1, 2, 3), help="share the state out: ZeRO of this stage")
     made.add_argument(
-        "--storage", choices=("float32", "bfloat16"), default="float32", help="with --zero (%(default)s)"
+        "--storage",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of weights and gradients, with --zero or --plain (%(default)s)",
     )
     made.add_argument("--plain", action="store_true", help="one plain process, without any of the stack")
     return made
@@ -106,7 +109,7 @@ def options_of(arguments: argparse.Namespace) -> JobOptions:
 
 def _run(arguments: argparse.Namespace, options: JobOptions) -> JobResult | None:
     if arguments.plain:
-        return run_plain(options)
+        return run_plain(options, storage=arguments.storage)
     if arguments.zero is None:
         return uvloop.run(run(options))
     return uvloop.run(run_zero(options, ZeroOptions(stage=arguments.zero, storage=arguments.storage)))

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from zbmd.collectives.algorithms.shard_tree import Node, shard_tree_nodes, split
 from zbmd.training import spans
 from zbmd.training.layout import ParameterLayout
@@ -74,7 +76,13 @@ class AccumulationPlan:
         """Do `additions` on the elements `span` of the flat `buffers`, in place."""
         with spans.BACKWARD:
             for addition in additions:
-                buffers[addition.target][span] += buffers[addition.source][span]
+                add_onto(buffers[addition.target][span], buffers[addition.source][span])
+
+
+def add_onto(target: Array, source: Array) -> None:
+    """Add `source` onto `target`, in place: a node of the tree. 16-bit floats are rounded at each one."""
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is seen in the norm
+        target += source
 
 
 class Buckets:

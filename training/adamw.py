@@ -16,7 +16,7 @@ import numpy as np
 from zbmd.training import _kernels
 from zbmd.training.layout import ParameterLayout, ParameterSlot, padded
 from zbmd.training.ops.native import has_kernels
-from zbmd.training.xp import Array
+from zbmd.training.xp import Array, widened
 
 # Nine streams of this many float32 fit a 1 MiB second-level cache.
 UPDATE_BLOCK = 16_384  # elements
@@ -93,8 +93,9 @@ class AdamW:
     ) -> None:
         """Write to `new` the state that follows `old` by `grad_scale * grads`.
 
-        All arrays are (layout.size,) of one float dtype, or as long as the shard. `new` shares no memory with
-        `grads`, and either none with `old` or all of it: then the update is in place. `step` counts from 0.
+        All arrays are (layout.size,) of one float dtype, or as long as the shard; `grads` may be 16-bit
+        floats, widened block by block. `new` shares no memory with `grads`, and either none with `old` or all
+        of it: then the update is in place. `step` counts from 0.
         Padding that is zero stays zero.
         """
         for array in (old.weights, old.mean, old.square, new.weights, new.mean, new.square, grads):
@@ -117,16 +118,16 @@ class AdamW:
     ) -> None:
         xp, beta1, beta2 = self.xp, self.config.beta1, self.config.beta2
         grad_scale, step_size, epsilon, keep = factors
-        length = span.stop - span.start
+        length, slope = span.stop - span.start, widened(grads[span])
         scratch, scaled = self._scratch[:length], self._scaled[:length]
         mean, square, weights = new.mean[span], new.square[span], new.weights[span]
         olds = (old.weights[span], old.mean[span], old.square[span])
-        if has_kernels(xp, weights, mean, square, *olds, grads[span]):
+        if has_kernels(xp, weights, mean, square, *olds, slope):
             numbers = np.array([beta1, beta2, *factors])
-            _kernels.adamw((weights, mean, square), olds, grads[span], numbers)
+            _kernels.adamw((weights, mean, square), olds, slope, numbers)
             return
 
-        xp.multiply(grads[span], grad_scale, out=scaled)
+        xp.multiply(slope, grad_scale, out=scaled)
         xp.multiply(scaled, 1.0 - beta1, out=scratch)
         xp.multiply(old.mean[span], beta1, out=mean)
         mean += scratch

@@ -6,7 +6,7 @@ import math
 from types import ModuleType
 
 from zbmd.training.layout import ParameterLayout
-from zbmd.training.xp import Array
+from zbmd.training.xp import Array, widened
 from zbmd.transport.errors import ZbmdError
 
 NORM_BLOCK = 16_384  # elements
@@ -19,13 +19,13 @@ class TrainingDiverged(ZbmdError):
 def global_norm(grads: Array, *, xp: ModuleType) -> float:
     """Return the Euclidean norm of `grads`, 1-D of any float dtype.
 
-    The squares are summed in blocks of `NORM_BLOCK` elements in `grads`' dtype, the blocks' sums in order
-    in double precision: the same bits wherever the array lies. Raises `TrainingDiverged` if the norm is not
-    finite.
+    The squares are summed in blocks of `NORM_BLOCK` elements in `grads`' dtype (float32 for 16-bit floats),
+    the blocks' sums in order in double precision: the same bits wherever the array lies. Raises
+    `TrainingDiverged` if the norm is not finite.
     """
     total = 0.0
     for start in range(0, len(grads), NORM_BLOCK):
-        block = grads[start : start + NORM_BLOCK]
+        block = widened(grads[start : start + NORM_BLOCK])
         total += float(xp.dot(block, block))
     return norm_from(total)
 

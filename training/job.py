@@ -28,6 +28,7 @@ from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import LOG_FORMAT, LogHeader, loss_of, read_log
 from zbmd.training.ml_actors.model_actors import ModelActors
 from zbmd.training.plain import PlainTrainer
+from zbmd.training.precision import Storage
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.store import PARTS, Store
@@ -108,10 +109,10 @@ def result_of(options: JobOptions, recipe: Recipe, weights: Array, loss_last: fl
     )
 
 
-def run_plain(options: JobOptions) -> JobResult:
+def run_plain(options: JobOptions, *, storage: Storage = "float32") -> JobResult:
     """The job in this process, without any of the stack: the reference for its bits."""
     recipe = open_recipe(options)
-    trainer = PlainTrainer(recipe)
+    trainer = PlainTrainer(recipe, storage=storage)
     loss = 0.0
     for _ in range(recipe.config.steps):
         loss = trainer.run_step().loss

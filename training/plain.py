@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.adamw import AdamWState
+from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.recipe import Recipe
 from zbmd.training.xp import Array
 
@@ -24,29 +25,64 @@ class PlainStep:
 
 
 class PlainTrainer:
-    """Trains `recipe` from its initial weights. `state` and `step` are those of the next step."""
+    """Trains `recipe` from its initial weights. `state` and `step` are those of the next step.
 
-    def __init__(self, recipe: Recipe) -> None:
-        xp, layout = recipe.model.xp, recipe.model.layout
+    With a `storage` of 16 bits, weights and gradients are kept so, and `state` holds masters and moments.
+    `loss_scale` is what float16 begins with.
+    """
+
+    def __init__(
+        self, recipe: Recipe, *, storage: Storage = "float32", loss_scale: float = SCALE_FIRST
+    ) -> None:
+        xp, layout, dtype = recipe.model.xp, recipe.model.layout, storage_dtype(storage)
         self.recipe = recipe
         self.step = 0
         weights: Array = xp.asarray(recipe.model.init(recipe.config.seed))
         self.state = AdamWState(weights, xp.zeros_like(weights), xp.zeros_like(weights))
         self._spare = AdamWState(*(xp.zeros_like(weights) for _ in range(3)))
+        self.loss_scale = LossScale.of(dtype, first=loss_scale)
+        self._narrow: Array | None = weights.astype(dtype) if dtype.itemsize == 2 else None
         self._plan = AccumulationPlan.of(recipe.config.shards, 0, recipe.config.shards)
-        self._buffers: list[Array] = [xp.zeros_like(weights) for _ in range(self._plan.buffers)]
+        self._buffers: list[Array] = [xp.zeros_like(self.weights) for _ in range(self._plan.buffers)]
         self._everything = slice(0, layout.size)
+        self._loss = 0.0
 
     def run_step(self) -> PlainStep:
-        """Do one step. Raises `TrainingDiverged` for a gradient that is not finite; the state stays."""
-        ids = self.recipe.sample_ids(self.step)
-        loss = 0.0
-        for leaf in self._plan.leaves:
-            buffer = self._buffers[leaf.buffer]
-            loss += self.recipe.shard_gradient(self.state.weights, buffer, ids[leaf.shard], step=self.step)
-            self._plan.perform(leaf.additions, self._buffers, self._everything)
-        (total,) = self._plan.partials.values()
-        norm = self.recipe.update(self.state, self._spare, self._buffers[total], step=self.step)
+        """Do one step, attempted anew with a smaller loss scale where its gradients overflow.
+
+        Raises `TrainingDiverged` for a gradient that is not finite and no scale helps; the state stays.
+        """
+        norm, scale = attempted(self.loss_scale, self._attempt)
+        self.recipe.apply(
+            self.state, self._spare, self._total, step=self.step, norm=norm, loss_scale=scale.scale
+        )
         self.state, self._spare = self._spare, self.state
+        self.loss_scale = scale.after(finite=True)
+        if self._narrow is not None:
+            self._narrow[:] = self.state.weights
         self.step += 1
-        return PlainStep(step=self.step - 1, loss=loss, grad_norm=norm)
+        return PlainStep(step=self.step - 1, loss=self._loss, grad_norm=norm)
+
+    @property
+    def weights(self) -> Array:
+        """What is computed with; of 16 bits, the masters rounded."""
+        return self.state.weights if self._narrow is None else self._narrow
+
+    @property
+    def _total(self) -> Array:
+        (total,) = self._plan.partials.values()
+        return self._buffers[total]
+
+    def _attempt(self, scale: LossScale) -> float:
+        """Compute the gradient of the step, times `scale`, and its norm."""
+        ids, self._loss = self.recipe.sample_ids(self.step), 0.0
+        for leaf in self._plan.leaves:
+            self._loss += self.recipe.shard_gradient(
+                self.weights,
+                self._buffers[leaf.buffer],
+                ids[leaf.shard],
+                step=self.step,
+                loss_scale=scale.scale,
+            )
+            self._plan.perform(leaf.additions, self._buffers, self._everything)
+        return self.recipe.norm(self._total, step=self.step)

@@ -50,6 +50,7 @@ class Recipe:
         *,
         step: int,
         on_grad_ready: GradReady | None = None,
+        loss_scale: float = 1.0,
     ) -> float:
         """Write to `grads` one shard's part of the batch's gradient and return its part of the loss, nats.
 
@@ -65,6 +66,7 @@ class Recipe:
             global_batch=self.config.global_batch,
             on_grad_ready=on_grad_ready,
             noise=Noise(self.config.seed, step, sample_ids),
+            loss_scale=loss_scale,
         )
 
     def learning_rate(self, step: int) -> float:
@@ -93,8 +95,17 @@ class Recipe:
         first = non_finite(self.model.layout, grads, xp=self.model.xp) or "all its elements are finite"
         return TrainingDiverged(f"step {step}: {error} First of the gradients, {first}.")
 
-    def apply(self, old: AdamWState, new: AdamWState, grads: Array, *, step: int, norm: float) -> None:
-        """Write to `new` the state after `step`, whose summed gradient is `grads`, clipped by its `norm`."""
+    def apply(
+        self,
+        old: AdamWState,
+        new: AdamWState,
+        grads: Array,
+        *,
+        step: int,
+        norm: float,
+        loss_scale: float = 1.0,
+    ) -> None:
+        """Write to `new` the state after `step`, of gradient `grads / loss_scale`, clipped by its `norm`."""
         with spans.OPTIMIZER:
             self._optimizer.update(
                 old,
@@ -102,7 +113,7 @@ class Recipe:
                 grads,
                 step=step,
                 learning_rate=self.learning_rate(step),
-                grad_scale=clip_scale(norm, limit=self.config.clip_norm),
+                grad_scale=clip_scale(norm, limit=self.config.clip_norm) / loss_scale,
             )
 
     def held_out_loss(self, params: Array, *, windows_max: int, windows_per_pass: int = 16) -> float:

@@ -1,15 +1,23 @@
-"""The reductions of a step's gradients: bucket after bucket, each on its way as soon as it is final."""
+"""The reductions of a step's gradients: bucket after bucket, each on its way as soon as it is final.
+
+16-bit floats are rounded at every node of the shard tree, whoever computes it: so their bits depend no more
+on who holds which shards than those of float32 do.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
-from zbmd.collectives.algorithms.shard_tree import Assignment
+import numpy as np
+
+from zbmd.collectives.algorithms.shard_tree import Assignment, Node, shard_tree_nodes
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.group import Group
 from zbmd.training import spans
 from zbmd.training.accumulate import AccumulationPlan
-from zbmd.training.xp import Array
+from zbmd.training.xp import Array, is_narrow
+from zbmd.training.zero.shard_sum import ShardSum
 
 
 class ShardReduction:
@@ -31,6 +39,8 @@ class ShardReduction:
         self._group = group
         self._assignment = assignment
         self._shards = max(stop for _, stop in assignment)
+        nodes = tuple(tuple(shard_tree_nodes(self._shards, *own)) for own in assignment)
+        self._sums = ShardSum(self._shards, len(assignment), nodes)
         self._total = total
         self._futures: list[Future[object]] = []
 
@@ -40,6 +50,8 @@ class ShardReduction:
         out, end_ns = self._total[span], self._group.deadline_ns()
 
         def reduce(communicator: Communicator) -> object:
+            if is_narrow(out):
+                return reduce_rounded(communicator, partials, out, self._sums, deadline_ns=end_ns)
             return communicator.all_reduce_shards(
                 partials, out, shards=self._shards, assignment=self._assignment, deadline_ns=end_ns
             )
@@ -60,3 +72,28 @@ class ShardReduction:
     def drain(self) -> None:
         """Return once nothing touches the buffers any more."""
         wait(self._futures)
+
+
+def reduce_rounded(
+    communicator: Communicator,
+    partials: Mapping[Node, Array],
+    out: Array,
+    sums: ShardSum,
+    *,
+    deadline_ns: int,
+) -> Array:
+    """Sum the `partials` of all ranks along the shard tree into `out`, rounding at each node.
+
+    As `Communicator.all_reduce_shards`, which rounds once: each rank folds a slice of what all have sent it,
+    and slices are gathered.
+    """
+    ranks, each = sums.ranks, -(-out.size // sums.ranks)
+    sent = np.zeros((sums.width, ranks * each), out.dtype)
+    for row, partial in zip(sent, partials.values(), strict=False):
+        row[: out.size] = partial
+    received = np.empty((sums.width, ranks, each), out.dtype)
+    for row, into in zip(sent, received, strict=True):
+        communicator.all_to_all(row.reshape(ranks, each), into, deadline_ns=deadline_ns)
+    every = communicator.all_gather(sums.fold(list(received)), deadline_ns=deadline_ns)
+    out[:] = every.reshape(-1)[: out.size]
+    return out

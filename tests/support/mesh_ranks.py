@@ -19,6 +19,7 @@ from zbmd.collectives.group import Group, group
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.corpus import Corpus
 from zbmd.training.mesh import Mesh
+from zbmd.training.precision import SCALE_FIRST, Precision, storage_dtype
 from zbmd.training.recipe import Recipe
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.stages import Stages
@@ -33,11 +34,12 @@ class Case(msgspec.Struct, kw_only=True):
     model: GPTConfig
     training: TrainingConfig
     corpus: str
-    dtype: str = "float32"
+    dtype: Precision = "float32"
     overlap: bool = True
     recompute: bool = False
     schedule: str = "1f1b"
     chunks: int = 1
+    loss_scale: float = SCALE_FIRST
 
 
 def run_case(case: Case, groups: MeshGroups, node: Node) -> tuple[np.ndarray, list[float]]:
@@ -52,7 +54,8 @@ def run_case(case: Case, groups: MeshGroups, node: Node) -> tuple[np.ndarray, li
         recipe,
         groups,
         stages=Stages(schedule=case.schedule, chunks=case.chunks),
-        dtype=np.dtype(case.dtype),
+        dtype=storage_dtype(case.dtype),
+        loss_scale=case.loss_scale,
         empty=empty,
         overlap=case.overlap,
     )

@@ -76,18 +76,21 @@ def result(lines: Sequence[str]) -> TrainResult:
 
 async def test_a_run_that_lost_a_rank_goes_on_with_another_mesh(tmp_path: Path) -> None:
     data = str(write_text(tmp_path / "text"))
-    _, lines = await run(recipe(data=data, out=str(tmp_path / "whole")), 1)
+    scaled = {"precision": "f16", "loss_scale": "16777216"}  # at first gradients overflow
+    _, lines = await run(recipe(data=data, out=str(tmp_path / "whole"), **scaled), 1)
     wanted = result(lines)
     out = tmp_path / "killed"
-    options = recipe(data=data, out=str(out), ranks="2", mesh="dp=2")
-    exit_code, lines = await run(options, 2, fault="rank1:mesh.backward:5")
+    options = recipe(data=data, out=str(out), ranks="2", mesh="dp=2", **scaled)
+    exit_code, lines = await run(options, 2, fault="rank1:mesh.begin:4")
     assert exit_code != 0 and (out / CHECKPOINT_NAME).exists(), lines
-    _, lines = await run(recipe(data=data, out=str(out), resume=str(out)), 1)
+    _, lines = await run(recipe(data=data, out=str(out), resume=str(out), **scaled), 1)
     found = result(lines)
     assert (found.weights_sha256, found.steps) == (wanted.weights_sha256, 6)
     assert found.held_out_loss == wanted.held_out_loss
     records = [msgspec.json.decode(line) for line in (out / METRICS_NAME).read_bytes().splitlines()]
     assert [one["step"] for one in records if "loss" in one][-2:] == [5, 6]
+    last = [one for one in records if "loss" in one][-1]
+    assert last["skipped"] > 0 and last["loss_scale"] == 2.0 ** (24 - last["skipped"])
 
 
 async def test_a_mesh_of_both_axes_trains_a_gpt2_on_byte_pairs(tmp_path: Path) -> None:

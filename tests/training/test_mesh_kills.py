@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from zbmd.tools.small_job import run_small_job, write_text
+from zbmd.training.precision import Precision
 from zbmd.transport import faults
 from zbmd.transport.errors import UserError
 
@@ -16,23 +17,33 @@ CASES = (
     ("tp=2", "auto", "rank0:mirror.middle:3"),
     ("dp=2,tp=2", "auto", "rank3:mesh.backward:5"),
     ("dp=2,pp=2", "auto", "rank1:mesh.begin:3,rank1#2:mirror.restore_middle"),
+    ("dp=2", "auto", "rank1:pipeline.compute:7"),
 )
-"""All of them: `python -m zbmd.tools.kill_sweep --mesh dp=2,pp=2 -n 4 --second`, and so for other meshes."""
+"""The last one is in float16, while attempts overflow. All points:
+`python -m zbmd.tools.kill_sweep --mesh dp=2,pp=2 -n 4 --second`, and so for other meshes."""
 
 
 async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
-    data, calm = write_text(tmp_path / "text"), dict[bool, str]()
-    for is_cut, (mesh, ranks) in ((False, ("dp=1", 1)), (True, ("tp=2", 2))):  # dp and pp change no bit
-        done = await run_small_job(tmp_path / mesh, data, mesh=mesh, world_size=ranks)
-        calm[is_cut] = done.digest
-    assert calm[False] != calm[True]
+    data, calm = write_text(tmp_path / "text"), dict[tuple[bool, Precision], str]()
+    kinds: tuple[tuple[str, Precision], ...] = (("dp=1", "float32"), ("tp=2", "float32"), ("dp=1", "float16"))
+    for mesh, precision in kinds:  # dp and pp change no bit
+        out, ranks = tmp_path / f"{mesh}-{precision}", int(mesh[-1])
+        done = await run_small_job(out, data, mesh=mesh, world_size=ranks, precision=precision)
+        calm["tp" in mesh, precision] = done.digest
+    assert len(set(calm.values())) == len(calm)
     for number, (mesh, links, fault) in enumerate(CASES):
-        ranks = 2 ** len(mesh.split(","))
+        ranks, precision = 2 ** len(mesh.split(",")), kinds[-1][1] if mesh == "dp=2" else "float32"
         found = await run_small_job(
-            tmp_path / str(number), data, fault=fault, links=links, mesh=mesh, world_size=ranks
+            tmp_path / str(number),
+            data,
+            fault=fault,
+            links=links,
+            mesh=mesh,
+            world_size=ranks,
+            precision=precision,
         )
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
-        assert found.digest == calm["tp" in mesh], (mesh, fault)
+        assert found.digest == calm["tp" in mesh, precision], (mesh, fault)
 
 
 async def test_a_stage_and_its_buddy_lost_at_once_are_told_in_words(tmp_path: Path) -> None:

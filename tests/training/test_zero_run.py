@@ -15,6 +15,8 @@ from zbmd.tools.small_job import write_text
 from zbmd.training import __main__ as training
 from zbmd.training.job import open_recipe, run_plain
 from zbmd.training.plain import PlainTrainer
+from zbmd.training.precision import Storage
+from zbmd.training.recipe import Recipe
 
 STEPS = 50
 SHAPE = ("--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--sequences-per-shard", "1")
@@ -27,22 +29,27 @@ from zbmd.training.job import open_recipe
 from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
 
 
-OPTIONS = [ZeroOptions(stage=stage, prefetch=stage) for stage in (1, 2, 3)]
+KINDS = [("float32", 50)] + [("bfloat16", 6), ("float16", 6)] * (os.environ["WORLD_SIZE"] != "2")
+OPTIONS = [
+    (ZeroOptions(stage=stage, storage=storage, prefetch=stage, loss_scale=2.0**24), steps)
+    for storage, steps in KINDS for stage in (1, 2, 3)
+]
 
 def train(node, group, recipe):
-    for zero in OPTIONS:
+    for zero, steps in OPTIONS:
         trainer = ZeroTrainer(node, group, recipe, zero)
-        for _ in range(recipe.config.steps):
+        for _ in range(steps):
             done = trainer.run_step()
         digest = hashlib.sha256(trainer.weights().data).hexdigest()
         if node.rank == 0:
-            print(f"stage {zero.stage}: {done.loss!r} {done.grad_norm!r} {digest}")
+            told = f"{done.loss!r} {done.grad_norm!r} {done.skipped} {digest}"
+            print(f"{zero.storage} stage {zero.stage}: {told}")
     group.blocking.barrier()
 
 async def main():
     recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
     ranks = int(os.environ["WORLD_SIZE"])
-    sizes = [arena_bytes_needed(recipe.model, recipe.config, zero, ranks=ranks) for zero in OPTIONS]
+    sizes = [arena_bytes_needed(recipe.model, recipe.config, zero, ranks=ranks) for zero, _ in OPTIONS]
     async with zbmd.join(arena=sum(sizes)) as node:
         group = await zbmd.group(node)
         await asyncio.to_thread(train, node, group, recipe)
@@ -52,15 +59,23 @@ zbmd.run(main())
 """
 
 
+def alone(recipe: Recipe, storage: Storage, steps: int) -> str:
+    """What one plain process says at its end."""
+    plain = PlainTrainer(recipe, storage=storage, loss_scale=2.0**24)
+    done = [plain.run_step() for _ in range(steps)][-1]
+    digest, skipped = hashlib.sha256(plain.state.weights.data).hexdigest(), plain.loss_scale.skipped
+    assert (skipped > 0) == (storage == "float16")
+    return f"{done.loss!r} {done.grad_norm!r} {skipped} {digest}"
+
+
 @pytest.mark.parametrize(("ranks", "links"), [(2, "tcp"), (4, "auto")])
 async def test_every_stage_has_the_bits_of_one_process(ranks: int, links: str, tmp_path: Path) -> None:
     data = write_text(tmp_path / "text")
     arguments = (*SHAPE, "--steps", str(STEPS), "--shards", "8", "--data", str(data), "--out", str(tmp_path))
     recipe = open_recipe(training.options_of(training.parser().parse_args(arguments)))
-    plain = PlainTrainer(recipe)
-    steps = [plain.run_step() for _ in range(STEPS)]
-    digest = hashlib.sha256(plain.state.weights.data).hexdigest()
-    wanted = f"{steps[-1].loss!r} {steps[-1].grad_norm!r} {digest}"
+    wanted = {"float32": alone(recipe, "float32", STEPS)}
+    if ranks == 4:
+        wanted |= {storage: alone(recipe, storage, 6) for storage in ("bfloat16", "float16")}
 
     script, output = tmp_path / "job.py", Lines()
     script.write_text(EVERY_STAGE)
@@ -74,8 +89,9 @@ async def test_every_stage_has_the_bits_of_one_process(ranks: int, links: str, t
     ended = await Host(config, output=output).run()
     told = "\n".join(output.lines)
     assert ended.exit_code == 0, told
-    for stage in (1, 2, 3):
-        assert f"0: stage {stage}: {wanted}" in output.lines, told
+    for storage, line in wanted.items():
+        for stage in (1, 2, 3):
+            assert f"0: {storage} stage {stage}: {line}" in output.lines, (line, told)
 
 
 def test_the_job_alone_has_the_bits_of_the_plain_one(

@@ -12,7 +12,7 @@ import numpy as np
 
 from zbmd.training.adamw import AdamWState, update_blocks
 from zbmd.training.layout import ParameterLayout
-from zbmd.training.xp import Array
+from zbmd.training.xp import Array, widened
 
 
 class LionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="lion"):
@@ -48,7 +48,7 @@ class Lion:
             self.layout.check(array)
         for span, decayed in self._blocks:
             decay = learning_rate * self.config.weight_decay if decayed else 0.0
-            slope = grads[span] * grad_scale
+            slope = widened(grads[span]) * grad_scale
             move = old.mean[span] * beta1
             move += slope * (1.0 - beta1)
             xp.sign(move, out=move)

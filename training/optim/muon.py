@@ -16,7 +16,7 @@ import numpy as np
 
 from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState
 from zbmd.training.layout import ParameterLayout, ParameterSlot
-from zbmd.training.xp import Array
+from zbmd.training.xp import Array, widened
 
 ROUNDS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -76,7 +76,7 @@ class Muon:
         grad_scale: float,
     ) -> None:
         momentum, span = self.config.momentum, slot.span
-        slope = grads[span] * grad_scale
+        slope = widened(grads[span]) * grad_scale
         mean = new.mean[span]
         self.xp.multiply(old.mean[span], momentum, out=mean)
         slope *= 1.0 - momentum

@@ -14,7 +14,7 @@ import numpy as np
 
 from zbmd.training.adamw import AdamWState, update_blocks
 from zbmd.training.layout import ParameterLayout
-from zbmd.training.xp import Array
+from zbmd.training.xp import Array, widened
 
 
 class SGDConfig(msgspec.Struct, frozen=True, kw_only=True, tag="sgd"):
@@ -50,7 +50,7 @@ class SGD:
             self.layout.check(array)
         for span, decayed in self._blocks:
             decay = learning_rate * self.config.weight_decay if decayed else 0.0
-            slope = grads[span] * grad_scale
+            slope = widened(grads[span]) * grad_scale
             velocity = new.mean[span]
             self.xp.multiply(old.mean[span], momentum, out=velocity)
             velocity += slope

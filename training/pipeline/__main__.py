@@ -125,7 +125,7 @@ class _Task(MeshTask[PipelineResult]):
 
     def copies(self, trainer: MeshTrainer) -> list[np.ndarray]:
         """See `MeshTask`."""
-        return [self._empty(STATE_ARRAYS * trainer.own.size_most, trainer.dtype) for _ in range(SLOTS)]
+        return [self._empty(STATE_ARRAYS * trainer.own.size_most, trainer.state_dtype) for _ in range(SLOTS)]
 
     def _empty(self, size: int, dtype: Any) -> np.ndarray:
         return self._node.segment.arena.empty((size,), dtype)

@@ -6,14 +6,13 @@ over the sums of the blocks that it holds whole, and the elements themselves of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.training.clip import NORM_BLOCK, TrainingDiverged
-from zbmd.training.xp import Array
+from zbmd.training.clip import NORM_BLOCK, norm_from
+from zbmd.training.xp import Array, widened
 from zbmd.transport.errors import RemoteProtocolError
 
 Pieces = NDArray[np.float64]
@@ -35,7 +34,7 @@ def pieces_of(grads: Array, span: slice) -> Pieces:
     first, last = blocks.start * NORM_BLOCK - span.start, blocks.stop * NORM_BLOCK - span.start
     sums = [
         float(np.dot(block, block))
-        for block in (grads[at : at + NORM_BLOCK] for at in range(first, last, NORM_BLOCK))
+        for block in (widened(grads[at : at + NORM_BLOCK]) for at in range(first, last, NORM_BLOCK))
     ]
     return np.concatenate([grads[:first].astype(np.float64), sums, grads[last:].astype(np.float64)])
 
@@ -48,7 +47,7 @@ def pieces_length(span: slice) -> int:
 
 
 def norm_of(pieces: Sequence[tuple[slice, Pieces]], dtype: np.dtype[np.floating]) -> float:
-    """The norm of the whole, from the pieces of all parts in their order.
+    """The norm of the whole, from the pieces of all parts in their order; `dtype` is what it is computed in.
 
     Raises `TrainingDiverged` if it is not finite, `RemoteProtocolError` if pieces have not their length.
     """
@@ -78,9 +77,4 @@ def norm_of(pieces: Sequence[tuple[slice, Pieces]], dtype: np.dtype[np.floating]
                 total += float(value)
             open_block.append(values[head + len(blocks) :])
     total += close_block()
-    norm = math.sqrt(total) if total >= 0.0 else math.nan
-    if not math.isfinite(norm):
-        raise TrainingDiverged(
-            f"the gradient's norm is {norm}: the training diverged. Lower the learning rate, or clip harder."
-        )
-    return norm
+    return norm_from(total)

@@ -88,8 +88,10 @@ class GPTPart:
         parameters = self.model.parameters_in(self.layout, params, None, None)
         return self.model.run_units(tape, self.layers, x, parameters, batch).data
 
-    def backward(self, forward: Pass, gradient: Array | None) -> Array | None:
+    def backward(self, forward: Pass, gradient: Array | None, *, loss_scale: float = 1.0) -> Array | None:
         """Play a forward pass backwards from the gradient of its output, which is used up; None: the loss's.
+
+        The gradient of the loss is `loss_scale`.
 
         Returns the gradient of its input, (rows, width), or None for the first part.
         """
@@ -101,7 +103,7 @@ class GPTPart:
                 forward.output.accumulate(given)
 
             end = forward.tape.record(np.zeros((), given.dtype), pass_on)
-        forward.tape.play(end, np.ones_like(end.data))
+        forward.tape.play(end, np.full_like(end.data, loss_scale))
         if not forward.weight_gradients:
             forward.tape.check_whole()
         return None if forward.input is None else forward.input.grad

@@ -75,6 +75,7 @@ class StagePasses:
         self._batches: Sequence[Batch] = ()
         self._final: Final | None = None
         self._deadline_ns = 0
+        self._loss_scale = 1.0
         self.losses: dict[int, float] = {}
         """Of the micro-batches, on the last stage."""
         self.busy_ns = 0
@@ -97,15 +98,17 @@ class StagePasses:
         deadline_ns: int,
         final: Final | None,
         between: Callable[[], None],
+        loss_scale: float = 1.0,
     ) -> None:
         """Do the passes of a step; `between` is called between any two computations.
 
-        `final` is called while the last micro-batch is on its way back. Raises `PeerLost`, `OperationAborted`
-        and `DeadlineExceeded`; give these passes up then.
+        Gradients, not losses, are multiplied by `loss_scale`. `final` is called while the last micro-batch is
+        on its way back. Raises `PeerLost`, `OperationAborted` and `DeadlineExceeded`; give these passes up
+        then.
         """
         self.losses, self.busy_ns = {}, 0
         self._weights, self._batches, self._final = weights, batches, final
-        self._deadline_ns = deadline_ns
+        self._deadline_ns, self._loss_scale = deadline_ns, loss_scale
         actions = deque(self._handle(StepBegun()))
         while actions:
             actions += self._perform(actions.popleft())
@@ -217,7 +220,7 @@ class StagePasses:
         splits = instruction.op is Op.INPUT_GRADIENT
         if not splits:
             self._begin_buckets(number, microbatch)
-        gradient = part.backward(self._passes[number, microbatch], given)
+        gradient = part.backward(self._passes[number, microbatch], given, loss_scale=self._loss_scale)
         if gradient is not None:
             self._made[Message(True, number - 1, microbatch)] = gradient
         if not splits:

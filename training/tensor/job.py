@@ -37,7 +37,7 @@ SAVED_POINT = faults.declare("mesh.saved", "when what a run makes is on disk, be
 
 RECORDS_KEPT = 3
 """Steps whose values a rank keeps, its last ones: the next one to be told is among them."""
-_BASE, _HAS, _LOSS, _NORM, _COMPUTE, _WAITED, _NUMBERS = range(7)
+_BASE, _HAS, _LOSS, _NORM, _COMPUTE, _WAITED, _SCALE, _SKIPPED, _NUMBERS = range(9)
 
 
 class MeshTask(Protocol[TaskResultT]):
@@ -186,7 +186,7 @@ class MeshJob(Generic[ResultT]):
     def _profiled(self, groups: MeshGroups, trainer: MeshTrainer) -> Profiler:
         if self._profiler is None:
             recipe = trainer.recipe
-            sequences, dtype = recipe.config.sequences_per_shard, trainer.dtype.name
+            sequences, dtype = recipe.config.sequences_per_shard, trainer.state_dtype.name
             self._profiler = open_profiler(self._task.out, recipe.model, sequences=sequences, dtype=dtype)
         self._profiler.follow(groups.world, groups.data, groups.pipeline, groups.tensor)
         return self._profiler
@@ -208,7 +208,8 @@ class MeshJob(Generic[ResultT]):
         mine, last = np.zeros(_NUMBERS), self._records.get(self._base + version - 1)
         mine[_BASE] = self._base
         if last is not None:
-            mine[_HAS:] = 1.0, last.loss, last.grad_norm, last.compute_ns, last.waited_ns
+            mine[_HAS:_SCALE] = 1.0, last.loss, last.grad_norm, last.compute_ns, last.waited_ns
+            mine[_SCALE:] = last.loss_scale, last.skipped
         every = world.blocking.all_gather(mine)
         self._base = int(every[:, _BASE].min())
         step = self._base + version - 1
@@ -223,6 +224,8 @@ class MeshJob(Generic[ResultT]):
                     grad_norm=float(found[_NORM]),
                     compute_ns=int(found[_COMPUTE]),
                     waited_ns=int(found[_WAITED]),
+                    loss_scale=float(found[_SCALE]),
+                    skipped=int(found[_SKIPPED]),
                 )
             )
 

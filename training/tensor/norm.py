@@ -15,8 +15,9 @@ from zbmd.training.clip import global_norm, norm_from
 from zbmd.training.pipeline.norm import norm_of, pieces_length, pieces_of
 from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.rings import gather_rows
+from zbmd.training.precision import computing_dtype
 from zbmd.training.tensor.shards import cut_of
-from zbmd.training.xp import Array
+from zbmd.training.xp import Array, widened
 from zbmd.transport.errors import RemoteProtocolError
 
 
@@ -31,8 +32,11 @@ def mesh_norm(total: Array, own: OwnParts, *, pipeline: Group | None, tensor: Gr
         return global_norm(total, xp=np)
     pieces = [pieces_of(total[own.spans[number]], part.span) for number, part in own.parts.items()]
     lengths = {number: pieces_length(own.every[number].span) for number in own.order}
-    found = _by_part(gather_rows(pipeline, np.concatenate(pieces)), lengths)
-    return norm_of([(part.span, found[number]) for number, part in enumerate(own.every)], total.dtype)
+    found, dtype = (
+        _by_part(gather_rows(pipeline, np.concatenate(pieces)), lengths),
+        computing_dtype(total.dtype),
+    )
+    return norm_of([(part.span, found[number]) for number, part in enumerate(own.every)], dtype)
 
 
 def _by_parameters(total: Array, own: OwnParts, pipeline: Group | None, tensor: Group) -> float:
@@ -40,7 +44,7 @@ def _by_parameters(total: Array, own: OwnParts, pipeline: Group | None, tensor: 
     squares = np.zeros(len(own.layout.slots))
     for index, (slot, view) in enumerate(zip(own.layout.slots, own.layout.views(total), strict=True)):
         if is_first or cut_of(slot.name)[1]:  # what is whole on all ranks counts once
-            flat = view.reshape(-1)
+            flat = widened(view.reshape(-1))
             squares[index] = float(np.dot(flat, flat))
     with spans.COMM:
         tensor.blocking.all_reduce(squares)

@@ -8,19 +8,20 @@ from typing import Any, Literal
 import msgspec
 
 from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.precision import SCALE_FIRST, LossScale, Precision, storage_dtype
 from zbmd.training.tensor.stages import Stages
 from zbmd.transport.errors import UserError
 
 Tokens = Literal["bytes", "bpe"]
-Precision = Literal["float32", "float64"]
 TOKENS: tuple[Tokens, ...] = ("bytes", "bpe")
-PRECISIONS: tuple[Precision, ...] = ("float32", "float64")
+PRECISIONS: tuple[Precision, ...] = ("float32", "float64", "bfloat16", "float16")
 
 
 class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A recipe. The vocabulary of `model` is that of the tokens; `*_every` are in steps, 0: only at the end.
 
-    weights: a GPT-2 in Hugging Face's layout to begin with; resume: a checkpoint to go on from.
+    loss_scale: what float16 begins with; weights: a GPT-2 in Hugging Face's layout to begin with; resume: a
+    checkpoint to go on from.
     """
 
     out: Path
@@ -32,6 +33,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int = 1024
     tokenizer: Path | None = None
     precision: Precision = "float32"
+    loss_scale: float = SCALE_FIRST
     recompute: bool = False
     overlap: bool = True
     schedule: str = "1f1b"
@@ -66,6 +68,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError("give --weights to begin with, or --resume to go on from: not both.")
         if self.precision == "float64" and (self.checkpoint_every or self.resume is not None):
             raise UserError("checkpoints hold float32: with --precision float64 give --checkpoint-every 0.")
+        LossScale.of(storage_dtype(self.precision), first=self.loss_scale)
         for name in ("evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be 0 or more.")

@@ -26,6 +26,7 @@ from zbmd.training.job import weights_sha256
 from zbmd.training.journal import WEIGHTS_NAME
 from zbmd.training.mesh import Mesh
 from zbmd.training.optim import MuonConfig
+from zbmd.training.precision import LossScale, storage_dtype
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.recipe import Recipe, learning_rate_of
 from zbmd.training.tensor.axes import require_axes
@@ -34,7 +35,14 @@ from zbmd.training.tensor.job import MeshJob, MeshTask
 from zbmd.training.tensor.model import PartOfGPT
 from zbmd.training.tensor.options import TrainOptions
 from zbmd.training.tensor.records import Records, require_board
-from zbmd.training.tensor.stages import SLOTS, STATE_ARRAYS, RankBytes, bytes_needed, elements_most
+from zbmd.training.tensor.stages import (
+    SLOTS,
+    STATE_ARRAYS,
+    RankBytes,
+    bytes_needed,
+    elements_most,
+    state_elements,
+)
 from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
 from zbmd.training.token_corpus import TokenCorpus, prepare_tokens
 from zbmd.training.weights import save_weights
@@ -104,8 +112,8 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
     """What any rank needs. Raises `UserError` for a model or a batch that the mesh does not divide."""
     ranks = mesh.size("tp")
     model = GPT(config) if ranks == 1 else PartOfGPT(config, 0, ranks)
-    itemsize = np.dtype(options.precision).itemsize
-    return bytes_needed(model, options.training, mesh, options.stages, itemsize=itemsize, copies=SLOTS)
+    dtype = storage_dtype(options.precision)
+    return bytes_needed(model, options.training, mesh, options.stages, dtype=dtype, copies=SLOTS)
 
 
 async def run(options: TrainOptions) -> TrainResult | None:
@@ -171,9 +179,10 @@ class _Run(MeshTask[TrainResult]):
             recipe,
             groups,
             stages=options.stages,
-            dtype=np.dtype(options.precision),
+            dtype=storage_dtype(options.precision),
             empty=self._empty,
             overlap=options.overlap,
+            loss_scale=options.loss_scale,
         )
         self._start(trainer)
         self._began_ns, self._first_step = now_ns(), trainer.step
@@ -181,8 +190,8 @@ class _Run(MeshTask[TrainResult]):
 
     def copies(self, trainer: MeshTrainer) -> list[np.ndarray]:
         """See `MeshTask`."""
-        size = STATE_ARRAYS * elements_most(self.config, self.mesh, self.options.stages)
-        return [self._empty(size, trainer.dtype) for _ in range(SLOTS)]
+        size = state_elements(elements_most(self.config, self.mesh, self.options.stages), trainer.dtype)
+        return [self._empty(size, trainer.state_dtype) for _ in range(SLOTS)]
 
     def _empty(self, size: int, dtype: Any) -> Array:
         return self._node.segment.arena.empty((size,), dtype)
@@ -204,6 +213,8 @@ class _Run(MeshTask[TrainResult]):
             "tokens_per_s": self._tokens_per_step / took_s,
             "waited_ms": done.waited_ns / 1e6,
         }
+        if self.options.precision == "float16":
+            values |= {"loss_scale": done.loss_scale, "skipped": float(done.skipped)}
         if records.put(step, **values) and self._due(step, TELL_EVERY_STEPS):
             records.tell(step, **values)
 
@@ -265,6 +276,8 @@ class _Run(MeshTask[TrainResult]):
             "model": asdict(self.config),
             "training": asdict(self.options.training),
             "corpus": self.corpus.header.digest,
+            "precision": self.options.precision,
+            "loss_scale": self.options.loss_scale,
         }
         return msgspec.json.encode(plan, order="deterministic").decode()
 
@@ -274,14 +287,21 @@ class _Run(MeshTask[TrainResult]):
         if options.weights is not None:
             trainer.begin_with(load_gpt2(options.weights)[0])
         elif options.resume is not None:
-            size = GPT(self.config).layout.size
-            found = load_checkpoint(options.resume, plan=self._plan, elements=STATE_ARRAYS * size)
-            trainer.begin_with(*np.split(found.flat, STATE_ARRAYS), step=found.version)
+            size, scale = STATE_ARRAYS * GPT(self.config).layout.size, LossScale.of(trainer.dtype)
+            found = load_checkpoint(options.resume, plan=self._plan, elements=size + scale.numbers)
+            trainer.begin_with(
+                *np.split(found.flat[:size], STATE_ARRAYS),
+                step=found.version,
+                scale=scale.read(found.flat[size:]),
+            )
 
     def _checkpoint(self, trainer: MeshTrainer) -> None:
-        if self.options.precision != "float32":
+        if self.options.precision == "float64":
             return
-        flat = np.concatenate([trainer.whole(array) for array in _arrays(trainer.state)])
+        scale = trainer.loss_scale
+        room = np.zeros(scale.numbers, np.float32)
+        scale.write(room)
+        flat = np.concatenate([*(trainer.whole(array) for array in _arrays(trainer.state)), room])
         if self.is_first:
             made = Checkpoint(version=trainer.step, plan=self._plan, flat=flat)
             save_checkpoint(self.options.out / CHECKPOINT_NAME, made)

@@ -16,10 +16,12 @@ from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.program import Shape, StageProgram
 from zbmd.training.pipeline.rings import inbox_bytes_needed
 from zbmd.training.pipeline.runnable import runnable_programs, traffic_of
+from zbmd.training.precision import LossScale, computing_dtype
 from zbmd.training.tensor.axes import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from zbmd.training.tensor.model import PartOfGPT
 from zbmd.transport.errors import UserError
 
+FLOAT32: np.dtype[np.floating] = np.dtype(np.float32)
 STATE_ARRAYS = 3
 """Weights and two moments."""
 SLOTS = 2
@@ -75,10 +77,12 @@ def bytes_needed(
     mesh: Mesh,
     stages: Stages,
     *,
-    itemsize: int = 4,
+    dtype: np.dtype[np.floating] = FLOAT32,
     copies: int = 0,
 ) -> RankBytes:
     """Of any rank of the mesh; `model` is the first part along `tp`, `copies`: of states kept for others.
+
+    `dtype` is that of weights and gradients.
 
     Raises `UserError` for layers or shards that cannot be shared out over the mesh.
     """
@@ -86,15 +90,20 @@ def bytes_needed(
     most = elements_most(model.config, mesh, stages)
     shares = assign_shards(training.shards, data_ranks)
     buffers = max(AccumulationPlan.of(training.shards, *share).buffers for share in shares)
-    flats = buffers + 1 + STATE_ARRAYS * (SLOTS + copies)
+    computing = computing_dtype(dtype)
+    stored = (buffers + 1 + (dtype != computing)) * most * dtype.itemsize
+    state = state_elements(most, dtype) * computing.itemsize
     every = stages.programs(training, mesh)
     inbox = 0
     if count > 1:
-        traffic = traffic_of(
-            model.config, training, tensor_ranks=mesh.size(TENSOR_AXIS), dtype=np.dtype(f"f{itemsize}")
-        )
+        traffic = traffic_of(model.config, training, tensor_ranks=mesh.size(TENSOR_AXIS), dtype=computing)
         inbox = max(inbox_bytes_needed(programs, traffic) for programs in every)
-    return RankBytes(arena=flats * most * itemsize, inbox=inbox)
+    return RankBytes(arena=stored + (SLOTS + copies) * state, inbox=inbox)
+
+
+def state_elements(size: int, dtype: np.dtype[np.floating]) -> int:
+    """How many numbers the state of `size` parameters of `dtype` has, with the loss scale, if it changes."""
+    return STATE_ARRAYS * size + LossScale.of(dtype).numbers
 
 
 def elements_most(config: GPTConfig, mesh: Mesh, stages: Stages) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +29,7 @@ from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.passes import StagePasses
 from zbmd.training.pipeline.rings import RingMemory, StageRings, gather_rows
 from zbmd.training.pipeline.runnable import traffic_of
+from zbmd.training.precision import SCALE_FIRST, LossScale, attempted, computing_dtype
 from zbmd.training.recipe import Recipe
 from zbmd.training.reduction import ShardReduction
 from zbmd.training.rng import Noise
@@ -38,12 +38,10 @@ from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.model import ParallelGPT
 from zbmd.training.tensor.norm import mesh_norm
 from zbmd.training.tensor.relay import relayed_loss
-from zbmd.training.tensor.stages import ONE_EACH, SLOTS, STATE_ARRAYS, Stages
+from zbmd.training.tensor.stages import FLOAT32, ONE_EACH, SLOTS, STATE_ARRAYS, Stages, state_elements
 from zbmd.training.watch import ALONE, VOTE_NUMBERS, StepWatch
 from zbmd.training.xp import Array
 from zbmd.transport._native import now_ns
-
-FLOAT32: Final[np.dtype[np.floating]] = np.dtype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +49,8 @@ class MeshStep:
     """What a step reported, the same on all ranks but for times: loss (nats per token), norm unclipped.
 
     compute_ns: forwards and backwards, with the waits along `pp` and `tp`; waited_ns: behind that, for
-    reductions along `dp`; busy_ns: of each rank, `compute_ns` without the waits along `pp`.
+    reductions along `dp`; busy_ns: of each rank, `compute_ns` without the waits along `pp`. loss_scale: what
+    its gradients were multiplied by; skipped: attempts that overflowed, so far.
     """
 
     step: int
@@ -60,13 +59,17 @@ class MeshStep:
     compute_ns: int
     waited_ns: int
     busy_ns: tuple[int, ...] = field(default=())
+    loss_scale: float = 1.0
+    skipped: int = 0
 
 
 class MeshTrainer:
-    """Trains `recipe`, whose model is of `groups.model`, in arrays of `dtype` that `empty(size)` makes.
+    """Trains `recipe`, whose model is of `groups.model`, with weights and gradients of `dtype`.
 
-    `empty` may give memory that peers can read (`node.segment.arena`), which saves copies, and is needed
-    where a mirror goes along. Without `overlap` the reductions begin when the backward pass has ended.
+    Of 16 bits, masters and moments are kept, and all is computed, in float32; `loss_scale` is what float16
+    begins with. Arrays are made by `empty`,
+    which may give memory that peers can read (`node.segment.arena`): that saves copies, and is needed where a
+    mirror goes along. Without `overlap` the reductions begin when the backward pass has ended.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class MeshTrainer:
         dtype: np.dtype[np.floating] = FLOAT32,
         empty: Callable[[int, npt.DTypeLike], Array] = np.empty,
         overlap: bool = True,
+        loss_scale: float = SCALE_FIRST,
     ) -> None:
         self.recipe = recipe
         self.groups = groups
@@ -85,7 +89,8 @@ class MeshTrainer:
         self.step = 0
         self.base = 0
         """The step that version 0 of the state begins: versions are counted from there."""
-        self.dtype = dtype
+        self.dtype, self.state_dtype = dtype, computing_dtype(dtype)
+        self._initial_scale = LossScale.of(dtype, first=loss_scale)
         config, model = recipe.config, recipe.model
         count, stage = groups.size(PIPELINE_AXIS), groups.place(PIPELINE_AXIS)
         self.own = OwnParts(model, stages.cuts_of(model.config, count), stages=count, stage=stage)
@@ -94,8 +99,8 @@ class MeshTrainer:
         self._plan = AccumulationPlan.of(config.shards, *self._assignment[groups.place(DATA_AXIS)])
         self._reporters = _reporters(groups.mesh, self._assignment, last=(len(self.own.every) - 1) % count)
 
-        def zeros(size: int) -> Array:
-            made = empty(size, self.dtype)
+        def zeros(size: int, dtype: np.dtype[np.floating] = dtype) -> Array:
+            made = empty(size, dtype)
             made[...] = 0.0
             return made
 
@@ -106,8 +111,10 @@ class MeshTrainer:
             if groups.data is not None
             else self._buffers[next(iter(self._plan.partials.values()))]
         )
-        self.slots = [zeros(STATE_ARRAYS * size) for _ in range(SLOTS)]
-        """Versions of what this rank holds: weights and moments, one behind the other."""
+        self.slots = [zeros(state_elements(size, dtype), self.state_dtype) for _ in range(SLOTS)]
+        """Versions of what this rank holds: weights and moments, one behind the other, and the loss scale, if
+        it changes."""
+        self._narrow = zeros(size) if dtype != self.state_dtype else None
         self.slot = 0
         """The one in use."""
         self._initial: Sequence[Array] = ()
@@ -115,6 +122,7 @@ class MeshTrainer:
         self._optimizer = optimizer_for(config.optimizer, self.own.layout)
         self._ring_memory: RingMemory | None = None
         self._passes_or_none: StagePasses | None = None
+        self._compute_ns = self._waited_ns = 0
 
     # ---- the state
 
@@ -124,11 +132,30 @@ class MeshTrainer:
         return self._state_in(self.slot)
 
     def _state_in(self, slot: int) -> AdamWState:
-        return AdamWState(*np.split(self.slots[slot], STATE_ARRAYS))
+        return AdamWState(*np.split(self.slots[slot][: STATE_ARRAYS * self.own.layout.size], STATE_ARRAYS))
 
-    def begin_with(self, *whole: Array, step: int = 0) -> None:
+    @property
+    def loss_scale(self) -> LossScale:
+        """That of the next step, the same on all ranks. Raises `UserError` for a state that is damaged."""
+        return self._initial_scale.read(self._scale_room(self.slot))
+
+    def _scale_room(self, slot: int) -> Array:
+        return self.slots[slot][STATE_ARRAYS * self.own.layout.size :]
+
+    @property
+    def params(self) -> Array:
+        """What is computed with: the weights, of 16 bits as they were rounded last."""
+        return self.state.weights if self._narrow is None else self._narrow
+
+    def _round(self) -> None:
+        """As behind every change of the slot in use."""
+        if self._narrow is not None:
+            self._narrow[:] = self.state.weights
+
+    def begin_with(self, *whole: Array, step: int = 0, scale: LossScale | None = None) -> None:
         """Begin `step` with the whole model's weights, and moments if they are given, not with the seed's."""
         self.step = self.base = step
+        self._initial_scale = scale or self._initial_scale
         self._initial = [self._mine(flat).copy() for flat in whole]
         self.begin_anew()
 
@@ -137,8 +164,11 @@ class MeshTrainer:
         recipe, self.slot = self.recipe, 0
         initial = self._initial or [self.own.cut(recipe.model.init(recipe.config.seed))]
         self.slots[0][:] = 0
-        for part, flat in zip(np.split(self.slots[0], STATE_ARRAYS), initial, strict=False):
+        state = self._state_in(0)
+        for part, flat in zip((state.weights, state.mean, state.square), initial, strict=False):
             part[:] = flat
+        self._initial_scale.write(self._scale_room(0))
+        self._round()
 
     def _mine(self, flat: Array) -> Array:
         """This rank's part of the whole model's flat array."""
@@ -175,6 +205,7 @@ class MeshTrainer:
         self.groups, self.base, self.step = groups, base, base + version
         if isinstance(self.recipe.model, ParallelGPT) and groups.tensor is not None:
             self.recipe.model.group = groups.tensor
+        self._round()
 
     def close(self, *, gave_up: bool = False) -> None:
         """Leave the neighbours' memory; with `gave_up` who waits for us there waits no longer. Idempotent.
@@ -200,7 +231,7 @@ class MeshTrainer:
                     self.recipe.model.config,
                     self.recipe.config,
                     tensor_ranks=groups.size(TENSOR_AXIS),
-                    dtype=self.dtype,
+                    dtype=self.state_dtype,
                 )
                 self._ring_memory = RingMemory(groups.node.segment, self._programs[self.own.stage], traffic)
             rings = StageRings(
@@ -217,32 +248,58 @@ class MeshTrainer:
         and `TrainingDiverged` on all alike. The slot in use is then that before the step, or, where others
         had not come so far, that behind it: see `zbmd.training.zero.mirror`. Go on behind `enter`.
         """
-        reduction = self._reduction()
         try:
-            return self._run_step(watch, reduction)
+            return self._run_step(watch)
         except BaseException:
             self.groups.give_up()
             self.close(gave_up=True)
             raise
-        finally:
-            if reduction is not None:
-                reduction.drain()
 
     def _reduction(self) -> ShardReduction | None:
         if self.groups.data is None:
             return None
         return ShardReduction(self.groups.data, self._plan, self._assignment, self._buffers, self._total)
 
-    def _run_step(self, watch: StepWatch, reduction: ShardReduction | None) -> MeshStep:
-        started_ns, world = now_ns(), self.groups.world
+    def _run_step(self, watch: StepWatch) -> MeshStep:
+        world = self.groups.world
         held = _Held(watch, self.step - self.base, None if watch is ALONE else _begun(world))
+        self._compute_ns = self._waited_ns = 0
+        norm, scale = attempted(self.loss_scale, lambda scale: self._attempt(scale, held))
+        held.wait()
+        loss, busy_ns = self._meet(watch)
+        self._update(norm, scale)
+        done = MeshStep(
+            step=self.step - 1,
+            loss=loss,
+            grad_norm=norm,
+            compute_ns=self._compute_ns,
+            waited_ns=self._waited_ns,
+            busy_ns=busy_ns,
+            loss_scale=scale.scale,
+            skipped=scale.skipped,
+        )
+        watch.updated(done)
+        return done
+
+    def _attempt(self, scale: LossScale, held: _Held) -> float:
+        """Compute the gradient, times `scale`, and its norm, on all ranks the same."""
+        reduction = self._reduction()
+        try:
+            return self._differentiated(scale, held, reduction)
+        finally:
+            if reduction is not None:
+                reduction.drain()
+
+    def _differentiated(self, scale: LossScale, held: _Held, reduction: ShardReduction | None) -> float:
+        started_ns = now_ns()
         if self._plan.leaves:
             self._passes.run(
-                self.state.weights,
+                self.params,
                 self._batches(),
-                deadline_ns=world.deadline_ns(),
+                deadline_ns=self.groups.world.deadline_ns(),
                 final=reduction.submit if reduction is not None and self.overlap else None,
                 between=held.look,
+                loss_scale=scale.scale,
             )
         computed_ns = now_ns()
         if reduction is not None:
@@ -250,21 +307,9 @@ class MeshTrainer:
                 for span in self._passes.spans:
                     reduction.submit(span)
             reduction.finish()
-        reduced_ns = now_ns()
-        norm = self._norm()
-        held.wait()
-        loss, busy_ns = self._meet(watch)
-        self._update(norm)
-        done = MeshStep(
-            step=self.step - 1,
-            loss=loss,
-            grad_norm=norm,
-            compute_ns=computed_ns - started_ns,
-            waited_ns=reduced_ns - computed_ns,
-            busy_ns=busy_ns,
-        )
-        watch.updated(done)
-        return done
+        self._compute_ns += computed_ns - started_ns
+        self._waited_ns += now_ns() - computed_ns
+        return self._norm()
 
     def _batches(self) -> list[Batch]:
         recipe, ids = self.recipe, self.recipe.sample_ids(self.step)
@@ -306,7 +351,7 @@ class MeshTrainer:
         losses = [float(every[place][VOTE_NUMBERS + shard]) for shard, place in enumerate(self._reporters)]
         return sum(losses), tuple(int(row[-1]) for row in every)
 
-    def _update(self, norm: float) -> None:
+    def _update(self, norm: float, scale: LossScale) -> None:
         config, target = self.recipe.config, 1 - self.slot
         with spans.OPTIMIZER:
             self._optimizer.update(
@@ -315,9 +360,11 @@ class MeshTrainer:
                 self._total,
                 step=self.step,
                 learning_rate=self.recipe.learning_rate(self.step),
-                grad_scale=clip_scale(norm, limit=config.clip_norm),
+                grad_scale=clip_scale(norm, limit=config.clip_norm) / scale.scale,
             )
+        scale.after(finite=True).write(self._scale_room(target))
         self.slot = target
+        self._round()
         self.step += 1
 
 

@@ -162,13 +162,21 @@ class ZeroJob:
         for later in [one for one in self._records if one > version]:
             del self._records[later]
         config, done = self._recipe.config, self._records.get(version)
-        mine = np.zeros(2 + config.shards)
+        mine = np.zeros(4 + config.shards)
         if done is not None:
-            mine[:2] = 1.0, done.grad_norm
-            mine[2:] = [done.losses[shard] for shard in range(config.shards)]
-        for has, grad_norm, *losses in group.blocking.all_gather(mine).tolist():
+            mine[:4] = 1.0, done.grad_norm, done.loss_scale, done.skipped
+            mine[4:] = [done.losses[shard] for shard in range(config.shards)]
+        for has, grad_norm, loss_scale, skipped, *losses in group.blocking.all_gather(mine).tolist():
             if has and version not in self._records:
-                self._keep(ZeroDone(version=version, losses=dict(enumerate(losses)), grad_norm=grad_norm))
+                self._keep(
+                    ZeroDone(
+                        version=version,
+                        losses=dict(enumerate(losses)),
+                        grad_norm=grad_norm,
+                        loss_scale=loss_scale,
+                        skipped=int(skipped),
+                    )
+                )
         if version:
             self._node.report(adopted_report(version, group.epoch))
 
@@ -195,7 +203,8 @@ class ZeroJob:
             at_ns=now_ns(),
         )
         self._log.append(record)
-        self._node.report(step_report(record, done.grad_norm))
+        scaled = {"loss_scale": done.loss_scale, "skipped": done.skipped} if done.loss_scale != 1.0 else {}
+        self._node.report({**step_report(record, done.grad_norm), **scaled})
 
     def _finish(self, group: Group, trainer: ZeroTrainer, keeper: Safekeeping) -> JobResult | None:
         """The weights on disk and the last record in the log; then all ranks may part."""

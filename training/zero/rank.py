@@ -4,9 +4,9 @@ Weights and gradients are kept in 16 bits (or in float32), a rank's shard of mas
 A unit that is whole in memory has room for all parts, `ranks * part` elements, so that gathering and
 reducing it is one operation over equal parts.
 
-A rank computes its logical shards one after the other, unit by unit, and adds their gradients up in float32
-along the shard tree (`shard_sum`). So in float32 the sums have the bits of one process that has all shards,
-whatever the number of ranks; 16-bit gradients are rounded once, as they are sent.
+A rank computes its logical shards one after the other, unit by unit, and adds their gradients up along the
+shard tree (`shard_sum`), where 16-bit ones are rounded at each node. So the sums have the bits of one process
+that has all shards, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState, Shard, update_blocks
 from zbmd.training.gpt import GPT, Batch
 from zbmd.training.pipeline.norm import Pieces, norm_of, pieces_length, pieces_of
-from zbmd.training.precision import Storage, storage_dtype
+from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, storage_dtype
 from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.xp import Array
 from zbmd.training.zero.accountant import Accountant, Kind
@@ -40,7 +40,8 @@ class _Pass:
 class ZeroRank:
     """Rank `rank` of `shards.ranks`, with the initial weights of `seed`. `memory` makes and counts arrays.
 
-    With `keep_previous` there are two slots of the shard, and an update writes the one that is not in use.
+    `loss_scale` is what float16 begins with. With `keep_previous` there are two slots of the shard, and an
+    update writes the one that is not in use.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ZeroRank:
         seed: int,
         memory: Accountant | None = None,
         keep_previous: bool = False,
+        loss_scale: float = SCALE_FIRST,
     ) -> None:
         self.model = model
         self.shards = shards
@@ -68,13 +70,16 @@ class ZeroRank:
         self.dtype = storage_dtype(storage)
         self._plan = sums.plan(rank)
         self._batches: list[Batch] = []
+        self._loss_scale = 1.0
         self._passes: dict[int, list[_Pass]] = {}
         self._slopes: list[Array] = []
-        size, take = shards.shard_size, self.memory.allocate
-        self.slots = [take(Kind.OPTIMIZER, 3 * size, np.float32)]
-        """Masters and both moments of the shard, one behind the other: what this rank alone holds."""
+        self._initial_scale = LossScale.of(self.dtype, first=loss_scale)
+        size, take = 3 * shards.shard_size + self._initial_scale.numbers, self.memory.allocate
+        self.slots = [take(Kind.OPTIMIZER, size, np.float32)]
+        """Masters and both moments of the shard, one behind the other, and the loss scale, if it changes:
+        what this rank alone holds."""
         if keep_previous:
-            self.slots.append(take(Kind.MIRROR, 3 * size, np.float32))
+            self.slots.append(take(Kind.MIRROR, size, np.float32))
         self.slot = 0
         """The one in use."""
         self._whole: dict[int, Array] = {}
@@ -102,6 +107,7 @@ class ZeroRank:
         flat = self.model.init(self._seed)
         self.slot = 0
         self.state_flat[:] = 0
+        self._initial_scale.write(self._scale_room)
         self.state.weights[:] = self.shards.shard_of(flat, self.rank)
         for number, unit in enumerate(self.shards.units if self.stage < 3 else ()):
             self._whole[number][: unit.size] = flat[unit.span]
@@ -116,6 +122,15 @@ class ZeroRank:
     def state_flat(self) -> Array:
         """The slot in use."""
         return self.slots[self.slot]
+
+    @property
+    def _scale_room(self) -> Array:
+        return self.state_flat[3 * self.shards.shard_size :]
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """That of the next step, the same on all ranks. Raises `UserError` for a state that is damaged."""
+        return self._initial_scale.read(self._scale_room)
 
     @property
     def state(self) -> AdamWState:
@@ -168,10 +183,13 @@ class ZeroRank:
         """The logical shards that this rank computes, in their order."""
         return tuple(leaf.shard for leaf in self._plan.leaves)
 
-    def begin(self, batches: Sequence[Batch]) -> None:
-        """Take what is computed in the next step: a batch for each of `leaves`."""
+    def begin(self, batches: Sequence[Batch], *, loss_scale: float = 1.0) -> None:
+        """Take what is computed in the next step: a batch for each of `leaves`.
+
+        Gradients, not losses, are multiplied by `loss_scale`.
+        """
         assert len(batches) == len(self._plan.leaves), "a batch a logical shard"
-        self._batches, self.losses = list(batches), {}
+        self._batches, self.losses, self._loss_scale = list(batches), {}, loss_scale
 
     def forward(self, unit: int) -> None:
         """Compute `unit` of what the unit before it returned."""
@@ -179,7 +197,7 @@ class ZeroRank:
         if unit == len(self.shards.units) - 1:
             last = [one.y.data for one in self._passes[unit]]
             self.losses = {shard: float(loss) for shard, loss in zip(self.leaves, last, strict=True)}
-            self._slopes = [np.ones_like(loss) for loss in last]
+            self._slopes = [np.full_like(loss, self._loss_scale) for loss in last]
 
     def _forward(self, unit: int, leaf: int) -> _Pass:
         x = Tensor(self._passes[unit - 1][leaf].y.data if unit else np.zeros(0))
@@ -206,31 +224,22 @@ class ZeroRank:
         self._hand_out(unit, buffers)
 
     def _buffers(self, unit: int) -> list[Array]:
-        """Where the gradients of shards are added up, float32: the one that is kept, if it is, and others."""
+        """Where the gradients of shards are added up: the one that is kept, if it is, and others."""
         count = max(1, self._plan.buffers)
         kept = self._grads.get(unit)
-        if kept is None or kept.dtype != np.float32:
-            return [self._working(unit, np.float32) for _ in range(count)]
+        if kept is None:
+            return [self._working(unit, self.dtype) for _ in range(count)]
         first = next(iter(self._plan.partials.values()), 0)
-        return [kept if place == first else self._working(unit, np.float32) for place in range(count)]
+        return [kept if place == first else self._working(unit, self.dtype) for place in range(count)]
 
     def _hand_out(self, unit: int, buffers: list[Array]) -> None:
-        """Keep the partial sums, in the storage's dtype, for the group; give back what is not sent."""
-        chosen = [buffers[place] for place in self._plan.partials.values()] or buffers[:1]
-        out = [self._rounded(unit, array, first=k == 0) for k, array in enumerate(chosen)]
+        """Keep the partial sums for the group; give back what is not sent."""
+        out = [buffers[place] for place in self._plan.partials.values()] or buffers[:1]
         sent = {id(array) for array in out}
         for array in buffers:
             if id(array) not in sent and array is not self._grads.get(unit):
                 self.memory.free(Kind.WORKING, array)
         self._outgoing[unit] = out
-
-    def _rounded(self, unit: int, array: Array, *, first: bool) -> Array:
-        if array.dtype == self.dtype:
-            return array
-        into = self._grads[unit] if first and unit in self._grads else self._working(unit, self.dtype)
-        with np.errstate(over="ignore"):  # what is too large becomes infinite, which is seen
-            into[:] = array
-        return into
 
     def _views(self, number: int, whole: Array) -> list[tuple[int, Array]]:
         unit, slots = self.shards.units[number], self.model.layout.slots
@@ -250,8 +259,7 @@ class ZeroRank:
 
     def take_reduced(self, unit: int, part: Array) -> None:
         """Keep this rank's part of the summed gradient, (part,); give back what the stage does not keep."""
-        with np.errstate(over="ignore"):
-            self._grad_parts[unit][:] = part
+        self._grad_parts[unit][:] = part
         self._drop(unit)
 
     def _drop(self, unit: int) -> None:
@@ -264,7 +272,7 @@ class ZeroRank:
     def norm_pieces(self) -> Pieces:
         """What others need of this rank's part of the gradient for the norm of the whole; see `norm`."""
         pieces = [
-            pieces_of(self._grad_parts[number][: span.stop - span.start].astype(np.float32, copy=False), span)
+            pieces_of(self._grad_parts[number][: span.stop - span.start], span)
             for number, span in enumerate(self._spans(self.rank))
         ]
         return np.concatenate(pieces)
@@ -291,21 +299,27 @@ class ZeroRank:
     def _spans(self, rank: int) -> list[slice]:
         return [unit.of_rank(rank) for unit in self.shards.units]
 
-    def update(self, *, step: int, learning_rate: float, grad_scale: float) -> None:
-        """Update the shard of masters and moments, in place or into the other slot, and round the weights."""
+    def update(
+        self, *, step: int, learning_rate: float, grad_scale: float, loss_scale: LossScale | None = None
+    ) -> None:
+        """Update the shard of masters and moments, in place or into the other slot, and round the weights.
+
+        `loss_scale` is that of the step behind this one, if it may have changed.
+        """
+        scale = self.loss_scale if loss_scale is None else loss_scale
         target = (self.slot + 1) % len(self.slots)
         for number, unit in enumerate(self.shards.units):
             old, new = (_cut(self._state_in(slot), unit.in_shard) for slot in (self.slot, target))
-            grads, kept = self._grad_parts[number], self.dtype == np.float32
-            if not kept:
-                grads = self.memory.allocate(Kind.WORKING, unit.part, np.float32)
-                grads[:] = self._grad_parts[number]
             self._optimizers[number].update(
-                old, new, grads, step=step, learning_rate=learning_rate, grad_scale=grad_scale
+                old,
+                new,
+                self._grad_parts[number],
+                step=step,
+                learning_rate=learning_rate,
+                grad_scale=grad_scale,
             )
-            if not kept:
-                self.memory.free(Kind.WORKING, grads)
         self.slot = target
+        scale.write(self._scale_room)
         self.round_weights()
 
     def round_weights(self) -> None:

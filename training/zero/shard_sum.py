@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from zbmd.collectives.algorithms.shard_tree import Node, assign_shards, shard_tree_nodes, split
-from zbmd.training.accumulate import AccumulationPlan
+from zbmd.training.accumulate import AccumulationPlan, add_onto
 from zbmd.training.xp import Array
 
 
@@ -43,21 +41,21 @@ class ShardSum:
         return AccumulationPlan.of(self.shards, *assign_shards(self.shards, self.ranks)[rank])
 
     def fold(self, received: Sequence[Array]) -> Array:
-        """The sum of all shards, (part,) float32. `received[k]`, (ranks, part): each rank's k-th partial.
+        """The sum of all shards, (part,). `received[k]`, (ranks, part): each rank's k-th partial.
 
-        Partials that a rank does not have are not read. What is float32 is overwritten.
+        Of 16-bit floats every node is rounded. Partials that a rank does not have are not read; others are
+        overwritten.
         """
         partials = {
             node: received[k][rank] for rank, nodes in enumerate(self.nodes) for k, node in enumerate(nodes)
         }
 
         def value(node: Node) -> Array:
-            found = partials.get(node)
+            found: Array | None = partials.get(node)
             if found is not None:
-                own: Array = found.astype(np.float32, copy=False)
-                return own
+                return found
             left, right = (value(child) for child in split(node))
-            left += right
+            add_onto(left, right)
             return left
 
         return value((0, self.shards))

@@ -24,7 +24,7 @@ from zbmd.training.adamw import AdamWConfig
 from zbmd.training.clip import TrainingDiverged, clip_scale
 from zbmd.training.config import TrainingConfig
 from zbmd.training.gpt import GPT
-from zbmd.training.precision import Storage, storage_dtype
+from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.recipe import Recipe
 from zbmd.training.rng import Noise
 from zbmd.training.watch import ALONE, VOTE_NUMBERS, StepWatch
@@ -55,30 +55,36 @@ UPDATED_POINT = faults.declare("zero.updated", "when the shard is updated")
 class ZeroOptions:
     """How the state is shared out. prefetch: units whose weights are gathered ahead, with stage 3.
 
+    loss_scale: what float16 begins with.
+
     Raises `UserError` for a stage or storage that there is not.
     """
 
     stage: int = 3
     storage: Storage = "float32"
     prefetch: int = 1
+    loss_scale: float = SCALE_FIRST
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
             raise UserError(f"there is no ZeRO stage {self.stage}: use 1, 2 or 3.")
-        if self.storage not in ("float32", "bfloat16"):
-            raise UserError(f"ZeRO keeps weights in float32 or bfloat16, not in {self.storage!r}.")
         if not 1 <= self.prefetch <= zm.PREFETCH_MAX:
             raise UserError(f"prefetch is {self.prefetch}: it must be 1 to {zm.PREFETCH_MAX}.")
-        storage_dtype(self.storage)
+        LossScale.of(storage_dtype(self.storage), first=self.loss_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroDone:
-    """What a step reported, the same on all ranks. losses: of the logical shards, nats per byte."""
+    """What a step reported, the same on all ranks. losses: of the logical shards, nats per byte.
+
+    loss_scale: what its gradients were multiplied by; skipped: attempts that overflowed, so far.
+    """
 
     version: int
     losses: dict[int, float]
     grad_norm: float
+    loss_scale: float = 1.0
+    skipped: int = 0
 
     @property
     def loss(self) -> float:
@@ -96,15 +102,16 @@ def arena_bytes_needed(
 ) -> int:
     """Bytes of arena that a rank needs, with room for `copies` of shards beside its own."""
     shards, sums = shards_of(model, ranks), ShardSum.of(config.shards, ranks)
-    itemsize = storage_dtype(options.storage).itemsize
+    dtype = storage_dtype(options.storage)
+    itemsize, scale_bytes = dtype.itemsize, 4 * LossScale.of(dtype).numbers
     whole = ranks * sum(unit.part for unit in shards.units)
     largest = ranks * max(unit.part for unit in shards.units)
     weights = shards.shard_size if options.stage == 3 else whole
     grads = whole if options.stage == 1 else shards.shard_size
     buffers = max(max(1, sums.plan(rank).buffers) for rank in range(ranks))
-    reducing = (zm.REDUCING_MAX + 1) * (4 * buffers + 2 * itemsize * sums.width)
+    reducing = (zm.REDUCING_MAX + 1) * itemsize * (buffers + 2 * sums.width)
     gathered = (options.prefetch + 1) * itemsize
-    state_bytes = (1 + copies) * 12 * shards.shard_size + itemsize * (weights + grads)
+    state_bytes = (1 + copies) * (12 * shards.shard_size + scale_bytes) + itemsize * (weights + grads)
     return int(ARENA_SLACK * (state_bytes + (reducing + gathered) * largest)) + ARENA_ROOM_BYTES
 
 
@@ -143,6 +150,7 @@ class ZeroTrainer:
             seed=recipe.config.seed,
             memory=self.memory,
             keep_previous=keep_previous,
+            loss_scale=options.loss_scale,
         )
         self.version = 0
         """Of the shard: how many steps are behind it."""
@@ -150,8 +158,11 @@ class ZeroTrainer:
         self._machine = zm.ZeroStep(stage=options.stage, units=units, prefetch=options.prefetch)
         self._pending: deque[tuple[Future[Any], Callable[[Any], zm.Event]]] = deque()
         self._watch: StepWatch = ALONE
-        self._told = False
-        self._done: ZeroDone | None = None
+        self._told = self._voted = False
+        self._usable: bool | None = None
+        """Whether the attempt under way came to an end that changed the state; None: it is under way."""
+        self._scale = self.own.loss_scale
+        """What the attempt under way is done with, with the skips before it."""
         self._norm = 0.0
         self._losses: dict[int, float] = {}
         self._lengths = self.own.pieces_lengths()
@@ -165,7 +176,7 @@ class ZeroTrainer:
         when one stands still, and `TrainingDiverged` on all alike. Behind any but the last, ranks may be at
         two versions: see `zbmd.training.zero.mirror`.
         """
-        self._watch, self._told, self._done = watch, False, None
+        self._watch, self._told, self._voted = watch, False, False
         try:
             return self._run_step()
         except BaseException as error:
@@ -173,18 +184,35 @@ class ZeroTrainer:
             raise
 
     def _run_step(self) -> ZeroDone:
-        self._take_batches()
         if self.options.stage < 3:  # the last step ended with weights that all ranks have updated
             self._tell()
-        actions = deque(self._handle(zm.Begin()))
-        while self._done is None:
+        attempted(self.own.loss_scale, self._attempt)
+        return self._result()
+
+    def _attempt(self, scale: LossScale) -> float:
+        """Do the step, or, if its gradients overflow, nothing; the norm, times `scale`.
+
+        Raises `TrainingDiverged` for a norm that is not finite.
+        """
+        self._scale, self._usable = scale, None
+        self._take_batches(scale.scale)
+        if not self._drive(deque(self._handle(zm.Begin()))):
+            raise TrainingDiverged(
+                f"step {self.version}: the gradient's norm is not finite: the training diverged. Lower the "
+                "learning rate, or clip harder."
+            )
+        return self._norm
+
+    def _drive(self, actions: deque[zm.Action]) -> bool:
+        """Perform `actions`, and what follows, until the attempt has ended; whether it changed the state."""
+        while self._usable is None:
             event = self._perform(actions.popleft()) if actions else self._heard(wait_for_it=True)
             while event is not None:
                 actions += self._handle(event)
                 event = self._heard(wait_for_it=False)
-        return self._done
+        return self._usable
 
-    def _take_batches(self) -> None:
+    def _take_batches(self, loss_scale: float) -> None:
         recipe, step = self.recipe, self.version
         with spans.DATA:
             ids = recipe.sample_ids(step)
@@ -196,7 +224,8 @@ class ZeroTrainer:
                         noise=Noise(recipe.config.seed, step, ids[shard]),
                     )
                     for shard in self.own.leaves
-                ]
+                ],
+                loss_scale=loss_scale,
             )
 
     def _handle(self, event: zm.Event) -> list[zm.Action]:
@@ -227,12 +256,7 @@ class ZeroTrainer:
                 self._update()
                 return zm.Updated()
             case zm.Finished(skipped=skipped):
-                if skipped:
-                    raise TrainingDiverged(
-                        f"step {self.version}: the gradient's norm is not finite: the training diverged. "
-                        "Lower the learning rate, or clip harder."
-                    )
-                self._done = self._result()
+                self._usable = not skipped
             case zm.Abandon(units=units):
                 self.own.abandon(units)
             case _:
@@ -303,7 +327,8 @@ class ZeroTrainer:
         losses, end_ns = self._loss_room(), self.group.deadline_ns()
         mine = np.zeros(VOTE_NUMBERS + losses + max(self._lengths))
         with spans.COMM:  # it waits for the copy of a shard
-            mine[:VOTE_NUMBERS] = self._watch.vote().view(np.float64)
+            if not self._voted:  # an attempt before this one has told it
+                mine[:VOTE_NUMBERS] = self._watch.vote().view(np.float64)
         mine[VOTE_NUMBERS : VOTE_NUMBERS + len(self.own.losses)] = list(self.own.losses.values())
         with spans.GRAD_CLIP:
             pieces = self.own.norm_pieces()
@@ -314,7 +339,9 @@ class ZeroTrainer:
         return -(-self.recipe.config.shards // self.group.size)
 
     def _norm_shared(self, every: NDArray[np.float64]) -> zm.Event:
-        self._watch.voted([row[:VOTE_NUMBERS].view(np.uint64) for row in every])
+        if not self._voted:
+            self._voted = True
+            self._watch.voted([row[:VOTE_NUMBERS].view(np.uint64) for row in every])
         at = VOTE_NUMBERS + self._loss_room()
         self._losses = {}
         for rank, row in enumerate(every):
@@ -330,16 +357,26 @@ class ZeroTrainer:
 
     def _update(self) -> None:
         faults.hit(UPDATE_POINT)
-        config, step = self.recipe.config, self.version
-        scale = clip_scale(self._norm, limit=config.clip_norm)
+        config, step, scale = self.recipe.config, self.version, self._scale.scale
         with spans.OPTIMIZER:
-            self.own.update(step=step, learning_rate=self.recipe.learning_rate(step), grad_scale=scale)
+            self.own.update(
+                step=step,
+                learning_rate=self.recipe.learning_rate(step),
+                grad_scale=clip_scale(self._norm / scale, limit=config.clip_norm) / scale,
+                loss_scale=self._scale.after(finite=True),
+            )
         self.version += 1
         self._watch.updated(self._result())
         faults.hit(UPDATED_POINT)
 
     def _result(self) -> ZeroDone:
-        return ZeroDone(version=self.version, losses=self._losses, grad_norm=self._norm)
+        return ZeroDone(
+            version=self.version,
+            losses=self._losses,
+            grad_norm=self._norm / self._scale.scale,
+            loss_scale=self._scale.scale,
+            skipped=self._scale.skipped,
+        )
 
     # ---- between steps
 

@@ -37,6 +37,11 @@ BRIDGE: Final = "bridge0"
 PREFIX: Final = "10.77.0"
 PREFIX6: Final = "fd77::"
 START_S: Final = 30.0
+BURST_BYTES_MIN: Final = 128 << 10
+BURST_S: Final = 0.008
+"""What may pass at once behind a rate of the kernel's: two of its ticks, and some large frames at least."""
+QUEUE_MS: Final = 100
+"""What waits for that rate; what comes on top is lost, as at any switch."""
 
 # Ends when its input does, which is when the process that holds the other end is gone. Each host has booted
 # by itself: else its nodes would take each other for processes of one host, whose ends the kernel proves.
@@ -122,6 +127,12 @@ class _Namespace:
         words += ["rate", f"{cable.rate_mbps}mbit"] if cable.rate_mbps else []
         self._run("tc", "qdisc", "replace", "dev", DEVICE, "root", "netem", *words)
 
+    def limit(self, rate_mbps: float) -> None:
+        """By the kernel, with a token bucket, which every kernel has: what leaves the host has this rate."""
+        burst = max(BURST_BYTES_MIN, round(rate_mbps * 1e6 / 8 * BURST_S))
+        words = ["tbf", "rate", f"{rate_mbps}mbit", "burst", str(burst), "latency", f"{QUEUE_MS}ms"]
+        self._run("tc", "qdisc", "replace", "dev", DEVICE, "root", *words)
+
     def _run(self, *command: str) -> None:
         entered = ["nsenter", "--target", str(self.pid), "--net", *command]
         done = subprocess.run(entered, capture_output=True, text=True, check=False)
@@ -181,7 +192,9 @@ class LabHost:
         self._lab.set_cable(self.number, plugged=True)
 
     def shape(self, *, delay_ms: float = 0.0, loss: float = 0.0, rate_mbps: float = 0.0) -> None:
-        """Delay, lose and slow down what this host sends. Raises `LabError` unless the lab is shaped."""
+        """Delay, lose and slow down what this host sends; a rate alone is the kernel's work if the lab is not
+        shaped. Raises `LabError` for a delay or losses unless it is.
+        """
         self._lab.set_cable(self.number, delay_ms=delay_ms, loss=loss, rate_mbps=rate_mbps)
 
 
@@ -241,8 +254,10 @@ class Lab:
             return
         if self._shaped:
             self._spaces[number].shape(cable)
-        elif cable.delay_ms or cable.loss or cable.rate_mbps:
-            raise LabError("only the cables of a shaped laboratory delay, lose or slow down")
+        elif cable.delay_ms or cable.loss:
+            raise LabError("only the cables of a shaped laboratory delay or lose")
+        elif cable.rate_mbps:
+            self._spaces[number].limit(cable.rate_mbps)
         assert self._bridge is not None
         self._bridge.ip("link", "set", f"port{number}", "up" if cable.plugged else "down")
 

@@ -75,6 +75,16 @@ def test_what_cannot_be_had_is_said() -> None:
         lab.hosts[0].shape(delay_ms=1)
 
 
+def test_the_kernel_keeps_to_a_rate_where_nothing_else_is_shaped() -> None:
+    with Lab(2) as lab:
+        lab.hosts[1].shape(rate_mbps=250)
+        rules = [
+            host.popen(["tc", "qdisc", "show", "dev", "eth0"], stdout=-1, text=True) for host in lab.hosts
+        ]
+        told = [process.communicate()[0] for process in rules]
+    assert "tbf" not in told[0] and "tbf" in told[1] and "rate 250Mbit" in told[1]
+
+
 def test_a_pulled_cable_ends_links_and_lanes_and_a_plugged_one_takes_new_ones() -> None:
     """By the deadline that follows from the budget: nobody says goodbye, so silence has to tell."""
     with Lab(2) as lab:

@@ -49,7 +49,7 @@ CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
     ),
     "mpi4py": ("tools/peers/mpi4py_*.py",),
     "xoscar": ("tools/peers/xoscar_pair.py",),
-    "cupy": ("training/xp.py", "tests/*"),
+    "cupy": ("training/xp.py", "transport/cuda_runtime.py", "tests/*"),
     "pyverbs": ("transport/rdma*",),
     "pickle": (),
     "cPickle": (),

@@ -133,7 +133,7 @@ class RegionHarness(ABC):
 # -- shared memory ---------------------------------------------------------------------------------------
 
 
-class _ShmEnd(End):
+class ShmEnd(End):
     def __init__(self, segment: Segment, link: Link) -> None:
         super().__init__(segment, link)
         self._segment = segment
@@ -182,7 +182,7 @@ class _Owner:
             self._pid = 0
 
 
-class _ShmEnds(Ends):
+class ShmEnds(Ends):
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
         self._links: list[Link] = []
@@ -212,8 +212,8 @@ class _ShmEnds(Ends):
         ]
         near, far = link_pair(*endpoints)
         self._links += [near, far]
-        self.near = _ShmEnd(self._segments[0], near)
-        self.far = _ShmEnd(self._segments[-1], far)
+        self.near = ShmEnd(self._segments[0], near)
+        self.far = ShmEnd(self._segments[-1], far)
         assert near.peer_segment is not None
         self._noticed = asyncio.Event()
         self._watch.watch(near.peer_segment, self._on_death)
@@ -264,7 +264,7 @@ class ShmHarness(RegionHarness):
     owner_refuses = False
 
     def run(self, scenario: Scenario, sizes: Sizes = Sizes()) -> None:
-        ends = _ShmEnds(sizes)
+        ends = ShmEnds(sizes)
 
         async def main() -> None:
             ends.begin()
@@ -336,7 +336,7 @@ class PlaneEnds(Ends, Generic[PlaneT, LinkT]):
     async def _connect(self, incarnation: int) -> None:
         near, far = await self._linked(self._own, self._process(FAR, incarnation))
         self._links += [near, far]
-        self.near, self.far = _ShmEnd(self._segments[0], near), _ShmEnd(self._segments[-1], far)
+        self.near, self.far = ShmEnd(self._segments[0], near), ShmEnd(self._segments[-1], far)
 
     async def kill_far(self) -> None:
         await self._end_far()

@@ -9,10 +9,12 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+from cuda_harness import CudaModelHarness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rdma_world import given_devices
-from region_harness import FAR, HARNESSES, NEAR, Ends, RegionHarness, Sizes
+from region_harness import FAR, NEAR, Ends, RegionHarness, Sizes
+from region_harness import HARNESSES as OF_THE_HOST
 
 from zbmd.transport import _native
 from zbmd.transport.errors import (
@@ -33,6 +35,7 @@ LATER_EPOCH = 1 << 32
 RELEASED_BYTES = 4096
 OK = _native.WAIT_OK
 
+HARNESSES = OF_THE_HOST if given_devices() else (*OF_THE_HOST, CudaModelHarness(1), CudaModelHarness(2))
 over_all = pytest.mark.parametrize("harness", HARNESSES, ids=lambda harness: harness.name)
 
 

@@ -16,6 +16,7 @@ from zbmd.tools.fuzzing import (
     captures,
     cluster,
     collectives,
+    devices,
     files,
     hangs,
     links,
@@ -32,7 +33,7 @@ from zbmd.transport.errors import UserError
 TARGETS: Final[Mapping[str, Target]] = {
     target.name: target
     for module in (
-        *(wires, streams, bulks, memories, links, actors, hangs, cluster, rdma),
+        *(wires, streams, bulks, memories, links, actors, hangs, cluster, rdma, devices),
         *(collectives, captures, files, bootstraps, pipelines, profiles, arrays),
     )
     for target in module.TARGETS
@@ -55,6 +56,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "transport/segment.py": ("segment",),
     "transport/rdma_flow.py": ("rdma.messages",),
     "transport/rdma_setup.py": ("rdma.setup",),
+    "transport/cuda_handle.py": ("device.handle",),
     "transport/bulk_arrivals.py": ("bulk.peer",),
     "transport/bulk_machine.py": ("bulk.peer",),
     "transport/bulk_records.py": ("bulk.record",),

@@ -20,6 +20,7 @@ TRACE_NAME: Final = "trace.json"
 RANKS_SHOWN: Final = 8
 """Of more ranks the table has the sums alone."""
 GIGA: Final = 1e9
+MIB: Final = 1 << 20
 
 
 def add_profile(commands: Any) -> None:
@@ -100,7 +101,8 @@ def table_of(summary: Summary) -> list[str]:
         share = summary.ns(name) / summary.wall_ns
         own = (_percent(rank.ns.get(name, 0), rank.wall_ns) for rank in ranks)
         lines.append(_row(name, f"{_per_step_ms(summary) * share:.2f}", f"{share:.1%}", *own))
-    return [*lines, "", *_overlap_lines(summary), *_utilisation_lines(summary), "", *_unit_lines(summary)]
+    told = [*_overlap_lines(summary), *_held_lines(summary), *_utilisation_lines(summary)]
+    return [*lines, "", *told, "", *_unit_lines(summary)]
 
 
 def _per_step_ms(summary: Summary) -> float:
@@ -125,6 +127,19 @@ def _overlap_lines(summary: Summary) -> list[str]:
         f"{hidden:.1%} of that was hidden behind computation, {found.waited_ns / found.under_way_ns:.1%} "
         "was waited for"
     ]
+
+
+def _held_lines(summary: Summary) -> list[str]:
+    """What ranks held of activations, beside what their schedule promises."""
+    lines: list[str] = []
+    for rank in summary.ranks[:RANKS_SHOWN]:
+        if (held := rank.held) is not None:
+            lines.append(
+                f"activations of rank {rank.rank}: at most {held.microbatches} micro-batches at once, of "
+                f"{held.microbatches_max} that the schedule promises: {held.nbytes / MIB:.2f} of "
+                f"{held.nbytes_max / MIB:.2f} MiB"
+            )
+    return lines
 
 
 def _utilisation_lines(summary: Summary) -> list[str]:
@@ -180,6 +195,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
                 "hardware_flops": rank.hardware_flops,
                 "mfu": rank.utilisation(rank.flops),
                 "hfu": rank.utilisation(rank.hardware_flops),
+                "held": None if rank.held is None else msgspec.to_builtins(rank.held),
             }
             for rank in summary.ranks
         ],

@@ -12,7 +12,7 @@ final, so that its reduction can start while the backward pass goes on. The meth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
@@ -150,6 +150,11 @@ class Tape:
     def position(self) -> int:
         """Which op is at work, counted from 0 in the order of the forward pass: forwards and backwards."""
         return len(self._nodes) if self.recording else self._unrecorded
+
+    def kept(self) -> Iterator[object]:
+        """What the way back needs: the outputs of ops, and their rules with all that these close over."""
+        for node in self._nodes:
+            yield from node
 
     def unit(self, number: int) -> AbstractContextManager[None]:
         """What is recorded from here on is of the model's unit `number`; enter the result around that."""

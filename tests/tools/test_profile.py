@@ -144,10 +144,20 @@ async def test_zero(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert table([tmp_path / "run"], capsys)["overlap"]["under_way_ns"] > 0
 
 
-async def test_a_pipeline(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (*SIZES, "--data", data, "--out", str(tmp_path / "run"))
+@pytest.mark.parametrize(("schedule", "promised"), [("1f1b", [2, 1]), ("gpipe", [4, 4])])
+async def test_a_pipeline(
+    schedule: str, promised: list[int], data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (*SIZES, "--data", data, "--out", str(tmp_path / "run"), "--schedule", schedule)
     await run("zbmd.training.pipeline", arguments)
     lives = read_lives(tmp_path / "run")
+    for life, most in zip(lives, promised, strict=True):
+        for line in life.steps:
+            assert line.held is not None and line.held.microbatches == line.held.microbatches_max == most
+            assert 0 < line.held.nbytes == line.held.nbytes_max
+    assert cli.main(["profile", str(tmp_path / "run")]) == 0
+    said = f"activations of rank 1: at most {promised[1]} micro-batches at once, of {promised[1]}"
+    assert said in capsys.readouterr().out
     each = sum(unit.forward + unit.backward for unit in lives[0].run.units)
     assert flops_of(lives, 4) == 4 * each
     assert 0 < flops_of(lives[:1], 4) < 4 * each

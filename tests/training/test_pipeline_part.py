@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.training.clip import NORM_BLOCK, TrainingDiverged, global_norm
-from zbmd.training.config import GPTConfig
+from zbmd.training.config import Activation, GPTConfig
 from zbmd.training.gpt import GPT
+from zbmd.training.pipeline.held import held_bytes
 from zbmd.training.pipeline.norm import norm_of, pieces_of
 from zbmd.training.pipeline.part import GPTPart, Pass, layers_in
 from zbmd.transport.errors import RemoteProtocolError
@@ -58,6 +60,28 @@ def test_parts_give_the_loss_and_the_gradient_of_the_whole(
     for slot in model.layout.slots:
         padding[slot.span] = False
     assert np.array_equal(found[~padding].view(np.uint32), wanted[~padding].view(np.uint32))
+
+
+@pytest.mark.parametrize(("activation", "recompute"), [("relu2", False), ("gelu", False), ("relu2", True)])
+def test_bytes_that_a_pass_holds_are_those_that_are_alive(activation: Activation, recompute: bool) -> None:
+    config = GPTConfig(context=64, width=64, heads=2, layers=2, activation=activation)
+    model = GPT(config, recompute=recompute)
+    batch = model.batch(np.zeros((4, 65), np.uint8), global_batch=4)
+    for layers in (range(2), range(2, 4)):
+        part = GPTPart(model, layers)
+        params = model.init(0)[part.span].copy()
+        grads, came = np.zeros_like(params), np.zeros((4 * 64, 64), np.float32)
+        taken = None if part.is_first else came
+        part.forward(params, grads, batch, taken)  # what is made once is there
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            held = [part.forward(params, grads, batch, taken) for _ in range(3)]
+            alive = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        found = sum(held_bytes(one, (params, grads, came)) for one in held)
+        assert 0.94 * alive < found <= alive, "the rest are Python's own objects"
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,10 +14,12 @@ from zbmd.collectives.group import Group
 from zbmd.training import spans
 from zbmd.training.accumulate import AccumulationPlan, Buckets, Leaf
 from zbmd.training.gpt import Batch
+from zbmd.training.pipeline.held import held_bytes
 from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.part import Pass
 from zbmd.training.pipeline.program import Instruction, Message, Op, StageProgram
 from zbmd.training.pipeline.rings import StageRings
+from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.pipeline.stage import StageMachine
 from zbmd.training.pipeline.stage_events import (
     Await,
@@ -34,6 +36,7 @@ from zbmd.training.pipeline.stage_events import (
     StepDone,
 )
 from zbmd.training.pipeline.storage import Boundary
+from zbmd.training.profiler.lines import HeldMost
 from zbmd.training.tape import GradReady
 from zbmd.training.xp import Array
 from zbmd.transport import faults
@@ -67,6 +70,11 @@ class StagePasses:
         self._machine = StageMachine(programs, own.stage)
         self._splits = any(one.op is Op.INPUT_GRADIENT for one in programs[own.stage].instructions)
         self._rings_or_none = rings
+        schedule, shape = schedule_named(programs[own.stage].schedule), programs[own.stage].shape
+        self._held_max = min(schedule.activations_max(shape, own.stage), shape.microbatches * len(own.parts))
+        self._bytes_of: dict[int, int] = {}
+        """Of the activations of a micro-batch, by part; the first pass of each is looked at."""
+        self._held_most, self._bytes_held, self._bytes_most = 0, 0, 0
         self._buckets = {number: Buckets(part.layout) for number, part in own.parts.items()}
         self._passes: dict[tuple[int, int], Pass] = {}
         self._made: dict[Message, Array] = {}
@@ -90,6 +98,16 @@ class StagePasses:
             for span in buckets.spans
         ]
 
+    @property
+    def held_most(self) -> HeldMost:
+        """What this stage held in the last step."""
+        return HeldMost(
+            microbatches=self._held_most,
+            nbytes=self._bytes_most,
+            microbatches_max=self._held_max,
+            nbytes_max=self._held_max * max(self._bytes_of.values(), default=0),
+        )
+
     def run(
         self,
         weights: Array,
@@ -107,6 +125,7 @@ class StagePasses:
         then.
         """
         self.losses, self.busy_ns = {}, 0
+        self._held_most = self._bytes_held = self._bytes_most = 0
         self._weights, self._batches, self._final = weights, batches, final
         self._deadline_ns, self._loss_scale = deadline_ns, loss_scale
         actions = deque(self._handle(StepBegun()))
@@ -144,7 +163,8 @@ class StagePasses:
             case Release() as release:
                 self._rings.release(release)
             case Free(part=part, microbatch=microbatch):
-                self._passes.pop((part, microbatch), None)
+                if self._passes.pop((part, microbatch), None) is not None:
+                    self._bytes_held -= self._bytes_of[part]
             case Await() as awaited:
                 with spans.BUBBLE:
                     return self._wait(awaited)
@@ -207,11 +227,21 @@ class StagePasses:
             on_grad_ready=self._ready(number, microbatch),
             splits=self._splits,
         )
-        self._passes[number, microbatch] = done
+        self._hold(number, microbatch, done)
         if part.is_last:
             self.losses[microbatch] = float(done.output.data)
         else:
             self._made[Message(False, number + 1, microbatch)] = done.output.data
+
+    def _hold(self, number: int, microbatch: int, done: Pass) -> None:
+        """Keep a pass until it is played back, and count what it keeps."""
+        if number not in self._bytes_of:
+            assert self._weights is not None
+            self._bytes_of[number] = held_bytes(done, (self._weights, *self._buffers))
+        self._passes[number, microbatch] = done
+        self._bytes_held += self._bytes_of[number]
+        self._held_most = max(self._held_most, len(self._passes))
+        self._bytes_most = max(self._bytes_most, self._bytes_held)
 
     def _backward(self, instruction: Instruction, slot: int | None) -> None:
         _, number, microbatch = instruction

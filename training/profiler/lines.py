@@ -72,12 +72,25 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     hidden_ns: Count
 
 
+class HeldMost(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that a stage held at once for its backward passes: micro-batches of a part, and bytes.
+
+    microbatches_max: what the schedule promises, nbytes_max: those of so many of the largest part.
+    """
+
+    microbatches: Count
+    nbytes: Count
+    microbatches_max: Count
+    nbytes_max: Count
+
+
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
     """A step, from its begin to the begin of the next one; CLOCK_MONOTONIC.
 
     ns: of each category and of `IDLE`, which add up to the whole; categories without any time are left out.
     unit_ns, passes: of forward, backward and recompute, for each unit, where there is any. flops: of these
     passes, hardware_flops: with what was computed again. overlap: None if there were too many operations.
+    held: of activations, by a run on a mesh.
     """
 
     step: Count
@@ -89,6 +102,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field=
     flops: Count
     hardware_flops: Count
     overlap: Overlap | None
+    held: HeldMost | None = None
 
     @property
     def wall_ns(self) -> int:

@@ -26,6 +26,7 @@ from zbmd.training.profiler.lines import (
     IDLE,
     LINES_BYTES_MAX,
     VERSION,
+    HeldMost,
     Overlap,
     RunLine,
     StepLine,
@@ -65,6 +66,7 @@ class Profiler:
         self.run = run
         self.last: StepLine | None = None
         """The step that ended last."""
+        self._held: HeldMost | None = None
         self._followed: dict[int, tuple[int, Group]] = {}
         self._file: RingFile | None = None
         self._lines: int | None = None
@@ -120,6 +122,10 @@ class Profiler:
         """What another thread has done, or waited for, while no span was open here."""
         self._recorder.add(span.category, begin_ns, end_ns)
 
+    def held(self, most: HeldMost | None) -> None:
+        """What the step under way held of activations."""
+        self._held = most
+
     def mfu(self, line: StepLine) -> float | None:
         """Model FLOPs utilisation of a step on this rank: part of its share of the peak; None: unknown."""
         if self.run.peak is None or line.wall_ns == 0:
@@ -144,8 +150,8 @@ class Profiler:
     def _take(self, ended: EndedStep | None) -> StepLine | None:
         if ended is None:
             return None
-        line = step_line(ended, self.run.units)
-        self.last = line
+        line = step_line(ended, self.run.units, self._held)
+        self._held, self.last = None, line
         self._put(line)
         if self._file is not None:
             for name in self._recorder.names[self._named :]:
@@ -182,7 +188,7 @@ class Profiler:
         self._close_lines()
 
 
-def step_line(ended: EndedStep, units: tuple[UnitLine, ...]) -> StepLine:
+def step_line(ended: EndedStep, units: tuple[UnitLine, ...], held: HeldMost | None = None) -> StepLine:
     """What is written of a step, whose passes were of `units`."""
     step, begin_ns, end_ns, totals, by_unit, overlap = ended
     ns = {name: total for name, total in zip(CATEGORIES, totals, strict=True) if total}
@@ -211,6 +217,7 @@ def step_line(ended: EndedStep, units: tuple[UnitLine, ...]) -> StepLine:
         flops=flops,
         hardware_flops=flops + again,
         overlap=None if overlap is None else _overlap(overlap),
+        held=held,
     )
 
 

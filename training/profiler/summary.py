@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbmd.training._spans import CATEGORIES
-from zbmd.training.profiler.lines import IDLE, Life, Overlap, StepLine
+from zbmd.training.profiler.lines import IDLE, HeldMost, Life, Overlap, StepLine
 from zbmd.training.profiler.peak import Machine
 from zbmd.transport.errors import UserError
 
@@ -29,7 +29,8 @@ class UnitShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """One rank's steps: `ns` of each category and of `idle`, `wall_ns` all of it."""
+    """One rank's steps: `ns` of each category and of `idle`, `wall_ns` all of it; `held`: of activations, in
+    the step that held most; None: not known."""
 
     rank: int
     steps: int
@@ -40,6 +41,7 @@ class RankShare:
     hardware_flops: int
     overlap: Overlap
     peak: float | None
+    held: HeldMost | None
 
     def utilisation(self, flops: int) -> float | None:
         """The part that `flops` are of what could have been done meanwhile; None: the peak is unknown."""
@@ -134,6 +136,9 @@ def _rank(lives: Sequence[Life], peak_of: Callable[[Machine], float | None]) -> 
         hardware_flops=sum(step.hardware_flops for step in steps),
         overlap=_added([step.overlap for step in steps if step.overlap is not None]),
         peak=peak,
+        held=max(
+            (step.held for step in steps if step.held is not None), key=lambda one: one.nbytes, default=None
+        ),
     )
 
 

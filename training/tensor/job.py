@@ -175,6 +175,7 @@ class MeshJob(Generic[ResultT]):
                 faults.hit(BEGIN_POINT)
                 self._tell(profiler, profiler.begin_step(trainer.step + 1))
                 trainer.run_step(keeper)
+                profiler.held(trainer.held_most)
                 self._task.reached(trainer, keeper)
         self._tell(profiler, profiler.end_step())
         keeper.settle()

@@ -30,6 +30,7 @@ from zbmd.training.pipeline.passes import StagePasses
 from zbmd.training.pipeline.rings import RingMemory, StageRings, gather_rows
 from zbmd.training.pipeline.runnable import traffic_of
 from zbmd.training.precision import SCALE_FIRST, LossScale, attempted, computing_dtype
+from zbmd.training.profiler.lines import HeldMost
 from zbmd.training.recipe import Recipe
 from zbmd.training.reduction import ShardReduction
 from zbmd.training.rng import Noise
@@ -215,6 +216,11 @@ class MeshTrainer:
         if self._passes_or_none is not None:
             self._passes_or_none.close(gave_up=gave_up)
             self._passes_or_none = None
+
+    @property
+    def held_most(self) -> HeldMost | None:
+        """What this rank held of activations in the last step; None if it computed none in this view."""
+        return None if self._passes_or_none is None else self._passes_or_none.held_most
 
     @property
     def _passes(self) -> StagePasses:

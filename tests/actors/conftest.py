@@ -6,6 +6,8 @@ import os
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from rdma_harness import rdma_link_pair
+from rdma_world import given_devices
 
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.system import ActorSystem
@@ -66,6 +68,15 @@ def join() -> Callable[..., None]:
 async def pair(
     system: ActorSystem, other: ActorSystem, join: Join
 ) -> AsyncIterator[tuple[ActorSystem, ActorSystem]]:
-    """The two, joined."""
-    join(system, other)
-    yield system, other
+    """The two, joined; over RDMA in a machine whose devices are given."""
+    if not given_devices():
+        join(system, other)
+        yield system, other
+        return
+    limits = LinkLimits()
+    async with rdma_link_pair(_endpoint(system, limits), _endpoint(other, limits)) as (to_other, to_system):
+        system.attach(to_other)
+        other.attach(to_system)
+        yield system, other
+        await system.stop(timeout=0.2)
+        await other.stop(timeout=0.2)

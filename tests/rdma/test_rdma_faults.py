@@ -7,12 +7,17 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
+import uvloop
 from link_harness import Ear, Net
-from rdma_harness import RdmaHarness
+from rdma_harness import RdmaHarness, rdma_offers
 from rdma_world import given_devices
 
+from zbmd.transport import remote_link
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.link import LinkLimits
+from zbmd.transport.rdma_link import RdmaLink
+from zbmd.transport.remote_link import RemoteLink
+from zbmd.transport.tcp_link import TcpLink
 from zbmd.transport.topology.rdma import read_rdma_devices
 
 FRAMES = 200
@@ -78,3 +83,45 @@ def test_a_cable_that_is_pulled_ends_the_link(interface: str) -> None:
         assert isinstance(await ears[1].end(), PeerLost)
 
     RdmaHarness("uvloop").run(scenario)
+
+
+def test_while_a_port_is_down_links_are_tcp_and_say_why_then_rdma_again(interface: str) -> None:
+    async def set_port(state: str) -> None:
+        process = await asyncio.create_subprocess_exec("ip", "link", "set", interface, state)
+        assert await process.wait() == 0
+
+    async def scenario() -> None:
+        async with rdma_offers() as ((near, ours), (far, theirs)):
+            accepted: asyncio.Queue[tuple[RemoteLink, str]] = asyncio.Queue()
+            listener = await remote_link.listen(
+                "127.0.0.1:0", lambda *made: accepted.put_nowait(made), far, theirs
+            )
+
+            async def link() -> tuple[RemoteLink, RemoteLink, str]:
+                dialed, why = await remote_link.dial(listener.address, near, ours)
+                other, _ = await accepted.get()
+                ear = Ear(other)
+                dialed.send(b"over what there is")
+                assert await ear.frames(1) == [b"over what there is"]
+                return dialed, other, why
+
+            a, b, why = await link()
+            assert isinstance(a, RdmaLink) and isinstance(b, RdmaLink) and "both sides have RDMA" in why
+            ears = Ear(a), Ear(b)
+            await set_port("down")
+            a.send(b"into the void")
+            assert [type(await ear.end()) for ear in ears] == [PeerLost, PeerLost]
+            a, b, why = await link()
+            assert isinstance(a, TcpLink) and isinstance(b, TcpLink), why
+            assert "rxe" in why or "nothing comes through" in why
+            a.close()
+            b.close()
+            await set_port("up")
+            a, b, why = await link()
+            assert isinstance(a, RdmaLink) and isinstance(b, RdmaLink), why
+            a.close()
+            assert await Ear(b).end() is None
+            listener.close()
+            await listener.wait_closed()
+
+    uvloop.run(scenario())

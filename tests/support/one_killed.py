@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 from kept_lines import Lines
 
-from zbmd.actors.host import ARENA_BYTES_DEFAULT, Host, HostConfig
+from zbmd.actors.host import ARENA_BYTES_DEFAULT, PRELOAD, Host, HostConfig
 from zbmd.actors.host_events import HostEvent, RankReport, RunResult
 from zbmd.actors.view import OnLoss
+
+MODULES = (*PRELOAD, "zbmd.actors.system", "zbmd.collectives.group", "numpy.random")
+"""What the ranks of these jobs import: once, in the template, not in each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ async def run_and_kill_the_last(
     ranks: int,
     links: str,
     arena_bytes: int = ARENA_BYTES_DEFAULT,
+    more_modules: tuple[str, ...] = (),
 ) -> Ended:
     """Run `script`, whose ranks report `{"ready": rank}`, and more in that form; the job shrinks."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(directory / "cookie"))
@@ -54,7 +58,7 @@ async def run_and_kill_the_last(
         world_size=ranks,
         on_loss=OnLoss.SHRINK,
         arena_bytes=arena_bytes,
-        preload=("zbmd",),
+        preload=(*MODULES, *more_modules),
     )
     host = Host(config, output=output, observer=observe)
     return Ended(await host.run(), said, output.lines)

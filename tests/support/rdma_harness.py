@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 
-from link_harness import COOKIE, Listening, OnLink, RealHarness, Who
+from link_harness import COOKIE, INCARNATION, SMALL, Listening, OnLink, RealHarness, Who
 from rdma_world import given_devices
 from tcp_harness import TcpHarness
 
@@ -12,6 +14,46 @@ from zbmd.transport import rdma
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.link_side import LinkSide
 from zbmd.transport.rdma_device import RdmaDevice, open_device
+from zbmd.transport.rdma_link import RdmaLink
+from zbmd.transport.remote_link import Rdma
+from zbmd.transport.segment import Segment
+
+
+@asynccontextmanager
+async def rdma_link_pair(dialer: Endpoint, listener: Endpoint) -> AsyncGenerator[tuple[RdmaLink, RdmaLink]]:
+    """A link from the first device to the last: its two ends, on the running loop, which users close."""
+    devices = [open_device(*at) for at in given_devices()]
+    accepted: asyncio.Queue[RdmaLink] = asyncio.Queue()
+    listening = await rdma.listen("127.0.0.1:0", accepted.put_nowait, listener, devices[-1])
+    try:
+        dialed = await rdma.dial(listening.address, dialer, devices[0])
+        yield dialed, await accepted.get()
+    finally:
+        listening.close()
+        await listening.wait_closed()
+        for device in devices:
+            await device.aclose()
+
+
+@asynccontextmanager
+async def rdma_offers() -> AsyncGenerator[list[tuple[Endpoint, Rdma]]]:
+    """What two processes would have for RDMA links with memory, from the first device to the last."""
+    async with AsyncExitStack() as stack:
+        made: list[tuple[Endpoint, Rdma]] = []
+        for slot, at in ((0, given_devices()[0]), (1, given_devices()[-1])):
+            segment = Segment.create(
+                slot=slot, incarnation=INCARNATION, arena_bytes=1 << 16, inbox_bytes=1 << 16
+            )
+            stack.callback(segment.close)
+            device = open_device(*at)
+            stack.push_async_callback(device.aclose)
+            plane = rdma.open_plane(*at, segment=segment)
+            stack.callback(plane.close)
+            identity = Who(name=f"side{slot}", limits=SMALL).identity
+            memory = rdma.Memory(plane=plane, slot_of=lambda peer: int(peer.name[-1]))
+            endpoint = Endpoint(identity=identity, cookie=COOKIE, segment=segment)
+            made.append((endpoint, Rdma(device=device, memory=memory)))
+        yield made
 
 
 class RdmaHarness(RealHarness):

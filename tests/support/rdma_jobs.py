@@ -14,6 +14,8 @@ from zbmd.training.job import run_plain
 
 EXPECTED_VARIABLE = "ZBMD_TEST_DIGESTS"
 """Digests of collectives on one host, for a machine that would take long to find them out; with commas."""
+RDMA_MODULES = ("zbmd.transport.rdma_device", "zbmd.transport.rdma_plane")
+"""Which import libibverbs and pyverbs."""
 TRAINING_RANKS = 2
 RANKS = 3
 JOB = """
@@ -69,7 +71,7 @@ async def main():
         digest = await everything(node, group, node.world_size)
         print("digest", digest.hex(), *sorted(kinds))
         lost = asyncio.get_running_loop().create_future()
-        node.on_peer_lost(lambda *what: lost.set_result(what))
+        node.on_peer_lost(lambda *what: lost.done() or lost.set_result(what))
         await group.barrier()
         node.report({"ready": node.rank})
         await lost
@@ -92,7 +94,10 @@ async def digests_of_collectives(
     directory: Path, monkeypatch: pytest.MonkeyPatch, links: str, *, by: str
 ) -> list[str]:
     """Of each rank, which all say that their links and memory are `by`. The last one is killed meanwhile."""
-    ended = await run_and_kill_the_last(JOB, directory, monkeypatch, ranks=RANKS, links=links)
+    more = RDMA_MODULES if links == "rdma" else ()
+    ended = await run_and_kill_the_last(
+        JOB, directory, monkeypatch, ranks=RANKS, links=links, more_modules=more
+    )
     assert ended.result.outcome is Outcome.SUCCEEDED, "\n".join(ended.lines)
     assert ended.said["lost"] == ended.said["done"] == {0, 1}, ended.lines
     lines = sorted(line for line in ended.lines if ": digest " in line)

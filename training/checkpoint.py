@@ -71,13 +71,21 @@ def load_checkpoint(path: Path, *, plan: str, elements: int) -> Checkpoint:
             f"{path} cannot be read as a checkpoint: {why}. Give --resume the {CHECKPOINT_NAME} of a run, "
             "whole, or leave it out to start from the beginning."
         ) from error
-    if metadata.get("plan") != plan or flat.shape != (elements,) or flat.dtype != np.float32:
-        differing = ", ".join(_differences(metadata.get("plan", ""), plan)) or "the size of its state"
-        raise UserError(
-            f"{path} belongs to another run, so it cannot go on bit for bit. What differs (there, here): "
-            f"{differing}. Give the options and data of that run, or leave out --resume."
-        )
+    require_plan(
+        path, metadata.get("plan", ""), plan, alike=flat.shape == (elements,) and flat.dtype == np.float32
+    )
     return Checkpoint(version=version, plan=plan, flat=flat)
+
+
+def require_plan(path: Path, there: str, here: str, *, alike: bool = True) -> None:
+    """Raise `UserError` unless the plan of the checkpoint at `path` is ours, and its state is `alike`."""
+    if there == here and alike:
+        return
+    differing = ", ".join(_differences(there, here)) or "the size of its state"
+    raise UserError(
+        f"{path} belongs to another run, so it cannot go on bit for bit. What differs (there, here): "
+        f"{differing}. Give the options and data of that run, or leave out --resume."
+    )
 
 
 def checkpoint_version(path: Path) -> int | None:
@@ -93,7 +101,7 @@ def _differences(there: str, here: str) -> list[str]:
     """The leaves in which two plans differ, in words: at most `DIFFERENCES_MAX`, each short."""
     try:
         known = _leaves(msgspec.json.decode(there))
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return ["its plan cannot be read"]
     wanted = _leaves(msgspec.json.decode(here))
     names = sorted(name for name in known | wanted if known.get(name) != wanted.get(name))

@@ -79,13 +79,14 @@ def open_recipe(options: JobOptions, *, prepare: bool = True) -> Recipe:
     return Recipe(GPT(options.model), Corpus(path, context=context), options.training)
 
 
-def plan_of(recipe: Recipe) -> str:
+def plan_of(recipe: Recipe, **more: str | float) -> str:
     """What fixes the bits of a run, as JSON: a log or checkpoint of another plan is never continued."""
     plan = {
         "model": asdict(recipe.model.config),
         "training": asdict(recipe.config),
         "corpus": recipe.corpus.header.digest,
         "reduction": "shard-tree",
+        **more,
     }
     return msgspec.json.encode(plan, order="deterministic").decode()
 

@@ -102,12 +102,19 @@ class LossScale:
 
     def write(self, room: Array) -> None:
         """Put it into `room`, (numbers,) float32, from which `read` takes it."""
-        room[:3] = [self.scale, self.good_steps, self.skipped][: len(room)]
+        room[: len(self.said)] = self.said
+
+    @property
+    def said(self) -> tuple[float, ...]:
+        """What `write` puts: nothing if it never changes."""
+        return (self.scale, self.good_steps, self.skipped)[: self.numbers]
 
     def read(self, room: Array) -> LossScale:
         """The scale in `room`; this one, if there is none. Raises `UserError` for numbers that are none."""
         if not len(room):
             return self
+        if not self.dynamic or len(room) < 3:
+            raise UserError(f"{len(room)} numbers are no loss scale of this precision.")
         scale, good, skipped = (float(number) for number in room[:3])
         whole = good.is_integer() and skipped.is_integer()
         if not (whole and SCALE_LEAST <= scale <= SCALE_MOST and 0 <= good < GROWTH_STEPS and skipped >= 0):

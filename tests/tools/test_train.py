@@ -18,10 +18,10 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools import cli
 from zbmd.tools.small_job import write_text
 from zbmd.tools.train_cli import SETTINGS, merged, options_of
-from zbmd.training.checkpoint import CHECKPOINT_NAME
 from zbmd.training.gpt import GPT
 from zbmd.training.hugging_face import load_gpt2
 from zbmd.training.journal import WEIGHTS_NAME
+from zbmd.training.shard_files import checkpoint_in, read_names
 from zbmd.training.tensor.options import TrainOptions
 from zbmd.training.tensor.records import METRICS_NAME, TENSORBOARD_NAME
 from zbmd.training.tensor.run import HUGGING_FACE_DIRECTORY, TrainResult, prepare
@@ -77,18 +77,25 @@ def result(lines: Sequence[str]) -> TrainResult:
 async def test_a_run_that_lost_a_rank_goes_on_with_another_mesh(tmp_path: Path) -> None:
     data = str(write_text(tmp_path / "text"))
     scaled = {"precision": "f16", "loss_scale": "16777216"}  # at first gradients overflow
+    scaled |= {"layers": "2"}
     _, lines = await run(recipe(data=data, out=str(tmp_path / "whole"), **scaled), 1)
     wanted = result(lines)
     out = tmp_path / "killed"
-    options = recipe(data=data, out=str(out), ranks="2", mesh="dp=2", **scaled)
-    exit_code, lines = await run(options, 2, fault="rank1:mesh.begin:4")
-    assert exit_code != 0 and (out / CHECKPOINT_NAME).exists(), lines
-    _, lines = await run(recipe(data=data, out=str(out), resume=str(out), **scaled), 1)
+    options = recipe(data=data, out=str(out), ranks="2", mesh="pp=2", **scaled)
+    # Killed while the second checkpoint, of step 4, is written: the first one is the last that is durable.
+    exit_code, lines = await run(options, 2, fault="rank1:shards.written:2")
+    found_at = checkpoint_in(out)
+    assert exit_code != 0 and found_at is not None, lines
+    assert (read_names(found_at).version, len(read_names(found_at).files)) == (2, 2)
+    options = recipe(data=data, out=str(out), resume=str(out), ranks="2", mesh="dp=2", **scaled)
+    _, lines = await run(options, 2)
+    left = sorted(path.name for path in out.glob("checkpoint*"))
+    assert left == sorted(["checkpoint.json", *read_names(found_at).files]) and len(left) == 2
     found = result(lines)
     assert (found.weights_sha256, found.steps) == (wanted.weights_sha256, 6)
     assert found.held_out_loss == wanted.held_out_loss
     records = [msgspec.json.decode(line) for line in (out / METRICS_NAME).read_bytes().splitlines()]
-    assert [one["step"] for one in records if "loss" in one][-2:] == [5, 6]
+    assert [one["step"] for one in records if "loss" in one][-4:] == [3, 4, 5, 6]
     last = [one for one in records if "loss" in one][-1]
     assert last["skipped"] > 0 and last["loss_scale"] == 2.0 ** (24 - last["skipped"])
 

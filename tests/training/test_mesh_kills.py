@@ -12,7 +12,7 @@ from zbmd.transport import faults
 from zbmd.transport.errors import UserError
 
 CASES = (
-    ("pp=2", "auto", "rank0:mesh.saved"),
+    ("pp=2", "auto", "rank0:shards.written,rank0#2:mesh.saved"),
     ("pp=2", "tcp", "rank1:pipeline.compute:20"),
     ("tp=2", "auto", "rank0:mirror.middle:3"),
     ("dp=2,tp=2", "auto", "rank3:mesh.backward:5"),

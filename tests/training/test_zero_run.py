@@ -11,12 +11,16 @@ from kept_lines import Lines
 
 from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.runtime_env import LINKS_VARIABLE
+from zbmd.actors.view import OnLoss
 from zbmd.tools.small_job import write_text
 from zbmd.training import __main__ as training
 from zbmd.training.job import open_recipe, run_plain
 from zbmd.training.plain import PlainTrainer
 from zbmd.training.precision import Storage
 from zbmd.training.recipe import Recipe
+from zbmd.training.shard_files import SHARDS_NAME, read_names
+from zbmd.training.weights import load_weights
+from zbmd.transport import faults
 
 STEPS = 50
 SHAPE = ("--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--sequences-per-shard", "1")
@@ -107,9 +111,42 @@ def test_the_job_alone_has_the_bits_of_the_plain_one(
     assert (out / "weights.safetensors").exists()
 
 
+async def test_a_run_goes_on_from_its_checkpoint_with_other_ranks(tmp_path: Path) -> None:
+    """Killed while the second checkpoint is written; then another stage on two ranks, from the first."""
+    data, storage = write_text(tmp_path / "text"), "bfloat16"
+    shared = (*SHAPE, "--steps", "6", "--shards", "4", "--data", str(data), "--storage", storage)
+    wanted = run_plain(
+        training.options_of(training.parser().parse_args([*shared, "--out", str(tmp_path / "plain")])),
+        storage="bfloat16",
+    )
+
+    async def run(ranks: int, fault: str, *arguments: str) -> tuple[int, Lines]:
+        output = Lines()
+        config = HostConfig(
+            target="zbmd.training",
+            is_module=True,
+            arguments=(*shared, *arguments, "--checkpoint-every", "2"),
+            world_size=ranks,
+            on_loss=OnLoss.STOP,
+            environment={faults.FAULT_VARIABLE: fault},
+            preload=("zbmd.training.zero.job",),
+        )
+        return (await Host(config, output=output).run()).exit_code, output
+
+    killed, out = tmp_path / "killed", tmp_path / "again"
+    exit_code, output = await run(3, "rank2:shards.written:2", "--zero", "3", "--out", str(killed))
+    names = read_names(killed / SHARDS_NAME)
+    assert exit_code != 0 and (names.version, len(names.files)) == (2, 3), output.lines
+    exit_code, output = await run(2, "", "--zero", "1", "--out", str(out), "--resume", str(killed))
+    assert exit_code == 0, "\n".join(output.lines)
+    digest = hashlib.sha256(load_weights(out / "weights.safetensors")[0].data).hexdigest()
+    assert digest == wanted.weights_sha256
+    assert read_names(out / SHARDS_NAME).version == 6
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(("--zero", "4"), "invalid choice"), (("--zero", "3", "--resume", "x"), "leave out --resume")],
+    [(("--zero", "4"), "invalid choice"), (("--zero", "3", "--resume", "x"), "there is no checkpoint at x")],
 )
 def test_bad_input_is_told_in_words(
     options: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,6 +37,17 @@ from zbmd.training.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
 from zbmd.training.hugging_face import WEIGHTS_NAME as GPT2_WEIGHTS_NAME
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
+from zbmd.training.precision import LossScale
+from zbmd.training.shard_files import (
+    SHARDS_FORMAT,
+    SHARDS_NAME,
+    Piece,
+    ShardNames,
+    open_state,
+    run_of,
+    write_names,
+    write_shard,
+)
 from zbmd.training.tensor.records import last_steps
 from zbmd.training.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_tokens, shard_name
 from zbmd.training.tokens import TOKENIZER_NAME, BPETokenizer
@@ -157,6 +169,38 @@ def _checkpoint(path: Path) -> None:
     found = load_checkpoint(path, plan=PLAN, elements=ELEMENTS)
     if found.flat.shape != (ELEMENTS,) or found.plan != PLAN:
         raise Broken(f"{found}")
+
+
+SHARD_NAME = f"checkpoint-3-{0:016x}-0.safetensors"
+SLOTS = ParameterLayout.of({"a": (2, 3), "b": (5,)}).slots
+
+
+@functools.cache
+def _shard_files() -> tuple[bytes, bytes]:
+    """What names the shard of a checkpoint, and the shard."""
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        flats = [np.arange(slot.size, dtype=np.float32) for slot in SLOTS]
+        pieces = [
+            Piece(slot.name, run_of(slot.size, 0, slot.size), (flat, flat, flat))
+            for slot, flat in zip(SLOTS, flats, strict=True)
+        ]
+        write_shard(Path(made) / SHARD_NAME, pieces)
+        names = ShardNames(
+            format=SHARDS_FORMAT, version=3, plan=PLAN, loss_scale=(8.0, 1.0, 2.0), files=(SHARD_NAME,)
+        )
+        write_names(Path(made), names)
+        return (Path(made) / SHARDS_NAME).read_bytes(), (Path(made) / SHARD_NAME).read_bytes()
+
+
+def _shards(names: bytes, shard: bytes) -> None:
+    with _file(names, SHARDS_NAME) as path:
+        (path.parent / SHARD_NAME).write_bytes(shard)
+        with contextlib.closing(open_state(path, plan=PLAN, layout=ParameterLayout(SLOTS))) as state:
+            LossScale().read(np.array(state.loss_scale))
+            for slot in SLOTS:
+                flat = state.parameter("mean", slot)
+                if flat.tolist() != list(range(slot.size)):
+                    raise Broken(f"{flat} of {slot}")
 
 
 @functools.cache
@@ -380,6 +424,20 @@ TARGETS = (
         allowed=(UserError,),
         seeds=_checkpoint_seeds,
         run=_on_file(_checkpoint),
+    ),
+    Target(
+        name="checkpoint.names",
+        what="what names the shards of a checkpoint",
+        allowed=(UserError,),
+        seeds=lambda: (_shard_files()[0],),
+        run=lambda data: _shards(data, _shard_files()[1]),
+    ),
+    Target(
+        name="checkpoint.shard",
+        what="a shard of a checkpoint",
+        allowed=(UserError,),
+        seeds=lambda: (_shard_files()[1],),
+        run=lambda data: _shards(_shard_files()[0], data),
     ),
     Target(
         name="gpt2.config",

@@ -117,6 +117,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/profiler/peak.py": ("profile.peaks",),
     "training/profiler/ring.py": ("profile.spans",),
     "training/checkpoint.py": ("checkpoint",),
+    "training/shard_files.py": ("checkpoint.names", "checkpoint.shard"),
     "training/corpus.py": ("corpus",),
     "training/journal.py": ("commit.part",),
     "training/ledger.py": ("ledger",),

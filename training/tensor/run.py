@@ -15,20 +15,20 @@ from zbmd.actors.runtime_env import RankEnvironment
 from zbmd.collectives.commit_driver import StepFailed
 from zbmd.collectives.group import Group
 from zbmd.training import spans
-from zbmd.training.adamw import AdamWState
-from zbmd.training.checkpoint import CHECKPOINT_NAME, Checkpoint, load_checkpoint, save_checkpoint
 from zbmd.training.clip import TrainingDiverged
 from zbmd.training.config import GPTConfig
 from zbmd.training.corpus import Corpus, prepare_corpus
-from zbmd.training.gpt import GPT
+from zbmd.training.gpt import GPT, parameter_shapes
 from zbmd.training.hugging_face import load_gpt2, save_gpt2
 from zbmd.training.job import weights_sha256
 from zbmd.training.journal import WEIGHTS_NAME
+from zbmd.training.layout import ParameterLayout
 from zbmd.training.mesh import Mesh
 from zbmd.training.optim import MuonConfig
-from zbmd.training.precision import LossScale, storage_dtype
+from zbmd.training.precision import storage_dtype
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.recipe import Recipe, learning_rate_of
+from zbmd.training.shard_files import checkpoint_in, open_state, write_shards
 from zbmd.training.tensor.axes import require_axes
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.job import MeshJob, MeshTask
@@ -37,7 +37,6 @@ from zbmd.training.tensor.options import TrainOptions
 from zbmd.training.tensor.records import Records, require_board
 from zbmd.training.tensor.stages import (
     SLOTS,
-    STATE_ARRAYS,
     RankBytes,
     bytes_needed,
     elements_most,
@@ -133,8 +132,8 @@ async def run(options: TrainOptions) -> TrainResult | None:
     except TrainingDiverged as error:
         raise UserError(str(error)) from error
     except StepFailed as error:
-        path = options.out / CHECKPOINT_NAME
-        how = f"go on with --resume {path}" if path.exists() else "start again, with --checkpoint-every"
+        path = checkpoint_in(options.out)
+        how = f"go on with --resume {path}" if path else "start again, with --checkpoint-every"
         raise UserError(f"{error}. To lose no more than that: {how}.") from error
 
 
@@ -287,30 +286,23 @@ class _Run(MeshTask[TrainResult]):
         if options.weights is not None:
             trainer.begin_with(load_gpt2(options.weights)[0])
         elif options.resume is not None:
-            size, scale = STATE_ARRAYS * GPT(self.config).layout.size, LossScale.of(trainer.dtype)
-            found = load_checkpoint(options.resume, plan=self._plan, elements=size + scale.numbers)
-            trainer.begin_with(
-                *np.split(found.flat[:size], STATE_ARRAYS),
-                step=found.version,
-                scale=scale.read(found.flat[size:]),
-            )
+            layout = ParameterLayout.of(parameter_shapes(self.config))
+            with contextlib.closing(open_state(options.resume, plan=self._plan, layout=layout)) as saved:
+                trainer.begin_from(saved)
 
     def _checkpoint(self, trainer: MeshTrainer) -> None:
         if self.options.precision == "float64":
             return
-        scale = trainer.loss_scale
-        room = np.zeros(scale.numbers, np.float32)
-        scale.write(room)
-        flat = np.concatenate([*(trainer.whole(array) for array in _arrays(trainer.state)), room])
-        if self.is_first:
-            made = Checkpoint(version=trainer.step, plan=self._plan, flat=flat)
-            save_checkpoint(self.options.out / CHECKPOINT_NAME, made)
+        write_shards(
+            trainer.groups.world,
+            self.options.out,
+            trainer.pieces(),
+            version=trainer.step,
+            plan=self._plan,
+            loss_scale=trainer.loss_scale.said,
+        )
 
     def _save(self, weights: Array) -> None:
         save_weights(self.options.out / WEIGHTS_NAME, weights, self.config, step=self.steps)
         if self.config.family == "gpt2" and self.config.activation == "gelu":
             save_gpt2(self.options.out / HUGGING_FACE_DIRECTORY, weights, self.config)
-
-
-def _arrays(state: AdamWState) -> tuple[Array, Array, Array]:
-    return state.weights, state.mean, state.square

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 from zbmd.training.config import GPTConfig
 from zbmd.training.gpt import parameter_shapes
-from zbmd.training.layout import ParameterLayout
+from zbmd.training.layout import ParameterLayout, ParameterSlot
+from zbmd.training.shard_files import Cut, run_of
 from zbmd.training.xp import Array
 from zbmd.transport.errors import UserError
 
@@ -75,6 +77,15 @@ class TensorShards:
     def tokens(self, part: int) -> tuple[int, int]:
         """The tokens, from and to, whose rows of the tables rank `part` holds."""
         return span_of(self.config.vocabulary, part, self.parts)
+
+    def piece(self, slot: ParameterSlot, part: int) -> Cut:
+        """Where what rank `part` holds of the whole parameter `slot` lies."""
+        axis, beside = cut_of(slot.name)
+        if not beside:
+            return run_of(slot.size, 0, slot.size)
+        each = slot.shape[axis] // beside
+        outer, inner = beside * prod(slot.shape[:axis]), prod(slot.shape[axis + 1 :])
+        return Cut(outer, each, inner, *span_of(each, part, self.parts))
 
     def cut(self, flat: Array, part: int) -> Array:
         """What rank `part` holds of a whole flat array, (whole.size,): (layout(part).size,), a copy."""

@@ -23,6 +23,7 @@ from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.adamw import AdamWState
 from zbmd.training.clip import TrainingDiverged, clip_scale, non_finite
 from zbmd.training.gpt import Batch
+from zbmd.training.layout import ParameterSlot
 from zbmd.training.mesh import Mesh
 from zbmd.training.optim import optimizer_for
 from zbmd.training.pipeline.own import OwnParts
@@ -34,11 +35,13 @@ from zbmd.training.profiler.lines import HeldMost
 from zbmd.training.recipe import Recipe
 from zbmd.training.reduction import ShardReduction
 from zbmd.training.rng import Noise
+from zbmd.training.shard_files import ARRAYS, Cut, Piece, SavedState, run_of
 from zbmd.training.tensor.axes import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.model import ParallelGPT
 from zbmd.training.tensor.norm import mesh_norm
 from zbmd.training.tensor.relay import relayed_loss
+from zbmd.training.tensor.shards import cut_of
 from zbmd.training.tensor.stages import FLOAT32, ONE_EACH, SLOTS, STATE_ARRAYS, Stages, state_elements
 from zbmd.training.watch import ALONE, VOTE_NUMBERS, StepWatch
 from zbmd.training.xp import Array
@@ -153,12 +156,45 @@ class MeshTrainer:
         if self._narrow is not None:
             self._narrow[:] = self.state.weights
 
-    def begin_with(self, *whole: Array, step: int = 0, scale: LossScale | None = None) -> None:
-        """Begin `step` with the whole model's weights, and moments if they are given, not with the seed's."""
-        self.step = self.base = step
-        self._initial_scale = scale or self._initial_scale
-        self._initial = [self._mine(flat).copy() for flat in whole]
+    def begin_with(self, weights: Array) -> None:
+        """Begin with the whole model's weights, not with the seed's."""
+        self._initial = [self._mine(weights).copy()]
         self.begin_anew()
+
+    def begin_from(self, saved: SavedState) -> None:
+        """Begin with the state in a checkpoint, of any mesh. Raises `UserError` for one that is damaged."""
+        layout = self.own.layout
+        flats = [np.zeros(layout.size, self.state_dtype) for _ in ARRAYS]
+        for array, flat in zip(ARRAYS, flats, strict=True):
+            for (slot, cut), own in zip(self._cuts(), layout.slots, strict=True):
+                flat[own.span] = cut.of(saved.parameter(array, slot)).reshape(-1)
+        self.step = self.base = saved.version
+        self._initial, self._initial_scale = flats, self._initial_scale.read(np.array(saved.loss_scale))
+        self.begin_anew()
+
+    def pieces(self) -> list[Piece]:
+        """What this rank writes of a checkpoint: what it holds and no rank before it does."""
+        if self.groups.place(DATA_AXIS):
+            return []
+        state, layout = self.state, self.own.layout
+        views = (layout.views(array) for array in (state.weights, state.mean, state.square))
+        is_first = self.groups.place(TENSOR_AXIS) == 0
+        return [
+            Piece(slot.name, cut, tuple(held))
+            for (slot, cut), *held in zip(self._cuts(), *views, strict=True)
+            if is_first or cut_of(slot.name)[1]
+        ]
+
+    def _cuts(self) -> list[tuple[ParameterSlot, Cut]]:
+        """Each parameter that this rank holds a part of, as it is in the whole model, and which part."""
+        model = self.recipe.model
+        if isinstance(model, ParallelGPT):
+            whole = {
+                slot.name: (slot, model.shards.piece(slot, model.part)) for slot in model.shards.whole.slots
+            }
+        else:
+            whole = {slot.name: (slot, run_of(slot.size, 0, slot.size)) for slot in model.layout.slots}
+        return [whole[slot.name] for slot in self.own.layout.slots]
 
     def begin_anew(self) -> None:
         """Take the state that the training begins with, in slot 0."""

@@ -20,6 +20,7 @@ from zbmd.actors.view import View
 from zbmd.collectives.commit_driver import StepFailed
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group import Group, group_of
+from zbmd.training import spans
 from zbmd.training.clip import TrainingDiverged
 from zbmd.training.job import (
     JobOptions,
@@ -31,9 +32,10 @@ from zbmd.training.job import (
     result_of,
 )
 from zbmd.training.journal import WEIGHTS_NAME, adopted_report, step_report
-from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord
+from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord, read_log
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
+from zbmd.training.shard_files import SavedState, checkpoint_in, open_state, write_shards
 from zbmd.training.weights import save_weights
 from zbmd.training.zero.epochs import Ended, through_epochs
 from zbmd.training.zero.keeper import COPIES, BuddyMirror, Digests, Safekeeping
@@ -56,17 +58,18 @@ async def run_zero(options: JobOptions, zero: ZeroOptions) -> JobResult | None:
 
     Raises `UserError` for what only a person can mend: settings, a state that was lost, a divergence.
     """
-    if options.resume is not None:
-        raise UserError("a run with --zero starts from its seed: leave out --resume.")
     launched = RankEnvironment.read(os.environ)
     ranks = 1 if launched is None else launched.world_size
-    recipe = open_recipe(options, prepare=launched is None or launched.incarnation == 1)
+    again = launched is not None and launched.incarnation > 1
+    recipe = open_recipe(options, prepare=not again)
     arena_bytes = arena_bytes_needed(recipe.model, options.training, zero, ranks=ranks, copies=COPIES)
     try:
         async with join(arena=arena_bytes, enter=False) as node:
-            return await ZeroJob(node, recipe, options, zero).run()
+            return await ZeroJob(node, recipe, options, zero, again=again).run()
     except StepFailed as error:
-        raise UserError(f"{error}. Start again with a new --out.") from error
+        path = checkpoint_in(options.out)
+        how = f"Go on with --resume {path} and" if path else "Start again with"
+        raise UserError(f"{error}. {how} a new --out.") from error
     except TrainingDiverged as error:
         raise UserError(str(error)) from error
     except OutOfMemory as error:
@@ -76,12 +79,29 @@ async def run_zero(options: JobOptions, zero: ZeroOptions) -> JobResult | None:
         ) from error
 
 
-class ZeroJob:
-    """One rank's side of the job, through all of its epochs."""
+def zero_plan_of(recipe: Recipe, zero: ZeroOptions) -> str:
+    """As `plan_of`, which it is in float32; stages and the number of ranks change no bit."""
+    if zero.storage == "float32":
+        return plan_of(recipe)
+    return plan_of(recipe, storage=zero.storage, loss_scale=zero.loss_scale)
 
-    def __init__(self, node: Node, recipe: Recipe, options: JobOptions, zero: ZeroOptions) -> None:
+
+class ZeroJob:
+    """One rank's side of the job, through all of its epochs. again: whether this is a replacement."""
+
+    def __init__(
+        self, node: Node, recipe: Recipe, options: JobOptions, zero: ZeroOptions, *, again: bool = False
+    ) -> None:
         self._node, self._recipe, self._options, self._zero = node, recipe, options, zero
-        self._log = CommitLog(options.out / LOG_NAME, log_header(node, recipe, plan_of(recipe)))
+        self._plan = zero_plan_of(recipe, zero)
+        self._saved: SavedState | None = None
+        if options.resume is not None:
+            self._saved = open_state(options.resume, plan=self._plan, layout=recipe.model.layout)
+        path, base = options.out / LOG_NAME, 0 if self._saved is None else self._saved.version
+        if again and path.exists():  # what the run began with may have been written over since
+            base = read_log(path)[0].base_version
+        self._base = base
+        self._log = CommitLog(path, log_header(node, recipe, self._plan, base))
         self._trainer: ZeroTrainer | None = None
         self._keeper: Safekeeping | None = None
         self._group: Group | None = None
@@ -99,6 +119,8 @@ class ZeroJob:
                 await self._group.close()
             if self._keeper is not None:
                 await asyncio.to_thread(self._keeper.close)
+            if self._saved is not None:
+                self._saved.close()
             self._profiler.close()
             self._log.close()
 
@@ -120,14 +142,17 @@ class ZeroJob:
         try:
             faults.hit(MEET_POINT)
             version = keeper.meet(group)
-            self._share_record(group, version)
+            self._share_record(group, self._base + version)
             faults.hit(MET_POINT)
-            trainer.enter(group, version)
+            trainer.enter(group, version, base=self._base)
+            if version:
+                self._reached(group, trainer, keeper)
             with self._profiler.recording():
-                while trainer.version < self._recipe.config.steps:
+                while trainer.step < self._recipe.config.steps:
                     faults.hit(BEGIN_POINT)
-                    self._profiler.begin_step(trainer.version + 1)
+                    self._profiler.begin_step(trainer.step + 1)
                     trainer.run_step(keeper)
+                    self._reached(group, trainer, keeper)
             self._profiler.end_step()
             return Ended(self._finish(group, trainer, keeper))
         except (PeerLost, OperationAborted):
@@ -140,7 +165,9 @@ class ZeroJob:
     def _opened(self, group: Group) -> tuple[ZeroTrainer, Safekeeping]:
         if self._trainer is None or self._keeper is None:
             self._trainer = ZeroTrainer(self._node, group, self._recipe, self._zero, keep_previous=True)
-            known = self._log.last_version()
+            if self._saved is not None:
+                self._trainer.begin_from(self._saved)
+            known = self._log.last_version() - self._base
             self._keeper = BuddyMirror(
                 self._node,
                 self._trainer.own,
@@ -153,37 +180,48 @@ class ZeroJob:
             )
         return self._trainer, self._keeper
 
-    def _keep(self, done: ZeroDone) -> None:
-        self._records[done.version] = done
-        self._records.pop(done.version - RECORDS_KEPT, None)
+    def _reached(self, group: Group, trainer: ZeroTrainer, keeper: Safekeeping) -> None:
+        """All have come to `trainer.step`; again behind a loss. Write the checkpoint, if it is time."""
+        every, step = self._options.checkpoint_every, trainer.step
+        if step != self._recipe.config.steps and (not every or step % every):
+            return
+        with spans.CHECKPOINT:
+            keeper.settle()  # nobody goes back behind what the files hold
+            scale = trainer.own.loss_scale.said
+            pieces = trainer.own.pieces()
+            write_shards(group, self._options.out, pieces, version=step, plan=self._plan, loss_scale=scale)
 
-    def _share_record(self, group: Group, version: int) -> None:
-        """Tell who has not done the step of `version` what it reported: whoever logs it must know that."""
-        for later in [one for one in self._records if one > version]:
+    def _keep(self, done: ZeroDone) -> None:
+        self._records[done.step] = done
+        self._records.pop(done.step - RECORDS_KEPT, None)
+
+    def _share_record(self, group: Group, step: int) -> None:
+        """Tell who has not done `step` what it reported: whoever logs it must know that."""
+        for later in [one for one in self._records if one > step]:
             del self._records[later]
-        config, done = self._recipe.config, self._records.get(version)
+        config, done = self._recipe.config, self._records.get(step)
         mine = np.zeros(4 + config.shards)
         if done is not None:
             mine[:4] = 1.0, done.grad_norm, done.loss_scale, done.skipped
             mine[4:] = [done.losses[shard] for shard in range(config.shards)]
         for has, grad_norm, loss_scale, skipped, *losses in group.blocking.all_gather(mine).tolist():
-            if has and version not in self._records:
+            if has and step not in self._records:
                 self._keep(
                     ZeroDone(
-                        version=version,
+                        step=step,
                         losses=dict(enumerate(losses)),
                         grad_norm=grad_norm,
                         loss_scale=loss_scale,
                         skipped=int(skipped),
                     )
                 )
-        if version:
-            self._node.report(adopted_report(version, group.epoch))
+        if step > self._base:
+            self._node.report(adopted_report(step, group.epoch))
 
     def _committed(self, version: int, digests: Digests) -> None:
         """Every shard of `version` has its copy: the lowest rank logs it."""
         if version and self._is_lowest():
-            self._append(version, digests)
+            self._append(self._base + version, digests)
 
     def _is_lowest(self) -> bool:
         return self._group is not None and self._group.members[0] == self._node.rank
@@ -211,8 +249,8 @@ class ZeroJob:
         keeper.settle()
         weights, result = trainer.weights(), None
         if self._is_lowest():
-            save_weights(self._options.out / WEIGHTS_NAME, weights, self._options.model, step=trainer.version)
-            loss_last = self._records[trainer.version].loss
+            save_weights(self._options.out / WEIGHTS_NAME, weights, self._options.model, step=trainer.step)
+            loss_last = self._records[trainer.step].loss
             result = result_of(self._options, self._recipe, weights, loss_last)
             self._node.report({"kind": "result", **asdict(result)})
         faults.hit(SAVED_POINT)

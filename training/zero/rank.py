@@ -11,15 +11,17 @@ that has all shards, whatever the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState, Shard, update_blocks
 from zbmd.training.gpt import GPT, Batch
+from zbmd.training.layout import ParameterSlot
 from zbmd.training.pipeline.norm import Pieces, norm_of, pieces_length, pieces_of
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, storage_dtype
+from zbmd.training.shard_files import ARRAYS, Cut, Piece, SavedState, run_of
 from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.xp import Array
 from zbmd.training.zero.accountant import Accountant, Kind
@@ -100,18 +102,62 @@ class ZeroRank:
             for unit in shards.units
         ]
         self._seed = seed
+        self._initial: Array | None = None
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Take the initial state of the seed: weights, whole where the stage keeps them so; no moments."""
-        flat = self.model.init(self._seed)
+        """Take the initial state: that of the checkpoint, or weights of the seed, without moments.
+
+        Where the stage keeps weights whole, those of a checkpoint are to be gathered behind this.
+        """
         self.slot = 0
+        if self._initial is not None:
+            self.state_flat[:] = self._initial
+            self.round_weights()
+            return
+        flat = self.model.init(self._seed)
         self.state_flat[:] = 0
         self._initial_scale.write(self._scale_room)
         self.state.weights[:] = self.shards.shard_of(flat, self.rank)
         for number, unit in enumerate(self.shards.units if self.stage < 3 else ()):
             self._whole[number][: unit.size] = flat[unit.span]
         self.round_weights()
+
+    def begin_from(self, saved: SavedState) -> None:
+        """Begin with the state in a checkpoint, of any number of ranks. Raises `UserError` for damage."""
+        shard = np.zeros(self.slots[0].size, np.float32)
+        for which, array in enumerate(ARRAYS):
+            flat = shard[which * self.shards.shard_size :]
+            for slot, cut, at in self._held():
+                flat[at : at + cut.stop - cut.start] = cut.of(saved.parameter(array, slot)).reshape(-1)
+        scale = self._initial_scale.read(np.array(saved.loss_scale))
+        scale.write(shard[3 * self.shards.shard_size :])
+        self._initial = shard
+        self.begin_anew()
+
+    def pieces(self) -> list[Piece]:
+        """What this rank writes of a checkpoint: its shard."""
+        state = self.state
+        return [
+            Piece(
+                slot.name,
+                cut,
+                tuple(
+                    flat[at : at + cut.stop - cut.start] for flat in (state.weights, state.mean, state.square)
+                ),
+            )
+            for slot, cut, at in self._held()
+        ]
+
+    def _held(self) -> Iterator[tuple[ParameterSlot, Cut, int]]:
+        """Each parameter that this rank holds a part of, which part, and where in the shard it lies."""
+        for unit in self.shards.units:
+            own = unit.of_rank(self.rank)
+            for slot in self.model.layout.slots[unit.parameters]:
+                start, stop = max(own.start, slot.span.start), min(own.stop, slot.span.stop)
+                if start < stop:
+                    cut = run_of(slot.size, start - slot.offset, stop - slot.offset)
+                    yield slot, cut, unit.shard_start + start - own.start
 
     def mirror_copies(self) -> list[Array]:
         """Room for both versions of another rank's shard."""

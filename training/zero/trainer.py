@@ -27,6 +27,7 @@ from zbmd.training.gpt import GPT
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.recipe import Recipe
 from zbmd.training.rng import Noise
+from zbmd.training.shard_files import SavedState
 from zbmd.training.watch import ALONE, VOTE_NUMBERS, StepWatch
 from zbmd.training.xp import Array
 from zbmd.training.zero import machine as zm
@@ -75,12 +76,12 @@ class ZeroOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroDone:
-    """What a step reported, the same on all ranks. losses: of the logical shards, nats per byte.
-
-    loss_scale: what its gradients were multiplied by; skipped: attempts that overflowed, so far.
+    """What a step reported, the same on all ranks. step: how many are done with it; losses: of the
+    logical shards, nats per byte; loss_scale: what its gradients were multiplied by; skipped: attempts
+    that overflowed, so far.
     """
 
-    version: int
+    step: int
     losses: dict[int, float]
     grad_norm: float
     loss_scale: float = 1.0
@@ -152,8 +153,10 @@ class ZeroTrainer:
             keep_previous=keep_previous,
             loss_scale=options.loss_scale,
         )
-        self.version = 0
-        """Of the shard: how many steps are behind it."""
+        self.base = 0
+        """The step that version 0 of the shard begins: versions are counted from there."""
+        self.step = 0
+        """How many steps are behind the shard."""
         units = len(self.own.shards.units)
         self._machine = zm.ZeroStep(stage=options.stage, units=units, prefetch=options.prefetch)
         self._pending: deque[tuple[Future[Any], Callable[[Any], zm.Event]]] = deque()
@@ -198,7 +201,7 @@ class ZeroTrainer:
         self._take_batches(scale.scale)
         if not self._drive(deque(self._handle(zm.Begin()))):
             raise TrainingDiverged(
-                f"step {self.version}: the gradient's norm is not finite: the training diverged. Lower the "
+                f"step {self.step}: the gradient's norm is not finite: the training diverged. Lower the "
                 "learning rate, or clip harder."
             )
         return self._norm
@@ -213,7 +216,7 @@ class ZeroTrainer:
         return self._usable
 
     def _take_batches(self, loss_scale: float) -> None:
-        recipe, step = self.recipe, self.version
+        recipe, step = self.recipe, self.step
         with spans.DATA:
             ids = recipe.sample_ids(step)
             self.own.begin(
@@ -288,7 +291,7 @@ class ZeroTrainer:
     def _tell(self) -> None:
         if not self._told:
             self._told = True
-            self._watch.all_hold(self.version)
+            self._watch.all_hold(self.step - self.base)
 
     # ---- operations of the group
 
@@ -357,7 +360,7 @@ class ZeroTrainer:
 
     def _update(self) -> None:
         faults.hit(UPDATE_POINT)
-        config, step, scale = self.recipe.config, self.version, self._scale.scale
+        config, step, scale = self.recipe.config, self.step, self._scale.scale
         with spans.OPTIMIZER:
             self.own.update(
                 step=step,
@@ -365,13 +368,13 @@ class ZeroTrainer:
                 grad_scale=clip_scale(self._norm / scale, limit=config.clip_norm) / scale,
                 loss_scale=self._scale.after(finite=True),
             )
-        self.version += 1
+        self.step += 1
         self._watch.updated(self._result())
         faults.hit(UPDATED_POINT)
 
     def _result(self) -> ZeroDone:
         return ZeroDone(
-            version=self.version,
+            step=self.step,
             losses=self._losses,
             grad_norm=self._norm / self._scale.scale,
             loss_scale=self._scale.scale,
@@ -380,12 +383,20 @@ class ZeroTrainer:
 
     # ---- between steps
 
-    def enter(self, group: Group, version: int) -> None:
+    def begin_from(self, saved: SavedState) -> None:
+        """Begin with the state in a checkpoint, of any number of ranks; go on behind `enter`."""
+        self.own.begin_from(saved)
+        self.step = self.base = saved.version
+
+    def enter(self, group: Group, version: int, *, base: int | None = None) -> None:
         """Go on in `group`, of a new view with as many members; the slot in use holds `version`.
+
+        `version` is counted from the step `base`, if it is given.
 
         All ranks together: under stages 1 and 2 weights are gathered.
         """
-        self.group, self.version = group, version
+        self.group, self.base = group, self.base if base is None else base
+        self.step = self.base + version
         self.own.round_weights()
         for unit in range(len(self.own.shards.units) if self.options.stage < 3 else 0):
             part = self.own.part(unit)

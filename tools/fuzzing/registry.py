@@ -160,6 +160,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "transport/tcp_congestion.py": "reads what the kernel tells of its own socket",
     "transport/bulk_lanes.py": "reads what the kernel tells of its own socket and settings",
     "tools/bench*.py": "reads what processes that it has started itself tell of their times",
+    "tools/gpu_check_list.py": "reads what a process that it has started itself writes",
     "tools/peers/*.py": "are other systems' programs, run beside ours for comparison",
     "tools/demo_hosts*.py": "reads the lines of processes that it has started itself",
     "tools/netns_switch.py": "reads what the laboratory that has started it says",

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -128,7 +129,7 @@ def put_between_processes(their_device: int) -> str:
             src[:nbytes] = new
             owner.region.put(xp.asarray(new), channel=0, value=2 * value)
             owner.wait(0, 2 * value)
-            if owner.crc() != zlib.crc32(src):
+            if owner.crc() != zlib.crc32(src.tobytes()):
                 raise CheckFailed(f"after a put of {nbytes} bytes the owner sees something else")
             into = xp.empty(PUT_BYTES, xp.uint8)
             owner.region.get(into).wait()
@@ -141,6 +142,7 @@ def signals_between_streams(their_device: int) -> str:
     """Puts that are told at once; a stream of ours follows the event that was recorded behind them."""
     xp: Any = xp_for("cuda")
     with _owner(0, their_device) as owner, xp.cuda.Device(0):
+        owner.region.put(np.zeros(PUT_BYTES, np.uint8), channel=0, value=1).wait()
         owner.peer.offer_event(OWN_SLOT, 1, 1)
         spans_ns: list[int] = []
         for value in range(1, ROUNDS + 1):
@@ -177,7 +179,7 @@ def put_beside_cupy(their_device: int) -> str:
         ours_ns: list[int] = []
         for value in range(1, ROUNDS + 1):
             raw_ns.append(_span_ns(raw))
-            ours_ns.append(_span_ns(lambda value=value: ours(value)))
+            ours_ns.append(_span_ns(partial(ours, value)))
     theirs, mine = statistics.median(raw_ns), statistics.median(ours_ns)
     return (
         f"put {PUT_BYTES / mine:.1f} GB/s, cupy {PUT_BYTES / theirs:.1f} GB/s: {mine / theirs:.2f} times its "

@@ -8,6 +8,8 @@ from libc.stdint cimport int64_t
 import time
 from heapq import heappush
 
+from msgspec import Raw
+
 from zbmd.actors import long_fields as _long
 from zbmd.actors import wire as _wire
 from zbmd.actors._mailbox cimport Delivery, LocalReply
@@ -16,6 +18,7 @@ from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.errors import ActorError, DeadActor, InvalidMessage, MailboxFull, MissingDeadline, TooManyPending
 from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
+from zbmd.transport.scattered import Scattered
 
 TIMEOUT_NS_MAX = 30 * 24 * 3600 * 1_000_000_000
 ASKS_PENDING_MAX = 65_536
@@ -175,12 +178,18 @@ cdef class PeerCore:
     def _on_frame(self, header, payload):
         if self.lost is not None:
             return
-        try:
-            if len(payload) > _PAYLOAD_MAX:
-                raise ValueError
-            envelope = _decode(payload)
-        except Exception:
-            envelope = self._codec.decode(payload)  # which tells what is wrong with it
+        envelope = None
+        if type(payload) is Scattered:
+            envelope = self._codec.decode_around(payload)
+            if envelope is None:
+                payload = payload.joined()
+        if envelope is None:
+            try:
+                if len(payload) > _PAYLOAD_MAX:
+                    raise ValueError
+                envelope = _decode(payload)
+            except Exception:
+                envelope = self._codec.decode(payload)  # which tells what is wrong with it
         kind = type(envelope)
         if kind is _Reply:
             self._on_reply(envelope)
@@ -219,7 +228,8 @@ cdef class PeerCore:
 
     cdef Delivery _delivery(self, m, trace_id):
         cdef Delivery delivery = Delivery.__new__(Delivery)
-        delivery.message = self._codec.decode_contract(m.body)
+        body = m.body
+        delivery.message = self._codec.decode_contract(body) if type(body) is Raw else body
         delivery.trace_id, delivery.sender, delivery.peer = trace_id, m.sender, self
         return delivery
 
@@ -248,6 +258,8 @@ cdef class PeerCore:
         try:
             if wants_ref:
                 future.set_result(self._codec.decode_ref(body))
+            elif type(body) is not Raw:
+                future.set_result(body)
             elif len(body) == 1:
                 future.set_result(self._codec.decode_reply(body))  # which may be None
             else:

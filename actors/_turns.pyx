@@ -254,7 +254,7 @@ cdef class Turns:
         turn.kind, turn.digests, turn.open = kind, self._digests, True
         self._turn = turn
         if self._recorder.has_room(nbytes + TURN_BYTES):
-            self._recorder._append(turn)
+            self._recorder.keep(turn)
         return turn
 
     cdef object _text_of(self, ref):

@@ -41,6 +41,7 @@ from zbmd.transport.errors import (
     ZbmdError,
 )
 from zbmd.transport.link import Link
+from zbmd.transport.link_side import LinkSide
 
 if TYPE_CHECKING:
     from zbmd.actors.system import ActorSystem
@@ -83,6 +84,8 @@ class Peer(PeerCore):
     def open(self) -> None:
         """Begin to receive."""
         self.link.on_closed = self._link_closed
+        if isinstance(self.link, LinkSide):
+            self.link.give_pieces()
         self.link.on_frame = self._on_frame
 
     def ref(self, actor: str, incarnation: int) -> Ref:

@@ -14,7 +14,7 @@ import msgspec
 from zbmd.actors.actor import Reason, ReasonKind
 from zbmd.actors.contracts import Contract, ContractDecoder, contract_tag
 from zbmd.actors.errors import InvalidMessage
-from zbmd.actors.long_fields import long_field, scatter
+from zbmd.actors.long_fields import filled, long_field, scatter, shortened
 from zbmd.actors.ref import Ref
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
@@ -306,6 +306,25 @@ class Codec:
             return _decode_envelope(payload)
         except Exception as error:
             raise RemoteProtocolError(f"not an envelope: {type(error).__name__}: {error}") from error
+
+    def decode_around(self, payload: Scattered) -> Tell | Ask | Reply | None:
+        """The envelope, its body decoded already; the payload's body is the message's long field, not a copy.
+
+        None if it is none of these, or not cut around such a field: then all of it says what it is.
+        """
+        short = shortened(payload)
+        if short is None or len(payload) > MAX_PAYLOAD_BYTES:
+            return None
+        try:
+            envelope = _decode_envelope(short)
+            if not isinstance(envelope, Tell | Ask | Reply):
+                return None
+            message = self.decode_contract(envelope.body)
+        except Exception:  # noqa: BLE001 (decoding all of it tells what is wrong with it)
+            return None
+        if not filled(message, payload.pieces[1]):
+            return None
+        return msgspec.structs.replace(envelope, body=message)
 
     def decode_reply(self, body: msgspec.Raw) -> Contract | None:
         """The contract in an answer. Raises as `ContractDecoder.decode` does."""

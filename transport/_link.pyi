@@ -25,6 +25,8 @@ class LinkCore:
     _drain_scheduled: bool
     _takes_pieces: bool
     """Whether `_push` takes a payload that is `Scattered`; False unless its transport says so."""
+    _gives_pieces: bool
+    """Whether `_on_frame` takes one; see `LinkSide.give_pieces`."""
     _peer_end: tuple[ZbmdError | None] | None
     _recorder: Recorder | None
     _stream: int
@@ -38,4 +40,4 @@ class LinkCore:
     def _deliver(self, frame: bytes | bytearray) -> None:
         """Deliver a frame that is in a buffer of its own. Raises as `zbmd.transport.frames.unpack_frame`."""
     def _deliver_borrowed(self, frame: BorrowedFrame) -> None:
-        """Deliver a frame that lies in the peer's arena; nothing is recorded. Raises as `_deliver`."""
+        """Deliver a frame that lies in the peer's arena; if recorded, a copy. Raises as `_deliver`."""

@@ -12,15 +12,19 @@ from time import time_ns as _time_ns
 
 from zbmd.transport import frames as _frames
 from zbmd.transport._hlc cimport HybridClock
+from zbmd.transport._recording cimport Taking
 from zbmd.transport.errors import LinkFull, LocalProtocolError, RemoteProtocolError
 from zbmd.transport.frame_loans import BorrowedFrame
 from zbmd.transport.frames import FrameHeader, pack_fields, require_origin, unpack_frame
-from zbmd.transport.scattered import Scattered
+from zbmd.transport.scattered import Scattered, copied
 
 cdef extern from "Python.h":
     object PyObject_Vectorcall(object callable, PyObject **arguments, size_t count, PyObject *names)
     object PyMemoryView_FromObject(object buffer)
     object PySequence_GetSlice(object sequence, Py_ssize_t first, Py_ssize_t last)
+
+cdef enum:
+    FRAME_IN = 4
 
 cdef packed struct Header:  # see frames.py; all hosts that this is built for are little-endian
     uint32_t magic
@@ -43,9 +47,10 @@ cdef tuple _NAMES = ("payload_bytes", "job", "incarnation", "epoch", "hlc", "tra
 
 
 cdef class LinkCore:
-    cdef public object _limits, _identity, _peer, _on_frame, _queue, _peer_end, _recorder, _stream, _wall_ns
-    cdef public int64_t _queue_bytes
-    cdef public bint _closed, _drain_scheduled, _takes_pieces
+    cdef public object _limits, _identity, _peer, _on_frame, _queue, _peer_end, _wall_ns
+    cdef public Taking _recorder
+    cdef public int64_t _queue_bytes, _stream
+    cdef public bint _closed, _drain_scheduled, _takes_pieces, _gives_pieces
     cdef HybridClock _clock
     cdef int64_t _frame_bytes_max, _queue_bytes_max, _queue_frames_max, _frames_per_wake
     cdef uint64_t _job, _incarnation, _peer_job, _peer_incarnation
@@ -95,7 +100,7 @@ cdef class LinkCore:
         hlc = self._clock.ticks(self._now())
         header = self._header(len(payload), epoch, trace_id, flags, hlc)
         if self._recorder is not None:
-            self._recorder.frame_out(self._stream, header, payload, hlc)
+            self._recorder.takes_out(self._stream, header, payload, hlc)
         if not waiting:
             try:
                 if self._push(header, payload):
@@ -106,7 +111,7 @@ cdef class LinkCore:
         queue.append((header, payload))
         self._queue_bytes += frame_bytes
 
-    cdef object _header(self, Py_ssize_t payload_bytes, epoch, trace_id, flags, uint64_t hlc):
+    cdef bytes _header(self, Py_ssize_t payload_bytes, epoch, trace_id, flags, uint64_t hlc):
         cdef Header header
         try:
             header.flags, header.epoch, header.trace_id = flags, epoch, trace_id
@@ -155,20 +160,19 @@ cdef class LinkCore:
     def _deliver(self, frame):
         cdef Header header
         cdef Py_ssize_t frame_bytes = -1
+        cdef const char *start = NULL
         if type(frame) is bytes:
-            frame_bytes = PyBytes_GET_SIZE(frame)
-            if frame_bytes >= <Py_ssize_t>sizeof(Header):
-                memcpy(&header, PyBytes_AS_STRING(frame), sizeof(Header))
+            start, frame_bytes = PyBytes_AS_STRING(frame), PyBytes_GET_SIZE(frame)
         elif type(frame) is bytearray:
-            frame_bytes = PyByteArray_GET_SIZE(frame)
-            if frame_bytes >= <Py_ssize_t>sizeof(Header):
-                memcpy(&header, PyByteArray_AS_STRING(frame), sizeof(Header))
+            start, frame_bytes = PyByteArray_AS_STRING(frame), PyByteArray_GET_SIZE(frame)
+        if frame_bytes >= <Py_ssize_t>sizeof(Header):
+            memcpy(&header, start, sizeof(Header))
         if frame_bytes < <Py_ssize_t>sizeof(Header) or not self._is_fine(&header, frame_bytes):
             unpack_frame(frame, job=self._peer_job_told, incarnation=self._peer_incarnation_told)
             raise RemoteProtocolError(f"a frame from {self._peer.name} is in no buffer of its own")
         hlc = self._clock.merges(header.hlc, self._now())
         if self._recorder is not None:
-            self._recorder.frame_in(self._stream, bytes(frame), hlc)
+            self._recorder.takes_in(self._stream, frame, start, frame_bytes, hlc)
         self._on_frame(self._told(&header), PySequence_GetSlice(
             PyMemoryView_FromObject(frame), sizeof(Header), frame_bytes))
 
@@ -194,7 +198,12 @@ cdef class LinkCore:
         return PyObject_Vectorcall(FrameHeader, fields, 0, <PyObject *>_NAMES)
 
     def _deliver_borrowed(self, frame):
-        header, payload = frame
+        header, payload, packed = frame
         require_origin(header, job=self._peer_job_told, incarnation=self._peer_incarnation_told)
-        self._clock.merges(header.hlc, self._now())
+        hlc = self._clock.merges(header.hlc, self._now())
+        if self._recorder is not None:  # what is recorded must not change, as the peer's memory may
+            payload = copied(payload)
+            self._recorder.takes_long(FRAME_IN, self._stream, packed, payload, hlc)
+            if not self._gives_pieces:
+                payload = memoryview(payload.joined())
         self._on_frame(header, payload)

@@ -67,6 +67,9 @@ def copy(into: Buffer | NDArray[Any], src: Buffer | NDArray[Any], whole_bytes: i
     whole_bytes: of the message that these are a part of, if `into` is; a large one goes past the caches.
     """
 
+def streamed(source: Buffer) -> bytes:
+    """A copy of C-contiguous bytes, made as `stream` does: for what is kept, and so lands in cold memory."""
+
 def stream(into: Buffer | NDArray[Any], src: Buffer | NDArray[Any]) -> None:
     """Copy past the caches, with the GIL, between C-contiguous buffers of one size that do not overlap.
 

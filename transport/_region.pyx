@@ -6,6 +6,7 @@ from libc.string cimport memmove
 from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer,
 )
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.long cimport PyLong_AsLongLongAndOverflow
 
 from asyncio import _get_running_loop
@@ -283,6 +284,13 @@ def copy(object into, object src, uint64_t whole_bytes):
         zbmd_copy(<char *>target.buf, <const char *>source.buf, source.len, whole_bytes, NULL, 0)
     PyBuffer_Release(&source)
     PyBuffer_Release(&target)
+
+
+def streamed(const unsigned char[::1] source not None):
+    cdef bytes made = PyBytes_FromStringAndSize(NULL, source.shape[0])
+    if source.shape[0]:
+        zbmd_stream(PyBytes_AS_STRING(made), <const char *>&source[0], source.shape[0])
+    return made
 
 
 def stream(object into, object src):

@@ -45,6 +45,8 @@ class BorrowedFrame(NamedTuple):
     header: FrameHeader
     payload: memoryview
     """The peer may still store there: whoever decodes it looks at each byte once, or copies it first."""
+    packed: bytes
+    """The header as it came."""
 
 
 class FrameLender:
@@ -214,4 +216,5 @@ def borrow(
             f"a frame names block {block} in {'no memory' if memory is None else 'an arena'}: there is none"
         )
     memory.require_arena(offset, header.payload_bytes)
-    return BorrowedFrame(header, reader.take(block, memory.mapping, offset, header.payload_bytes))
+    view = reader.take(block, memory.mapping, offset, header.payload_bytes)
+    return BorrowedFrame(header, view, frame[:HEADER_BYTES])

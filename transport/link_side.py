@@ -97,7 +97,7 @@ class LinkSide(LinkCore, ABC):
 
     @abstractmethod
     def _next_frame(self) -> bytes | bytearray | BorrowedFrame | None:
-        """The next whole frame in its own buffer, or, if nothing is recorded, in the peer's arena; or None.
+        """The next whole frame in its own buffer, or in the peer's arena; or None.
 
         Raises `RemoteProtocolError` to end the link.
         """
@@ -128,6 +128,10 @@ class LinkSide(LinkCore, ABC):
     def peer_segment(self) -> PeerSegment | None:
         """The peer's shared segment, if it handed one over."""
         return self._peer_segment
+
+    def give_pieces(self) -> None:
+        """From now on `on_frame` may get a long payload that is recorded as `Scattered`, as it was copied."""
+        self._gives_pieces = True
 
     def open_region(self, handle: RegionHandle) -> RemoteRegion:
         """See `zbmd.transport.link.Link.open_region`; this one is for memory that is shared."""

@@ -17,7 +17,6 @@ from zbmd.transport._native import RING_HEADER_BYTES, Mapping, RingReader, RingW
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import PeerLost, RemoteProtocolError
 from zbmd.transport.frame_loans import BLOCK_BYTES_MIN, BorrowedFrame, LinkLoans, borrow
-from zbmd.transport.frames import HEADER_BYTES
 from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits
@@ -95,7 +94,7 @@ class ShmLink(LinkSide):
         self._loans: LinkLoans | None = None
         if own_segment is not None and peer_segment is not None:
             self._loans = LinkLoans(own_segment.frame_lender, self._writer, peer.pid)
-            self._takes_pieces = recorder is None  # what is recorded is kept in one piece
+            self._takes_pieces = True
         self._said_goodbye = False
         self._policy = SpinPolicy(limits.spin_ns)
         self._spinning = False
@@ -142,12 +141,9 @@ class ShmLink(LinkSide):
             self._policy.came(now_ns())
         return self._borrowed(frame) if self._reader.marked else frame
 
-    def _borrowed(self, frame: bytes) -> bytes | BorrowedFrame:
+    def _borrowed(self, frame: bytes) -> BorrowedFrame:
         limit = self._limits.frame_bytes_max
-        borrowed = borrow(frame, self._reader, self._peer_segment, frame_bytes_max=limit)
-        if self._recorder is None:
-            return borrowed
-        return b"".join((frame[:HEADER_BYTES], borrowed.payload))  # what is recorded must not change
+        return borrow(frame, self._reader, self._peer_segment, frame_bytes_max=limit)
 
     def _park(self) -> bool:
         """Park, or look again on the loop's next turns: what waits there, such as our answer, goes first."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,12 +20,13 @@ from zbmd.actors.errors import InvalidMessage
 from zbmd.actors.long_fields import LONG_BYTES, long_field
 from zbmd.actors.system import ActorSystem
 from zbmd.transport import capture, shm
+from zbmd.transport.capture import records as rec
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 from zbmd.transport.hello import Identity
 from zbmd.transport.hlc import HybridClock
-from zbmd.transport.scattered import Scattered
+from zbmd.transport.scattered import Scattered, copied
 from zbmd.transport.segment import Segment
 
 MIB = 1 << 20
@@ -111,11 +115,52 @@ def test_what_is_too_long_and_what_cannot_be_encoded_is_told() -> None:
     assert len(wire.encode_ask(1, "a" * 100, 0, 1, "b" * 100, Parcel(1, bytes(MIB), "c" * 1000))) > MIB
 
 
+class Bounded(Contract, id="test.bounded"):
+    """A field whose bytes are looked at when they are decoded."""
+
+    data: Annotated[bytes, msgspec.Meta(max_length=LONG_BYTES)]
+
+
+class Looked(Contract, id="test.looked"):
+    """A message that looks at its bytes itself."""
+
+    data: bytes
+
+    def __post_init__(self) -> None:
+        assert len(self.data) == LONG_BYTES
+
+
+def test_what_came_in_pieces_is_decoded_around_its_long_bytes() -> None:
+    """The field is the very piece that was copied; all else is what msgspec makes of the whole."""
+    codec = wire.Codec(lambda data: pytest.fail(f"a reference to {data}"))
+    first, second = os.urandom(LONG_BYTES), os.urandom(LONG_BYTES + 1)
+    for message, name in (
+        (Parcel(1, first, "x", second, [1, 2]), "first"),
+        (Parcel(2, b"\xc6", "\xc6" * 9, second), "second"),
+        (Wide(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, first), "o"),
+    ):
+        for envelope in envelopes(message):
+            pieces = copied(memoryview(wire.encode(envelope)))
+            around = codec.decode_around(pieces)
+            assert around == envelope
+            assert around is not None and getattr(around.body, name) is pieces.pieces[1]
+
+
+def test_what_has_to_see_its_bytes_is_decoded_as_a_whole() -> None:
+    codec = wire.Codec(lambda data: pytest.fail(f"a reference to {data}"))
+    for message in (Bounded(bytes(LONG_BYTES)), Looked(bytes(LONG_BYTES))):
+        for envelope in envelopes(message):
+            assert codec.decode_around(copied(memoryview(wire.encode(envelope)))) is None
+    short = copied(memoryview(wire.encode(wire.Withdraw(1, "a", 0))))
+    assert short.pieces[1] == wire.encode(wire.Withdraw(1, "a", 0)) and codec.decode_around(short) is None
+
+
 class Ends:
     """Two systems of this process with a link between them, each with memory of so many bytes, if any."""
 
     def __init__(self, arena_bytes: tuple[int, int], *, recorded: bool) -> None:
         self.segments: list[Segment] = []
+        self.recorders: list[capture.RingRecorder] = []
         self.systems = [ActorSystem("left"), ActorSystem("right")]
         ends = [self._end(slot, nbytes, recorded=recorded) for slot, nbytes in enumerate(arena_bytes)]
         self.links = shm.link_pair(*ends)
@@ -133,7 +178,23 @@ class Ends:
         if recorded:
             origin = capture.Origin(process=name, incarnation=1, job=0)
             recorder = capture.RingRecorder(origin, capture.Clocks(hybrid=clock))
+            self.recorders.append(recorder)
         return Endpoint(identity=identity, cookie=bytes(32), segment=segment, clock=clock, recorder=recorder)
+
+    def frames(self, directory: Path) -> list[list[bytes]]:
+        """What left the left end, and what came to the right one, as it was recorded."""
+        told: list[list[bytes]] = []
+        for recorder in self.recorders:
+            recorder.dump(directory, "to compare")
+        for log in capture.open_log(directory).processes:
+            each = [entry.record for entry in log.entries()]
+            out = [one.header + one.payload for one in each if isinstance(one, rec.FrameOut)]
+            told.append(
+                out
+                if log.origin.process == "left"
+                else [one.frame for one in each if isinstance(one, rec.FrameIn)]
+            )
+        return told
 
     async def close(self) -> None:
         for system in self.systems:
@@ -149,7 +210,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[tuple[tuple[int, int], bool
     yield arenas.get(request.param, (lent, lent)), request.param == "recorded"
 
 
-async def test_parcels_come_back_as_they_were(case: tuple[tuple[int, int], bool]) -> None:
+async def test_parcels_come_back_as_they_were(case: tuple[tuple[int, int], bool], tmp_path: Path) -> None:
     arenas, recorded = case
     ends = Ends(arenas, recorded=recorded)
     try:
@@ -159,6 +220,9 @@ async def test_parcels_come_back_as_they_were(case: tuple[tuple[int, int], bool]
         for nbytes in (MIB, LONG_BYTES, LONG_BYTES - 1, 1):
             parcel = Parcel(nbytes, data[:nbytes], "x", data[-nbytes:] if nbytes < MIB else b"", [1, 2])
             assert await sorter.ask(parcel, timeout=TIMEOUT_S) == parcel
+        if recorded:
+            left, came = ends.frames(tmp_path)
+            assert left == came and len(left) == 4
         many = [Parcel(number, os.urandom(LONG_BYTES)) for number in range(40)]
         assert await asyncio.gather(*(sorter.ask(one, timeout=TIMEOUT_S) for one in many)) == many
         with pytest.raises((InvalidMessage, LocalProtocolError)):

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from zbmd.transport import capture
+from zbmd.transport._recording import PACKED_FRAME_BYTES_MAX, PackedFrames
 from zbmd.transport.capture import records as rec
 from zbmd.transport.capture.recorder import RECORD_WEIGHT_BYTES
 from zbmd.transport.capture.ring import RING_PARTS
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.hlc import HybridClock
+from zbmd.transport.scattered import Scattered
 
 ORIGIN = capture.Origin(process="rank0", incarnation=1)
 RING_BYTES = RING_PARTS * RECORD_WEIGHT_BYTES * 4
@@ -105,6 +107,61 @@ def test_a_ring_is_dumped_once_into_a_directory(tmp_path: Path) -> None:
         recorder.dump(tmp_path, "again")
     with pytest.raises(LocalProtocolError):
         ring(1000)
+
+
+def test_frames_are_packed_and_told_in_their_order(tmp_path: Path) -> None:
+    """Small ones, long ones, ones in pieces, and other records between them."""
+    recorder = ring(1 << 20)
+    link = recorder.link("rank1", 1)
+    header, wanted = bytes(range(48)), []
+    for i in range(600):
+        frame = header + i.to_bytes(4) * (1 + i % 7)
+        if i % 50 == 7:
+            frame += bytes(PACKED_FRAME_BYTES_MAX)
+        if i % 100 == 3:
+            recorder.long_frame_in(link, header, Scattered(b"a", frame, b"z"), i)
+            wanted.append(("FrameIn", header + b"a" + frame + b"z"))
+        elif i % 3:
+            recorder.frame_in(link, frame, i)
+            wanted.append(("FrameIn", frame))
+        else:
+            pieces = i % 2
+            recorder.frame_out(link, header, Scattered(b"b", frame, b"") if pieces else frame, i)
+            wanted.append(("FrameOut", header + b"b" * pieces + frame))
+        if i % 41 == 0:
+            recorder.mark(link, i)
+            wanted.append(("Mark", i))
+    packed = [one for part in recorder._parts for one in part if isinstance(one, PackedFrames)]
+    assert packed and sum(map(len, packed)) > 400, "they are not kept one by one"
+    recorder.dump(tmp_path, "x")
+    told = [told_of(entry.record) for entry in dumped(tmp_path)]
+    assert [one for one in told if one is not None] == wanted
+
+
+def told_of(record: rec.Record) -> tuple[str, object] | None:
+    if isinstance(record, rec.FrameIn):
+        return "FrameIn", record.frame
+    if isinstance(record, rec.FrameOut):
+        return "FrameOut", record.header + record.payload
+    return ("Mark", record.step) if isinstance(record, rec.Mark) else None
+
+
+def test_packed_frames_are_forgotten_by_their_number(tmp_path: Path) -> None:
+    recorder = ring()
+    link = recorder.link("rank1", 1)
+    for i in range(5000):
+        recorder.frame_in(link, bytes(48), i)
+    recorder.dump(tmp_path, "x")
+    entries = dumped(tmp_path)
+    frames = [entry for entry in entries if isinstance(entry.record, rec.FrameIn)]
+    again = 1  # the link is declared again
+    assert len(frames) >= 100 and frames[0].number == recorder.forgotten + again
+    assert recorder.forgotten == 5001 - len(frames)
+    recorder.close()
+    recorder.frame_in(link, bytes(48), 1)
+    recorder.dump(tmp_path / "closed", "x")
+    last = [entry.record for entry in dumped(tmp_path / "closed") if isinstance(entry.record, rec.FrameIn)]
+    assert len(last) == len(frames), "what comes later is ignored"
 
 
 CHILD = """

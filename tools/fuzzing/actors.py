@@ -17,6 +17,7 @@ from zbmd.actors.contracts import Contract, fingerprint, registered
 from zbmd.actors.errors import ActorError, InvalidMessage, UnknownContract
 from zbmd.actors.host_output import LINE_BYTES_MAX, LineAssembler
 from zbmd.actors.last_words import without_mark
+from zbmd.actors.long_fields import LONG_BYTES
 from zbmd.actors.ref import Ref
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import Member, View
@@ -27,7 +28,7 @@ from zbmd.transport.errors import LinkClosed, LinkFull, RemoteProtocolError, Zbm
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 from zbmd.transport.hello import Identity
 from zbmd.transport.link import LinkLimits
-from zbmd.transport.scattered import whole
+from zbmd.transport.scattered import LONG_HEAD, LONG_HEAD_BYTES, Scattered, copied, whole
 from zbmd.transport.shm import Endpoint, link_pair
 from zbmd.transport.shm_link import ShmLink
 
@@ -114,6 +115,38 @@ def _envelope(data: bytes) -> None:
             codec.decode_contract(body)
         case _:
             pass
+
+
+def _around() -> tuple[bytes, ...]:
+    """What stands before long bytes, and behind them."""
+    ping = Ping(1, "text", bytes(LONG_BYTES), (1.5, 2.0), {"key": 1})
+    payloads = (
+        wire.encode_tell("echo", 0, "sender", ping),
+        wire.encode_ask(1, "echo", 0, 1_000_000, "sender", ping),
+        wire.encode_reply(1, ping),
+    )
+    cut = [payload.pieces for payload in payloads if isinstance(payload, Scattered)]
+    return tuple(block(head[:-LONG_HEAD_BYTES]) + block(tail) for head, _, tail in cut)
+
+
+def _pieces(data: bytes) -> None:
+    """A message that was copied in pieces says what it says as a whole, wherever it was cut."""
+    script, codec = Script(data), _codec()
+    payload = script.block() + LONG_HEAD + LONG_BYTES.to_bytes(4) + bytes(LONG_BYTES) + script.block()
+    pieces = copied(memoryview(payload))
+    if pieces.joined() != payload:
+        raise Broken(f"{pieces!r} are not the {len(payload)} bytes that they were")
+    around = codec.decode_around(pieces)
+    if around is None:
+        return
+    plain = codec.decode(payload)
+    if not isinstance(plain, wire.Tell | wire.Ask | wire.Reply):
+        raise Broken(f"{type(around).__name__} in pieces is a {type(plain).__name__}")
+    message: Any = codec.decode_contract(plain.body)
+    if wire.encode(around) != wire.encode(
+        msgspec.structs.replace(plain, body=message)
+    ):  # a NaN equals nothing
+        raise Broken(f"{type(plain).__name__} says something else in pieces")
 
 
 def _refused(decode: Callable[[], object]) -> None:
@@ -323,6 +356,13 @@ TARGETS = (
         allowed=DECODED,
         seeds=_envelopes,
         run=_envelope,
+    ),
+    Target(
+        name="wire.pieces",
+        what="a message around long bytes, which were copied by themselves",
+        allowed=(),
+        seeds=_around,
+        run=_pieces,
     ),
     Target(
         name="contracts.message",

@@ -263,6 +263,8 @@ class Recorder(Taking, ABC):
     def _off(self) -> None:
         """Ignore what comes from now on."""
         self._append = _discard
+        self._break_run()
+        self._packs = False
         self._alarm_bytes = NEVER
 
     @abstractmethod

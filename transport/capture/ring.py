@@ -55,12 +55,13 @@ class RingRecorder(Recorder):
             raise LocalProtocolError(f"a ring of {ring_bytes} bytes holds next to no record")
         self._forgotten = 0
         self._parts: deque[list[Taken]] = deque()
-        self._begun_bytes: deque[int] = deque()
-        """For each part, what was taken before it, by weight."""
+        self._begun: deque[tuple[int, int]] = deque()
+        """For each part, what was taken before it, by weight, and how many records."""
         self._parts_begun = 0
         self._ended: deque[tuple[int, RawRecord]] = deque()
         """Streams that have ended, with the part in which they did: its records may still name them."""
         self._make_room(0)
+        self._packs = True
 
     @property
     def forgotten(self) -> int:
@@ -105,12 +106,13 @@ class RingRecorder(Recorder):
 
     def _make_room(self, weight: int) -> bool:
         oldest_bytes = self._taken_bytes + self._part_bytes - self._ring_bytes
-        while self._begun_bytes and self._begun_bytes[0] < oldest_bytes:
-            self._forgotten += len(self._parts.popleft())
-            self._begun_bytes.popleft()
+        while self._begun and self._begun[0][0] < oldest_bytes:
+            self._parts.popleft()
+            self._begun.popleft()
         part: list[Taken] = []
         self._parts.append(part)
-        self._begun_bytes.append(self._taken_bytes - weight)
+        self._begun.append((self._taken_bytes - weight, self._taken_records))
+        self._forgotten = self._begun[0][1]
         self._parts_begun += 1
         self.stretch = self._parts_begun // PARTS_PER_STRETCH
         while self._ended and self._ended[0][0] <= self._parts_begun - len(self._parts):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias, assert_never
@@ -85,6 +86,8 @@ class CudaPeer:
         self._stream = api.stream_create()
         self._next = 0
         self._under_way: dict[int, _UnderWay] = {}
+        self._shutting: deque[tuple[int, DeviceHandle]] = deque()
+        """What is not used any more once that copy, the last that was asked by then, has drained."""
         self._idle_events: list[int] = []
         self._signal_events: dict[int, int] = {}
         self._their_events: dict[int, int] = {}
@@ -214,11 +217,10 @@ class CudaPeer:
     def shut(self, handle: DeviceHandle) -> None:
         """The end of one `open`: once all copies that were asked until now have drained."""
         with self._lock:
-            if self._copies.state is State.OPEN and self._copies.under_way:
-                transfer = self.copy(lambda stream: None, after=None)
-                transfer.then(lambda: self._disused(handle))
-                return
-            self._disused(handle)
+            if self._under_way:
+                self._shutting.append((max(self._under_way), handle))
+            else:
+                self._handle_memory(Disuse(memory=handle.memory))
 
     def take_back(self, handle: DeviceHandle, then: Callable[[], None]) -> None:
         """The peer wants this memory back: `then` is called once it is closed here, at once if it is."""
@@ -230,10 +232,6 @@ class CudaPeer:
                 return
             self._took_back[handle.memory] = then
             self._handle_memory(TakenBack(memory=handle.memory))
-
-    def _disused(self, handle: DeviceHandle) -> None:
-        with self._lock:
-            self._handle_memory(Disuse(memory=handle.memory))
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -299,6 +297,8 @@ class CudaPeer:
 
     def _finish(self, operation: int, outcome: Outcome) -> None:
         done = self._under_way.pop(operation)
+        while self._shutting and self._shutting[0][0] <= operation:
+            self._handle_memory(Disuse(memory=self._shutting.popleft()[1].memory))
         if outcome is Outcome.FAULT:
             done.transfer.finish(CudaFault(self._copies.why))
             return

@@ -47,7 +47,7 @@ from zbmd.transport.cuda_opened import (
     TakenBack,
     Use,
 )
-from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
+from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, UserError
 from zbmd.transport.sim.cuda_model import DeviceRace, ModelHost, ModelProcess, Undefined
 
 CHANNEL = 3
@@ -293,6 +293,30 @@ def test_memory_that_is_taken_back_is_closed_once_its_regions_are() -> None:
         near.peer.close()
         assert said == ["closed"]
         assert not target.process.host.find(target.address).opened
+
+    CudaModelHarness(1).run(scenario)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_memory_is_not_closed_under_a_copy_whatever_becomes_of_the_peer(gone: bool) -> None:
+    async def scenario(ends: Ends) -> None:
+        near: Any = ends.near
+        array, region = ends.far.inbox(ends.near, 64)
+        target: Any = array
+        with near.process.host.lock:  # the device does nothing until this ends
+            transfer = region.put(b"1" * 64, channel=0, value=1)
+            if gone:
+                near.peer.abort()
+            region.close()
+            assert not transfer.done and target.process.host.find(target.address).opened
+        if gone:
+            with pytest.raises(PeerLost):
+                await transfer
+        else:
+            await transfer
+        near.peer.close()
+        assert not target.process.host.find(target.address).opened
+        assert near.process.host.failed is None
 
     CudaModelHarness(1).run(scenario)
 

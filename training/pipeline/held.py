@@ -24,11 +24,7 @@ def held_bytes(done: Pass, apart: Iterable[Array]) -> int:
     """
     others = {id(_owner(array)) for array in apart}
     owners = {id(owner): owner for owner in map(_owner, _arrays(done))}
-    return sum(
-        owner.nbytes
-        for key, owner in owners.items()
-        if key not in others and owner.flags.owndata
-    )
+    return sum(owner.nbytes for key, owner in owners.items() if key not in others and owner.flags.owndata)
 
 
 def _owner(array: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from types import ModuleType
 
 from zbmd.training.layout import ParameterLayout
@@ -40,18 +41,30 @@ def norm_from(squares: float) -> float:
     return norm
 
 
-def non_finite(layout: ParameterLayout, grads: Array, *, xp: ModuleType) -> str | None:
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A parameter whose gradient is not finite: in `bad` of `size` elements."""
+
+    name: str
+    is_nan: bool
+    bad: int
+    size: int
+
+    def __str__(self) -> str:
+        kind = "NaN" if self.is_nan else "infinite"
+        return f"that of {self.name} is {kind} ({self.bad:,} of {self.size:,} elements are not finite)"
+
+
+def non_finite(layout: ParameterLayout, grads: Array, *, xp: ModuleType) -> NonFinite | None:
     """Name the first parameter, as the backward pass goes, whose gradient is not finite; None if all are.
 
     The backward pass goes from the last parameter to the first, and carries what is not finite along.
     """
     views = layout.views(grads)
     for slot, view in zip(reversed(layout.slots), reversed(views), strict=True):
-        finite = xp.isfinite(view)
-        bad = int(slot.size - finite.sum())
+        bad = int(slot.size - xp.isfinite(view).sum())
         if bad:
-            kind = "NaN" if bool(xp.isnan(view).any()) else "infinite"
-            return f"that of {slot.name} is {kind} ({bad:,} of {slot.size:,} elements are not finite)"
+            return NonFinite(slot.name, bool(xp.isnan(view).any()), bad, slot.size)
     return None
 
 

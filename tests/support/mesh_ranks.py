@@ -40,6 +40,8 @@ class Case(msgspec.Struct, kw_only=True):
     schedule: str = "1f1b"
     chunks: int = 1
     loss_scale: float = SCALE_FIRST
+    poisoned: int = -1
+    """The rank that finds a weight of NaN, and no other."""
 
 
 def run_case(case: Case, groups: MeshGroups, node: Node) -> tuple[np.ndarray, list[float]]:
@@ -59,6 +61,9 @@ def run_case(case: Case, groups: MeshGroups, node: Node) -> tuple[np.ndarray, li
         empty=empty,
         overlap=case.overlap,
     )
+    if case.poisoned == node.rank:
+        slot = next(one for one in trainer.own.layout.slots if one.name.endswith("blocks.0.mlp.out.weight"))
+        trainer.params[slot.offset] = np.nan
     losses = [trainer.run_step().loss for _ in range(case.training.steps)]
     losses.append(trainer.held_out_loss(windows_max=20))
     weights = trainer.weights()

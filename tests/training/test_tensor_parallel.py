@@ -214,6 +214,22 @@ async def test_stages_and_data_parallelism_have_the_bits_of_one_process(corpus: 
     assert (weights.tobytes(), losses) == (wanted[0].tobytes(), wanted[1])
 
 
+async def test_what_diverges_is_named_by_layer_rank_and_step(corpus: Path, tmp_path: Path) -> None:
+    case = Case(
+        name="poisoned",
+        mesh="dp=3",
+        model=OURS,
+        training=replace(TRAINING, shards=3),
+        corpus=str(corpus),
+        dtype="bfloat16",
+        poisoned=1,
+    )
+    with pytest.raises(
+        AssertionError, match=r"step 0: .* on rank 1, that of head\.weight is NaN \([\d,]+ of 4,096"
+    ):
+        await on_ranks(tmp_path, 3, case)
+
+
 @pytest.mark.parametrize("config", [OURS, GPT2])
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_what_is_cut_is_joined_again(config: GPTConfig, parts: int) -> None:

@@ -29,6 +29,7 @@ EVERY_STAGE = """
 import asyncio, hashlib, os, sys
 import zbmd
 from zbmd.training.__main__ import options_of, parser
+from zbmd.training.clip import TrainingDiverged
 from zbmd.training.job import open_recipe
 from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
 
@@ -49,12 +50,19 @@ def train(node, group, recipe):
             told = f"{done.loss!r} {done.grad_norm!r} {done.skipped} {digest}"
             print(f"{zero.storage} stage {zero.stage}: {told}")
     group.blocking.barrier()
+    trainer = ZeroTrainer(node, group, recipe, OPTIONS[0][0])  # of stage 1: each rank has weights of its own
+    if node.rank == 1:
+        trainer.own.room(1)[0] = float("nan")
+    try:
+        trainer.run_step()
+    except TrainingDiverged as error:
+        print(f"told {error}")
 
 async def main():
     recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
     ranks = int(os.environ["WORLD_SIZE"])
     sizes = [arena_bytes_needed(recipe.model, recipe.config, zero, ranks=ranks) for zero, _ in OPTIONS]
-    async with zbmd.join(arena=sum(sizes)) as node:
+    async with zbmd.join(arena=sum(sizes) + sizes[0]) as node:
         group = await zbmd.group(node)
         await asyncio.to_thread(train, node, group, recipe)
         await group.close()
@@ -93,6 +101,10 @@ async def test_every_stage_has_the_bits_of_one_process(ranks: int, links: str, t
     ended = await Host(config, output=output).run()
     told = "\n".join(output.lines)
     assert ended.exit_code == 0, told
+    named = "First of the gradients, on rank 1, that of head.weight is NaN"
+    assert all(
+        any(f"{rank}: told step 0: " in line and named in line for line in output.lines) for rank in (0, 1)
+    )
     for storage, line in wanted.items():
         for stage in (1, 2, 3):
             assert f"0: {storage} stage {stage}: {line}" in output.lines, (line, told)

@@ -25,6 +25,7 @@ from zbmd.training.clip import TrainingDiverged, clip_scale, non_finite
 from zbmd.training.gpt import Batch
 from zbmd.training.layout import ParameterSlot
 from zbmd.training.mesh import Mesh
+from zbmd.training.non_finite import diverged_at
 from zbmd.training.optim import optimizer_for
 from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.passes import StagePasses
@@ -306,7 +307,10 @@ class MeshTrainer:
         world = self.groups.world
         held = _Held(watch, self.step - self.base, None if watch is ALONE else _begun(world))
         self._compute_ns = self._waited_ns = 0
-        norm, scale = attempted(self.loss_scale, lambda scale: self._attempt(scale, held))
+        try:
+            norm, scale = attempted(self.loss_scale, lambda scale: self._attempt(scale, held))
+        except TrainingDiverged as error:
+            raise self._named(error) from None
         held.wait()
         loss, busy_ns = self._meet(watch)
         self._update(norm, scale)
@@ -368,12 +372,17 @@ class MeshTrainer:
     def _norm(self) -> float:
         """The norm of the whole gradient; raises `TrainingDiverged`, on all ranks if on one."""
         groups = self.groups
-        try:
-            with spans.GRAD_CLIP:
-                return mesh_norm(self._total, self.own, pipeline=groups.pipeline, tensor=groups.tensor)
-        except TrainingDiverged as error:
-            first = non_finite(self.own.layout, self._total, xp=np) or "all on this rank are finite"
-            raise TrainingDiverged(f"step {self.step}: {error} First of the gradients, {first}.") from None
+        with spans.GRAD_CLIP:
+            return mesh_norm(self._total, self.own, pipeline=groups.pipeline, tensor=groups.tensor)
+
+    def _named(self, error: TrainingDiverged) -> TrainingDiverged:
+        """`error` with the first gradient that is not finite, on all ranks alike."""
+        model, layout = self.recipe.model, self.own.layout
+        partials = (self._buffers[place] for place in self._plan.partials.values())
+        found = [one for one in (non_finite(layout, grads, xp=np) for grads in partials) if one is not None]
+        order = [slot.name for slot in layout.slots]
+        first = max(found, key=lambda one: order.index(one.name), default=None)
+        return diverged_at(error, self.groups.world, first, model.layout, step=self.step)
 
     def _meet(self, watch: StepWatch) -> tuple[float, tuple[int, ...]]:
         """Tell all ranks the votes, the losses of shards and how long each computed: one operation.

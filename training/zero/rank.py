@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState, Shard, update_blocks
+from zbmd.training.clip import NonFinite
 from zbmd.training.gpt import GPT, Batch
 from zbmd.training.layout import ParameterSlot
 from zbmd.training.pipeline.norm import Pieces, norm_of, pieces_length, pieces_of
@@ -101,6 +102,10 @@ class ZeroRank:
             AdamW(optimizer, model.layout, shard=Shard(unit.part, self._blocks(unit, blocks)))
             for unit in shards.units
         ]
+        self.watches = False
+        """Whether gradients are looked at as they are handed out."""
+        self.first_bad: NonFinite | None = None
+        """The first of them that was not finite."""
         self._seed = seed
         self._initial: Array | None = None
         self.begin_anew()
@@ -281,11 +286,22 @@ class ZeroRank:
     def _hand_out(self, unit: int, buffers: list[Array]) -> None:
         """Keep the partial sums for the group; give back what is not sent."""
         out = [buffers[place] for place in self._plan.partials.values()] or buffers[:1]
+        if self.watches and self.first_bad is None:
+            self._look(unit, [buffers[place] for place in self._plan.partials.values()])
         sent = {id(array) for array in out}
         for array in buffers:
             if id(array) not in sent and array is not self._grads.get(unit):
                 self.memory.free(Kind.WORKING, array)
         self._outgoing[unit] = out
+
+    def _look(self, unit: int, partials: list[Array]) -> None:
+        """Note the last parameter of `unit` whose gradient is not finite: the first on the way back."""
+        slots = self.model.layout.slots
+        for every in zip(*(self._views(unit, grads) for grads in partials), strict=True):
+            for index, view in every:
+                bad = int(view.size - np.isfinite(view).sum())
+                if bad:
+                    self.first_bad = NonFinite(slots[index].name, bool(np.isnan(view).any()), bad, view.size)
 
     def _views(self, number: int, whole: Array) -> list[tuple[int, Array]]:
         unit, slots = self.shards.units[number], self.model.layout.slots

@@ -7,6 +7,7 @@ it hears between two computations, or when there is nothing to compute.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -24,6 +25,7 @@ from zbmd.training.adamw import AdamWConfig
 from zbmd.training.clip import TrainingDiverged, clip_scale
 from zbmd.training.config import TrainingConfig
 from zbmd.training.gpt import GPT
+from zbmd.training.non_finite import diverged_at
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.recipe import Recipe
 from zbmd.training.rng import Noise
@@ -189,8 +191,18 @@ class ZeroTrainer:
     def _run_step(self) -> ZeroDone:
         if self.options.stage < 3:  # the last step ended with weights that all ranks have updated
             self._tell()
-        attempted(self.own.loss_scale, self._attempt)
+        try:
+            attempted(self.own.loss_scale, self._attempt)
+        except TrainingDiverged as error:
+            raise self._named(error) from None
         return self._result()
+
+    def _named(self, error: TrainingDiverged) -> TrainingDiverged:
+        """`error` with the first gradient that is not finite: all is computed once more, and looked at."""
+        self.own.watches = True
+        with contextlib.suppress(TrainingDiverged):
+            self._attempt(self._scale)
+        return diverged_at(error, self.group, self.own.first_bad, self.recipe.model.layout, step=self.step)
 
     def _attempt(self, scale: LossScale) -> float:
         """Do the step, or, if its gradients overflow, nothing; the norm, times `scale`.
@@ -201,8 +213,8 @@ class ZeroTrainer:
         self._take_batches(scale.scale)
         if not self._drive(deque(self._handle(zm.Begin()))):
             raise TrainingDiverged(
-                f"step {self.step}: the gradient's norm is not finite: the training diverged. Lower the "
-                "learning rate, or clip harder."
+                "the gradient's norm is not finite: the training diverged. Lower the learning rate, or clip "
+                "harder."
             )
         return self._norm
 

@@ -147,15 +147,38 @@ class RepairMachine:
         self._drop_result()
         self.state, self._attempted = RepairState.RUNNING, self.members
         self._contributors = self.members
+        if self._root_is_absent():
+            # All fail together: behind the commit nobody is left who could meet it with its root back.
+            return [rm.Confirm(epoch=self.epoch, sequence=self.sequence)]
         return [rm.Run(epoch=self.epoch, sequence=self.sequence)]
+
+    def _root_is_absent(self) -> bool:
+        """Whether the operation was called in an epoch that does not have its root."""
+        needs = self.call.needs if self.call else -1
+        return needs >= 0 and all(member.rank != needs for member in self.members)
+
+    def _fail_without_root(self) -> list[rm.RepairAction]:
+        assert self.call is not None
+        root = self.call.needs
+        reason = f"the operation was rank {root}'s, which was not there"
+        self._failed = rm.Failed(
+            sequence=self.sequence, failure=rm.Failure.LOST, reason=reason, ranks=(root,)
+        )
+        self._over()
+        return [rm.Raise(failed=self._failed)]
 
     def _ended(self, event: rm.Ended) -> list[rm.RepairAction]:
         self._require(RepairState.RUNNING, RepairState.MENDING, event.epoch)
         if event.outcome is Outcome.BROKEN:
             self.state = RepairState.OVER
             return [rm.GaveUp(sequence=self.sequence)]
+        rootless = self.state is RepairState.RUNNING and self._root_is_absent()
+        if event.outcome is Outcome.COMMITTED and rootless:
+            return self._fail_without_root()
         if event.outcome is Outcome.COMMITTED:
             return self._return() if self.call else self._settle(self.sequence + 1)
+        if rootless:
+            return self._await_view()  # there is no result to hold, and nothing has moved
         if self.call is not None and self.phase is not Phase.HELD:
             self.phase = Phase(event.outcome.value if event.outcome is not Outcome.INTACT else "pending")
         return self._await_view()

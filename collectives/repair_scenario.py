@@ -276,6 +276,10 @@ class RankProcess:
         assert sorted(_key(m) for m, _ in value) == [_key(m) for m in contributors], f"{where}: {value}"
         assert {s for _, s in value} == {sequence}, f"{where}: {value}"
         assert self.member in contributors, where
+        needs = world.call(sequence).needs
+        assert needs < 0 or needs in {m.rank for m in contributors}, (
+            f"{where}, and its root is not among them"
+        )
         key = (self.machine.born, sequence)
         others = world.returned.setdefault(key, {})
         assert set(others.values()) <= {contributors}, f"{where}; others: {others}"

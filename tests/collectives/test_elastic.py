@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from elastic_job import LINES_MAX, ElasticJob, Kill
 
-from zbmd.actors.view import Outcome
+from zbmd.actors.view import OnLoss, Outcome
 
 SUM = """
 async def operate(group, rank, k):
@@ -157,3 +157,20 @@ async def test_operations_whose_results_differ_by_rank(tmp_path: Path, inputs: s
     assert len(deaths) > OPERATIONS, deaths
     # In each of five operations a dead rank's input was still counted, or was not.
     assert len((ways["all"] if inputs == "adopt" else ways["survivors"]) - {"scatter"}) == 5, ways
+
+
+ROOTED = """
+async def operate(group, rank, k):
+    x = zbmd.from_array(np.full(300, 10.0**rank * k))
+    done = await (group.broadcast(x, 2, timeout=60) if k == 2 else group.all_reduce(x, timeout=60, **MODE))
+    return done, [float(done.value.min()), float(done.value.max())]
+"""
+
+
+async def test_an_absent_root_fails_its_operation_and_not_the_group(tmp_path: Path) -> None:
+    kills: list[Kill] = [(2, 1, 0), None, None]
+    job = ElasticJob(tmp_path, ROOTED, kills, {"inputs": "preserve"}, on_loss=OnLoss.SHRINK)
+    result = await job.run()
+    assert [job.end_of(k) for k in (1, 2, 3)] == [((0, 1), ""), ((), "MembersLost"), ((0, 1), "")]
+    assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
+    assert {found["value"][0] for found in job.told[3].values()} == {33.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -194,6 +195,31 @@ def test_a_view_that_is_followed_between_operations() -> None:
         reports[machine.rank] = exchange.report
     ends = [machine.handle(rm.Exchanged(epoch=2, reports=reports), now_ns=0) for machine in both]
     assert ends == [[rm.Settled(epoch=2, sequence=1)], [rm.Run(epoch=2, sequence=1)]]
+
+
+def test_an_operation_whose_root_is_absent_fails_on_all_together() -> None:
+    machine = RepairMachine(rank=0)
+    machine.handle(rm.EpochEntered(epoch=1, members=members(0, 1)), now_ns=0)
+    machine.handle(rm.Exchanged(epoch=1, reports=dict.fromkeys(range(2), FRESH_REPORT)), now_ns=0)
+    call = replace(SUM, needs=2)
+    assert machine.handle(rm.Called(call=call), now_ns=0) == [rm.Confirm(epoch=1, sequence=1)]
+    machine.check_invariants()
+    cut = deepcopy(machine)
+    (told,) = machine.handle(rm.Ended(epoch=1, outcome=Outcome.COMMITTED), now_ns=0)
+    assert isinstance(told, rm.Raise)
+    assert (told.failed.failure, told.failed.ranks, told.failed.sequence) == (Failure.LOST, (2,), 1)
+    assert (machine.state, machine.sequence) == (RepairState.IDLE, 2)
+    # Who was cut off before it knew that all are there holds nothing, and hears of it from the others.
+    assert cut.handle(rm.Ended(epoch=1, outcome=Outcome.HELD), now_ns=0) == [rm.AwaitView(after=1)]
+    assert cut.phase is Phase.PENDING
+    reports: dict[int, rm.Report] = {}
+    for rank, one in enumerate((cut, machine)):
+        if one is machine:
+            one.handle(rm.FollowAsked(), now_ns=0)
+        (exchange,) = one.handle(rm.EpochEntered(epoch=2, members=members(0, 1)), now_ns=0)
+        assert isinstance(exchange, rm.Exchange)
+        reports[rank] = exchange.report
+    assert cut.handle(rm.Exchanged(epoch=2, reports=reports), now_ns=0) == [told]
 
 
 def test_misuse_is_told_with_the_story() -> None:

@@ -113,6 +113,12 @@ MUTATIONS = [
         BROKEN,
     ),
     Mutation(
+        "an operation is run without its root",
+        "repair",
+        (Edit(f"{REPAIR}._root_is_absent", "needs >= 0 and", "False and"),),
+        BROKEN,
+    ),
+    Mutation(
         "each has a result of its own, and gets a copy of another's",
         "repair",
         (Edit(f"{VERDICT}.verdict", "if held and not call.own:", "if held:"),),

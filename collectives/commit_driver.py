@@ -25,6 +25,7 @@ from zbmd.collectives.capture_kinds import STEP_COMMIT, commit_config
 from zbmd.collectives.commit import StepCommit
 from zbmd.collectives.commit_wire import Finish, GaveUp, Message, Report, SendAction, Vote, from_wire, to_wire
 from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.flight_dump import FLIGHTS
 from zbmd.collectives.group import Group, group_of
 from zbmd.transport import faults
 from zbmd.transport.capture.tap import Tap
@@ -266,10 +267,11 @@ class CommitDriver:
             self._take(cm.EpochReady(epoch=epoch, members=members))
             await self._may_enter.wait()
             view = self._node.enter(coming)
-            if self._group is not None:
-                await self._group.close()
-            faults.hit(VIEW_POINT)
-            self._group = group_of(self._node, view)
+            with FLIGHTS.lasting():
+                if self._group is not None:
+                    await self._group.close()
+                faults.hit(VIEW_POINT)
+                self._group = group_of(self._node, view)
             self._node.recorder.note(f"made the group of epoch {epoch}")
             self._take(cm.EpochInstalled(epoch=epoch, members=members))
             if self._node.alone:

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -154,6 +154,8 @@ class FlightRecorder:
         )  # held from the first group to a thread that runs, from the last to none
         self._guard = threading.Lock()
         self._open: list[_Kept] = []
+        self._lasting = 0
+        """Contexts of `lasting` that are open."""
         self._closed: deque[_Kept] = deque(maxlen=GROUPS_KEPT_MAX)
         self._name = ""
         self._thread: threading.Thread | None = None
@@ -177,10 +179,21 @@ class FlightRecorder:
                         kept.closed = True
                         self._open.remove(kept)
                         self._closed.append(kept)
-                if not self._open:
-                    self._stop()
+                self._stop_if_unused()
 
         return closed
+
+    @contextlib.contextmanager
+    def lasting(self) -> Generator[None]:
+        """In this context the thread outlives the last group: another comes, and nobody waits for either."""
+        with self._life:
+            self._lasting += 1
+        try:
+            yield
+        finally:
+            with self._life:
+                self._lasting -= 1
+                self._stop_if_unused()
 
     def taken(self, reason: str) -> Dump:
         """All of it as it is now."""
@@ -217,8 +230,8 @@ class FlightRecorder:
         self._thread = threading.Thread(target=self._run, name="zbmd-flight", daemon=True)
         self._thread.start()
 
-    def _stop(self) -> None:
-        if self._thread is not None:
+    def _stop_if_unused(self) -> None:
+        if self._thread is not None and not self._open and not self._lasting:
             leave(SIGNAL)
             self._ended.set()
             wake()

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +40,8 @@ HOSTS_MAX: Final = 8
 JOINS_MAX: Final = 100
 STEPS_AROUND: Final = 15
 """Steps before and behind a join in which its gap is looked for, and which say what an ordinary one takes."""
+STEPS_JOINING: Final = 2
+"""Of these, the newcomer's first without and with a part of the work."""
 STEP_COMMIT: Final = "step-commit"
 
 
@@ -128,16 +130,27 @@ def _event(story: Story, at_ns: int, tag: str, fields: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """One join. `phases`: what of the gap at its boundary went where, ms, in order of time."""
+    """One join. `phases`: what of the gap at its boundary went where, ms, in order of time.
+
+    gap_ms: the longest between two steps from the join on; calm_gap_ms: of as many before, so that what a
+    busy machine does is seen beside it; step_ms, step_after_ms: an ordinary step before and afterwards.
+    """
 
     gap_ms: float
+    calm_gap_ms: float
     step_ms: float
+    step_after_ms: float
     phases: dict[str, float]
 
     @property
     def steps(self) -> float:
         """The longest gap, in ordinary steps."""
         return self.gap_ms / self.step_ms
+
+    @property
+    def calm_steps(self) -> float:
+        """The longest gap before it, in ordinary steps."""
+        return self.calm_gap_ms / self.step_ms
 
 
 def join_of(old: Story, new: Story) -> Joined | None:
@@ -146,10 +159,8 @@ def join_of(old: Story, new: Story) -> Joined | None:
     if epoch is None or "computed" not in old.epochs.get(epoch, {}):
         return None
     first = min(version for version, of in old.epoch_of.items() if of == epoch)
-    window = range(first - STEPS_AROUND, first + STEPS_AROUND)
-    times = [old.commits[version] for version in window if version in old.commits]
-    gaps = [(b - a) / 1e6 for a, b in pairwise(times)]
-    before = gaps[: STEPS_AROUND - 1]
+    before = _gaps_ms(old, range(first - 1 - STEPS_AROUND, first))
+    behind = _gaps_ms(old, range(first - 1, first + STEPS_AROUND))
     began, here, there = old.commits[first - 1], old.epochs[epoch], new.epochs[epoch]
     moments = {
         "old: view entered": here.get("entered"),
@@ -168,7 +179,18 @@ def join_of(old: Story, new: Story) -> Joined | None:
         "old: second step committed": old.commits.get(first + 1),
     }
     phases = {what: (at_ns - began) / 1e6 for what, at_ns in moments.items() if at_ns is not None}
-    return Joined(gap_ms=max(gaps), step_ms=median(before), phases=phases)
+    return Joined(
+        gap_ms=max(behind),
+        calm_gap_ms=max(before),
+        step_ms=median(before),
+        step_after_ms=median(behind[STEPS_JOINING:]),
+        phases=phases,
+    )
+
+
+def _gaps_ms(story: Story, versions: range) -> list[float]:
+    times = [story.commits[version] for version in versions if version in story.commits]
+    return [(b - a) / 1e6 for a, b in pairwise(times)]
 
 
 def joins_of(captures: Path) -> list[Joined]:
@@ -209,15 +231,21 @@ def _address(number: int) -> str:
 
 def table(found: Sequence[Joined]) -> str:
     """As a person reads it."""
-    lines = [f"{'join':>6}{'step ms':>10}{'longest gap ms':>16}{'steps':>8}"]
-    lines += [
-        f"{number:>6}{one.step_ms:>10.1f}{one.gap_ms:>16.1f}{one.steps:>8.2f}"
-        for number, one in enumerate(found, 1)
-    ]
-    lines.append(
-        f"median{median([o.step_ms for o in found]):>10.1f}{median([o.gap_ms for o in found]):>16.1f}"
-        f"{median([o.steps for o in found]):>8.2f}"
-    )
+    columns: dict[str, tuple[int, Callable[[Joined], float]]] = {
+        "step ms": (1, lambda one: one.step_ms),
+        "afterwards": (1, lambda one: one.step_after_ms),
+        "longest gap ms": (1, lambda one: one.gap_ms),
+        "steps": (2, lambda one: one.steps),
+        "steps, before it": (2, lambda one: one.calm_steps),
+    }
+
+    def row(name: str, values: Iterable[float]) -> str:
+        cells = zip(columns.items(), values, strict=True)
+        return f"{name:>6}" + "".join(f"{v:>{len(n) + 3}.{digits}f}" for (n, (digits, _)), v in cells)
+
+    lines = [f"{'join':>6}" + "".join(f"   {name}" for name in columns)]
+    lines += [row(str(i), [of(one) for _, of in columns.values()]) for i, one in enumerate(found, 1)]
+    lines.append(row("median", [median([of(one) for one in found]) for _, of in columns.values()]))
     lines.append("ms behind the last step without the newcomer, medians:")
     names = list(dict.fromkeys(name for one in found for name in one.phases))
     middles = {name: median([o.phases[name] for o in found if name in o.phases]) for name in names}
@@ -250,6 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "gap_ms": one.gap_ms,
                         "step_ms": one.step_ms,
                         "steps": one.steps,
+                        "step_after_ms": one.step_after_ms,
+                        "calm_steps": one.calm_steps,
                         "phases_ms": one.phases,
                     }
                 )

@@ -17,7 +17,14 @@ import zbmd
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.errors import Desynchronised
 from zbmd.collectives.flight import FLIGHT_RECORDS_MAX, FlightLog, FlightState
-from zbmd.collectives.flight_dump import DIRECTORY_VARIABLE, FILES_MAX, FlightRecorder, dump_path, read_dump
+from zbmd.collectives.flight_dump import (
+    DIRECTORY_VARIABLE,
+    FILES_MAX,
+    FLIGHTS,
+    FlightRecorder,
+    dump_path,
+    read_dump,
+)
 from zbmd.tools.flight import read_dumps, text, trace
 from zbmd.tools.node_dump import collect, listens
 from zbmd.transport.errors import UserError
@@ -63,7 +70,10 @@ async def test_a_signal_and_the_tool_have_a_process_write_its_flights(
             12,
             "complete",
         )
-        await group.close()
+        with FLIGHTS.lasting():
+            threads = {t for t in threading.enumerate() if t.name == "zbmd-flight"}
+            await group.close()
+            assert listens(os.getpid()) and threads <= set(threading.enumerate()), "for the next group"
         assert not listens(os.getpid())
         os.kill(os.getpid(), signal.SIGUSR2)  # ignored by now
         assert "zbmd-flight" not in {thread.name for thread in threading.enumerate()}

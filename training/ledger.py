@@ -137,8 +137,9 @@ def read_log(path: Path) -> tuple[LogHeader, list[CommitRecord]]:
 class CommitLog:
     """The appending side. One regular writer at a time: the lowest rank of the epoch.
 
-    A member that saw a commit which the writer did not live to log appends it too, at the change of epochs:
-    appending takes the file's lock, and when a log is opened again, what has come meanwhile is read.
+    A member that saw a commit which the writer did not live to log appends it too, at the change of epochs.
+    So each record is written under the file's lock, and behind what has come meanwhile. The lock is held for
+    that record alone: a writer whose host was cut off lives on for a while, and nobody waits for its end.
     """
 
     def __init__(self, path: Path, header: LogHeader) -> None:
@@ -167,7 +168,18 @@ class CommitLog:
         `UserError` when the disk is full.
         """
         if self._file is None:
-            self._file = self._open()
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND
+            self._file = os.open(self.path, flags, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._catch_up(self._file)
+            self._append(self._file, record)
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        except BaseException:
+            self.close()  # and the lock with it
+            raise
+
+    def _append(self, file: int, record: CommitRecord) -> None:
         known = self._digests.get(record.version)
         if known is not None and known != record.digest:
             raise LedgerBroken(f"version {record.version} is in {self.path} as {known}, now {record.digest}")
@@ -176,27 +188,29 @@ class CommitLog:
         last = max(self._digests, default=self.header.base_version)
         if record.version != last + 1:
             raise LedgerBroken(f"version {record.version} cannot follow {last} in {self.path}")
-        _write(self._file, _pack(msgspec.to_builtins(record, str_keys=False)), self.path)
+        self._write(file, _pack(msgspec.to_builtins(record, str_keys=False)))
         self._digests[record.version] = record.digest
 
     def close(self) -> None:
-        """Close the file and let go of its lock; `append` opens it again."""
+        """Close the file; `append` opens it again."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def _open(self) -> int:
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until `close`
-            end = self._read_known(os.fstat(file))
-            os.ftruncate(file, end)  # a record torn by the last writer's death
-            if end == 0:
-                _write(file, _pack(msgspec.to_builtins(self.header)), self.path)
-        except BaseException:
-            os.close(file)
-            raise
-        return file
+    def _catch_up(self, file: int) -> None:
+        """Know all that is in the log, whose lock is held, and have it end behind a whole record."""
+        status = os.fstat(file)
+        if status.st_size and self._read == (status.st_ino, status.st_size):
+            return
+        end = self._read_known(status)
+        os.ftruncate(file, end)  # a record torn by the last writer's death
+        if end == 0:
+            self._write(file, _pack(msgspec.to_builtins(self.header)))
+
+    def _write(self, file: int, data: bytes) -> None:
+        _write(file, data, self.path)
+        inode, end = self._read
+        self._read = inode, end + len(data)
 
     def _read_known(self, status: os.stat_result) -> int:
         """Take in the digests of what is in the log; return the offset behind its last whole record.

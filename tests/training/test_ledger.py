@@ -76,6 +76,19 @@ def test_a_version_is_written_once_and_only_with_one_digest(tmp_path: Path) -> N
         second.append(record(3, digest="other"))
 
 
+def test_a_writer_that_lives_on_holds_up_nobody(tmp_path: Path) -> None:
+    """As one whose host was cut off: the others log without it, and what it has still to log is known."""
+    path = tmp_path / "log"
+    with closing(CommitLog(path, HEADER)) as cut_off, closing(CommitLog(path, HEADER)) as other:
+        cut_off.append(record(1))
+        other.append(record(1))
+        other.append(record(2))
+        cut_off.append(record(2))
+        cut_off.append(record(3))
+        other.append(record(4))
+    assert [one.version for one in read_log(path)[1]] == [1, 2, 3, 4]
+
+
 def test_a_gap_is_refused(tmp_path: Path) -> None:
     log = written(tmp_path / "log", 1)
     with pytest.raises(LedgerBroken, match="cannot follow"), closing(log):

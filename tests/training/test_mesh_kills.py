@@ -16,6 +16,7 @@ CASES = (
     ("pp=2", "tcp", "rank1:pipeline.compute:20"),
     ("tp=2", "auto", "rank0:mirror.middle:3"),
     ("dp=2,tp=2", "auto", "rank3:mesh.backward:5"),
+    ("dp=2,tp=2", "auto", "rank1:mesh.begin:3,rank1#2:collective.point:12"),  # as groups are made
     ("dp=2,pp=2", "auto", "rank1:mesh.begin:3,rank1#2:mirror.restore_middle"),
     ("dp=2", "auto", "rank1:pipeline.compute:7"),
 )

@@ -26,6 +26,7 @@ from zbmd.training.zero.epochs import Ended, through_epochs
 from zbmd.training.zero.keeper import BuddyMirror, Digests, Safekeeping
 from zbmd.transport import faults
 from zbmd.transport.errors import PeerLost
+from zbmd.transport.liveness import DeathNotice
 
 ResultT = TypeVar("ResultT")
 TaskResultT = TypeVar("TaskResultT", covariant=True)
@@ -108,14 +109,37 @@ class MeshJob(Generic[ResultT]):
         await self._leave_groups()
         if view is None:
             return None
+        groups = self._groups = await self._groups_in(view)
+        return None if groups is None else await asyncio.to_thread(self._in_epoch, groups)
+
+    async def _groups_in(self, view: View) -> MeshGroups | None:
+        """This rank's groups; None if the view does not last so long.
+
+        Who loses any member of the view gives up, and not only one of the sub-group that it is making: the
+        others there may have lost one elsewhere, and will not come.
+        """
+        making = asyncio.ensure_future(self._make_groups(view))
+
+        def lost(_rank: int, _incarnation: int, _notice: DeathNotice) -> None:
+            making.cancel()
+
+        undo = self._node.on_peer_lost(lost)
         try:
-            self._world = await group(self._node, after=view.epoch - 1)
-            if self._world.epoch != view.epoch:
-                return None
-            self._groups = await MeshGroups.of(self._world, self._mesh)
+            if self._node.segment.lost_mask() & sum(1 << member.rank for member in view.members):
+                making.cancel()  # it was lost before we listened
+            await asyncio.wait([making])
+        finally:
+            undo()
+            making.cancel()
+            await asyncio.wait([making])
+        return None if making.cancelled() else making.result()
+
+    async def _make_groups(self, view: View) -> MeshGroups | None:
+        try:
+            world = self._world = await group(self._node, after=view.epoch - 1)
+            return await MeshGroups.of(world, self._mesh) if world.epoch == view.epoch else None
         except (PeerLost, OperationAborted):
             return None
-        return await asyncio.to_thread(self._in_epoch, self._groups)
 
     async def _leave_groups(self) -> None:
         groups, world = self._groups, self._world

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
 from zbmd.tools.kill_cases import name_of
+from zbmd.tools.kill_lines import KillLines
 from zbmd.transport.errors import UserError
 
 Verdict = Literal["same bits", "other bits", "failed"]
@@ -42,31 +42,18 @@ class _Found(Finding, frozen=True, kw_only=True, tag="found"):
 _decoder: msgspec.json.Decoder[Calm | _Found] = msgspec.json.Decoder(Calm | _Found)
 
 
-@dataclass(slots=True)
 class Ledger:
-    """Findings by setting and case, the last one of each; kept in `path`, if there is one."""
+    """Findings by setting and case, the last one of each; kept in the file at `path`, if there is one.
 
-    path: Path | None = None
-    found: dict[tuple[str, str], Finding] = field(default_factory=dict[tuple[str, str], Finding])
-    calm: dict[str, str] = field(default_factory=dict[str, str])
+    Raises `UserError` if that is damaged, but for a last line that was cut off.
+    """
 
-    @classmethod
-    def open(cls, path: Path | None) -> Ledger:
-        """Go on from a file. Raises `UserError` if it is damaged, but for a last line that was cut off."""
-        ledger = cls(path)
-        if path is not None and path.exists():
-            lines = path.read_bytes().split(b"\n")
-            for number, line in enumerate(lines[:-1], 1):
-                try:
-                    one = _decoder.decode(line)
-                except ValueError as error:
-                    raise UserError(
-                        f"line {number} of {path} is damaged ({error}): begin another ledger."
-                    ) from None
-                ledger._take(one)
-            if lines[-1]:
-                path.write_bytes(b"\n".join([*lines[:-1], b""]))
-        return ledger
+    def __init__(self, path: Path | None = None) -> None:
+        self.found: dict[tuple[str, str], Finding] = {}
+        self.calm: dict[str, str] = {}
+        self._lines = KillLines(path, _decoder)
+        for one in self._lines.found:
+            self._take(one)
 
     def _take(self, one: Calm | Finding) -> None:
         if isinstance(one, Calm):
@@ -76,17 +63,15 @@ class Ledger:
 
     def _put(self, one: Calm | _Found) -> None:
         self._take(one)
-        if self.path is not None:
-            with self.path.open("ab") as file:
-                file.write(msgspec.json.encode(one) + b"\n")
+        self._lines.add(one)
 
     def begin(self, setting: str, digest: str) -> None:
         """A setting's weights when nothing disturbs it. Raises `UserError` if they were others before."""
         before = self.calm.get(setting, digest)
         if before != digest:
             raise UserError(
-                f"{setting} ends with {digest[:16]} here, and with {before[:16]} in {self.path}: that was "
-                "another version. Begin another ledger."
+                f"{setting} ends with {digest[:16]} here, and with {before[:16]} in {self._lines.path}: that was "
+                "was another version. Begin another ledger."
             )
         if setting not in self.calm:
             self._put(Calm(setting=setting, digest=digest))

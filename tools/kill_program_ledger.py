@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
 from zbmd.tools.kill_families import Kill
+from zbmd.tools.kill_lines import KillLines
 from zbmd.tools.kill_pool import Outcome
-from zbmd.transport.errors import UserError
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,44 +38,23 @@ def _kind(end: str) -> str:
     return end.partition(" [")[0]
 
 
+_decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
+
+
 class Ledger:
     """The kills that have been tried, in memory and, with a path, in a file that grows with each.
 
     The latest line of a kill counts. Raises `UserError` if the file is not a ledger.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self.entries: dict[str, Entry] = {}
-        self._file = None
-        if path is None:
-            return
-        data = path.read_bytes() if path.exists() else b""
-        whole = data[: data.rfind(b"\n") + 1]  # the last line of a sweep that was killed may be half of one
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                entry = msgspec.json.decode(line, type=Entry)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}, is not of a ledger of kills: {error}") from None
-            self.entries[entry.key] = entry
-        self._file = path.open("r+b" if path.exists() else "w+b")
-        self._file.truncate(len(whole))
-        self._file.seek(len(whole))
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
+    def __init__(self, path: Path | None = None) -> None:
+        self._lines = KillLines(path, _decoder)
+        self.entries = {entry.key: entry for entry in self._lines.found}
 
     def add(self, entry: Entry) -> None:
         """Note a kill."""
         self.entries[entry.key] = entry
-        if self._file is not None:
-            self._file.write(msgspec.json.encode(entry) + b"\n")
-            self._file.flush()
+        self._lines.add(entry)
 
     def has(self, kill: Kill) -> bool:
         """Whether this kill was tried and nothing was wrong."""

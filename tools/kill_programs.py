@@ -113,10 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = list(families(arguments.ranks, arguments.only))
         if not chosen:
             raise UserError(f"no program's name contains {arguments.only!r}")
-        with Ledger(arguments.ledger) as ledger:
-            faulty = sweep(chosen, arguments.stride, ledger)
-            print("\n".join(coverage(chosen, ledger)))
-            print(f"{len(chosen)} programs of {len(ledger.entries)} runs, {faulty} faulty")
+        ledger = Ledger(arguments.ledger)
+        faulty = sweep(chosen, arguments.stride, ledger)
+        print("\n".join(coverage(chosen, ledger)))
+        print(f"{len(chosen)} programs of {len(ledger.entries)} runs, {faulty} faulty")
         return 1 if faulty else 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{point:20} {description}")
         return 0
     try:
-        ledger = Ledger.open(arguments.ledger)
+        ledger = Ledger(arguments.ledger)
         if arguments.table:
             print(table(ledger.found.values(), []))
         else:

@@ -83,16 +83,15 @@ def test_who_ends_by_itself_breaks_the_pool() -> None:
 def test_a_sweep_goes_on_where_it_was_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kills.jsonl"
     kills = kills_of(RING, 1, RUNS)
-    with Ledger(path) as ledger:
-        for kill in kills[:-1]:
-            ledger.add(entry_of(kill, Outcome(died=not kill.beyond, ends={1: "right"}, again={}), []))
+    ledger = Ledger(path)
+    for kill in kills[:-1]:
+        ledger.add(entry_of(kill, Outcome(died=not kill.beyond, ends={1: "right"}, again={}), []))
     with path.open("ab") as torn:
         torn.write(b'{"key": "half of a li')
     assert kill_programs.main(["--ranks", "2", "--only", "reduce_scatter/ring", "--ledger", str(path)]) == 0
     said = capsys.readouterr().out
     assert "1 tried now" in said and "0 faulty" in said
-    with Ledger(path) as ledger:
-        assert all(ledger.has(kill) for kill in kills)
+    assert all(map(Ledger(path).has, kills))
     path.write_bytes(b'{"no": 1}\n')
     with pytest.raises(UserError, match="line 1"):
         Ledger(path)

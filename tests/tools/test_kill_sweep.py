@@ -41,17 +41,17 @@ def test_cases_of_all_settings_take_turns_and_can_be_parsed() -> None:
 
 def test_a_ledger_goes_on_from_where_a_killed_sweep_was(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
-    ledger = Ledger.open(path)
+    ledger = Ledger(path)
     ledger.begin("pp=2 n=2", "a" * 64)
     ledger.add(finding("rank0:mesh.begin:1", "other bits"))
     ledger.add(finding("rank1:mesh.begin:1"))
     with path.open("ab") as file:
         file.write(b'{"type":"fou')  # the kill cut it off
-    again = Ledger.open(path)
+    again = Ledger(path)
     assert not again.is_done("pp=2 n=2", "rank0:mesh.begin:1") and again.wrong
     assert again.is_done("pp=2 n=2", "rank1:mesh.begin:1")
     again.add(finding("rank0:mesh.begin:1"))
-    last = Ledger.open(path)
+    last = Ledger(path)
     assert not last.wrong and len(last.found) == 2
     assert "| pp=2 n=2 | `mesh.begin` | 2 | 2 | 3 | 0 |" in table(
         last.found.values(), [("pp=2 n=2", f"rank{rank}:mesh.begin:1") for rank in range(3)]
@@ -60,7 +60,7 @@ def test_a_ledger_goes_on_from_where_a_killed_sweep_was(tmp_path: Path) -> None:
         last.begin("pp=2 n=2", "b" * 64)
     path.write_bytes(b"what\n")
     with pytest.raises(UserError, match="damaged"):
-        Ledger.open(path)
+        Ledger(path)
 
 
 def test_a_setting_that_is_no_job_is_refused() -> None:
@@ -77,7 +77,7 @@ def test_a_sweep_runs_what_is_left(
     wanted = ["--mesh", "pp=2", "--only", "rank0:mesh.saved:1", "--ledger", str(tmp_path / "ledger")]
     assert main(wanted) == 0
     assert "rank0:mesh.saved:1: same bits, " in capfd.readouterr().out
-    found = Ledger.open(tmp_path / "ledger").found
+    found = Ledger(tmp_path / "ledger").found
     assert [one.reached for one in found.values()] == [True]
     assert main([*wanted, "--table"]) == 0
     assert "| pp=2 n=2 | `mesh.saved` | 1 | 1 | 0 | 0 |" in capfd.readouterr().out

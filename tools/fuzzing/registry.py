@@ -153,7 +153,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "training/tensor/options.py": "reads the recipe that the command that started it has made",
     "training/tensor/relay.py": "takes arrays that tagged.py has decoded",
     "tools/small_job.py": "reads what a run that it has started itself has written",
-    "tools/kill_*.py": "read what runs that they have started themselves have written",
+    "tools/kill_*.py": "read what runs that they have started, or sweeps before them, have written",
     "transport/staging.py": "reads one number, and compares it with the one that is expected",
     "transport/byte_socket.py": "moves bytes to whoever decodes them",
     "transport/silence.py": "reads what the kernel tells of its own socket",

@@ -70,7 +70,7 @@ class Ledger:
         before = self.calm.get(setting, digest)
         if before != digest:
             raise UserError(
-                f"{setting} ends with {digest[:16]} here, and with {before[:16]} in {self._lines.path}: that was "
+                f"{setting} ends with {digest[:16]} here, and with {before[:16]} in {self._lines.path}: that "
                 "was another version. Begin another ledger."
             )
         if setting not in self.calm:

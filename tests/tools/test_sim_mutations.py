@@ -147,7 +147,7 @@ MUTATIONS = [
         "membership",
         (
             Edit(
-                "zbmd.actors.cluster.reports:Reports._is_agreed_on",
+                "zbmd.actors.cluster.reports:Reports._agreed",
                 "2 * says > len(sound)",
                 "2 * says >= len(sound)",
             ),

@@ -108,10 +108,11 @@ def _children() -> Generator[str]:
 
 
 def _threads() -> Generator[str]:
+    ours = {str(thread.native_id): thread.name for thread in threading.enumerate()}
     for thread in os.listdir("/proc/self/task"):
         name = _read(f"/proc/self/task/{thread}/comm").strip()
         if name and name not in LASTING_THREADS:
-            yield f"{thread} ({name})"
+            yield f"{thread} ({ours.get(thread, name)})"
 
 
 def _descriptors() -> Generator[str]:

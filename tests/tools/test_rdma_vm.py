@@ -26,6 +26,8 @@ from zbmd.tools.rdma_vm.packages import PackagesMissing, candidates, merged, req
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = [sys.executable, "-m", "zbmd.tools.rdma_vm"]
 LAYERS = [str(ROOT / "src" / "zbmd" / layer) for layer in ("transport", "actors", "collectives", "training")]
+JOBS = "tests/rdma/test_rdma_ranks.py"
+"""In a process of its own: behind tests of links and memory it leaves a native thread, of unknown origin."""
 # In the machine, where devices are given, the suites of links, regions and remote actors run over RDMA.
 SUITE = [
     "tests/rdma",
@@ -151,13 +153,14 @@ def test_the_rdma_tests_pass_in_the_machine(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv(EXPECTED_VARIABLE, ",".join(expected))
     monkeypatch.delenv(LINKS_VARIABLE)
     environment = dict(os.environ)
-    command = [sys.executable, "-m", "pytest", "-q", "--assert=plain", "-p", "no:cacheprovider", *SUITE]
+    pytest_alone = [sys.executable, "-m", "pytest", "-q", "--assert=plain", "-p", "no:cacheprovider"]
+    command = [*pytest_alone, *SUITE, f"--ignore={JOBS}"]
     for warming in (
         [*command, "-n", "0", "--collect-only"],
         [sys.executable, "-m", "compileall", "-q", *LAYERS],
     ):
         subprocess.run(warming, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False)
-    suite = shlex.join(command)
+    suite = f"{shlex.join([*pytest_alone, JOBS])} && {shlex.join(command)}"
     done = subprocess.run(
         [*TOOL, "--timeout", f"{PATIENCE_S}s", "bash", "-c", f"{suite}; exit $(($? + {OFFSET}))"],
         cwd=ROOT,
@@ -169,6 +172,5 @@ def test_the_rdma_tests_pass_in_the_machine(tmp_path: Path, monkeypatch: pytest.
     )
     print(done.stdout)
     assert done.returncode == OFFSET, "the tests failed in the machine; their words are above"
-    passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
-    assert passed is not None and int(passed[1]) >= 95
+    assert sum(map(int, re.findall(r"^(\d+) passed", done.stdout, re.MULTILINE))) >= 95
     assert "skipped" not in done.stdout and "deselected" not in done.stdout

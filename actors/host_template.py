@@ -17,7 +17,8 @@ from zbmd.actors.template import Exited, Forked, ForkFailed, ForkRequest, Ready,
 from zbmd.transport.attach import close_all
 from zbmd.transport.errors import RemoteProtocolError, UserError, ZbmdError
 
-READY_S_MAX = 60.0
+READY_S_MAX = 300.0
+"""Of the imports: a file system that thousands of nodes read at once needs minutes for them."""
 CLOSE_S_MAX = 0.5
 REPLIES_PER_WAKE_MAX = 64
 REPLY_BYTES_MAX = 4096
@@ -81,7 +82,10 @@ class TemplateClient:
             return await asyncio.wait_for(asyncio.shield(self._ready), READY_S_MAX)
         except TimeoutError:
             await self.close()
-            raise TemplateLost(f"the template process did not start within {READY_S_MAX:g} s") from None
+            raise TemplateLost(
+                f"the template process was still importing {', '.join(modules) or 'the modules of ranks'} "
+                f"after {READY_S_MAX:g} s. See what a module waits for, or why its file system is slow"
+            ) from None
 
     @staticmethod
     def _spawn(

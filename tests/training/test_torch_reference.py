@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,13 @@ import pytest
 from zbmd.training import ops
 from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState
 from zbmd.training.clip import clip_scale, global_norm
-from zbmd.training.config import Activation, GPTConfig
+from zbmd.training.config import Activation, GPTConfig, TrainingConfig
+from zbmd.training.corpus import Corpus, prepare_corpus
 from zbmd.training.gpt import GPT
+from zbmd.training.layout import ParameterLayout
 from zbmd.training.ops.norm import EPSILON
+from zbmd.training.plain import PlainTrainer
+from zbmd.training.recipe import Recipe
 from zbmd.training.tape import Parameter, Tape, Tensor
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -125,7 +130,9 @@ def torch_loss(model: GPT, parameters: list[Any], tokens: npt.NDArray[np.uint8])
     config = model.config
     wide = torch.tensor(tokens.astype(np.int64))
     length = tokens.shape[1] - 1
-    bias = torch.tensor(ops.causal_distance_bias(np, config.heads, length, np.float64))
+    bias = torch.tensor(ops.causal_distance_bias(np, config.heads, length, np.float64)).to(
+        parameters[0].dtype
+    )
     rest = iter(parameters)
 
     def norm(x: Any) -> Any:
@@ -162,6 +169,22 @@ def test_the_whole_model(activation: Activation) -> None:
         np.testing.assert_allclose(ours, theirs.grad.numpy(), rtol=1e-8, atol=1e-12, err_msg=slot.name)
 
 
+def torch_adamw(
+    config: AdamWConfig, layout: ParameterLayout, weights: npt.NDArray[Any], *, rate: float
+) -> tuple[list[Any], Any]:
+    """PyTorch's parameters, which begin with `weights`, and its optimizer of them."""
+    parameters = [torch.tensor(view, requires_grad=True) for view in layout.views(weights.copy())]
+    by_decay = [
+        {
+            "params": [p for p in parameters if (p.ndim == 2) is decayed],
+            "weight_decay": config.weight_decay if decayed else 0.0,
+        }
+        for decayed in (True, False)
+    ]
+    betas = (config.beta1, config.beta2)
+    return parameters, torch.optim.AdamW(by_decay, lr=rate, betas=betas, eps=config.epsilon)
+
+
 def test_clipping_and_adamw_over_several_steps() -> None:
     model = GPT(GPTConfig(context=4, width=4, heads=2, layers=1))
     layout = model.layout
@@ -169,12 +192,7 @@ def test_clipping_and_adamw_over_several_steps() -> None:
     optimizer = AdamW(config, layout, dtype=np.float64)
     states = [AdamWState(*(np.zeros(layout.size) for _ in range(3))) for _ in range(2)]
     states[0].weights[:] = disturbed(model)
-    theirs = [torch.tensor(view, requires_grad=True) for view in layout.views(states[0].weights.copy())]
-    by_decay = [
-        {"params": [p for p in theirs if (p.ndim == 2) is decayed], "weight_decay": 0.2 if decayed else 0.0}
-        for decayed in (True, False)
-    ]
-    reference = torch.optim.AdamW(by_decay, lr=0.05, betas=(0.8, 0.9), eps=1e-4)
+    theirs, reference = torch_adamw(config, layout, states[0].weights, rate=0.05)
     for step in range(4):
         grads = np.zeros(layout.size)
         for view, parameter in zip(layout.views(grads), theirs, strict=True):
@@ -189,3 +207,30 @@ def test_clipping_and_adamw_over_several_steps() -> None:
         optimizer.update(old, new, grads, step=step, learning_rate=0.05, grad_scale=scale)
         for view, parameter in zip(layout.views(new.weights), theirs, strict=True):
             np.testing.assert_allclose(view, parameter.detach().numpy(), rtol=1e-6, atol=1e-8)
+
+
+def test_100_steps_of_training_have_the_loss_curve_of_pytorch(tmp_path: Path) -> None:
+    """The same initial weights and windows, float32 on both sides; nats a byte."""
+    text = tmp_path / "text"
+    text.write_text("".join(f"{i} green bottles, {i * i % 97} on the wall\n" for i in range(2000)))
+    model = GPT(GPTConfig(context=32, width=64, heads=4, layers=3))
+    config = TrainingConfig(steps=100, shards=2, sequences_per_shard=4, learning_rate=4e-3, warmup_steps=10)
+    recipe = Recipe(model, Corpus(prepare_corpus(str(text), tmp_path, context=32), context=32), config)
+    trainer = PlainTrainer(recipe)
+    optimizer = config.optimizer
+    assert isinstance(optimizer, AdamWConfig)
+    theirs, reference = torch_adamw(optimizer, model.layout, trainer.state.weights, rate=0.0)
+    ours, expected = list[float](), list[float]()
+    for step in range(config.steps):
+        windows = recipe.corpus.windows(recipe.sample_ids(step).reshape(-1))
+        reference.zero_grad()
+        loss = torch_loss(model, theirs, windows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs, config.clip_norm)
+        for group in reference.param_groups:
+            group["lr"] = recipe.learning_rate(step)
+        reference.step()
+        expected.append(loss.item())
+        ours.append(trainer.run_step().loss)
+    assert max(abs(a - b) for a, b in zip(ours, expected, strict=True)) <= 1e-4
+    assert math.isclose(ours[0], math.log(256), rel_tol=1e-6) and ours[-1] < 1.5, "it has learned"

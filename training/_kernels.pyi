@@ -17,8 +17,11 @@ Array = NDArray[Any]
 def fits(*arrays: object) -> bool:
     """Tell whether all are contiguous numpy arrays of one type that there are kernels for."""
 
-def random_words(out: NDArray[np.uint32], key: int, second: int, third: int, fourth: int) -> None:
-    """Fill `out` with the first words of a stream of Philox4x32-10: see `zbmd.training.rng.random_words`."""
+def random_words(out: NDArray[np.uint32], key: int, first: int, second: int, third: int, fourth: int) -> None:
+    """Fill `out` with words of a stream of Philox4x32-10, from the first one of block `first` on.
+
+    See `zbmd.training.rng.random_words`.
+    """
 
 def gelu(out: Array, x: Array) -> None:
     """Write the tanh form of GELU of `x` to `out`; any shape."""

@@ -9,7 +9,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 cnp.import_array()
 
 cdef extern from "engine.h" nogil:
-    void zbmd_random_words(uint32_t *, size_t, const uint32_t *, uint64_t)
+    void zbmd_random_words(uint32_t *, size_t, uint32_t, const uint32_t *, uint64_t)
     void zbmd_gelu_f32(float *, const float *, const float *, size_t)
     void zbmd_gelu_f64(double *, const double *, const double *, size_t)
     void zbmd_gelu_grad_f32(float *, const float *, const float *, size_t)
@@ -97,14 +97,14 @@ def fits(*arrays):
     return True
 
 
-def random_words(cnp.ndarray out, uint64_t key, uint32_t second, uint32_t third, uint32_t fourth):
+def random_words(cnp.ndarray out, uint64_t key, uint32_t first, uint32_t second, uint32_t third, uint32_t fourth):
     if cnp.PyArray_TYPE(out) != cnp.NPY_UINT32 or not cnp.PyArray_ISCARRAY(out):
         raise TypeError("random words are a contiguous array of uint32")
     cdef uint32_t[3] rest = [second, third, fourth]
     cdef uint32_t *words = <uint32_t *>cnp.PyArray_DATA(out)
     cdef Py_ssize_t n = cnp.PyArray_SIZE(out)
     with nogil:
-        zbmd_random_words(words, n, rest, key)
+        zbmd_random_words(words, n, first, rest, key)
 
 
 ctypedef void (*Singles)(float *, const float *, const float *, size_t) noexcept nogil

@@ -6,7 +6,7 @@ keyed by a seed and a purpose; permutations are Feistel networks over it that ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import ModuleType
 
@@ -18,6 +18,8 @@ from zbmd.training import _kernels
 from zbmd.training.xp import Array
 
 PHILOX_ROUNDS = 10
+BLOCK_WORDS = 4
+"""What one counter yields."""
 FEISTEL_ROUNDS = 6
 # Each walk leaves the domain with probability at most 3/4: 512 steps fail once in 10**64.
 CYCLE_WALK_STEPS_MAX = 512
@@ -54,8 +56,8 @@ class Noise:
     samples: npt.NDArray[np.int64]
 
 
-def random_words(noise: Noise, site: int, count: int, *, xp: ModuleType = np) -> Array:
-    """Return the random words of each sample of `noise` at `site`, (samples, count) of uint32.
+def random_words(noise: Noise, site: int, count: int, *, start: int = 0, xp: ModuleType = np) -> Array:
+    """Return random words of each sample of `noise` at `site`, `start` and on: (samples, count) of uint32.
 
     Philox4x32-10 with the seed as its key. Word i of a sample is word i % 4 of the block with the counter
     (i // 4, purpose and site, step, sample), each modulo 2**32; `site` is below 2**24, and tells the places
@@ -65,19 +67,35 @@ def random_words(noise: Noise, site: int, count: int, *, xp: ModuleType = np) ->
         ((int(Purpose.DROPOUT) << 24) | site, noise.step & _WORD, sample & _WORD)
         for sample in noise.samples.tolist()
     ]
+    block, skipped = divmod(start, BLOCK_WORDS)
     if xp is not np:
-        return _philox(noise.seed, counters, count, xp=xp)
-    words = np.empty((len(counters), count), dtype=np.uint32)
+        return _philox(noise.seed, counters, block, skipped + count, xp=xp)[:, skipped:]
+    words = np.empty((len(counters), skipped + count), dtype=np.uint32)
     for row, counter in zip(words, counters, strict=True):
-        _kernels.random_words(row, noise.seed, *counter)
-    return words
+        _kernels.random_words(row, noise.seed, block, *counter)
+    return words[:, skipped:]
 
 
-def _philox(seed: int, counters: list[tuple[int, int, int]], count: int, *, xp: ModuleType) -> Array:
+def random_run(noise: Noise, site: int, each: int, start: int, stop: int, *, xp: ModuleType = np) -> Array:
+    """Return words `start` to `stop` of all samples' first `each` words at `site`, laid end to end: 1-D."""
+    if (start, stop) == (0, each * len(noise.samples)):
+        return random_words(noise, site, each, xp=xp).reshape(-1)
+    parts: list[Array] = []
+    for index in range(start // each, -(-stop // each)):
+        first, last = max(start - index * each, 0), min(stop - index * each, each)
+        sample = replace(noise, samples=noise.samples[index : index + 1])
+        parts.append(random_words(sample, site, last - first, start=first, xp=xp)[0])
+    run: Array = xp.concatenate(parts)
+    return run
+
+
+def _philox(
+    seed: int, counters: list[tuple[int, int, int]], first: int, count: int, *, xp: ModuleType
+) -> Array:
     """The same in whole-array operations of 64-bit integers, for a device that has no kernel."""
-    blocks = -(-count // 4)
+    blocks = -(-count // BLOCK_WORDS)
     c = [xp.zeros((len(counters), blocks), dtype=np.uint64) for _ in range(4)]
-    c[0] += xp.arange(blocks, dtype=np.uint64)
+    c[0] += xp.arange(first, first + blocks, dtype=np.uint64)
     for place in range(3):
         c[place + 1] += xp.asarray([counter[place] for counter in counters], dtype=np.uint64)[:, None]
     low, high = seed & _WORD, seed >> 32
@@ -90,10 +108,10 @@ def _philox(seed: int, counters: list[tuple[int, int, int]], count: int, *, xp: 
             left & np.uint64(_WORD),
         ]
         low, high = (low + 0x9E3779B9) & _WORD, (high + 0xBB67AE85) & _WORD
-    words = xp.empty((len(counters), blocks, 4), dtype=np.uint32)
-    for place in range(4):
+    words = xp.empty((len(counters), blocks, BLOCK_WORDS), dtype=np.uint32)
+    for place in range(BLOCK_WORDS):
         words[:, :, place] = c[place]
-    flat: Array = words.reshape(len(counters), 4 * blocks)[:, :count]
+    flat: Array = words.reshape(len(counters), BLOCK_WORDS * blocks)[:, :count]
     return flat
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from zbmd.training import _kernels, ops
 from zbmd.training.config import GPTConfig
 from zbmd.training.gpt import GPT
-from zbmd.training.rng import Noise, random_words
+from zbmd.training.rng import Noise, random_run, random_words
 from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.transport.errors import UserError
 
@@ -53,8 +54,8 @@ def test_the_generator_gives_the_answers_of_random123(counter: str, key: str, ex
 
 def test_the_kernel_is_the_generator() -> None:
     words = np.zeros(4 * 37 + 3, dtype=np.uint32)
-    _kernels.random_words(words, 0x299F31D0A4093822, 0x85A308D3, 0x13198A2E, 0x03707344)
-    blocks = [philox([i, 0x85A308D3, 0x13198A2E, 0x03707344], 0x299F31D0A4093822) for i in range(38)]
+    _kernels.random_words(words, 0x299F31D0A4093822, 5, 0x85A308D3, 0x13198A2E, 0x03707344)
+    blocks = [philox([5 + i, 0x85A308D3, 0x13198A2E, 0x03707344], 0x299F31D0A4093822) for i in range(38)]
     assert words.tolist() == [word for block in blocks for word in block][: len(words)]
 
 
@@ -72,6 +73,23 @@ def test_a_device_without_kernels_draws_the_same_words(
     words = random_words(noise, site, count)
     assert words.tobytes() == np.ascontiguousarray(random_words(noise, site, count, xp=Witness())).tobytes()
     assert words[1, : count // 2].tolist() == random_words(noise, site, count // 2)[1].tolist()
+
+
+@given(
+    each=st.integers(1, 40),
+    samples=st.integers(1, 4),
+    begin=st.floats(0, 1),
+    end=st.floats(0, 1),
+    xp=st.sampled_from([np, Witness()]),
+)
+def test_a_run_of_words_is_cut_from_those_of_all_samples(
+    each: int, samples: int, begin: float, end: float, xp: Any
+) -> None:
+    noise, last = Noise(7, 3, np.arange(100, 100 + samples)), each * samples - 1
+    start = int(begin * last)
+    stop = start + 1 + int(end * (last - start))
+    run = random_run(noise, 2, each, start, stop, xp=xp)
+    assert run.tolist() == random_words(noise, 2, each).reshape(-1)[start:stop].tolist()
 
 
 def test_words_of_other_seeds_steps_samples_and_sites_differ() -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from zbmd.training.rng import Noise, random_words
+from zbmd.training.rng import Noise, random_run
 from zbmd.training.tape import Tape, Tensor
 from zbmd.training.xp import Array
 
 
-def dropout(tape: Tape, x: Tensor, *, rate: float, noise: Noise, site: int) -> Tensor:
+def dropout(
+    tape: Tape,
+    x: Tensor,
+    *,
+    rate: float,
+    noise: Noise,
+    site: int,
+    first_row: int = 0,
+    rows: int | None = None,
+) -> Tensor:
     """Return `x` with each element zeroed with probability `rate`, the others divided by `1 - rate`.
 
-    x: (samples * T, features), the samples in the order of `noise`. Which are zeroed depends on seed, step,
+    x: (samples * T, features), the samples in the order of `noise`; or, with `rows` for samples * T, the run
+    of these rows that begins with `first_row`. Which are zeroed depends on seed, step,
     sample, `site` and the element's place in its sample, so the way back draws the same numbers again and
     nothing is kept. N. Srivastava and others, "Dropout", JMLR 15, 2014.
     """
@@ -18,7 +28,9 @@ def dropout(tape: Tape, x: Tensor, *, rate: float, noise: Noise, site: int) -> T
     least, factor = min(int(rate * 2**32), 2**32 - 1), 1.0 / (1.0 - rate)
 
     def thinned(values: Array) -> Array:
-        words = random_words(noise, site, values.size // len(noise.samples), xp=xp)
+        features, all_rows = values.shape[1], len(values) if rows is None else rows
+        start, each = first_row * features, all_rows // len(noise.samples) * features
+        words = random_run(noise, site, each, start, start + values.size, xp=xp)
         kept: Array = values * (words >= least).reshape(values.shape)
         kept *= factor
         return kept

@@ -96,7 +96,24 @@ class ParallelGPT(PartOfGPT):
     ) -> Tensor:
         weight, *bias = layer
         y = scatter_rows(tape, self.operators.linear(tape, inner, weight), self.group)
-        return ops.add(tape, x, ops.add_bias(tape, y, bias[0]) if bias else y)
+        if bias:
+            y = ops.add_bias(tape, y, bias[0])
+        return ops.add(tape, x, self._dropout(tape, y, batch, site))
+
+    def _dropout(self, tape: Tape, x: Tensor, batch: Batch, site: int) -> Tensor:
+        """Thin this rank's rows, by the numbers that they have in the whole batch."""
+        if batch.noise is None or self.config.dropout == 0.0:
+            return x
+        rows = batch.inputs.size
+        return self.operators.dropout(
+            tape,
+            x,
+            rate=self.config.dropout,
+            noise=batch.noise,
+            site=site,
+            first_row=span_of(rows, self.part, self.group.size)[0],
+            rows=rows,
+        )
 
     def _head(self, tape: Tape, x: Tensor, table: Parameter) -> Tensor:
         return super()._head(tape, gather_rows(tape, x, self.group), table)

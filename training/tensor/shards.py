@@ -54,8 +54,6 @@ class TensorShards:
             raise UserError(
                 f"a vocabulary of {self.config.vocabulary} has no token for each of {self.parts} ranks."
             )
-        if self.config.dropout > 0.0:
-            raise UserError("tensor-parallel ranks do not drop anything out: give the model dropout 0.")
 
     @property
     def whole(self) -> ParameterLayout:

@@ -38,10 +38,10 @@ def extension(layer: str, name: str, *more_flags: str, libraries: tuple[str, ...
 
 
 def rdma_extensions() -> list[Extension]:
-    """The one that needs libibverbs, where its headers are: without it all works but memory over RDMA."""
+    """Those that need libibverbs, where its headers are: without them all works but memory over RDMA."""
     if not Path("/usr/include/infiniband/verbs.h").exists():
         return []
-    return [extension("transport", "_rdma", libraries=("ibverbs",))]
+    return [extension("transport", name, libraries=("ibverbs",)) for name in ("_rdma", "_rdma_beat")]
 
 
 def extensions() -> list[Extension]:

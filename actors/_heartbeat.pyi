@@ -60,6 +60,14 @@ class NativeHeartbeats:
     def beats_spared(self) -> int:
         """Not sent because other traffic told the same."""
 
+    @property
+    def sent_by_way(self) -> int:
+        """Beats that went by a way alone, since the start."""
+
+    @property
+    def come_by_way(self) -> int:
+        """Beats that have been read from ways, since the start."""
+
     def place(self) -> int:
         """A place for a peer. Raises `LocalProtocolError` if all are taken."""
 
@@ -71,6 +79,20 @@ class NativeHeartbeats:
 
     def drop_lane(self, place: int) -> None:
         """End a peer's lane, if it has one."""
+
+    def add_way(self, place: int, way: object, send_key: Buffer, receive_key: Buffer) -> bool:
+        """Read a peer's beats by this way, too, as long as its lane stands; False if it has none.
+
+        way: a capsule, as `BeatEnd.way`. It stays its maker's, who keeps it until the lane or the way has
+        ended and been taken, or `drop_way`, `drop_lane`, `vacate` or `close`. Raises ValueError on another
+        object.
+        """
+
+    def use_way(self, place: int) -> None:
+        """The peer takes our beats by the way: send them so."""
+
+    def drop_way(self, place: int) -> None:
+        """Use a peer's way no more; its lane stays."""
 
     def observe(self, place: int, limit_ns: int) -> None:
         """Look when a peer was not heard for so long, from now on if it is new; 0 for no more."""
@@ -103,8 +125,9 @@ class NativeHeartbeats:
     def judged_ns(self) -> int:
         """All that had come by then can be taken, and silence until then means something."""
 
-    def take(self, place: int) -> tuple[tuple[int, ...], tuple[int, int] | None, str] | None:
-        """What is new of a peer: arrivals in ns, what its last beat said, and why its lane has ended.
+    def take(self, place: int) -> tuple[tuple[int, ...], tuple[int, int] | None, str, str] | None:
+        """What is new of a peer: arrivals in ns, what its last beat said, why its lane and its way ended.
 
-        None if there is nothing. The text is empty while the lane stands.
+        None if there is nothing. The texts are empty while lane and way stand; a way ends with its lane,
+        and then nothing is said of it.
         """

@@ -1,5 +1,6 @@
 """Heartbeats between nodes by a native thread: gives types to heartbeat.h. See _heartbeat.pyi."""
 
+from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
@@ -10,6 +11,11 @@ from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 cdef extern from "siphash.h" nogil:
     uint64_t zbmd_siphash(const uint64_t *key, const uint8_t *data, size_t nbytes)
     uint64_t zbmd_read_le64(const uint8_t *source)
+
+cdef extern from "beat_way.h" nogil:
+    const char *ZBMD_BEAT_WAY
+    struct zbmd_beat_way:
+        pass
 
 cdef extern from "heartbeat.h" nogil:
     enum:
@@ -23,6 +29,7 @@ cdef extern from "heartbeat.h" nogil:
         ZBMD_LANE_FORGED
         ZBMD_LANE_OUT_OF_TURN
         ZBMD_LANE_FULL
+        ZBMD_WAY_FAILED
     struct zbmd_beat_writer:
         uint64_t key[2]
         uint64_t number
@@ -35,9 +42,12 @@ cdef extern from "heartbeat.h" nogil:
         int tell_fd
         uint64_t beats_sent
         uint64_t beats_spared
+        uint64_t way_alone
+        uint64_t way_come
     struct zbmd_beat_news:
         uint32_t fresh
         uint32_t end
+        uint32_t way_end
         uint32_t count
         int error
         uint64_t known
@@ -52,6 +62,10 @@ cdef extern from "heartbeat.h" nogil:
     void zbmd_beats_adopt(zbmd_beats *beats, int place, int fd, const uint8_t *send_key,
                           const uint8_t *receive_key, const uint8_t *surplus, size_t nbytes)
     void zbmd_beats_drop_lane(zbmd_beats *beats, int place)
+    int zbmd_beats_add_way(zbmd_beats *beats, int place, zbmd_beat_way *way, const uint64_t *send_key,
+                           const uint64_t *receive_key)
+    void zbmd_beats_use_way(zbmd_beats *beats, int place)
+    void zbmd_beats_drop_way(zbmd_beats *beats, int place)
     void zbmd_beats_observe(zbmd_beats *beats, int place, uint64_t limit_ns)
     void zbmd_beats_beat_to(zbmd_beats *beats, int place, uint32_t observes_us)
     void zbmd_beats_say(zbmd_beats *beats, uint32_t on, uint64_t known, uint64_t entered)
@@ -83,6 +97,8 @@ cdef str _why(uint32_t end, int error):
         return "a beat came out of its turn: it was repeated, or others were left out"
     if end == ZBMD_LANE_FULL:
         return "it has not read the lane for so long that a beat found no room"
+    if end == ZBMD_WAY_FAILED:
+        return "a beat was not acknowledged"
     return f"the connection broke: {os.strerror(error)}"
 
 
@@ -182,6 +198,14 @@ cdef class NativeHeartbeats:
     def beats_spared(self):
         return self._live(0).beats_spared
 
+    @property
+    def sent_by_way(self):
+        return self._live(0).way_alone
+
+    @property
+    def come_by_way(self):
+        return self._live(0).way_come
+
     def place(self):
         cdef zbmd_beats *beats = self._live(0)
         cdef int found
@@ -211,6 +235,28 @@ cdef class NativeHeartbeats:
         cdef zbmd_beats *beats = self._live(place)
         with nogil:
             zbmd_beats_drop_lane(beats, place)
+
+    def add_way(self, int place, object way, const uint8_t[::1] send_key, const uint8_t[::1] receive_key):
+        cdef zbmd_beats *beats = self._live(place)
+        cdef zbmd_beat_way *found = <zbmd_beat_way *>PyCapsule_GetPointer(way, ZBMD_BEAT_WAY)
+        cdef uint64_t send_halves[2]
+        cdef uint64_t receive_halves[2]
+        cdef bint added
+        _key_of(send_key, send_halves)
+        _key_of(receive_key, receive_halves)
+        with nogil:
+            added = zbmd_beats_add_way(beats, place, found, send_halves, receive_halves)
+        return added
+
+    def use_way(self, int place):
+        cdef zbmd_beats *beats = self._live(place)
+        with nogil:
+            zbmd_beats_use_way(beats, place)
+
+    def drop_way(self, int place):
+        cdef zbmd_beats *beats = self._live(place)
+        with nogil:
+            zbmd_beats_drop_way(beats, place)
 
     def observe(self, int place, uint64_t limit_ns):
         cdef zbmd_beats *beats = self._live(place)
@@ -280,4 +326,4 @@ cdef class NativeHeartbeats:
             return None
         arrivals = tuple([news.arrivals[i] for i in range(news.count)])
         said = (news.known, news.entered) if news.fresh else None
-        return arrivals, said, _why(news.end, news.error)
+        return arrivals, said, _why(news.end, news.error), _why(news.way_end, 0)

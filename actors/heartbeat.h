@@ -8,15 +8,16 @@
  * all peers, and a thread that was kept from running does not see its own delay as theirs. Nobody is judged
  * but by a round that has read all lanes.
  *
- * A beat is 32 bytes, little-endian: its number in its direction of its lane (u64, from 1), the newest view
- * that the sender knows (u64), the view that it acts on (u64), and the tag of these (siphash.h) under the key
- * of that direction. Numbers have no gaps, for a lane is a TCP connection.
+ * Beside a lane there may be a way (beat_way.h): there a beat is written over the one before, in the memory of who
+ * observes, so numbers only grow, and the time of arrival is that of the round that has found it. Beats go by the
+ * lane as well until the first by the way has arrived, and whenever two have not: it costs no beat that a way fails.
  */
 #ifndef ZBMD_HEARTBEAT_H
 #define ZBMD_HEARTBEAT_H
 
+#include "beat.h"
+#include "beat_way.h"
 #include "life.h"
-#include "siphash.h"
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
@@ -26,65 +27,13 @@
 #include <time.h>
 #include <unistd.h>
 
-#define ZBMD_BEAT_BYTES 32
-#define ZBMD_BEAT_TAGGED 24
 #define ZBMD_BEAT_PEERS 64       /* at most ten are observed and ten observe us; others are on their way out */
 #define ZBMD_BEAT_ARRIVALS 128   /* kept for Python, the newest: more than come while a lease lasts */
 #define ZBMD_BEAT_READS 8        /* of one lane in a row */
 #define ZBMD_BEAT_SPARED_MAX 4   /* in a row, to a peer that was just sent something else */
-
-/* Why a lane has ended. */
-enum {
-    ZBMD_LANE_OPEN = 0,
-    ZBMD_LANE_CLOSED = 1,
-    ZBMD_LANE_BROKEN = 2,     /* `error` is the errno */
-    ZBMD_LANE_FORGED = 3,
-    ZBMD_LANE_OUT_OF_TURN = 4,
-    ZBMD_LANE_FULL = 5
-};
-
-struct zbmd_beat_writer {
-    uint64_t key[2];
-    uint64_t number;   /* of the next beat */
-};
-
-struct zbmd_beat_reader {
-    uint64_t key[2];
-    uint64_t number;   /* of the next beat */
-    uint64_t known, entered;   /* of the last one */
-    uint32_t filled;
-    uint8_t partial[ZBMD_BEAT_BYTES];
-};
-
-static inline void zbmd_beat_write(const struct zbmd_beat_writer *writer, uint64_t known, uint64_t entered,
-                                   uint8_t to[ZBMD_BEAT_BYTES]) {
-    zbmd_write_le64(to, writer->number);
-    zbmd_write_le64(to + 8, known);
-    zbmd_write_le64(to + 16, entered);
-    zbmd_write_le64(to + 24, zbmd_siphash(writer->key, to, ZBMD_BEAT_TAGGED));
-}
-
-/* Take bytes of a lane, cut anywhere. Returns ZBMD_LANE_OPEN, or what is wrong with it. */
-static inline int zbmd_beat_read(struct zbmd_beat_reader *reader, const uint8_t *data, size_t nbytes) {
-    while (nbytes) {
-        size_t step = ZBMD_BEAT_BYTES - reader->filled;
-        if (step > nbytes) step = nbytes;
-        memcpy(reader->partial + reader->filled, data, step);
-        reader->filled += (uint32_t)step;
-        data += step;
-        nbytes -= step;
-        if (reader->filled < ZBMD_BEAT_BYTES) break;
-        reader->filled = 0;
-        const uint8_t *beat = reader->partial;
-        if (zbmd_siphash(reader->key, beat, ZBMD_BEAT_TAGGED) != zbmd_read_le64(beat + 24))
-            return ZBMD_LANE_FORGED;
-        if (zbmd_read_le64(beat) != reader->number) return ZBMD_LANE_OUT_OF_TURN;
-        reader->number++;
-        reader->known = zbmd_read_le64(beat + 8);
-        reader->entered = zbmd_read_le64(beat + 16);
-    }
-    return ZBMD_LANE_OPEN;
-}
+#define ZBMD_BEAT_BEHIND 2       /* so many by a way have not arrived: the lane helps out */
+#define ZBMD_BEAT_LOOKS 4        /* in a row, at one that is just being written */
+#define ZBMD_BEAT_TORN_MAX 16    /* rounds in a row that found no whole beat in what was written */
 
 /* What every round looks at comes first: it finds a cold cache. */
 struct zbmd_beat_peer {
@@ -102,6 +51,12 @@ struct zbmd_beat_peer {
     uint64_t said_known, said_entered;
     struct zbmd_beat_writer writer;
     struct zbmd_beat_reader reader;
+    struct zbmd_beat_way *way;     /* beside the lane; NULL for none */
+    uint32_t way_sends;            /* whether the peer takes our beats by it */
+    uint32_t way_proven;           /* whether one has arrived */
+    uint32_t way_end, way_torn;
+    uint64_t way_key[2], way_number;   /* of the peer's: the key, and the last one's number */
+    struct zbmd_beat_writer way_writer;
     int error;
     uint64_t arrivals[ZBMD_BEAT_ARRIVALS];
 };
@@ -119,6 +74,7 @@ struct zbmd_beats {
     uint64_t read_ns;       /* all that had come by then was read */
     uint64_t judged_ns;     /* the same, of a round that came when it should */
     uint64_t beats_sent, beats_spared;
+    uint64_t way_alone, way_come;         /* beats that were sent by a way and not by the lane; that have come by one */
     uint32_t count;                       /* of places that are taken: */
     uint8_t taken[ZBMD_BEAT_PEERS];
     struct zbmd_beat_peer peers[ZBMD_BEAT_PEERS];
@@ -126,7 +82,7 @@ struct zbmd_beats {
 
 /* What Python takes of one peer. */
 struct zbmd_beat_news {
-    uint32_t fresh, end, count;
+    uint32_t fresh, end, way_end, count;
     int error;
     uint64_t known, entered;
     uint64_t arrivals[ZBMD_BEAT_ARRIVALS];
@@ -137,6 +93,12 @@ static inline void zbmd_lane_ended(struct zbmd_beat_peer *peer, uint32_t end, in
     peer->fd = -1;
     peer->end = end;
     peer->error = error;
+    peer->way = NULL;
+}
+
+static inline void zbmd_way_ended(struct zbmd_beat_peer *peer, uint32_t end) {
+    peer->way = NULL;
+    peer->way_end = end;
 }
 
 static inline void zbmd_beat_arrived(struct zbmd_beat_peer *peer, uint64_t at_ns) {
@@ -184,6 +146,59 @@ static void zbmd_beats_read_lane(struct zbmd_beats *beats, struct zbmd_beat_peer
     }
 }
 
+/* What has been written by the way since the last look. It may be half a beat: then the next look finds it whole. */
+static void zbmd_beats_read_way(struct zbmd_beats *beats, struct zbmd_beat_peer *peer, uint64_t now_ns) {
+    uint64_t words[ZBMD_WAY_BEAT_WORDS];
+    const uint8_t *beat = (const uint8_t *)words;
+    for (int look = 0; look < ZBMD_BEAT_LOOKS; look++) {
+        for (int i = 0; i < ZBMD_WAY_BEAT_WORDS; i++) words[i] = __atomic_load_n(&peer->way->inbox[i], __ATOMIC_ACQUIRE);
+        uint64_t number = zbmd_read_le64(beat);
+        if (number == peer->way_number) return;
+        if (zbmd_siphash(peer->way_key, beat, ZBMD_BEAT_TAGGED) != zbmd_read_le64(beat + ZBMD_BEAT_TAGGED)) continue;
+        peer->way_torn = 0;
+        if (number < peer->way_number) {
+            zbmd_way_ended(peer, ZBMD_LANE_OUT_OF_TURN);
+            return;
+        }
+        peer->way_number = number;
+        peer->reader.known = zbmd_read_le64(beat + 8);
+        peer->reader.entered = zbmd_read_le64(beat + 16);
+        peer->fresh = 1;
+        beats->way_come++;
+        zbmd_beat_arrived(peer, now_ns);
+        return;
+    }
+    if (++peer->way_torn == ZBMD_BEAT_TORN_MAX) zbmd_way_ended(peer, ZBMD_LANE_FORGED);
+}
+
+/* Whether that is enough: else the beat goes by the lane, too. */
+static int zbmd_beats_send_by_way(struct zbmd_beats *beats, struct zbmd_beat_peer *peer) {
+    uint64_t words[ZBMD_WAY_BEAT_WORDS];
+    if (!peer->way || !peer->way_sends) return 0;
+    zbmd_beat_write(&peer->way_writer, beats->known, beats->entered, (uint8_t *)words);
+    int behind = peer->way->write(peer->way, words);
+    if (behind == ZBMD_WAY_BROKEN) {
+        zbmd_way_ended(peer, ZBMD_WAY_FAILED);
+        return 0;
+    }
+    if (peer->way_writer.number > 1 && !behind) peer->way_proven = 1;
+    peer->way_writer.number++;
+    return peer->way_proven && behind < ZBMD_BEAT_BEHIND;
+}
+
+static int zbmd_beats_send_by_lane(struct zbmd_beats *beats, struct zbmd_beat_peer *peer) {
+    uint8_t beat[ZBMD_BEAT_BYTES];
+    zbmd_beat_write(&peer->writer, beats->known, beats->entered, beat);
+    ssize_t sent = send(peer->fd, beat, sizeof beat, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
+    if (sent != sizeof beat) {
+        zbmd_lane_ended(peer, sent < 0 ? ZBMD_LANE_BROKEN : ZBMD_LANE_FULL, sent < 0 ? errno : 0);
+        return 0;
+    }
+    peer->writer.number++;
+    return 1;
+}
+
 static void zbmd_beats_send(struct zbmd_beats *beats, struct zbmd_beat_peer *peer, uint64_t now_ns) {
     if (peer->fd < 0 || !peer->observes_us) return;
     int same = peer->said_known == beats->known && peer->said_entered == beats->entered;
@@ -192,15 +207,8 @@ static void zbmd_beats_send(struct zbmd_beats *beats, struct zbmd_beat_peer *pee
         beats->beats_spared++;
         return;
     }
-    uint8_t beat[ZBMD_BEAT_BYTES];
-    zbmd_beat_write(&peer->writer, beats->known, beats->entered, beat);
-    ssize_t sent = send(peer->fd, beat, sizeof beat, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (sent != sizeof beat) {
-        zbmd_lane_ended(peer, sent < 0 ? ZBMD_LANE_BROKEN : ZBMD_LANE_FULL, sent < 0 ? errno : 0);
-        return;
-    }
-    peer->writer.number++;
+    if (zbmd_beats_send_by_way(beats, peer)) beats->way_alone++;
+    else if (!zbmd_beats_send_by_lane(beats, peer)) return;
     peer->said_known = beats->known;
     peer->said_entered = beats->entered;
     peer->spared = 0;
@@ -209,7 +217,7 @@ static void zbmd_beats_send(struct zbmd_beats *beats, struct zbmd_beat_peer *pee
 
 /* Whether Python must look at this peer now. */
 static inline int zbmd_beats_matter(struct zbmd_beats *beats, struct zbmd_beat_peer *peer) {
-    if (peer->end != ZBMD_LANE_OPEN) return 1;
+    if (peer->end != ZBMD_LANE_OPEN || peer->way_end != ZBMD_LANE_OPEN) return 1;
     if (peer->silent && peer->arrived != peer->taken) return 1;   /* heard again */
     if (!peer->fresh) return 0;
     return beats->attentive || peer->reader.known != beats->known || peer->reader.entered != beats->entered;
@@ -225,7 +233,7 @@ static inline uint64_t zbmd_beats_due_ns(struct zbmd_beats *beats, uint64_t tick
     return due_ns;
 }
 
-/* Read all that has come on every lane. */
+/* Read all that has come on every lane and way. */
 static inline void zbmd_beats_read(struct zbmd_beats *beats, uint64_t now_ns) {
     struct timespec wall;
     clock_gettime(CLOCK_REALTIME, &wall);
@@ -233,6 +241,7 @@ static inline void zbmd_beats_read(struct zbmd_beats *beats, uint64_t now_ns) {
     for (uint32_t i = 0; i < beats->count; i++) {
         struct zbmd_beat_peer *peer = &beats->peers[beats->taken[i]];
         if (peer->fd >= 0) zbmd_beats_read_lane(beats, peer, now_ns, wall_ahead_ns);
+        if (peer->way) zbmd_beats_read_way(beats, peer, now_ns);
     }
     beats->read_ns = now_ns;
 }
@@ -360,6 +369,7 @@ static inline void zbmd_beats_vacate(struct zbmd_beats *beats, int place) {
     pthread_mutex_lock(&beats->lock);
     if (peer->fd >= 0) close(peer->fd);
     peer->fd = -1;
+    peer->way = NULL;
     for (uint32_t i = 0; i < beats->count; i++)
         if (beats->taken[i] == place) beats->taken[i] = beats->taken[--beats->count];
     pthread_mutex_unlock(&beats->lock);
@@ -383,7 +393,8 @@ static inline void zbmd_beats_adopt(struct zbmd_beats *beats, int place, int fd,
     peer->writer.number = peer->reader.number = 1;
     peer->said_known = peer->said_entered = 0;
     peer->fd = fd;
-    peer->end = ZBMD_LANE_OPEN;
+    peer->end = peer->way_end = ZBMD_LANE_OPEN;
+    peer->way = NULL;
     int end = zbmd_beat_read(&peer->reader, surplus, nbytes);
     if (peer->reader.number != 1) {
         zbmd_beat_arrived(peer, zbmd_now_ns());
@@ -398,7 +409,40 @@ static inline void zbmd_beats_drop_lane(struct zbmd_beats *beats, int place) {
     pthread_mutex_lock(&beats->lock);
     if (peer->fd >= 0) close(peer->fd);
     peer->fd = -1;
-    peer->end = ZBMD_LANE_OPEN;
+    peer->end = peer->way_end = ZBMD_LANE_OPEN;
+    peer->way = NULL;
+    pthread_mutex_unlock(&beats->lock);
+}
+
+/* Read the peer's beats by this way, beside its lane, from now on; 0 if there is none. It is not ours to free. */
+static inline int zbmd_beats_add_way(struct zbmd_beats *beats, int place, struct zbmd_beat_way *way,
+                                     const uint64_t send_key[2], const uint64_t receive_key[2]) {
+    struct zbmd_beat_peer *peer = &beats->peers[place];
+    pthread_mutex_lock(&beats->lock);
+    int has_lane = peer->fd >= 0;
+    if (has_lane) {
+        memcpy(peer->way_writer.key, send_key, sizeof peer->way_writer.key);
+        memcpy(peer->way_key, receive_key, sizeof peer->way_key);
+        peer->way_writer.number = 1;
+        peer->way_number = peer->way_sends = peer->way_proven = peer->way_end = peer->way_torn = 0;
+        peer->way = way;
+    }
+    pthread_mutex_unlock(&beats->lock);
+    return has_lane;
+}
+
+/* The peer takes our beats by its way. */
+static inline void zbmd_beats_use_way(struct zbmd_beats *beats, int place) {
+    pthread_mutex_lock(&beats->lock);
+    beats->peers[place].way_sends = 1;
+    pthread_mutex_unlock(&beats->lock);
+}
+
+/* Nothing of the way is touched any more. */
+static inline void zbmd_beats_drop_way(struct zbmd_beats *beats, int place) {
+    pthread_mutex_lock(&beats->lock);
+    beats->peers[place].way = NULL;
+    beats->peers[place].way_end = ZBMD_LANE_OPEN;
     pthread_mutex_unlock(&beats->lock);
 }
 
@@ -492,14 +536,15 @@ static inline int zbmd_beats_take(struct zbmd_beats *beats, int place, struct zb
     news->count = count;
     news->fresh = peer->fresh;
     news->end = peer->end;
+    news->way_end = peer->way_end;
     news->error = peer->error;
     news->known = peer->reader.known;
     news->entered = peer->reader.entered;
     peer->taken = peer->arrived;
     peer->fresh = 0;
-    peer->end = ZBMD_LANE_OPEN;
+    peer->end = peer->way_end = ZBMD_LANE_OPEN;
     pthread_mutex_unlock(&beats->lock);
-    return count || news->fresh || news->end;
+    return count || news->fresh || news->end || news->way_end;
 }
 
 #endif

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from zbmd.actors.rank_names import rank_of
+from zbmd.actors.rdma_choice import wanted_devices, why_not_rdma
 from zbmd.actors.runtime_env import LINKS_VARIABLE, links_wanted
 from zbmd.actors.view import RANKS_MAX
 from zbmd.transport import rdma
@@ -18,17 +19,13 @@ from zbmd.transport.hello import PeerInfo
 from zbmd.transport.host_facts import HostFacts, read_host_facts
 from zbmd.transport.rdma_device import RdmaDevice, open_device
 from zbmd.transport.rdma_use import (
-    DEVICES_VARIABLE,
     LINK_LOCKED_BYTES,
     RdmaPath,
-    parse_wanted_devices,
     rdma_paths,
     share_of,
-    why_no_rdma,
 )
 from zbmd.transport.remote_link import NoRdma, OwnRdma, Rdma
-from zbmd.transport.session import Protection
-from zbmd.transport.tcp_settings import PROTECTION_VARIABLE, TcpSettings
+from zbmd.transport.tcp_settings import TcpSettings
 
 if TYPE_CHECKING:
     from zbmd.transport.rdma_plane import RdmaPlane
@@ -44,7 +41,8 @@ class MemberRdma:
     ) -> None:
         self._endpoint = endpoint
         self._links = links_wanted(environment)
-        self._wanted = parse_wanted_devices(environment.get(DEVICES_VARIABLE, ""))
+        self._environment = environment
+        self._wanted = wanted_devices(environment)
         self._tcp = tcp
         self._turn = turn
         self._device: RdmaDevice | None = None
@@ -76,13 +74,9 @@ class MemberRdma:
             await device.aclose()
 
     def _why_not(self, facts: HostFacts) -> str | None:
-        if self._links == "tcp":
-            return f"{LINKS_VARIABLE}=tcp on {facts.name}"
-        if self._links != "rdma" and self._tcp.protection is Protection.TLS:
-            return f"{PROTECTION_VARIABLE}=tls on {facts.name}, and RDMA encrypts nothing"
         segment = self._endpoint.segment
-        nbytes = 0 if segment is None else segment.nbytes
-        return why_no_rdma(facts, self._wanted, locked_bytes=nbytes + LINK_LOCKED_BYTES)
+        nbytes = LINK_LOCKED_BYTES + (0 if segment is None else segment.nbytes)
+        return why_not_rdma(facts, self._environment, self._wanted, self._tcp.protection, locked_bytes=nbytes)
 
     async def _open(self, path: RdmaPath) -> Rdma:
         segment = self._endpoint.segment

@@ -31,10 +31,6 @@ cdef extern from "rdma_wait.h" nogil:
         IBV_WC_REM_ACCESS_ERR
     struct ibv_device:
         pass
-    struct ibv_context:
-        pass
-    struct ibv_pd:
-        pass
     struct ibv_mr:
         uint32_t lkey
         uint32_t rkey
@@ -169,10 +165,6 @@ ACTIVE = IBV_PORT_ACTIVE
 
 cdef class Device:
     """An opened device, with a protection domain of its own. It goes with the last object made of it."""
-
-    cdef readonly str name
-    cdef ibv_context *context
-    cdef ibv_pd *domain
 
     def __cinit__(self, str name):
         cdef int count = 0, index
@@ -424,9 +416,9 @@ cdef class End:
         path.number, path.first_psn, path.own_psn = number, first_psn, own_psn
         path.lid, path.mtu, path.port, path.gid_index = lid, mtu, port, gid_index
         path.timeout, path.retries = timeout, retries
-        if zbmd_rdma_end_connect(&self.end, &path):
-            raise UserError(
-                f"an RDMA device cannot connect its queue pair: {os.strerror(errno)}.")
+        cdef int error = zbmd_rdma_end_connect(&self.end, &path)
+        if error:
+            raise UserError(f"an RDMA device cannot connect its queue pair: {os.strerror(error)}.")
 
     def submit(self, int kind, object view, object owner, uint64_t remote, uint32_t key, uint32_t channel,
                uint64_t value):

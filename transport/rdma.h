@@ -18,6 +18,7 @@
 #define ZBMD_RDMA_H
 
 #include "native.h"
+#include "rdma_path.h"
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <infiniband/verbs.h>
@@ -34,7 +35,6 @@
 #define ZBMD_RDMA_INLINE_BYTES 220 /* up to so many bytes travel in the work request */
 #define ZBMD_RDMA_POLL 32        /* completions that are taken at once */
 #define ZBMD_RDMA_LAST_POLLS 64  /* of a queue pair that ends: others complete meanwhile */
-#define ZBMD_RDMA_READS 8        /* gets of an end that are under way in the device */
 #define ZBMD_RDMA_GROW_BITS 27
 #define ZBMD_RDMA_CHAIN 8        /* work requests that are posted at once */
 #define ZBMD_RDMA_SIGNALLED 16   /* of so many work requests one tells that it is done, also if nobody asks */
@@ -473,43 +473,11 @@ static int zbmd_rdma_end_open(zbmd_rdma_plane *plane, zbmd_rdma_end *end) {
     return (end->qp = ibv_create_qp(plane->domain, &wanted)) == NULL ? -1 : 0;
 }
 
-typedef struct zbmd_rdma_path {
-    uint8_t gid[16];
-    uint32_t number, first_psn, own_psn, lid, mtu, port, gid_index, timeout, retries;
-} zbmd_rdma_path;
-
 static int zbmd_rdma_end_connect(zbmd_rdma_end *end, const zbmd_rdma_path *path) {
-    struct ibv_qp_attr to = {.qp_state = IBV_QPS_INIT, .port_num = (uint8_t)path->port};
-    to.qp_access_flags = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
-    if (ibv_modify_qp(end->qp, &to, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS))
-        return -1;
-    for (uint32_t buffer = 0; buffer < ZBMD_RDMA_RECEIVES; ++buffer)
-        if (zbmd_rdma_receive(end, buffer)) return -1;
-    to.qp_state = IBV_QPS_RTR;
-    to.path_mtu = (enum ibv_mtu)path->mtu;
-    to.dest_qp_num = path->number;
-    to.rq_psn = path->first_psn;
-    to.max_dest_rd_atomic = to.max_rd_atomic = ZBMD_RDMA_READS;
-    to.min_rnr_timer = 12; /* 0.64 ms */
-    to.ah_attr.is_global = 1;
-    to.ah_attr.dlid = (uint16_t)path->lid;
-    to.ah_attr.port_num = (uint8_t)path->port;
-    to.ah_attr.grh.sgid_index = (uint8_t)path->gid_index;
-    to.ah_attr.grh.hop_limit = 64;
-    memcpy(to.ah_attr.grh.dgid.raw, path->gid, sizeof path->gid);
-    if (ibv_modify_qp(end->qp, &to,
-                      IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-                          IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER))
-        return -1;
-    to.qp_state = IBV_QPS_RTS;
-    to.sq_psn = path->own_psn;
-    to.timeout = (uint8_t)path->timeout;
-    to.retry_cnt = (uint8_t)path->retries;
-    to.rnr_retry = (uint8_t)path->retries;
-    if (ibv_modify_qp(end->qp, &to,
-                      IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
-                          IBV_QP_MAX_QP_RD_ATOMIC))
-        return -1;
+    int error = zbmd_rdma_path_init(end->qp, path, IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE);
+    for (uint32_t buffer = 0; !error && buffer < ZBMD_RDMA_RECEIVES; ++buffer) error = zbmd_rdma_receive(end, buffer);
+    if (!error) error = zbmd_rdma_path_ready(end->qp, path);
+    if (error) return error;
     pthread_mutex_lock(&end->plane->lock);
     end->state = ZBMD_RDMA_OPEN;
     pthread_mutex_unlock(&end->plane->lock);

@@ -11,6 +11,7 @@ import structlog
 
 from zbmd.actors.cluster.heartbeats import Heartbeats
 from zbmd.actors.cluster.nodes import NodeKey
+from zbmd.actors.cluster.rdma_beats import RdmaBeats
 from zbmd.transport import tcp
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import ZbmdError
@@ -33,8 +34,9 @@ class _Dialed:
 class HeartbeatLanes:
     """Sees to it that every peer that we watch, or that watches us, has a lane. Use on the life's loop."""
 
-    def __init__(self, beats: Heartbeats, endpoint: Endpoint) -> None:
+    def __init__(self, beats: Heartbeats, ways: RdmaBeats, endpoint: Endpoint) -> None:
         self._beats = beats
+        self._ways = ways
         self._endpoint = endpoint
         self._dialed: dict[NodeKey, _Dialed] = {}
         self._opening: set[asyncio.Task[None]] = set()
@@ -95,5 +97,5 @@ class HeartbeatLanes:
     def _adopt(self, key: NodeKey, link: TcpLink, lane: Lane) -> None:
         if self._closed or link.closed:
             lane.sock.close()
-        else:
-            self._beats.adopt(key, lane, link.session)
+        elif self._beats.adopt(key, lane, link.session):
+            self._ways.lane_stands(key, lane.session, link.session)

@@ -11,6 +11,9 @@ Python runs is proved by the **lease**: beats cease when the loop here has not r
 lane ends with the last link to its peer, so that nobody is heard who cannot be spoken to. Beats go by TCP, to
 the port that links have already, since a firewall that drops UDP would look like the death of everybody.
 Where a peer that observes us has no lane (yet), its beats go over the link.
+
+Beside a lane a peer may have a *way* (`rdma_beats`), by which beats are written into its memory; the lane
+stands by.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ PAUSE_BUDGETS: Final = 3
 """For so much longer than from one look to the next a node beats without a sign of the loop: longer than any
 pause of a busy process, and, all in all, fewer beats than a table keeps."""
 
-_LABEL: Final = b"zbmd beat 1"
+LANE_LABEL: Final = b"zbmd beat 1"
+WAY_LABEL: Final = b"zbmd beat way 1"
 assert 2 * OBSERVERS_MAX < PEERS_MAX, "there is a place for everybody who is watched"
 
 
@@ -70,22 +74,30 @@ class BeatsDesk(Protocol):
         """Send a beat over the link: there is no lane."""
         ...
 
+    def lane_ended(self, key: NodeKey) -> None:
+        """A peer has no lane any more, and no way beside it."""
+        ...
+
+    def way_ended(self, key: NodeKey, reason: str) -> None:
+        """A peer's way is used no more; its lane is."""
+        ...
+
     def paced(self) -> None:
         """Once a pace: time to tidy up."""
         ...
 
 
-def beat_keys(control: Session, lane: Session) -> Keys:
-    """The keys of the two directions of a lane for beats, under any protection of the link.
+def beat_keys(control: Session, lane: Session, label: bytes = LANE_LABEL) -> Keys:
+    """The keys of the two directions for beats over a lane, or by a way beside it, under any protection.
 
-    control: the session of the link; lane: of the lane that has joined it. By HKDF-Expand (RFC 5869) from
-    what only both ends of the link have; a lane's session id is never used twice.
+    label: which of the two; control: the session of the link; lane: of the lane that has joined it. By
+    HKDF-Expand (RFC 5869) from what only both ends of the link have; a lane's session id is never used twice.
     """
     of_dialer, of_listener = (
         HKDFExpand(
             algorithm=SHA256(),
             length=BEAT_KEY_BYTES,
-            info=b"\0".join((_LABEL, by.value.encode(), lane.session_id)),
+            info=b"\0".join((label, by.value.encode(), lane.session_id)),
         ).derive(control.join_key)
         for by in (Side.DIALER, Side.LISTENER)
     )
@@ -186,24 +198,47 @@ class Heartbeats:
         if place is not None:
             self._native.sent(place)
 
-    def adopt(self, key: NodeKey, lane: Lane, control: Session) -> None:
-        """Take a lane over, unless there is a better one: that which the lower key has dialed."""
+    def adopt(self, key: NodeKey, lane: Lane, control: Session) -> bool:
+        """Take a lane over, unless there is a better one: that which the lower key has dialed. Whether so."""
         preferred = (lane.session.side is Side.DIALER) == (self._me < key)
         if self._closed or (self._lanes.get(key) and not preferred):
             lane.sock.close()
-            return
+            return False
         place = self._place(key)
         keys = beat_keys(control, lane.session)
         self._native.adopt(place, lane.sock.detach(), keys.send, keys.receive, lane.surplus)
         self._native.beat_to(place, key in self._observers)
         self._lanes[key] = preferred
+        return True
 
     def drop_lane(self, key: NodeKey) -> None:
         """The last link to this peer has ended."""
-        if self._lanes.pop(key, None) is not None and not self._closed:
+        if key in self._lanes and not self._closed:
             self._native.drop_lane(self._places[key])
+            self._no_lane(key)
             self._tidy()
             self._beat_where_no_lane_is()
+
+    def add_way(self, key: NodeKey, way: object, keys: Keys) -> bool:
+        """Take beats of this peer by a way beside its lane; False if that has ended.
+
+        way: see `NativeHeartbeats.add_way`.
+        """
+        return key in self._lanes and self._native.add_way(self._places[key], way, keys.send, keys.receive)
+
+    def use_way(self, key: NodeKey) -> None:
+        """Send beats by it, too."""
+        if key in self._lanes:
+            self._native.use_way(self._places[key])
+
+    def drop_way(self, key: NodeKey) -> None:
+        """Nothing of it is touched from now on; the lane stays."""
+        if key in self._places and not self._closed:
+            self._native.drop_way(self._places[key])
+
+    def _no_lane(self, key: NodeKey) -> None:
+        if self._lanes.pop(key, None) is not None:
+            self._desk.lane_ended(key)
 
     def lacking(self) -> list[NodeKey]:
         """Peers that should have a lane, and have none."""
@@ -223,8 +258,8 @@ class Heartbeats:
             self._vacate(key)
 
     def _vacate(self, key: NodeKey) -> None:
-        self._lanes.pop(key, None)
         self._native.vacate(self._places.pop(key))
+        self._no_lane(key)
 
     # -- what has come -----------------------------------------------------------------------------------
 
@@ -240,10 +275,12 @@ class Heartbeats:
         for key, new in news:
             if new is None:
                 continue
-            _, said, ended = new
+            _, said, ended, way_ended = new
             if ended:
                 log.debug("a lane for heartbeats ended", peer=str(key), reason=ended)
-                self._lanes.pop(key, None)
+                self._no_lane(key)
+            elif way_ended:
+                self._desk.way_ended(key, way_ended)
             if said is not None:
                 self._desk.beaten(key, *said)
         if any(new is not None and new[2] for _, new in news) and not self._closed:

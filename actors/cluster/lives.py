@@ -55,6 +55,7 @@ from zbmd.actors.cluster.node_life import MakeWitness, NodeLife
 from zbmd.actors.cluster.node_state import NodeMemory
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.peer_links import process_name
+from zbmd.actors.cluster.rdma_beats import NO_DEVICE, NoDevice, OwnDevice, own_device
 from zbmd.actors.cluster.roll_call import job_infos, member_infos
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.transport import tcp
@@ -185,11 +186,13 @@ class Lives:
         self._remembering: asyncio.Task[None] | None = None
         self._was_member = False
         self._open = False
+        self._rdma: OwnDevice | NoDevice = NO_DEVICE
 
     # -- the course --------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Live until the node has left. Raises `JoinFailed`, and other `UserError`s."""
+        self._rdma = await asyncio.to_thread(own_device, os.environ, self._config.settings.protection)
         doorway = await self._doorway()
         pause_s = REJOIN_PAUSE_S
         try:
@@ -306,6 +309,7 @@ class Lives:
                 self,
                 release=config.release,
                 witness=config.witness,
+                rdma=self._rdma,
                 wall_clock=config.wall_clock,
             )
             desk = self._desk = Desk(endpoint.identity.name, key.incarnation, self)

@@ -14,6 +14,7 @@ from typing import Final, Protocol, TypeAlias, assert_never
 import structlog
 
 from zbmd.actors.cluster import messages as m
+from zbmd.actors.cluster.beat_contracts import BeatsSaid
 from zbmd.actors.cluster.clocks import ClockWatch, wall_ns
 from zbmd.actors.cluster.cluster_contracts import PROTOCOL_VERSION, Hail, check
 from zbmd.actors.cluster.cluster_kinds import CLUSTER, cluster_config
@@ -25,6 +26,7 @@ from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.membership import ClusterMachine, State
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.peer_links import PeerLinks
+from zbmd.actors.cluster.rdma_beats import NO_DEVICE, NoDevice, OwnDevice, RdmaBeats
 from zbmd.actors.cluster.witness import Given
 from zbmd.actors.contracts import Contract
 from zbmd.transport._native import now_ns
@@ -89,6 +91,7 @@ class NodeLife:
         *,
         release: str,
         witness: MakeWitness | None = None,
+        rdma: OwnDevice | NoDevice = NO_DEVICE,
         wall_clock: Callable[[], int] = wall_ns,
     ) -> None:
         self.me = me
@@ -100,7 +103,8 @@ class NodeLife:
         )
         self.beats = Heartbeats(me.key, endpoint.deadlines, self, endpoint.recorder)
         self.links = PeerLinks(me.key, endpoint, settings, self)
-        self._lanes = HeartbeatLanes(self.beats, endpoint)
+        self.ways = RdmaBeats(self.beats, rdma, self._say_of_beats)
+        self._lanes = HeartbeatLanes(self.beats, self.ways, endpoint)
         self.deaths = LocalDeaths(self._died)
         self.hails: dict[NodeKey, tuple[Hail, int]] = {}
         """Of lives that we have links to: how they began, and how far their wall clock was ahead, ns."""
@@ -148,6 +152,7 @@ class NodeLife:
         await self.links.flush()
         await self.links.close()
         self.beats.close()
+        self.ways.close()
         self._tap.close("this life is over")
 
     def _feed(self, event: m.Event) -> None:
@@ -228,6 +233,18 @@ class NodeLife:
         if node is not None and node.key == key:
             self.links.send(node, m.Beat(known=self.machine.view.epoch, entered=self.machine.entered))
 
+    def lane_ended(self, key: NodeKey) -> None:
+        """See `BeatsDesk`."""
+        self.ways.lane_ended(key)
+
+    def way_ended(self, key: NodeKey, reason: str) -> None:
+        """See `BeatsDesk`."""
+        self.ways.failed(key, reason)
+
+    def _say_of_beats(self, key: NodeKey, said: BeatsSaid) -> None:
+        if key in self.hails:
+            self.links.send(self.hails[key][0].node, said)
+
     def paced(self) -> None:
         """See `BeatsDesk`."""
         self.links.sweep()
@@ -267,6 +284,9 @@ class NodeLife:
     def received(self, sender: Node, contract: Contract) -> None:
         """See `LinksDesk`."""
         self.beats.heard(sender.key)
+        if isinstance(contract, BeatsSaid):
+            self.ways.said(sender.key, contract)
+            return
         if not isinstance(contract, m.Message):
             self._desk.told(sender.key, contract)
             return
@@ -279,12 +299,14 @@ class NodeLife:
         """See `LinksDesk`."""
         self.hails.pop(key, None)
         self._lanes.unlinked(key)
+        self.ways.forget(key)
         log.debug("link ended", node=str(self.me.key), peer=str(key), reason=reason)
 
     def superseded(self, key: NodeKey) -> None:
         """See `LinksDesk`."""
         self.hails.pop(key, None)
         self._lanes.unlinked(key)
+        self.ways.forget(key)
         self._died(key)
 
     def visited(self, link: TcpLink) -> None:

@@ -106,7 +106,7 @@ class Node:
     def take(self) -> None:
         news = self.native.take(self.place)
         if news is not None:
-            arrivals, said, ended = news
+            arrivals, said, ended, _ = news
             self.arrivals += arrivals
             self.said = said or self.said
             self.ended = ended or self.ended

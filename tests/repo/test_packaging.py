@@ -35,7 +35,7 @@ BUILT = {
     "training/_spans",
 }
 if Path("/usr/include/infiniband/verbs.h").exists():
-    BUILT.add("transport/_rdma")  # built where libibverbs is, and only there
+    BUILT |= {"transport/_rdma", "transport/_rdma_beat"}  # built where libibverbs is, and only there
 SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}
 
 # Runs in the empty environment: imports every module that needs no extra, and calls compiled code.

@@ -10,6 +10,7 @@ import msgspec
 from zbmd.actors._heartbeat import BEAT_BYTES, BEAT_KEY_BYTES, BeatReader, BeatWriter
 from zbmd.actors.cluster import cluster_contracts as contracts
 from zbmd.actors.cluster import messages as m
+from zbmd.actors.cluster.beat_contracts import BeatsAnswer, BeatsAt, BeatsOffer, BeatsReady, BeatsSaid
 from zbmd.actors.cluster.members import Change, ClusterView
 from zbmd.actors.cluster.membership import ClusterMachine
 from zbmd.actors.cluster.node_state import Kept, NodeState, StateError
@@ -20,6 +21,8 @@ from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.tools.node_token import Token, read_token, write_token
 from zbmd.transport.budget import derive
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
+from zbmd.transport.rdma_setup import GID_BYTES, QueuePairAt
+from zbmd.transport.session import SESSION_ID_BYTES
 
 MESSAGES_MAX = 16
 NODES = tuple(Node(NodeKey(i, 1), f"10.0.0.{i}:29400", f"n{i}") for i in range(1, 5))
@@ -47,7 +50,15 @@ def _messages() -> list[bytes]:
         m.Excluded(epoch=9, reason="it was silent"),
         m.Beat(known=3, entered=3),
     ]
-    return [msgspec.msgpack.encode(message) for message in said]
+    lane = bytes(range(SESSION_ID_BYTES))
+    pair = QueuePairAt(gid=bytes(GID_BYTES), lid=0, number=17, first_psn=5, mtu=3)
+    at = BeatsAt(at=pair, address=1 << 40, key=9)
+    beats: list[BeatsSaid] = [
+        BeatsOffer(lane=lane, at=at),
+        BeatsAnswer(lane=lane, why="node2 has no RDMA device"),
+        BeatsReady(lane=lane),
+    ]
+    return [msgspec.msgpack.encode(message) for message in (*said, *beats)]
 
 
 def _hail() -> bytes:

@@ -1,0 +1,126 @@
+"""Beats that a device writes: from one device to the other, and over the lane once a port is down."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from rdma_world import RdmaAt, given_devices
+
+from zbmd.actors._heartbeat import NativeHeartbeats
+from zbmd.transport._rdma import Device
+from zbmd.transport._rdma_beat import BeatEnd
+from zbmd.transport.rdma_plane import choose_port
+from zbmd.transport.topology.rdma import read_rdma_devices
+
+MS = 1_000_000
+PERIOD_NS = 50 * MS
+HOUR_NS = 3600 * 1000 * MS
+KEYS = [bytes(range(first, first + 16)) for first in range(0, 64, 16)]
+PSN = 7
+TURNS = 100_000
+HELD_PERIODS = 40
+PATIENCE_S = 60.0
+
+
+class Side:
+    """A thread that beats, its lane, and its end of a way."""
+
+    def __init__(self, at: RdmaAt, sock: socket.socket, order: int) -> None:
+        self.device = Device(at.device)
+        self.port = choose_port(self.device, at.address)
+        self.end = BeatEnd(self.device)
+        self.native = NativeHeartbeats(period_ns=PERIOD_NS, lease_ns=HOUR_NS)
+        self.place = self.native.place()
+        send, receive = KEYS[:2][::order]
+        self.native.adopt(self.place, sock.detach(), send, receive, b"")
+        self.way_keys = KEYS[2:][::order]
+        self.native.observe(self.place, HOUR_NS)
+        self.native.beat_to(self.place, True)
+        self.native.say(True, 1, 1)
+        self.arrivals = 0
+        self.lane_ended = self.way_ended = ""
+
+    def connect(self, other: Side) -> None:
+        self.end.connect(
+            other.port.gid,
+            address=other.end.address,
+            key=other.end.key,
+            number=other.end.number,
+            first_psn=PSN,
+            own_psn=PSN,
+            lid=other.port.lid,
+            mtu=min(self.port.mtu, other.port.mtu),
+            port=self.port.port,
+            gid_index=self.port.gid_index,
+            timeout=14,
+            retries=6,
+        )
+        assert self.native.add_way(self.place, self.end.way, *self.way_keys)
+
+    def take(self) -> None:
+        news = self.native.take(self.place)
+        if news is not None:
+            self.arrivals += len(news[0])
+            self.lane_ended, self.way_ended = self.lane_ended or news[2], self.way_ended or news[3]
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():
+                await asyncio.to_thread(self.take)
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dialed = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    given = given_devices()
+    made = Side(given[0], dialed, 1), Side(given[-1], accepted, -1)
+    made[0].connect(made[1])
+    made[1].connect(made[0])
+    for side in made:
+        side.native.use_way(side.place)
+    yield made
+    for side in made:
+        side.native.close()
+        side.end.close()
+        del side.end, side.device  # the last who have it opened
+
+
+async def set_port(interface: str, state: str) -> None:
+    process = await asyncio.create_subprocess_exec("ip", "link", "set", interface, state)
+    assert await process.wait() == 0
+
+
+async def test_beats_are_written_while_python_stands_still(sides: tuple[Side, Side]) -> None:
+    for side in sides:
+        await side.until(lambda side=side: side.native.come_by_way >= 5 and side.native.sent_by_way >= 5)
+    began = time.monotonic()
+    sum(itertools.repeat(0, TURNS))
+    turns = int(TURNS * HELD_PERIODS * PERIOD_NS / 1e9 / (time.monotonic() - began))
+    before = [side.native.come_by_way for side in sides]
+    sum(itertools.repeat(0, turns))  # one call into C, which gives nobody the GIL
+    come = [side.native.come_by_way - first for side, first in zip(sides, before, strict=True)]
+    assert min(come) >= HELD_PERIODS // 4, come
+    assert not any(side.way_ended or side.lane_ended for side in sides)
+
+
+async def test_a_port_that_goes_down_costs_no_beat_that_counts(sides: tuple[Side, Side]) -> None:
+    for side in sides:
+        await side.until(lambda side=side: side.native.sent_by_way >= 5)
+    name = given_devices()[-1].device
+    interface = next(each for each in read_rdma_devices() if each.name == name).interfaces[0]
+    await set_port(interface, "down")
+    try:
+        for side in sides:
+            await side.until(lambda side=side: side.way_ended == "a beat was not acknowledged")
+            heard = side.arrivals
+            await side.until(lambda side=side, heard=heard: side.arrivals >= heard + 5)
+            assert side.end.status and not side.lane_ended
+    finally:
+        await set_port(interface, "up")

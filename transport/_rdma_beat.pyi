@@ -1,0 +1,49 @@
+from zbmd.transport._rdma import Device
+
+class BeatEnd:
+    """A queue pair, and memory for the newest heartbeat of a peer, who writes it there.
+
+    Raises `UserError` if the device gives none. After `close` every other method raises `LocalProtocolError`.
+    """
+
+    def __init__(self, device: Device) -> None: ...
+    @property
+    def number(self) -> int:
+        """Of the queue pair."""
+
+    @property
+    def address(self) -> int:
+        """Where the peer writes, in our memory."""
+
+    @property
+    def key(self) -> int:
+        """By which it may."""
+
+    @property
+    def status(self) -> int:
+        """Of the first write that has failed, as ibv_wc_status; 0 while none has."""
+
+    def connect(
+        self,
+        gid: bytes,
+        *,
+        address: int,
+        key: int,
+        number: int,
+        first_psn: int,
+        own_psn: int,
+        lid: int,
+        mtu: int,
+        port: int,
+        gid_index: int,
+        timeout: int,
+        retries: int,
+    ) -> None:
+        """To where the peer is; address, key: of its memory for our beats. Raises `UserError`."""
+
+    @property
+    def way(self) -> object:
+        """For `NativeHeartbeats.add_way`. It is good until `close`."""
+
+    def close(self) -> None:
+        """Nothing is written any more, here or there. Whoever has the way has given it back. Idempotent."""

@@ -1,0 +1,51 @@
+/* How a reliable connection is brought up: from a queue pair that was made to one that sends. */
+#ifndef ZBMD_RDMA_PATH_H
+#define ZBMD_RDMA_PATH_H
+
+#include <infiniband/verbs.h>
+#include <stdint.h>
+#include <string.h>
+
+#define ZBMD_RDMA_READS 8 /* of a queue pair that are under way in the device */
+
+typedef struct zbmd_rdma_path {
+    uint8_t gid[16];
+    uint32_t number, first_psn, own_psn, lid, mtu, port, gid_index, timeout, retries;
+} zbmd_rdma_path;
+
+/* Receives may be posted from now on. access: what the peer may do. 0, or an errno. */
+static inline int zbmd_rdma_path_init(struct ibv_qp *qp, const zbmd_rdma_path *path, unsigned access) {
+    struct ibv_qp_attr to = {.qp_state = IBV_QPS_INIT, .port_num = (uint8_t)path->port, .qp_access_flags = access};
+    return ibv_modify_qp(qp, &to, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+}
+
+/* It receives and sends. 0, or an errno. */
+static inline int zbmd_rdma_path_ready(struct ibv_qp *qp, const zbmd_rdma_path *path) {
+    struct ibv_qp_attr to = {.qp_state = IBV_QPS_RTR};
+    int error;
+    to.path_mtu = (enum ibv_mtu)path->mtu;
+    to.dest_qp_num = path->number;
+    to.rq_psn = path->first_psn;
+    to.max_dest_rd_atomic = to.max_rd_atomic = ZBMD_RDMA_READS;
+    to.min_rnr_timer = 12; /* 0.64 ms */
+    to.ah_attr.is_global = 1;
+    to.ah_attr.dlid = (uint16_t)path->lid;
+    to.ah_attr.port_num = (uint8_t)path->port;
+    to.ah_attr.grh.sgid_index = (uint8_t)path->gid_index;
+    to.ah_attr.grh.hop_limit = 64;
+    memcpy(to.ah_attr.grh.dgid.raw, path->gid, sizeof path->gid);
+    error = ibv_modify_qp(qp, &to,
+                          IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                              IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+    if (error) return error;
+    to.qp_state = IBV_QPS_RTS;
+    to.sq_psn = path->own_psn;
+    to.timeout = (uint8_t)path->timeout;
+    to.retry_cnt = (uint8_t)path->retries;
+    to.rnr_retry = (uint8_t)path->retries;
+    return ibv_modify_qp(qp, &to,
+                         IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+                             IBV_QP_MAX_QP_RD_ATOMIC);
+}
+
+#endif

@@ -1,34 +1,91 @@
-"""Which gradient was the first that is not finite, and on which rank: said alike by all of them."""
+"""On which rank, and where in the model, the first value that is not finite arose: all ranks say the same."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 
 import numpy as np
 
 from zbmd.collectives.group import Group
-from zbmd.training.clip import NonFinite, TrainingDiverged
+from zbmd.training.clip import NonFinite
+from zbmd.training.gpt import GPT
 from zbmd.training.layout import ParameterLayout
+from zbmd.training.lookout import Sighting, Where, sighting
+from zbmd.training.xp import Array
 
 _NOTHING = -1
+_NUMBERS = 6
 
 
-def diverged_at(
-    error: TrainingDiverged, group: Group, found: NonFinite | None, layout: ParameterLayout, *, step: int
-) -> TrainingDiverged:
-    """What all members of `group` raise behind `error`, together, where each has `found` its own first one.
+def where_it_began(group: Group, model: GPT, mine: Sighting | None) -> str:
+    """One sentence of the first of all sightings; all members of `group` together, each with its own.
 
-    That is the first as the backward pass goes, in what a member computed before sums over ranks; `layout` is
-    the whole model's. A member whose inputs came from another is named too, if it has the lower rank.
+    That is the first in the order of a step (weights, units forwards, units backwards, gradients), of those
+    that did not come from another rank; of several alike, that of the lowest rank. `model` is the whole one,
+    or any rank's part of it. Raises `PeerLost` and `OperationAborted` as the group does.
     """
-    mine = np.full(4, _NOTHING, np.int64)
-    if found is not None:
-        index = [slot.name for slot in layout.slots].index(found.name)
-        mine[:] = index, found.is_nan, found.bad, found.size
-    every = group.blocking.all_gather(mine)
-    places = np.flatnonzero(every[:, 0] == every[:, 0].max())
-    index, is_nan, bad, size = (int(number) for number in every[places[0]])
-    if index == _NOTHING:
-        said = "All gradients are finite on every rank, and their sum is not"
-    else:
-        first = NonFinite(layout.slots[index].name, bool(is_nan), bad, size)
-        said = f"First of the gradients, on rank {group.members[int(places[0])]}, {first}"
-    return TrainingDiverged(f"step {step}: {error} {said}.")
+    row = np.full(_NUMBERS, _NOTHING, np.int64) if mine is None else np.array(astuple(mine), np.int64)
+    every = [_read(row.tolist()) for row in group.blocking.all_gather(row)]
+    rank, first = first_of(list(zip(group.members, every, strict=True)))
+    if first is None:
+        return "All gradients are finite on every rank, and their sum is not."
+    return f"It began on rank {rank}, in {_described(first, model)}."
+
+
+def first_of(sightings: Sequence[tuple[int, Sighting | None]]) -> tuple[int, Sighting | None]:
+    """The rank and its sighting that are the first, of those of all ranks in their order."""
+    seen = [(rank, one) for rank, one in sightings if one is not None]
+    made_there = [(rank, one) for rank, one in seen if not one.came]
+    return min(made_there or seen, key=lambda pair: _order(pair[1]), default=(_NOTHING, None))
+
+
+def _order(one: Sighting) -> tuple[int, int]:
+    """The way back goes from the last unit, and the last parameter, to the first."""
+    return one.where, -one.place if one.where in (Where.BACKWARD, Where.GRADIENT) else one.place
+
+
+def _read(numbers: list[int]) -> Sighting | None:
+    where, place, is_nan, bad, size, came = numbers
+    if where == _NOTHING:
+        return None
+    return Sighting(where=Where(where), place=place, is_nan=bool(is_nan), bad=bad, size=size, came=bool(came))
+
+
+def _described(one: Sighting, model: GPT) -> str:
+    is_unit = one.where in (Where.FORWARD, Where.BACKWARD)
+    name = model.unit_names[one.place] if is_unit else model.layout.slots[one.place].name
+    what = {
+        Where.WEIGHTS: "the weights of",
+        Where.FORWARD: "the forward pass of",
+        Where.BACKWARD: "the backward pass of",
+        Where.GRADIENT: "the gradient of",
+    }[one.where]
+    came = ", as it came from other ranks" if one.came else ""
+    kind = "NaN" if one.is_nan else "infinite"
+    return f"{what} {name}{came}: {kind} ({one.bad:,} of {one.size:,} elements are not finite)"
+
+
+def bad_weights(layout: ParameterLayout, flat: Array, model: GPT) -> Sighting | None:
+    """The first parameter in `flat`, of `layout`, with a weight that is not finite."""
+    for slot, view in zip(layout.slots, layout.views(flat), strict=True):
+        seen = sighting(Where.WEIGHTS, _index(model, slot.name), view)
+        if seen is not None:
+            return seen
+    return None
+
+
+def bad_gradient(found: Iterable[NonFinite | None], model: GPT) -> Sighting | None:
+    """The first one, as the backward pass goes, of what was `found` in a rank's sums."""
+    seen = [
+        Sighting(
+            where=Where.GRADIENT, place=_index(model, one.name), is_nan=one.is_nan, bad=one.bad, size=one.size
+        )
+        for one in found
+        if one is not None
+    ]
+    return min(seen, key=_order, default=None)
+
+
+def _index(model: GPT, name: str) -> int:
+    return next(index for index, slot in enumerate(model.layout.slots) if slot.name == name)

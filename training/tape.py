@@ -12,13 +12,14 @@ final, so that its reduction can start while the backward pass goes on. The meth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 
 import numpy as np
 
 from zbmd.training import spans
+from zbmd.training.lookout import Lookout, Where, lookout
 from zbmd.training.xp import Array, is_narrow, widened
 from zbmd.transport.errors import LocalProtocolError
 
@@ -161,7 +162,15 @@ class Tape:
         if not self.recording:
             return _NO_SPAN
         self._units.append((len(self._nodes), number))
-        return spans.FORWARD[number]
+        watching = lookout()
+        return spans.FORWARD[number] if watching is None else self._watched(watching, number)
+
+    @contextmanager
+    def _watched(self, watching: Lookout, number: int) -> Generator[None]:
+        watching.at(Where.FORWARD, number)
+        with spans.FORWARD[number]:
+            yield
+        watching.look(self._nodes[-1][0].data)
 
     def record(self, data: Array, backward: Backward, *parameters: Parameter) -> Tensor:
         """Return the tensor of an op's output, made from `parameters` and others by the rule `backward`.
@@ -225,8 +234,14 @@ class Tape:
         output.accumulate(grad)
         while self._units:
             floor, number = self._units.pop()
+            watching = lookout()
+            if watching is not None:
+                watching.at(Where.BACKWARD, number)
             with spans.BACKWARD[number]:
                 self._play_down_to(floor)
+            before = self._nodes[-1][0].grad if self._nodes else None
+            if watching is not None and before is not None:
+                watching.look(before)
         self._play_down_to(0)
 
     def _play_down_to(self, floor: int) -> None:

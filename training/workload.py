@@ -21,11 +21,14 @@ from zbmd.collectives.commit_driver import Cancellation, StepOutcome
 from zbmd.collectives.group import Group
 from zbmd.training import spans
 from zbmd.training.accumulate import AccumulationPlan, Buckets
+from zbmd.training.clip import TrainingDiverged, non_finite
 from zbmd.training.journal import Journal
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import VotePart
+from zbmd.training.lookout import Lookout
 from zbmd.training.ml_actors.model_actors import ModelActors
 from zbmd.training.ml_actors.tensor_actor import CommitSlot, Committed, TensorActor
+from zbmd.training.non_finite import bad_gradient, bad_weights, where_it_began
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.reduction import ShardReduction
@@ -149,7 +152,11 @@ class TrainingWorkload:
         faults.hit(STEP_UPDATE)
         tensors = self.actors.tensors
         old, new = tensors.call(TensorActor.state, 1 - work.slot), tensors.call(TensorActor.state, work.slot)
-        norm = self.recipe.update(old, new, self._total, step=step)
+        try:
+            norm = self.recipe.update(old, new, self._total, step=step)
+        except TrainingDiverged as error:
+            began = self._where_it_began(group, reduction, ids, step, cancellation)
+            raise TrainingDiverged(f"{error} {began}") from None
         part = VotePart(
             shards={shard: tuple(ids[shard].tolist()) for shard in losses},
             losses=losses,
@@ -160,6 +167,30 @@ class TrainingWorkload:
             digest = tensors.call(TensorActor.digest, work.slot)
         faults.hit(STEP_PREPARED)
         return StepOutcome(digest, msgspec.msgpack.encode(part))
+
+    def _where_it_began(
+        self,
+        group: Group,
+        reduction: ShardReduction,
+        ids: np.ndarray,
+        step: int,
+        cancellation: Cancellation,
+    ) -> str:
+        """Where the first value that is not finite arose; all ranks together.
+
+        They agree, for all have the sum's bits. Each computes its shards once more, and looks.
+        """
+        model, plan, watching = self.recipe.model, reduction.plan, Lookout()
+        partials = [reduction.buffers[place] for place in plan.partials.values()]
+        gradient = bad_gradient([non_finite(model.layout, grads, xp=np) for grads in partials], model)
+        weights = self.actors.tensors.call(TensorActor.weights)
+        watching.first = bad_weights(model.layout, weights, model)
+        with watching.on():
+            for leaf in plan.leaves:
+                cancellation.check()
+                grads = reduction.buffers[leaf.buffer]
+                self.recipe.shard_gradient(weights, grads, ids[leaf.shard], step=step)
+        return where_it_began(group, model, watching.first or gradient)
 
     def _run_leaf(
         self, index: int, step: int, ids: np.ndarray, reduction: ShardReduction, cancellation: Cancellation

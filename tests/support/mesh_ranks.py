@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -16,11 +17,14 @@ import uvloop
 
 from zbmd.actors.member import Node, join
 from zbmd.collectives.group import Group, group
+from zbmd.training import ops
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.corpus import Corpus
+from zbmd.training.gpt import Operator
 from zbmd.training.mesh import Mesh
 from zbmd.training.precision import SCALE_FIRST, Precision, storage_dtype
 from zbmd.training.recipe import Recipe
+from zbmd.training.tape import Tape, Tensor
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.stages import Stages
 from zbmd.training.tensor.trainer import MeshTrainer
@@ -41,7 +45,9 @@ class Case(msgspec.Struct, kw_only=True):
     chunks: int = 1
     loss_scale: float = SCALE_FIRST
     poisoned: int = -1
-    """The rank that finds a weight of NaN, and no other."""
+    """The rank that finds a NaN, and no other."""
+    poison: Literal["weight", "forward", "backward"] = "weight"
+    """What it finds in the block that it has first."""
 
 
 def run_case(case: Case, groups: MeshGroups, node: Node) -> tuple[np.ndarray, list[float]]:
@@ -61,14 +67,34 @@ def run_case(case: Case, groups: MeshGroups, node: Node) -> tuple[np.ndarray, li
         empty=empty,
         overlap=case.overlap,
     )
-    if case.poisoned == node.rank:
+    if case.poisoned == node.rank and case.poison == "weight":
         slot = next(one for one in trainer.own.layout.slots if one.name.endswith("blocks.0.mlp.out.weight"))
         trainer.params[slot.offset] = np.nan
+    elif case.poisoned == node.rank:
+        model.operators = replace(model.operators, activation=poisoned_activation(case.poison == "forward"))
     losses = [trainer.run_step().loss for _ in range(case.training.steps)]
     losses.append(trainer.held_out_loss(windows_max=20))
     weights = trainer.weights()
     trainer.close()
     return weights, losses
+
+
+def poisoned_activation(forwards: bool) -> Operator:
+    """An activation with a NaN in its output, or in the gradient of its output."""
+
+    def poisoned(tape: Tape, x: Tensor) -> Tensor:
+        y = ops.squared_relu(tape, x)
+        if forwards:
+            y.data[0, 0] = np.nan
+            return y
+
+        def backward(dy: np.ndarray) -> None:
+            dy[0, 0] = np.nan
+            y.accumulate(dy)
+
+        return tape.record(y.data, backward)
+
+    return poisoned
 
 
 async def run_cases(world: Group, node: Node, cases: list[Case]) -> None:

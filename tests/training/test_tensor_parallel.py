@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import mesh_ranks
 import msgspec
@@ -218,20 +219,36 @@ async def test_stages_and_data_parallelism_have_the_bits_of_one_process(corpus: 
     assert (weights.tobytes(), losses) == (wanted[0].tobytes(), wanted[1])
 
 
-async def test_what_diverges_is_named_by_layer_rank_and_step(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "rank", "poison", "said"),
+    [
+        ("dp=3", 1, "weight", r"the weights of blocks\.0\.mlp\.out\.weight: NaN \(1 of 1,024"),
+        ("pp=2,tp=2", 1, "forward", r"the forward pass of blocks\.0: NaN"),
+        ("pp=2,tp=2", 3, "backward", r"the backward pass of blocks\.1: NaN"),
+    ],
+)
+async def test_what_diverges_is_named_by_layer_rank_and_step(
+    mesh: str,
+    rank: int,
+    poison: Literal["weight", "forward", "backward"],
+    said: str,
+    corpus: Path,
+    tmp_path: Path,
+) -> None:
+    """Along pp and tp all ranks have NaNs by the end, and lower ones than the one where it began."""
+    ranks = 3 if mesh == "dp=3" else 4
     case = Case(
         name="poisoned",
-        mesh="dp=3",
-        model=OURS,
+        mesh=mesh,
+        model=replace(OURS, layers=2),
         training=replace(TRAINING, shards=3),
         corpus=str(corpus),
-        dtype="bfloat16",
-        poisoned=1,
+        dtype="bfloat16" if ranks == 3 else "float32",
+        poisoned=rank,
+        poison=poison,
     )
-    with pytest.raises(
-        AssertionError, match=r"step 0: .* on rank 1, that of head\.weight is NaN \([\d,]+ of 4,096"
-    ):
-        await on_ranks(tmp_path, 3, case)
+    with pytest.raises(AssertionError, match=rf"step 0: .* It began on rank {rank}, in {said}"):
+        await on_ranks(tmp_path, ranks, case)
 
 
 @pytest.mark.parametrize("config", [OURS, GPT2])

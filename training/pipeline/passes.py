@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from zbmd.collectives.group import Group
-from zbmd.training import spans
+from zbmd.training import lookout, spans
 from zbmd.training.accumulate import AccumulationPlan, Buckets, Leaf
 from zbmd.training.gpt import Batch
+from zbmd.training.lookout import Where
 from zbmd.training.pipeline.held import held_bytes
 from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.part import Pass
@@ -219,6 +220,7 @@ class StagePasses:
         assert self._weights is not None
         part, span, leaf = self._own.parts[number], self._own.spans[number], self._plan.leaves[microbatch]
         came = None if part.is_first else self._came(Message(False, number, microbatch), slot)
+        self._look_at(came, Where.FORWARD, part.layers[0])
         done = part.forward(
             self._weights[span],
             self._buffers[leaf.buffer][span],
@@ -247,11 +249,13 @@ class StagePasses:
         _, number, microbatch = instruction
         part = self._own.parts[number]
         given = None if part.is_last else self._came(Message(True, number, microbatch), slot)
+        self._look_at(given, Where.BACKWARD, part.layers[-1])
         splits = instruction.op is Op.INPUT_GRADIENT
         if not splits:
             self._begin_buckets(number, microbatch)
         gradient = part.backward(self._passes[number, microbatch], given, loss_scale=self._loss_scale)
         if gradient is not None:
+            lookout.given(gradient)
             self._made[Message(True, number - 1, microbatch)] = gradient
         if not splits:
             self._add_up(number, microbatch)
@@ -293,6 +297,13 @@ class StagePasses:
                 final(whole)
 
         return ready
+
+    def _look_at(self, came: Array | None, where: Where, unit: int) -> None:
+        """Look at what came from another part, if a lookout is on."""
+        watching = lookout.lookout()
+        if watching is not None and came is not None:
+            watching.at(where, unit)
+            watching.look(came, came=True)
 
     def _came(self, message: Message, slot: int | None) -> Array:
         """What a part needs: in its slot, or as another part of this stage made it."""

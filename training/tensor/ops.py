@@ -13,6 +13,7 @@ import numpy as np
 
 from zbmd.collectives.group import Group
 from zbmd.training import ops, spans
+from zbmd.training.lookout import given, taken
 from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.xp import Array
 
@@ -31,8 +32,10 @@ class SharedParameter(Parameter):
 
         def reduced(out: Array) -> None:
             write(out)
+            given(out)
             with spans.COMM:
                 self._group.blocking.all_reduce(out)
+            taken(out)
 
         super().receive(reduced, lasting=lasting)
 
@@ -56,16 +59,20 @@ def scatter_rows(tape: Tape, x: Tensor, group: Group) -> Tensor:
 
 
 def _gathered(rows: Array, group: Group) -> Array:
+    given(rows)
     with spans.COMM:
         every: Array = group.blocking.all_gather(np.ascontiguousarray(rows))
+    taken(every)
     return every.reshape(-1, rows.shape[1])
 
 
 def _reduced(rows: Array, group: Group) -> Array:
+    given(rows)
     with spans.COMM:
         mine: Array = group.blocking.reduce_scatter(
             np.ascontiguousarray(rows).reshape(group.size, -1, rows.shape[1])
         )
+    taken(mine)
     return mine.reshape(-1, rows.shape[1])
 
 
@@ -101,15 +108,19 @@ def vocabulary_cross_entropy(
     rows = np.flatnonzero((targets >= first) & (targets < stop))
     places = targets[rows].astype(np.int64) - first
     own_most = logits.data.max(axis=1)
+    given(logits.data)
     with spans.COMM:
         most: Array = group.blocking.all_reduce(own_most, op="max")
+    taken(most)
     odds = logits.data - most[:, None]
     sums: Array = np.zeros((2, len(targets)), dtype=odds.dtype)
     sums[1, rows] = odds[rows, places]
     np.exp(odds, out=odds)
     odds.sum(axis=1, out=sums[0])
+    given(sums)
     with spans.COMM:
         group.blocking.all_reduce(sums)
+    taken(sums)
     total, picked = sums
     loss = np.asarray((np.log(total) - picked).sum() * weight, dtype=odds.dtype)
 

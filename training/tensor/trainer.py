@@ -9,6 +9,7 @@ on the size.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,8 +25,9 @@ from zbmd.training.adamw import AdamWState
 from zbmd.training.clip import TrainingDiverged, clip_scale, non_finite
 from zbmd.training.gpt import Batch
 from zbmd.training.layout import ParameterSlot
+from zbmd.training.lookout import Lookout
 from zbmd.training.mesh import Mesh
-from zbmd.training.non_finite import diverged_at
+from zbmd.training.non_finite import bad_gradient, bad_weights, where_it_began
 from zbmd.training.optim import optimizer_for
 from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.passes import StagePasses
@@ -128,6 +130,8 @@ class MeshTrainer:
         self._ring_memory: RingMemory | None = None
         self._passes_or_none: StagePasses | None = None
         self._compute_ns = self._waited_ns = 0
+        self._scale = self._initial_scale
+        """Of the last attempt."""
 
     # ---- the state
 
@@ -310,7 +314,7 @@ class MeshTrainer:
         try:
             norm, scale = attempted(self.loss_scale, lambda scale: self._attempt(scale, held))
         except TrainingDiverged as error:
-            raise self._named(error) from None
+            raise self._named(error, held) from None
         held.wait()
         loss, busy_ns = self._meet(watch)
         self._update(norm, scale)
@@ -329,7 +333,7 @@ class MeshTrainer:
 
     def _attempt(self, scale: LossScale, held: _Held) -> float:
         """Compute the gradient, times `scale`, and its norm, on all ranks the same."""
-        reduction = self._reduction()
+        self._scale, reduction = scale, self._reduction()
         try:
             return self._differentiated(scale, held, reduction)
         finally:
@@ -375,14 +379,16 @@ class MeshTrainer:
         with spans.GRAD_CLIP:
             return mesh_norm(self._total, self.own, pipeline=groups.pipeline, tensor=groups.tensor)
 
-    def _named(self, error: TrainingDiverged) -> TrainingDiverged:
-        """`error` with the first gradient that is not finite, on all ranks alike."""
-        model, layout = self.recipe.model, self.own.layout
-        partials = (self._buffers[place] for place in self._plan.partials.values())
-        found = [one for one in (non_finite(layout, grads, xp=np) for grads in partials) if one is not None]
-        order = [slot.name for slot in layout.slots]
-        first = max(found, key=lambda one: order.index(one.name), default=None)
-        return diverged_at(error, self.groups.world, first, model.layout, step=self.step)
+    def _named(self, error: TrainingDiverged, held: _Held) -> TrainingDiverged:
+        """`error` with where it began, on all ranks alike: all is computed once more, and looked at."""
+        model, layout, watching = self.recipe.model, self.own.layout, Lookout()
+        partials = [self._buffers[place] for place in self._plan.partials.values()]
+        gradient = bad_gradient([non_finite(layout, grads, xp=np) for grads in partials], model)
+        watching.first = bad_weights(layout, self.params, model)
+        with watching.on(), contextlib.suppress(TrainingDiverged):
+            self._attempt(self._scale, held)
+        began = where_it_began(self.groups.world, model, watching.first or gradient)
+        return TrainingDiverged(f"step {self.step}: {error} {began}")
 
     def _meet(self, watch: StepWatch) -> tuple[float, tuple[int, ...]]:
         """Tell all ranks the votes, the losses of shards and how long each computed: one operation.

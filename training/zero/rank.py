@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState, Shard, update_blocks
-from zbmd.training.clip import NonFinite
 from zbmd.training.gpt import GPT, Batch
 from zbmd.training.layout import ParameterSlot
+from zbmd.training.lookout import Lookout, Where, lookout
 from zbmd.training.pipeline.norm import Pieces, norm_of, pieces_length, pieces_of
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, storage_dtype
 from zbmd.training.shard_files import ARRAYS, Cut, Piece, SavedState, run_of
@@ -102,10 +102,6 @@ class ZeroRank:
             AdamW(optimizer, model.layout, shard=Shard(unit.part, self._blocks(unit, blocks)))
             for unit in shards.units
         ]
-        self.watches = False
-        """Whether gradients are looked at as they are handed out."""
-        self.first_bad: NonFinite | None = None
-        """The first of them that was not finite."""
         self._seed = seed
         self._initial: Array | None = None
         self.begin_anew()
@@ -157,12 +153,16 @@ class ZeroRank:
     def _held(self) -> Iterator[tuple[ParameterSlot, Cut, int]]:
         """Each parameter that this rank holds a part of, which part, and where in the shard it lies."""
         for unit in self.shards.units:
-            own = unit.of_rank(self.rank)
-            for slot in self.model.layout.slots[unit.parameters]:
-                start, stop = max(own.start, slot.span.start), min(own.stop, slot.span.stop)
-                if start < stop:
-                    cut = run_of(slot.size, start - slot.offset, stop - slot.offset)
-                    yield slot, cut, unit.shard_start + start - own.start
+            for slot, cut, at in self._held_in(unit):
+                yield slot, cut, unit.shard_start + at
+
+    def _held_in(self, unit: Unit) -> Iterator[tuple[ParameterSlot, Cut, int]]:
+        """The same of one unit, and where in this rank's part of it."""
+        own = unit.of_rank(self.rank)
+        for slot in self.model.layout.slots[unit.parameters]:
+            start, stop = max(own.start, slot.span.start), min(own.stop, slot.span.stop)
+            if start < stop:
+                yield slot, run_of(slot.size, start - slot.offset, stop - slot.offset), start - own.start
 
     def mirror_copies(self) -> list[Array]:
         """Room for both versions of another rank's shard."""
@@ -286,22 +286,38 @@ class ZeroRank:
     def _hand_out(self, unit: int, buffers: list[Array]) -> None:
         """Keep the partial sums for the group; give back what is not sent."""
         out = [buffers[place] for place in self._plan.partials.values()] or buffers[:1]
-        if self.watches and self.first_bad is None:
-            self._look(unit, [buffers[place] for place in self._plan.partials.values()])
+        watching = lookout()
+        if watching is not None:
+            self._look(watching, unit, [buffers[place] for place in self._plan.partials.values()])
         sent = {id(array) for array in out}
         for array in buffers:
             if id(array) not in sent and array is not self._grads.get(unit):
                 self.memory.free(Kind.WORKING, array)
         self._outgoing[unit] = out
 
-    def _look(self, unit: int, partials: list[Array]) -> None:
-        """Note the last parameter of `unit` whose gradient is not finite: the first on the way back."""
-        slots = self.model.layout.slots
-        for every in zip(*(self._views(unit, grads) for grads in partials), strict=True):
+    def _look(self, watching: Lookout, unit: int, partials: list[Array]) -> None:
+        """Look at what `unit` passes back, and at its gradients, the last parameter's first."""
+        for slope in self._slopes:
+            watching.look(slope)
+        for every in reversed(list(zip(*(self._views(unit, grads) for grads in partials), strict=True))):
             for index, view in every:
-                bad = int(view.size - np.isfinite(view).sum())
-                if bad:
-                    self.first_bad = NonFinite(slots[index].name, bool(np.isnan(view).any()), bad, view.size)
+                watching.at(Where.GRADIENT, index)
+                watching.look(view)
+
+    def look_at_weights(self, watching: Lookout) -> None:
+        """Look at this rank's own weights, and at what it has of others' between steps."""
+        for number, unit in enumerate(self.shards.units):
+            for slot, cut, at in self._held_in(unit):
+                watching.at(Where.WEIGHTS, self.model.layout.slots.index(slot))
+                watching.look(self._parts[number][at : at + cut.stop - cut.start])
+        for number in sorted(self._whole):
+            self.look_at_gathered(watching, number)
+
+    def look_at_gathered(self, watching: Lookout, unit: int) -> None:
+        """Look at the weights of `unit` that came from all ranks."""
+        for index, view in self._views(unit, self._whole[unit]):
+            watching.at(Where.WEIGHTS, index)
+            watching.look(view, came=True)
 
     def _views(self, number: int, whole: Array) -> list[tuple[int, Array]]:
         unit, slots = self.shards.units[number], self.model.layout.slots

@@ -25,7 +25,8 @@ from zbmd.training.adamw import AdamWConfig
 from zbmd.training.clip import TrainingDiverged, clip_scale
 from zbmd.training.config import TrainingConfig
 from zbmd.training.gpt import GPT
-from zbmd.training.non_finite import diverged_at
+from zbmd.training.lookout import Lookout, lookout
+from zbmd.training.non_finite import where_it_began
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.recipe import Recipe
 from zbmd.training.rng import Noise
@@ -198,11 +199,13 @@ class ZeroTrainer:
         return self._result()
 
     def _named(self, error: TrainingDiverged) -> TrainingDiverged:
-        """`error` with the first gradient that is not finite: all is computed once more, and looked at."""
-        self.own.watches = True
-        with contextlib.suppress(TrainingDiverged):
+        """`error` with where it began, on all ranks alike: all is computed once more, and looked at."""
+        watching = Lookout()
+        self.own.look_at_weights(watching)
+        with watching.on(), contextlib.suppress(TrainingDiverged):
             self._attempt(self._scale)
-        return diverged_at(error, self.group, self.own.first_bad, self.recipe.model.layout, step=self.step)
+        began = where_it_began(self.group, self.recipe.model, watching.first)
+        return TrainingDiverged(f"step {self.step}: {error} {began}")
 
     def _attempt(self, scale: LossScale) -> float:
         """Do the step, or, if its gradients overflow, nothing; the norm, times `scale`.
@@ -313,6 +316,9 @@ class ZeroTrainer:
 
         def gathered(_: Any) -> zm.Event:
             self._tell()
+            watching = lookout()
+            if watching is not None:
+                self.own.look_at_gathered(watching, unit)
             return zm.Gathered(unit=unit)
 
         self._submit(lambda c: c.all_gather(part, out, deadline_ns=end_ns), gathered)

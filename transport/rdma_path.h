@@ -7,6 +7,9 @@
 #include <string.h>
 
 #define ZBMD_RDMA_READS 8 /* of a queue pair that are under way in the device */
+/* How long a peer waits before it tries again where we have no receive: 82 ms, so that it gives up after about half a
+ * second, as where nothing is acknowledged. Credit rules it out: who is refused meets a fault, not a busy moment. */
+#define ZBMD_RDMA_RNR_TIMER 26
 
 typedef struct zbmd_rdma_path {
     uint8_t gid[16];
@@ -27,7 +30,7 @@ static inline int zbmd_rdma_path_ready(struct ibv_qp *qp, const zbmd_rdma_path *
     to.dest_qp_num = path->number;
     to.rq_psn = path->first_psn;
     to.max_dest_rd_atomic = to.max_rd_atomic = ZBMD_RDMA_READS;
-    to.min_rnr_timer = 12; /* 0.64 ms */
+    to.min_rnr_timer = ZBMD_RDMA_RNR_TIMER;
     to.ah_attr.is_global = 1;
     to.ah_attr.dlid = (uint16_t)path->lid;
     to.ah_attr.port_num = (uint8_t)path->port;

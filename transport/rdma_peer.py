@@ -39,7 +39,7 @@ from zbmd.transport.rdma_life import (
     SetTimer,
     TimerFired,
 )
-from zbmd.transport.rdma_setup import MemoryAt, QueuePairAt
+from zbmd.transport.rdma_setup import MemoryAt, QueuePairAt, why_broken
 from zbmd.transport.region import RegionHandle, flat_bytes, require_cell, require_owner, require_range
 from zbmd.transport.transfer import DONE, Transfer
 
@@ -225,7 +225,7 @@ class RdmaPeer:
             return RemoteProtocolError(
                 f"a put or get was refused between {name} and us: no region of that key, or it is released"
             )
-        return PeerLost(name, f"its RDMA connection broke (ibv_wc_status {status})")
+        return PeerLost(name, why_broken(status, tries=RETRIES + 1))
 
     def _handle(self, event: LifeEvent) -> None:
         for action in self._life.handle(event, now_ns=_native.now_ns()):

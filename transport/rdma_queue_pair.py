@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from zbmd.transport.errors import UserError
 from zbmd.transport.rdma_device import CONTROL_SLOTS, SEND_SLOTS, RdmaDevice, address_of
 from zbmd.transport.rdma_flow import MESSAGE_BYTES, Word
-from zbmd.transport.rdma_setup import QueuePairAt
+from zbmd.transport.rdma_setup import QueuePairAt, why_broken
 from zbmd.transport.rdma_verbs import verbs
 
 INLINE_BYTES: Final = 220
@@ -25,10 +25,8 @@ TIMEOUT: Final = 14
 """Of an acknowledgement: 4.096 us * 2**14 = 67 ms."""
 RETRIES: Final = 6
 """Then the peer is lost, after about half a second. 7 would mean for ever."""
-RNR_RETRIES: Final = 6
-"""The same where the peer has no buffer, which credit rules out."""
-RNR_TIMER: Final = 12
-"""0.64 ms between them."""
+RNR_TIMER: Final = 26
+"""82 ms before the next try where the peer has no buffer, which credit rules out: half a second, too."""
 READS_MAX: Final = 1
 ENTRY: Final = 1 << 32
 """Tells a send's number from a receive buffer's."""
@@ -113,7 +111,7 @@ class QueuePair:
         to.rq_psn, to.sq_psn = peer.first_psn, self._psn
         to.max_rd_atomic = to.max_dest_rd_atomic = READS_MAX
         to.min_rnr_timer, to.timeout = RNR_TIMER, TIMEOUT
-        to.retry_cnt, to.rnr_retry = RETRIES, RNR_RETRIES
+        to.retry_cnt = to.rnr_retry = RETRIES
         to.qp_access_flags = 0
         to.ah_attr = path
         try:
@@ -193,7 +191,7 @@ class QueuePair:
             self._state = State.FAILED
             self._sent = self._acknowledged
             if self.receiver is not None:
-                self.receiver.on_failed(_reason(status))
+                self.receiver.on_failed(why_broken(status, tries=RETRIES + 1))
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -221,12 +219,3 @@ class QueuePair:
 
 def _nothing() -> None:
     """Nobody waits for its end."""
-
-
-def _reason(status: int) -> str:
-    c = verbs().c
-    if status == c.IBV_WC_RETRY_EXC_ERR:
-        return f"its RDMA device has acknowledged nothing in {RETRIES + 1} tries: it is down or cut off"
-    if status == c.IBV_WC_RNR_RETRY_EXC_ERR:
-        return "its RDMA device had no buffer for us for too long"
-    return f"its RDMA connection broke (ibv_wc_status {status})"

@@ -15,6 +15,10 @@ from zbmd.transport.rdma_flow import CREDITS, MESSAGE_BYTES
 
 FORMAT: Final = 2
 GID_BYTES: Final = 16
+UNACKNOWLEDGED: Final = 12
+"""IBV_WC_RETRY_EXC_ERR of libibverbs."""
+NO_RECEIVE: Final = 13
+"""IBV_WC_RNR_RETRY_EXC_ERR."""
 
 _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _Gid = Annotated[bytes, msgspec.Meta(min_length=GID_BYTES, max_length=GID_BYTES)]
@@ -117,3 +121,12 @@ def require_fits(at: QueuePairAt, peer: str) -> QueuePairAt:
             f"bytes, we of format {FORMAT} with {CREDITS} of {MESSAGE_BYTES}: run one release on both sides"
         )
     return at
+
+
+def why_broken(status: int, *, tries: int) -> str:
+    """What a failed completion says of the peer. status: an ibv_wc_status; tries: of a queue pair."""
+    if status == UNACKNOWLEDGED:
+        return f"its RDMA device has acknowledged nothing in {tries} tries: it is down or cut off"
+    if status == NO_RECEIVE:
+        return f"its RDMA device had no buffer for us in {tries} tries: the peer takes nothing"
+    return f"its RDMA connection broke (ibv_wc_status {status})"

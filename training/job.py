@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from zbmd.actors.member import Node, join
-from zbmd.actors.runtime_env import RankEnvironment, host_memory_bytes
+from zbmd.actors.runtime_env import RankEnvironment
 from zbmd.collectives.commit import StepCommit
 from zbmd.collectives.commit_driver import CommitDriver, StepFailed
 from zbmd.training.bigram import bigram_loss, fit_bigram
@@ -31,13 +31,13 @@ from zbmd.training.plain import PlainTrainer
 from zbmd.training.precision import Storage
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
+from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room, too_large
 from zbmd.training.store import PARTS, Store
 from zbmd.training.weights import save_weights
 from zbmd.training.workload import TrainingWorkload, arena_bytes_needed
 from zbmd.training.xp import Array, to_host
 from zbmd.transport.errors import ArenaFull, OutOfMemory, UserError
 from zbmd.transport.liveness import DeathNotice
-from zbmd.transport.memory import available_memory, in_words
 
 FINAL_HELD_OUT_WINDOWS = 512
 
@@ -143,29 +143,28 @@ async def run(options: JobOptions, *, before_step: Callable[[int], None] | None 
         raise UserError(_advice(str(error), options, otherwise=again)) from error
     except TrainingDiverged as error:
         raise UserError(str(error)) from error
+    except StepOutOfMemory as error:
+        if launched is not None:
+            raise  # its supervisor replaces it, and its peers have the state
+        again = "start again"
+        raise UserError(_advice(str(error), options, otherwise=again)) from error
     except ArenaFull:
         raise
     except (OutOfMemory, MemoryError) as error:
-        raise UserError(f"{_too_large(options)}: {error}") from error
+        raise UserError(f"{too_large(options.model)}: {error}") from error
 
 
 def _check_memory(options: JobOptions, launched: RankEnvironment | None) -> None:
     """Raise `UserError` for a model for which there is no memory, before any of it is taken."""
-    ranks = 1 if launched is None else launched.world_size
-    available_bytes = host_memory_bytes(os.environ)
-    if available_bytes is None:
-        if launched is not None:
-            return  # peers may have taken theirs already: each finds out for itself
-        available_bytes = available_memory().nbytes
-    model, layout = options.model, ParameterLayout.of(parameter_shapes(options.model))
+    model, training = options.model, options.training
+    layout = ParameterLayout.of(parameter_shapes(model))
     weights_bytes, bias_bytes = 4 * layout.size, 8 * model.heads * model.context**2
-    rank_bytes = arena_bytes_needed(layout, options.training.shards) + weights_bytes + bias_bytes
-    if ranks * rank_bytes > available_bytes:
-        raise UserError(
-            f"{_too_large(options)}: with {layout.parameter_count:,} parameters {ranks} ranks need at least "
-            f"{in_words(ranks * rank_bytes)}, and {in_words(available_bytes)} are available. Choose smaller "
-            "--width, --layers or --context, or fewer ranks (-n)."
-        )
+    needs = RankNeeds(
+        state_bytes=arena_bytes_needed(layout, training.shards) + weights_bytes + bias_bytes,
+        activation_bytes=activation_bytes(model, rows=training.sequences_per_shard * model.context),
+    )
+    advice = "Choose smaller --width, --layers, --context or --sequences-per-shard, or fewer ranks (-n)."
+    require_room(model, needs, ranks=1 if launched is None else launched.ranks_per_host, advice=advice)
 
 
 def _advice(reason: str, options: JobOptions, *, otherwise: str) -> str:
@@ -178,12 +177,6 @@ def _advice(reason: str, options: JobOptions, *, otherwise: str) -> str:
         f"{what_happened} The last durable checkpoint is {checkpoint}: go on from it with "
         f"--resume {checkpoint} and a new --out."
     )
-
-
-def _too_large(options: JobOptions) -> str:
-    model = options.model
-    shape = f"{model.layers} layers of width {model.width}, contexts of {model.context}"
-    return f"the model ({shape}) does not fit into memory"
 
 
 async def _train(

@@ -32,6 +32,7 @@ from zbmd.training.non_finite import bad_gradient, bad_weights, where_it_began
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.reduction import ShardReduction
+from zbmd.training.room import told_by_step
 from zbmd.training.store import Store
 from zbmd.training.xp import Array
 from zbmd.transport import faults
@@ -121,7 +122,7 @@ class TrainingWorkload:
         """Compute version `work.version` into `work.slot`; see `Workload`."""
         self.profiler.follow(group)
         self.profiler.begin_step(work.version)
-        with self.profiler.recording():
+        with self.profiler.recording(), told_by_step(self.node.rank, work.version - 1):
             outcome = self._run_step(work, group, cancellation)
         self._prepared_ns = now_ns()
         return outcome

@@ -74,6 +74,8 @@ BAD_JOBS = [
     (["--width", "15"], "width 15 cannot be divided over 2 heads", "choose a width that is a multiple"),
     (["--width", "8192", "--layers", "64"], r"2 ranks need at least [\d.]+ TiB", r"Choose smaller --width"),
     (["--context", "65536"], "does not fit into memory", "--context"),
+    (["--sequences-per-shard", "99999999"], r"and [\d.]+ TiB of activations\)", "--sequences-per-shard"),
+    (["--zero", "3", "--width", "8192", "--layers", "64"], "2 ranks need at least", "higher --zero stage"),
     (["--steps", "many"], "--steps: invalid int value: 'many'", "See python -m zbmd.training --help"),
 ]
 

@@ -25,9 +25,12 @@ from zbmd.training.journal import WEIGHTS_NAME
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.mesh import Mesh
 from zbmd.training.optim import MuonConfig
+from zbmd.training.pipeline.program import Shape
+from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.precision import storage_dtype
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.recipe import Recipe, learning_rate_of
+from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room, too_large
 from zbmd.training.shard_files import checkpoint_in, open_state, write_shards
 from zbmd.training.tensor.axes import require_axes
 from zbmd.training.tensor.groups import MeshGroups
@@ -48,7 +51,7 @@ from zbmd.training.weights import save_weights
 from zbmd.training.xp import Array
 from zbmd.training.zero.keeper import Safekeeping
 from zbmd.transport._native import now_ns
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import OutOfMemory, UserError
 
 TELL_EVERY_STEPS = 10
 ARENA_SPARE_BYTES = 4 << 20
@@ -103,8 +106,31 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
             f"the model in {options.weights} has a vocabulary of {model.vocabulary}, and the tokens of "
             f"{options.data} one of {vocabulary}: give the --tokenizer that the model was trained with."
         )
-    _bytes_needed(options, mesh, model)
+    _check_memory(options, mesh, model)
     return mesh, model, corpus
+
+
+def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
+    """Raise `UserError` for a recipe for which there is no memory, or that the mesh does not divide."""
+    launched, needed = RankEnvironment.read(os.environ), _bytes_needed(options, mesh, config)
+    stages, training = options.stages, options.training
+    microbatches = -(-training.shards // mesh.size("dp"))
+    shape = Shape(stages=mesh.size("pp"), chunks=stages.chunks, microbatches=microbatches)
+    held = schedule_named(stages.schedule).activations_max(shape, 0)
+    needs = RankNeeds(
+        state_bytes=needed.arena + needed.inbox,
+        activation_bytes=activation_bytes(
+            config,
+            rows=training.sequences_per_shard * config.context,
+            passes=min(held, microbatches * stages.chunks),
+            blocks=config.layers // (shape.stages * shape.chunks),
+            tensor_ranks=mesh.size("tp"),
+            recompute=options.recompute,
+        ),
+    )
+    ranks = mesh.world_size if launched is None else launched.ranks_per_host
+    advice = "Choose a smaller model or batch, --recompute on, or a mesh with more tp or pp."
+    require_room(config, needs, ranks=ranks, advice=advice)
 
 
 def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankBytes:
@@ -131,6 +157,12 @@ async def run(options: TrainOptions) -> TrainResult | None:
                 return await MeshJob(node, mesh, task).run()
     except TrainingDiverged as error:
         raise UserError(str(error)) from error
+    except StepOutOfMemory as error:
+        if launched is not None:
+            raise  # its supervisor replaces it, and its buddy has the state
+        raise UserError(str(error)) from error
+    except (OutOfMemory, MemoryError) as error:
+        raise UserError(f"{too_large(model)}: {error}") from error
     except StepFailed as error:
         path = checkpoint_in(options.out)
         how = f"go on with --resume {path}" if path else "start again, with --checkpoint-every"

@@ -38,6 +38,7 @@ from zbmd.training.profiler.lines import HeldMost
 from zbmd.training.recipe import Recipe
 from zbmd.training.reduction import ShardReduction
 from zbmd.training.rng import Noise
+from zbmd.training.room import told_by_step
 from zbmd.training.shard_files import ARRAYS, Cut, Piece, SavedState, run_of
 from zbmd.training.tensor.axes import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from zbmd.training.tensor.groups import MeshGroups
@@ -292,15 +293,17 @@ class MeshTrainer:
         """Do one step; all ranks together.
 
         Raises `PeerLost` or `OperationAborted` when a rank is lost, `DeadlineExceeded` when one stands still,
-        and `TrainingDiverged` on all alike. The slot in use is then that before the step, or, where others
-        had not come so far, that behind it: see `zbmd.training.zero.mirror`. Go on behind `enter`.
+        `StepOutOfMemory` on this rank, and `TrainingDiverged` on all alike. The slot in use is then that
+        before the step, or, where others had not come so far, that behind it: see
+        `zbmd.training.zero.mirror`. Go on behind `enter`.
         """
-        try:
-            return self._run_step(watch)
-        except BaseException:
-            self.groups.give_up()
-            self.close(gave_up=True)
-            raise
+        with told_by_step(self.groups.world.rank, self.step):
+            try:
+                return self._run_step(watch)
+            except BaseException:
+                self.groups.give_up()
+                self.close(gave_up=True)
+                raise
 
     def _reduction(self) -> ShardReduction | None:
         if self.groups.data is None:

@@ -17,11 +17,13 @@ import xxhash
 from zbmd.actors.member import Node, join
 from zbmd.actors.runtime_env import RankEnvironment
 from zbmd.actors.view import View
+from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.collectives.commit_driver import StepFailed
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group import Group, group_of
 from zbmd.training import spans
 from zbmd.training.clip import TrainingDiverged
+from zbmd.training.gpt import GPT
 from zbmd.training.job import (
     JobOptions,
     JobResult,
@@ -35,6 +37,7 @@ from zbmd.training.journal import WEIGHTS_NAME, adopted_report, step_report
 from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord, read_log
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
+from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room
 from zbmd.training.shard_files import SavedState, checkpoint_in, open_state, write_shards
 from zbmd.training.weights import save_weights
 from zbmd.training.zero.epochs import Ended, through_epochs
@@ -53,6 +56,9 @@ RECORDS_KEPT = 3
 """Steps whose record a rank keeps, its last ones: the next one to be logged is among them."""
 
 
+_SMALLER = "Choose a higher --zero stage, a smaller model, fewer sequences a shard, or more ranks."
+
+
 async def run_zero(options: JobOptions, zero: ZeroOptions) -> JobResult | None:
     """The job on this rank; the lowest rank returns the result, the others None.
 
@@ -61,8 +67,10 @@ async def run_zero(options: JobOptions, zero: ZeroOptions) -> JobResult | None:
     launched = RankEnvironment.read(os.environ)
     ranks = 1 if launched is None else launched.world_size
     again = launched is not None and launched.incarnation > 1
+    model = GPT(options.model)
+    arena_bytes = arena_bytes_needed(model, options.training, zero, ranks=ranks, copies=COPIES)
+    _check_memory(options, arena_bytes, launched)
     recipe = open_recipe(options, prepare=not again)
-    arena_bytes = arena_bytes_needed(recipe.model, options.training, zero, ranks=ranks, copies=COPIES)
     try:
         async with join(arena=arena_bytes, enter=False) as node:
             return await ZeroJob(node, recipe, options, zero, again=again).run()
@@ -72,11 +80,30 @@ async def run_zero(options: JobOptions, zero: ZeroOptions) -> JobResult | None:
         raise UserError(f"{error}. {how} a new --out.") from error
     except TrainingDiverged as error:
         raise UserError(str(error)) from error
-    except OutOfMemory as error:
+    except StepOutOfMemory as error:
+        if launched is not None:
+            raise  # its supervisor replaces it, and its buddy has the state
+        raise UserError(str(error)) from error
+    except (OutOfMemory, MemoryError) as error:
         raise UserError(
-            f"ZeRO-{zero.stage} of this model over {ranks} ranks does not fit into memory: {error}. Choose a "
-            "higher --zero stage, a smaller model, or more ranks."
+            f"ZeRO-{zero.stage} of this model over {ranks} ranks does not fit into memory: {error}. "
+            f"{_SMALLER}"
         ) from error
+
+
+def _check_memory(options: JobOptions, arena_bytes: int, launched: RankEnvironment | None) -> None:
+    """Raise `UserError` for a model for which there is no memory, before any of it is taken."""
+    training, ranks = options.training, 1 if launched is None else launched.world_size
+    needs = RankNeeds(
+        state_bytes=arena_bytes,
+        activation_bytes=activation_bytes(
+            options.model,
+            rows=training.sequences_per_shard * options.model.context,
+            passes=max(stop - start for start, stop in assign_shards(training.shards, ranks)),
+        ),
+    )
+    here = 1 if launched is None else launched.ranks_per_host
+    require_room(options.model, needs, ranks=here, advice=_SMALLER)
 
 
 def zero_plan_of(recipe: Recipe, zero: ZeroOptions) -> str:

@@ -30,6 +30,7 @@ from zbmd.training.non_finite import where_it_began
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.recipe import Recipe
 from zbmd.training.rng import Noise
+from zbmd.training.room import told_by_step
 from zbmd.training.shard_files import SavedState
 from zbmd.training.watch import ALONE, VOTE_NUMBERS, StepWatch
 from zbmd.training.xp import Array
@@ -179,15 +180,16 @@ class ZeroTrainer:
         """Do one step; all ranks together.
 
         Raises `PeerLost` when a rank has ended, `OperationAborted` when one has given up, `DeadlineExceeded`
-        when one stands still, and `TrainingDiverged` on all alike. Behind any but the last, ranks may be at
-        two versions: see `zbmd.training.zero.mirror`.
+        when one stands still, `StepOutOfMemory` on this rank, and `TrainingDiverged` on all alike. Behind any
+        but the last, ranks may be at two versions: see `zbmd.training.zero.mirror`.
         """
         self._watch, self._told, self._voted = watch, False, False
-        try:
-            return self._run_step()
-        except BaseException as error:
-            self._give_up(f"{type(error).__name__}: {error}")
-            raise
+        with told_by_step(self.group.rank, self.step):
+            try:
+                return self._run_step()
+            except BaseException as error:
+                self._give_up(f"{type(error).__name__}: {error}")
+                raise
 
     def _run_step(self) -> ZeroDone:
         if self.options.stage < 3:  # the last step ended with weights that all ranks have updated

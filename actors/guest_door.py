@@ -1,4 +1,4 @@
-"""How a process dials others of its cluster that no view of its own links it with: as their guest."""
+"""How a process dials others of its cluster that are in no view of its own, as their guest, and is dialed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from zbmd.transport import shm, tcp
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.hello import Identity
+from zbmd.transport.tcp_address import TcpAddress
 
 if TYPE_CHECKING:
+    from zbmd.actors.ways import Ways
     from zbmd.actors.ways_contracts import Way
     from zbmd.transport.budget import Deadlines
     from zbmd.transport.link import Link
@@ -60,3 +62,14 @@ class GuestDoor:
         if not way.far:
             raise PeerLost(way.process, "it takes no links from other hosts")
         return await tcp.dial(way.far, self.endpoint, settings=self._settings)
+
+    def listen_near(self, address: str, ways: Ways) -> None:
+        """Take links of guests of this host, until `ways` is closed. Raises as `shm.listen`."""
+        ways.listens(shm.listen(address, ways.accepted, self.endpoint))
+
+    async def listen_far(self, host: str, ways: Ways) -> str:
+        """The same of those of other hosts, at an address of ours; where. Raises as `tcp.listen`."""
+        where = TcpAddress(host=host, port=0)
+        listener = await tcp.listen(where, ways.accepted, self.endpoint, settings=self._settings)
+        ways.listens(listener)
+        return str(TcpAddress(host=host, port=listener.address.port))

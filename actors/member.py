@@ -314,8 +314,6 @@ class Node:
             self._reporter = None
         await self._links.settle()
         await self._links.close()
-        if self._ways is not None:
-            await self._ways.close()
         await self.system.stop()
         if self._telling:
             await asyncio.wait(self._telling)

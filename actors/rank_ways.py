@@ -12,7 +12,6 @@ from zbmd.actors.ways import AskedFinder, Ways
 from zbmd.actors.ways_contracts import guests_address
 from zbmd.transport.budget import Deadlines
 from zbmd.transport.link import Link
-from zbmd.transport.shm import Listener, listen
 from zbmd.transport.tcp_settings import tcp_settings
 
 
@@ -32,18 +31,11 @@ class RankWays:
             host=environment.host,
         )
         self._ways = Ways(system, AskedFinder(system, NODE_NAME), self._door.dial)
-        self._listener: Listener | None = None
 
     def listen(self, address: str) -> None:
-        """Take links of guests of this host. address: where siblings find us."""
-        self._listener = listen(guests_address(address), self.accepted, self._door.endpoint)
+        """Take links of guests of this host, until the system stops. address: where siblings find us."""
+        self._door.listen_near(guests_address(address), self._ways)
 
     def accepted(self, link: Link) -> None:
         """Take a link of a guest, from wherever it came."""
         self._ways.accepted(link)
-
-    async def close(self) -> None:
-        """Take no more; the links end with the system."""
-        if self._listener is not None:
-            self._listener.close()
-            await self._listener.wait_closed()

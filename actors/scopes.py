@@ -1,9 +1,10 @@
 """Names of processes beyond the view that they are members of.
 
-Ranks of every job are called alike, and so are the processes that one of them has started. Within a job a
-name is enough; beyond it a **scope** is put behind it: `rank0@1f` is rank 0 of job 1f. Nodes and sessions
-have names that no other process of the cluster has, and no scope. A reference is turned into the words of
-whoever decodes it, so it names the same actor wherever it is sent.
+Ranks of every job are called alike. Within a job a name is enough; beyond it a **scope** is put behind it:
+`rank0@1f` is rank 0 of job 1f. A node has a name that no other process of the cluster has, and no scope.
+Who is in the cluster by way of another process, its **owner**, says so in its name: `session-7@node2` is a
+script that is in by node 2, which knows where it listens. A reference is turned into the words of whoever
+decodes it, so it names the same actor wherever it is sent.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from typing import Final
 
 MARK: Final = "@"
-_GLOBAL: Final = re.compile(r"node[1-9]\d{0,18}|session-.+")
+_NODE: Final = re.compile(r"node[1-9]\d{0,18}", re.ASCII)
 
 
 def scope_of_job(job: int) -> str:
@@ -22,17 +23,23 @@ def scope_of_job(job: int) -> str:
 
 def is_global(process: str) -> bool:
     """Whether a name means the same process everywhere in a cluster."""
-    return MARK in process or _GLOBAL.fullmatch(process) is not None
+    return MARK in process or _NODE.fullmatch(process) is not None
 
 
-def is_session(process: str) -> bool:
-    """Whether it is a script's: it dials others, and nobody dials it."""
-    return process.startswith("session-")
+def owned_name(process: str, owner: str) -> str:
+    """What a process is called everywhere that is in the cluster by way of `owner`."""
+    return f"{process}{MARK}{owner}"
+
+
+def owner_of(process: str) -> str:
+    """The process by way of which one is in the cluster; nothing for nodes and ranks."""
+    where = process.partition(MARK)[2]
+    return where if where and is_global(where) else ""
 
 
 def scope_of(process: str) -> str:
     """The scope that a name says, or nothing."""
-    return process.partition(MARK)[2]
+    return "" if owner_of(process) else process.partition(MARK)[2]
 
 
 def abroad(process: str, scope: str) -> str:
@@ -53,7 +60,7 @@ def guest_name(process: str, scope: str) -> str:
 
 def of_guest(hello: str) -> str | None:
     """The name behind such a hello; None if it is of another kind."""
-    base, mark, scope = hello.partition(MARK)
-    if not mark or not base or MARK in scope or (not scope and not is_global(base)):
+    base, mark, scope = hello.rpartition(MARK)
+    if not mark or not all(base.split(MARK)) or (not scope and not is_global(base)):
         return None
     return hello if scope else base

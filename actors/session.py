@@ -15,7 +15,8 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -26,6 +27,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.mailbox import MailboxSpec
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.ref import Ref
+from zbmd.actors.scopes import owner_of
 from zbmd.actors.supervisor import ChildSpec
 from zbmd.actors.system import STOP_S, ActorInfo, ActorSystem
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
@@ -66,10 +68,12 @@ class Session:
     """An actor system whose calls block. To be used from any thread but its own loop's; `close` ends it.
 
     Ctrl-C in a call withdraws it, and the session goes on. `system`: what runs in the thread, for coroutines
-    that are given to `run`.
+    that are given to `run`. opens: makes it, there; by default it is alone.
     """
 
-    def __init__(self, name: str = "session") -> None:
+    def __init__(
+        self, name: str = "session", *, opens: Callable[[], Awaitable[ActorSystem]] | None = None
+    ) -> None:
         log_to_stderr()
         self.node = ""
         """The process of the node by which it is in a cluster, such as "node1"; see `connect`."""
@@ -77,28 +81,28 @@ class Session:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name=f"zbmd {name}", daemon=True)
         self._thread.start()
-        self.system: ActorSystem = self.run(self._open(name))
+        try:
+            self.system: ActorSystem = self.run(self._open(name, opens))
+        except BaseException:
+            self._end()
+            raise
 
     @classmethod
     def connect(cls, at: str | None = None) -> Self:
-        """A session whose actors reach all of a cluster, and are answered there.
+        """A session whose actors reach all of a cluster, and are reached by all of it.
 
         at: HOST:PORT of any node of it; None: the node of this host. `session.ref("node1/counter")` and
         `session.ref("rank0@1f/counter")`, rank 0 of job 1f, are addresses. Raises `UserError` if there is no
         such node, and `ZbmdError`.
         """
-        from zbmd.actors.cluster.session_ways import connect
+        from zbmd.actors.cluster.session_ways import open_session
 
-        session = cls(f"session-{os.getpid()}-{os.urandom(4).hex()}")
-        try:
-            session.node = session.run(connect(session.system, at))
-        except BaseException:
-            session.close()
-            raise
+        session = cls(opens=partial(open_session, at))
+        session.node = owner_of(session.system.name)
         return session
 
-    async def _open(self, name: str) -> ActorSystem:
-        return ActorSystem(name)
+    async def _open(self, name: str, opens: Callable[[], Awaitable[ActorSystem]] | None) -> ActorSystem:
+        return ActorSystem(name) if opens is None else await opens()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -201,6 +205,9 @@ class Session:
             return
         with contextlib.suppress(LocalProtocolError):  # another thread closes it as well
             self.run(self.system.stop())
+        self._end()
+
+    def _end(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -1,7 +1,8 @@
 """Links to processes beyond our own views, made when something is sent there: the driver of `ways_machine`.
 
 Whoever is in the cluster, a node, a rank of any job, or a session, asks a node where the other listens and
-dials it: shared memory within one memory domain, TCP elsewhere. Both ends have proved the cluster's cookie.
+dials it: shared memory within one memory domain, TCP elsewhere. Of a process that has an owner, as a session
+has, that one is asked (`guests`). Both ends have proved the cluster's cookie.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from zbmd.actors import ways_machine as w
 from zbmd.actors import wire
 from zbmd.actors.actor import Down, Reason, ReasonKind
 from zbmd.actors.errors import ActorError, DeadActor, TooManyPending
-from zbmd.actors.scopes import abroad, at_home, is_global, of_guest, scope_of_job
+from zbmd.actors.guests import Guests
+from zbmd.actors.scopes import abroad, at_home, is_global, of_guest, owner_of, scope_of_job
 from zbmd.actors.ways_contracts import (
     WAYS_ACTOR,
     Gone,
@@ -52,19 +54,35 @@ DialWay = Callable[[Way], Awaitable["Link"]]
 """Raises as a link's dial does."""
 
 
-class Finder(Protocol):
-    """Who knows the cluster."""
+class Door(Protocol):
+    """Takes links until it is closed."""
+
+    def close(self) -> None:
+        """Take no more. Idempotent."""
+        ...
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing of it is under way."""
+        ...
+
+
+class Asked(Protocol):
+    """Who knows of some processes."""
 
     async def find(self, process: str) -> Way | NoWay:
         """Where a process listens. Raises `ZbmdError` if nobody can be asked."""
         ...
 
-    async def processes(self) -> ProcessesReply:
-        """All that can be found. Raises as `find`."""
-        ...
-
     async def until_gone(self, process: str, life: int) -> str:
         """Wait until the cluster goes on without this life; why. Raises as `find`."""
+        ...
+
+
+class Finder(Asked, Protocol):
+    """Who knows the cluster."""
+
+    async def processes(self) -> ProcessesReply:
+        """All that can be found. Raises as `find`."""
         ...
 
 
@@ -124,6 +142,9 @@ class Ways:
         # Not in the context of whoever sends: an actor's task is told by it.
         self._context = contextvars.copy_context()
         self._closed = False
+        self._doors: list[Door] = []
+        self.guests = Guests()
+        """Who is in the cluster by way of this process."""
         system.ways = self
 
     async def reach(self, process: str, life: int, timeout_s: float = REACH_S) -> None:
@@ -149,7 +170,7 @@ class Ways:
 
     async def until_gone(self, process: str, life: int) -> str:
         """See `Finder`."""
-        return await self._finder.until_gone(process, life)
+        return await self._finder_of(process).until_gone(process, life)
 
     def accepted(self, link: Link) -> None:
         """Take a link that a guest has dialed, or close it."""
@@ -161,14 +182,29 @@ class Ways:
             return
         self._take(name, link)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has been ended."""
+        return self._closed
+
     def end(self) -> None:
         """Seek and dial no more; who waits is told. Idempotent."""
         self._closed = True
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(PeerLost("any", "the actor system stops"))
+        for door in self._doors:
+            door.close()
         for task in self._tasks:
             task.cancel()
+
+    def listens(self, door: Door) -> None:
+        """Links are taken there for us; it is closed with us."""
+        self._doors.append(door)
+
+    def owns(self, process: str) -> bool:
+        """Whether it is in the cluster by way of this process."""
+        return owner_of(process) == abroad(self._system.name, self._system.scope)
 
     def dialed(self, process: str, link: Link) -> None:
         """Take a link that was dialed to begin with."""
@@ -179,6 +215,8 @@ class Ways:
         self.end()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        for door in self._doors:
+            await door.wait_closed()
 
     # What does not wait, once there is a link.
 
@@ -193,7 +231,7 @@ class Ways:
             except ZbmdError as error:
                 callback(Down(ref, _reason(error)))
 
-        task = self._task(begin(), "watch from afar")
+        task = self.task(begin(), "watch from afar")
 
         def cancel() -> None:
             task.cancel()
@@ -218,7 +256,7 @@ class Ways:
                     other, wire.LinkActors(ours.actor, ours.incarnation, other.actor, other.incarnation)
                 )
 
-        self._task(begin(), "link from afar")
+        self.task(begin(), "link from afar")
 
     def exit(self, ref: Ref, reason: Reason) -> None:
         """As `ActorSystem.exit`."""
@@ -231,7 +269,7 @@ class Ways:
                 return
             self._post(ref, wire.Stop(ref.actor, ref.incarnation, wire.reason_data(reason)))
 
-        self._task(begin(), "stop from afar")
+        self.task(begin(), "stop from afar")
 
     def _post(self, ref: Ref, envelope: wire.Envelope) -> None:
         peer = self._system.peer(ref.process)
@@ -260,7 +298,7 @@ class Ways:
                     self._waiting[action.ticket].set_exception(_error(action))
             case w.Heed(process=process, life=life):
                 if (process, life) not in self._heeding and not self._closed:
-                    task = self._task(self._heed(process, life), f"heed {process}")
+                    task = self.task(self._heed(process, life), f"heed {process}")
                     self._heeding[process, life] = task
                     task.add_done_callback(lambda _: self._heeding.pop((process, life), None))
             case w.Detach(process=process, life=life, reason=reason):
@@ -268,9 +306,18 @@ class Ways:
             case _:
                 assert_never(action)
 
+    def _finder_of(self, process: str) -> Asked:
+        """Who knows where that process is: we, its owner, or who knows the cluster's view."""
+        owner = owner_of(process)
+        if not owner:
+            return self._finder
+        if self.owns(process):
+            return self.guests
+        return AskedFinder(self._system, at_home(owner, self._system.scope))
+
     def _works(self, process: str, work: Coroutine[Any, Any, None]) -> None:
         """What is under way for a process; what was before counts no more."""
-        task = self._work[process] = self._task(work, f"way to {process}")
+        task = self._work[process] = self.task(work, f"way to {process}")
 
         def over(_: object) -> None:
             if self._work.get(process) is task:
@@ -283,9 +330,10 @@ class Ways:
 
     async def _seek(self, process: str) -> None:
         try:
-            found = await self._finder.find(process)
+            found = await self._finder_of(process).find(process)
         except ZbmdError as error:
-            found = NoWay(f"no node of the cluster could be asked where it is: {error}")
+            whom = owner_of(process) or "any node of the cluster"
+            found = NoWay(f"{whom} could not be asked where it is: {error}")
         if not self._counts(process):
             return
         if isinstance(found, NoWay):
@@ -306,7 +354,8 @@ class Ways:
         if self._closed:
             link.close()
             return
-        found = abroad(link.peer.name, scope_of_job(link.peer.job))
+        hello = link.peer.name
+        found = of_guest(hello) or abroad(hello, scope_of_job(link.peer.job))
         if (found, link.peer.incarnation) != (process, way.life):
             link.close()
             if self._counts(process):
@@ -325,6 +374,8 @@ class Ways:
             link.close()
             return False
         if carries:
+            if self.owns(process):
+                self.guests.linked(process, life)
             self._feed(w.Linked(process=process, life=life))
         return True
 
@@ -333,17 +384,19 @@ class Ways:
             heeding = self._heeding.get((process, life))
             if heeding is not None:
                 heeding.cancel()
+            self.guests.left(process, life)
             self._feed(w.Ended(process=process, life=life))
 
     async def _heed(self, process: str, life: int) -> None:
         try:
-            reason = await self._finder.until_gone(process, life)
+            reason = await self._finder_of(process).until_gone(process, life)
         except ZbmdError as error:
             log.info("nobody tells of the end of a process", process=process, reason=str(error))
             return
         self._feed(w.Gone(process=process, life=life, reason=reason))
 
-    def _task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Do it, not for longer than until we are closed."""
         task = self._system.loop.create_task(work, name=name, context=self._context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

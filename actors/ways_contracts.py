@@ -9,7 +9,7 @@ import msgspec
 from zbmd.actors.contracts import Contract
 
 WAYS_ACTOR: Final = "ways"
-"""Answers in every process that knows the cluster's view, and in the host of each job."""
+"""Answers in every process that knows the cluster's view, in the host of each job, and in who has guests."""
 REASON_CHARACTERS_MAX: Final = 1000
 PROCESSES_TOLD_MAX: Final = 4096
 
@@ -41,6 +41,20 @@ class NoWay(Contract, id="zbmd.way.none"):
     """There is no such process, or it does not listen (yet)."""
 
     reason: Text
+
+
+class Enrol(Contract, id="zbmd.way.enrol"):
+    """A process asks its owner (`zbmd.actors.scopes`) to tell others where it listens, while it is linked. Of
+    whose link it comes is known.
+    """
+
+    host: Text
+    near: Address
+    far: Address
+
+
+class Enrolled(Contract, id="zbmd.way.enrolled"):
+    """From now on others find it."""
 
 
 class UntilGone(Contract, id="zbmd.way.until_gone"):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from typing import Final
 
 import msgspec
 
-from zbmd.actors.cluster.session_ways import connect
+from zbmd.actors.cluster.session_ways import open_session
 from zbmd.actors.inside import INSIDE_ACTOR, InsideReply, InsideRequest
 from zbmd.actors.scopes import MARK, scope_of
 from zbmd.actors.system import ActorSystem
@@ -23,13 +22,9 @@ ASKED_AT_ONCE: Final = 32
 class ClusterLine:
     """A line to a cluster: a `Source`. Made by `open_cluster`."""
 
-    def __init__(self) -> None:
-        self._system = ActorSystem(f"session-{os.getpid()}-{os.urandom(4).hex()}")
+    def __init__(self, system: ActorSystem) -> None:
+        self._system = system
         self._places = asyncio.Semaphore(ASKED_AT_ONCE)
-
-    async def open(self, at: str | None) -> None:
-        """Reach it by the node at HOST:PORT, or that of this host. Raises `UserError`, and as `tcp.dial`."""
-        await connect(self._system, at)
 
     async def close(self) -> None:
         """See `Source`."""
@@ -85,12 +80,6 @@ def _abroad(reply: InsideReply, process: str) -> InsideReply:
 
 
 async def open_cluster(at: str | None) -> ClusterLine:
-    """A line to the cluster. Raises as `ClusterLine.open`."""
-    line = ClusterLine()
-    try:
-        async with asyncio.timeout(3 * ASK_S):
-            await line.open(at)
-    except BaseException:
-        await line.close()
-        raise
-    return line
+    """A line by the node at HOST:PORT, or that of this host. Raises `UserError`, and as `tcp.dial`."""
+    async with asyncio.timeout(3 * ASK_S):
+        return ClusterLine(await open_session(at))

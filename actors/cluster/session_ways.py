@@ -1,37 +1,86 @@
-"""How a session, a process that is neither node nor rank, gets into a cluster: as a guest of one node."""
+"""How a session, a process that is neither node nor rank, is in a cluster: as a guest of a node."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 from zbmd.actors.cluster.hosted_job import memory_domain
 from zbmd.actors.cluster.node_contracts import ActorsDoorReply, ActorsDoorRequest
 from zbmd.actors.cluster.node_line import ASK_S, desk_of
 from zbmd.actors.guest_door import GuestDoor
+from zbmd.actors.guest_stay import Stay
+from zbmd.actors.scopes import owned_name, owner_of
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.ways import AskedFinder, Ways
-from zbmd.actors.ways_contracts import Way
+from zbmd.actors.ways_contracts import Enrol, Way, guests_address
 from zbmd.transport.budget import derive
 from zbmd.transport.cookie import load_or_create_cookie
 from zbmd.transport.errors import UserError
+from zbmd.transport.link import Link
+from zbmd.transport.tcp_link import TcpLink
 from zbmd.transport.tcp_settings import tcp_settings
 
 
-async def connect(system: ActorSystem, at: str | None) -> str:
-    """Let a session's actors reach all of the cluster, and be answered; the process of the node asked.
+@asynccontextmanager
+async def connect(at: str | None = None) -> AsyncGenerator[ActorSystem]:
+    """The actors of an asyncio script, which reach all of a cluster, and are reached by all of it.
 
-    at: HOST:PORT of a node; None: that of this host. Raises `UserError` if there is none, or it is in no
-    cluster, and as `tcp.dial`.
+    at: HOST:PORT of any node of it; None: the node of this host. Raises `UserError` if there is no such node,
+    or it is in no cluster, and `ZbmdError`. For code that blocks there is `Session.connect`.
     """
+    system = await open_session(at)
+    try:
+        yield system
+    finally:
+        await system.stop()
+
+
+async def open_session(at: str | None) -> ActorSystem:
+    """As `connect`, until the system is stopped. `owner_of(system.name)` is the process of that node."""
+    door = await _ask_door(at)
+    system = ActorSystem(owned_name(f"session-{os.getpid()}-{os.urandom(4).hex()}", door.process))
+    try:
+        await _SessionDoor(system, at).stay.enter()
+    except BaseException:
+        await system.stop(timeout=0.0)
+        raise
+    return system
+
+
+async def _ask_door(at: str | None) -> ActorsDoorReply:
     async with desk_of(at) as line:
         door = await line.desk.ask(ActorsDoorRequest(), reply=ActorsDoorReply, timeout=ASK_S)
     if not door.address:
         raise UserError("the node is in no cluster at the moment: wait until `zbmd-node members` shows it.")
-    cookie = load_or_create_cookie()
-    guest = GuestDoor(
-        system.name, system.incarnation, 0, cookie, tcp_settings(os.environ), derive(), host=memory_domain()
-    )
-    link = await guest.dial(Way(door.process, door.incarnation, "", "", door.address))
-    ways = Ways(system, AskedFinder(system, door.process), guest.dial)
-    ways.dialed(door.process, link)
-    return door.process
+    return door
+
+
+class _SessionDoor:
+    """How a session links with its node, and where it listens itself. at: the node, as its user gave it."""
+
+    def __init__(self, system: ActorSystem, at: str | None) -> None:
+        self._at = at
+        self._host = memory_domain()
+        cookie, settings = load_or_create_cookie(), tcp_settings(os.environ)
+        incarnation = system.incarnation
+        self._door = GuestDoor(system.name, incarnation, 0, cookie, settings, derive(), host=self._host)
+        self._ways = Ways(system, AskedFinder(system, owner_of(system.name)), self._door.dial)
+        self.stay = Stay(system, self._ways, self._link_up)
+        self._near = guests_address(f"zbmd-{system.name}")
+        self._door.listen_near(self._near, self._ways)
+        self._far = ""
+
+    async def _link_up(self) -> tuple[Link, Enrol]:
+        node = await _ask_door(self._at)
+        if node.process != self.stay.owner:
+            raise UserError(f"{node.process} is there now, not {self.stay.owner}: make another session.")
+        link = await self._door.dial(Way(node.process, node.incarnation, "", "", node.address))
+        if not self._far and isinstance(link, TcpLink):
+            try:  # where our node sees us, others of its network do
+                self._far = await self._door.listen_far(link.local_address.host, self._ways)
+            except BaseException:
+                link.close()
+                raise
+        return link, Enrol(self._host, self._near, self._far)

@@ -17,10 +17,13 @@ from zbmd.actors.context import sender_process
 from zbmd.actors.errors import TooManyPending
 from zbmd.actors.later import Deferred, Later
 from zbmd.actors.rank_names import child_id
-from zbmd.actors.scopes import abroad, is_session, scope_of_job
+from zbmd.actors.scopes import abroad, owner_of, scope_of_job
+from zbmd.actors.ways import Ways
 from zbmd.actors.ways_contracts import (
     PROCESSES_TOLD_MAX,
     REASON_CHARACTERS_MAX,
+    Enrol,
+    Enrolled,
     Gone,
     NoWay,
     ProcessesReply,
@@ -88,8 +91,8 @@ class WayFinder:
             if not address:
                 return NoWay(f"{node} does not say where its actors listen")
             return Way(process, node.key.incarnation, "", "", address)
-        if is_session(process):
-            return NoWay(f"{process} is a session: it is reached by those that it has linked with")
+        if owner_of(process):
+            return NoWay(f"where {process} is, {owner_of(process)} knows")
         entry = self._entries.get(process)
         if entry is None:
             return NoWay(f"no node or rank of the cluster is called {process}")
@@ -100,7 +103,7 @@ class WayFinder:
 
     def gone(self, process: str, life: int) -> str:
         """Why the cluster goes on without that life; empty while it does not."""
-        if not self.view.epoch or is_session(process):
+        if not self.view.epoch or owner_of(process):
             return ""
         node = self._nodes.get(process)
         if node is not None:
@@ -190,7 +193,8 @@ class WaysActor(Actor):
         return later
 
     async def _find(self, process: str, later: Deferred) -> None:
-        found = await self._finder.find(process)
+        ways = self._owner_of(process)
+        found = await (self._finder if ways is None else ways.guests).find(process)
         with contextlib.suppress(LocalProtocolError):  # the asker has withdrawn
             later.reply(found)
 
@@ -199,26 +203,43 @@ class WaysActor(Actor):
         """See `WayFinder.processes`."""
         return await self._finder.processes()
 
+    @on(Enrol)
+    async def enrol(self, message: Enrol) -> Enrolled | NoWay:
+        """See `Enrol`: who is linked with us speaks for itself alone."""
+        process = sender_process()
+        ways, peer = self._owner_of(process), self.system.peer(process)
+        if ways is None or peer is None:
+            return NoWay(f"{process} is not in the cluster by way of {self.system.name}")
+        way = Way(process, peer.incarnation, message.host, message.near, message.far)
+        return Enrolled() if ways.guests.enrol(way) else NoWay(f"another life of {process} is linked")
+
     @on(UntilGone)
     async def until_gone(self, message: UntilGone) -> Gone | Later:
         """See `WayFinder.heed`. One answer is owed to each process that asks, for each that it asks about."""
-        gone = self._finder.gone(message.process, message.life)
-        if gone:
-            return Gone(gone[:REASON_CHARACTERS_MAX])
         self._forget_askers_that_are_gone()
         key = (sender_process(), message.process, message.life)
         before = self._waits.pop(key, None)
         if before is not None:
             before[1]()
-        later = self.defer()
+        later, told = self.defer(), list[str]()
 
         def tell(reason: str) -> None:
+            told.append(reason)
             self._waits.pop(key, None)
             with contextlib.suppress(LocalProtocolError):  # the asker has withdrawn
                 later.reply(Gone(reason))
 
-        self._waits[key] = (later, self._finder.heed(message.process, message.life, tell))
+        ways = self._owner_of(message.process)
+        knows = self._finder if ways is None else ways.guests
+        undo = knows.heed(message.process, message.life, tell)
+        if not told:
+            self._waits[key] = (later, undo)
         return later
+
+    def _owner_of(self, process: str) -> Ways | None:
+        """Our ways, if that process is in the cluster by way of this one."""
+        ways = self.system.ways
+        return ways if ways is not None and ways.owns(process) else None
 
     async def stopping(self, reason: object) -> None:
         """Nobody is told any more."""

@@ -15,7 +15,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import NameInUse, UpgradeRefused, UpgradeUndone
 from zbmd.actors.ref import Ref
 from zbmd.actors.simulated.ledgers import Change, Life
-from zbmd.actors.simulated.stand import Stand
+from zbmd.actors.simulated.stand import ERRAND, GUESTS, Stand
 from zbmd.actors.simulated.workers import (
     LATER,
     Answer,
@@ -44,11 +44,15 @@ CALM_ROUND_S: Final = 0.3
 """From one round to the next, once all is healed."""
 BURST_MAX: Final = 4
 ROUNDS_MAX: Final = 12
+CALM_ROUNDS_MAX: Final = 3
 RETRY_S: Final = 0.02
 TORMENT_S: Final = 0.03
 CHANGE_S: Final = 0.2
 PROBATION_S: Final = (0.01, 0.1, 0.4)
 CHANGE_ANSWER_S: Final = (0.2, 1.0)
+
+ERRANDS: Final = 0.15
+"""How often one is a session's."""
 
 AnswerT = TypeVar("AnswerT", bound=Contract)
 
@@ -69,7 +73,9 @@ class Client:
         return [cell.ref for cell in self.system.cells() if isinstance(cell.actor, Worker) and cell.accepts]
 
     def anybody(self) -> Ref:
-        """The address of a worker of some tree, which may not live."""
+        """The address of a worker of some tree, or of a session, which may not live."""
+        if self.rng.random() < ERRANDS:
+            return self.system.ref(f"{self.rng.choice(GUESTS)}/{ERRAND}")
         plan = self.stand.plans[self.rng.choice(list(self.stand.plans))]
         worker = self.rng.choice(list(plan.workers()))
         return self.system.ref(f"{worker.process or plan.name.partition('.')[0]}/{worker.name}")
@@ -152,22 +158,26 @@ class Talker(Client):
         return self.anybody()
 
     def _unheard(self) -> Ref | None:
-        """A worker of the node that has answered this one longest ago."""
-        answered, living = self.stand.answered, list(self.stand.nodes.living())
-        self.rng.shuffle(living)
-        for process, system in sorted(
-            living, key=lambda one: answered.get((self.life, (one[0].name, one[0].incarnation)), 0)
-        ):
-            workers = [cell.ref for cell in system.cells() if isinstance(cell.actor, Worker) and cell.accepts]
+        """A worker of the node or session that has answered this one longest ago."""
+        guests = [life for life in self.stand.guests_in() if life != self.life]
+        there = {life: [ERRAND] for life in guests}
+        for process, system in self.stand.nodes.living():
+            cells = system.cells()
+            workers = [cell.name for cell in cells if isinstance(cell.actor, Worker) and cell.accepts]
             if workers:
-                return self.system.ref(f"{process.name}/{self.rng.choice(workers).actor}")
-        return None
+                there[process.name, process.incarnation] = workers
+        if not there:
+            return None
+        answered, lives = self.stand.answered, list(there)
+        self.rng.shuffle(lives)
+        life = min(lives, key=lambda one: answered.get((self.life, one), 0))
+        return self.system.ref(f"{life[0]}/{self.rng.choice(there[life])}")
 
     async def _session(self, target: Ref) -> None:
         stand = self.stand
         session = stand.talks.begin(target)
         number = sure = certain = 0
-        for _ in range(self.rng.randint(1, ROUNDS_MAX)):
+        for _ in range(self.rng.randint(1, ROUNDS_MAX if stand.tormented else CALM_ROUNDS_MAX)):
             for _ in range(self.rng.randint(0, BURST_MAX)):
                 number += 1
                 await target.tell(Told(session, number, sure))

@@ -1,27 +1,23 @@
-"""A session of the simulation: no node, but a guest of one, whose actors talk to those of all others."""
+"""Sessions of the simulation: no nodes, but guests of one, whose actors talk to those of all others."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Final
 
-from zbmd.actors.contracts import fingerprints
+from zbmd.actors.guest_stay import Stay
 from zbmd.actors.ref import Ref
-from zbmd.actors.simulated.clients import CALM_ROUND_S, RETRY_S, ROUND_S, Talker, Tormentor
-from zbmd.actors.simulated.node import DIAL_TIMEOUT_S
-from zbmd.actors.simulated.stand import Stand
-from zbmd.actors.simulated.workers import Here, Who
+from zbmd.actors.scopes import owner_of
+from zbmd.actors.simulated.clients import CALM_ROUND_S, RETRY_S, ROUND_S, Client, Talker, Tormentor
+from zbmd.actors.simulated.node import accept_guests, dial_guest
+from zbmd.actors.simulated.stand import ERRAND, Stand
+from zbmd.actors.simulated.workers import Here, Who, Worker
 from zbmd.actors.supervision_scenario import Watch
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.ways import AskedFinder, Ways
-from zbmd.actors.ways_contracts import Way
+from zbmd.actors.ways_contracts import Enrol, Way
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.link import Link
 from zbmd.transport.sim import SimProcess
-
-GUEST: Final = "session-1"
-GUEST_HELLO: Final = f"{GUEST}@"
-"""What its process is called: as guests call themselves at the hello."""
 
 
 class GuestTalker(Talker):
@@ -46,27 +42,50 @@ class GuestWatcher(Tormentor):
         self.system.watch(other, watch.tell)
 
 
-class Guest:
-    """The program of a session. host: the node that it is a guest of, one that is never lost."""
+class Errands(Client):
+    """Has a worker of the session that others may ask, again and again."""
 
-    def __init__(self, stand: Stand, host: str) -> None:
-        self._stand, self._host = stand, host
+    async def run(self) -> None:
+        """Spawn it, wait for its end."""
+        while True:
+            try:
+                ref = await self.system.spawn(Worker, name=ERRAND)
+            except ZbmdError as error:
+                self.stand.note(f"no errand: {error}")
+                await asyncio.sleep(RETRY_S)
+                continue
+            await self.system.monitor(ref).down()
+
+
+class Guest:
+    """The program of a session, whose node is never lost."""
+
+    def __init__(self, stand: Stand) -> None:
+        self._stand = stand
 
     async def __call__(self, process: SimProcess) -> None:
         """Until the simulation ends."""
+        name = process.name
 
         async def dial(way: Way) -> Link:
-            return await process.dial(way.far, contracts=fingerprints(), timeout_s=DIAL_TIMEOUT_S)
+            return await dial_guest(process, way, name)
 
-        system = ActorSystem(GUEST, process.incarnation)
-        ways = Ways(system, AskedFinder(system, self._host), dial)
-        while system.peer(self._host) is None:
+        system = ActorSystem(name, process.incarnation)
+        ways = Ways(system, AskedFinder(system, owner_of(name)), dial)
+        accept_guests(process, ways.accepted)
+
+        async def link_up() -> tuple[Link, Enrol]:
+            node = owner_of(name)
+            return await dial(Way(node, 0, "", "", node)), Enrol("", "", name)
+
+        while True:
             try:
-                ways.dialed(self._host, await dial(Way(self._host, 0, "", "", self._host)))
+                await Stay(system, ways, link_up).enter()
+                break
             except ZbmdError as error:
-                self._stand.note(f"{GUEST}: {error}")
+                self._stand.note(f"{name}: {error}")
                 await asyncio.sleep(RETRY_S)
-        self._stand.guests.append((process.name, process.incarnation))
+        self._stand.guests[name] = process.incarnation
         async with asyncio.TaskGroup() as tasks:
-            for client in (GuestTalker, GuestTalker, GuestWatcher):
+            for client in (GuestTalker, GuestTalker, GuestWatcher, Errands):
                 tasks.create_task(client(process, system, self._stand).run())

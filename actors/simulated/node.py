@@ -19,6 +19,7 @@ from zbmd.actors.cluster.membership import ClusterMachine
 from zbmd.actors.cluster.membership_scenario import Cluster, name_of
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.contracts import Contract, fingerprints
+from zbmd.actors.scopes import guest_name
 from zbmd.actors.ways_contracts import Way
 from zbmd.transport.link import Link
 from zbmd.transport.sim import SimProcess
@@ -33,6 +34,18 @@ class Packet(Contract, id="sim.cluster.packet"):
     sender: Node
     to: NodeKey
     body: bytes
+
+
+async def dial_guest(process: SimProcess, way: Way, name: str) -> Link:
+    """A link to a process, as its guest. name: what all call us. Raises as `SimProcess.dial`."""
+    return await process.dial(
+        way.far, contracts=fingerprints(), timeout_s=DIAL_TIMEOUT_S, hello=guest_name(name, "")
+    )
+
+
+def accept_guests(process: SimProcess, accept: Callable[[Link], None]) -> None:
+    """Take links of all, as a guest does."""
+    process.listen(accept, contracts=fingerprints(), hello=guest_name(process.name, ""))
 
 
 class SimDoor:
@@ -52,7 +65,7 @@ class SimDoor:
 
     async def dial_way(self, way: Way) -> Link:
         """See `ActorDoor`."""
-        return await self.dial(way.far)
+        return await dial_guest(self._process, way, self._process.name)
 
     async def close(self) -> None:
         """See `ActorDoor`: the process ends."""

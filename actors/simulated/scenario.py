@@ -26,9 +26,9 @@ from zbmd.actors.cluster.node_actors import NodeActors
 from zbmd.actors.cluster.nodes import Node
 from zbmd.actors.links_scenario import InTime
 from zbmd.actors.simulated.clients import CLIENTS
-from zbmd.actors.simulated.guests import GUEST_HELLO, Guest
+from zbmd.actors.simulated.guests import Guest
 from zbmd.actors.simulated.node import SimDoor, SimNode
-from zbmd.actors.simulated.stand import Stand, StandWorld
+from zbmd.actors.simulated.stand import GUESTS, Stand, StandWorld
 from zbmd.actors.simulated.workers import Worker
 from zbmd.actors.supervision_scenario import Rules, ToldOnce, draw_tree
 from zbmd.actors.system import ActorSystem
@@ -43,6 +43,8 @@ LOOK_STRIDE: Final = 64
 """Whether all is well is looked at after every so many events."""
 AGAIN_NS: Final = 100_000_000
 """After its life has ended, a node tries again so much later."""
+OF_GUESTS: Final = 0.25
+"""The part of the faults that are kills of sessions."""
 LIVENESS_NS: Final = 40_000_000_000
 """Longer than a node may knock, and than a child may take to start on another node, and then some."""
 
@@ -175,12 +177,13 @@ class Healed:
     def _answers(self) -> str:
         stand, since_ns = self._stand, self._since_ns or 0
         lives = [(process.name, process.incarnation) for process, _ in stand.nodes.living()]
-        lives += stand.guests
-        if not stand.guests:
-            return "the session has not got in"
-        targets = {(name, stand.world.incarnation(name)) for name in self._targets()}
+        guests = stand.guests_in()
+        if len(guests) != len(GUESTS):
+            return f"of the sessions only {guests} have got in"
+        lives += guests
+        targets = {(name, stand.world.incarnation(name)) for name in self._targets()} | {*guests}
         for one in lives:
-            for other in targets:
+            for other in targets - ({one} if one in guests else set()):
                 if stand.answered.get((one, other), 0) < since_ns:
                     return f"{one} has had no answer from {other}"
         return ""
@@ -199,12 +202,17 @@ def _linked(stand: Stand) -> bool:
     )
 
 
+def _of_guest(rng: random.Random, instead: sim.Fault, span_ns: int) -> sim.Fault:
+    """A session is killed instead."""
+    return sim.Crash(process=rng.choice(GUESTS), at_ns=instead.at_ns, for_ns=rng.randrange(1, span_ns))
+
+
 @dataclass(frozen=True)
 class ActorsScenario:
     """Actors on the nodes of a cluster. `length` counts half seconds under faults."""
 
     name: str = "actors"
-    description: str = "trees, names, groups, links and changes of code on nodes that crash and are cut off"
+    description: str = "trees, names, groups, links, code and scripts, on nodes that crash and are cut off"
     kinds: tuple[type[sim.Fault], ...] = (sim.Crash, sim.Pause, sim.Partition, sim.Cut, sim.Clog)
 
     def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
@@ -221,10 +229,11 @@ class ActorsScenario:
                 world.rng(f"tree/{name}"), names, here=name, actor=Worker, prefix=f"{name}."
             )
             world.add(name, Member(stand, node_id))
-        world.add(GUEST_HELLO, Guest(stand, min(protected)))
+        for guest in GUESTS:
+            world.add(guest, Guest(stand))
         return sim.Stage(
             world=world,
-            victims=names,
+            victims=(*names, *GUESTS),
             converged=Healed(stand).reached,
             span_ns=span_ns,
             liveness_ns=LIVENESS_NS,
@@ -245,13 +254,14 @@ class ActorsScenario:
         names = list(names_of(size))
         protected = protected_of(random.Random(f"{seed}/protected"), size, first=FIRST)
         victims = [name for name in names if name not in protected]
-        rng = random.Random(f"{seed}/plan")
-        return draw_plan(rng, names, victims, options.length * UNIT_NS, options.faults)
+        rng, span_ns = random.Random(f"{seed}/plan"), options.length * UNIT_NS
+        plan = draw_plan(rng, names, victims, span_ns, options.faults)
+        return tuple(_of_guest(rng, fault, span_ns) if rng.random() < OF_GUESTS else fault for fault in plan)
 
     def admits(self, seed: int | str, options: sim.Options, plan: sim.FaultPlan) -> bool:
         """Whether a plan leaves the protected nodes of such a run alive and connected among each other."""
         names = {name for fault in plan for name in sim.names_of(fault)}
-        if not names <= {*names_of(options.ranks)}:  # numbers folded for fewer nodes begin at 0
+        if not names <= {*names_of(options.ranks), *GUESTS}:  # numbers folded for fewer nodes begin at 0
             return False
         protected = protected_of(random.Random(f"{seed}/protected"), options.ranks, first=FIRST)
         return not any(harms(fault, protected) for fault in plan)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from zbmd.actors.cluster.membership_scenario import Cluster
+from zbmd.actors.scopes import owned_name
 from zbmd.actors.simulated.ledgers import Groups, Life, Lives, Names, Nodes, Talks, Ties, Upgrades
 from zbmd.actors.simulated.node import SimNode
 from zbmd.actors.supervision_scenario import Board, Plan
 from zbmd.transport.sim import SimProcess, World, current_process
+
+HOST: Final = "node1"
+"""The node that all sessions are in by, which founds the cluster and is never lost."""
+GUESTS: Final = tuple(owned_name(f"session-{number}", HOST) for number in (1, 2))
+ERRAND: Final = "errand"
+"""The worker of each session."""
 
 
 @dataclass(slots=True)
@@ -25,8 +33,8 @@ class Stand(Board):
     next_ask: int = 0
     answered: dict[tuple[Life, Life], int] = field(default_factory=dict[tuple[Life, Life], int])
     """When one node had its last answer from another, ns."""
-    guests: list[Life] = field(default_factory=list[Life])
-    """Sessions that have got in."""
+    guests: dict[str, int] = field(default_factory=dict[str, int])
+    """Sessions that have got in, and which life of each."""
     nodes: Nodes = field(init=False)
     lives: Lives = field(init=False)
     talks: Talks = field(init=False)
@@ -43,6 +51,10 @@ class Stand(Board):
         self.groups = Groups(self.nodes, self.lives)
         self.ties = Ties(self.lives)
         self.upgrades = Upgrades(self.nodes)
+
+    def guests_in(self) -> list[Life]:
+        """The sessions that live, and have got in."""
+        return [life for life in self.guests.items() if self.nodes.lives(life)]
 
     @property
     def tormented(self) -> bool:

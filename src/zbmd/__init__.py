@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from zbmd.actors.actor import Actor, Down, Exited, Undelivered, on
+    from zbmd.actors.cluster.session_ways import connect
     from zbmd.actors.contracts import Contract
     from zbmd.actors.errors import ActorFailed, DeadActor, MailboxFull, UpgradeRefused, UpgradeUndone
     from zbmd.actors.member import Node, join
@@ -79,6 +80,7 @@ __all__ = [
     "UserError",
     "ZbmdError",
     "__version__",
+    "connect",
     "elastic_group",
     "empty",
     "from_array",
@@ -91,6 +93,7 @@ __all__ = [
 # A name is imported when it is first used: a tool that needs one layer does not load the others.
 _HOMES = {
     "zbmd.actors.actor": ("Actor", "Down", "Exited", "Undelivered", "on"),
+    "zbmd.actors.cluster.session_ways": ("connect",),
     "zbmd.actors.contracts": ("Contract",),
     "zbmd.actors.errors": ("ActorFailed", "DeadActor", "MailboxFull", "UpgradeRefused", "UpgradeUndone"),
     "zbmd.actors.member": ("Node", "join"),

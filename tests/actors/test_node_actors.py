@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 from actor_recordings import until
@@ -13,8 +14,15 @@ from zbmd.actors.actor import Actor, Down, Exited, ReasonKind, on
 from zbmd.actors.cluster.node_actors import NodeActors
 from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import UnknownActorClass
+from zbmd.actors.guest_door import GuestDoor
+from zbmd.actors.guest_stay import Stay
 from zbmd.actors.system import ActorSystem
+from zbmd.actors.ways import AskedFinder, Ways
+from zbmd.actors.ways_contracts import Enrol, Way
+from zbmd.transport.budget import derive
 from zbmd.transport.errors import PeerLost
+from zbmd.transport.link import Link
+from zbmd.transport.tcp_settings import TcpSettings
 
 COOKIE = b"the cookie of all nodes with actors of a test"
 
@@ -56,10 +64,12 @@ class Nodes:
     def __init__(self) -> None:
         self.cluster = MemoryCluster(3, lambda: None, first=1)
         self.started: list[str] = []
+        self.where: dict[int, str] = {}
         self.actors = {node_id: self._actors(node) for node_id, node in self.cluster.nodes.items()}
 
     def _actors(self, node: MemoryNode) -> NodeActors:
-        return NodeActors(node, cookie=COOKIE, start=self._start)
+        where = partial(self.where.__setitem__, node.me.id)
+        return NodeActors(node, cookie=COOKIE, start=self._start, on_listening=where)
 
     async def _start(self, system: ActorSystem) -> None:
         await system.spawn(Counter, name="counter")
@@ -192,3 +202,45 @@ async def test_a_start_that_fails_is_told(nodes: Nodes) -> None:
         async with asyncio.timeout(20):
             await actors.failed()
     await actors.close()
+
+
+async def stay(script: ActorSystem, nodes: Nodes) -> None:
+    """Put a script into the cluster by way of node 2, as `Session.connect` does."""
+    guest = GuestDoor(script.name, script.incarnation, 0, COOKIE, TcpSettings(), derive())
+    ways = Ways(script, AskedFinder(script, "node2"), guest.dial)
+    far = await guest.listen_far("127.0.0.1", ways)
+
+    async def link_up() -> tuple[Link, Enrol]:
+        return await guest.dial(Way("node2", 1, "", "", nodes.where[2])), Enrol("", "", far)
+
+    await Stay(script, ways, link_up).enter()
+
+
+async def test_a_script_is_found_by_all_and_again_once_its_link_is_back(nodes: Nodes) -> None:
+    systems = await nodes.linked(1, 2, 3)
+    script = ActorSystem("session-1@node2")
+    try:
+        await stay(script, nodes)
+        await script.spawn(Counter, name="counter")
+        address = f"{script.name}/counter"
+        answers = [await system.ref(address).ask(Add(1), reply=Total, timeout=20) for system in systems]
+        assert [answer.value for answer in answers] == [1, 2, 3]
+        monitor = systems[0].monitor(systems[0].ref(address))
+        systems[1].dismiss(script.name, script.incarnation, "cut")
+        down = await monitor.down(timeout=20)
+        assert down.reason.kind is ReasonKind.LOST, "its node says that it is gone, though its link stands"
+        async with asyncio.timeout(20):
+            while (await heard(systems[2], address)) is None:
+                pass
+    finally:
+        await script.stop()
+    with pytest.raises(PeerLost, match="has ended"):
+        await systems[0].ref(address).ask(Add(1), timeout=20)
+
+
+async def heard(system: ActorSystem, address: str) -> Total | None:
+    """An answer from there, if it is found."""
+    try:
+        return await system.ref(address).ask(Add(1), reply=Total, timeout=20)
+    except PeerLost:
+        return None

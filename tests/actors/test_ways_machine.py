@@ -12,7 +12,7 @@ from zbmd.actors import ways_machine as w
 from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.way_finder import WayFinder
-from zbmd.actors.scopes import abroad, at_home, guest_name, is_global, of_guest
+from zbmd.actors.scopes import abroad, at_home, guest_name, is_global, of_guest, owner_of, scope_of
 
 NAMES = ("node1", "rank0@1f", "rank1@1f")
 
@@ -171,7 +171,10 @@ def test_bounds_are_kept() -> None:
     machine.check_invariants()
 
 
-@given(process=st.sampled_from(["rank0", "w1", "node", "node3", "session-1-a"]), scope=st.sampled_from("abc"))
+@given(
+    process=st.sampled_from(["rank0", "w1", "node", "node3", "session-1-a@node3"]),
+    scope=st.sampled_from("abc"),
+)
 def test_a_name_means_the_same_process_wherever_it_is_sent(process: str, scope: str) -> None:
     outside = abroad(process, scope)
     assert is_global(outside) and abroad(outside, "d") == outside
@@ -181,7 +184,14 @@ def test_a_name_means_the_same_process_wherever_it_is_sent(process: str, scope: 
     assert of_guest(hello) == outside
 
 
-@pytest.mark.parametrize("hello", ["rank0", "rank0@", "@1f", "a@b@c", "@", ""])
+def test_a_name_says_who_owns_the_process() -> None:
+    owned = {"rank0@1f": "", "rank0": "", "node3": "", "session-1": "", "session-1@node3": "node3"}
+    owned |= {"w0@rank0@1f": "rank0@1f", "w0@session-1@node3": "session-1@node3"}
+    assert {process: owner_of(process) for process in owned} == owned
+    assert {scope_of(process) for process in owned} == {"", "1f"}
+
+
+@pytest.mark.parametrize("hello", ["rank0", "rank0@", "@1f", "a@@c", "a@b@@", "@", ""])
 def test_what_is_no_guest_is_none(hello: str) -> None:
     assert of_guest(hello) is None
 
@@ -199,7 +209,7 @@ def test_a_process_is_gone_once_it_was_in_a_view_and_not_before() -> None:
     finder, told = WayFinder(nowhere), list[str]()
     finder.acts_on(view(1, NodeKey(1, 1)), "test")
     undo = finder.heed("node2", 1, told.append)
-    finder.heed("session-7", 1, told.append)
+    finder.heed("session-7@node1", 1, told.append)
     assert not told, "it is not known yet"
     finder.acts_on(view(2, NodeKey(1, 1), NodeKey(2, 1)), "test")
     finder.acts_on(ClusterView(epoch=0, nodes=()), "this node is out")

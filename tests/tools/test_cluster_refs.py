@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -114,6 +115,22 @@ async def main() -> None:
 
 zbmd.run(main())
 """
+SCRIPT = """
+import asyncio
+
+import zbmd
+from app import Caller
+
+
+async def main() -> None:
+    async with zbmd.connect() as system:
+        await system.spawn(Caller, name="caller")
+        print(f"{system.name} is in", flush=True)
+        await asyncio.Event().wait()
+
+
+zbmd.run(main())
+"""
 TIMEOUT_S = 30.0
 
 
@@ -122,6 +139,7 @@ def app(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The contracts of the job, in this process as well, which is the script."""
     (nodes.directory / "app.py").write_text(APP)
     (nodes.directory / "job.py").write_text(JOB)
+    (nodes.directory / "script.py").write_text(SCRIPT)
     monkeypatch.syspath_prepend(str(nodes.directory))
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(nodes.directory / "cookie"))
     monkeypatch.setenv("ZBMD_STATE_DIR", str(nodes.directory / "n1"))
@@ -149,12 +167,31 @@ async def test_references_work_between_all_processes(nodes: Nodes, app: Any, lin
     assert code == 0, text
     session = await asyncio.to_thread(Session.connect)
     try:
-        await meet_and_part(session, app, second)
+        async with script_at(nodes, "n2") as script:
+            await meet_and_part(session, app, second, script)
     finally:
         await asyncio.to_thread(session.close)
 
 
-async def meet_and_part(session: Session, app: Any, second: Run) -> None:
+@asynccontextmanager
+async def script_at(nodes: Nodes, name: str) -> AsyncGenerator[asyncio.subprocess.Process]:
+    """A script that is in the cluster by that node, and gone afterwards."""
+    script = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "script.py",
+        cwd=nodes.directory,
+        env={**nodes.environment(name), "PYTHONPATH": str(nodes.directory)},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield script
+    finally:
+        if script.returncode is None:
+            script.kill()
+        await script.wait()
+
+
+async def meet_and_part(session: Session, app: Any, second: Run, script: asyncio.subprocess.Process) -> None:
     """The test, once both nodes are there and both ranks are to come."""
 
     def up() -> list[str]:
@@ -162,18 +199,27 @@ async def meet_and_part(session: Session, app: Any, second: Run) -> None:
         return found if len(found) == 4 else []
 
     processes: list[str] = await until(up)
-    refs = {name: await until(partial(life, session, name, app)) for name in processes}
+    assert script.stdout is not None
+    other_script = (await script.stdout.readline()).decode().partition(" ")[0]
+    node = {name: node for name, _, node in session.run(session.system.processes())}
+    assert node[other_script.partition("@")[2]] == "n2", "the one that it was told"
+    refs = {name: await until(partial(life, session, name, app)) for name in (*processes, other_script)}
     actors = {**refs, session.system.name: session.spawn(app.Caller, name="caller")}
-    for one, ref in actors.items():
-        for other, there in refs.items():
+    for one, ref in actors.items():  # the other script dials others in its turn, after they have dialed it
+        for other, there in actors.items():
             if one != other:
                 called = await asyncio.to_thread(session.ask, ref, app.Call(there), timeout=20)
-                assert called.process == other.partition("@")[0], f"{one} reached {other}"
+                wanted = other.partition("@")[0] if other.startswith("rank") else other
+                assert called.process == wanted, f"{one} reached {other}"
                 assert called.me.process == one, "the reference, in the words of the session"
     shown = await asyncio.to_thread(asyncio.run, once(busiest=True))
     seen = {(reply.process, row.name) for look in shown for reply in look.replies for row in reply.rows}
     assert seen >= {(process, "caller") for process in processes}, "what `zbmd-node top` shows"
     assert {look.target for look in shown} == {"n1", "n2"} and not any(look.silent for look in shown)
+    script.kill()
+    await all_are_told(session, app, actors, {other_script})
+    with pytest.raises(ZbmdError, match=f"{other_script} has ended"):
+        await asyncio.to_thread(session.ask, f"{other_script}/caller", app.Where(), timeout=10)
     victims = {name for name, _, node in session.run(session.system.processes()) if node == "n2"}
     assert len(victims) == 2
     monitors = [await asyncio.to_thread(spawn_watched, session, victim) for victim in victims]
@@ -181,11 +227,16 @@ async def meet_and_part(session: Session, app: Any, second: Run) -> None:
     for monitor in monitors:
         down = await asyncio.to_thread(session.run, monitor.down(timeout=TIMEOUT_S))
         assert down.reason.kind is ReasonKind.LOST
+    await all_are_told(session, app, {n: ref for n, ref in actors.items() if n != other_script}, victims)
+    with pytest.raises(ZbmdError, match=r"no node or rank of the cluster|starting|lost|vacant"):
+        await asyncio.to_thread(session.ask, f"{min(victims)}/caller", app.Where(), timeout=10)
+
+
+async def all_are_told(session: Session, app: Any, actors: dict[str, Ref], victims: set[str]) -> None:
+    """Wait until all others have heard of the ends of these."""
     for name in set(actors) - victims:
         for victim in victims:
             await until(partial(told, session, actors[name], app, victim))
-    with pytest.raises(ZbmdError, match=r"no node or rank of the cluster|starting|lost|vacant"):
-        await asyncio.to_thread(session.ask, f"{min(victims)}/caller", app.Where(), timeout=10)
 
 
 def spawn_watched(session: Session, process: str) -> Monitor:
@@ -209,7 +260,8 @@ def life(session: Session, process: str, app: Any) -> Ref | None:
 
 def told(session: Session, ref: Ref, app: Any, victim: str) -> bool:
     """That the victim's actor was lost, by the monitor and by the link, each once."""
-    victim = victim if not ref.process.startswith("rank") else victim.partition("@")[0]
+    if ref.process.startswith("rank") and victim.startswith("rank"):  # in the words of its sibling
+        victim = victim.partition("@")[0]
     texts = session.ask(ref, app.Heard(), timeout=10).texts
     assert texts.count(f"down {victim} lost") <= 1
     assert texts.count(f"exited {victim} lost") <= 1

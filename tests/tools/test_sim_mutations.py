@@ -398,6 +398,13 @@ MUTATIONS = [
         seed=3001,
     ),
     Mutation(
+        "everybody takes itself for the owner of all scripts",
+        "actors",
+        (Edit("zbmd.actors.ways:Ways._finder_of", "if self.owns(process):", "if True:"),),
+        (Outcome.LIVENESS,),
+        CALM_PAIR,
+    ),
+    Mutation(
         "a name stays with an actor that has ended",
         "actors",
         (Edit(f"{DIRECTORY}._ended", "if holder == key]", "if holder is None]"),),

@@ -216,7 +216,7 @@ def kind_of(fault: type[Fault]) -> str:
 _KINDS = {kind_of(kind): kind for kind in ALL_FAULTS}
 _UNITS = (("s", 1_000_000_000), ("ms", 1_000_000), ("us", 1_000), ("ns", 1))
 _DURATION = re.compile(r"(?P<number>-?\d{1,18})(?P<unit>ns|us|ms|s)")
-_NAME = re.compile(r"[A-Za-z0-9_.#-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.#@-]{1,64}")
 
 
 # --- as text --------------------------------------------------------------------------------------------

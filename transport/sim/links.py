@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOptions:
-    """What one side of a link brings: its contracts' fingerprints ("id/version" -> digest), job, bounds."""
+    """What one side of a link brings: its contracts' fingerprints ("id/version" -> digest), job, bounds, and
+    what it calls itself at the hello: empty for the name of its process.
+    """
 
     contracts: dict[str, str]
     job: int
     limits: LinkLimits
+    hello: str = ""
 
 
 class SimLink(LinkSide):

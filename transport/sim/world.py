@@ -83,7 +83,7 @@ class SimProcess(LoopProcess):
     def identity(self, options: LinkOptions) -> Identity:
         """Who this process proves to be at hello."""
         return Identity(
-            name=self.name,
+            name=options.hello or self.name,
             pid=self.pid,
             uid=SIM_UID,
             incarnation=self.incarnation,
@@ -108,9 +108,15 @@ class SimProcess(LoopProcess):
         contracts: Mapping[str, str] | None = None,
         job: int = 0,
         limits: LinkLimits | None = None,
+        hello: str = "",
     ) -> None:
-        """Accept links; `on_link(link)` runs in this process. Raises `LocalProtocolError` if it listens."""
-        options = LinkOptions(contracts=dict(contracts or {}), job=job, limits=limits or LinkLimits())
+        """Accept links; `on_link(link)` runs in this process. hello: what we call ourselves, or our name.
+
+        Raises `LocalProtocolError` if it listens.
+        """
+        options = LinkOptions(
+            contracts=dict(contracts or {}), job=job, limits=limits or LinkLimits(), hello=hello
+        )
         self.world.network.listen(self, on_link, options)
 
     async def dial(
@@ -121,9 +127,15 @@ class SimProcess(LoopProcess):
         job: int = 0,
         limits: LinkLimits | None = None,
         timeout_s: float = DIAL_TIMEOUT_S,
+        hello: str = "",
     ) -> SimLink:
-        """A link to the process `to`. Raises `PeerLost` if it does not listen, `DeadlineExceeded`."""
-        options = LinkOptions(contracts=dict(contracts or {}), job=job, limits=limits or LinkLimits())
+        """A link to the process `to`. hello: what we call ourselves there, by default our name.
+
+        Raises `PeerLost` if it does not listen, `DeadlineExceeded`.
+        """
+        options = LinkOptions(
+            contracts=dict(contracts or {}), job=job, limits=limits or LinkLimits(), hello=hello
+        )
         return await self.world.network.dial(self, to, options, timeout_s)
 
     def send_datagram(self, to: str, data: bytes) -> None:

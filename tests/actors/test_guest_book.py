@@ -1,0 +1,169 @@
+"""Guests of a process: who has said where it listens is found, and whoever waits for its end is told once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbmd.actors import guest_book as b
+
+NAMES = ["session-1@node1", "session-2@node1"]
+
+
+class Owner:
+    """A book, and guests that come, go, come back under the same life or the next, and are waited for."""
+
+    def __init__(self, seed: int, book: b.GuestBook) -> None:
+        self.rng = random.Random(seed)
+        self.book = book
+        self.lives = dict.fromkeys(NAMES, 1)
+        self.links: dict[str, int] = {}
+        self.kept: dict[str, int] = {}
+        """What a driver has of where each listens."""
+        self.was: dict[str, set[int]] = {name: set() for name in NAMES}
+        self.late: list[tuple[str, int]] = []
+        """Links that a later life has replaced, and whose ends are not told yet."""
+        self.open: dict[int, tuple[str, int]] = {}
+        self.next = 0
+
+    def feed(self, event: b.Event) -> None:
+        actions = self.book.handle(event)
+        self.book.check_invariants()
+        for action in actions:
+            match action:
+                case b.Tell(ticket=ticket):
+                    process, life = self.open.pop(ticket)
+                    assert self.links.get(process) != life, "that life is linked"
+                    assert life < self.links.get(process, 0) or life <= max(self.was[process]), "not seen yet"
+                case b.Strike(process=process, life=life):
+                    assert self.kept.pop(process) == life
+                case b.Refuse():
+                    raise AssertionError("there are few")
+        for process in NAMES:
+            assert self.book.life_of(process) == self.kept.get(process, 0), "what is found is what is kept"
+            assert self.kept.get(process) in (None, self.links.get(process)), "who is found is linked"
+
+    def link(self, process: str) -> None:
+        life, before = self.lives[process], self.links.get(process)
+        if before != life:
+            if before is not None:
+                self.late.append((process, before))
+            self.links[process] = life
+            self.feed(b.Linked(process=process, life=life))
+
+    def enrol(self, process: str, life: int) -> None:
+        if self.links.get(process) == life:
+            self.kept[process] = life
+            self.was[process].add(life)
+        self.feed(b.Enrolled(process=process, life=life))
+
+    def leave(self, process: str) -> None:
+        life = self.links.pop(process, None)
+        if life is not None:
+            self.feed(b.Left(process=process, life=life))
+
+    def heed(self, process: str) -> None:
+        self.next += 1
+        life = max(1, self.lives[process] + self.rng.choice((-1, 0, 0, 1)))
+        self.open[self.next] = (process, life)
+        self.feed(b.Heeded(ticket=self.next, process=process, life=life))
+
+    def step(self) -> None:
+        process = self.rng.choice(NAMES)
+        match self.rng.randrange(7):
+            case 0 | 1:
+                self.link(process)
+            case 2:
+                self.enrol(process, self.lives[process])
+            case 3:
+                self.lives[process] += 1  # its link may stand for a while, and the next life come first
+                self.enrol(process, self.lives[process] - 1)
+            case 4:
+                if self.late:
+                    late, life = self.late.pop(0)
+                    self.feed(b.Left(process=late, life=life))
+                else:
+                    self.leave(process)
+            case 5:
+                self.heed(process)
+            case _:
+                if self.open:
+                    ticket = self.rng.choice(list(self.open))
+                    del self.open[ticket]
+                    self.feed(b.Unheeded(ticket=ticket))
+
+    def settle(self) -> None:
+        """All go; who waits for one that others could find has been told by then."""
+        for process in NAMES:
+            self.leave(process)
+        for ticket, (process, life) in self.open.items():
+            assert life > max(self.was[process], default=0), f"nobody tells {ticket} of {process}#{life}"
+
+
+def run(seed: int, book: b.GuestBook) -> None:
+    owner = Owner(seed, book)
+    for _ in range(100):
+        owner.step()
+    owner.settle()
+
+
+@given(seed=st.integers(0, 2**32))
+def test_everybody_who_waits_is_told_once(seed: int) -> None:
+    run(seed, b.GuestBook())
+
+
+class ForgetsWhoWaits(b.GuestBook):
+    """The end of a guest is told to nobody."""
+
+    def _strike(self, process: str) -> list[b.Action]:
+        return [action for action in super()._strike(process) if not isinstance(action, b.Tell)]
+
+
+class EndsTheNextLife(b.GuestBook):
+    """The end of a link strikes whatever life is linked by then."""
+
+    def handle(self, event: b.Event) -> list[b.Action]:
+        guest = self.linked.get(event.process) if isinstance(event, b.Left) else None
+        if isinstance(event, b.Left) and guest is not None:
+            return self._strike(event.process)
+        return super().handle(event)
+
+
+class FindsTheDead(b.GuestBook):
+    """Who has not said where it listens is found where its last life did."""
+
+    def _linked(self, process: str, life: int) -> list[b.Action]:
+        known = self.linked.get(process)
+        actions = super()._linked(process, life)
+        if known is not None and process in self.linked:
+            self.linked[process].enrolled = known.enrolled
+        return actions
+
+
+@pytest.mark.parametrize("planted", [ForgetsWhoWaits, EndsTheNextLife, FindsTheDead])
+def test_planted_bugs_are_found(planted: type[b.GuestBook]) -> None:
+    def finds(seed: int) -> bool:
+        try:
+            run(seed, planted())
+        except (AssertionError, KeyError):
+            return True
+        return False
+
+    assert any(finds(seed) for seed in range(50))
+
+
+def test_bounds_are_kept() -> None:
+    book, process = b.GuestBook(), NAMES[0]
+    for ticket in range(b.HEEDED_MAX):
+        book._heeded[ticket] = (process, 1)
+    (refused,) = book.handle(b.Heeded(ticket=b.HEEDED_MAX, process=process, life=1))
+    assert isinstance(refused, b.Refuse)
+    for number in range(b.SEEN_MAX + 1):
+        name = f"session-{number}@node1"
+        book.handle(b.Linked(process=name, life=1))
+        book.handle(b.Enrolled(process=name, life=1))
+        book.handle(b.Left(process=name, life=1))
+    book.check_invariants()

@@ -55,6 +55,8 @@ def extensions() -> list[Extension]:
             extension("transport", "_recording"),
             extension("transport", "_hlc"),
             extension("transport", "_link"),
+            extension("transport", "_spin"),
+            extension("transport", "_shm_link"),
             *rdma_extensions(),
             extension("actors", "_heartbeat"),
             extension("actors", "_mailbox"),

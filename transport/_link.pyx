@@ -12,7 +12,6 @@ from time import time_ns as _time_ns
 
 from zbmd.transport import frames as _frames
 from zbmd.transport._hlc cimport HybridClock
-from zbmd.transport._recording cimport Taking
 from zbmd.transport.errors import LinkFull, LocalProtocolError, RemoteProtocolError
 from zbmd.transport.frame_loans import BorrowedFrame
 from zbmd.transport.frames import FrameHeader, pack_fields, require_origin, unpack_frame
@@ -26,17 +25,6 @@ cdef extern from "Python.h":
 cdef enum:
     FRAME_IN = 4
 
-cdef packed struct Header:  # see frames.py; all hosts that this is built for are little-endian
-    uint32_t magic
-    uint16_t version
-    uint16_t flags
-    uint32_t payload_bytes
-    uint32_t epoch
-    uint64_t job
-    uint64_t incarnation
-    uint64_t hlc
-    uint64_t trace_id
-
 assert sizeof(Header) == _frames.HEADER_BYTES
 
 cdef uint32_t _MAGIC = int.from_bytes(_frames.FRAME_MAGIC, "little")
@@ -47,16 +35,6 @@ cdef tuple _NAMES = ("payload_bytes", "job", "incarnation", "epoch", "hlc", "tra
 
 
 cdef class LinkCore:
-    cdef public object _limits, _identity, _peer, _on_frame, _queue, _peer_end, _wall_ns
-    cdef public Taking _recorder
-    cdef public int64_t _queue_bytes, _stream
-    cdef public bint _closed, _drain_scheduled, _takes_pieces, _gives_pieces
-    cdef HybridClock _clock
-    cdef int64_t _frame_bytes_max, _queue_bytes_max, _queue_frames_max, _frames_per_wake
-    cdef uint64_t _job, _incarnation, _peer_job, _peer_incarnation
-    cdef object _peer_job_told, _peer_incarnation_told
-    cdef bint _real_time
-
     def _begin(self, HybridClock clock not None, wall_ns):
         """The fields that its methods need; `_identity`, `_peer` and `_limits` are set before."""
         limits = self._limits
@@ -77,6 +55,9 @@ cdef class LinkCore:
         return <uint64_t>now.tv_sec * 1_000_000_000 + <uint64_t>now.tv_nsec
 
     # -- out
+
+    cdef bint pushes(self, bytes header, payload) except -1:
+        return self._push(header, payload)
 
     def send(self, payload, *, epoch=0, trace_id=0, flags=0):
         cdef int64_t frame_bytes = sizeof(Header) + len(payload)
@@ -103,7 +84,7 @@ cdef class LinkCore:
             self._recorder.takes_out(self._stream, header, payload, hlc)
         if not waiting:
             try:
-                if self._push(header, payload):
+                if self.pushes(header, payload):
                     return
             except RemoteProtocolError as error:
                 self._fail(error)
@@ -126,28 +107,37 @@ cdef class LinkCore:
 
     # -- in
 
+    cdef object next_frame(self):
+        return self._next_frame()
+
+    cdef bint parks(self) except -1:
+        return self._park()
+
     def _drain(self):
+        self.drains()
+
+    cdef int drains(self) except -1:
         cdef int64_t _
         cdef bint more = True
         if self._closed or self._drain_scheduled:
-            return
+            return 0
         if self._on_frame is None:
             if self._peer_end is not None and self._on_closed is not None:
                 self._end(self._peer_end[0])
-            return
+            return 0
         try:
             for _ in range(self._frames_per_wake):
-                frame = self._next_frame()
+                frame = self.next_frame()
                 if frame is None:
-                    more = self._peer_end is None and not self._park()
+                    more = self._peer_end is None and not self.parks()
                     break
                 if type(frame) is BorrowedFrame:
                     self._deliver_borrowed(frame)
                 else:
-                    self._deliver(frame)
+                    self.delivers(frame)
                 frame = None  # a block that was lent is brought back at once
                 if self._on_frame is None or self._closed:
-                    return
+                    return 0
         except RemoteProtocolError as error:
             self._fail(error)
         finally:
@@ -156,8 +146,12 @@ cdef class LinkCore:
                 self._schedule_drain()
         if self._peer_end is not None and not more:
             self._end(self._peer_end[0])
+        return 0
 
     def _deliver(self, frame):
+        self.delivers(frame)
+
+    cdef int delivers(self, frame) except -1:
         cdef Header header
         cdef Py_ssize_t frame_bytes = -1
         cdef const char *start = NULL
@@ -175,6 +169,7 @@ cdef class LinkCore:
             self._recorder.takes_in(self._stream, frame, start, frame_bytes, hlc)
         self._on_frame(self._told(&header), PySequence_GetSlice(
             PyMemoryView_FromObject(frame), sizeof(Header), frame_bytes))
+        return 0
 
     cdef bint _is_fine(self, Header *header, Py_ssize_t frame_bytes) noexcept:
         return (

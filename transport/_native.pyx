@@ -27,7 +27,6 @@ cdef extern from "sys/mman.h" nogil:
     void *MAP_FAILED
 
 cdef extern from "native.h" nogil:
-    ctypedef char *zbmd_base
     enum:
         ZBMD_MAX_SLOTS
         ZBMD_CHANNELS
@@ -53,7 +52,6 @@ cdef extern from "native.h" nogil:
     uint64_t zbmd_load64(zbmd_base base, uint64_t offset)
     void zbmd_store64(zbmd_base base, uint64_t offset, uint64_t value)
     uint64_t zbmd_cell_offset(uint32_t slot, uint32_t channel)
-    uint64_t zbmd_now_ns()
     void zbmd_ring(zbmd_base base)
     void zbmd_notify(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint64_t value)
     int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
@@ -83,15 +81,6 @@ cdef extern from "ring.h" nogil:
         ZBMD_RING_OFF_DATA
         ZBMD_RING_BLOCKS
         ZBMD_RING_MARK
-    enum zbmd_block:
-        ZBMD_BLOCK_FREE
-        ZBMD_BLOCK_LENT
-        ZBMD_BLOCK_TAKEN
-    struct zbmd_ring_end:
-        zbmd_base ring
-        uint64_t capacity
-        uint64_t position
-        int peer_event_fd
     void zbmd_ring_copy_in(zbmd_ring_end *end, uint64_t at, const char *source, uint64_t n)
     void zbmd_ring_copy_out(zbmd_ring_end *end, uint64_t at, char *target, uint64_t n)
     int64_t zbmd_ring_free(zbmd_ring_end *writer)
@@ -173,10 +162,6 @@ cdef class _View:
 
 
 cdef class Mapping:
-    cdef char *start
-    cdef readonly size_t nbytes
-    cdef readonly size_t writable_bytes
-
     def __cinit__(self, int fd, size_t nbytes, size_t writable_bytes):
         cdef void *start
         self.start = NULL
@@ -323,14 +308,10 @@ cdef zbmd_ring_end _ring_end(Mapping mapping, size_t offset, size_t capacity, in
     return end
 
 
-cdef class RingReader
 cdef class _Taken(_View)
 
 
 cdef class RingWriter:
-    cdef Mapping mapping
-    cdef zbmd_ring_end end
-
     def __cinit__(self, Mapping mapping, size_t offset, size_t capacity, int peer_event_fd):
         self.end = _ring_end(mapping, offset, capacity, peer_event_fd)
         self.mapping = mapping
@@ -356,6 +337,21 @@ cdef class RingWriter:
             done = self._part(<const char *>&body[0], body_bytes, 4 + head_bytes, done, &room)
         zbmd_ring_publish_head(&self.end)
         return done
+
+    cdef bint put(self, const char *head, uint64_t head_bytes, const char *body, uint64_t body_bytes) except -1:
+        """All of a frame, or nothing of it and False if there is no room now."""
+        cdef uint32_t length = <uint32_t>(head_bytes + body_bytes)
+        cdef int64_t room = zbmd_ring_free(&self.end)
+        if room < 0:
+            raise RemoteProtocolError("ring: the reader's position is past everything written")
+        if <uint64_t>room < 4 + head_bytes + body_bytes:
+            return False
+        zbmd_ring_copy_in(&self.end, self.end.position, <const char *>&length, 4)
+        zbmd_ring_copy_in(&self.end, self.end.position + 4, head, head_bytes)
+        zbmd_ring_copy_in(&self.end, self.end.position + 4 + head_bytes, body, body_bytes)
+        self.end.position += 4 + head_bytes + body_bytes
+        zbmd_ring_publish_head(&self.end)
+        return True
 
     cdef uint64_t _part(self, const char *source, uint64_t nbytes, uint64_t begins, uint64_t done,
                         int64_t *room) noexcept:
@@ -397,15 +393,6 @@ cdef int _check_block(uint32_t block) except -1:
 
 
 cdef class RingReader:
-    cdef Mapping mapping
-    cdef zbmd_ring_end end
-    cdef uint32_t frame_bytes_max
-    cdef object frame
-    cdef readonly bint marked
-    cdef bint ended
-    cdef uint64_t length
-    cdef uint64_t have
-
     def __cinit__(self, Mapping mapping, size_t offset, size_t capacity, int peer_event_fd,
                   uint32_t frame_bytes_max):
         self.end = _ring_end(mapping, offset, capacity, peer_event_fd)
@@ -415,6 +402,9 @@ cdef class RingReader:
         self.have = 0
 
     def read(self):
+        return self.next()
+
+    cdef bytes next(self):
         """The next whole frame, or None if it has not arrived. Keeps what has arrived of it."""
         cdef int64_t used = zbmd_ring_used(&self.end)
         cdef uint32_t length
@@ -444,7 +434,7 @@ cdef class RingReader:
         zbmd_ring_publish_tail(&self.end)
         if self.have < self.length:
             return None
-        frame = self.frame
+        frame = <bytes>self.frame
         self.frame = None
         return frame
 
@@ -453,6 +443,9 @@ cdef class RingReader:
         return self.frame is not None or zbmd_ring_used(&self.end) != 0
 
     def ready(self, uint64_t look_ns=0):
+        return self.comes(look_ns)
+
+    cdef bint comes(self, uint64_t look_ns) except -1:
         """Whether bytes have come, or come within that time, or the writer's position is impossible."""
         cdef uint64_t end_ns
         if zbmd_ring_used(&self.end) != 0 or look_ns == 0:
@@ -464,6 +457,9 @@ cdef class RingReader:
         return zbmd_ring_used(&self.end) != 0
 
     def park(self):
+        return self.parks()
+
+    cdef bint parks(self) noexcept:
         """Ask to be woken at the next write; false if there is something to read already."""
         return zbmd_ring_park_reader(&self.end)
 

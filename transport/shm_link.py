@@ -13,7 +13,8 @@ import os
 import socket
 from dataclasses import dataclass
 
-from zbmd.transport._native import RING_HEADER_BYTES, Mapping, RingReader, RingWriter, now_ns
+from zbmd.transport._native import RING_HEADER_BYTES, Mapping, RingReader, RingWriter
+from zbmd.transport._shm_link import ShmCore
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import PeerLost, RemoteProtocolError
 from zbmd.transport.frame_loans import BLOCK_BYTES_MIN, BorrowedFrame, LinkLoans, borrow
@@ -21,14 +22,13 @@ from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.link_side import LinkSide
-from zbmd.transport.scattered import Scattered, whole
+from zbmd.transport.scattered import Scattered
 from zbmd.transport.segment import PeerSegment, Segment
 from zbmd.transport.spin import SpinPolicy
 
 GOODBYE = b"\x01"
 LOOK_NS = 2_000
 """How long a reader that spins looks before the loop gets its next turn, which takes about as long."""
-_PREFIX_BYTES = 4
 
 
 def link_memory_bytes(ring_bytes: int) -> int:
@@ -50,7 +50,7 @@ class LinkParts:
     """The dialer writes the first ring and reads the second."""
 
 
-class ShmLink(LinkSide):
+class ShmLink(ShmCore, LinkSide):
     """See `zbmd.transport.link.Link`."""
 
     def __init__(
@@ -83,89 +83,36 @@ class ShmLink(LinkSide):
         self._peer_wake_fd = parts.peer_wake_fd
         first, second = 0, RING_HEADER_BYTES + parts.ring_bytes
         ours, theirs = (first, second) if parts.dialed else (second, first)
-        self._writer = RingWriter(parts.mapping, ours, parts.ring_bytes, parts.peer_wake_fd)
-        self._reader = RingReader(
-            parts.mapping, theirs, parts.ring_bytes, parts.peer_wake_fd, limits.frame_bytes_max
-        )
-        self._head_done = 0
-        """How much of the queue's first frame is in the ring, its length included."""
-        self._head_record: bytes | None = None
-        """What is in the ring in place of its payload, if that is lent."""
+        writer = RingWriter(parts.mapping, ours, parts.ring_bytes, parts.peer_wake_fd)
+        frame_bytes_max, fd = limits.frame_bytes_max, parts.peer_wake_fd
+        reader = RingReader(parts.mapping, theirs, parts.ring_bytes, fd, frame_bytes_max)
         self._loans: LinkLoans | None = None
         if own_segment is not None and peer_segment is not None:
-            self._loans = LinkLoans(own_segment.frame_lender, self._writer, peer.pid)
+            self._loans = LinkLoans(own_segment.frame_lender, writer, peer.pid)
             self._takes_pieces = True
         self._said_goodbye = False
-        self._policy = SpinPolicy(limits.spin_ns)
-        self._spinning = False
-        self._dry = True
-        """Whether no frame has come since the reader last parked or began to spin."""
+        self._spins = SpinPolicy(limits.spin_ns)
+        lends = self._loans is not None
+        self._begin_rings(
+            writer, reader, self._spins, look_ns=LOOK_NS, lends_from_bytes=BLOCK_BYTES_MIN, lends=lends
+        )
         loop.add_reader(self._wake_fd, self._on_wake)
         loop.add_reader(self._sock.fileno(), self._on_socket)
 
     @property
     def spins(self) -> SpinPolicy:
         """How its reader waits, and why."""
-        return self._policy
+        return self._spins
 
-    def _push(self, header: bytes, payload: bytes | Scattered) -> bool:
-        record, done = self._head_record, self._head_done
-        if not done and record is None and isinstance(payload, bytes) and len(payload) < BLOCK_BYTES_MIN:
-            done = self._writer.write(header, payload, 0)
-            if done == _PREFIX_BYTES + len(header) + len(payload):
-                return True
-        elif len(payload) >= BLOCK_BYTES_MIN and self._loans is not None and not done and record is None:
-            record = self._head_record = self._loans.lend(payload)
-            if record is None and self._loans.ask():
-                record = self._head_record = self._loans.lend(payload)
-                if record is None:
-                    return False
-        body = record
-        if body is None:
-            body = whole(payload)
-        frame_bytes = _PREFIX_BYTES + len(header) + len(body)
-        while (done := self._writer.write(header, body, done, record is not None)) < frame_bytes:
-            if self._writer.park():
-                self._head_done = done
-                return False
-        self._head_done = 0
-        self._head_record = None
-        return True
+    def _lent(self, payload: bytes | Scattered) -> bytes | None:
+        return None if self._loans is None else self._loans.lend(payload)
 
-    def _next_frame(self) -> bytes | BorrowedFrame | None:
-        frame = self._reader.read()
-        if frame is None:
-            return None
-        if self._dry:
-            self._dry = False
-            self._policy.came(now_ns())
-        return self._borrowed(frame) if self._reader.marked else frame
+    def _has_room_soon(self) -> bool:
+        return self._loans is not None and self._loans.ask()
 
     def _borrowed(self, frame: bytes) -> BorrowedFrame:
         limit = self._limits.frame_bytes_max
         return borrow(frame, self._reader, self._peer_segment, frame_bytes_max=limit)
-
-    def _park(self) -> bool:
-        """Park, or look again on the loop's next turns: what waits there, such as our answer, goes first."""
-        if not self._spinning and not self._dry:
-            self._dry = True
-            if self._policy.begins(now_ns()):
-                self._spinning = True
-                self._loop.call_soon(self._spin)
-        return self._spinning or self._reader.park()
-
-    def _spin(self) -> None:
-        if self._closed:
-            return
-        if self._reader.ready(LOOK_NS):
-            self._spinning = False
-            self._drain()
-        elif self._policy.goes_on(now_ns()):
-            self._loop.call_soon(self._spin)
-        else:
-            self._spinning = False
-            if not self._reader.park():
-                self._drain()
 
     def _on_wake(self) -> None:
         # Whatever the peer, who has the same descriptor, made of its O_NONBLOCK.

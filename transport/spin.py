@@ -19,22 +19,17 @@ import os
 from enum import Enum
 from functools import cache
 
+from zbmd.transport._spin import BUSY_CHECK_NS as BUSY_CHECK_NS
+from zbmd.transport._spin import CORES_CHECK_NS as CORES_CHECK_NS
+from zbmd.transport._spin import WAIT_SPINS_MAX as WAIT_SPINS_MAX
+from zbmd.transport._spin import SpareCore, SpinCore
 from zbmd.transport.topology.cpus import usable_cpus
 
-WAIT_WEIGHT_LOG2 = 2
-"""Of the mean of the last waits, the last one counts for one in 2**WAIT_WEIGHT_LOG2."""
-WAIT_SPINS_MAX = 4
-"""A wait counts for at most so many of the longest spins: one pause is soon forgotten."""
-CORES_CHECK_NS = 50_000_000
-"""For how long it is believed that a processor is spare, or, once it has been so for long, that none is."""
-BUSY_CHECK_NS = 500_000
-"""For how long it is believed at first that none is: what ran at that moment may have been done at once, and
-to park for 50 ms because of it would make thousands of round trips wait for wake-ups. Doubled each time."""
 LOADAVG_BYTES_MAX = 128
 
 
 class SpinChoice(Enum):
-    """What was decided when a reader last ran dry, and why."""
+    """What was decided when a reader last ran dry, and why. Their order is that of `_spin.pyx`."""
 
     SPIN = "spin"
     OFF = "spinning is switched off"
@@ -43,23 +38,12 @@ class SpinChoice(Enum):
     TOO_LONG = "the last frames took longer to come than a spin may last"
 
 
-class SpareProcessors:
+class SpareProcessors(SpareCore):
     """Whether a processor is idle, as the kernel's count of runnable threads says; looked up rarely."""
 
     def __init__(self, loadavg_path: str = "/proc/loadavg", processors: int | None = None) -> None:
         self._path = loadavg_path
         self._processors = processors or os.cpu_count() or 1
-        self._check_at_ns: int | None = None
-        self._busy_for_ns = BUSY_CHECK_NS
-        self._spare = True
-
-    def spare(self, now_ns: int) -> bool:
-        """Whether at most as many threads run or want to as there are processors, ours included."""
-        if self._check_at_ns is None or now_ns >= self._check_at_ns:
-            self._spare = self._runnable() <= self._processors
-            self._check_at_ns = now_ns + (CORES_CHECK_NS if self._spare else self._busy_for_ns)
-            self._busy_for_ns = BUSY_CHECK_NS if self._spare else min(2 * self._busy_for_ns, CORES_CHECK_NS)
-        return self._spare
 
     def _runnable(self) -> int:
         """The numerator of the fourth field, as in `0.20 0.18 0.12 1/80 11206` (proc(5)); 0 if not told."""
@@ -83,60 +67,16 @@ def _processors_of_ours() -> int:
     return usable_cpus()
 
 
-class SpinPolicy:
+class SpinPolicy(SpinCore):
     """The choices of one reader. Time is an argument, ns of any monotonic clock.
 
     spin_ns: how long one spin lasts; 0 switches it off. processors: how many this process may use.
     """
 
-    __slots__ = ("_dry_ns", "_end_ns", "_processors", "_spare", "_spin_ns", "_wait_ns", "choice", "parks")
+    __slots__ = ()
 
     def __init__(
         self, spin_ns: int, *, spare: SpareProcessors | None = None, processors: int | None = None
     ) -> None:
-        self._spin_ns = spin_ns
-        self._spare = spare or shared_processors()
-        self._processors = processors or _processors_of_ours()
-        self._wait_ns = 0
-        """The mean of the last waits."""
-        self._dry_ns: int | None = None
-        """Since when it waits."""
-        self._end_ns = 0
-        self.choice = SpinChoice.OFF
-        self.parks = dict.fromkeys(SpinChoice, 0)
-        """How often the reader went on to park, by the choice before it: `SPIN` counts spins in vain."""
-
-    def begins(self, now_ns: int) -> bool:
-        """The reader has run dry after a frame: spin?"""
-        self._dry_ns = now_ns
-        self.choice = choice = self._choose(now_ns)
-        if choice is not SpinChoice.SPIN:
-            self.parks[choice] += 1
-            return False
-        self._end_ns = now_ns + self._spin_ns
-        return True
-
-    def _choose(self, now_ns: int) -> SpinChoice:
-        if not self._spin_ns:
-            return SpinChoice.OFF
-        if self._wait_ns > self._spin_ns:
-            return SpinChoice.TOO_LONG
-        if self._processors < 2:
-            return SpinChoice.ONE_PROCESSOR
-        if not self._spare.spare(now_ns):
-            return SpinChoice.NO_SPARE_PROCESSOR
-        return SpinChoice.SPIN
-
-    def goes_on(self, now_ns: int) -> bool:
-        """Nothing has come so far: look again? After a False the spin is over, and was in vain."""
-        if now_ns < self._end_ns:
-            return True
-        self.parks[SpinChoice.SPIN] += 1
-        return False
-
-    def came(self, now_ns: int) -> None:
-        """A frame has come, while it spun or was parked."""
-        if self._dry_ns is not None:
-            waited_ns = min(now_ns - self._dry_ns, WAIT_SPINS_MAX * self._spin_ns)
-            self._wait_ns += (waited_ns - self._wait_ns) >> WAIT_WEIGHT_LOG2
-            self._dry_ns = None
+        found = processors or _processors_of_ours()
+        self._begin(spin_ns, spare or shared_processors(), found, tuple(SpinChoice))

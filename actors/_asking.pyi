@@ -1,5 +1,5 @@
 from asyncio import Future, TimerHandle
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from typing import Any, Final
 
 from zbmd.actors import wire
@@ -11,6 +11,7 @@ from zbmd.actors.errors import ActorError
 from zbmd.actors.peer import Peer
 from zbmd.actors.ref import Ref
 from zbmd.actors.system import ActorSystem
+from zbmd.transport._link import FrameSink
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.link import Link
@@ -54,7 +55,7 @@ class RemoteReply:
     def fail(self, error: ActorError) -> None:
         """Send the error."""
 
-class PeerCore:
+class PeerCore(FrameSink):
     """What of a peer runs at every message. `Peer` has the rest."""
 
     name: str
@@ -120,3 +121,32 @@ def deadline(timeout: float | None, inherited_ns: int, whom: object) -> tuple[in
 
     Raises `MissingDeadline` if there is neither.
     """
+
+class Asking(Coroutine[Any, Any, Any]):
+    """What `Ref.ask` returns: the short way, and at length where there is no way or no room yet.
+
+    Collected while it waits, it is given up as by `close`.
+    """
+
+    def __init__(
+        self, system: Asker, ref: Ref, message: Contract, wanted: type[Any] | None, timeout: float | None
+    ) -> None: ...
+    @property
+    def ref(self) -> Ref:
+        """Who is asked."""
+    @property
+    def cr_await(self) -> Any: ...
+    def send(self, value: object) -> Any: ...
+    def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Any: ...
+    def close(self) -> None: ...
+    def __await__(self) -> Asking: ...
+    def __iter__(self) -> Asking: ...
+    def __next__(self) -> Any: ...
+
+class Asker(Post):
+    """A system that asks. `Messaging` has the rest: what is done at length, and where an ask fails."""
+
+    def _ask(
+        self, ref: Ref, message: Contract, wanted: type[Any] | None, timeout: float | None
+    ) -> Coroutine[Any, Any, Any]:
+        """What `Ref.ask` returns."""

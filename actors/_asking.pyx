@@ -1,9 +1,11 @@
 """What runs at every ask: its deadline, its way to another process, and the way back. See _asking.pyi."""
 
 cimport cython
+from cpython.bytes cimport PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
 from cpython.object cimport PyObject, PyObject_TypeCheck, PyTypeObject
-from libc.stdint cimport int64_t
+from cpython.ref cimport Py_DECREF
+from libc.stdint cimport int64_t, uint64_t
 
 import time
 from heapq import heappush
@@ -13,9 +15,12 @@ from msgspec import Raw
 from zbmd.actors import long_fields as _long
 from zbmd.actors import wire as _wire
 from zbmd.actors._mailbox cimport Delivery, LocalReply
+from zbmd.actors._sending cimport RETURNED, YIELDED, as_error, go_on, say, set_send, value_of
 from zbmd.actors._serving cimport CellCore, Post
+from zbmd.actors import contracts as _contracts
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.errors import ActorError, DeadActor, InvalidMessage, MailboxFull, MissingDeadline, TooManyPending
+from zbmd.transport._link cimport FrameSink
 from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 from zbmd.transport.scattered import Scattered
@@ -33,11 +38,16 @@ cdef Py_ssize_t _PAYLOAD_MAX = MAX_PAYLOAD_BYTES
 cdef object _encode = _wire._encode
 cdef object _with_body = _wire.with_body
 cdef dict _bytes_fields = _long._fields
+cdef Py_ssize_t _LONG = _long.LONG_BYTES
+cdef dict _declared = _contracts.__dict__  # of which `_generation` is another with each contract
 cdef object _decode = _wire._decode_envelope
 cdef object _Ask = _wire.Ask
 cdef object _Reply = _wire.Reply
 cdef object _Tell = _wire.Tell
 
+
+cdef extern from "Python.h":
+    int PyErr_WarnEx(object category, const char *text, Py_ssize_t level) except -1
 
 cdef extern from *:
     int zbmd_bits "__builtin_clzll"(unsigned long long number) nogil
@@ -86,11 +96,15 @@ cdef class Wheel:
 
 
 cdef inline object _encoded(envelope, message):
-    """As `wire.with_body`; what has no field of bytes is told apart without a call."""
+    """As `wire.with_body`; what has no long field is told apart without a call."""
     cdef PyObject *names = PyDict_GetItem(_bytes_fields, type(message))
-    if names is not NULL and <tuple>names == ():
-        return _encode(envelope)
-    return _with_body(envelope, message)
+    if names is NULL:
+        return _with_body(envelope, message)
+    for name in <tuple>names:
+        value = getattr(message, name)
+        if type(value) is bytes and PyBytes_GET_SIZE(value) >= _LONG:
+            return _with_body(envelope, message)
+    return _encode(envelope)
 
 
 @cython.freelist(64)
@@ -127,11 +141,12 @@ cdef class RemoteReply:
         return hash((id(self.peer), self.call))
 
 
-cdef class PeerCore:
+cdef class PeerCore(FrameSink):
     cdef public object name, incarnation, link, lost, _outbox, _codec
     cdef public Post _system
     cdef public dict _calls
     cdef public int64_t _next_call
+    cdef object _decode_body, _generation
 
     def __cinit__(self, *_, **__):
         self._calls = {}
@@ -176,8 +191,11 @@ cdef class PeerCore:
     # Receiving. Errors raised here end the link.
 
     def _on_frame(self, header, payload):
+        self.takes_frame(header.trace_id, payload)
+
+    cdef int takes_frame(self, uint64_t trace_id, payload) except -1:
         if self.lost is not None:
-            return
+            return 0
         envelope = None
         if type(payload) is Scattered:
             envelope = self._codec.decode_around(payload)
@@ -194,11 +212,12 @@ cdef class PeerCore:
         if kind is _Reply:
             self._on_reply(envelope)
         elif kind is _Ask:
-            self._on_ask(envelope, header.trace_id)
+            self._on_ask(envelope, trace_id)
         elif kind is _Tell:
-            self._on_tell(envelope, header.trace_id)
+            self._on_tell(envelope, trace_id)
         else:
-            self._on_rarer(envelope, header.trace_id)
+            self._on_rarer(envelope, trace_id)
+        return 0
 
     def _on_tell(self, m, trace_id):
         cdef Delivery delivery = None
@@ -229,9 +248,19 @@ cdef class PeerCore:
     cdef Delivery _delivery(self, m, trace_id):
         cdef Delivery delivery = Delivery.__new__(Delivery)
         body = m.body
-        delivery.message = self._codec.decode_contract(body) if type(body) is Raw else body
+        delivery.message = self._decoded(body) if type(body) is Raw else body
         delivery.trace_id, delivery.sender, delivery.peer = trace_id, m.sender, self
         return delivery
+
+    cdef object _decoded(self, body):
+        """As `Codec.decode_contract`, which tells why it cannot be."""
+        cdef PyObject *generation = PyDict_GetItem(_declared, "_generation")
+        if generation != <PyObject *>self._generation:
+            self._decode_body, self._generation = self._codec.current(), _contracts._generation
+        try:
+            return self._decode_body(body)
+        except Exception:
+            return self._codec.decode_contract(body)
 
     def _deliver(self, to, incarnation, Delivery delivery not None):
         self.deliver(to, incarnation, delivery)
@@ -244,7 +273,7 @@ cdef class PeerCore:
         if not cell.mailbox.take_in(delivery) and not cell.mailbox.offer(delivery):
             raise MailboxFull(f"{cell.ref.address} has {len(cell.mailbox)} messages waiting")
         if cell.task is None:
-            cell.wake()
+            cell.wakes()
         return 0
 
     def _on_reply(self, m):
@@ -263,7 +292,7 @@ cdef class PeerCore:
             elif len(body) == 1:
                 future.set_result(self._codec.decode_reply(body))  # which may be None
             else:
-                future.set_result(self._codec.decode_contract(body))
+                future.set_result(self._decoded(body))
         except ActorError as error:
             future.set_exception(error)
         except RemoteProtocolError as error:
@@ -303,7 +332,7 @@ cdef class Asked:
         if not self.cell.mailbox.take_in(self.delivery) and not self.cell.mailbox.offer(self.delivery):
             self.waits = True
         elif self.cell.task is None:
-            self.cell.wake()
+            self.cell.wakes()
         return 0
 
     cdef int _begin_there(self, Post system, ref, message) except -1:
@@ -363,6 +392,10 @@ cdef int64_t _deadline(timeout, int64_t inherited_ns, whom, int64_t *left_ns) ex
 
 
 def ask(Post system not None, ref, message, timeout):
+    return _asks(system, ref, message, timeout)
+
+
+cdef Asked _asks(Post system, ref, message, timeout):
     cdef Asked asked = Asked.__new__(Asked)
     cdef Delivery delivery = _envelope(system, message)
     cdef int64_t left_ns = 0
@@ -381,3 +414,136 @@ def ask(Post system not None, ref, message, timeout):
         asked.over()
         raise
     return asked
+
+
+# The states of an ask.
+cdef enum:
+    NEW = 0
+    WAITS = 1  # for the answer
+    AT_LENGTH = 2  # for room on the way, or for the way
+    OVER = 3
+
+
+cdef class Asking:  # no free list: what comes from one again is not finalized again
+    cdef Post _system
+    cdef readonly object ref
+    cdef object _message, _wanted, _timeout, _waiting
+    cdef Asked _asked
+    cdef int _state
+
+    def __cinit__(self, Post system not None, ref, message, wanted, timeout):
+        self._system, self.ref, self._message = system, ref, message
+        self._wanted, self._timeout = wanted, timeout
+        self._state = NEW
+
+    def __del__(self):
+        if self._state == NEW:
+            PyErr_WarnEx(RuntimeWarning, b"coroutine 'Ref.ask' was never awaited", 1)
+        elif self._state != OVER:
+            self.close()
+
+    def send(self, value):
+        cdef PyObject *result = NULL
+        return value_of(self._advance(value, None, &result), result)
+
+    def throw(self, kind, value=None, trace=None):
+        cdef PyObject *result = NULL
+        return value_of(self._advance(None, as_error(kind, value), &result), result)
+
+    def close(self):
+        cdef int state = self._state
+        self._state = OVER
+        if state == WAITS:
+            self._system._forget_ask(self._asked)
+        elif state == AT_LENGTH:
+            self._waiting.close()
+        self._asked = self._waiting = None
+
+    def __await__(self):
+        return self
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        cdef PyObject *result = NULL
+        return value_of(self._advance(None, None, &result), result)
+
+    @property
+    def cr_frame(self):
+        return None
+
+    @property
+    def cr_await(self):
+        return self._waiting
+
+    @property
+    def cr_running(self):
+        return False
+
+    cdef int _advance(self, value, error, PyObject **result) except -1:
+        cdef int how
+        if self._state == NEW:
+            self._state = OVER
+            if error is not None:
+                raise error
+            value = None
+            self._begin()
+        elif self._state == OVER:
+            raise RuntimeError("cannot reuse already awaited coroutine")
+        try:
+            how = go_on(self._waiting, value, error, result)
+        except BaseException as failure:
+            self._fail(failure)
+            raise
+        return YIELDED if how == YIELDED else self._answer(result)
+
+    cdef int _begin(self) except -1:
+        cdef Asked asked
+        try:
+            asked = _asks(self._system, self.ref, self._message, self._timeout)
+        except PeerLost:
+            asked = None
+        if asked is None:
+            self._waiting = self._system._ask_from_afar(self.ref, self._message, self._timeout)
+            self._state = AT_LENGTH
+        elif asked.waits:
+            self._waiting = self._system._ask_when_taken(asked, self.ref, self._message)
+            self._state = AT_LENGTH
+        else:
+            self._asked, self._waiting = asked, iter(asked.future)
+            self._state = WAITS
+        return 0
+
+    cdef int _fail(self, failure) except -1:
+        """Give the ask up; raises what its asker is told, if that is another error."""
+        asked, self._asked = self._asked, None
+        self._state, self._waiting = OVER, None
+        if asked is not None:
+            told = self._system._ask_failed(asked, self.ref, self._message, failure)
+            if told is not None:
+                raise told from None
+        return 0
+
+    cdef int _answer(self, PyObject **result) except -1:
+        reply = <object>result[0]
+        Py_DECREF(reply)
+        if self._asked is not None:
+            self._asked.over()
+        self._state, self._asked, self._waiting = OVER, None, None
+        if self._wanted is not None and type(reply) is not self._wanted:
+            asks = f"{self.ref!r} answered {contract_tag(self._message)}"
+            raise InvalidMessage(f"{asks} with {type(reply).__name__}, not {self._wanted.__name__}")
+        return say(RETURNED, reply, result)
+
+
+cdef int _asking_send(self, value, PyObject **result) except -1:
+    return (<Asking>self)._advance(value, None, result)
+
+
+set_send(Asking, _asking_send)
+
+
+cdef class Asker(Post):
+    def _ask(self, ref, message, wanted, timeout):
+        return Asking(self, ref, message, wanted, timeout)

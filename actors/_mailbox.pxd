@@ -36,6 +36,7 @@ cdef class Mailbox:
         return <Delivery>self._ring[self._head] if self._count else None
 
     cdef Delivery next_taken(self)
+    cdef int lies_down(self) except -1
     cdef int _grow(self) except -1
     cdef int _append(self, Delivery delivery) except -1
     cdef int _prepend(self, Delivery delivery) except -1

@@ -10,11 +10,16 @@ cdef class CellCore:
     cdef public bint accepts
     cdef public int64_t handled, turns
     cdef public object _stop, _withdrawn
+    cdef readonly object _rest, _resting
+
+    cdef int wakes(self) except -1
+    cdef bint _is_roused(self) except -1
 
 
 cdef class Post:
     cdef public dict _cells, _peers
-    cdef public object name, incarnation, deadlines
+    cdef public object name, incarnation, deadlines, loop
+    cdef readonly Py_ssize_t resting
     cdef public uint64_t _last_trace
     cdef public Py_ssize_t _tells_left
 

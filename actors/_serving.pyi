@@ -1,4 +1,4 @@
-from asyncio import Task
+from asyncio import AbstractEventLoop, Task
 from collections.abc import Awaitable, Coroutine, Generator, Mapping
 from typing import Any, Final, Literal
 
@@ -21,6 +21,10 @@ TELLS_PER_TURN: Final[int]
 
 At once, if somebody waits for an answer and the receiver has more than enough to do."""
 
+RESTING_MAX: Final[int]
+"""Tasks of idle actors that wait for the next message. Of all others the task ends when nothing waits, and a
+new one is made for the next message: that takes more time and less memory."""
+
 class CellCore:
     """What of an actor is touched at every message. What is not set is None.
 
@@ -42,14 +46,20 @@ class CellCore:
     turns: int
     _stop: Reason | None
     _withdrawn: Delivery | None
+    @property
+    def _resting(self) -> Task[None] | None:
+        """What has served the mailbox and will again, while it is idle; not so of all, see `RESTING_MAX`."""
 
     def __init__(self, *_: Any) -> None: ...
+    def wake(self) -> None:
+        """Serve the mailbox; call it after each message taken in. `_new_task` makes the task, if need be."""
 
 class Serving:
     """Awaited, it handles messages until there are none, or something is out of the ordinary.
 
-    It yields to the loop when a turn is over. Its result is what is to be awaited for room on an answer's way
-    back, None if nothing waits, or False if somebody should look at what comes next.
+    It yields to the loop when a turn is over, and waits for the next message, as one of `RESTING_MAX`. Its
+    result is what is to be awaited for room on an answer's way back, None if nothing waits, or False if
+    somebody should look at what comes next.
     """
 
     def __init__(self, cell: ActorCell) -> None: ...
@@ -65,6 +75,10 @@ class Post:
     incarnation: int
     deadlines: DeadlineWheel
     _last_trace: int
+    loop: AbstractEventLoop
+    @property
+    def resting(self) -> int:
+        """Tasks of idle actors."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def new_trace(self) -> int:

@@ -26,10 +26,12 @@ TURN_NS = 100_000
 MESSAGES_PER_LOOK = 2
 LOOKS_PER_TURN = 32
 TELLS_PER_TURN = 64
+RESTING_MAX = 1024
 cdef int64_t _TURN_NS = TURN_NS
 cdef Py_ssize_t _LOOK = MESSAGES_PER_LOOK
 cdef Py_ssize_t _LOOKS = LOOKS_PER_TURN
 cdef Py_ssize_t _TELLS = TELLS_PER_TURN
+cdef Py_ssize_t _RESTING = RESTING_MAX
 
 # The states of a tell.
 cdef enum:
@@ -47,6 +49,27 @@ cdef class CellCore:
         self.accepts = True
         self.handled = self.turns = 0
 
+    def wake(self):
+        self.wakes()
+
+    cdef int wakes(self) except -1:
+        if self.task is None and self.accepts and not self._is_roused():
+            self.task = self._new_task()
+        return 0
+
+    cdef bint _is_roused(self) except -1:
+        """Let the task go on that rests, if one does: the loop's end may have cancelled it."""
+        rest, task = self._rest, self._resting
+        if rest is None:
+            return False
+        self._rest = self._resting = None
+        if rest.done():
+            return False
+        self.task = task
+        task._log_destroy_pending = True
+        rest.set_result(None)
+        return True
+
 
 @cython.freelist(64)
 cdef class Serving:
@@ -56,6 +79,7 @@ cdef class Serving:
     cdef tuple _handler
     cdef Py_ssize_t _look, _looks
     cdef int64_t _until_ns
+    cdef object _rest
 
     def __init__(self, CellCore cell not None):
         self._cell = cell
@@ -108,6 +132,11 @@ cdef class Serving:
 
     cdef int _advance(self, value, error, PyObject **result) except -1:
         cdef int how
+        if self._rest is not None:
+            how = self._rises(value, error, result)
+            if how == YIELDED:
+                return how
+            error = None
         if self._coroutine is not None:
             how = self._handle(value, error, result)
             if how != HANDLED:
@@ -120,7 +149,40 @@ cdef class Serving:
             how = self._begin(result)
             if how != HANDLED:
                 return how
-        return say(RETURNED, None if self._is_idle() else False, result)
+        if not self._is_idle():
+            return say(RETURNED, False, result)
+        return YIELDED if self._lies_down(result) else say(RETURNED, None, result)
+
+    cdef bint _lies_down(self, PyObject **result) except -1:
+        """Wait for the next message here; False if the actor is about to end, or too many rest."""
+        cdef CellCore cell = self._cell
+        cdef Post system = cell.system
+        if cell._stop is not None or cell.task is None or system.resting >= _RESTING:
+            return False
+        cell._rest, cell._resting = system.loop.create_future(), cell.task
+        # Nobody has to end what does nothing.
+        cell._resting._log_destroy_pending = False
+        cell.task = None
+        cell.mailbox.lies_down()
+        system.resting += 1
+        self._rest = iter(cell._rest)
+        go_on(self._rest, None, None, result)
+        return True
+
+    cdef int _rises(self, value, error, PyObject **result) except -1:
+        cdef int how
+        try:
+            how = go_on(self._rest, value, error, result)
+        except BaseException:
+            self._rest = None
+            self._cell.system.resting -= 1
+            raise
+        if how == RETURNED:
+            Py_DECREF(<object>result[0])
+            self._rest = None
+            self._cell.system.resting -= 1
+            self._begin_turn()
+        return how
 
     cdef bint _is_idle(self) except -1:
         cdef Mailbox mailbox = self._cell.mailbox
@@ -255,7 +317,7 @@ cdef class Post:
         if not cell.mailbox.take_in(delivery):
             return None
         if cell.task is None:
-            cell.wake()
+            cell.wakes()
         return cell.mailbox
 
 

@@ -56,7 +56,7 @@ class CellState(Enum):
 
 
 class ActorCell(CellCore):
-    """One life of one actor. A task exists only while it starts, has messages to handle, or stops."""
+    """One life of one actor. `task` is set while it starts, has messages to handle, or stops."""
 
     __slots__ = (
         "_context",
@@ -113,11 +113,6 @@ class ActorCell(CellCore):
         """Whether the task is the one that serves the mailbox."""
         return self.task is task
 
-    def wake(self) -> None:
-        """Serve the mailbox; call it after each message taken in."""
-        if self.task is None and self.accepts:
-            self.task = self._new_task()
-
     def words(self) -> str:
         """How it stands, in words."""
         return f"{self.state.value}, {len(self.mailbox)} waiting, {self.handled} handled"
@@ -166,7 +161,7 @@ class ActorCell(CellCore):
         """End now: no `stopping()`, the current handler is cancelled."""
         if self.state is CellState.DEAD:
             return
-        task = self.task
+        task = self.task or self._resting
         if self.life is not None:
             self.life.killed(reason)
         self._finish(reason)
@@ -285,8 +280,8 @@ class ActorCell(CellCore):
             await self._serve()
             reason = self._stop
         except asyncio.CancelledError:
-            if self.state is CellState.DEAD:
-                raise
+            if self.state is CellState.DEAD or self.task is not asyncio.current_task():
+                raise  # killed, or cancelled by the loop's end while it rested
             reason = Reason(ReasonKind.FAILED, "its handler was cancelled")
         except Exception as error:  # noqa: BLE001 (let it crash: the reason goes to all who are tied to it)
             reason = Reason(ReasonKind.FAILED, f"{type(error).__name__}: {error}")

@@ -223,12 +223,17 @@ class ContractDecoder:
         Raises `UnknownContract` if no class has its id and version, `InvalidMessage` if its fields do not
         fit, `RemoteProtocolError` if it is no contract at all.
         """
-        if self._generation != _generation:
-            self._renew()
+        decode = self.current()
         try:
-            return self._decoder.decode(body)  # type: ignore[no-any-return]
+            return decode(body)  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001 (a hook may raise anything on hostile input)
             return self._decode_slowly(body, error)
+
+    def current(self) -> Callable[[bytes | memoryview | msgspec.Raw], Any]:
+        """What decodes until another contract is declared; it raises whatever msgspec or a hook raises."""
+        if self._generation != _generation:
+            self._renew()
+        return self._decoder.decode
 
     def _renew(self) -> None:
         closed: list[type[Contract]] = []

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zbmd.actors import wire
-from zbmd.actors._asking import Asked, ask, deadline, envelope
+from zbmd.actors._asking import Asked, Asker, ask, deadline, envelope
 from zbmd.actors._mailbox import Delivery, MailboxMemory
-from zbmd.actors._serving import Post
 from zbmd.actors.cell import ActorCell
 from zbmd.actors.context import current_cell, current_delivery
 from zbmd.actors.contracts import Contract, check_fingerprints, contract_tag
@@ -18,7 +17,6 @@ from zbmd.actors.deadlines import DeadlineWheel, Expired
 from zbmd.actors.errors import (
     ActorError,
     DeadActor,
-    InvalidMessage,
     MailboxFull,
     MailboxMemoryFull,
     SystemStopped,
@@ -33,7 +31,7 @@ from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost
 from zbmd.transport.link import Link
 
 
-class Messaging(Post):
+class Messaging(Asker):
     """What an actor system needs to send: who lives here, who can be reached, and how much may wait."""
 
     def __init__(self, name: str, incarnation: int, mailbox_bytes_max: int) -> None:
@@ -96,36 +94,50 @@ class Messaging(Post):
             if not peer.try_send(payload, trace_id):
                 await peer.send(payload, trace_id)
 
-    async def _ask(self, ref: Ref, message: Contract, wanted: type[Any] | None, timeout: float | None) -> Any:
-        try:
-            asked = ask(self, ref, message, timeout)
-        except PeerLost:
-            deadline_ns, _ = self._deadline(timeout, ref)
-            await self.reached(ref.process, ref.process_incarnation, deadline_ns)
-            left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
-            asked = ask(self, ref, message, left_s)
+    async def _ask_from_afar(self, ref: Ref, message: Contract, timeout: float | None) -> Any:
+        """An ask of a process that there is no link to yet."""
+        deadline_ns, _ = self._deadline(timeout, ref)
+        await self.reached(ref.process, ref.process_incarnation, deadline_ns)
+        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        return await self._ask_when_taken(ask(self, ref, message, left_s), ref, message)
+
+    async def _ask_when_taken(self, asked: Asked, ref: Ref, message: Contract) -> Any:
+        """The answer to an ask that may have to wait for room."""
         try:
             if asked.waits:
                 await self._until_taken(asked)
-            reply = await asked.future
+            return await asked.future
         except BaseException as error:
-            _forget_outcome(asked.future)
-            if isinstance(error, asyncio.CancelledError):
-                if asked.peer is not None:
-                    asked.peer.withdraw(ref, asked.call)
-                elif asked.cell is not None:
-                    asked.cell.withdraw(asked.delivery.reply_to)
-            if isinstance(error, Expired):
-                what = f"{ref!r} did not answer {contract_tag(message)} within {asked.timeout_ns / 1e9:g} s"
-                raise DeadlineExceeded(what) from None
+            told = self._ask_failed(asked, ref, message, error)
+            if told is not None:
+                raise told from None
             raise
         finally:
             asked.over()
-        if wanted is not None and type(reply) is not wanted:
-            raise InvalidMessage(
-                f"{ref!r} answered {contract_tag(message)} with {type(reply).__name__}, not {wanted.__name__}"
-            )
-        return reply
+
+    def _ask_failed(
+        self, asked: Asked, ref: Ref, message: Contract, error: BaseException
+    ) -> DeadlineExceeded | None:
+        """It is given up; what its asker is told, if that is not the error itself."""
+        self._forget_ask(asked)
+        if isinstance(error, asyncio.CancelledError):
+            if asked.peer is not None:
+                asked.peer.withdraw(ref, asked.call)
+            elif asked.cell is not None:
+                asked.cell.withdraw(asked.delivery.reply_to)
+        if isinstance(error, Expired):
+            what = f"{ref!r} did not answer {contract_tag(message)} within {asked.timeout_ns / 1e9:g} s"
+            return DeadlineExceeded(what)
+        return None
+
+    @staticmethod
+    def _forget_ask(asked: Asked) -> None:
+        """Nobody will await its future again: neither a result nor an error of it may surface later."""
+        asked.over()
+        if not asked.future.done():
+            asked.future.cancel()
+        elif not asked.future.cancelled():
+            asked.future.exception()
 
     async def _until_taken(self, asked: Asked) -> None:
         """Wait for room in the mailbox, or on the link."""
@@ -317,11 +329,3 @@ class Messaging(Post):
                 raise DeadActor(f"{process} is now incarnation {peer.incarnation}, not {incarnation}")
             raise PeerLost(process, f"{self.name} has no link to its incarnation {incarnation} yet")
         return peer
-
-
-def _forget_outcome(future: asyncio.Future[Any]) -> None:
-    """Nobody will await `future` again: neither a result nor an error of it may surface later."""
-    if not future.done():
-        future.cancel()
-    elif not future.cancelled():
-        future.exception()

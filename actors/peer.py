@@ -86,7 +86,9 @@ class Peer(PeerCore):
         self.link.on_closed = self._link_closed
         if isinstance(self.link, LinkSide):
             self.link.give_pieces()
-        self.link.on_frame = self._on_frame
+            self.link.deliver_to(self)
+        else:
+            self.link.on_frame = self._on_frame
 
     def ref(self, actor: str, incarnation: int) -> Ref:
         """A reference to one of the peer's actors."""

@@ -8,21 +8,18 @@ from __future__ import annotations
 import asyncio
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Any
 
+from zbmd.actors._asking import Asking
 from zbmd.actors.hang_wire import FRAMES_MAX, Frame, cut, cut_path
-from zbmd.actors.messaging import Messaging
-from zbmd.actors.ref import Ref
 
 AWAITS_MAX = 256
 """Coroutines, each awaiting the next, that are followed."""
 _PACKAGES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _OWN_PREFIX = "zbmd."
-# Whoever waits for an answer waits in it.
-_ASK: Final = Messaging._ask.__code__
 
 
 def thread_frames(thread_id: int) -> tuple[Frame, ...]:
@@ -38,16 +35,22 @@ def thread_frames(thread_id: int) -> tuple[Frame, ...]:
 def awaits(awaitable: Any) -> list[FrameType]:
     """The frames of a coroutine that waits, and of all that it awaits in turn, outermost first."""
     found: list[FrameType] = []
-    for _ in range(AWAITS_MAX):
-        if awaitable is None:
-            break
-        frame = getattr(awaitable, "cr_frame", None) or getattr(awaitable, "gi_frame", None)
+    for each in _chain(awaitable):
+        frame = getattr(each, "cr_frame", None) or getattr(each, "gi_frame", None)
         if isinstance(frame, FrameType) and (not found or found[-1] is not frame):
             found.append(frame)
+    return found
+
+
+def _chain(awaitable: Any) -> Iterator[Any]:
+    """What waits, and all that it awaits in turn."""
+    for _ in range(AWAITS_MAX):
+        if awaitable is None:
+            return
+        yield awaitable
         # Of a future that is a task, say behind a shield, the task's coroutine is what goes on.
         inner = getattr(awaitable, "cr_await", None) or getattr(awaitable, "gi_yieldfrom", None)
         awaitable = inner.get_coro() if isinstance(inner, asyncio.Task) else inner
-    return found
 
 
 def task_frames(task: asyncio.Task[Any]) -> tuple[Frame, ...]:
@@ -60,11 +63,8 @@ def asked_address(task: asyncio.Task[Any]) -> str:
 
     The stack says it, so that no ask pays for being found.
     """
-    for frame in reversed(awaits(task.get_coro())):
-        if frame.f_code is _ASK:
-            ref = frame.f_locals.get("ref")
-            return ref.address if isinstance(ref, Ref) else ""
-    return ""
+    asking = [each for each in _chain(task.get_coro()) if isinstance(each, Asking) and each.cr_await]
+    return asking[-1].ref.address if asking else ""
 
 
 def _told(frames: Iterable[FrameType]) -> tuple[Frame, ...]:

@@ -291,12 +291,13 @@ def reason_data(reason: Reason) -> ReasonData:
 class Codec:
     """Decodes what a peer sent. `bind` makes a reference usable in this process."""
 
-    __slots__ = ("_bind", "_contracts", "decode_contract")
+    __slots__ = ("_bind", "current", "decode_contract")
 
     def __init__(self, bind: Callable[[RefData], Ref]) -> None:
         self._bind = bind
-        self._contracts = ContractDecoder(self._dec_hook)
-        self.decode_contract = self._contracts.decode
+        contracts = ContractDecoder(self._dec_hook)
+        self.decode_contract = contracts.decode
+        self.current = contracts.current
 
     def decode(self, payload: bytes | memoryview) -> Envelope:
         """The envelope in a frame. Raises `RemoteProtocolError`."""

@@ -16,7 +16,12 @@ cdef packed struct Header:  # see frames.py; all hosts that this is built for ar
     uint64_t trace_id
 
 
+cdef class FrameSink:
+    cdef int takes_frame(self, uint64_t trace_id, payload) except -1
+
+
 cdef class LinkCore:
+    cdef public FrameSink _sink
     cdef public object _limits, _identity, _peer, _on_frame, _queue, _peer_end, _wall_ns
     cdef public Taking _recorder
     cdef public int64_t _queue_bytes, _stream

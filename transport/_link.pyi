@@ -1,13 +1,22 @@
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.frame_loans import BorrowedFrame
+from zbmd.transport.frames import FrameHeader
 from zbmd.transport.hello import Identity, PeerInfo
 from zbmd.transport.hlc import HybridClock
 from zbmd.transport.link import LinkLimits, OnFrame
 from zbmd.transport.scattered import Scattered
+
+class FrameSink:
+    """Whoever takes frames without an object for each header: compiled, it overrides `takes_frame`."""
+
+    def __init__(self, *_: Any) -> None: ...
+    def _on_frame(self, header: FrameHeader, payload: memoryview | bytes) -> None:
+        """What a link calls that knows no sinks."""
 
 class LinkCore:
     """The hot path of a link. `LinkSide` has the rest, and says what each field is.
@@ -19,6 +28,8 @@ class LinkCore:
     _identity: Identity
     _peer: PeerInfo
     _on_frame: OnFrame | None
+    _sink: FrameSink | None
+    """Whose `_on_frame` that is, if it is a sink's."""
     _queue: deque[tuple[bytes, bytes]]
     _queue_bytes: int
     _closed: bool

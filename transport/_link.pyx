@@ -24,6 +24,7 @@ cdef extern from "Python.h":
 
 cdef enum:
     FRAME_IN = 4
+    COPIED_MAX = 1024  # a longer payload is not copied once more
 
 assert sizeof(Header) == _frames.HEADER_BYTES
 
@@ -32,6 +33,11 @@ cdef uint16_t _VERSION = _frames.FORMAT_VERSION
 cdef uint16_t _FLAGS = _frames.USER_FLAGS_MASK
 cdef uint32_t _PAYLOAD_MAX = _frames.MAX_PAYLOAD_BYTES
 cdef tuple _NAMES = ("payload_bytes", "job", "incarnation", "epoch", "hlc", "trace_id", "flags")
+
+
+cdef class FrameSink:
+    cdef int takes_frame(self, uint64_t trace_id, payload) except -1:
+        raise NotImplementedError
 
 
 cdef class LinkCore:
@@ -167,8 +173,13 @@ cdef class LinkCore:
         hlc = self._clock.merges(header.hlc, self._now())
         if self._recorder is not None:
             self._recorder.takes_in(self._stream, frame, start, frame_bytes, hlc)
-        self._on_frame(self._told(&header), PySequence_GetSlice(
-            PyMemoryView_FromObject(frame), sizeof(Header), frame_bytes))
+        if self._sink is not None and header.payload_bytes <= COPIED_MAX:
+            payload = PyBytes_FromStringAndSize(start + sizeof(Header), header.payload_bytes)
+        else:
+            payload = PySequence_GetSlice(PyMemoryView_FromObject(frame), sizeof(Header), frame_bytes)
+        if self._sink is not None:
+            return self._sink.takes_frame(header.trace_id, payload)
+        self._on_frame(self._told(&header), payload)
         return 0
 
     cdef bint _is_fine(self, Header *header, Py_ssize_t frame_bytes) noexcept:

@@ -7,6 +7,8 @@ from zbmd.transport._link cimport LinkCore
 from zbmd.transport._native cimport RingReader, RingWriter, zbmd_now_ns
 from zbmd.transport._spin cimport SpinCore
 
+from zbmd.transport.scattered import whole
+
 cdef enum:
     PREFIX_BYTES = 4
 
@@ -56,7 +58,7 @@ cdef class ShmCore(LinkCore):
         cdef bint marked = body is not None
         cdef int64_t frame_bytes
         if body is None:
-            body = payload if type(payload) is bytes else payload.joined()
+            body = payload if type(payload) is bytes else whole(payload)
         frame_bytes = PREFIX_BYTES + PyBytes_GET_SIZE(header) + PyBytes_GET_SIZE(body)
         while True:
             self._head_done = self._writer.write(header, body, self._head_done, marked)

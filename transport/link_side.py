@@ -27,7 +27,7 @@ from typing import Final
 
 import structlog
 
-from zbmd.transport._link import LinkCore
+from zbmd.transport._link import FrameSink, LinkCore
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, RemoteProtocolError, ZbmdError
 from zbmd.transport.frame_loans import BorrowedFrame
@@ -152,6 +152,13 @@ class LinkSide(LinkCore, ABC):
     @on_frame.setter
     def on_frame(self, callback: OnFrame | None) -> None:
         self._on_frame = callback
+        self._sink = None
+        self._schedule_drain()
+
+    def deliver_to(self, sink: FrameSink) -> None:
+        """As `on_frame`, called without an object for each header."""
+        self._on_frame = sink._on_frame
+        self._sink = sink
         self._schedule_drain()
 
     @property

@@ -43,6 +43,11 @@ class Scattered:
         return self._joined
 
 
+def whole(payload: bytes | Scattered) -> bytes:
+    """A payload in one piece."""
+    return payload.joined() if isinstance(payload, Scattered) else payload
+
+
 def copied(payload: memoryview) -> Scattered:
     """A copy, cut around what looks like its long bytes. Others may store there: no byte decides twice."""
     head = bytes(payload[:HEAD_BYTES_MAX])

@@ -148,12 +148,6 @@ async def test_tells_and_asks_of_one_sender_arrive_in_order(system: ActorSystem)
     assert [a.value for a in answers] == list(range(5061, 5261))
 
 
-async def test_an_idle_actor_holds_no_task(system: ActorSystem) -> None:
-    refs = [await system.spawn(Counter) for _ in range(50)]
-    await asyncio.gather(*(r.ask(Add(1), timeout=5) for r in refs))
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
 async def test_a_full_mailbox_makes_local_senders_wait_in_order(system: ActorSystem) -> None:
     gates = Gates()
     ref = await gates.spawn(system, 2)

@@ -1,0 +1,129 @@
+"""An idle actor's task waits for the next message, of so many actors, and is gone when its actor is."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+
+import pytest
+
+from zbmd.actors._serving import RESTING_MAX
+from zbmd.actors.actor import Actor, Reason, ReasonKind, on
+from zbmd.actors.context import trace_id
+from zbmd.actors.contracts import Contract
+from zbmd.actors.errors import DeadActor
+from zbmd.actors.ref import Ref
+from zbmd.actors.system import ActorSystem
+
+PATIENCE_S = 20.0
+KILLED = Reason(ReasonKind.KILLED, "the test says so")
+
+
+class Count(Contract, id="resting.count"):
+    """Say the how-manyth this is, and under which trace."""
+
+
+class Counted(Contract, id="resting.counted"):
+    number: int
+    trace: int
+
+
+class Counts(Actor):
+    def __init__(self) -> None:
+        self.number = 0
+
+    @on(Count)
+    async def count(self, _: Count) -> Counted:
+        self.number += 1
+        return Counted(self.number, trace_id())
+
+
+async def count(ref: Ref) -> Counted:
+    return await ref.ask(Count(), reply=Counted, timeout=PATIENCE_S)
+
+
+def tasks() -> set[asyncio.Task[object]]:
+    return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+
+
+async def test_one_task_serves_an_actor_from_message_to_message(system: ActorSystem) -> None:
+    ref = await system.spawn(Counts)
+    await count(ref)
+    (task,) = tasks()
+    (cell,) = system.cells()
+    assert cell.task is None and cell._resting is task and system.resting == 1
+    counted = [await count(ref) for _ in range(10)]
+    assert tasks() == {task} and system.resting == 1
+    assert [each.number for each in counted] == list(range(2, 12))
+    assert len({each.trace for each in counted}) == 10, "nothing of one message is left for the next"
+
+
+async def test_only_so_many_tasks_rest(system: ActorSystem) -> None:
+    refs = [await system.spawn(Counts) for _ in range(RESTING_MAX + 20)]
+    assert system.resting == RESTING_MAX == len(tasks())
+    assert {(await count(ref)).number for ref in refs} == {1}
+    assert system.resting == RESTING_MAX == len(tasks())
+    await system.terminate(refs[0], timeout=PATIENCE_S)
+    assert system.resting == RESTING_MAX - 1
+    await count(refs[-1])
+    assert system.resting == RESTING_MAX, "the place went to the next that was idle"
+    await system.stop(timeout=0)
+    assert not tasks() and system.resting == 0
+
+
+@pytest.mark.parametrize("how", ["stop", "kill", "the system stops"])
+async def test_no_task_outlives_an_idle_actor(system: ActorSystem, how: str) -> None:
+    ref = await system.spawn(Counts)
+    await count(ref)
+    ended = system.monitor(ref)
+    if how == "stop":
+        system.exit(ref, Reason(ReasonKind.SHUTDOWN, how))
+    elif how == "kill":
+        system.exit(ref, KILLED)
+    else:
+        await system.stop()
+    await ended.down(timeout=PATIENCE_S)
+    await asyncio.sleep(0)
+    assert not tasks() and system.resting == 0
+
+
+async def test_who_is_killed_as_a_message_wakes_it_does_not_handle_it(system: ActorSystem) -> None:
+    ref = await system.spawn(Counts)
+    await count(ref)
+    (cell,) = system.cells()
+    asking = asyncio.create_task(ref.ask(Count(), timeout=PATIENCE_S))
+    await asyncio.sleep(0)
+    assert cell.task is not None, "woken, and its turn has not begun"
+    system.exit(ref, KILLED)
+    with pytest.raises(DeadActor):
+        await asking
+    assert isinstance(cell.actor, Counts) and cell.actor.number == 1
+    assert system.resting == 0
+
+
+async def test_an_actor_whose_resting_task_was_cancelled_lives_on(system: ActorSystem) -> None:
+    """As by a loop that cancels all tasks at its end: whoever was idle has not failed."""
+    ref = await system.spawn(Counts)
+    await count(ref)
+    (task,) = tasks()
+    task.cancel()
+    assert (await count(ref)).number == 2, "asked before the task has ended"
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled() and task not in tasks() and system.resting == 1
+    assert (await count(ref)).number == 3
+
+
+def test_a_system_that_is_dropped_leaves_no_word_of_its_idle_actors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def use() -> None:
+        for _ in range(3):
+            await count(await ActorSystem("dropped").spawn(Counts))
+
+    loop = asyncio.new_event_loop()
+    with caplog.at_level(logging.WARNING):
+        loop.run_until_complete(use())
+        loop.close()
+        gc.collect()
+    assert not caplog.records

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
@@ -47,13 +48,27 @@ class Shard:
             )
 
 
+StateArray = Literal["weights", "mean", "square"]
+ARRAYS: Final[tuple[StateArray, ...]] = ("weights", "mean", "square")
+"""What a state is made of, in the order in which it lies in memory and in files."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdamWState:
-    """Weights and the first and second moments of their gradients: three flat arrays of one layout."""
+    """Weights and the first and second moments of their gradients: three flat arrays of one layout.
+
+    Of an optimizer that keeps one moment, `square` may be empty: (0,).
+    """
 
     weights: Array
     mean: Array
     square: Array
+
+    @classmethod
+    def of(cls, flat: Array, size: int, arrays: int) -> AdamWState:
+        """The first `arrays` of `ARRAYS`, of `size` elements each, one behind the other in `flat`: views."""
+        every = range(len(ARRAYS))
+        return cls(*(flat[k * size : (k + 1) * size] if k < arrays else flat[:0] for k in every))
 
 
 class AdamW:

@@ -24,7 +24,7 @@ FlatState = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A version of the state: `flat` is (3 * layout.size,) float32, weights, mean and square.
+    """A version of the state: `flat` is float32: weights and moments, (layout.size,) each.
 
     `plan` is what fixes the bits of the run (see `LogHeader.plan`): a run goes on only under the same one.
     """

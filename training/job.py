@@ -27,12 +27,13 @@ from zbmd.training.journal import WEIGHTS_NAME, Journal
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import LOG_FORMAT, LogHeader, loss_of, read_log
 from zbmd.training.ml_actors.model_actors import ModelActors
+from zbmd.training.optim import arrays_of
 from zbmd.training.plain import PlainTrainer
 from zbmd.training.precision import Storage
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room, too_large
-from zbmd.training.store import PARTS, Store
+from zbmd.training.store import Store
 from zbmd.training.weights import save_weights
 from zbmd.training.workload import TrainingWorkload, arena_bytes_needed
 from zbmd.training.xp import Array, to_host
@@ -131,7 +132,7 @@ async def run(options: JobOptions, *, before_step: Callable[[int], None] | None 
     replacement = launched is not None and launched.incarnation > 1
     _check_memory(options, launched)
     recipe = open_recipe(options, prepare=not replacement)
-    arena_bytes = arena_bytes_needed(recipe.model.layout, options.training.shards)
+    arena_bytes = arena_bytes_needed(recipe.model.layout, options.training)
     try:
         async with join(arena=arena_bytes, enter=False) as node:
             return await _train(node, options, recipe, before_step)
@@ -160,7 +161,7 @@ def _check_memory(options: JobOptions, launched: RankEnvironment | None) -> None
     layout = ParameterLayout.of(parameter_shapes(model))
     weights_bytes, bias_bytes = 4 * layout.size, 8 * model.heads * model.context**2
     needs = RankNeeds(
-        state_bytes=arena_bytes_needed(layout, training.shards) + weights_bytes + bias_bytes,
+        state_bytes=arena_bytes_needed(layout, training) + weights_bytes + bias_bytes,
         activation_bytes=activation_bytes(model, rows=training.sequences_per_shard * model.context),
     )
     advice = "Choose smaller --width, --layers, --context or --sequences-per-shard, or fewer ranks (-n)."
@@ -256,12 +257,13 @@ def report_losses(node: Node) -> Callable[[], None]:
 
 def _initial_store(node: Node, recipe: Recipe, options: JobOptions, plan: str) -> tuple[Store, int]:
     """A store whose committed slot is filled, and its version: initial weights, or those of a checkpoint."""
-    store = Store(recipe.model.layout, lambda size: node.segment.arena.empty((size,), np.float32))
+    arena, arrays = node.segment.arena, len(arrays_of(recipe.config.optimizer))
+    store = Store(recipe.model.layout, lambda size: arena.empty((size,), np.float32), arrays=arrays)
     slot = store.current
     if options.resume is None:
         slot.state.weights[:] = recipe.model.xp.asarray(recipe.model.init(recipe.config.seed))
         return store, 0
-    checkpoint = load_checkpoint(options.resume, plan=plan, elements=PARTS * store.layout.size)
+    checkpoint = load_checkpoint(options.resume, plan=plan, elements=len(slot.flat))
     slot.flat[:] = recipe.model.xp.asarray(checkpoint.flat)
     store.version = checkpoint.version
     return store, checkpoint.version

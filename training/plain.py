@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.adamw import AdamWState
+from zbmd.training.optim import arrays_of
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.recipe import Recipe
 from zbmd.training.xp import Array
@@ -38,8 +39,12 @@ class PlainTrainer:
         self.recipe = recipe
         self.step = 0
         weights: Array = xp.asarray(recipe.model.init(recipe.config.seed))
-        self.state = AdamWState(weights, xp.zeros_like(weights), xp.zeros_like(weights))
-        self._spare = AdamWState(*(xp.zeros_like(weights) for _ in range(3)))
+        arrays = len(arrays_of(recipe.config.optimizer))
+        self.state, self._spare = (
+            AdamWState.of(xp.zeros(arrays * layout.size, dtype=weights.dtype), layout.size, arrays)
+            for _ in range(2)
+        )
+        self.state.weights[:] = weights
         self.loss_scale = LossScale.of(dtype, first=loss_scale)
         self._narrow: Array | None = weights.astype(dtype) if dtype.itemsize == 2 else None
         self._plan = AccumulationPlan.of(recipe.config.shards, 0, recipe.config.shards)

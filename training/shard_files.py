@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from zbmd.collectives.group import Group
+from zbmd.training.adamw import ARRAYS, StateArray
 from zbmd.training.checkpoint import CHECKPOINT_NAME, load_checkpoint, require_plan
 from zbmd.training.files import write_atomically
 from zbmd.training.layout import ParameterLayout, ParameterSlot
@@ -32,8 +33,6 @@ from zbmd.transport.errors import UserError
 
 SHARDS_FORMAT: Final = "zbmd-checkpoint-shards-1"
 SHARDS_NAME: Final = "checkpoint.json"
-StateArray = Literal["weights", "mean", "square"]
-ARRAYS: Final[tuple[StateArray, ...]] = ("weights", "mean", "square")
 MANIFEST_BYTES_MAX: Final = 1 << 20
 OPEN_TRIES: Final = 3
 """A checkpoint may be replaced between the reading of its names and the opening of its shards."""
@@ -77,7 +76,7 @@ def run_of(size: int, start: int, stop: int) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of parameter `name` and what it holds: an array for each of `ARRAYS`, in the order of `cut`."""
+    """A part of parameter `name`: its weights and moments (the first of `ARRAYS`), in the order of `cut`."""
 
     name: str
     cut: Cut
@@ -145,7 +144,7 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> None:
     tensors = {
         f"{array}.{piece.name}": np.ascontiguousarray(data, np.float32).reshape(piece.cut.shape)
         for piece in pieces
-        for array, data in zip(ARRAYS, piece.arrays, strict=True)
+        for array, data in zip(ARRAYS, piece.arrays, strict=False)
     }
     metadata = {f"digest.{name}": _digest(tensor) for name, tensor in tensors.items()}
     metadata |= {f"cut.{piece.name}": msgspec.json.encode(piece.cut).decode() for piece in pieces}
@@ -175,10 +174,10 @@ class SavedState(Protocol):
 class _Whole(SavedState):
     """That of `zbmd.training.checkpoint`."""
 
-    def __init__(self, path: Path, plan: str, layout: ParameterLayout) -> None:
-        found = load_checkpoint(path, plan=plan, elements=len(ARRAYS) * layout.size)
+    def __init__(self, path: Path, plan: str, layout: ParameterLayout, arrays: Sequence[StateArray]) -> None:
+        found = load_checkpoint(path, plan=plan, elements=len(arrays) * layout.size)
         self.version, self.loss_scale = found.version, ()
-        self._arrays = dict(zip(ARRAYS, np.split(found.flat, len(ARRAYS)), strict=True))
+        self._arrays = dict(zip(arrays, np.split(found.flat, len(arrays)), strict=True))
 
     def parameter(self, array: StateArray, slot: ParameterSlot) -> Array:
         """See `SavedState`."""
@@ -290,14 +289,18 @@ def checkpoint_in(directory: Path) -> Path | None:
     return next((path for path in found if path.exists()), None)
 
 
-def open_state(path: Path, *, plan: str, layout: ParameterLayout) -> SavedState:
+def open_state(
+    path: Path, *, plan: str, layout: ParameterLayout, arrays: Sequence[StateArray] = ARRAYS
+) -> SavedState:
     """Open a checkpoint of the whole model `layout`, in shards or whole; `path` may be a run's directory.
+
+    arrays: what the state is made of, see `zbmd.training.optim.arrays_of`.
 
     Raises `UserError` if it is missing, damaged, or belongs to a run with other settings or data.
     """
     if path.is_dir():
         path = checkpoint_in(path) or path / SHARDS_NAME
-    return _Shards(path, plan) if path.suffix == ".json" else _Whole(path, plan, layout)
+    return _Shards(path, plan) if path.suffix == ".json" else _Whole(path, plan, layout, arrays)
 
 
 def _unreadable(path: Path, why: object) -> UserError:

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from zbmd.training.adamw import AdamWState
+from zbmd.training.adamw import ARRAYS, AdamWState
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.xp import Array, to_host
 
 SLOTS = 2
-PARTS = 3
-"""A slot holds weights, mean and square, one behind the other."""
 
 Allocate = Callable[[int], Array]
 """Return a 1-D float32 array of so many elements."""
@@ -31,17 +29,21 @@ def own_memory(elements: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One version of the state: `flat` (3 * layout.size,) float32, and its three parts as views."""
+    """One version of the state: `flat` (arrays * layout.size,) float32, and its parts as views."""
 
     flat: Array
     state: AdamWState
 
 
 class Store:
-    """Two slots of one layout. `committed` names the one that holds the last committed version."""
+    """Two slots of one layout. `committed` names the one that holds the last committed version.
 
-    def __init__(self, layout: ParameterLayout, allocate: Allocate) -> None:
+    arrays: how many of `ARRAYS` a slot has, one behind the other; see `zbmd.training.optim.arrays_of`.
+    """
+
+    def __init__(self, layout: ParameterLayout, allocate: Allocate, *, arrays: int = len(ARRAYS)) -> None:
         self.layout = layout
+        self._arrays = arrays
         self.committed = 0
         self.version = 0
         """Of the committed slot."""
@@ -49,15 +51,14 @@ class Store:
 
     def _slot(self, allocate: Allocate) -> Slot:
         size = self.layout.size
-        flat = allocate(PARTS * size)
+        flat = allocate(self._arrays * size)
         flat[:] = 0.0
-        weights, mean, square = (flat[part * size : (part + 1) * size] for part in range(PARTS))
-        return Slot(flat, AdamWState(weights, mean, square))
+        return Slot(flat, AdamWState.of(flat, size, self._arrays))
 
     @classmethod
-    def nbytes(cls, layout: ParameterLayout) -> int:
+    def nbytes(cls, layout: ParameterLayout, *, arrays: int = len(ARRAYS)) -> int:
         """Bytes of both slots."""
-        return SLOTS * PARTS * layout.size * np.dtype(np.float32).itemsize
+        return SLOTS * arrays * layout.size * np.dtype(np.float32).itemsize
 
     @property
     def current(self) -> Slot:

@@ -22,6 +22,7 @@ from zbmd.collectives.group import Group
 from zbmd.training import spans
 from zbmd.training.accumulate import AccumulationPlan, Buckets
 from zbmd.training.clip import TrainingDiverged, non_finite
+from zbmd.training.config import TrainingConfig
 from zbmd.training.journal import Journal
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import VotePart
@@ -29,6 +30,7 @@ from zbmd.training.lookout import Lookout
 from zbmd.training.ml_actors.model_actors import ModelActors
 from zbmd.training.ml_actors.tensor_actor import CommitSlot, Committed, TensorActor
 from zbmd.training.non_finite import bad_gradient, bad_weights, where_it_began
+from zbmd.training.optim import arrays_of
 from zbmd.training.profiler.profiler import Profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.reduction import ShardReduction
@@ -65,11 +67,12 @@ FETCH_END = faults.declare("fetch.end", "when a pull is complete and not yet ado
 RECALL_BEGIN = faults.declare("recall.begin", "before it looks for the preserved last version")
 
 
-def arena_bytes_needed(layout: ParameterLayout, shards: int) -> int:
+def arena_bytes_needed(layout: ParameterLayout, config: TrainingConfig) -> int:
     """Bytes of arena that a rank needs, however few ranks are left: the store, gradients, partial sums."""
+    shards, arrays = config.shards, len(arrays_of(config.optimizer))
     buffers = AccumulationPlan.of(shards, 0, shards).buffers
     flat_bytes = layout.size * np.dtype(np.float32).itemsize
-    return Store.nbytes(layout) + (buffers + 2) * flat_bytes
+    return Store.nbytes(layout, arrays=arrays) + (buffers + 2) * flat_bytes
 
 
 class _Rehearsed(Exception):

@@ -18,6 +18,7 @@ from zbmd.training.clip import clip_scale, global_norm
 from zbmd.training.config import GPTConfig
 from zbmd.training.gpt import GPT
 from zbmd.training.layout import ALIGNMENT, ParameterLayout
+from zbmd.training.optim import LionConfig, OptimizerConfig, SGDConfig
 from zbmd.training.precision import Storage
 from zbmd.training.zero import machine as zm
 from zbmd.training.zero.accountant import Kind
@@ -27,6 +28,7 @@ from zbmd.training.zero.shard_sum import ShardSum
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 MODEL = GPTConfig(context=8, width=32, heads=2, layers=4)
+ADAMW = AdamWConfig()
 EVENTS_MAX = 10_000
 Tokens = npt.NDArray[np.uint8]
 
@@ -255,12 +257,13 @@ def world_of(
     config: GPTConfig = MODEL,
     seed: int = 0,
     prefetch: int = 1,
+    optimizer: OptimizerConfig = ADAMW,
 ) -> World:
     model = GPT(config)
     shards = ShardLayout.of(model.layout, model.units, ranks=size)
     sums = ShardSum.of(8, size)
     ranks = [
-        ZeroRank(model, shards, sums, rank=r, stage=stage, storage=storage, optimizer=AdamWConfig(), seed=1)
+        ZeroRank(model, shards, sums, rank=r, stage=stage, storage=storage, optimizer=optimizer, seed=1)
         for r in range(size)
     ]
     return World(ranks, prefetch, random.Random(seed))
@@ -273,7 +276,7 @@ def weights_of(world: World) -> npt.NDArray[np.float32]:
 def weights_of_one_process(*, steps: int) -> npt.NDArray[np.float32]:
     """Of the same training with whole batches and no tree."""
     model = GPT(MODEL)
-    weights, optimizer = model.init(1), AdamW(AdamWConfig(), model.layout)
+    weights, optimizer = model.init(1), AdamW(ADAMW, model.layout)
     state, grads = AdamWState(weights, np.zeros_like(weights), np.zeros_like(weights)), np.zeros_like(weights)
     for step in range(steps):
         model.loss_and_grads(weights, grads, tokens_of(step), global_batch=8)
@@ -300,6 +303,21 @@ def test_every_stage_gives_the_same_bits_and_the_weights_of_one_process(size: in
                     [rank.room(u)[: unit.size] for u, unit in enumerate(rank.shards.units)]
                 )
                 assert whole.tobytes() == weights_of(world).tobytes()
+
+
+@pytest.mark.parametrize("optimizer", [SGDConfig(), LionConfig()])
+def test_an_optimizer_with_one_moment_has_room_for_one(optimizer: SGDConfig | LionConfig) -> None:
+    """Its shards end with the bits of the whole, and take 4 bytes a parameter less."""
+    worlds = [world_of(size, stage, optimizer=optimizer) for size, stage in ((1, 2), (4, 1), (4, 3))]
+    for world in worlds:
+        for _ in range(4):
+            assert world.run_step()
+    assert len({weights_of(world).tobytes() for world in worlds}) == 1
+    for two, one in zip((world_of(4, 1), world_of(4, 3)), worlds[1:], strict=True):
+        saved = two.ranks[0].memory.held[Kind.OPTIMIZER] - one.ranks[0].memory.held[Kind.OPTIMIZER]
+        assert saved == 4 * one.ranks[0].shards.shard_size
+        assert one.ranks[0].state.square.size == 0
+        assert all(len(piece.arrays) == 2 for piece in one.ranks[0].pieces())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

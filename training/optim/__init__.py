@@ -1,7 +1,7 @@
 """Optimizers. All write the next version of a state out of place, and share one state: weights, two moments.
 
-An optimizer that keeps one moment leaves `square` as it is: a job's store has room for both, whatever it is
-trained by. All but Muon are elementwise, so their bits do not depend on how the flat array is cut.
+An optimizer that keeps one moment neither reads nor writes `square`, which has no room then (`arrays_of`).
+All but Muon are elementwise, so their bits do not depend on how the flat array is cut.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Protocol, assert_never
 
 import numpy as np
 
-from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState
+from zbmd.training.adamw import ARRAYS, AdamW, AdamWConfig, AdamWState, Shard, StateArray
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.optim.lion import Lion, LionConfig
 from zbmd.training.optim.muon import Muon, MuonConfig
 from zbmd.training.optim.sgd import SGD, SGDConfig
 from zbmd.training.xp import Array
+from zbmd.transport.errors import UserError
 
 OptimizerConfig = AdamWConfig | LionConfig | MuonConfig | SGDConfig
 
@@ -32,6 +33,7 @@ __all__ = [
     "Optimizer",
     "OptimizerConfig",
     "SGDConfig",
+    "arrays_of",
     "optimizer_for",
 ]
 
@@ -52,22 +54,30 @@ class Optimizer(Protocol):
         """Write to `new` the state that follows `old` by `grad_scale * grads`."""
 
 
+def arrays_of(config: OptimizerConfig) -> tuple[StateArray, ...]:
+    """What the state of an optimizer is made of: weights, and one moment or two."""
+    return ARRAYS[:2] if isinstance(config, LionConfig | SGDConfig) else ARRAYS
+
+
 def optimizer_for(
     config: OptimizerConfig,
     layout: ParameterLayout,
     *,
     xp: ModuleType = np,
     dtype: type[np.floating] = np.float32,
+    shard: Shard | None = None,
 ) -> Optimizer:
-    """Return the optimizer that `config` is of."""
+    """Return the optimizer that `config` is of; `shard` as in `AdamW`. Raises `UserError` for Muon of one."""
     match config:
         case AdamWConfig():
-            return AdamW(config, layout, xp=xp, dtype=dtype)
+            return AdamW(config, layout, xp=xp, dtype=dtype, shard=shard)
         case LionConfig():
-            return Lion(config, layout, xp=xp)
+            return Lion(config, layout, xp=xp, shard=shard)
         case MuonConfig():
+            if shard is not None:
+                raise UserError("Muon needs whole matrices, and ZeRO cuts them: choose another optimizer.")
             return Muon(config, layout, xp=xp, dtype=dtype)
         case SGDConfig():
-            return SGD(config, layout, xp=xp)
+            return SGD(config, layout, xp=xp, shard=shard)
         case _:
             assert_never(config)

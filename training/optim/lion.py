@@ -10,7 +10,7 @@ from types import ModuleType
 import msgspec
 import numpy as np
 
-from zbmd.training.adamw import AdamWState, update_blocks
+from zbmd.training.adamw import AdamWState, Shard, update_blocks
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.xp import Array, widened
 
@@ -26,11 +26,19 @@ class LionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="lion"):
 class Lion:
     """The optimizer of one layout. It keeps one moment, `mean`."""
 
-    def __init__(self, config: LionConfig, layout: ParameterLayout, *, xp: ModuleType = np) -> None:
+    def __init__(
+        self,
+        config: LionConfig,
+        layout: ParameterLayout,
+        *,
+        xp: ModuleType = np,
+        shard: Shard | None = None,
+    ) -> None:
+        """With `shard`, the arrays given to `update` are a shard, not the whole flat arrays."""
         self.config = config
         self.layout = layout
         self.xp = xp
-        self._blocks = update_blocks(layout)
+        self._shard = Shard(layout.size, update_blocks(layout)) if shard is None else shard
 
     def update(
         self,
@@ -45,8 +53,8 @@ class Lion:
         """Write to `new` the state that follows `old` by `grad_scale * grads`; see `AdamW.update`."""
         xp, beta1, beta2 = self.xp, self.config.beta1, self.config.beta2
         for array in (old.weights, old.mean, new.weights, new.mean, grads):
-            self.layout.check(array)
-        for span, decayed in self._blocks:
+            self._shard.check(array)
+        for span, decayed in self._shard.blocks:
             decay = learning_rate * self.config.weight_decay if decayed else 0.0
             slope = widened(grads[span]) * grad_scale
             move = old.mean[span] * beta1

@@ -12,7 +12,7 @@ from types import ModuleType
 import msgspec
 import numpy as np
 
-from zbmd.training.adamw import AdamWState, update_blocks
+from zbmd.training.adamw import AdamWState, Shard, update_blocks
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.xp import Array, widened
 
@@ -28,11 +28,19 @@ class SGDConfig(msgspec.Struct, frozen=True, kw_only=True, tag="sgd"):
 class SGD:
     """The optimizer of one layout. It keeps one moment, `mean`: the velocity."""
 
-    def __init__(self, config: SGDConfig, layout: ParameterLayout, *, xp: ModuleType = np) -> None:
+    def __init__(
+        self,
+        config: SGDConfig,
+        layout: ParameterLayout,
+        *,
+        xp: ModuleType = np,
+        shard: Shard | None = None,
+    ) -> None:
+        """With `shard`, the arrays given to `update` are a shard, not the whole flat arrays."""
         self.config = config
         self.layout = layout
         self.xp = xp
-        self._blocks = update_blocks(layout)
+        self._shard = Shard(layout.size, update_blocks(layout)) if shard is None else shard
 
     def update(
         self,
@@ -47,8 +55,8 @@ class SGD:
         """Write to `new` the state that follows `old` by `grad_scale * grads`; see `AdamW.update`."""
         momentum = self.config.momentum
         for array in (old.weights, old.mean, new.weights, new.mean, grads):
-            self.layout.check(array)
-        for span, decayed in self._blocks:
+            self._shard.check(array)
+        for span, decayed in self._shard.blocks:
             decay = learning_rate * self.config.weight_decay if decayed else 0.0
             slope = widened(grads[span]) * grad_scale
             velocity = new.mean[span]

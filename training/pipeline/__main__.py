@@ -27,6 +27,7 @@ from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.clip import TrainingDiverged
 from zbmd.training.job import JobOptions, open_recipe, weights_sha256
 from zbmd.training.mesh import Mesh
+from zbmd.training.optim import arrays_of
 from zbmd.training.pipeline.layers import balanced_cuts
 from zbmd.training.pipeline.measure import measured_costs
 from zbmd.training.pipeline.part import layers_in
@@ -36,7 +37,7 @@ from zbmd.training.recipe import Recipe
 from zbmd.training.tensor.axes import PIPELINE_AXIS
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.job import MeshJob, MeshTask
-from zbmd.training.tensor.stages import SLOTS, STATE_ARRAYS, Stages, bytes_needed
+from zbmd.training.tensor.stages import SLOTS, Stages, bytes_needed
 from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
 from zbmd.training.zero.keeper import Safekeeping
 from zbmd.transport.errors import UserError
@@ -80,7 +81,8 @@ async def run(options: JobOptions, *, schedule: str, chunks: int) -> PipelineRes
     needed = bytes_needed(recipe.model, recipe.config, mesh, guessed)
     # Layers are cut by what they cost, which is not known yet: no stage has more than all of them.
     buffers = AccumulationPlan.of(recipe.config.shards, 0, recipe.config.shards).buffers
-    arena = 4 * (STATE_ARRAYS * 2 * SLOTS + buffers) * recipe.model.layout.size + ARENA_SPARE_BYTES
+    arrays = len(arrays_of(recipe.config.optimizer))
+    arena = 4 * (arrays * 2 * SLOTS + buffers) * recipe.model.layout.size + ARENA_SPARE_BYTES
     try:
         async with join(arena=arena, inbox_bytes=INBOX_BYTES_DEFAULT + needed.inbox, enter=False) as node:
             return await MeshJob(node, mesh, _Task(node, recipe, options, schedule, chunks)).run()
@@ -125,7 +127,8 @@ class _Task(MeshTask[PipelineResult]):
 
     def copies(self, trainer: MeshTrainer) -> list[np.ndarray]:
         """See `MeshTask`."""
-        return [self._empty(STATE_ARRAYS * trainer.own.size_most, trainer.state_dtype) for _ in range(SLOTS)]
+        size = len(arrays_of(self._recipe.config.optimizer)) * trainer.own.size_most
+        return [self._empty(size, trainer.state_dtype) for _ in range(SLOTS)]
 
     def _empty(self, size: int, dtype: Any) -> np.ndarray:
         return self._node.segment.arena.empty((size,), dtype)

@@ -24,7 +24,7 @@ from zbmd.training.job import weights_sha256
 from zbmd.training.journal import WEIGHTS_NAME
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.mesh import Mesh
-from zbmd.training.optim import MuonConfig
+from zbmd.training.optim import MuonConfig, arrays_of
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.precision import storage_dtype
@@ -221,7 +221,8 @@ class _Run(MeshTask[TrainResult]):
 
     def copies(self, trainer: MeshTrainer) -> list[np.ndarray]:
         """See `MeshTask`."""
-        size = state_elements(elements_most(self.config, self.mesh, self.options.stages), trainer.dtype)
+        most = elements_most(self.config, self.mesh, self.options.stages)
+        size = state_elements(most, trainer.dtype, self.options.training.optimizer)
         return [self._empty(size, trainer.state_dtype) for _ in range(SLOTS)]
 
     def _empty(self, size: int, dtype: Any) -> Array:
@@ -319,7 +320,9 @@ class _Run(MeshTask[TrainResult]):
             trainer.begin_with(load_gpt2(options.weights)[0])
         elif options.resume is not None:
             layout = ParameterLayout.of(parameter_shapes(self.config))
-            with contextlib.closing(open_state(options.resume, plan=self._plan, layout=layout)) as saved:
+            arrays = arrays_of(options.training.optimizer)
+            found = open_state(options.resume, plan=self._plan, layout=layout, arrays=arrays)
+            with contextlib.closing(found) as saved:
                 trainer.begin_from(saved)
 
     def _checkpoint(self, trainer: MeshTrainer) -> None:

@@ -11,6 +11,7 @@ from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.gpt import GPT
 from zbmd.training.mesh import Mesh
+from zbmd.training.optim import OptimizerConfig, arrays_of
 from zbmd.training.pipeline.layers import even_cuts
 from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.program import Shape, StageProgram
@@ -22,8 +23,6 @@ from zbmd.training.tensor.model import PartOfGPT
 from zbmd.transport.errors import UserError
 
 FLOAT32: np.dtype[np.floating] = np.dtype(np.float32)
-STATE_ARRAYS = 3
-"""Weights and two moments."""
 SLOTS = 2
 """Versions of the state: a step reads one and writes the other."""
 
@@ -92,7 +91,7 @@ def bytes_needed(
     buffers = max(AccumulationPlan.of(training.shards, *share).buffers for share in shares)
     computing = computing_dtype(dtype)
     stored = (buffers + 1 + (dtype != computing)) * most * dtype.itemsize
-    state = state_elements(most, dtype) * computing.itemsize
+    state = state_elements(most, dtype, training.optimizer) * computing.itemsize
     every = stages.programs(training, mesh)
     inbox = 0
     if count > 1:
@@ -101,9 +100,9 @@ def bytes_needed(
     return RankBytes(arena=stored + (SLOTS + copies) * state, inbox=inbox)
 
 
-def state_elements(size: int, dtype: np.dtype[np.floating]) -> int:
+def state_elements(size: int, dtype: np.dtype[np.floating], optimizer: OptimizerConfig) -> int:
     """How many numbers the state of `size` parameters of `dtype` has, with the loss scale, if it changes."""
-    return STATE_ARRAYS * size + LossScale.of(dtype).numbers
+    return len(arrays_of(optimizer)) * size + LossScale.of(dtype).numbers
 
 
 def elements_most(config: GPTConfig, mesh: Mesh, stages: Stages) -> int:

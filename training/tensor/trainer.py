@@ -23,12 +23,12 @@ from zbmd.training import spans
 from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.adamw import AdamWState
 from zbmd.training.clip import TrainingDiverged, clip_scale, non_finite
-from zbmd.training.gpt import Batch
-from zbmd.training.layout import ParameterSlot
+from zbmd.training.gpt import GPT, Batch
+from zbmd.training.layout import ParameterLayout, ParameterSlot
 from zbmd.training.lookout import Lookout
 from zbmd.training.mesh import Mesh
 from zbmd.training.non_finite import bad_gradient, bad_weights, where_it_began
-from zbmd.training.optim import optimizer_for
+from zbmd.training.optim import arrays_of, optimizer_for
 from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.passes import StagePasses
 from zbmd.training.pipeline.rings import RingMemory, StageRings, gather_rows
@@ -39,14 +39,14 @@ from zbmd.training.recipe import Recipe
 from zbmd.training.reduction import ShardReduction
 from zbmd.training.rng import Noise
 from zbmd.training.room import told_by_step
-from zbmd.training.shard_files import ARRAYS, Cut, Piece, SavedState, run_of
+from zbmd.training.shard_files import Cut, Piece, SavedState, run_of
 from zbmd.training.tensor.axes import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.model import ParallelGPT
 from zbmd.training.tensor.norm import mesh_norm
 from zbmd.training.tensor.relay import relayed_loss
 from zbmd.training.tensor.shards import cut_of
-from zbmd.training.tensor.stages import FLOAT32, ONE_EACH, SLOTS, STATE_ARRAYS, Stages, state_elements
+from zbmd.training.tensor.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
 from zbmd.training.watch import ALONE, VOTE_NUMBERS, StepWatch
 from zbmd.training.xp import Array
 from zbmd.transport._native import now_ns
@@ -75,9 +75,9 @@ class MeshTrainer:
     """Trains `recipe`, whose model is of `groups.model`, with weights and gradients of `dtype`.
 
     Of 16 bits, masters and moments are kept, and all is computed, in float32; `loss_scale` is what float16
-    begins with. Arrays are made by `empty`,
-    which may give memory that peers can read (`node.segment.arena`): that saves copies, and is needed where a
-    mirror goes along. Without `overlap` the reductions begin when the backward pass has ended.
+    begins with. Arrays are made by `empty`, which may give memory that peers can read
+    (`node.segment.arena`): that saves copies, and is needed where a mirror goes along. Without `overlap` the
+    reductions begin when the backward pass has ended.
     """
 
     def __init__(
@@ -100,8 +100,10 @@ class MeshTrainer:
         self.dtype, self.state_dtype = dtype, computing_dtype(dtype)
         self._initial_scale = LossScale.of(dtype, first=loss_scale)
         config, model = recipe.config, recipe.model
+        self._arrays = arrays_of(config.optimizer)
         count, stage = groups.size(PIPELINE_AXIS), groups.place(PIPELINE_AXIS)
         self.own = OwnParts(model, stages.cuts_of(model.config, count), stages=count, stage=stage)
+        self._cuts = _cuts_of(model, self.own.layout)
         self._programs = stages.programs(config, groups.mesh)[groups.place(DATA_AXIS)]
         self._assignment = assign_shards(config.shards, groups.size(DATA_AXIS))
         self._plan = AccumulationPlan.of(config.shards, *self._assignment[groups.place(DATA_AXIS)])
@@ -119,7 +121,9 @@ class MeshTrainer:
             if groups.data is not None
             else self._buffers[next(iter(self._plan.partials.values()))]
         )
-        self.slots = [zeros(state_elements(size, dtype), self.state_dtype) for _ in range(SLOTS)]
+        self.slots = [
+            zeros(state_elements(size, dtype, config.optimizer), self.state_dtype) for _ in range(SLOTS)
+        ]
         """Versions of what this rank holds: weights and moments, one behind the other, and the loss scale, if
         it changes."""
         self._narrow = zeros(size) if dtype != self.state_dtype else None
@@ -142,7 +146,7 @@ class MeshTrainer:
         return self._state_in(self.slot)
 
     def _state_in(self, slot: int) -> AdamWState:
-        return AdamWState(*np.split(self.slots[slot][: STATE_ARRAYS * self.own.layout.size], STATE_ARRAYS))
+        return AdamWState.of(self.slots[slot], self.own.layout.size, len(self._arrays))
 
     @property
     def loss_scale(self) -> LossScale:
@@ -150,7 +154,7 @@ class MeshTrainer:
         return self._initial_scale.read(self._scale_room(self.slot))
 
     def _scale_room(self, slot: int) -> Array:
-        return self.slots[slot][STATE_ARRAYS * self.own.layout.size :]
+        return self.slots[slot][len(self._arrays) * self.own.layout.size :]
 
     @property
     def params(self) -> Array:
@@ -170,9 +174,9 @@ class MeshTrainer:
     def begin_from(self, saved: SavedState) -> None:
         """Begin with the state in a checkpoint, of any mesh. Raises `UserError` for one that is damaged."""
         layout = self.own.layout
-        flats = [np.zeros(layout.size, self.state_dtype) for _ in ARRAYS]
-        for array, flat in zip(ARRAYS, flats, strict=True):
-            for (slot, cut), own in zip(self._cuts(), layout.slots, strict=True):
+        flats = [np.zeros(layout.size, self.state_dtype) for _ in self._arrays]
+        for array, flat in zip(self._arrays, flats, strict=True):
+            for (slot, cut), own in zip(self._cuts, layout.slots, strict=True):
                 flat[own.span] = cut.of(saved.parameter(array, slot)).reshape(-1)
         self.step = self.base = saved.version
         self._initial, self._initial_scale = flats, self._initial_scale.read(np.array(saved.loss_scale))
@@ -183,24 +187,13 @@ class MeshTrainer:
         if self.groups.place(DATA_AXIS):
             return []
         state, layout = self.state, self.own.layout
-        views = (layout.views(array) for array in (state.weights, state.mean, state.square))
+        views = (layout.views(getattr(state, name)) for name in self._arrays)
         is_first = self.groups.place(TENSOR_AXIS) == 0
         return [
             Piece(slot.name, cut, tuple(held))
-            for (slot, cut), *held in zip(self._cuts(), *views, strict=True)
+            for (slot, cut), *held in zip(self._cuts, *views, strict=True)
             if is_first or cut_of(slot.name)[1]
         ]
-
-    def _cuts(self) -> list[tuple[ParameterSlot, Cut]]:
-        """Each parameter that this rank holds a part of, as it is in the whole model, and which part."""
-        model = self.recipe.model
-        if isinstance(model, ParallelGPT):
-            whole = {
-                slot.name: (slot, model.shards.piece(slot, model.part)) for slot in model.shards.whole.slots
-            }
-        else:
-            whole = {slot.name: (slot, run_of(slot.size, 0, slot.size)) for slot in model.layout.slots}
-        return [whole[slot.name] for slot in self.own.layout.slots]
 
     def begin_anew(self) -> None:
         """Take the state that the training begins with, in slot 0."""
@@ -208,8 +201,8 @@ class MeshTrainer:
         initial = self._initial or [self.own.cut(recipe.model.init(recipe.config.seed))]
         self.slots[0][:] = 0
         state = self._state_in(0)
-        for part, flat in zip((state.weights, state.mean, state.square), initial, strict=False):
-            part[:] = flat
+        for name, flat in zip(self._arrays, initial, strict=False):
+            getattr(state, name)[:] = flat
         self._initial_scale.write(self._scale_room(0))
         self._round()
 
@@ -426,6 +419,16 @@ class MeshTrainer:
         self.slot = target
         self._round()
         self.step += 1
+
+
+def _cuts_of(model: GPT, own: ParameterLayout) -> list[tuple[ParameterSlot, Cut]]:
+    """Each parameter in `own`, as it is in the whole model, and which part of it a rank of `model` holds."""
+    if isinstance(model, ParallelGPT):
+        whole, shards, part = model.shards.whole, model.shards, model.part
+        cuts = {slot.name: (slot, shards.piece(slot, part)) for slot in whole.slots}
+    else:
+        cuts = {slot.name: (slot, run_of(slot.size, 0, slot.size)) for slot in model.layout.slots}
+    return [cuts[slot.name] for slot in own.slots]
 
 
 def _begun(world: Group) -> Future[None]:

@@ -35,6 +35,7 @@ from zbmd.training.job import (
 )
 from zbmd.training.journal import WEIGHTS_NAME, adopted_report, step_report
 from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord, read_log
+from zbmd.training.optim import arrays_of
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room
@@ -123,7 +124,9 @@ class ZeroJob:
         self._plan = zero_plan_of(recipe, zero)
         self._saved: SavedState | None = None
         if options.resume is not None:
-            self._saved = open_state(options.resume, plan=self._plan, layout=recipe.model.layout)
+            arrays = arrays_of(recipe.config.optimizer)
+            layout = recipe.model.layout
+            self._saved = open_state(options.resume, plan=self._plan, layout=layout, arrays=arrays)
         path, base = options.out / LOG_NAME, 0 if self._saved is None else self._saved.version
         if again and path.exists():  # what the run began with may have been written over since
             base = read_log(path)[0].base_version

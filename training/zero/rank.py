@@ -16,13 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState, Shard, update_blocks
+from zbmd.training.adamw import AdamWState, Shard, update_blocks
 from zbmd.training.gpt import GPT, Batch
 from zbmd.training.layout import ParameterSlot
 from zbmd.training.lookout import Lookout, Where, lookout
+from zbmd.training.optim import OptimizerConfig, arrays_of, optimizer_for
 from zbmd.training.pipeline.norm import Pieces, norm_of, pieces_length, pieces_of
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, storage_dtype
-from zbmd.training.shard_files import ARRAYS, Cut, Piece, SavedState, run_of
+from zbmd.training.shard_files import Cut, Piece, SavedState, run_of
 from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.xp import Array
 from zbmd.training.zero.accountant import Accountant, Kind
@@ -56,7 +57,7 @@ class ZeroRank:
         rank: int,
         stage: int,
         storage: Storage,
-        optimizer: AdamWConfig,
+        optimizer: OptimizerConfig,
         seed: int,
         memory: Accountant | None = None,
         keep_previous: bool = False,
@@ -77,9 +78,10 @@ class ZeroRank:
         self._passes: dict[int, list[_Pass]] = {}
         self._slopes: list[Array] = []
         self._initial_scale = LossScale.of(self.dtype, first=loss_scale)
-        size, take = 3 * shards.shard_size + self._initial_scale.numbers, self.memory.allocate
+        self._arrays = arrays_of(optimizer)
+        size, take = len(self._arrays) * shards.shard_size + self._initial_scale.numbers, self.memory.allocate
         self.slots = [take(Kind.OPTIMIZER, size, np.float32)]
-        """Masters and both moments of the shard, one behind the other, and the loss scale, if it changes:
+        """Masters and moments of the shard, one behind the other, and the loss scale, if it changes:
         what this rank alone holds."""
         if keep_previous:
             self.slots.append(take(Kind.MIRROR, size, np.float32))
@@ -99,7 +101,7 @@ class ZeroRank:
                 self._grad_parts[number] = self._own(self._grads[number], unit)
         blocks = update_blocks(model.layout)
         self._optimizers = [
-            AdamW(optimizer, model.layout, shard=Shard(unit.part, self._blocks(unit, blocks)))
+            optimizer_for(optimizer, model.layout, shard=Shard(unit.part, self._blocks(unit, blocks)))
             for unit in shards.units
         ]
         self._seed = seed
@@ -127,12 +129,12 @@ class ZeroRank:
     def begin_from(self, saved: SavedState) -> None:
         """Begin with the state in a checkpoint, of any number of ranks. Raises `UserError` for damage."""
         shard = np.zeros(self.slots[0].size, np.float32)
-        for which, array in enumerate(ARRAYS):
+        for which, array in enumerate(self._arrays):
             flat = shard[which * self.shards.shard_size :]
             for slot, cut, at in self._held():
                 flat[at : at + cut.stop - cut.start] = cut.of(saved.parameter(array, slot)).reshape(-1)
         scale = self._initial_scale.read(np.array(saved.loss_scale))
-        scale.write(shard[3 * self.shards.shard_size :])
+        scale.write(shard[len(self._arrays) * self.shards.shard_size :])
         self._initial = shard
         self.begin_anew()
 
@@ -143,9 +145,7 @@ class ZeroRank:
             Piece(
                 slot.name,
                 cut,
-                tuple(
-                    flat[at : at + cut.stop - cut.start] for flat in (state.weights, state.mean, state.square)
-                ),
+                tuple(getattr(state, name)[at : at + cut.stop - cut.start] for name in self._arrays),
             )
             for slot, cut, at in self._held()
         ]
@@ -176,7 +176,7 @@ class ZeroRank:
 
     @property
     def _scale_room(self) -> Array:
-        return self.state_flat[3 * self.shards.shard_size :]
+        return self.state_flat[len(self._arrays) * self.shards.shard_size :]
 
     @property
     def loss_scale(self) -> LossScale:
@@ -189,8 +189,7 @@ class ZeroRank:
         return self._state_in(self.slot)
 
     def _state_in(self, slot: int) -> AdamWState:
-        size, flat = self.shards.shard_size, self.slots[slot]
-        return AdamWState(*(flat[k * size : (k + 1) * size] for k in range(3)))
+        return AdamWState.of(self.slots[slot], self.shards.shard_size, len(self._arrays))
 
     def _sharded(self, kind: Kind) -> dict[int, Array]:
         shard = self.memory.allocate(kind, self.shards.shard_size, self.dtype)

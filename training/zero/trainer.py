@@ -21,12 +21,12 @@ from zbmd.actors.member import Node
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.group import Group
 from zbmd.training import spans
-from zbmd.training.adamw import AdamWConfig
 from zbmd.training.clip import TrainingDiverged, clip_scale
 from zbmd.training.config import TrainingConfig
 from zbmd.training.gpt import GPT
 from zbmd.training.lookout import Lookout, lookout
 from zbmd.training.non_finite import where_it_began
+from zbmd.training.optim import arrays_of
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.recipe import Recipe
 from zbmd.training.rng import Noise
@@ -107,7 +107,7 @@ def arena_bytes_needed(
 ) -> int:
     """Bytes of arena that a rank needs, with room for `copies` of shards beside its own."""
     shards, sums = shards_of(model, ranks), ShardSum.of(config.shards, ranks)
-    dtype = storage_dtype(options.storage)
+    dtype, arrays = storage_dtype(options.storage), len(arrays_of(config.optimizer))
     itemsize, scale_bytes = dtype.itemsize, 4 * LossScale.of(dtype).numbers
     whole = ranks * sum(unit.part for unit in shards.units)
     largest = ranks * max(unit.part for unit in shards.units)
@@ -116,7 +116,7 @@ def arena_bytes_needed(
     buffers = max(max(1, sums.plan(rank).buffers) for rank in range(ranks))
     reducing = (zm.REDUCING_MAX + 1) * itemsize * (buffers + 2 * sums.width)
     gathered = (options.prefetch + 1) * itemsize
-    state_bytes = (1 + copies) * (12 * shards.shard_size + scale_bytes) + itemsize * (weights + grads)
+    state_bytes = (1 + copies) * (4 * arrays * shards.shard_size + scale_bytes) + itemsize * (weights + grads)
     return int(ARENA_SLACK * (state_bytes + (reducing + gathered) * largest)) + ARENA_ROOM_BYTES
 
 
@@ -124,7 +124,7 @@ class ZeroTrainer:
     """Trains `recipe` on all members of `group`, its state shared out. For one thread, not the loop's.
 
     All members make it and call its methods together. `node` was joined with an arena of at least
-    `arena_bytes_needed`. keep_previous: see `ZeroRank`. Raises `UserError` for an optimizer but AdamW.
+    `arena_bytes_needed`. keep_previous: see `ZeroRank`. Raises `UserError` for Muon.
     """
 
     def __init__(
@@ -136,9 +136,6 @@ class ZeroTrainer:
         *,
         keep_previous: bool = False,
     ) -> None:
-        optimizer = recipe.config.optimizer
-        if not isinstance(optimizer, AdamWConfig):
-            raise UserError("ZeRO updates shards with AdamW alone: leave out the other optimizer.")
         self.recipe, self.options, self.group = recipe, options, group
         place, ranks = group.members.index(node.rank), group.size
         arena = node.segment.arena
@@ -151,7 +148,7 @@ class ZeroTrainer:
             rank=place,
             stage=options.stage,
             storage=options.storage,
-            optimizer=optimizer,
+            optimizer=recipe.config.optimizer,
             seed=recipe.config.seed,
             memory=self.memory,
             keep_previous=keep_previous,

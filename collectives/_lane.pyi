@@ -77,6 +77,8 @@ class Lane:
         """The call that failed; the turn is still its caller's."""
     def kill_at(self, sequence: int, point: int) -> None:
         """Fault injection, see `Executor.kill_at`."""
+    def forget(self) -> None:
+        """Take no call of before any more; what they kept of memory goes back."""
     def queue(self, change: int) -> None:
         """Operations that wait for another thread have become one more, or one less."""
     def learn(
@@ -90,7 +92,7 @@ class Lane:
         algorithm: str,
         called_root: int,
         places: Mapping[int, bool],
-        scratch_array: NDArray[np.uint8],
+        memory: object,
         addresses: NDArray[np.uint64],
         nbytes: int,
         flight: int,
@@ -112,7 +114,7 @@ class Lane:
         """Take calls like this one, which has just run, from now on; call it while the turn is the caller's.
 
         `called_root`: as the caller had it. `places`: for each of its buffers, whether it is `out` (or `x`).
-        `scratch_array`: what `scratch` is the address of. `flight`: its number in the ring. The rest is what
+        `memory`: what owns scratch and inbox; it is kept. `flight`: its number in the ring. The rest is what
         `NativeGroup.run` was told.
         """
     def run(

@@ -145,12 +145,17 @@ cdef class Lane:
     def kill_at(self, int64_t sequence, int64_t point):
         self.kill_sequence, self.kill_point = sequence, point
 
+    def forget(self):
+        """See _lane.pyi."""
+        self.shapes = [None] * SHAPES
+        self.oldest = 0
+
     def queue(self, int change):
         """Operations that wait for another thread: + 1 or - 1."""
         self.queued += change
 
     def learn(self, object plan, NativeProgram program not None, x, out, *, str op not None, str algorithm not None,
-              object called_root, object places not None, object scratch_array not None,
+              object called_root, object places not None, object memory not None,
               const uint64_t[::1] addresses not None, uint64_t nbytes, int32_t flight, int operation, int dtype,
               int reduction, int root, uint64_t count, uint64_t total, uint32_t piece, uint64_t in_stride,
               uint64_t out_stride, uintptr_t scratch, uint64_t scratch_bytes, const uint64_t[:, ::1] layout=None,
@@ -161,7 +166,7 @@ cdef class Lane:
         self.group._prepare(program, made.run, addresses, operation, dtype, reduction, root, count, total, piece,
                             in_stride, out_stride, scratch, scratch_bytes, layout, extents, layout_digest)
         memcpy(&made.header, &self.group.own, sizeof(Header))
-        made.kept = (scratch_array, None if layout is None else layout.base, None if extents is None else extents.base)
+        made.kept = (memory, None if layout is None else layout.base, None if extents is None else extents.base)
         made.plan, made.program = plan, program
         made.operation, made.root, made.op, made.algorithm = operation, called_root, op, algorithm
         made.has_x, made.has_out = x is not None, out is not None

@@ -29,7 +29,7 @@ cdef extern from "run.h" nogil:
         uint64_t *seen
         char *scratch
         uint64_t count, slot_bytes, item, blocks, pub_bytes
-        int per_block, dtype, narrow
+        int per_block, dtype, narrow, streams
         uint32_t divisor
         const uint64_t *layout
         const uint64_t *extents
@@ -46,6 +46,14 @@ cdef extern from "run.h" nogil:
     zbmd_move zbmd_move_of(const Run *run, const int32_t *row, int own) noexcept
     void zbmd_apply(const Run *run, const int32_t *row, zbmd_move move) noexcept
     void zbmd_perform(const Run *run, const int32_t *row, int own) noexcept
+
+cdef extern from "stores.h" nogil:
+    enum:
+        ZBMD_STORE_STREAMED
+    ctypedef struct zbmd_store_choice:
+        pass
+    int zbmd_store_next(zbmd_store_choice *choice) noexcept
+    void zbmd_store_note(zbmd_store_choice *choice, double cost) noexcept
 
 # A channel's descriptors: two, used in turn. An operation's is not overwritten before its successor's
 # successor begins, when every peer has ended this one.
@@ -88,6 +96,7 @@ cdef struct Header:
     uint64_t in_stride       # elements from block to block; under a layout: 1 if staged, else 0
     uint64_t out_stride
     uint64_t offsets[BUFFERS]
+    uint64_t stores          # of rank 0: how all are to write to inboxes (stores.h)
 
 
 cdef class NativeProgram:
@@ -129,6 +138,11 @@ cdef inline uint64_t extent(NativeProgram program, Run *run, const Header *h, in
     return need + (program.blocks - 1) * stride * run.item
 
 
+cdef enum:
+    STORE_CLASSES = 16           # by powers of two of a run's bytes
+    STORE_BYTES_MIN = 1 << 16    # smaller runs write through the cache
+
+
 cdef class NativeGroup:
     cdef char *base[RANKS]            # NULL for a rank on another host
     cdef char *descriptors[RANKS]     # where each rank's descriptors can be read here
@@ -139,6 +153,7 @@ cdef class NativeGroup:
     cdef uint64_t received[RANKS]
     cdef Header headers[RANKS]
     cdef Header own
+    cdef zbmd_store_choice choices[STORE_CLASSES]
     cdef int n, rank
     cdef uint32_t channel, epoch, sequence, spins, yields
     cdef uint64_t mask, identity
@@ -170,6 +185,7 @@ cdef class NativeGroup:
     cdef int _complete(self, NativeProgram program, Run *run, int64_t kill_point,
                        uint64_t deadline_ns) noexcept nogil
     cdef bint _all_are_here(self, uint32_t looks) noexcept nogil
+    cdef zbmd_store_choice *_choice(self, NativeProgram program, const Run *run) noexcept nogil
     cdef void _publish(self, NativeProgram program, Run *run) noexcept nogil
     cdef int _await_all(self, uint64_t deadline_ns) noexcept nogil
     cdef int _agree(self, NativeProgram program, Run *run) noexcept nogil

@@ -49,6 +49,14 @@ class NativeProgram:
     def kill_points(self) -> int:
         """How many points of an operation `NativeGroup.run` can be killed at: 0..kill_points-1."""
 
+class StoreChoice:
+    """How the puts of runs of one size write, as rank 0 of a group chooses it (stores.h)."""
+
+    def next(self) -> int:
+        """Of the run that begins: 0 through the cache, 1 past it."""
+    def note(self, cost: float) -> None:
+        """What that run took, in any unit that stays the same."""
+
 class NativeGroup:
     """This process's end of a group: peers' mappings, notification counters, descriptors.
 

@@ -155,6 +155,18 @@ cdef class NativeProgram:
         self.used += 1
 
 
+cdef class StoreChoice:
+    """How puts write, as rank 0 of a group chooses it; for tests."""
+
+    cdef zbmd_store_choice choice
+
+    def next(self):
+        return zbmd_store_next(&self.choice)
+
+    def note(self, double cost):
+        zbmd_store_note(&self.choice, cost)
+
+
 cdef inline uint64_t mix(uint64_t x) noexcept nogil:
     # The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
     x ^= x >> 30
@@ -179,6 +191,7 @@ cdef class NativeGroup:
         self.payload_max, self.whole_headers = PAYLOAD_BYTES, False
         memset(self.sent, 0, sizeof(self.sent))
         memset(self.received, 0, sizeof(self.received))
+        memset(self.choices, 0, sizeof(self.choices))
         for i, (base, slot, inbox_end, total) in enumerate(ranges):
             if not 0 <= slot < ZBMD_MAX_SLOTS or not ZBMD_OFF_END <= inbox_end <= total:
                 raise ValueError(f"the segment of rank {i} is out of bounds")
@@ -254,11 +267,18 @@ cdef class NativeGroup:
 
     cdef int _complete(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
         """Everything behind the announcement."""
+        cdef zbmd_store_choice *choice = self._choice(program, run)
+        cdef uint64_t began_ns = 0
         cdef int status = self._await_all(deadline_ns)
         if status == S_DONE:
             status = self._agree(program, run)
+        run.streams = choice != NULL and self.headers[0].stores == ZBMD_STORE_STREAMED
+        if choice != NULL:
+            began_ns = zbmd_now_ns()
         if status == S_DONE:
             status = self._walk(program, run, kill_point, deadline_ns)
+        if status == S_DONE and choice != NULL and self.rank == 0:
+            zbmd_store_note(choice, <double>(zbmd_now_ns() - began_ns) / <double>(run.count * run.item))
         if status == S_DONE and not self._still_valid():
             status = S_ABORTED
         if status != S_DONE:
@@ -390,7 +410,19 @@ cdef class NativeGroup:
                 zbmd_die()
             self._signal((self.rank + k) % self.n)
 
+    cdef zbmd_store_choice *_choice(self, NativeProgram program, const Run *run) noexcept nogil:
+        """What decides how this run's puts write, or NULL if it has few or none."""
+        cdef uint64_t left = run.count * run.item
+        cdef int k = 0
+        if not program.inbox_slots or left < STORE_BYTES_MIN:
+            return NULL
+        while left >= 2 * STORE_BYTES_MIN and k < STORE_CLASSES - 1:
+            left >>= 1
+            k += 1
+        return &self.choices[k]
+
     cdef void _publish(self, NativeProgram program, Run *run) noexcept nogil:
+        cdef zbmd_store_choice *choice = self._choice(program, run) if self.rank == 0 else NULL
         cdef char *mine
         self.pc = self.culprit = -1
         self.sequence += 1
@@ -400,6 +432,7 @@ cdef class NativeGroup:
         zbmd_store64(mine, 0, 0)
         zbmd_fence_release()
         self.own.word = self.own.withdrawn = 0
+        self.own.stores = zbmd_store_next(choice) if choice != NULL else 0
         memcpy(mine, &self.own, self._header_bytes(program))
         if program.eager and run.address[self.rank][PUB] != NULL:
             memcpy(mine + HEADER_BYTES, run.address[self.rank][PUB], run.pub_bytes)

@@ -42,12 +42,14 @@ def choose(
     model: Model,
     wish: str,
     eager_bytes_max: int = PUB_BYTES_MAX,
+    far: bool = False,
 ) -> Choice:
     """What "auto" stands for.
 
     `nbytes`: a rank's largest array. `published_bytes`: what a rank would publish, if all of its input
     travelled. `hosts`: how many. `wish`: the value of `ZBMD_ALGORITHM`. `eager_bytes_max`: what can travel
-    with a descriptor; up to `PUB_BYTES_MAX` it always does. Raises `UserError` if the wish cannot be.
+    with a descriptor; up to `PUB_BYTES_MAX` it always does. `far`: whether a member is on another host.
+    Raises `UserError` if the wish cannot be.
     """
     fits = published_bytes <= eager_bytes_max
     wished = _wished(operation, wish)
@@ -71,6 +73,13 @@ def choose(
         return Choice(
             algorithm="eager",
             reason=f"{published_bytes} bytes travel with the descriptor (at most {PUB_BYTES_MAX})",
+            predicted_ns=ranked,
+        )
+    if operation is Operation.ALL_REDUCE and n == 2 and hosts == 1 and not far:
+        # The model knows neither of copies of arrays outside the arena nor of caches that ranks do not share.
+        return Choice(
+            algorithm="swap",
+            reason="two ranks of one host: arrays are used wherever they lie",
             predicted_ns=ranked,
         )
     reason = f"predicted to take {cost / 1e3:.1f} us"

@@ -1,17 +1,17 @@
 """Communicators: the blocking collective operations of one group in one epoch.
 
 Call the methods on a data-plane thread: they block, without the GIL while bytes move. Arrays in the arena are
-used in place; an array elsewhere is staged through the arena, piece by piece, if peers must read it; one that
-is not contiguous is packed and unpacked. Besides numpy arrays, anything with DLPack on the host or the buffer
-protocol will do (`arrays.as_array`). A communicator ends with its epoch: after any error but a bad argument,
-make the next view's.
+used in place, and so are all that "swap" is given; an array elsewhere is staged through the arena, piece by
+piece, if peers must read it; one that is not contiguous is packed and unpacked. Besides numpy arrays,
+anything with DLPack on the host or the buffer protocol will do (`arrays.as_array`). A communicator ends with
+its epoch: after any error but a bad argument, make the next view's.
 
 An operation with `out` *preserves*: its inputs are intact until it returns. In place it *recomputes*:
 after an error the array holds neither input nor result.
 
 All ranks end with identical bits, and a run repeats bit for bit. The order of a reduction is the algorithm's:
-"eager" and "direct" fold ranks 0..n-1 from the left, "ring" goes round from a chunk-dependent rank, the shard
-tree is a function of the number of shards. 16-bit floats are reduced in float32 and rounded once
+"eager", "direct" and "swap" fold ranks 0..n-1 from the left, "ring" goes round from a chunk-dependent rank,
+the shard tree is a function of the number of shards. 16-bit floats are reduced in float32 and rounded once
 (`reductions`).
 
 All operations raise `UserError` on a bad argument (which harms nothing), `MembersLost` (a `PeerLost`),
@@ -78,8 +78,8 @@ class Communicator(CoalescedOperations):
         """Combine every rank's `x` element by element; all ranks get the result in `out` (default: `x`).
 
         `x`: any shape, the same dtype and size on all ranks. `op`: sum, prod, min, max, avg, band, bor or
-        bxor, as far as the dtype has it (`reductions`). `algorithm`: auto, eager, direct, ring,
-        bidirectional_ring, halving_doubling, tree, double_tree or hierarchical.
+        bxor, as far as the dtype has it (`reductions`). `algorithm`: auto, eager, direct, swap,
+        ring, bidirectional_ring, halving_doubling, tree, double_tree or hierarchical.
         """
         done = self.lane.run(_ALL_REDUCE, x, out, op, algorithm, NO_ROOT, deadline_ns)
         if done is not None:

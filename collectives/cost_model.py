@@ -100,6 +100,10 @@ def _bidirectional_all_reduce(case: Case) -> float:
     return case.time_ns(steps=1 + 4 * (case.n - 1), moved=moved, reduced=share)
 
 
+def _swap_all_reduce(case: Case) -> float:
+    return case.time_ns(steps=2, moved=case.n - 1, reduced=case.n - 1)
+
+
 def _halving_all_reduce(case: Case) -> float:
     share = (case.n - 1) / case.n
     left_over = case.n != 1 << (case.n.bit_length() - 1)
@@ -171,6 +175,7 @@ _GATHERING = frozenset((Operation.ALL_GATHER, Operation.GATHER))
 FORMULAS: Mapping[tuple[Operation, str], Formula] = MappingProxyType(
     {
         (Operation.ALL_REDUCE, "direct"): _direct_all_reduce,
+        (Operation.ALL_REDUCE, "swap"): _swap_all_reduce,
         (Operation.ALL_REDUCE, "ring"): _ring_all_reduce,
         (Operation.ALL_REDUCE, "bidirectional_ring"): _bidirectional_all_reduce,
         (Operation.ALL_REDUCE, "halving_doubling"): _halving_all_reduce,

@@ -55,7 +55,7 @@ YIELDS_SHARED = 200
 SPINS_REMOTE = 64
 """Looks before a wait parks, when what it waits for comes over a network."""
 
-_HEADER = struct.Struct("=6Q4BI2Q32Q")
+_HEADER = struct.Struct("=6Q4BI2Q33Q")
 _OPERATIONS = {operation.value: operation.name.lower() for operation in Operation}
 
 
@@ -146,6 +146,11 @@ class Executor(ABC):
     def scratch(self) -> NDArray[np.uint8]:
         """The memory for partial results; a later run may take more, elsewhere."""
         return self._scratch
+
+    @property
+    def inbox(self) -> NDArray[np.uint8]:
+        """The slots that peers put into; a later run may take more, elsewhere."""
+        return self._inbox
 
     @property
     def addresses(self) -> NDArray[np.uint64]:

@@ -21,12 +21,13 @@ from zbmd.collectives.plan import (
     FAR_PIECE_BYTES,
     PIECE_BYTES,
     PLANS_MAX,
+    SWAP_PIECE_BYTES,
     Plan,
     chunks_for,
     plan_of,
 )
 from zbmd.collectives.program import IN, OUT
-from zbmd.collectives.reductions import itemsize
+from zbmd.collectives.reductions import itemsize, slot_itemsize
 from zbmd.transport._native import address_of
 from zbmd.transport.errors import UserError
 from zbmd.transport.segment import Segment
@@ -115,6 +116,7 @@ def choice_of(ask: Ask) -> Choice:
         hosts=max(1, len(set(ask.hosts))) if ask.eager_bytes_max <= PUB_BYTES_MAX else ask.n,
         model=ask.model,
         eager_bytes_max=ask.eager_bytes_max,
+        far=ask.far,
         wish=ask.wish,
     )
 
@@ -130,8 +132,7 @@ def shape_of(ask: Ask) -> Shape:
     if name == "eager" and published_bytes > ask.eager_bytes_max:
         raise UserError(f"algorithm 'eager' does not take {published_bytes} bytes; use 'auto'")
 
-    far = ask.far and name == "direct"
-    chunk_bytes, piece_bytes = (FAR_CHUNK_BYTES, FAR_PIECE_BYTES) if far else (CHUNK_BYTES, PIECE_BYTES)
+    chunk_bytes, piece_bytes = _cut(ask, name)
 
     def plan(elements: int) -> Plan:
         request = Request(
@@ -155,6 +156,16 @@ def shape_of(ask: Ask) -> Shape:
     whole = plan(piece)
     rest = ask.count % piece if piece else 0
     return Shape(piece, whole, plan(rest) if rest else whole)
+
+
+def _cut(ask: Ask, name: str) -> tuple[int, int]:
+    """Bytes of a chunk and of a piece, at most."""
+    if ask.far and name == "direct":
+        return FAR_CHUNK_BYTES, FAR_PIECE_BYTES
+    if name == "swap":  # a chunk of each peer is in slots, where a 16-bit float takes more
+        wider = slot_itemsize(ask.dtype) // itemsize(ask.dtype)
+        return max(1, CHUNK_BYTES // (wider * max(1, ask.n - 1))), SWAP_PIECE_BYTES
+    return CHUNK_BYTES, PIECE_BYTES
 
 
 def _entry(ask: Ask, name: str) -> Algorithm:

@@ -24,6 +24,8 @@ FAR_CHUNK_BYTES = 512 << 10
 """The same where what is read comes over a network: each chunk is asked for, and a question costs."""
 FAR_PIECE_BYTES = 16 << 20
 """The same: to meet for a piece costs messages."""
+SWAP_PIECE_BYTES = 16 << 20
+"""The same where nothing is staged: chunks pass through a window of slots, however many there are."""
 PLANS_MAX = 512
 """Plans kept; the least recently used is dropped."""
 

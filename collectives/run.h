@@ -3,6 +3,7 @@
 #define ZBMD_RUN_H
 
 #include "narrow.h"
+#include "stores.h"
 
 /* The numbers of program.py. */
 enum { ZBMD_PUT, ZBMD_NOTIFY, ZBMD_WAIT, ZBMD_REDUCE, ZBMD_COPY };
@@ -19,6 +20,7 @@ typedef struct {
     char *scratch;
     uint64_t count, slot_bytes, item, blocks, pub_bytes;
     int per_block, dtype, narrow;
+    int streams;             /* puts go past the cache */
     uint32_t divisor;        /* of an average; 0 otherwise */
     const uint64_t *layout;  /* ZBMD_LAYOUT_ROWS x blocks, or NULL: blocks of `count`, one stride apart */
     const uint64_t *extents; /* under a layout, by rank: elements of in (whole, staged) and out (whole, staged) */
@@ -78,6 +80,8 @@ static inline void zbmd_apply(const zbmd_run *run, const int32_t *row, zbmd_move
         if (move.dst.at == move.a.at) return;
         if (run->narrow)
             zbmd_copy_narrow(run->dtype, move.dst, move.a, move.count);
+        else if (run->streams && row[0] == ZBMD_PUT)
+            zbmd_stream(move.dst.at, move.a.at, move.count * run->item);
         else
             memmove(move.dst.at, move.a.at, move.count * run->item);
     } else if (run->narrow) {

@@ -78,6 +78,7 @@ class Runs:
         self._segment = segment
         self._runner = PieceRunner(segment, self._executor, self.place)
         self._turnstile = Turnstile()
+        self._taught_inbox = self._executor.inbox
         self.lane = Lane(
             self._executor.native,
             self._turnstile,
@@ -142,6 +143,8 @@ class Runs:
                 self._closed = True
                 self._executor.give_up()
                 self._executor.release()
+                self.lane.forget()
+                self._taught_inbox = self._executor.inbox
 
     def kill_at(self, sequence: int, point: int) -> None:
         """Fault injection: this process dies by SIGKILL at `point` of the run numbered `sequence`.
@@ -206,8 +209,11 @@ class Runs:
     def _teach(self, said: Said, job: Job, single: Single) -> None:
         """Have the lane take calls like this one from now on, if its arrays were used as they were given."""
         plan, call = single.plan, single.call
+        if self._executor.inbox is not self._taught_inbox:
+            self.lane.forget()  # what it learnt keeps the inbox that has been outgrown
+            self._taught_inbox = self._executor.inbox
         given = [array for array in (said.x, said.out) if array is not None]
-        if plan.program.inbox_slots or not all(_as_given(array) for array in given):
+        if not all(_as_given(array) for array in given):
             return
         # What ran within one memory is another plan, or other buffers, than the same call on two.
         if said.x is not None and said.out is not None and np.may_share_memory(said.x, said.out):
@@ -232,7 +238,7 @@ class Runs:
             algorithm=said.algorithm,
             called_root=said.root,
             places=places,
-            scratch_array=self._executor.scratch,
+            memory=(self._executor.scratch, self._executor.inbox),
             addresses=self._executor.addresses,
             nbytes=job.nbytes,
             flight=self.flight.ring.number(request.operation.name.lower(), request.algorithm),

@@ -18,6 +18,7 @@ from zbmd.collectives.algorithms import (
     ring,
     rooted,
     shard_tree,
+    swap,
     tree,
 )
 from zbmd.collectives.algorithms.drafts import shared_drafts
@@ -251,6 +252,9 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
         ),
         (Operation.ALL_REDUCE, "direct"): Algorithm(
             build=_plain(direct.direct_all_reduce), spec=_reduce_in_rank_order, exposes=_exposes(IN, OUT)
+        ),
+        (Operation.ALL_REDUCE, "swap"): Algorithm(
+            build=_plain(swap.swap_all_reduce), spec=_reduce_in_rank_order, exposes=_exposes()
         ),
         (Operation.ALL_REDUCE, "ring"): Algorithm(
             build=_plain(ring.ring_all_reduce), spec=_reduce_in_ring_order, exposes=_exposes()

@@ -153,7 +153,7 @@ def test_large_arrays_go_in_pieces(run_ranks: RunRanks) -> None:
         c = p.communicator()
         inputs = [values(r, count, np.dtype(np.float32)) for r in range(2)]
         for x in (inputs[p.rank].copy(), p.segment.arena.from_array(inputs[p.rank])):
-            c.all_reduce(x, deadline_ns=p.soon())
+            c.all_reduce(x, algorithm="direct", deadline_ns=p.soon())
             assert x.tobytes() == folded("sum", inputs).tobytes()
         gathered = c.all_gather(inputs[p.rank])
         assert gathered.tobytes() == np.stack(inputs).tobytes()

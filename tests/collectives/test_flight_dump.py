@@ -98,7 +98,7 @@ def test_an_error_that_is_to_be_mended_is_written_and_drawn(run_ranks: RunRanks,
         "Desynchronised" not in dump.reason and "every rank must make" in dump.reason for dump in dumps
     )
     lines = text(dumps, last=5)
-    assert any("#1 all_reduce by direct, 200000 bytes" in line for line in lines)
+    assert any("#1 all_reduce by swap, 200000 bytes" in line for line in lines)
     assert sum("failed" in line and "x" in line for line in lines) == 2
     events = json.loads(trace(dumps))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]

@@ -107,7 +107,9 @@ def test_what_the_lane_cannot_take_goes_the_long_way(run_ranks: RunRanks) -> Non
         c.all_reduce(shared, deadline_ns=end)
         c.all_reduce(shared, deadline_ns=end)
         seen = [c.lane.taken]
-        c.all_reduce(plain, deadline_ns=end)  # outside of the arena: staged
+        c.all_reduce(plain, deadline_ns=end)  # outside of the arena, and used where it lies
+        for given in (shared, plain):  # what peers read is staged
+            c.all_reduce(given, algorithm="direct", deadline_ns=end)
         c.all_reduce(np.ones((50_000, 2))[:, 0], deadline_ns=end)  # not contiguous
         c.all_reduce(shared.astype(np.float32), deadline_ns=end)  # another dtype
         c.all_reduce(shared, op="max", deadline_ns=end)  # another reduction
@@ -124,7 +126,7 @@ def test_what_the_lane_cannot_take_goes_the_long_way(run_ranks: RunRanks) -> Non
         c.barrier(deadline_ns=end)
         return seen
 
-    assert run_ranks(2, body) == [[1, 2]] * 2
+    assert run_ranks(2, body) == [[1, 3]] * 2
 
 
 def test_a_kill_at_every_point_of_a_call_on_the_lane(run_ranks: RunRanks) -> None:
@@ -223,7 +225,7 @@ def test_the_lane_records_its_flights(run_ranks: RunRanks) -> None:
         return [(r.operation, r.algorithm, r.sequence, r.nbytes, r.met_ns > 0) for r in c.flight]
 
     small = [["all_reduce", "eager", at, 12, False] for at in (1, 2)]
-    large = [["all_reduce", "direct", at, 200_000, True] for at in (3, 4)]
+    large = [["all_reduce", "swap", at, 200_000, True] for at in (3, 4)]
     assert run_ranks(2, body) == [small + large] * 2
 
 

@@ -34,7 +34,16 @@ ASIDE = 5
 """A channel for tests to tell each other something."""
 MEETING = 6
 """A channel on which the members meet before an epoch."""
-ALGORITHMS = ("auto", "direct", "ring", "bidirectional_ring", "halving_doubling", "tree", "double_tree")
+ALGORITHMS = (
+    "auto",
+    "direct",
+    "swap",
+    "ring",
+    "bidirectional_ring",
+    "halving_doubling",
+    "tree",
+    "double_tree",
+)
 DTYPES = tuple(dtypes())
 
 

@@ -49,6 +49,7 @@ BRUCK = Request(operation=Operation.ALL_TO_ALL, algorithm="bruck", n=5, chunks=2
 HOSTS = Request(
     operation=Operation.ALL_REDUCE, algorithm="hierarchical", n=5, chunks=8, hosts=(0, 0, 1, 1, 1)
 )
+SWAP = Request(operation=Operation.ALL_REDUCE, algorithm="swap", n=2, chunks=20)
 BARRIER = Request(operation=Operation.BARRIER, algorithm="dissemination", n=5)
 SHARDS = Request(
     operation=Operation.ALL_REDUCE_SHARDS,
@@ -173,6 +174,14 @@ def one_slot_for_both_turns(p: Programs) -> Programs:
     put = p[1].instructions[at]
     assert isinstance(put, Put)
     return put_at(p, 1, at, replace(put, dst=put.dst._replace(number=put.dst.number - 1)))
+
+
+def one_chunk_further_ahead(p: Programs) -> Programs:
+    """Rank 1 puts its tenth chunk a turn too early, into a slot that its peer may still read."""
+    puts = [find(p[1], Put, nth) for nth in (8, 9)]
+    late = p[1].instructions[puts[1]]
+    programs = put_at(p, 1, puts[1])
+    return put_at(programs, 1, puts[0] + 1, late, drop=0)
 
 
 def neighbour_not_folded_in(p: Programs) -> Programs:
@@ -426,6 +435,8 @@ PLANTS: list[tuple[Callable[[Programs], Programs], Request, set[Flaw]]] = [
     (put_into_the_other_rings_slot, BOTH_WAYS, {Flaw.OVERWRITTEN, Flaw.RACE, Flaw.UNINITIALISED}),
     (last_put_not_consumed, BOTH_WAYS, {Flaw.UNCONSUMED}),
     (one_slot_for_both_turns, HALVING, {Flaw.OVERWRITTEN, Flaw.RACE, Flaw.UNINITIALISED}),
+    (one_chunk_further_ahead, SWAP, {Flaw.RACE, Flaw.OVERWRITTEN}),
+    (one_slot_for_both_turns, SWAP, {Flaw.OVERWRITTEN, Flaw.RACE, Flaw.UNINITIALISED}),
     (neighbour_not_folded_in, HALVING, {Flaw.PARTIAL_OUTPUT}),
     (halves_in_another_order, HALVING, {Flaw.WRONG_ORDER}),
     (read_before_the_neighbour_has_doubled, HALVING, {Flaw.RACE, Flaw.UNINITIALISED}),

@@ -1,0 +1,84 @@
+/* How a put writes to a peer's inbox: through the cache, or past it.
+ *
+ * What a rank writes through its cache lies there, modified, when its peer reads it. Where both cores share a
+ * cache that is the quickest way; where they do not (another part of the same chip, another socket), each line is
+ * fetched from the other core, at a tenth of memory's speed. A streaming store leaves the line in memory. Which of
+ * the two a virtual machine's cores are changes while it runs, so the choice is made by trial: what is chosen is
+ * timed, and the other is tried now and then, more and more seldom while nothing changes. */
+#ifndef ZBMD_STORES_H
+#define ZBMD_STORES_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+enum { ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED };
+enum { ZBMD_TRIAL_FIRST = 8, ZBMD_TRIAL_MAX = 128, ZBMD_SLOW_MAX = 2 };
+
+typedef struct {
+    double cost[2];           /* of either way, ns a byte; 0: not known */
+    uint32_t since, interval; /* runs since the last trial, and until the next */
+    uint8_t chosen, trial, slow;
+} zbmd_store_choice;
+
+/* The way of the run that begins. */
+static inline int zbmd_store_next(zbmd_store_choice *c) {
+    if (!c->interval) c->interval = ZBMD_TRIAL_FIRST;
+    c->trial = c->cost[c->chosen] > 0 && (c->cost[!c->chosen] == 0 || c->since >= c->interval);
+    return c->trial ? !c->chosen : c->chosen;
+}
+
+/* What that run took. A run that was held up is no reason; two that took half as long again are. */
+static inline void zbmd_store_note(zbmd_store_choice *c, double cost) {
+    double usual = c->cost[c->chosen];
+    if (c->trial) {
+        c->cost[!c->chosen] = cost;
+        c->since = c->slow = 0;
+        if (cost < 0.9 * usual) {
+            c->chosen = !c->chosen;
+            c->interval = ZBMD_TRIAL_FIRST;
+        } else if (c->interval < ZBMD_TRIAL_MAX) {
+            c->interval *= 2;
+        }
+        return;
+    }
+    c->since++;
+    if (usual == 0) {
+        c->cost[c->chosen] = cost;
+    } else if (cost <= 1.5 * usual) {
+        c->cost[c->chosen] = usual + (cost - usual) / 4;
+        c->slow = 0;
+    } else if (++c->slow >= ZBMD_SLOW_MAX) {
+        c->cost[c->chosen] = cost;
+        c->slow = 0;
+        c->since = c->interval = ZBMD_TRIAL_FIRST; /* the next run tries the other */
+    }
+}
+
+/* memcpy past the cache. Whoever is notified behind it sees all of it. */
+static inline void zbmd_stream(char *dst, const char *src, size_t n) {
+#if defined(__SSE2__)
+    if (((uintptr_t)dst & 15) == 0) {
+        size_t whole = n & ~(size_t)63;
+        for (size_t i = 0; i < whole; i += 64) {
+            __m128i a = _mm_loadu_si128((const __m128i *)(src + i));
+            __m128i b = _mm_loadu_si128((const __m128i *)(src + i + 16));
+            __m128i c = _mm_loadu_si128((const __m128i *)(src + i + 32));
+            __m128i d = _mm_loadu_si128((const __m128i *)(src + i + 48));
+            _mm_stream_si128((__m128i *)(dst + i), a);
+            _mm_stream_si128((__m128i *)(dst + i + 16), b);
+            _mm_stream_si128((__m128i *)(dst + i + 32), c);
+            _mm_stream_si128((__m128i *)(dst + i + 48), d);
+        }
+        memcpy(dst + whole, src + whole, n - whole);
+        _mm_sfence(); /* streaming stores are not ordered by the release that follows */
+        return;
+    }
+#endif
+    memcpy(dst, src, n);
+}
+
+#endif

@@ -34,6 +34,7 @@ from zbmd.actors.messaging import Messaging
 from zbmd.actors.monitor import Monitor
 from zbmd.actors.peer import Peer
 from zbmd.actors.ref import Ref
+from zbmd.actors.scopes import at_home
 from zbmd.actors.supervision_events import AutoShutdown, BackOff, Strategy
 from zbmd.actors.upgrade_local import CodeBook
 from zbmd.transport.capture.recorder import Recorder
@@ -156,6 +157,7 @@ class ActorSystem(Messaging):
         `allow_remote_modules` names there. timeout: seconds, as in `Ref.ask`. Raises `UnknownActorClass`,
         `ActorStartFailed`, `PeerLost`, `DeadlineExceeded`.
         """
+        process = at_home(process, self.scope)
         if process == self.name:
             if isinstance(cls, str):
                 cls = find_remote_class(cls) or import_remote_class(cls)
@@ -363,7 +365,7 @@ class ActorSystem(Messaging):
         process, slash, actor = address.rpartition("/")
         if not _NAME.fullmatch(actor) or (slash and not process):
             raise LocalProtocolError(f"{address!r} is not an address: write 'process/actor' or 'actor'")
-        return Ref(self, process or self.name, 0, actor, 0)
+        return Ref(self, at_home(process, self.scope) or self.name, 0, actor, 0)
 
     def attach(self, link: Link, *, on_closed: Callable[[ZbmdError | None], None] | None = None) -> None:
         """Reach the actors of `link.peer` over this link; the system owns the link from now on.

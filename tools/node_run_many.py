@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, assert_never
 
@@ -29,6 +30,7 @@ from zbmd.actors.cluster.jobs import REASON_CHARACTERS_MAX, JobSpec, Stop, Submi
 from zbmd.actors.cluster.lives import Hindered, NodeConfig, NodeEvent
 from zbmd.actors.cluster.members import ClusterView
 from zbmd.actors.cluster.node import ClusterNode
+from zbmd.actors.cluster.node_actors import NodeActors
 from zbmd.actors.cluster.node_capture import node_capture
 from zbmd.actors.cluster.node_state import BriefMemory
 from zbmd.actors.cluster.nodes import Node, NodeKey
@@ -229,6 +231,13 @@ class _NodeRun:
         self._capture = node_capture(config.name, self._clock, captured)
         self._tap = Tap(self._capture.recorder, ONE_JOB, "one job", self.machine, about)
         self._node = ClusterNode(dataclasses.replace(config, capture=captured), memory, self._hear)
+        self._actors = NodeActors(
+            self._node,
+            cookie=config.cookie,
+            settings=config.settings,
+            linked=False,
+            on_listening=partial(setattr, self._node, "actors_at"),
+        )
         self._jobs = JobHost(
             self._node,
             recorder=self._capture.recorder,
@@ -239,6 +248,7 @@ class _NodeRun:
             environment=local,
             on_event=lambda _, event: self._teller.happened(event),
             template=template,
+            finder=self._actors.finder,
         )
 
     # -- its course --------------------------------------------------------------------------------------
@@ -270,7 +280,7 @@ class _NodeRun:
     async def _run(self) -> int:
         self._node.listen(self)
         living = self._loop.create_task(self._node.run())
-        hosting = self._loop.create_task(_host(self._jobs))
+        hosting = self._loop.create_task(_host(self._jobs, self._actors))
         try:
             first: list[asyncio.Future[Any]] = [living, hosting, self._ended]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -287,6 +297,7 @@ class _NodeRun:
             for task in (living, hosting):
                 task.cancel()
             await asyncio.wait([living, hosting])
+            await self._actors.close()
             await self._jobs.close()
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -391,7 +402,7 @@ def _with_port(spec: JobSpec) -> JobSpec:
     return dataclasses.replace(spec, environment=tuple(sorted(environment.items())))
 
 
-async def _host(jobs: JobHost) -> None:
-    """Run the job's ranks until that fails."""
+async def _host(jobs: JobHost, actors: NodeActors) -> None:
+    """Run the job's ranks, and what tells them where others are, until that fails."""
     await jobs.open()
-    await jobs.failed()
+    await asyncio.gather(jobs.failed(), actors.failed())

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import os
 import re
 import signal
 import socket
+import sys
 from collections.abc import Generator
+from functools import partial
 
 import pytest
 from cluster_nodes import Nodes, Run
 from etcd_server import EtcdServer, etcd_server, free_ports
+
+from zbmd.actors.session import Session
 
 BUDGET = "2s"
 """Deaths are proven by the kernel here; a busy machine is not to be taken for one."""
@@ -38,6 +44,60 @@ async def main():
         following.cancel()
 
 asyncio.run(main())
+"""
+APP = """
+from zbmd import Actor, Contract, Ref, on
+
+class Where(Contract, id="run.where"):
+    pass
+
+class Here(Contract, id="run.here"):
+    process: str
+
+class Call(Contract, id="run.call"):
+    ref: Ref
+
+class Greeter(Actor):
+    @on(Where)
+    async def where(self, _: Where) -> Here:
+        return Here(self.system.name)
+
+    @on(Call)
+    async def call(self, message: Call) -> Here:
+        return await message.ref.ask(Where(), reply=Here, timeout=20)
+"""
+MEET = """
+import asyncio, os
+import zbmd
+from app import Greeter, Here, Where
+from zbmd.actors.inside import INSIDE_ACTOR, InsideReply, InsideRequest
+
+async def main():
+    ranks = ["rank0", "rank1"]
+    async with zbmd.join() as node:
+        system = node.system
+        me = await system.spawn(Greeter, name="greeter")
+        await system.register(f"greeter-{node.rank}", me)
+        group = await system.group("greeters")
+        await group.join(me)
+        while len(group.members) < 2:
+            await asyncio.sleep(0.02)
+        while len(found := await system.processes()) < 4:  # both nodes, both ranks
+            await asyncio.sleep(0.02)
+        for process, _, _ in found:
+            inside = system.ref(f"{process}/{INSIDE_ACTOR}")
+            request = InsideRequest(process.partition("@")[0], True)
+            assert (await inside.ask(request, reply=InsideReply, timeout=20)).process
+        by_name = [await system.whereis(f"greeter-{rank}") for rank in (0, 1)]
+        by_group = sorted(group.members, key=lambda ref: ref.process)
+        for refs in (by_name, by_group):
+            assert [(await ref.ask(Where(), reply=Here, timeout=20)).process for ref in refs] == ranks
+        met = f"{len(found)} processes by address, and rank0 and rank1 by name and group"
+        print(f"rank{node.rank} has met {met}", flush=True)
+        while not os.path.exists("done"):
+            await asyncio.sleep(0.02)
+
+zbmd.run(main())
 """
 
 
@@ -133,6 +193,34 @@ async def test_any_node_may_be_killed_the_founder_included(nodes: Nodes) -> None
     await runs[3].until("-2 is gone")
     (nodes.directory / "done").touch()
     assert await codes(runs[1], runs[3]) == [0, 0], f"{runs[1]}\n{runs[3]}"
+
+
+async def test_references_work_between_ranks_nodes_and_a_script(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a job under `zbmd-node up`: each rank asks all that it finds, and a script."""
+    (nodes.directory / "app.py").write_text(APP)
+    (nodes.directory / "meet.py").write_text(MEET)
+    monkeypatch.syspath_prepend(str(nodes.directory))
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(nodes.directory / "cookie"))
+    app = importlib.import_module("app")
+    door = Door(nodes, "--nnodes", "2")
+    runs = await door.numbered(2, "meet.py")
+    for run in runs:
+        await run.until("rank. has met 4 processes by address, and rank0 and rank1 by name and group")
+    session = await asyncio.to_thread(Session.connect, door.address)
+    try:
+        mine = await asyncio.to_thread(session.spawn, app.Greeter, name="greeter")
+        ranks = [name for name, _, _ in session.run(session.system.processes()) if name.startswith("rank")]
+        for rank in sorted(ranks):
+            call = partial(session.ask, f"{rank}/greeter", app.Call(mine), reply=app.Here, timeout=20)
+            assert (await asyncio.to_thread(call)).process == session.system.name, f"{rank} asked the script"
+        assert len(ranks) == 2
+    finally:
+        await asyncio.to_thread(session.close)
+        del sys.modules["app"]
+    (nodes.directory / "done").touch()
+    assert await codes(*runs) == [0, 0], "\n".join(map(str, runs))
 
 
 async def test_a_node_that_is_killed_is_replaced_by_another(nodes: Nodes) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from zbmd.actors import directory_events as directory
 from zbmd.actors import supervision_events as supervision
 from zbmd.actors import upgrade_events as upgrade
+from zbmd.actors import upgrade_ledger as ledger
 from zbmd.actors import view
 from zbmd.actors.directory_machine import DirectoryMachine
 from zbmd.actors.membership import MembershipMachine
@@ -112,3 +113,18 @@ UPGRADE_AGENT: MachineKind[upgrade.LocalEvent, upgrade.LocalAction] = register(
     states=(UpgradeAgent,),
 )
 """One process's part in it; its configuration: the arguments of `UpgradeAgent`."""
+
+
+def _build_upgrade_ledger(_: Mapping[str, Any]) -> ledger.CodeLedger:
+    return ledger.CodeLedger()
+
+
+UPGRADE_LEDGER: MachineKind[ledger.Event, ledger.Action] = register(
+    "upgrade-ledger",
+    1,
+    _build_upgrade_ledger,
+    events=ledger.Event,
+    actions=ledger.Action,
+    states=(ledger.CodeLedger,),
+)
+"""The changes that one process knows to be in force; it has no configuration."""

@@ -7,6 +7,7 @@ spawns handles a message in an old version.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -15,11 +16,13 @@ import structlog
 
 from zbmd.actors import upgrade_ledger as u
 from zbmd.actors import wire
-from zbmd.actors.actor import Actor, on
+from zbmd.actors.actor import Actor, Down, on
+from zbmd.actors.capture_kinds import UPGRADE_LEDGER
 from zbmd.actors.context import sender_process
 from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import UpgradeRefused
 from zbmd.actors.upgrade_local import adopt
+from zbmd.transport.capture.tap import Tap
 
 if TYPE_CHECKING:
     from zbmd.actors.system import ActorSystem
@@ -67,12 +70,15 @@ class CodeKeeper:
         self._speaks_to = speaks_to
         self._on_heard = on_heard
         self._ledger = u.CodeLedger()
+        name = f"code of {system.name}#{system.incarnation}"
+        self._tap = Tap(system.recorder, UPGRADE_LEDGER, name, self._ledger, {})
+        self._closed = False
         self._parts: dict[str, tuple[u.Change, ...]] = {}
         system.keeper = self
 
     async def open(self) -> None:
         """Begin to hear."""
-        await self._system.spawn(CodeActor, self, name=CODE_ACTOR)
+        self._system.watch(await self._system.spawn(CodeActor, self, name=CODE_ACTOR), self._end)
 
     def has_heard(self, process: str, life: int) -> bool:
         """Whether this life has told what it knows."""
@@ -101,9 +107,15 @@ class CodeKeeper:
         self._feed(u.Heard(process=process, life=self._system.peers.get(process, 0), changes=changes))
         self._on_heard()
 
+    def _end(self, down: Down) -> None:
+        self._closed = True
+        self._tap.close(str(down.reason))
+
     def _feed(self, event: u.Event) -> None:
-        actions = self._ledger.handle(event)
-        self._ledger.check_invariants()
+        if self._closed:
+            return  # the system stops: nobody runs anything any more
+        actions = self._tap.handle(event, now_ns=time.monotonic_ns())
+        self._tap.check_invariants()
         for action in actions:
             match action:
                 case u.TellChanges(process=process, changes=changes):

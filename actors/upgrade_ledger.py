@@ -103,8 +103,9 @@ class CodeLedger:
         """Whether this life has told all that it knew when it was linked."""
         return (process, life) in self._heard
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take one event, return what to do. Raises `RemoteProtocolError` for too many changes."""
+        del now_ns  # it waits for nothing
         match event:
             case LinkUp(process=process, life=life):
                 self._linked[process] = life

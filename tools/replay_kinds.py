@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from zbmd.actors.actor_capture import ACTOR
-from zbmd.actors.capture_kinds import DIRECTORY, MEMBERSHIP, SUPERVISION, UPGRADE, UPGRADE_AGENT
+from zbmd.actors.capture_kinds import (
+    DIRECTORY,
+    MEMBERSHIP,
+    SUPERVISION,
+    UPGRADE,
+    UPGRADE_AGENT,
+    UPGRADE_LEDGER,
+)
 from zbmd.actors.cluster.cluster_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, ONE_JOB
 from zbmd.collectives.capture_kinds import OPERATIONS, STEP_COMMIT
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
@@ -25,6 +32,7 @@ __all__ = [
     "SUPERVISION",
     "UPGRADE",
     "UPGRADE_AGENT",
+    "UPGRADE_LEDGER",
     "secrets_for",
 ]
 

@@ -23,6 +23,7 @@ from zbmd.actors.host_events import HostEvent, RankReport
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade_local import adopt
 from zbmd.actors.view import OnLoss, Outcome
+from zbmd.transport import capture
 from zbmd.transport.errors import RemoteProtocolError
 
 SIZE = 4
@@ -45,7 +46,7 @@ class Processes:
 
     def feed(self, place: int, event: u.Event) -> None:
         ledger = self.ledgers[place]
-        actions = ledger.handle(event)
+        actions = ledger.handle(event, now_ns=0)
         ledger.check_invariants()
         for action in actions:
             match action:
@@ -123,8 +124,8 @@ def test_all_who_are_linked_end_with_the_same_changes_in_order(seed: int) -> Non
 class TellsNothingAtFirst(u.CodeLedger):
     """Who comes later hears of later changes alone."""
 
-    def handle(self, event: u.Event) -> list[u.Action]:
-        actions = super().handle(event)
+    def handle(self, event: u.Event, *, now_ns: int) -> list[u.Action]:
+        actions = super().handle(event, now_ns=now_ns)
         if isinstance(event, u.LinkUp):
             return [u.TellChanges(process=event.process, changes=())]
         return actions
@@ -133,8 +134,8 @@ class TellsNothingAtFirst(u.CodeLedger):
 class TellsNothingOn(u.CodeLedger):
     """What others tell stays here: it is lost with those who knew it first."""
 
-    def handle(self, event: u.Event) -> list[u.Action]:
-        actions = super().handle(event)
+    def handle(self, event: u.Event, *, now_ns: int) -> list[u.Action]:
+        actions = super().handle(event, now_ns=now_ns)
         return [a for a in actions if not (isinstance(event, u.Heard) and isinstance(a, u.TellChanges))]
 
 
@@ -152,13 +153,15 @@ def test_planted_bugs_are_found(planted: type[u.CodeLedger]) -> None:
 
 def test_changes_are_bounded_and_the_first_of_two_holds() -> None:
     ledger = u.CodeLedger()
-    ledger.handle(u.LinkUp(process="rank1", life=1))
+    ledger.handle(u.LinkUp(process="rank1", life=1), now_ns=0)
     changes = tuple(u.Change(f"m:{n}", f"m:{n + 1}") for n in range(u.CHANGES_MAX))
-    ledger.handle(u.Heard(process="rank1", life=1, changes=changes))
-    (clash,) = ledger.handle(u.Heard(process="rank1", life=1, changes=(u.Change("m:0", "m:other"),)))
+    ledger.handle(u.Heard(process="rank1", life=1, changes=changes), now_ns=0)
+    (clash,) = ledger.handle(
+        u.Heard(process="rank1", life=1, changes=(u.Change("m:0", "m:other"),)), now_ns=0
+    )
     assert isinstance(clash, u.Clash) and clash.known == "m:1"
     with pytest.raises(RemoteProtocolError, match="more than 1024 changes"):
-        ledger.handle(u.Heard(process="rank1", life=1, changes=(u.Change("m:a", "m:b"),)))
+        ledger.handle(u.Heard(process="rank1", life=1, changes=(u.Change("m:a", "m:b"),)), now_ns=0)
 
 
 class Version(Contract, id="ledger.version"):
@@ -265,8 +268,12 @@ zbmd.run(main())
 async def test_a_replacement_runs_the_new_version_from_its_first_message_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two changes, then a rank is killed: what its replacement spawns, also before its view, is version 3."""
+    """Two changes, then a rank is killed: what its replacement spawns, also before its view, is version 3.
+
+    What each process knew of it is replayed from its recording.
+    """
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    monkeypatch.setenv("ZBMD_CAPTURE", str(tmp_path / "run.zlog"))
     (tmp_path / "job.py").write_text(JOB)
     reports: list[dict[str, object]] = []
 
@@ -289,3 +296,8 @@ async def test_a_replacement_runs_the_new_version_from_its_first_message_on(
         result = await host.run()
     assert result.outcome is Outcome.SUCCEEDED, output.lines
     assert {"versions": [3, 3]} in reports, (reports, output.lines)
+    verdicts = [v for v in capture.replay_log(tmp_path / "run.zlog") if v.stream.startswith("code of ")]
+    assert len(verdicts) == 4, "of three ranks and a replacement"
+    whole = [v for v in verdicts if isinstance(v, capture.Identical) and v.events >= 3]
+    cut = [v for v in verdicts if isinstance(v, capture.Incomplete)]
+    assert len(whole) >= 3 and len(whole) + len(cut) == 4, verdicts  # the killed one's log has no end

@@ -11,8 +11,9 @@ import pytest
 from state_followers import follow_all
 
 from zbmd.actors import upgrade_events as ev
+from zbmd.actors import upgrade_ledger as u
 from zbmd.actors.actor import Actor, on
-from zbmd.actors.capture_kinds import UPGRADE_AGENT
+from zbmd.actors.capture_kinds import UPGRADE_AGENT, UPGRADE_LEDGER
 from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import UpgradeUndone
 from zbmd.actors.system import ActorSystem
@@ -64,7 +65,7 @@ def replayed(log: capture.LogRecorder, path: Path) -> list[int]:
     verdicts = list(capture.replay_log(path))
     assert all(isinstance(verdict, capture.Identical) for verdict in verdicts), verdicts
     (process,) = capture.open_log(path).processes
-    assert follow_all(process, random.Random(len(verdicts))) <= {"upgrade", "upgrade-agent"}
+    assert follow_all(process, random.Random(len(verdicts))) <= {"upgrade", "upgrade-agent", "upgrade-ledger"}
     return [verdict.events for verdict in verdicts if isinstance(verdict, capture.Identical)]
 
 
@@ -119,3 +120,29 @@ def test_an_agent_whose_leaders_die_replays_identical(
         except RemoteProtocolError:
             break
     assert min(replayed(log, tmp_path / "log")) >= 4
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_ledger_that_hears_of_changes_replays_identical(
+    seed: int, log: capture.LogRecorder, tmp_path: Path
+) -> None:
+    rng, changes = random.Random(seed), [u.Change(f"m:{n}", f"m:{n + 1}") for n in range(8)]
+    tap = Tap(log, UPGRADE_LEDGER, "code", u.CodeLedger(), {})
+    linked: dict[str, int] = {}
+    for now_ns in range(60):
+        process, clash = rng.choice(("rank1", "rank2")), u.Change("m:0", "m:other")
+        told = tuple(rng.sample(changes, rng.randint(0, 3)))
+        kept, life = u.KeptHere(change=rng.choice((*changes, clash))), linked.get(process, 0)
+        choices: list[u.Event] = [kept, u.Heard(process=process, life=life, changes=told)]
+        if life:
+            choices.append(u.LinkDown(process=process, life=life))
+        else:
+            choices.append(u.LinkUp(process=process, life=now_ns + 1))
+        event = rng.choice(choices)
+        if isinstance(event, u.LinkUp):
+            linked[process] = event.life
+        elif isinstance(event, u.LinkDown):
+            del linked[process]
+        tap.handle(event, now_ns=now_ns)
+        tap.check_invariants()
+    assert replayed(log, tmp_path / "log") == [60]

@@ -20,6 +20,9 @@ from zbmd.transport.capture import open_log
 KILLED_IN_STEP = 3
 FAULT = f"rank1:step.reduce:{KILLED_IN_STEP}"
 
+OF_RANKS = {"step-commit", "operations", "directory", "supervision", "upgrade-ledger"}
+"""The machines of each rank of the job."""
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -70,7 +73,7 @@ def test_the_job_is_identical_kill_included(job: Path, capsys: pytest.CaptureFix
         "rank2#1",
     ]
     kinds = {v["kind"] for v in verdicts(found)}
-    assert kinds == {"membership", "hello", "step-commit", "operations", "directory", "supervision"}
+    assert kinds == {"membership", "hello", *OF_RANKS}
     assert sum(v["events"] for v in verdicts(found)) > 100
     endings = {p["process"]: p["ending"] for p in found["processes"]}
     assert [process for process, ending in endings.items() if ending] == ["rank1#1"]
@@ -177,7 +180,7 @@ def test_as_test_passes_now_and_fails_on_a_mutated_machine(
     run()
     (log,) = open_log(path.with_suffix(".zlog")).processes
     machines = {declared.machine for declared in log.streams.values()}
-    assert machines == {"step-commit", "operations", "directory", "supervision"}
+    assert machines == OF_RANKS
     monkeypatch.setattr(StepCommit, "_count_votes", commit_a_vote_early)
     with pytest.raises(AssertionError, match="Divergence"):
         run()

@@ -164,7 +164,7 @@ class Communicator(CoalescedOperations):
         target = None if place == self.place else Target(given, "x", load=True)
         flat = as_bytes(packed(given) if target is None else target.flat, "x")
         shape = shape_of(self._ask(Operation.BROADCAST, algorithm, flat.size, BYTES_CODE, root=place))
-        sides = [Side((OUT,), flat, 1, flat, flat)]
+        sides = [Side((OUT,), flat, 1, flat, flat, only_read=target is None)]
         if shape.plan.eager:
             sides.append(Side((PUB,), flat))
         job = Job(shape=shape, sides=sides, count=flat.size, dtype=BYTES_CODE)

@@ -37,7 +37,13 @@ from zbmd.collectives.program import BUFFERS, INBOX, hash_text
 from zbmd.collectives.reductions import DTYPE_NAMES, REDUCTIONS, slot_itemsize
 from zbmd.transport import faults
 from zbmd.transport._native import address_of
-from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, RemoteProtocolError, ZbmdError
+from zbmd.transport.errors import (
+    ArenaFull,
+    DeadlineExceeded,
+    LocalProtocolError,
+    RemoteProtocolError,
+    ZbmdError,
+)
 from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.segment import PeerSegment, Segment
 
@@ -230,7 +236,20 @@ class Executor(ABC):
             self._scratch = np.empty(program.scratch_slots * slot_bytes, np.uint8)
         if self._inbox.nbytes < program.inbox_slots * slot_bytes:
             self._inbox = np.empty(0, np.uint8)
-            self._inbox = self._segment.inbox.empty(program.inbox_slots * slot_bytes, np.uint8)
+            self._inbox = self._empty_inbox(program.inbox_slots * slot_bytes, program.algorithm)
+
+    def _empty_inbox(self, nbytes: int, algorithm: str) -> NDArray[np.uint8]:
+        try:
+            slots: NDArray[np.uint8] = self._segment.inbox.empty(nbytes, np.uint8)
+        except ArenaFull as full:
+            raise ArenaFull(
+                f"{algorithm} of {self.title} needs {nbytes:,} bytes of this rank's inbox, and the "
+                f"largest hole there has {full.available_bytes:,}: give zbmd.join a larger inbox_bytes, or "
+                "close groups that are not needed",
+                asked_bytes=full.asked_bytes,
+                available_bytes=full.available_bytes,
+            ) from None
+        return slots
 
     def _where(self, plan: Plan) -> str:
         pc, program = self.native.pc, plan.program

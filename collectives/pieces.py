@@ -45,6 +45,8 @@ class Side:
     blocks: int = 1
     load: Array | None = None
     store: Array | None = None
+    only_read: bool = False
+    """The operation leaves it as it is, so nothing is copied back to `store`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +239,7 @@ class PieceRunner:
             if length == count and _nothing_is_copied(job, staging):
                 self.single = Single(plan, call, addresses)
             for side, staged in zip(job.sides, staging, strict=True):
-                if staged is not None:
+                if staged is not None and not side.only_read:
                     _copy_piece(staged, side.store, side.blocks, 0, begin, length)
 
     def _run_laid_out(self, job: Job, layout: Layout, deadline_ns: int) -> None:

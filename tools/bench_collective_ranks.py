@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from zbmd.actors.prctl import end_with_parent
 from zbmd.collectives.blocking import Blocking
 from zbmd.collectives.communicator import Communicator
-from zbmd.tools.peers.collective_cases import CPU, elements, measured
+from zbmd.tools.peers.collective_cases import CPU, FOREIGN, elements, measured
 from zbmd.tools.peers.control import serve
 from zbmd.transport.arena import Arena
 from zbmd.transport.segment import PeerSegment, Segment
@@ -36,6 +36,7 @@ class Rank:
         self._arena = arena
         self._place = place
         self._size = size
+        self._foreign = False
 
     def measure(self, what: str, nbytes: int, iterations: int) -> list[float]:
         """Nanoseconds an operation."""
@@ -46,9 +47,7 @@ class Rank:
     def _operation(self, what: str, nbytes: int) -> Callable[[], object]:
         c, size, root = self._c, self._size, self._place == 0
         count, block = elements(nbytes, size)
-        if what == "all-reduce-foreign":
-            plain = np.zeros(count, np.float32)
-            return lambda: c.all_reduce(plain)
+        self._foreign, what = what.endswith(FOREIGN), what.removesuffix(FOREIGN)
         if what.startswith("all-reduce") or what in ("broadcast", "reduce"):
             return self._of_one_array(what, self._zeros(count))
         large, small = self._zeros(size, block), self._zeros(block)
@@ -75,6 +74,8 @@ class Rank:
         return lambda: c.all_reduce(x, out=out)
 
     def _zeros(self, *shape: int) -> Array:
+        if self._foreign:
+            return np.zeros(shape, np.float32)
         found: Array = self._arena.empty(shape, np.float32)
         found.fill(0)
         return found

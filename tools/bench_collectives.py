@@ -31,7 +31,7 @@ from zbmd.tools.bench_result import Contestant, Row
 from zbmd.tools.bench_run import rows_of
 from zbmd.tools.bench_stats import OURS, iterations_for, parse_sizes, size_in_words, turns
 from zbmd.tools.bench_workers import CONTROL, Workers
-from zbmd.tools.peers.collective_cases import CASES, bus_factor
+from zbmd.tools.peers.collective_cases import CASES, CASES_FOREIGN, bus_factor
 from zbmd.transport.errors import UserError
 
 PEERS: Final = ("openmpi", "mpich", "gloo")
@@ -91,7 +91,7 @@ def table(rows: Sequence[Row], ranks: int) -> list[str]:
     for row in rows:
         if row.case != case:
             case = row.case
-            lines += ["", f"{CASES[case]}, {ranks} ranks"]
+            lines += ["", f"{(CASES | CASES_FOREIGN)[case]}, {ranks} ranks"]
             lines.append(f"{'size':>6} {'':8} {'p50 us':>11} {'p99 us':>11} {'busbw GB/s':>10}  ratio")
         bus = (row.algbw_gbytes_per_s or 0.0) * bus_factor(case, ranks)
         ratio = ""
@@ -149,7 +149,10 @@ def add_parser(kinds: Any, *, rounds_default: int) -> None:
     kind.add_argument("--ranks", type=int, default=2, metavar="N", help="(%(default)s)")
     kind.add_argument("--sizes", default=SIZES_DEFAULT, metavar="SIZES", help="(%(default)s)")
     kind.add_argument(
-        "--cases", action="append", choices=list(CASES), help="only this case; repeatable (all)"
+        "--cases",
+        action="append",
+        choices=[*CASES, *CASES_FOREIGN],
+        help="only this case; repeatable (all but those of ordinary arrays that are not all-reduces)",
     )
     kind.add_argument("--vs", default="", metavar="PEERS", help=f"peers to run in turn: {','.join(PEERS)}")
     kind.add_argument("--rounds", type=int, default=rounds_default, metavar="N", help="(%(default)s)")

@@ -74,6 +74,19 @@ def test_ordinary_arrays_have_the_bits_of_those_in_the_arena(run_ranks: RunRanks
     assert all(other == first for other in others)
 
 
+def test_a_roots_array_that_cannot_be_written_is_broadcast(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> None:
+        c: Communicator = p.communicator()
+        values = np.arange(1_500_000, dtype=np.float64)  # three pieces, copied through the arena
+        x = values if p.rank == 1 else np.zeros_like(values)
+        x.flags.writeable = p.rank != 1
+        for _ in range(2):
+            c.broadcast(x, 1, deadline_ns=p.soon())
+            assert (x == np.arange(1_500_000)).all()
+
+    run_ranks(2, body)
+
+
 def test_an_inbox_that_is_outgrown_or_closed_goes_back(run_ranks: RunRanks) -> None:
     def body(p: Any) -> None:
         c: Communicator = p.communicator()

@@ -24,6 +24,14 @@ CASES: Final = {
     "all-to-all": "all-to-all",
 }
 """The cases and what they are; only ours tells arrays in shared memory from ordinary ones."""
+FOREIGN: Final = "-foreign"
+"""Behind a case: of ordinary arrays."""
+CASES_FOREIGN: Final = {
+    f"{case}{FOREIGN}": f"{text}, of ordinary arrays"
+    for case, text in CASES.items()
+    if not case.startswith("all-reduce")
+}
+"""More cases, which run when they are asked for."""
 
 
 CPU: Final = "cpu-"
@@ -39,7 +47,7 @@ def bus_factor(case: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth, as nccl-tests has it (its PERFORMANCE.md)."""
     if case.startswith("all-reduce"):
         return 2 * (ranks - 1) / ranks
-    if case in ("broadcast", "reduce"):
+    if case.removesuffix(FOREIGN) in ("broadcast", "reduce"):
         return 1.0
     return (ranks - 1) / ranks
 

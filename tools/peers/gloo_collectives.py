@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from zbmd.tools.peers.collective_cases import CPU, elements, measured
+from zbmd.tools.peers.collective_cases import CPU, FOREIGN, elements, measured
 from zbmd.tools.peers.control import serve
 
 
@@ -25,7 +25,7 @@ class Ranks:
 
     def measure(self, what: str, nbytes: int, iterations: int) -> list[float]:
         """Nanoseconds an operation."""
-        operation = self._operation(what.removeprefix(CPU), nbytes)
+        operation = self._operation(what.removeprefix(CPU).removesuffix(FOREIGN), nbytes)
         self._dist.barrier()
         return measured(what, iterations, operation)
 
@@ -40,7 +40,6 @@ class Ranks:
 
         table: dict[str, Callable[[], object]] = {
             "all-reduce": lambda: dist.all_reduce(x),
-            "all-reduce-foreign": lambda: dist.all_reduce(x),
             "all-reduce-keep": keep,
             "reduce-scatter": lambda: dist.reduce_scatter_tensor(small, flat),
             "all-gather": lambda: dist.all_gather_into_tensor(flat, small),

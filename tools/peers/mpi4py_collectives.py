@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zbmd.tools.peers.collective_cases import elements
+from zbmd.tools.peers.collective_cases import FOREIGN, elements
 from zbmd.tools.peers.control import serve
 from zbmd.tools.peers.patterns import timed
 
@@ -28,7 +28,7 @@ class Ranks:
 
     def measure(self, what: str, nbytes: int, iterations: int) -> list[float]:
         """Nanoseconds an operation."""
-        operation = self._operation(what, nbytes)
+        operation = self._operation(what.removesuffix(FOREIGN), nbytes)
         self._world.Barrier()
         return timed(iterations, operation, 1)
 
@@ -40,7 +40,7 @@ class Ranks:
             return [np.zeros(n, np.float32), n, mpi.FLOAT]
 
         root = self.rank == 0
-        if what in ("all-reduce", "all-reduce-foreign"):
+        if what == "all-reduce":
             x = buffer(count)
             return lambda: world.Allreduce(mpi.IN_PLACE, x)
         if what in ("all-reduce-keep", "reduce"):
@@ -52,12 +52,13 @@ class Ranks:
             x = buffer(count)
             return lambda: world.Bcast(x, root=0)
         large, small, other = buffer(whole), buffer(block), buffer(whole)
+        blocks = [large[0], block, mpi.FLOAT]
         table: dict[str, Callable[[], object]] = {
-            "reduce-scatter": lambda: world.Reduce_scatter_block(large, small),
-            "all-gather": lambda: world.Allgather(small, large),
-            "gather": lambda: world.Gather(small, large if root else None, root=0),
-            "scatter": lambda: world.Scatter(large if root else None, small, root=0),
-            "all-to-all": lambda: world.Alltoall([large[0], block, mpi.FLOAT], [other[0], block, mpi.FLOAT]),
+            "reduce-scatter": lambda: world.Reduce_scatter_block(blocks, small),
+            "all-gather": lambda: world.Allgather(small, blocks),
+            "gather": lambda: world.Gather(small, blocks if root else None, root=0),
+            "scatter": lambda: world.Scatter(blocks if root else None, small, root=0),
+            "all-to-all": lambda: world.Alltoall(blocks, [other[0], block, mpi.FLOAT]),
         }
         return table[what]
 

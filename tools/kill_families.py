@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from zbmd.collectives.algorithms import ALGORITHMS, Operation, Request
+from zbmd.collectives.algorithms import ALGORITHMS, ROOTED, Operation, Request
 from zbmd.collectives.plan import Plan, chunks_for, plan_of
 from zbmd.collectives.program import hash_text
 
@@ -15,7 +15,6 @@ COUNT: Final = 60
 """Elements of a rank's row, int64: divisible by all of `RANKS`."""
 EAGER_COUNT: Final = 12
 """The same where all rows of a rank travel with its descriptor, which has room for 1,408 bytes."""
-ROOTED: Final = (Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER)
 FIRST: Final = 1
 """The run that dies is the first of its epoch: the call goes the general way."""
 AGAIN: Final = 2

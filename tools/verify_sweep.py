@@ -24,7 +24,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from zbmd.collectives import algorithms, program, spec, verifier
-from zbmd.collectives.algorithms import ALGORITHMS, Operation, Request, build_all, spec_of
+from zbmd.collectives.algorithms import ALGORITHMS, ROOTED, Operation, Request, build_all, spec_of
 from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.collectives.errors import VerificationError
 from zbmd.collectives.program import MAX_RANKS
@@ -60,7 +60,7 @@ def requests(operation: Operation, algorithm: str, n: int) -> Iterator[Request]:
         elif ALGORITHMS[operation, algorithm].over_hosts:
             for ranks_a_host in (1, 3, 8):
                 yield replace(request, hosts=tuple(r // ranks_a_host for r in range(n)))
-        elif operation in (Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER):
+        elif operation in ROOTED:
             for root in {0, n // 2, n - 1}:
                 yield replace(request, root=root)
         else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
+from typing import Final
 
 from zbmd.collectives.algorithms import (
     bruck,
@@ -53,6 +54,10 @@ class Operation(Enum):
     GATHER = 8
     SCATTER = 9
     ALL_TO_ALL = 10
+
+
+ROOTED: Final = (Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER)
+"""Those that one rank, the root, has a part of its own in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import pytest
 
 from zbmd.collectives.algorithms import (
     ALGORITHMS,
+    ROOTED,
     Operation,
     Request,
     algorithm_of,
@@ -32,7 +33,6 @@ from zbmd.collectives.verifier import verify
 
 KINDS = sorted(ALGORITHMS, key=str)
 SAMPLED = (14, 15, 16, 17, 19, 22, 24, 29, 31, 32, 33, 47)
-ROOTED = (Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER)
 
 
 def requests_for(operation: Operation, algorithm: str, n: int) -> Iterator[Request]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
-from region_harness import GUARD_NS, End, RegionHarness, Scenario, ShmEnd, ShmEnds, Sizes
+from region_harness import GUARD_NS, End, RegionHarness, Scenario, ShmEnd, ShmEnds, Sizes, run_between
 
 from zbmd.transport import _native
 from zbmd.transport._native import address_of
@@ -247,16 +246,4 @@ class CudaModelHarness(RegionHarness):
         self._devices = devices
 
     def run(self, scenario: Scenario, sizes: Sizes = ANY_SIZE) -> None:
-        ends = _CudaEnds(self._devices)
-
-        async def main() -> None:
-            ends.begin()
-            try:
-                await scenario(ends)
-            finally:
-                ends.end()
-
-        try:
-            asyncio.run(main())
-        finally:
-            ends.close()
+        run_between(_CudaEnds(self._devices), scenario)

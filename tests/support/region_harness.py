@@ -256,6 +256,22 @@ def _identity(segment: Segment) -> Identity:
     )
 
 
+def run_between(ends: ShmEnds, scenario: Scenario) -> None:
+    """Run `scenario` between `ends`, on a loop of its own, and give all of theirs back."""
+
+    async def main() -> None:
+        ends.begin()
+        try:
+            await scenario(ends)
+        finally:
+            ends.end()
+
+    try:
+        asyncio.run(main())
+    finally:
+        ends.close()
+
+
 class ShmHarness(RegionHarness):
     """Both ends on one loop, over real segments; the far one's life is a real process's."""
 
@@ -264,19 +280,7 @@ class ShmHarness(RegionHarness):
     owner_refuses = False
 
     def run(self, scenario: Scenario, sizes: Sizes = Sizes()) -> None:
-        ends = ShmEnds(sizes)
-
-        async def main() -> None:
-            ends.begin()
-            try:
-                await scenario(ends)
-            finally:
-                ends.end()
-
-        try:
-            asyncio.run(main())
-        finally:
-            ends.close()
+        run_between(ShmEnds(sizes), scenario)
 
 
 # -- TCP -------------------------------------------------------------------------------------------------

@@ -348,7 +348,9 @@ class ActorSystem(Messaging):
         if cell.ready is not None:
             ready = cell.ready
             try:
-                await asyncio.shield(ready)
+                await asyncio.sleep(0)  # most have begun when the loop has had one turn
+                if cell.ready is not None:
+                    await asyncio.shield(ready)
             except asyncio.CancelledError:
                 cell.kill(Reason(ReasonKind.KILLED, "its spawner was cancelled"))
                 ready.exception()

@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from zbmd.actors.view import RANKS_MAX
 from zbmd.transport.errors import RemoteProtocolError
 
 PACKET_BYTES_MAX = 128 * 1024
@@ -21,7 +22,7 @@ PLACES_MAX = 12
 """In one standing: what is stuck comes first."""
 GROUPS_MAX = 16
 """As many as a process has channels."""
-MEMBERS_MAX = 64
+MEMBERS_MAX = RANKS_MAX
 
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -57,6 +57,7 @@ from zbmd.actors.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.runtime_env import ARENA_BYTES_DEFAULT, RankEnvironment
 from zbmd.actors.template import ForkRequest
 from zbmd.actors.view import USAGE_EXIT_CODE, OnLoss, Outcome, Phase, RankState
+from zbmd.transport import descriptors
 from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, derive
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
@@ -191,6 +192,7 @@ class Host:
     async def _run(self, identity: Identity, clock: HybridClock, recorder: Recorder) -> RunResult:
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
+        descriptors.make_room(self.config.world_size)
         own_output = LineWriter() if self._output is None else None
         self._output = own_output or self._output
         observing = loop.create_task(self._observe(), name="host observer")

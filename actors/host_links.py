@@ -29,6 +29,7 @@ from zbmd.actors.inside import INSIDE_ACTOR, Inside
 from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.scopes import scope_of_job
 from zbmd.actors.system import ActorSystem
+from zbmd.actors.view import RANKS_MAX
 from zbmd.actors.ways_contracts import WAYS_ACTOR
 from zbmd.transport.budget import Deadlines
 from zbmd.transport.capture.recorder import Recorder
@@ -43,7 +44,7 @@ from zbmd.transport.shm import Endpoint, Listener, listen
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.host")
 
-OUTBOX_MESSAGES_MAX = 8192  # every death of 62 ranks told to every other, twice
+OUTBOX_MESSAGES_MAX = 2 * RANKS_MAX**2  # every death of as many ranks told to every other, twice
 ACTORS_ASK_S = 0.25
 
 

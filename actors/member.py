@@ -61,7 +61,7 @@ from zbmd.actors.system import PROBATION_S, ActorSystem
 from zbmd.actors.upgrade import Upgraded
 from zbmd.actors.view import Member, View
 from zbmd.actors.watchdog import Watchdog
-from zbmd.transport import faults
+from zbmd.transport import descriptors, faults
 from zbmd.transport._native import now_ns
 from zbmd.transport.budget import derive
 from zbmd.transport.cookie import load_or_create_cookie
@@ -492,12 +492,14 @@ async def join(
     cookie = load_or_create_cookie() if found is not None else b"\0" * 32
     identity, clock = _identity(environment), HybridClock()
     capture = ProcessCapture(identity, clock, CaptureSettings.read(os.environ, job=environment.job))
+    descriptors.make_room(environment.world_size)
     try:
         segment = Segment.create(
             slot=environment.rank,
             incarnation=environment.incarnation,
             arena_bytes=environment.arena_bytes if arena is None else arena,
             inbox_bytes=inbox_bytes,
+            slots=environment.world_size,
         )
         node = Node(environment, identity, segment, cookie, capture, clock, alone=found is None)
         try:

@@ -20,13 +20,18 @@ from zbmd.transport.link import Link
 from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.rdma_link import RdmaLink
 from zbmd.transport.remote_link import RemoteLink
-from zbmd.transport.shm import Endpoint, Listener, dial, listen
+from zbmd.transport.shm import HALF_OPEN_MAX, Endpoint, Listener, dial, listen
 from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.topology.cpus import usable_cpus
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
 
 REDIAL_PAUSE_S: Final = 0.05
-"""From a dial of another host that failed to the next; doubled with each."""
+"""From a dial that failed to the next; doubled with each."""
+DIALS_AT_ONCE: Final = 16
+"""Of a rank, the nearest lower ones first: so a view of very many does not begin at one rank's door."""
+LINK_NS: Final = 10_000_000
+"""What the set-up of a link may take of a core, at both ends, beyond a view's own time."""
 
 OnConfirmed = Callable[[int, int], None]
 """Takes the rank and incarnation of one that is proven gone, perhaps more than once."""
@@ -78,11 +83,14 @@ class MemberLinks:
             on_gone=self._memory_ended,
         )
         self._reason = ""
+        self._dialing = asyncio.Semaphore(DIALS_AT_ONCE)
+        self._cores = usable_cpus()
         self.view = View(epoch=0, members=())
 
     def listen(self, address: str) -> None:
         """Accept links of higher ranks at `address`."""
-        self._listener = listen(address, self._accepted, self._endpoint)
+        ranks = 0 if self._endpoint.segment is None else self._endpoint.segment.slots
+        self._listener = listen(address, self._accepted, self._endpoint, half_open_max=HALF_OPEN_MAX + ranks)
 
     async def listen_tcp(self, address: str) -> str:
         """Accept links of higher ranks on other hosts; where they can dial us. Raises as `tcp.listen`."""
@@ -104,7 +112,7 @@ class MemberLinks:
         for key, task in list(self._dials.items()):
             if key not in now:
                 task.cancel()
-        for member in view.members:
+        for member in reversed(view.members):
             key = (member.rank, member.incarnation)
             if member.rank == self._rank or key in self._links or key in self._dials:
                 continue
@@ -143,13 +151,13 @@ class MemberLinks:
     async def ready(self, *, after: int) -> tuple[View, dict[int, PeerMemory]]:
         """Wait until all links of a view newer than `after` stand; the view and the members' memory.
 
-        Raises `DeadlineExceeded` the `view_ns` of the endpoint's deadlines after the view's installation.
+        Raises `DeadlineExceeded` the `view_ns` of the endpoint's deadlines after the view's installation, or
+        later in a view of so many that their links take longer to make (`LINK_NS`).
         """
-        limit_ns = self._endpoint.deadlines.view_ns
         while True:
             self._changed.clear()
-            view, missing = self.view, self._missing()
-            if view.epoch > after and not missing:
+            view, limit_ns = self.view, self._limit_ns()
+            if view.epoch > after and next(self._missing(), None) is None:
                 return view, {rank: memory for rank, _, memory in self._memories() if memory is not None}
             try:
                 limit_s = self._installed_s + limit_ns / 1e9 if view.epoch > after else None
@@ -158,7 +166,7 @@ class MemberLinks:
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"{child_id(self._rank)}: view {view.epoch} was not complete within "
-                    f"{format_duration(limit_ns)}: {'; '.join(missing)}. A process may be stopped or "
+                    f"{format_duration(limit_ns)}: {'; '.join(self._missing())}. A process may be stopped or "
                     "starved: look at zbmd-node status."
                 ) from None
 
@@ -203,22 +211,22 @@ class MemberLinks:
             if link is not None:
                 yield rank, incarnation, link.peer_segment or self._tcp.memory((rank, incarnation))
 
-    def _wanted(self) -> list[tuple[int, int]]:
-        return [(m.rank, m.incarnation) for m in self.view.members if m.rank != self._rank]
+    def _wanted(self) -> Iterator[tuple[int, int]]:
+        return ((m.rank, m.incarnation) for m in self.view.members if m.rank != self._rank)
 
-    def _missing(self) -> list[str]:
-        lacking = [
-            f"no link to {child_id(rank)}#{incarnation}"
-            for rank, incarnation in self._wanted()
-            if (rank, incarnation) not in self._links
-        ]
-        lacking += [
-            f"no word on changes of code from {child_id(r)}#{i}"
-            for r, i in self._wanted()
-            if (r, i) in self._links and not self.code.has_heard(child_id(r), i)
-        ]
-        lacking += [f"no memory of {child_id(r)}#{i}" for r, i, memory in self._memories() if memory is None]
-        return lacking + [f"{child_id(r)}#{i} is not proven gone" for r, i in sorted(self._unconfirmed)]
+    def _missing(self) -> Iterator[str]:
+        """What the view lacks. Lazily, for each change of one of many links asks whether it is nothing."""
+        for r, i in self._wanted():
+            if (r, i) not in self._links:
+                yield f"no link to {child_id(r)}#{i}"
+        for r, i in self._wanted():
+            if (r, i) in self._links and not self.code.has_heard(child_id(r), i):
+                yield f"no word on changes of code from {child_id(r)}#{i}"
+        for r, i, memory in self._memories():
+            if memory is None:
+                yield f"no memory of {child_id(r)}#{i}"
+        for r, i in sorted(self._unconfirmed):
+            yield f"{child_id(r)}#{i} is not proven gone"
 
     def _start_dial(self, member: Member, *, pause_s: float = 0.0) -> None:
         key = (member.rank, member.incarnation)
@@ -231,11 +239,12 @@ class MemberLinks:
         link: Link | None = None
         try:
             await asyncio.sleep(pause_s)
-            if self._is_remote(member):
-                link, why = await self._tcp.dial(member.tcp_address)
-                self._chosen(link, why)
-            else:
-                link = await dial(member.address, self._endpoint)
+            async with self._dialing:
+                if self._is_remote(member):
+                    link, why = await self._tcp.dial(member.tcp_address)
+                    self._chosen(link, why)
+                else:
+                    link = await dial(member.address, self._endpoint)
         except PeerLost as error:
             # If it died, its host tells why and another view will come; if not, `ready` names it in time.
             log.info("dial failed", to=child_id(member.rank), reason=str(error))
@@ -253,18 +262,24 @@ class MemberLinks:
         self._take(link, member)
 
     def _dial_again(self, key: MemberKey) -> None:
-        """A member on another host, ours to dial, could not be linked, or its link ended before the view is
-        entered: a network may have done it. Until the view's time is up.
+        """A member that is ours to dial could not be linked, or its link from another host ended before the
+        view is entered: a network, or a crowd at its door, may have done it. Until the view's time is up.
         """
         member = self.view.member(key[0])
         if member is None or member.incarnation != key[1] or member.rank > self._rank:
             return
         pause_s = REDIAL_PAUSE_S * 2 ** self._redials.get(key, 0)
-        limit_s = self._installed_s + self._endpoint.deadlines.view_ns / 1e9
+        limit_s = self._installed_s + self._limit_ns() / 1e9
         is_due = self._may_enter < self.view.epoch and self._loop.time() + pause_s < limit_s
-        if is_due and key not in self._dials and not self._closing and self._is_remote(member):
+        if is_due and key not in self._dials and not self._closing:
             self._redials[key] = self._redials.get(key, 0) + 1
             self._start_dial(member, pause_s=pause_s)
+
+    def _limit_ns(self) -> int:
+        """How long the links of this view may take: those of all of a host are made by its cores."""
+        members = self.view.members
+        neighbours = sum(member.host == self._host for member in members)
+        return self._endpoint.deadlines.view_ns + LINK_NS * len(members) * neighbours // self._cores
 
     def _is_remote(self, member: Member) -> bool:
         """Hosts get their names so that processes which can share memory are on one."""

@@ -30,13 +30,13 @@ from zbmd.actors.last_words import is_users_to_mend, say_last_words
 from zbmd.actors.prctl import end_with_parent, set_process_name
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.script_end import script_ended
-from zbmd.actors.view import USAGE_EXIT_CODE
+from zbmd.actors.view import RANKS_MAX, USAGE_EXIT_CODE
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 
 REQUEST_BYTES_MAX = 128 * 1024  # one packet; argv and the environment's changes must fit
 FDS_PER_REQUEST_MIN = 2
 FDS_PER_REQUEST_MAX = 3
-CHILDREN_MAX = 256  # live children; a host has at most 62 ranks, and some that are still dying
+CHILDREN_MAX = 2 * RANKS_MAX  # live children: a host's ranks, and some that are still dying
 REASON_CHARACTERS_MAX = 500
 
 

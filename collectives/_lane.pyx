@@ -11,7 +11,7 @@ from libc.string cimport memcpy
 
 from zbmd.collectives._flight cimport F_COMPLETE, FlightRing
 from zbmd.collectives._stepper cimport (
-    BUFFERS, IN, OUT, PUB, S_DONE, Header, NativeGroup, NativeProgram, Run
+    BUFFERS, IN, OUT, PUB, S_DONE, Header, NativeGroup, NativeProgram, Run, run_close, run_open
 )
 
 from zbmd.transport.errors import LocalProtocolError
@@ -96,7 +96,9 @@ cdef class Shape:
             raise MemoryError
 
     def __dealloc__(self):
-        free(self.run)
+        if self.run != NULL:
+            run_close(self.run)
+            free(self.run)
 
 
 cdef inline bint same(object a, object b):
@@ -163,6 +165,7 @@ cdef class Lane:
         """Take a call that has just run. `places`: {buffer: whether it is `out`}."""
         cdef Shape made = Shape()
         cdef int i
+        run_open(made.run, self.group.n)
         self.group._prepare(program, made.run, addresses, operation, dtype, reduction, root, count, total, piece,
                             in_stride, out_stride, scratch, scratch_bytes, layout, extents, layout_digest)
         memcpy(&made.header, &self.group.own, sizeof(Header))
@@ -272,7 +275,7 @@ cdef class Lane:
             if shape.has_x and x_at < out_at + shape.out_bytes and out_at < x_at + shape.x_bytes:
                 return None
         for i in range(group.n):
-            left = 0xffffffff - max(group.sent[i], group.received[i])
+            left = 0xffffffff - max(group.peers[i].sent, group.peers[i].received)
             if left < shape.most or group.sequence == 0xffffffff:
                 return None
         memcpy(&group.own, &shape.header, sizeof(Header))

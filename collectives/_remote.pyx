@@ -5,18 +5,19 @@ from cpython.buffer cimport PyBUF_READ, PyBUF_WRITE
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 
+from libc.stdlib cimport calloc, free
+
+from zbmd.transport._slots cimport zbmd_base, zbmd_load64, zbmd_slots
 from zbmd.collectives._stepper cimport (
-    DESCRIPTOR_BYTES, HEADER_BYTES, PAYLOAD_BYTES, PUB, RANKS, SCRATCH, S_ABORTED, S_DONE, Header, NativeGroup, NativeProgram, Run, extent, published,
+    DESCRIPTOR_BYTES, HEADER_BYTES, PAYLOAD_BYTES, PUB, SCRATCH, S_ABORTED, S_DONE, Header, NativeGroup, NativeProgram, extent, published,
     zbmd_apply, zbmd_move, zbmd_move_of, zbmd_place_of
 )
 
 cdef extern from "native.h" nogil:
-    ctypedef char *zbmd_base
-    uint64_t zbmd_load64(zbmd_base base, uint64_t off)
     uint64_t zbmd_abort_offset(uint32_t channel)
     uint64_t zbmd_cell_offset(uint32_t slot, uint32_t channel)
     int zbmd_arrived(uint64_t cell, uint64_t value)
-    int zbmd_lost_in(zbmd_base own, uint32_t channel, uint64_t last, uint64_t group_mask)
+    int zbmd_lost_in(zbmd_base own, uint32_t channel, uint64_t last, const zbmd_slots *group)
 
 cdef extern from *:
     """
@@ -29,18 +30,28 @@ cdef extern from *:
 cdef class RemoteGroup(NativeGroup):
     """A group some of whose members are on other hosts: the same run, one phase at a time. See _remote.pyi."""
 
-    cdef Run current
     cdef const uint64_t[:, ::1] layout, extents  # the run points into them
-    cdef char *narrow[RANKS]          # descriptors as they always are
-    cdef char *slots[RANKS]           # and of wide runs, two slots in turn
+    cdef char **narrow                # by rank: descriptors as they always are
+    cdef char **slots                 # and of wide runs, two slots in turn
+    cdef readonly object lost_mask
     cdef uint64_t slot_stride
     cdef readonly bint wide
 
     def __init__(self, list ranges not None, **settings):
         super().__init__(ranges, **settings)
         self.whole_headers, self.wide = True, False
+        self.narrow = <char **>calloc(2 * self.n, sizeof(char *))
+        if self.narrow == NULL:
+            raise MemoryError
+        self.slots = self.narrow + self.n
+        self.lost_mask = 0
         for i in range(self.n):
-            self.narrow[i] = self.descriptors[i]
+            self.narrow[i] = self.peers[i].descriptors
+            if i != self.rank:
+                self.lost_mask |= 1 << <object>self.peers[i].slot
+
+    def __dealloc__(self):
+        free(self.narrow)
 
     def widen(self, list addresses not None, uint64_t slot_bytes):
         if len(addresses) != self.n or slot_bytes <= HEADER_BYTES + PAYLOAD_BYTES:
@@ -63,9 +74,9 @@ cdef class RemoteGroup(NativeGroup):
             most = max(most, published(&self.current, i))
         self.wide = program.eager and most > PAYLOAD_BYTES
         for i in range(self.n):
-            self.descriptors[i] = self.narrow[i]
+            self.peers[i].descriptors = self.narrow[i]
             if self.wide:
-                self.descriptors[i] = self.slots[i] + parity * self.slot_stride - (self.channel * 2 + parity) * DESCRIPTOR_BYTES
+                self.peers[i].descriptors = self.slots[i] + parity * self.slot_stride - (self.channel * 2 + parity) * DESCRIPTOR_BYTES
 
     def begin(self, NativeProgram program not None, const uint64_t[::1] addresses not None, *,
               int operation, int dtype, int reduction, int root, uint64_t count, uint64_t total,
@@ -79,11 +90,11 @@ cdef class RemoteGroup(NativeGroup):
         self._publish(program, &self.current)
 
     def own_extent(self, NativeProgram program not None, int buffer):
-        return self.own.offsets[buffer], extent(program, &self.current, &self.own, self.rank, buffer, self.total[self.rank])
+        return self.own.offsets[buffer], extent(program, &self.current, &self.own, self.rank, buffer, self.peers[self.rank].total)
 
     def extent(self, NativeProgram program not None, int rank, int buffer):
         cdef Header *h = &self.headers[rank]
-        return h.offsets[buffer], extent(program, &self.current, h, rank, buffer, self.total[rank])
+        return h.offsets[buffer], extent(program, &self.current, h, rank, buffer, self.peers[rank].total)
 
     def descriptor(self, NativeProgram program not None):
         cdef char *mine = self._descriptor(self.rank)
@@ -102,25 +113,21 @@ cdef class RemoteGroup(NativeGroup):
     def word(self):
         return self._word()
 
-    @property
-    def lost_mask(self):
-        return self.mask
-
     def tell(self, int peer):
         if not 0 <= peer < self.n or peer == self.rank:
             raise IndexError(peer)
-        if self.base[peer] != NULL:
+        if self.peers[peer].base != NULL:
             self._signal(peer)
             return 0
-        self.sent[peer] += 1
-        return <uint64_t>self.epoch << 32 | self.sent[peer]
+        self.peers[peer].sent += 1
+        return <uint64_t>self.epoch << 32 | self.peers[peer].sent
 
     cdef int _look(self, int peer, uint64_t count) noexcept nogil:
         """What ends the wait for so many notifications of a peer by now; below 0: nothing."""
-        cdef char *own = self.base[self.rank]
+        cdef char *own = self.peers[self.rank].base
         cdef uint64_t value = <uint64_t>self.epoch << 32 | count
-        cdef int found = zbmd_arrived(zbmd_load64(own, zbmd_cell_offset(self.slot[peer], self.channel)), value)
-        if found < 0 and (zbmd_lost_in(own, self.channel, value | <uint64_t>0xffffffff, self.mask)
+        cdef int found = zbmd_arrived(zbmd_load64(own, zbmd_cell_offset(self.peers[peer].slot, self.channel)), value)
+        if found < 0 and (zbmd_lost_in(own, self.channel, value | <uint64_t>0xffffffff, &self.others)
                           or zbmd_load64(own, zbmd_abort_offset(self.channel)) >= value):
             return S_ABORTED
         return found
@@ -129,7 +136,7 @@ cdef class RemoteGroup(NativeGroup):
         cdef int k, peer, found
         for k in range(1, self.n):
             peer = (self.rank + k) % self.n
-            found = self._look(peer, self.received[peer] + 1)
+            found = self._look(peer, self.peers[peer].received + 1)
             if found:
                 return found > 0
         return True
@@ -137,12 +144,12 @@ cdef class RemoteGroup(NativeGroup):
     def has_told(self, int peer, uint64_t count):
         if not 0 <= peer < self.n or peer == self.rank:
             raise IndexError(peer)
-        return self._look(peer, self.received[peer] + count) >= 0
+        return self._look(peer, self.peers[peer].received + count) >= 0
 
     @property
     def over(self):
-        return (zbmd_lost_in(self.base[self.rank], self.channel, <uint64_t>self.epoch << 32 | <uint64_t>0xffffffff, self.mask) != 0
-                or zbmd_load64(self.base[self.rank], zbmd_abort_offset(self.channel)) >> 32 >= self.epoch)
+        return (zbmd_lost_in(self.peers[self.rank].base, self.channel, <uint64_t>self.epoch << 32 | <uint64_t>0xffffffff, &self.others) != 0
+                or zbmd_load64(self.peers[self.rank].base, zbmd_abort_offset(self.channel)) >> 32 >= self.epoch)
 
     def meet(self, NativeProgram program not None, uint64_t deadline_ns):
         cdef int status
@@ -163,7 +170,7 @@ cdef class RemoteGroup(NativeGroup):
         if not 0 <= peer < self.n or peer == self.rank:
             raise IndexError(peer)
         with nogil:
-            status = self._await(peer, self.received[peer] + count, deadline_ns)
+            status = self._await(peer, self.peers[peer].received + count, deadline_ns)
         return status
 
     def at(self, int64_t pc):
@@ -188,7 +195,7 @@ cdef class RemoteGroup(NativeGroup):
                 raise IndexError(rows[i, 4])
         with nogil:
             for i in range(length):
-                if zbmd_load64(self.base[self.rank], zbmd_abort_offset(self.channel)) >> 32 >= self.epoch:
+                if zbmd_load64(self.peers[self.rank].base, zbmd_abort_offset(self.channel)) >> 32 >= self.epoch:
                     status = S_ABORTED
                     break
                 row = &program.code[<int64_t>rows[i, 4], 0]
@@ -205,7 +212,7 @@ cdef class RemoteGroup(NativeGroup):
     def finish(self, NativeProgram program not None):
         cdef int peer
         for peer in range(self.n):
-            self.received[peer] += program.awaited[peer]
+            self.peers[peer].received += program.awaited[peer]
         return S_DONE if self._still_valid() else S_ABORTED
 
     def check(self):

@@ -1,6 +1,10 @@
 """What the executors of groups share natively. See _stepper.pyi."""
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+
+from libc.stdlib cimport calloc, free
+
+from zbmd.transport._slots cimport zbmd_slots
 
 ctypedef void (*zbmd_kernel)(void *dst, const void *a, const void *b, size_t count) noexcept nogil
 
@@ -89,14 +93,34 @@ cdef struct Header:
     uint64_t count           # elements of a block, in this piece
     uint64_t total           # elements of a block, in the whole operation
     uint8_t operation
-    uint8_t dtype
-    uint8_t reduction
-    uint8_t root
+    uint8_t kind             # dtype | reduction << 4
+    uint16_t root
     uint32_t piece
     uint64_t in_stride       # elements from block to block; under a layout: 1 if staged, else 0
     uint64_t out_stride
     uint64_t offsets[BUFFERS]
     uint64_t stores          # of rank 0: how all are to write to inboxes (stores.h)
+
+
+cdef inline int run_open(Run *run, int n) except -1:
+    """Room for `n` ranks, which `run_close` gives back; `run` is all zeros."""
+    run.address = <char *(*)[BUFFERS]>calloc(n, (BUFFERS + 3) * sizeof(uint64_t))
+    if run.address == NULL:
+        raise MemoryError
+    run.in_stride = <uint64_t *>(run.address + n)
+    run.out_stride = run.in_stride + n
+    run.seen = run.out_stride + n
+    return 0
+
+
+cdef inline void run_close(Run *run) noexcept nogil:
+    free(run.address)
+    run.address = NULL
+
+
+cdef struct Use:
+    int rank
+    int buffer
 
 
 cdef class NativeProgram:
@@ -105,10 +129,10 @@ cdef class NativeProgram:
     cdef int n, rank, blocks, chunks, scratch_slots, inbox_slots, used
     cdef bint eager, head_only
     cdef uint64_t plan
-    cdef uint64_t sent[RANKS]
-    cdef uint64_t awaited[RANKS]
-    cdef int used_rank[RANKS * BUFFERS]
-    cdef int used_buffer[RANKS * BUFFERS]
+    cdef uint64_t *sent               # by rank
+    cdef uint64_t *awaited
+    cdef Use *uses                    # `used` of them, with room for `uses_room`
+    cdef int uses_room
 
     cdef _take(self, int64_t i)
     cdef _check(self, int64_t i, int rank, int buffer, int index, int chunk)
@@ -143,26 +167,34 @@ cdef enum:
     STORE_BYTES_MIN = 1 << 16    # smaller runs write through the cache
 
 
+cdef struct Peer:            # a member of a group, ourselves included
+    char *base               # NULL for a rank on another host
+    char *descriptors        # where its descriptors can be read here
+    uint64_t sent            # notifications of this epoch
+    uint64_t received
+    uint64_t inbox_end
+    uint64_t total
+    uint32_t slot
+
+
 cdef class NativeGroup:
-    cdef char *base[RANKS]            # NULL for a rank on another host
-    cdef char *descriptors[RANKS]     # where each rank's descriptors can be read here
-    cdef uint32_t slot[RANKS]
-    cdef uint64_t inbox_end[RANKS]
-    cdef uint64_t total[RANKS]
-    cdef uint64_t sent[RANKS]
-    cdef uint64_t received[RANKS]
-    cdef Header headers[RANKS]
+    cdef Peer *peers                  # by rank
+    cdef Header *headers
+    cdef Run current                  # unless a lane has the run of its call
+    cdef zbmd_slots others            # the slots of the other members
     cdef Header own
     cdef zbmd_store_choice choices[STORE_CLASSES]
     cdef int n, rank
     cdef uint32_t channel, epoch, sequence, spins, yields
-    cdef uint64_t mask, identity
+    cdef uint64_t identity
     cdef uint64_t payload_max         # bytes of input that travel with a descriptor
     cdef bint whole_headers           # always tell where all buffers are
     cdef readonly int64_t pc
     cdef readonly int culprit
     cdef readonly uint64_t met_ns
 
+    cdef _allocate(self)
+    cdef bint _is_lost(self, int rank) noexcept
     cdef _prepare(self, NativeProgram program, Run *run, const uint64_t[::1] addresses,
                   int operation, int dtype, int reduction, int root, uint64_t count,
                   uint64_t total, uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,

@@ -23,7 +23,7 @@ class Stepper:
     def next(self, received: NDArray[np.uint64]) -> int:
         """The index of the instruction that may fire, or BLOCKED (at a wait), or DONE.
 
-        `received`, 64 entries: the notifications of each rank since the program began.
+        `received`: by rank, its notifications since the program began; of all ranks that it names.
         """
     def advance(self) -> None:
         """The instruction has been performed."""

@@ -1,26 +1,29 @@
 # cython: boundscheck=False, wraparound=False
 """The stepper that walks a program, and the native executor built on it. See _stepper.pyi."""
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stddef cimport size_t
+from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memmove, memset
 
+from zbmd.transport._slots cimport ZBMD_MAX_SLOTS, zbmd_base, zbmd_load64, zbmd_slots
+
 cdef extern from "native.h" nogil:
-    ctypedef char *zbmd_base
     int ZBMD_OFF_ABORT, ZBMD_OFF_DESCRIPTORS, ZBMD_OFF_END
-    int ZBMD_MAX_SLOTS, ZBMD_CHANNELS
+    int ZBMD_CHANNELS
     int ZBMD_WAIT_OK, ZBMD_WAIT_LOST, ZBMD_WAIT_ABORTED, ZBMD_WAIT_DEADLINE
-    uint64_t zbmd_load64(zbmd_base base, uint64_t off)
+    void zbmd_slots_none(zbmd_slots *slots)
+    void zbmd_slots_add(zbmd_slots *slots, uint32_t slot)
     void zbmd_store64(zbmd_base base, uint64_t off, uint64_t v)
     uint64_t zbmd_cell_offset(uint32_t slot, uint32_t channel)
     uint64_t zbmd_abort_offset(uint32_t channel)
     void zbmd_notify(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint64_t value)
     void zbmd_end_channel(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint32_t epoch)
-    int zbmd_lost_in(zbmd_base own, uint32_t channel, uint64_t last, uint64_t group_mask)
+    int zbmd_lost_in(zbmd_base own, uint32_t channel, uint64_t last, const zbmd_slots *group)
     void zbmd_abort_channel(zbmd_base own, uint32_t channel, uint32_t epoch)
     uint64_t zbmd_now_ns()
     int zbmd_spin(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value, uint32_t looks, uint32_t *used)
-    int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value, uint64_t group_mask,
+    int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value, const zbmd_slots *group,
                   uint64_t deadline_ns, uint32_t spins)
 
 cdef extern from "sched.h" nogil:
@@ -63,19 +66,22 @@ cdef class Stepper:
 
     cdef const int32_t[:, ::1] code
     cdef readonly int64_t pc
+    cdef int ranks
 
     def __init__(self, const int32_t[:, ::1] encoding not None):
         if encoding.shape[1] != WIDTH:
             raise ValueError(f"an encoding has {WIDTH} columns, not {encoding.shape[1]}")
+        self.ranks = 0
         for i in range(encoding.shape[0]):
             if not PUT <= encoding[i, 0] <= COPY or not 0 <= encoding[i, 2] < RANKS:
                 raise ValueError(f"row {i} encodes no instruction")
+            self.ranks = max(self.ranks, encoding[i, 2] + 1)
         self.code = encoding
         self.pc = 0
 
     def next(self, const uint64_t[::1] received not None):
-        if received.shape[0] < RANKS:
-            raise ValueError(f"counts are needed for {RANKS} ranks")
+        if received.shape[0] < self.ranks:
+            raise ValueError(f"counts are needed for {self.ranks} ranks")
         if self.code.shape[0] == 0:
             return DONE
         return step(&self.code[0, 0], self.code.shape[0], self.pc, &received[0])
@@ -91,18 +97,24 @@ cdef class NativeProgram:
 
     def __init__(self, const int32_t[:, ::1] encoding not None, *, int n, int rank, int blocks, int chunks,
                  int scratch_slots, int inbox_slots, bint eager, uint64_t plan):
-        if encoding.shape[1] != WIDTH or not 0 <= rank < n <= RANKS or chunks < 1 or blocks < 1:
+        if self.sent != NULL or encoding.shape[1] != WIDTH or not 0 <= rank < n <= RANKS or chunks < 1 or blocks < 1:
             raise ValueError("the encoding, ranks or chunks are out of bounds")
         self.code, self.length = encoding, encoding.shape[0]
         self.n, self.rank, self.blocks, self.chunks = n, rank, blocks, chunks
         self.scratch_slots, self.inbox_slots = scratch_slots, inbox_slots
         self.eager, self.plan, self.used, self.head_only = eager, plan, 0, eager
-        memset(self.sent, 0, sizeof(self.sent))
-        memset(self.awaited, 0, sizeof(self.awaited))
+        self.sent = <uint64_t *>calloc(2 * n, sizeof(uint64_t))
+        if self.sent == NULL:
+            raise MemoryError
+        self.awaited = self.sent + n
         if eager:
             self._use(rank, PUB)
         for i in range(self.length):
             self._take(i)
+
+    def __dealloc__(self):
+        free(self.sent)
+        free(self.uses)
 
     def __len__(self):
         return self.length
@@ -145,13 +157,19 @@ cdef class NativeProgram:
             self._use(rank, buffer)
 
     cdef _use(self, int rank, int buffer):
+        cdef Use *more
+        cdef int k
         for k in range(self.used):
-            if self.used_rank[k] == rank and self.used_buffer[k] == buffer:
+            if self.uses[k].rank == rank and self.uses[k].buffer == buffer:
                 return
         if rank != self.rank and buffer != PUB:
             self.head_only = False
-        self.used_rank[self.used] = rank
-        self.used_buffer[self.used] = buffer
+        if self.used == self.uses_room:
+            more = <Use *>realloc(self.uses, (2 * self.uses_room + 8) * sizeof(Use))
+            if more == NULL:
+                raise MemoryError
+            self.uses, self.uses_room = more, 2 * self.uses_room + 8
+        self.uses[self.used].rank, self.uses[self.used].buffer = rank, buffer
         self.used += 1
 
 
@@ -181,35 +199,47 @@ cdef class NativeGroup:
 
     def __init__(self, list ranges not None, *, int rank, uint32_t channel, uint32_t epoch,
                  uint64_t identity, uint32_t spins, uint32_t yields=0, dict mirrors=None):
-        if not 1 <= len(ranges) <= RANKS or not 0 <= rank < len(ranges) or channel >= <uint32_t>ZBMD_CHANNELS:
+        if self.peers != NULL or not 1 <= len(ranges) <= RANKS or not 0 <= rank < len(ranges) or channel >= <uint32_t>ZBMD_CHANNELS:
             raise ValueError("rank, number of ranks or channel out of bounds")
         if epoch < 1:
             raise ValueError("epochs begin at 1")
         self.n, self.rank, self.channel, self.epoch = len(ranges), rank, channel, epoch
-        self.identity, self.spins, self.yields, self.sequence, self.mask = identity, spins, yields, 0, 0
+        self.identity, self.spins, self.yields, self.sequence = identity, spins, yields, 0
         self.pc, self.culprit, self.met_ns = 0, -1, 0
         self.payload_max, self.whole_headers = PAYLOAD_BYTES, False
-        memset(self.sent, 0, sizeof(self.sent))
-        memset(self.received, 0, sizeof(self.received))
         memset(self.choices, 0, sizeof(self.choices))
+        self._allocate()
+        zbmd_slots_none(&self.others)
         for i, (base, slot, inbox_end, total) in enumerate(ranges):
             if not 0 <= slot < ZBMD_MAX_SLOTS or not ZBMD_OFF_END <= inbox_end <= total:
                 raise ValueError(f"the segment of rank {i} is out of bounds")
-            self.base[i] = <char *><uintptr_t>base
+            self.peers[i].base = <char *><uintptr_t>base
             if base:
-                self.descriptors[i] = self.base[i] + ZBMD_OFF_DESCRIPTORS
+                self.peers[i].descriptors = self.peers[i].base + ZBMD_OFF_DESCRIPTORS
             elif i != rank and mirrors is not None and mirrors.get(i):
-                self.descriptors[i] = <char *><uintptr_t>mirrors[i]
+                self.peers[i].descriptors = <char *><uintptr_t>mirrors[i]
             else:
                 raise ValueError(f"no memory of rank {i} is here")
-            self.slot[i], self.inbox_end[i], self.total[i] = slot, inbox_end, total
+            self.peers[i].slot, self.peers[i].inbox_end, self.peers[i].total = slot, inbox_end, total
             if i != rank:
-                self.mask |= <uint64_t>1 << <uint64_t>slot
+                zbmd_slots_add(&self.others, slot)
         for i in range(self.n):
-            if i != rank and self.base[i] and zbmd_load64(self.base[i], zbmd_cell_offset(self.slot[rank], channel)) >> 32 >= epoch:
+            if i != rank and self.peers[i].base and zbmd_load64(self.peers[i].base, zbmd_cell_offset(self.peers[rank].slot, channel)) >> 32 >= epoch:
                 raise ValueError(f"channel {channel} has been used in epoch {epoch} already")
-        if zbmd_load64(self.base[rank], zbmd_abort_offset(channel)) >> 32 >= epoch:
+        if zbmd_load64(self.peers[rank].base, zbmd_abort_offset(channel)) >> 32 >= epoch:
             raise ValueError(f"channel {channel} has been aborted in epoch {epoch} already")
+
+    cdef _allocate(self):
+        self.peers = <Peer *>calloc(self.n, sizeof(Peer))
+        self.headers = <Header *>calloc(self.n, sizeof(Header))
+        if self.peers == NULL or self.headers == NULL:
+            raise MemoryError
+        run_open(&self.current, self.n)
+
+    def __dealloc__(self):
+        free(self.peers)
+        free(self.headers)
+        run_close(&self.current)
 
     @property
     def channel_number(self):
@@ -223,18 +253,23 @@ cdef class NativeGroup:
         self.met_ns = 0
 
     def lost(self):
-        cdef uint64_t last = <uint64_t>self.epoch << 32 | 0xffffffff
-        return [i for i in range(self.n) if i != self.rank
-                and zbmd_lost_in(self.base[self.rank], self.channel, last, <uint64_t>1 << self.slot[i])]
+        return [i for i in range(self.n) if i != self.rank and self._is_lost(i)]
+
+    cdef bint _is_lost(self, int rank) noexcept:
+        """Whether it is known to have ended, and had not ended the channel."""
+        cdef zbmd_slots one
+        zbmd_slots_none(&one)
+        zbmd_slots_add(&one, self.peers[rank].slot)
+        return zbmd_lost_in(self.peers[self.rank].base, self.channel, <uint64_t>self.epoch << 32 | 0xffffffff, &one)
 
     def abort(self):
-        zbmd_abort_channel(self.base[self.rank], self.channel, self.epoch)
+        zbmd_abort_channel(self.peers[self.rank].base, self.channel, self.epoch)
 
     def give_up(self):
         self.abort()
         for i in range(self.n):
-            if i != self.rank and self.base[i]:
-                zbmd_end_channel(self.base[i], self.slot[self.rank], self.channel, self.epoch)
+            if i != self.rank and self.peers[i].base:
+                zbmd_end_channel(self.peers[i].base, self.peers[self.rank].slot, self.channel, self.epoch)
 
     def header(self, int rank):
         if not 0 <= rank < self.n:
@@ -247,7 +282,7 @@ cdef class NativeGroup:
         for i in range(self.n):
             most = max(most, 1 + max(program.sent[i], program.awaited[i]))
         for i in range(self.n):
-            used = max(self.sent[i], self.received[i])
+            used = max(self.peers[i].sent, self.peers[i].received)
             left = min(left, (0xffffffff - used) // most)
         return left
 
@@ -256,13 +291,13 @@ cdef class NativeGroup:
             uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,
             uint64_t scratch_bytes, uint64_t deadline_ns, int64_t kill_point,
             const uint64_t[:, ::1] layout=None, const uint64_t[:, ::1] extents=None, uint64_t layout_digest=0):
-        cdef Run run
+        cdef Run *run = &self.current
         cdef int status
-        self._prepare(program, &run, addresses, operation, dtype, reduction, root, count, total, piece,
+        self._prepare(program, run, addresses, operation, dtype, reduction, root, count, total, piece,
                       in_stride, out_stride, scratch, scratch_bytes, layout, extents, layout_digest)
         with nogil:
-            self._announce(program, &run, kill_point)
-            status = self._complete(program, &run, kill_point, deadline_ns)
+            self._announce(program, run, kill_point)
+            status = self._complete(program, run, kill_point, deadline_ns)
         return status
 
     cdef int _complete(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
@@ -318,7 +353,7 @@ cdef class NativeGroup:
         if program.eager and run.pub_bytes > self.payload_max:
             raise ValueError(f"an eager operation has at most {self.payload_max} bytes")
         own.plan, own.count, own.total = program.plan ^ layout_digest, count, total
-        own.operation, own.dtype, own.reduction, own.root = operation, dtype, reduction, root
+        own.operation, own.kind, own.root = operation, dtype | reduction << 4, root
         own.piece, own.in_stride, own.out_stride = piece, in_stride, out_stride
         for i in range(BUFFERS):
             run.address[self.rank][i] = <char *><uintptr_t>addresses[i]
@@ -337,12 +372,12 @@ cdef class NativeGroup:
                 raise ValueError(f"block {i} is longer than the longest")
 
     cdef uint64_t _fingerprint(self, Header *h) noexcept:
-        cdef uint64_t call = (<uint64_t>h.operation | <uint64_t>h.dtype << 8 | <uint64_t>h.reduction << 16
-                              | <uint64_t>h.root << 24 | <uint64_t>h.piece << 32)
+        cdef uint64_t call = (<uint64_t>h.operation | <uint64_t>h.kind << 8 | <uint64_t>h.root << 16
+                              | <uint64_t>h.piece << 32)
         return mix(mix(mix(mix(mix(h.plan) ^ h.count) ^ h.total) ^ call) ^ self.identity)
 
     cdef char *_descriptor(self, int rank) noexcept nogil:
-        return self.descriptors[rank] + self._descriptor_offset()
+        return self.peers[rank].descriptors + self._descriptor_offset()
 
     cdef uint64_t _descriptor_offset(self) noexcept nogil:
         return (self.channel * 2 + (self.sequence & 1)) * DESCRIPTOR_BYTES
@@ -378,26 +413,26 @@ cdef class NativeGroup:
         return True
 
     cdef void _signal(self, int peer) noexcept nogil:
-        self.sent[peer] += 1
-        zbmd_notify(self.base[peer], self.slot[self.rank], self.channel,
-                    <uint64_t>self.epoch << 32 | self.sent[peer])
+        self.peers[peer].sent += 1
+        zbmd_notify(self.peers[peer].base, self.peers[self.rank].slot, self.channel,
+                    <uint64_t>self.epoch << 32 | self.peers[peer].sent)
 
     cdef int _await(self, int peer, uint64_t count, uint64_t deadline_ns) noexcept nogil:
-        cdef char *own = self.base[self.rank]
+        cdef char *own = self.peers[self.rank].base
         cdef uint64_t value = <uint64_t>self.epoch << 32 | count
         cdef uint32_t used
         cdef int result
         for _ in range(self.yields):
-            result = zbmd_spin(own, self.slot[peer], self.channel, value, self.spins, &used)
+            result = zbmd_spin(own, self.peers[peer].slot, self.channel, value, self.spins, &used)
             if result >= 0:
                 return result
             sched_yield()
-        return zbmd_wait(own, self.slot[peer], self.channel, value, self.mask, deadline_ns, self.spins)
+        return zbmd_wait(own, self.peers[peer].slot, self.channel, value, &self.others, deadline_ns, self.spins)
 
     cdef uint64_t _offset(self, uint64_t address) noexcept:
         """What peers are told of our memory: its offset if it lies in the segment, or 0."""
-        cdef uint64_t base = <uint64_t><uintptr_t>self.base[self.rank]
-        return address - base if base < address < base + self.total[self.rank] else 0
+        cdef uint64_t base = <uint64_t><uintptr_t>self.peers[self.rank].base
+        return address - base if base < address < base + self.peers[self.rank].total else 0
 
     cdef void _announce(self, NativeProgram program, Run *run, int64_t kill_point) noexcept nogil:
         """Publish the descriptor, and tell every peer."""
@@ -445,8 +480,8 @@ cdef class NativeGroup:
         cdef int k, peer
         for k in range(1, self.n):
             peer = (self.rank + k) % self.n
-            if zbmd_spin(self.base[self.rank], self.slot[peer], self.channel,
-                         <uint64_t>self.epoch << 32 | (self.received[peer] + 1), looks, &used) < 0:
+            if zbmd_spin(self.peers[self.rank].base, self.peers[peer].slot, self.channel,
+                         <uint64_t>self.epoch << 32 | (self.peers[peer].received + 1), looks, &used) < 0:
                 return False
         return True
 
@@ -454,10 +489,10 @@ cdef class NativeGroup:
         cdef int k, peer, status
         for k in range(1, self.n):
             peer = (self.rank + k) % self.n
-            status = self._await(peer, self.received[peer] + 1, deadline_ns)
+            status = self._await(peer, self.peers[peer].received + 1, deadline_ns)
             if status != ZBMD_WAIT_OK:
                 return status
-            self.received[peer] += 1
+            self.peers[peer].received += 1
         return S_DONE
 
     cdef int _agree(self, NativeProgram program, Run *run) noexcept nogil:
@@ -477,8 +512,8 @@ cdef class NativeGroup:
         if not self._still_valid():
             return S_ABORTED
         for k in range(program.used):
-            rank = program.used_rank[k]
-            if (rank != self.rank or program.used_buffer[k] == PUB) and not self._resolve(program, run, rank, program.used_buffer[k]):
+            rank = program.uses[k].rank
+            if (rank != self.rank or program.uses[k].buffer == PUB) and not self._resolve(program, run, rank, program.uses[k].buffer):
                 self.culprit = rank
                 return S_BAD_DESCRIPTOR
         for i in range(self.n):
@@ -492,16 +527,16 @@ cdef class NativeGroup:
     cdef bint _resolve(self, NativeProgram program, Run *run, int rank, int buffer) noexcept nogil:
         cdef Header *h = &self.headers[rank]
         cdef uint64_t begin = h.offsets[buffer]
-        cdef uint64_t low = self.inbox_end[rank]
-        cdef uint64_t high = self.total[rank]
+        cdef uint64_t low = self.peers[rank].inbox_end
+        cdef uint64_t high = self.peers[rank].total
         cdef uint64_t need
         if buffer == PUB:
             run.address[rank][PUB] = self._descriptor(rank) + HEADER_BYTES
             return published(run, rank) <= self.payload_max
         if buffer == INBOX:
-            low, high = ZBMD_OFF_END, self.inbox_end[rank]
+            low, high = ZBMD_OFF_END, self.peers[rank].inbox_end
         # Of a rank on another host: 0, so that places in the buffer are counted from its beginning.
-        run.address[rank][buffer] = self.base[rank] + begin if self.base[rank] != NULL else NULL
+        run.address[rank][buffer] = self.peers[rank].base + begin if self.peers[rank].base != NULL else NULL
         need = extent(program, run, h, rank, buffer, high)
         return need == 0 or (low <= begin <= high and need <= high - begin)
 
@@ -522,18 +557,18 @@ cdef class NativeGroup:
             row = code + self.pc * WIDTH
             if index == -1:
                 peer = row[2]
-                status = self._await(peer, self.received[peer] + row[3], deadline_ns)
+                status = self._await(peer, self.peers[peer].received + row[3], deadline_ns)
                 if status != ZBMD_WAIT_OK:
                     return status
                 run.seen[peer] = row[3]
                 continue
             if row[0] == PUT or row[0] >= REDUCE:
-                if zbmd_load64(self.base[self.rank], zbmd_abort_offset(self.channel)) >> 32 >= self.epoch:
+                if zbmd_load64(self.peers[self.rank].base, zbmd_abort_offset(self.channel)) >> 32 >= self.epoch:
                     return S_ABORTED
                 zbmd_perform(run, row, self.rank)
             if row[0] <= NOTIFY:
                 self._signal(row[2])
             self.pc += 1
         for peer in range(self.n):
-            self.received[peer] += program.awaited[peer]
+            self.peers[peer].received += program.awaited[peer]
         return S_DONE

@@ -61,7 +61,7 @@ YIELDS_SHARED = 200
 SPINS_REMOTE = 64
 """Looks before a wait parks, when what it waits for comes over a network."""
 
-_HEADER = struct.Struct("=6Q4BI2Q33Q")
+_HEADER = struct.Struct("=6Q2BHI2Q33Q")
 _OPERATIONS = {operation.value: operation.name.lower() for operation in Operation}
 
 
@@ -297,7 +297,8 @@ class Executor(ABC):
     def _describe(self, index: int) -> str:
         """A call as its rank's descriptor tells it (untrusted, so nothing is looked up unchecked)."""
         fields = _HEADER.unpack(self.native.header(index))
-        plan, count, total, operation, dtype, reduction, root, piece = fields[3:11]
+        plan, count, total, operation, how_reduced, root, piece = fields[3:10]
+        dtype, reduction = how_reduced & 15, how_reduced >> 4
         kind = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else f"dtype {dtype}"
         how = REDUCTIONS[reduction] if reduction < len(REDUCTIONS) else f"reduction {reduction}"
         text = f"{_OPERATIONS.get(operation, f'operation {operation}')}({kind}[{total}], {how}, root={root})"

@@ -20,6 +20,7 @@ from typing import Annotated, Final
 import msgspec
 import structlog
 
+from zbmd.actors.view import RANKS_MAX
 from zbmd.collectives._flight import leave, listen, wait, wake
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.flight import FLIGHT_RECORDS_MAX, FlightLog
@@ -62,7 +63,7 @@ class GroupFlights(msgspec.Struct, frozen=True, kw_only=True):
     channel: Count
     epoch: Count
     rank: Count
-    members: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
+    members: Annotated[tuple[Count, ...], msgspec.Meta(max_length=RANKS_MAX)]
     begun: Count
     closed: bool
     operations: Annotated[tuple[Operation, ...], msgspec.Meta(max_length=FLIGHT_RECORDS_MAX)]

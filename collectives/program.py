@@ -27,6 +27,7 @@ from typing import NamedTuple, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from zbmd.actors.view import RANKS_MAX
 from zbmd.collectives.errors import ProgramError
 
 OUT = 0
@@ -36,7 +37,7 @@ PUB = 3
 IN = 4
 BUFFERS = 32
 MAX_INPUTS = BUFFERS - IN
-MAX_RANKS = 64
+MAX_RANKS = RANKS_MAX
 MAX_CHUNKS = 1 << 16
 MAX_INSTRUCTIONS = 1 << 20
 

@@ -23,7 +23,6 @@ from zbmd.collectives._stepper import BLOCKED, DONE, STATUS_DONE, STATUS_LOST, S
 from zbmd.collectives.plan import Plan
 from zbmd.collectives.program import (
     INBOX,
-    MAX_RANKS,
     PUB,
     SCRATCH,
     Copy,
@@ -93,7 +92,7 @@ class Walk:
         """Walk to the end of the program. Raises `Ended`."""
         instructions, group = self._plan.program.instructions, self._group
         stepper = Stepper(self._plan.encoding)
-        received = np.zeros(MAX_RANKS, np.uint64)
+        received = np.zeros(self._plan.program.n, np.uint64)
         while (at := stepper.next(received)) != DONE:
             begin = stepper.pc
             group.at(begin)

@@ -8,15 +8,15 @@
 /* The numbers of program.py. */
 enum { ZBMD_PUT, ZBMD_NOTIFY, ZBMD_WAIT, ZBMD_REDUCE, ZBMD_COPY };
 enum { ZBMD_OUT, ZBMD_SCRATCH, ZBMD_INBOX, ZBMD_PUB, ZBMD_IN, ZBMD_BUFFERS = 32 };
-enum { ZBMD_GROUP_MAX = 64, ZBMD_WIDTH = 12, ZBMD_WIDE_BYTES = 4 };
+enum { ZBMD_GROUP_MAX = 1022, ZBMD_WIDTH = 12, ZBMD_WIDE_BYTES = 4 };
 
 /* The rows of a layout (layout.py): where each block begins and how long it is, in elements. */
 enum { ZBMD_LENGTH, ZBMD_IN_WHOLE, ZBMD_IN_STAGED, ZBMD_OUT_WHOLE, ZBMD_OUT_STAGED, ZBMD_LAYOUT_ROWS };
 
 typedef struct {
-    char *address[ZBMD_GROUP_MAX][ZBMD_BUFFERS];
-    uint64_t in_stride[ZBMD_GROUP_MAX], out_stride[ZBMD_GROUP_MAX]; /* under a layout: 1 if staged, else 0 */
-    uint64_t seen[ZBMD_GROUP_MAX];
+    char *(*address)[ZBMD_BUFFERS];   /* by rank, as are the next two rows */
+    uint64_t *in_stride, *out_stride; /* under a layout: 1 if staged, else 0 */
+    uint64_t *seen;
     char *scratch;
     uint64_t count, slot_bytes, item, blocks, pub_bytes;
     int per_block, dtype, narrow;

@@ -23,7 +23,6 @@ from zbmd.collectives.errors import CollectiveError
 from zbmd.collectives.layout import Layout
 from zbmd.collectives.program import (
     INBOX,
-    MAX_RANKS,
     OUT,
     PUB,
     SCRATCH,
@@ -71,6 +70,7 @@ class _Rank:
     stepper: Stepper
     buffers: dict[int, Array]
     slots: dict[int, list[Array]]
+    received: NDArray[np.uint64]
     entered: set[int] = field(default_factory=set[int])
     told: int = 0
     half_done: bool = False
@@ -78,7 +78,6 @@ class _Rank:
     noticed: bool = False
     withdrawn: bool = False
     result: Result | None = None
-    received: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(MAX_RANKS, np.uint64))
 
 
 class Simulation:
@@ -154,7 +153,7 @@ class Simulation:
             SCRATCH: [np.zeros(chunk, dtype) for _ in range(program.scratch_slots)],
             INBOX: [np.zeros(chunk, dtype) for _ in range(program.inbox_slots)],
         }
-        return _Rank(program, Stepper(encode(program)), dict(buffers), slots)
+        return _Rank(program, Stepper(encode(program)), dict(buffers), slots, np.zeros(program.n, np.uint64))
 
     def _can_step(self, index: int) -> bool:
         """Whether the rank can go on, or is at a wait that its notice of a death will end."""

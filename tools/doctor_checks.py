@@ -13,6 +13,7 @@ from pathlib import Path
 from zbmd.actors.view import RANKS_MAX
 from zbmd.tools.doctor_report import Finding, Section, State
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
+from zbmd.transport.descriptors import files_of
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.kernel_files import format_cpu_list, parse_int, read_text
 from zbmd.transport.memory import available_memory, in_words
@@ -20,7 +21,7 @@ from zbmd.transport.placement import ARENA_BYTES_MIN, PAGE_BYTES, place
 from zbmd.transport.topology import Affinity, Distance, Gpu, Pages, Topology, nvidia_driver_version
 from zbmd.transport.topology.cpus import Cache, Cpus, NumaNode
 
-FILES_A_RANK = 8  # descriptors of the host for each rank: pipes, pidfd, link
+RANKS_OFTEN = 62  # more than most jobs have: a larger one raises its own limit, as far as the system lets it
 SOCKET_BYTES_WANTED = 16 << 20
 """What a connection needs to keep 25 Gbit/s busy over a round trip of 5 ms."""
 FAST_MBPS = 10_000
@@ -178,10 +179,13 @@ def _gpu(name: str, gpu: Gpu, affinities: tuple[Affinity, ...]) -> Finding:
 
 def limit_findings(topology: Topology, root: Path = Path("/")) -> Iterator[Finding]:
     """What the system grants a process."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 64 + FILES_A_RANK * RANKS_MAX
-    detail = f"{soft} allowed; {RANKS_MAX} ranks need {needed}"
-    yield _check("open files", soft >= needed, detail, f"ulimit -n {needed}", Section.LIMITS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = files_of(RANKS_OFTEN)
+    most = soft if soft == resource.RLIM_INFINITY else hard
+    allowed = "any number" if most == resource.RLIM_INFINITY else str(most)
+    detail = f"{soft} allowed, up to {allowed} on demand; {RANKS_MAX} ranks need {files_of(RANKS_MAX)}"
+    enough = most == resource.RLIM_INFINITY or most >= needed
+    yield _check("open files", enough, detail, f"ulimit -n {needed}", Section.LIMITS)
     yield _realtime()
     yield _socket_buffers(topology, root)
 

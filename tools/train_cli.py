@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from zbmd.actors.view import RANKS_MAX
 from zbmd.tools import node_cli
 from zbmd.tools.settings import read_config
 from zbmd.training.config import GPTConfig, TrainingConfig
@@ -43,7 +44,6 @@ A recipe is a TOML file with the same names:
 """
 
 PREFIX: Final = "ZBMD_TRAIN_"
-RANKS_MAX: Final = 62
 SHORT_PRECISIONS: Final = {"bf16": "bfloat16", "f16": "float16"}
 OPTIMIZERS: Final[Mapping[str, OptimizerConfig]] = {
     "adamw": AdamWConfig(),

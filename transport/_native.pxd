@@ -1,7 +1,8 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+from zbmd.transport._slots cimport zbmd_base
+
 cdef extern from "native.h" nogil:
-    ctypedef char *zbmd_base
     uint64_t zbmd_now_ns()
 
 cdef extern from "ring.h" nogil:

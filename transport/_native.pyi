@@ -149,9 +149,11 @@ class RingReader:
         """Ask to be woken at the next write; False, and not asked, if there are bytes already."""
 
 class Life:
-    """A native thread that holds the robust futex words of the process's segment."""
+    """A native thread that holds robust futex words of the process's segment: of slots 0 to `slots` - 1, and
+    the node's, the last. Raises `LocalProtocolError` on more slots than there are.
+    """
 
-    def __init__(self, mapping: Mapping) -> None: ...
+    def __init__(self, mapping: Mapping, slots: int = MAX_SLOTS - 1) -> None: ...
     def leave(self) -> None: ...
 
 class Watch:

@@ -19,6 +19,10 @@ import os
 
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
+from zbmd.transport._slots cimport (
+    ZBMD_MAX_SLOTS, ZBMD_OFF_LOST, lost_mask_of, slots_of, zbmd_load64, zbmd_slots,
+)
+
 cdef extern from "sys/mman.h" nogil:
     int munmap(void *address, size_t length)
     int mprotect(void *address, size_t length, int protection)
@@ -28,7 +32,6 @@ cdef extern from "sys/mman.h" nogil:
 
 cdef extern from "native.h" nogil:
     enum:
-        ZBMD_MAX_SLOTS
         ZBMD_CHANNELS
         ZBMD_LINE
         ZBMD_OFF_MAGIC
@@ -39,7 +42,6 @@ cdef extern from "native.h" nogil:
         ZBMD_OFF_INCARNATION
         ZBMD_OFF_GOODBYE
         ZBMD_OFF_SLOT
-        ZBMD_OFF_LOST
         ZBMD_OFF_MUTEX
         ZBMD_OFF_NOTIFY
         ZBMD_OFF_DESCRIPTORS
@@ -49,13 +51,12 @@ cdef extern from "native.h" nogil:
         ZBMD_WAIT_ABORTED
         ZBMD_WAIT_DEADLINE
     const unsigned long long ZBMD_MAGIC
-    uint64_t zbmd_load64(zbmd_base base, uint64_t offset)
     void zbmd_store64(zbmd_base base, uint64_t offset, uint64_t value)
     uint64_t zbmd_cell_offset(uint32_t slot, uint32_t channel)
     void zbmd_ring(zbmd_base base)
     void zbmd_notify(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint64_t value)
     int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
-                  uint64_t group_mask, uint64_t deadline_ns, uint32_t spins)
+                  const zbmd_slots *group, uint64_t deadline_ns, uint32_t spins)
     void zbmd_set_lost(zbmd_base own, uint32_t slot)
     void zbmd_clear_lost(zbmd_base own, uint32_t slot)
     void zbmd_abort_channel(zbmd_base own, uint32_t channel, uint32_t epoch)
@@ -110,7 +111,7 @@ cdef extern from "life.h" nogil:
         int event_fd
         uint32_t clean
         uint64_t at_ns
-    int zbmd_life_start(zbmd_life *life, zbmd_base own)
+    int zbmd_life_start(zbmd_life *life, zbmd_base own, uint32_t slots)
     void zbmd_life_leave(zbmd_life *life)
     int zbmd_watch_start(zbmd_watch *watch)
     int zbmd_watch_stop(zbmd_watch *watch)
@@ -266,11 +267,13 @@ def notify(size_t peer_base, uint32_t our_slot, uint32_t channel, uint64_t value
 
 
 def wait(size_t own_base, uint32_t slot, uint32_t channel, uint64_t value, *,
-         uint64_t group_mask=0, uint64_t deadline_ns=0, uint32_t spins=0):
+         object group_mask=0, uint64_t deadline_ns=0, uint32_t spins=0):
+    cdef zbmd_slots group
     cdef int result
     _check_cell(slot, channel)
+    slots_of(group_mask, &group)
     with nogil:
-        result = zbmd_wait(<zbmd_base>own_base, slot, channel, value, group_mask, deadline_ns, spins)
+        result = zbmd_wait(<zbmd_base>own_base, slot, channel, value, &group, deadline_ns, spins)
     return result
 
 
@@ -279,7 +282,7 @@ def ring(size_t own_base):
 
 
 def lost_mask(size_t own_base):
-    return zbmd_load64(<zbmd_base>own_base, ZBMD_OFF_LOST)
+    return lost_mask_of(<zbmd_base>own_base)
 
 
 def set_lost(size_t own_base, uint32_t slot):
@@ -506,14 +509,16 @@ cdef class Life:
     cdef Mapping mapping
     cdef zbmd_life *life
 
-    def __cinit__(self, Mapping mapping):
+    def __cinit__(self, Mapping mapping, uint32_t slots=ZBMD_MAX_SLOTS - 1):
         cdef zbmd_base own = mapping.at(0, ZBMD_OFF_END)
         cdef int error
+        if slots >= ZBMD_MAX_SLOTS:
+            raise LocalProtocolError(f"{slots} slots and the node's are more than {ZBMD_MAX_SLOTS}")
         self.life = <zbmd_life *>calloc(1, sizeof(zbmd_life))
         if self.life == NULL:
             raise MemoryError
         with nogil:
-            error = zbmd_life_start(self.life, own)
+            error = zbmd_life_start(self.life, own, slots)
         if error:
             free(self.life)
             self.life = NULL

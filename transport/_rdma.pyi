@@ -51,12 +51,15 @@ class Registration:
         """Once this returns, the device touches the memory no more. Idempotent. Raises UserError."""
 
 class Plane:
-    """A completion queue for all peers of one device, and the memory that is registered for good."""
+    """A completion queue for all peers of one device, and the memory that is registered for good.
+
+    ends_max: queue pairs at once, 1 to ENDS_MAX; their completions have room, as far as the device allows.
+    """
 
     @property
     def spin_ns(self) -> int:
         """How long a thread of ours polls before it sleeps: three times what it costs to be woken here."""
-    def __init__(self, device: Device) -> None: ...
+    def __init__(self, device: Device, ends_max: int = ENDS_MAX) -> None: ...
     def keep(self, registration: Registration) -> None:
         """Use this registration for what lies in it."""
     def run(self, spin_ns: int, until_ns: int) -> bool:

@@ -11,6 +11,7 @@ from collections import deque
 
 import numpy as np
 
+from zbmd.transport._slots cimport ZBMD_MAX_SLOTS, slots_of, zbmd_base, zbmd_slots
 from zbmd.transport.errors import LinkFull, LocalProtocolError, UserError
 from zbmd.transport.rdma_transfer import RdmaTransfer
 from zbmd.transport.transfer import DONE
@@ -59,10 +60,8 @@ cdef extern from "rdma_wait.h" nogil:
     int ibv_dealloc_pd(ibv_pd *domain)
     ibv_mr *ibv_reg_mr(ibv_pd *domain, void *address, size_t nbytes, int access)
     int ibv_dereg_mr(ibv_mr *region)
-    ctypedef char *zbmd_base
     enum:
         ZBMD_CHANNELS
-        ZBMD_MAX_SLOTS
         ZBMD_RDMA_ENDS
         ZBMD_RDMA_SENDS
         ZBMD_RDMA_CREDITS
@@ -83,6 +82,7 @@ cdef extern from "rdma_wait.h" nogil:
         ibv_context *context
         ibv_pd *domain
         pthread_mutex_t lock
+        uint32_t ends_max
         int wake_fd
         int drivers
         int stopping
@@ -121,7 +121,7 @@ cdef extern from "rdma_wait.h" nogil:
         uint32_t gid_index
         uint32_t timeout
         uint32_t retries
-    int zbmd_rdma_begin(zbmd_rdma_plane *plane)
+    int zbmd_rdma_begin(zbmd_rdma_plane *plane, uint32_t ends_max)
     void zbmd_rdma_finish(zbmd_rdma_plane *plane)
     int zbmd_rdma_poll(zbmd_rdma_plane *plane)
     void zbmd_rdma_doze(zbmd_rdma_plane *plane, int timeout_ms)
@@ -137,7 +137,7 @@ cdef extern from "rdma_wait.h" nogil:
     int zbmd_rdma_ping(zbmd_rdma_end *end, const zbmd_rdma_op *what, int first, uint32_t rounds,
                        uint64_t deadline_ns, uint64_t spin_ns, uint64_t *samples_ns)
     int zbmd_rdma_wait(zbmd_rdma_plane *plane, zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
-                       uint64_t group_mask, uint64_t deadline_ns, uint64_t spin_ns)
+                       const zbmd_slots *group, uint64_t deadline_ns, uint64_t spin_ns)
     int zbmd_rdma_end_open(zbmd_rdma_plane *plane, zbmd_rdma_end *end)
     int zbmd_rdma_end_connect(zbmd_rdma_end *end, const zbmd_rdma_path *path)
     void zbmd_rdma_end_close(zbmd_rdma_end *end)
@@ -265,13 +265,15 @@ cdef class Plane:
     cdef list kept
     cdef readonly uint64_t spin_ns
 
-    def __cinit__(self, Device device):
+    def __cinit__(self, Device device, uint32_t ends_max=ZBMD_RDMA_ENDS):
+        if not 0 < ends_max <= ZBMD_RDMA_ENDS:
+            raise LocalProtocolError(f"a plane of {ends_max} queue pairs: 1 to {ZBMD_RDMA_ENDS} are possible")
         memset(&self.plane, 0, sizeof(self.plane))
         self.device = device
         self.kept = []
         self.plane.context = device.context
         self.plane.domain = device.domain
-        if zbmd_rdma_begin(&self.plane):
+        if zbmd_rdma_begin(&self.plane, ends_max):
             raise UserError(f"the RDMA device {device.name} gives no completion queue: {os.strerror(errno)}.")
         with nogil:
             self.spin_ns = zbmd_rdma_spin_ns()
@@ -326,14 +328,16 @@ cdef class Plane:
     def leave(self):
         zbmd_rdma_leave(&self.plane, False)
 
-    def wait(self, object mapping, uint32_t slot, uint32_t channel, uint64_t value, *, uint64_t group_mask=0,
+    def wait(self, object mapping, uint32_t slot, uint32_t channel, uint64_t value, *, object group_mask=0,
              uint64_t deadline_ns=0):
         cdef zbmd_base own = <zbmd_base><size_t>mapping.address
+        cdef zbmd_slots group
         cdef int result
         if slot >= ZBMD_MAX_SLOTS or channel >= ZBMD_CHANNELS:
             raise LocalProtocolError(f"there is no cell of slot {slot} and channel {channel}")
+        slots_of(group_mask, &group)
         with nogil:
-            result = zbmd_rdma_wait(&self.plane, own, slot, channel, value, group_mask, deadline_ns,
+            result = zbmd_rdma_wait(&self.plane, own, slot, channel, value, &group, deadline_ns,
                                     self.spin_ns)
         return result
 
@@ -386,8 +390,8 @@ cdef class End:
             why = os.strerror(errno)
             zbmd_rdma_end_close(&self.end)
             raise UserError(
-                f"the RDMA device {plane.device.name} gives no queue pair: {why}. A process has "
-                f"{ZBMD_RDMA_ENDS} at most.")
+                f"the RDMA device {plane.device.name} gives no queue pair: {why}. A plane has "
+                f"{plane.plane.ends_max} at most.")
 
     def __dealloc__(self):
         if self.plane is not None:

@@ -12,24 +12,22 @@ from cpython.long cimport PyLong_AsLongLongAndOverflow
 from asyncio import _get_running_loop
 
 from zbmd.transport._native import Mapping
+from zbmd.transport._slots cimport ZBMD_MAX_SLOTS, slots_of, zbmd_base, zbmd_slots
 from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from zbmd.transport.transfer import DONE
 
 cdef extern from "native.h" nogil:
-    ctypedef char *zbmd_base
     ctypedef uint64_t atomic_u64 "_Atomic uint64_t"
     enum:
-        ZBMD_MAX_SLOTS
         ZBMD_CHANNELS
-        ZBMD_OFF_LOST
         ZBMD_OFF_END
-    uint64_t zbmd_load64(zbmd_base base, uint64_t offset)
+    bint zbmd_is_lost(zbmd_base own, uint32_t slot)
     void zbmd_notify_max(zbmd_base peer, uint32_t our_slot, uint32_t channel, uint64_t value, atomic_u64 *hint)
     int zbmd_arrived(uint64_t cell, uint64_t value)
     uint64_t zbmd_cell_offset(uint32_t slot, uint32_t channel)
     int zbmd_spin(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value, uint32_t looks, uint32_t *used)
     int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
-                  uint64_t group_mask, uint64_t deadline_ns, uint32_t spins)
+                  const zbmd_slots *group, uint64_t deadline_ns, uint32_t spins)
 
 cdef extern from "copy.h" nogil:
     void zbmd_stream(char *target, const char *source, uint64_t nbytes)
@@ -78,8 +76,9 @@ cdef class Cells:
         self.mapping = None
 
     def wait(self, uint32_t slot, uint32_t channel, uint64_t value, *,
-             uint64_t group_mask=0, uint64_t deadline_ns=0, object spins=None):
+             object group_mask=0, uint64_t deadline_ns=0, object spins=None):
         cdef zbmd_base base = self.base
+        cdef zbmd_slots group
         cdef object keep
         cdef int result
         cdef uint32_t looks, used = 0
@@ -91,12 +90,13 @@ cdef class Cells:
         result = zbmd_spin(base, slot, channel, value, LOOKS_HOLDING_GIL, &used)
         if result >= 0:
             return result
+        slots_of(group_mask, &group)
         looks = self.budget() if spins is None else spins
         keep = self.mapping
         with nogil:
             result = zbmd_spin(base, slot, channel, value, looks, &used)
             if result < 0:
-                result = zbmd_wait(base, slot, channel, value, group_mask, deadline_ns, 0)
+                result = zbmd_wait(base, slot, channel, value, &group, deadline_ns, 0)
         if spins is None:
             self.learn(used < looks, used)
         return result
@@ -185,8 +185,7 @@ cdef class ShmRegion:
     cdef int usable(self, bint draining) except -1:
         if self.closed and not draining:
             raise LocalProtocolError(f"the region of slot {self.slot} is closed")
-        if zbmd_life_ended(self.peer, self.our_slot) or (
-                zbmd_load64(self.own, ZBMD_OFF_LOST) >> self.slot & 1):
+        if zbmd_life_ended(self.peer, self.our_slot) or zbmd_is_lost(self.own, self.slot):
             raise self.lost()
         return 0
 

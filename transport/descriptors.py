@@ -7,8 +7,14 @@ import errno
 import os
 import resource
 from collections.abc import Generator
+from typing import Final
 
 from zbmd.transport.errors import OutOfDescriptors
+
+FILES_A_PEER: Final = 8
+"""That a process may hold for each rank of its job: links and lanes, or a host's pipes and pidfds."""
+FILES_KEPT: Final = 256
+"""For all else."""
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE})
 
@@ -36,6 +42,20 @@ def exhaustion_is_typed(wanted_for: str) -> Generator[None]:
         if error.errno not in _EXHAUSTED:
             raise
         raise OutOfDescriptors(f"no file descriptor for {wanted_for}: {advice(error.errno)}") from error
+
+
+def files_of(ranks: int) -> int:
+    """Descriptors that a process of a job of so many ranks may hold."""
+    return FILES_KEPT + FILES_A_PEER * ranks
+
+
+def make_room(ranks: int) -> None:
+    """Raise this process's own limit to `files_of(ranks)` if it is lower, as far as it may be raised."""
+    wanted = files_of(ranks)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def check_left(wanted_for: str) -> None:

@@ -24,8 +24,9 @@
  * stay in private memory, where no peer can reach the list that the kernel will walk. */
 struct zbmd_life_node {
     struct robust_list list;
-    char pad[ZBMD_LINE - sizeof(struct robust_list)];
 };
+_Static_assert(sizeof(struct zbmd_life_node) == ZBMD_LIFE_STRIDE, "nodes and words have one stride");
+_Static_assert(ZBMD_MAX_SLOTS <= 2048, "the kernel walks no more words of a thread (ROBUST_LIST_LIMIT)");
 
 enum { ZBMD_LIFE_STARTING = 0, ZBMD_LIFE_HELD = 1, ZBMD_LIFE_LEAVING = 2, ZBMD_LIFE_FAILED = 3 };
 
@@ -33,13 +34,18 @@ struct zbmd_life {
     struct robust_list_head head;
     struct zbmd_life_node node[ZBMD_MAX_SLOTS];
     zbmd_base own;
+    uint32_t slots;
     _Atomic uint32_t state;
     pthread_t thread;
 };
 
 static inline _Atomic uint32_t *zbmd_life_word(zbmd_base base, uint32_t slot) {
-    return zbmd_u32(base, ZBMD_OFF_MUTEX + (uint64_t)slot * ZBMD_LINE);
+    return zbmd_u32(base, ZBMD_OFF_MUTEX + (uint64_t)slot * ZBMD_LIFE_STRIDE);
 }
+
+/* The k-th word that is held: those of the job's ranks, behind the node's, which the kernel comes to first. A small job
+ * has a short list, so that its last ranks need not wait for the kernel to walk past words that nobody watches. */
+static inline uint32_t zbmd_life_slot(uint32_t k) { return k == 0 ? ZBMD_MAX_SLOTS - 1 : k - 1; }
 
 /* Start a native thread that no signal handler runs on. */
 static inline int zbmd_start_thread(pthread_t *thread, void *(*run)(void *), void *argument) {
@@ -82,31 +88,36 @@ static void *zbmd_life_run(void *argument) {
     zbmd_wake_promptly();
     life->head.futex_offset = (char *)zbmd_life_word(life->own, 0) - (char *)&life->node[0].list;
     life->head.list_op_pending = NULL;
-    life->head.list.next = &life->node[0].list;
-    for (int s = 0; s < ZBMD_MAX_SLOTS; s++)
-        life->node[s].list.next = s + 1 < ZBMD_MAX_SLOTS ? &life->node[s + 1].list : &life->head.list;
+    struct robust_list *last = &life->head.list;
+    for (uint32_t k = 0; k <= life->slots; k++) {
+        last->next = &life->node[zbmd_life_slot(k)].list;
+        last = last->next;
+    }
+    last->next = &life->head.list;
     if (syscall(SYS_set_robust_list, &life->head, sizeof life->head) != 0) {
         atomic_store(&life->state, ZBMD_LIFE_FAILED);
         zbmd_futex_wake(&life->state);
         return NULL;
     }
-    for (uint32_t s = 0; s < ZBMD_MAX_SLOTS; s++) atomic_store(zbmd_life_word(life->own, s), tid);
+    for (uint32_t k = 0; k <= life->slots; k++) atomic_store(zbmd_life_word(life->own, zbmd_life_slot(k)), tid);
     atomic_store(&life->state, ZBMD_LIFE_HELD);
     zbmd_futex_wake(&life->state);
     while (atomic_load(&life->state) == ZBMD_LIFE_HELD)
         zbmd_futex_wait(&life->state, ZBMD_LIFE_HELD, ZBMD_RECHECK_NS);
     atomic_store(zbmd_u32(life->own, ZBMD_OFF_GOODBYE), 1);
-    for (uint32_t s = 0; s < ZBMD_MAX_SLOTS; s++) {
-        atomic_store(zbmd_life_word(life->own, s), 0);
-        zbmd_futex_wake(zbmd_life_word(life->own, s));
+    for (uint32_t k = 0; k <= life->slots; k++) {
+        _Atomic uint32_t *word = zbmd_life_word(life->own, zbmd_life_slot(k));
+        atomic_store(word, 0);
+        zbmd_futex_wake(word);
     }
     life->head.list.next = &life->head.list;
     return NULL;
 }
 
-/* Returns 0 once every word is held, else an errno. */
-static inline int zbmd_life_start(struct zbmd_life *life, zbmd_base own) {
+/* Hold the words of slots 0 to `slots` - 1, fewer than all, and the node's. Returns 0 once they are, else an errno. */
+static inline int zbmd_life_start(struct zbmd_life *life, zbmd_base own, uint32_t slots) {
     life->own = own;
+    life->slots = slots;
     atomic_store(&life->state, ZBMD_LIFE_STARTING);
     int error = zbmd_start_thread(&life->thread, zbmd_life_run, life);
     if (error) return error;

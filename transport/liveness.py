@@ -37,7 +37,7 @@ class LifeThread:
     """
 
     def __init__(self, segment: Segment) -> None:
-        self._life = Life(segment.mapping)
+        self._life = Life(segment.mapping, segment.slots)
 
     def goodbye(self) -> None:
         """Tell every watcher that this process leaves cleanly. Idempotent."""

@@ -22,7 +22,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#define ZBMD_MAX_SLOTS 64   /* ranks of one host, one bit each in the lost mask */
+#define ZBMD_MAX_SLOTS 1024 /* ranks of a job, one bit each in the lost mask, and the node's in the last */
+#define ZBMD_LOST_WORDS (ZBMD_MAX_SLOTS / 64)
 #define ZBMD_CHANNELS 32    /* groups a process can be in at once */
 #define ZBMD_LINE 64
 #define ZBMD_LOOKS_A_PAUSE 1
@@ -39,15 +40,42 @@
 #define ZBMD_OFF_SLOT 52        /* u32: the owner's slot */
 #define ZBMD_OFF_DOORBELL 64    /* u32 futex word */
 #define ZBMD_OFF_PARKED 68      /* u32: threads parked on the doorbell */
-#define ZBMD_OFF_LOST 128       /* u64: bit s set when the process in slot s is known dead (owner writes) */
-#define ZBMD_OFF_ABORT 192      /* u64 per channel: operations up to this value are aborted (owner writes) */
-#define ZBMD_OFF_MUTEX 4096     /* robust futex word per slot, ZBMD_LINE apart (life.h) */
-#define ZBMD_OFF_NOTIFY 8192    /* u64 cell per (sender slot, channel), ZBMD_LINE apart: 128 KiB */
-#define ZBMD_OFF_DESCRIPTORS 139264 /* operation descriptors, written by the owner: 120 KiB */
-#define ZBMD_OFF_END 262144     /* inbox starts here */
-#define ZBMD_MAGIC 0x31304d4744424d5aULL
+#define ZBMD_OFF_ABORT 128      /* u64 per channel: operations up to this value are aborted (owner writes) */
+#define ZBMD_OFF_LOST 512       /* u64 per 64 slots: bit s % 64 of word s / 64 is set when the process in slot s is
+                                 * known dead (owner writes) */
+#define ZBMD_OFF_MUTEX 4096     /* robust futex word per slot, ZBMD_LIFE_STRIDE apart (life.h) */
+#define ZBMD_OFF_NOTIFY 12288   /* u64 cell per (sender slot, channel): 256 bytes a slot, which one process writes */
+#define ZBMD_OFF_DESCRIPTORS 274432 /* operation descriptors, written by the owner: 120 KiB */
+#define ZBMD_OFF_END 397312     /* inbox starts here */
+#define ZBMD_LIFE_STRIDE 8
+#define ZBMD_MAGIC 0x32304d4744424d5aULL
+
+_Static_assert(ZBMD_OFF_ABORT + 8 * ZBMD_CHANNELS <= ZBMD_OFF_LOST, "the abort words have room");
+_Static_assert(ZBMD_OFF_LOST + 8 * ZBMD_LOST_WORDS <= ZBMD_OFF_MUTEX, "the lost mask has room");
+_Static_assert(ZBMD_OFF_MUTEX + ZBMD_LIFE_STRIDE * ZBMD_MAX_SLOTS <= ZBMD_OFF_NOTIFY, "the life words have room");
+_Static_assert(ZBMD_OFF_NOTIFY + 8 * ZBMD_CHANNELS * ZBMD_MAX_SLOTS <= ZBMD_OFF_DESCRIPTORS, "the cells have room");
+_Static_assert(ZBMD_MAX_SLOTS % 64 == 0, "the lost mask has whole words");
 
 typedef char *zbmd_base;
+
+/* A set of slots. Only words [begin, end) of it are there to be read, and none of the slots is outside them: whoever is
+ * in a group of neighbours looks at one word, however many ranks there are. */
+typedef struct zbmd_slots {
+    uint64_t words[ZBMD_LOST_WORDS];
+    uint32_t begin, end;
+} zbmd_slots;
+
+static inline void zbmd_slots_none(zbmd_slots *slots) { memset(slots, 0, sizeof *slots); }
+static inline void zbmd_slots_add(zbmd_slots *slots, uint32_t slot) {
+    uint32_t word = slot / 64;
+    if (slots->begin == slots->end) {
+        slots->begin = word;
+        slots->end = word + 1;
+    }
+    if (word < slots->begin) slots->begin = word;
+    if (word >= slots->end) slots->end = word + 1;
+    slots->words[word] |= 1ULL << slot % 64;
+}
 
 static inline _Atomic uint64_t *zbmd_u64(zbmd_base base, uint64_t off) {
     return (_Atomic uint64_t *)(base + off);
@@ -68,7 +96,7 @@ static inline void zbmd_store32(zbmd_base base, uint64_t off, uint32_t v) {
     atomic_store_explicit(zbmd_u32(base, off), v, memory_order_release);
 }
 static inline uint64_t zbmd_cell_offset(uint32_t slot, uint32_t channel) {
-    return ZBMD_OFF_NOTIFY + (uint64_t)(slot * ZBMD_CHANNELS + channel) * ZBMD_LINE;
+    return ZBMD_OFF_NOTIFY + (uint64_t)(slot * ZBMD_CHANNELS + channel) * 8;
 }
 static inline uint64_t zbmd_abort_offset(uint32_t channel) { return ZBMD_OFF_ABORT + channel * 8ULL; }
 
@@ -103,13 +131,25 @@ static inline void zbmd_ring(zbmd_base base) {
     }
 }
 
-/* The owner marks the process in `slot` as dead, or as replaced, in its own segment. */
+static inline _Atomic uint64_t *zbmd_lost_word(zbmd_base own, uint32_t slot) {
+    return zbmd_u64(own, ZBMD_OFF_LOST + slot / 64 * 8ULL);
+}
+static inline int zbmd_is_lost(zbmd_base own, uint32_t slot) {
+    return atomic_load_explicit(zbmd_lost_word(own, slot), memory_order_acquire) >> slot % 64 & 1;
+}
+
+/* The owner marks the process in `slot` as dead, or as replaced, in its own segment.
+ *
+ * A slot's bit is one bit of one word and nothing sums the words up, so no order between words matters and no loss can
+ * pass for another's. None is missed: the bit is set before the ring's fence and its look at `parked`; a waiter has
+ * raised `parked` and read the doorbell before it looks at the words. Either it sees the bit, or the ring sees it parked
+ * and changes the doorbell, on which it then does not sleep. */
 static inline void zbmd_set_lost(zbmd_base own, uint32_t slot) {
-    atomic_fetch_or(zbmd_u64(own, ZBMD_OFF_LOST), 1ULL << slot);
+    atomic_fetch_or(zbmd_lost_word(own, slot), 1ULL << slot % 64);
     zbmd_ring(own);
 }
 static inline void zbmd_clear_lost(zbmd_base own, uint32_t slot) {
-    atomic_fetch_and(zbmd_u64(own, ZBMD_OFF_LOST), ~(1ULL << slot));
+    atomic_fetch_and(zbmd_lost_word(own, slot), ~(1ULL << slot % 64));
 }
 
 /* End every wait of the owner on `channel` for a value of `epoch` or an earlier one. */
@@ -151,12 +191,16 @@ static inline void zbmd_end_channel(zbmd_base peer, uint32_t our_slot, uint32_t 
     zbmd_ring(peer);
 }
 
-/* Whether a process of `group_mask` is lost that had not ended the channel. Who has ended it at `last` is owed no
+/* Whether a process of `group` is lost that had not ended the channel. Who has ended it at `last` is owed no
  * wait: what it took part in it has finished, or given up, and then the descriptors tell. */
-static inline int zbmd_lost_in(zbmd_base own, uint32_t channel, uint64_t last, uint64_t group_mask) {
-    uint64_t lost = zbmd_load64(own, ZBMD_OFF_LOST) & group_mask;
-    for (; lost; lost &= lost - 1)
-        if (zbmd_load64(own, zbmd_cell_offset((uint32_t)__builtin_ctzll(lost), channel)) != last) return 1;
+static inline int zbmd_lost_in(zbmd_base own, uint32_t channel, uint64_t last, const zbmd_slots *group) {
+    for (uint32_t word = group->begin; word < group->end; word++) {
+        uint64_t lost = zbmd_load64(own, ZBMD_OFF_LOST + word * 8ULL) & group->words[word];
+        for (; lost; lost &= lost - 1) {
+            uint32_t slot = word * 64 + (uint32_t)__builtin_ctzll(lost);
+            if (zbmd_load64(own, zbmd_cell_offset(slot, channel)) != last) return 1;
+        }
+    }
     return 0;
 }
 
@@ -184,11 +228,11 @@ static inline int zbmd_spin(zbmd_base own, uint32_t slot, uint32_t channel, uint
 }
 
 /* Wait until our cell for (slot, channel) holds at least `value` of the same epoch.
- * Ends early: LOST when a slot of `group_mask` is lost that had not ended the channel, ABORTED when our abort word for the
- * channel has reached `value` or the cell is of a later epoch, DEADLINE when monotonic time has passed
+ * Ends early: LOST when a slot of `group` is lost that had not ended the channel, ABORTED when our abort word for
+ * the channel has reached `value` or the cell is of a later epoch, DEADLINE when monotonic time has passed
  * `deadline_ns` (0: none). A value that has already arrived wins over the others. */
 static inline int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
-                            uint64_t group_mask, uint64_t deadline_ns, uint32_t spins) {
+                            const zbmd_slots *group, uint64_t deadline_ns, uint32_t spins) {
     uint64_t cell = zbmd_cell_offset(slot, channel);
     uint32_t used;
     int result = zbmd_spin(own, slot, channel, value, spins, &used);
@@ -198,7 +242,7 @@ static inline int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint
         uint32_t seen = atomic_load_explicit(zbmd_u32(own, ZBMD_OFF_DOORBELL), memory_order_seq_cst);
         result = zbmd_arrived(zbmd_load64(own, cell), value);
         if (result >= 0) break;
-        if (zbmd_lost_in(own, channel, value | 0xffffffffULL, group_mask)) result = ZBMD_WAIT_LOST;
+        if (zbmd_lost_in(own, channel, value | 0xffffffffULL, group)) result = ZBMD_WAIT_LOST;
         else if (zbmd_load64(own, zbmd_abort_offset(channel)) >= value) result = ZBMD_WAIT_ABORTED;
         else {
             uint64_t park_ns = ZBMD_PARK_NS;

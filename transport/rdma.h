@@ -26,7 +26,7 @@
 #include <stdlib.h>
 #include <sys/eventfd.h>
 
-#define ZBMD_RDMA_ENDS 62        /* of a plane */
+#define ZBMD_RDMA_ENDS 1024      /* of a plane, at most */
 #define ZBMD_RDMA_SENDS 128      /* work requests of an end that are not acknowledged */
 #define ZBMD_RDMA_CONTROL 4      /* and those for notes without credit */
 #define ZBMD_RDMA_CREDITS 256    /* notifications that the peer has not taken off its queue */
@@ -82,6 +82,7 @@ struct zbmd_rdma_plane {
     pthread_mutex_t lock;
     zbmd_rdma_end *ends[ZBMD_RDMA_ENDS];
     uint16_t generations[ZBMD_RDMA_ENDS];
+    uint32_t ends_max;        /* of this plane: the completions of so many have room */
     int wake_fd;
     _Atomic int drivers;      /* threads that poll in place of the plane's own */
     _Atomic uint64_t left_ns; /* when the last of them left */
@@ -400,9 +401,10 @@ static void zbmd_rdma_ask_no_more(zbmd_rdma_end *end) {
 
 /* -- set-up ------------------------------------------------------------------------------------------------ */
 
-static int zbmd_rdma_begin(zbmd_rdma_plane *plane) {
-    int most = ZBMD_RDMA_ENDS * (ZBMD_RDMA_SENDS + ZBMD_RDMA_CONTROL + ZBMD_RDMA_RECEIVES);
+static int zbmd_rdma_begin(zbmd_rdma_plane *plane, uint32_t ends_max) {
+    int most = (int)ends_max * (ZBMD_RDMA_SENDS + ZBMD_RDMA_CONTROL + ZBMD_RDMA_RECEIVES);
     struct ibv_device_attr device;
+    plane->ends_max = ends_max;
     if (ibv_query_device(plane->context, &device) == 0 && device.max_cqe < most) most = device.max_cqe;
     pthread_mutex_init(&plane->lock, NULL);
     plane->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -452,7 +454,7 @@ static int zbmd_rdma_end_open(zbmd_rdma_plane *plane, zbmd_rdma_end *end) {
     end->awaited = ZBMD_RDMA_NOBODY;
     end->state = ZBMD_RDMA_CLOSED;
     pthread_mutex_lock(&plane->lock);
-    for (uint32_t index = 0; index < ZBMD_RDMA_ENDS && end->state == ZBMD_RDMA_CLOSED; ++index)
+    for (uint32_t index = 0; index < plane->ends_max && end->state == ZBMD_RDMA_CLOSED; ++index)
         if (plane->ends[index] == NULL) {
             plane->ends[index] = end;
             end->index = index;

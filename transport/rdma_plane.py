@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from zbmd.transport import _native
-from zbmd.transport._rdma import ACTIVE, ATTENTION, NEVER_NS, ROCE_V1, Device, Plane
+from zbmd.transport._rdma import ACTIVE, ATTENTION, ENDS_MAX, NEVER_NS, ROCE_V1, Device, Plane
 from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeerInfo, OnEnded
 from zbmd.transport.errors import LinkClosed, UserError
@@ -27,6 +27,8 @@ from zbmd.transport.segment import Segment
 
 PARK_MS: Final = 1
 """How long a thread that drives sleeps at once: what it waits for may also end where nobody wakes it."""
+ENDS_MIN: Final = 62
+"""Queue pairs that a small job's plane has room for; a larger job's has one a rank."""
 _CLOSED: Final = "the RDMA data plane of this process is closed"
 
 
@@ -55,7 +57,7 @@ class RdmaPlane:
         device = Device(name)
         self.port = choose_port(device, address)
         self.segment = segment
-        self.native = Plane(device)
+        self.native = Plane(device, min(max(segment.slots, ENDS_MIN), ENDS_MAX))
         self.registrations = Registrations(device)
         base, arena_offset = segment.base, segment.nbytes - segment.arena.capacity_bytes
         inbox_bytes = arena_offset - _native.OFF_END

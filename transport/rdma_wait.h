@@ -53,16 +53,16 @@ static int zbmd_rdma_look(zbmd_rdma_plane *plane, zbmd_rdma_patience *patience) 
 
 /* As zbmd_wait; this thread takes completions itself, as long as some come. */
 static int zbmd_rdma_wait(zbmd_rdma_plane *plane, zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value,
-                          uint64_t group_mask, uint64_t deadline_ns, uint64_t spin_ns) {
+                          const zbmd_slots *group, uint64_t deadline_ns, uint64_t spin_ns) {
     zbmd_rdma_patience patience = {spin_ns, deadline_ns, zbmd_now_ns()};
     uint64_t cell = zbmd_cell_offset(slot, channel);
     int result;
     zbmd_rdma_enter(plane);
     do result = zbmd_arrived(zbmd_load64(own, cell), value);
-    while (result < 0 && !zbmd_lost_in(own, channel, value | 0xffffffffULL, group_mask) &&
+    while (result < 0 && !zbmd_lost_in(own, channel, value | 0xffffffffULL, group) &&
            zbmd_load64(own, zbmd_abort_offset(channel)) < value && zbmd_rdma_look(plane, &patience));
     zbmd_rdma_leave(plane, result < 0 || zbmd_load32(own, ZBMD_OFF_PARKED));
-    return result >= 0 ? result : zbmd_wait(own, slot, channel, value, group_mask, deadline_ns, 0);
+    return result >= 0 ? result : zbmd_wait(own, slot, channel, value, group, deadline_ns, 0);
 }
 
 /* Until the peer has acknowledged `number` work requests; 0 if nobody here can say: wait otherwise then. */
@@ -95,6 +95,9 @@ static int zbmd_rdma_post_whole(zbmd_rdma_end *end, zbmd_rdma_op *op, uint64_t d
  * sides' cells grow by one each time. samples_ns: what each round took here. A ZBMD_WAIT. */
 static int zbmd_rdma_ping(zbmd_rdma_end *end, const zbmd_rdma_op *what, int first, uint32_t rounds,
                           uint64_t deadline_ns, uint64_t spin_ns, uint64_t *samples_ns) {
+    zbmd_slots peer;
+    zbmd_slots_none(&peer);
+    zbmd_slots_add(&peer, end->slot);
     for (uint32_t round = 0; round < rounds; ++round) {
         uint64_t began_ns = zbmd_now_ns();
         for (int step = 0; step < 2; ++step) {
@@ -104,7 +107,7 @@ static int zbmd_rdma_ping(zbmd_rdma_end *end, const zbmd_rdma_op *what, int firs
             result = (step == 0) == (first != 0)
                          ? zbmd_rdma_post_whole(end, &op, deadline_ns)
                          : zbmd_rdma_wait(end->plane, end->own, end->slot, op.channel, op.value,
-                                          1ULL << end->slot, deadline_ns, spin_ns);
+                                          &peer, deadline_ns, spin_ns);
             if (result != ZBMD_WAIT_OK) return result;
         }
         samples_ns[round] = zbmd_now_ns() - began_ns;

@@ -20,6 +20,7 @@ from zbmd.transport.placement import PAGE_BYTES, Placed, collapse, place
 from zbmd.transport.region import RegionHandle, Regions, require_owner
 
 NODE_SLOT = _native.MAX_SLOTS - 1
+"""The slots below it are for ranks."""
 
 
 class _Ends:
@@ -33,13 +34,13 @@ class _Ends:
         self.proven = 0
 
     def any_unsettled(self) -> bool:
-        return self._mapping.load64(_native.OFF_LOST) & ~self.proven != 0
+        return _native.lost_mask(self._mapping.address) & ~self.proven != 0
 
 
 class Segment(Cells):
     """This process's own segment, mapped read-write."""
 
-    def __init__(self, placed: Placed, *, slot: int, incarnation: int) -> None:
+    def __init__(self, placed: Placed, *, slot: int, incarnation: int, slots: int) -> None:
         mapping, arena_offset = placed.mapping, placed.arena_offset
         self._fd = placed.fd
         self.placement = placed.placement
@@ -48,6 +49,8 @@ class Segment(Cells):
         self._open_cells(mapping)
         self.slot = slot
         self.incarnation = incarnation
+        self.slots = slots
+        """Of peers that may watch us or be dialed: those from 0 to one below it, and the node's."""
         self._ends = _Ends(mapping)
         inbox_bytes = arena_offset - _native.OFF_END
         self.inbox = Arena(mapping, _native.OFF_END, inbox_bytes, unsettled=self._ends.any_unsettled)
@@ -56,12 +59,17 @@ class Segment(Cells):
         self.regions = Regions(slot=slot, incarnation=incarnation, inbox=self.inbox, arena=self.arena)
 
     @classmethod
-    def create(cls, *, slot: int, incarnation: int, arena_bytes: int, inbox_bytes: int) -> Segment:
+    def create(
+        cls, *, slot: int, incarnation: int, arena_bytes: int, inbox_bytes: int, slots: int = NODE_SLOT
+    ) -> Segment:
         """Allocate and lay out a segment; both sizes are rounded up to pages.
 
-        Raises `OutOfMemory` if they do not fit into the machine's or cgroup's memory, `LocalProtocolError`
-        on a slot, incarnation or size out of range.
+        slots: how many ranks the job has, at most; a small job's deaths are noticed sooner for it. Raises
+        `OutOfMemory` if the sizes do not fit into the machine's or cgroup's memory, `LocalProtocolError` on a
+        slot, number of slots, incarnation or size out of range.
         """
+        if not 0 <= slots <= NODE_SLOT:
+            raise LocalProtocolError(f"{slots} slots for ranks: there are 0 to {NODE_SLOT}")
         if not 0 <= slot < _native.MAX_SLOTS:
             raise LocalProtocolError(f"slot {slot} is not in 0..{_native.MAX_SLOTS - 1}")
         if not 0 < incarnation < 1 << 64 or arena_bytes < 0 or inbox_bytes < 0:
@@ -80,7 +88,7 @@ class Segment(Cells):
         mapping.store64(_native.OFF_INCARNATION, incarnation)
         mapping.store32(_native.OFF_SLOT, slot)
         mapping.store64(_native.OFF_MAGIC, _native.MAGIC)
-        return cls(placed, slot=slot, incarnation=incarnation)
+        return cls(placed, slot=slot, incarnation=incarnation, slots=slots)
 
     @property
     def fd(self) -> int:
@@ -116,7 +124,7 @@ class Segment(Cells):
 
     def lost_mask(self) -> int:
         """Bit s is set once the process in slot s is known to have ended."""
-        return self.mapping.load64(_native.OFF_LOST)
+        return _native.lost_mask(self.mapping.address)
 
     def set_lost(self, slot: int) -> None:
         """The process in `slot`, which is on another host, is known to have ended: waits for it end."""

@@ -41,6 +41,7 @@ from zbmd.actors.host_process import RankProcess, resident_bytes
 from zbmd.actors.runtime_env import RankEnvironment, progress_deadline_ns
 from zbmd.actors.template import ForkRequest
 from zbmd.actors.view import RankState
+from zbmd.transport import descriptors
 from zbmd.transport.budget import derive
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.cookie import load_or_create_cookie
@@ -146,6 +147,7 @@ class HostedJob:
     async def open(self) -> None:
         """Start to listen. Raises `UserError` for an environment that cannot be, OSError, `OutOfMemory`."""
         deadline_ns, on_hang = progress_deadline_ns(self._environment), _on_hang(self._environment)
+        descriptors.make_room(self.spec.ranks_per_node)
         self._links = HostLinks(
             address=self.address,
             identity=host_identity(self.spec.job),

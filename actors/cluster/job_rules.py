@@ -29,6 +29,7 @@ from zbmd.actors.cluster.jobs import (
     JOBS_MAX,
     REFUSALS_KEPT,
     TABLE_BYTES_MAX,
+    TABLE_RANKS_MAX,
     Command,
     Job,
     JobPhase,
@@ -281,15 +282,18 @@ def _submit(table: JobTable, origin: NodeKey, order: Submit) -> tuple[JobTable, 
     kept = list(table.jobs)
     over = [job for job in kept if job.phase is JobPhase.ENDED]
     nbytes = order_bytes(order) + sum(order_bytes(Submit(spec=job.spec)) for job in kept)
-    while len(kept) >= JOBS_MAX or nbytes > TABLE_BYTES_MAX:
+    ranks_total = spec.world_size + sum(job.spec.world_size for job in kept)
+    while len(kept) >= JOBS_MAX or nbytes > TABLE_BYTES_MAX or ranks_total > TABLE_RANKS_MAX:
         if not over:
             return table, (
-                f"the cluster has {len(kept)} jobs, and with this one their orders take {nbytes} bytes: "
-                f"{JOBS_MAX} and {TABLE_BYTES_MAX} are the bounds. Stop one first"
+                f"the cluster has {len(kept)} jobs, and with this one their orders take {nbytes} bytes, and "
+                f"they have {ranks_total} ranks: {JOBS_MAX}, {TABLE_BYTES_MAX} and {TABLE_RANKS_MAX} are the "
+                "bounds. Stop one first"
             )
         forgotten = over.pop(0)
         kept.remove(forgotten)
         nbytes -= order_bytes(Submit(spec=forgotten.spec))
+        ranks_total -= forgotten.spec.world_size
     ranks = tuple(RankEntry(rank=rank) for rank in range(spec.world_size))
     return _with_jobs(table, [*kept, Job(spec=spec, submitter=origin, ranks=ranks)]), ""
 

@@ -35,6 +35,8 @@ JOBS_MAX = 64
 COMMAND_BYTES_MAX = 64 * 1024
 TABLE_BYTES_MAX = 1024 * 1024
 """What the orders of all jobs in the table may take together: a joiner gets it in one message (`parts`)."""
+TABLE_RANKS_MAX = 4096
+"""Ranks of all jobs in the table, of at most some 900 bytes each, for the same reason."""
 REFUSALS_KEPT = 8
 """Of each node, the newest."""
 RESTARTS_MAX = 1_000

@@ -341,8 +341,8 @@ def test_orders_that_no_cluster_takes() -> None:
 
     assert problem() == ""
     assert problem(target="") == "it names nothing to run"
-    assert problem(nodes_min=3, nodes_max=2) == "the most nodes must be 3 to 62, not 2"
-    assert problem(nodes_max=9, ranks_per_node=9) == "the ranks of a job must be 1 to 62, not 81"
+    assert problem(nodes_min=3, nodes_max=2) == "the most nodes must be 3 to 1022, not 2"
+    assert problem(nodes_max=33, ranks_per_node=31) == "the ranks of a job must be 1 to 1022, not 1023"
     assert problem(job=0).startswith("a job's id must be 1 to")
     assert "bytes, and 65536 are the bound" in problem(arguments=("x" * COMMAND_BYTES_MAX,))
     assert problem_of(Stop(job=1, reason="x" * 501)) == "its reason has 501 characters, more than 500"

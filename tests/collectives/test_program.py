@@ -139,7 +139,7 @@ def test_the_stepper_refuses_what_is_no_program() -> None:
     with pytest.raises(ValueError, match="row 1"):
         Stepper(bad)
     with pytest.raises(ValueError, match="counts"):
-        Stepper(encode(two_rank_program())).next(np.zeros(2, np.uint64))
+        Stepper(encode(two_rank_program())).next(np.zeros(1, np.uint64))
 
 
 @pytest.mark.parametrize(

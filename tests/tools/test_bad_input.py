@@ -119,9 +119,9 @@ def test_a_checkpoint_that_is_damaged_foreign_or_closed_is_not_gone_on_from(laun
 # Settings.
 
 BAD_SETTINGS = [
-    (["-n", "63"], "'63' is not a number of processes to start. Give 1 to 62"),
-    (["-n", "0"], "'0' is not a number of processes to start. Give 1 to 62"),
-    (["-n", "x"], "'x' is not a number of processes to start. Give 1 to 62"),
+    (["-n", "1023"], "'1023' is not a number of processes to start. Give 1 to 1022"),
+    (["-n", "0"], "'0' is not a number of processes to start. Give 1 to 1022"),
+    (["-n", "x"], "'x' is not a number of processes to start. Give 1 to 1022"),
     (["--config", "closed.toml"], "closed.toml: .* cannot be read: Permission denied. Give a readable"),
     (["--config", "type.toml"], "type.toml:2: max_restarts must be a text or a number, not True"),
     (["--config", "syntax.toml"], "syntax.toml: not valid TOML: .*line 1.* Correct that place"),

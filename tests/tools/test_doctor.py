@@ -245,7 +245,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Topology:
 def test_a_server_is_shown_with_what_is_near_to_each_gpu(server: Topology) -> None:
     machine = texts(machine_findings(server))
     assert machine["processor"].detail == "Made Up 9000: 2 sockets, 32 cores, 64 cpus"
-    assert machine["cores"].detail == "64 usable; 62 is the default for -n"
+    assert machine["cores"].detail == "64 usable; 64 is the default for -n"
     assert machine["caches"].detail == "L1 data 32 x 32 KiB, L3 2 x 32 MiB"
     assert "distances 21 10" in machine["NUMA node 1"].detail
     assert machine["huge pages"].detail.startswith("1024 of 1024 pages of 2.0 MiB free")

@@ -535,7 +535,7 @@ async def test_the_recovery_budget_reaches_the_ranks(start: Start, script: Calla
 
 
 BAD_INPUT = [
-    (["-n", "0", "plain.py"], "'0' is not a number of processes to start. Give 1 to 62"),
+    (["-n", "0", "plain.py"], "'0' is not a number of processes to start. Give 1 to 1022"),
     (["-n", "many", "plain.py"], "'many' is not a number of processes"),
     ([], "there is no script to run"),
     (["missing.py"], "there is no script missing.py"),

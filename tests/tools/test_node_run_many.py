@@ -303,8 +303,8 @@ async def test_a_node_that_was_started_otherwise_is_told_so(nodes: Nodes) -> Non
     ("options", "complaint"),
     [
         (
-            ("--nnodes", "40", "-n", "2"),
-            "the ranks of a job must be 1 to 62, not 80. Give fewer with --nnodes",
+            ("--nnodes", "40", "-n", "26"),
+            "the ranks of a job must be 1 to 1022, not 1040. Give fewer with --nnodes",
         ),
         (("--nnodes", "2", "--local-addr", "192.0.2.77"), "no interface of this machine has that address"),
         (("--nnodes", "2", "--join-timeout", "5"), "--join-timeout: '5' is not a duration"),

@@ -415,8 +415,8 @@ def test_closing_the_plane_ends_everything_and_leaves_no_file_open() -> None:
 
 
 def test_a_slot_that_no_segment_has(host: BulkHost) -> None:
-    with pytest.raises(LocalProtocolError, match="slot 64"):
-        host.connect(64)
+    with pytest.raises(LocalProtocolError, match="slot 1024"):
+        host.connect(1024)
 
 
 def test_a_reset_is_a_death(host: BulkHost) -> None:

@@ -125,7 +125,7 @@ def test_two_processes_play_ping_pong_and_see_each_others_stores(segment: Segmen
     ours.close()
 
 
-@pytest.mark.parametrize(("slot", "channel"), [(64, 0), (0, 32), (1 << 31, 0)])
+@pytest.mark.parametrize(("slot", "channel"), [(1024, 0), (0, 32), (1 << 31, 0)])
 def test_cells_out_of_range_are_refused(segment: Segment, slot: int, channel: int) -> None:
     with pytest.raises(LocalProtocolError):
         _native.notify(segment.base, slot, channel, 1)

@@ -109,7 +109,7 @@ def test_a_memfd_smaller_than_a_header_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slot", "incarnation", "arena_bytes"), [(64, 1, 1), (-1, 1, 1), (0, 0, 1), (0, 1 << 64, 1), (0, 1, -1)]
+    ("slot", "incarnation", "arena_bytes"), [(1024, 1, 1), (-1, 1, 1), (0, 0, 1), (0, 1 << 64, 1), (0, 1, -1)]
 )
 def test_bad_arguments_are_refused(slot: int, incarnation: int, arena_bytes: int) -> None:
     with pytest.raises(LocalProtocolError):

@@ -280,7 +280,7 @@ HANDOVERS: dict[str, Handover] = {
         [h.memory(), h.eventfd(), h.eventfd(), h.segment(1, 9)],
     ),
     "a slot out of range": lambda h: (
-        offer(slot=64),
+        offer(slot=1024),
         [h.memory(), h.eventfd(), h.eventfd(), h.segment(1, 1)],
     ),
 }

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from zbmd.actors.view import RANKS_MAX
 from zbmd.training._spans import CATEGORIES, RECORD_BYTES, TRACK_OPERATION, TRACK_STEP
 from zbmd.training.profiler.lines import PROFILE_DIRECTORY, Count, Name, Rank, RunLine
 from zbmd.transport.errors import UserError
@@ -61,7 +62,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True, tag="group", tag_fiel
 
     channel: Count
     epoch: Count
-    members: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=64)]
+    members: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=RANKS_MAX)]
 
 
 class OperationLine(msgspec.Struct, frozen=True, kw_only=True, tag="operation", tag_field="kind"):

@@ -94,8 +94,11 @@ class SimSegment:
             return _native.WAIT_OK if same_epoch else _native.WAIT_ABORTED
         last = value | ((1 << _EPOCH_BITS) - 1)
         lost = self._lost & group_mask
-        if any(lost >> other & 1 and self.told(other, channel) != last for other in range(lost.bit_length())):
-            return _native.WAIT_LOST
+        while lost:
+            other = lost.bit_length() - 1
+            if self.told(other, channel) != last:
+                return _native.WAIT_LOST
+            lost ^= 1 << other
         if self._aborted.get(channel, 0) >= value:
             return _native.WAIT_ABORTED
         return None

@@ -19,6 +19,7 @@ import pytest
 from rdma_jobs import EXPECTED_VARIABLE, digests_on_one_host
 
 from zbmd.actors.runtime_env import LINKS_VARIABLE
+from zbmd.tools.rdma_vm import bytecode
 from zbmd.tools.rdma_vm.initrd import Archive
 from zbmd.tools.rdma_vm.modules import load_order, module_name
 from zbmd.tools.rdma_vm.packages import PackagesMissing, candidates, merged, require_programs
@@ -96,6 +97,36 @@ def test_an_archive_is_what_cpio_reads() -> None:
         ("a/b/file", 0o100755, b"12345"),
         ("a/link", 0o120777, b"b/file"),
     ]
+
+
+def test_bytecode_that_the_host_lacks_is_what_python_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    source = tmp_path / "tests" / "some_module.py"
+    source.parent.mkdir()
+    source.write_text("print('it ran')\n")
+    (source.parent / "wrong.py").write_text("no python\n")
+
+    def made() -> list[Path]:
+        placed: list[Path] = []
+        for file, code in bytecode.missing(tmp_path):
+            if file.is_relative_to(tmp_path):
+                file.parent.mkdir(exist_ok=True)
+                file.write_bytes(code)
+                placed.append(file)
+        return placed
+
+    (placed,) = made()
+    command = [sys.executable, "-v", "-c", "import some_module"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPYCACHEPREFIX"}
+    done = subprocess.run(
+        command, cwd=source.parent, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "it ran\n" and f"code object from '{placed}'" in done.stderr
+    assert not made()
+    source.write_text("print('it ran anew')\n")
+    assert made() == [placed]
 
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ ADDRESSES: Final = ("10.98.0.1", "10.98.0.2")
 """Of the interfaces of the two devices, which are the ends of one cable (`veth0`, `veth1`)."""
 DEVICES_VARIABLE: Final = "ZBMD_RDMA_DEVICES"
 """In the machine's environment: DEVICE@ADDRESS of each, with commas."""
+PACKAGES_FOLDER: Final = "packages"
+"""What is below it lies over the host's files in the machine."""
 PYTHON_FOLDER: Final = "opt/rdma/python"
 """Where pyverbs is in the machine, relative to the root."""
 OUTPUT_PORT: Final = "zbmd.output"

@@ -140,7 +140,7 @@ def _add_busybox(archive: Archive, package: Path) -> None:
 
 
 def _add_package(archive: Archive, package: Path, *, is_pyverbs: bool) -> None:
-    """Its files, below `packages`, which the machine lays over the host's."""
+    """Its files, below a folder which the machine lays over the host's."""
     native = 0
     suffix = f"cpython-{sysconfig.get_config_var('py_version_nodot')}-"
     with files_of(package) as tar:
@@ -153,9 +153,11 @@ def _add_package(archive: Archive, package: Path, *, is_pyverbs: bool) -> None:
                 path = guest.PYTHON_FOLDER + path.removeprefix(_PYVERBS_AT)
             data = tar.extractfile(member) if member.isreg() else None
             if data is not None:
-                archive.file(f"packages/{path}", data.read(), executable=bool(member.mode & 0o100))
+                archive.file(
+                    f"{guest.PACKAGES_FOLDER}/{path}", data.read(), executable=bool(member.mode & 0o100)
+                )
             elif member.issym():
-                archive.link(f"packages/{path}", member.linkname)
+                archive.link(f"{guest.PACKAGES_FOLDER}/{path}", member.linkname)
     if is_pyverbs and not native:
         raise PackagesMissing(
             f"{package.name} is built for another Python than {sys.version.split()[0]}: the RDMA machine "

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from zbmd.actors.prctl import end_with_parent
-from zbmd.tools.rdma_vm import guest
+from zbmd.tools.rdma_vm import bytecode, guest
 from zbmd.tools.rdma_vm.image import Image
 from zbmd.tools.rdma_vm.initrd import Archive
 from zbmd.transport.errors import ZbmdError
@@ -96,9 +96,11 @@ def run(image: Image, what: Run, output: IO[bytes]) -> int:
 
 
 def _initrd(image: Image, what: Run) -> int:
-    """The image's, and the command behind it: the kernel unpacks both. In memory, under no name."""
+    """The image's, and behind it the command and bytecode: the kernel unpacks both. It has no name."""
     archive = Archive()
     archive.file(guest.COMMAND_FILE, what.script())
+    for path, code in bytecode.missing(what.folder):
+        archive.file(f"{guest.PACKAGES_FOLDER}{path}", code)
     initrd = os.memfd_create("initrd")
     with os.fdopen(os.dup(initrd), "wb") as file:
         file.write(image.initrd.read_bytes())

@@ -25,7 +25,8 @@ from zbmd.transport.errors import ZbmdError
 
 CONTROL: Final = "{control}"
 """Stands for the control address in a command."""
-START_S: Final = 60.0
+START_S: Final = 300.0
+"""To import what is timed: minutes, on the emulated processor of the RDMA machine on a busy host."""
 REPLY_S: Final = 300.0
 ACCEPT_STEP_S: Final = 0.1
 END_S: Final = 10.0

@@ -318,6 +318,8 @@ class Node:
         if self._telling:
             await asyncio.wait(self._telling)
         await self._links.drain()
+        if (transfers := self._links.rdma_transfers) is not None:
+            self.log.info("rdma_transfers", **transfers._asdict())
         self.progress.close()
         self._watch.close()
         self._life.goodbye()

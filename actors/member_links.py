@@ -18,6 +18,7 @@ from zbmd.transport.durations import format_duration
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
 from zbmd.transport.link import Link
 from zbmd.transport.peer_memory import PeerMemory
+from zbmd.transport.rdma_counts import TransferCounts
 from zbmd.transport.rdma_link import RdmaLink
 from zbmd.transport.remote_link import RemoteLink
 from zbmd.transport.shm import HALF_OPEN_MAX, Endpoint, Listener, dial, listen
@@ -203,6 +204,11 @@ class MemberLinks:
     async def drain(self) -> None:
         """Once all links are closed: wait until nothing is under way any more."""
         await self._tcp.close()
+
+    @property
+    def rdma_transfers(self) -> TransferCounts | None:
+        """What went over RDMA to members of other hosts, once drained; None without RDMA."""
+        return self._tcp.rdma_transfers
 
     def _memories(self) -> Iterator[tuple[int, int, PeerMemory | None]]:
         """The members' memory, by rank and incarnation; None where it is not there yet."""

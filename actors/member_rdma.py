@@ -17,6 +17,7 @@ from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
 from zbmd.transport.hello import PeerInfo
 from zbmd.transport.host_facts import HostFacts, read_host_facts
+from zbmd.transport.rdma_counts import TransferCounts
 from zbmd.transport.rdma_device import RdmaDevice, open_device
 from zbmd.transport.rdma_use import (
     LINK_LOCKED_BYTES,
@@ -45,6 +46,8 @@ class MemberRdma:
         self._wanted = wanted_devices(environment)
         self._tcp = tcp
         self._turn = turn
+        self.transfers: TransferCounts | None = None
+        """Of a plane that was closed."""
         self._device: RdmaDevice | None = None
         self._plane: RdmaPlane | None = None
 
@@ -69,6 +72,7 @@ class MemberRdma:
         plane, self._plane = self._plane, None
         if plane is not None:
             await asyncio.to_thread(plane.close)
+            self.transfers = plane.counts
         device, self._device = self._device, None
         if device is not None:
             await device.aclose()

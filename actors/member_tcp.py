@@ -26,6 +26,7 @@ from zbmd.transport.bulk_plane import DataPlane
 from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.hello import PeerInfo
+from zbmd.transport.rdma_counts import TransferCounts
 from zbmd.transport.rdma_link import RdmaLink
 from zbmd.transport.region import RegionHandle
 from zbmd.transport.remote_link import NoRdma, OwnRdma, RemoteLink
@@ -160,6 +161,11 @@ class MemberTcp:
         if self._plane is not None:
             await asyncio.to_thread(self._plane.close)
         await self._rdma.close()
+
+    @property
+    def rdma_transfers(self) -> TransferCounts | None:
+        """What went over RDMA, once this is closed; None without RDMA."""
+        return self._rdma.transfers
 
     async def _join(self, key: MemberKey, link: RemoteLink) -> None:
         rank, _ = key

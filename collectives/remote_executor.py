@@ -30,6 +30,7 @@ from zbmd.collectives.plan import Plan
 from zbmd.collectives.program import INBOX, SCRATCH
 from zbmd.collectives.remote_drive import Driver
 from zbmd.collectives.remote_fetch import Ended, Fetcher, Landings, Staging
+from zbmd.collectives.remote_outgoing import Outgoing
 from zbmd.collectives.remote_slots import Slots
 from zbmd.collectives.remote_walk import Walk, reach
 from zbmd.transport.peer_memory import PeerMemory
@@ -96,6 +97,7 @@ class RemoteExecutor(Executor):
             segment, group, self._driver, channel=channel, epoch=epoch, spins=SPINS_REMOTE
         )
         self._staging = Staging()
+        self._outgoing = Outgoing()
         self._slots = Slots(segment, group, members=len(members), place=self.place, remote=self._remote)
         self._gone: set[int] = set()
         """Places of members that could not be reached any more."""
@@ -125,6 +127,7 @@ class RemoteExecutor(Executor):
         """See `Executor.release`."""
         super().release()
         self._staging = Staging()
+        self._outgoing = Outgoing()
         self._slots.release()
 
     def _lost(self) -> list[int]:
@@ -174,6 +177,7 @@ class RemoteExecutor(Executor):
             plan,
             group,
             fetcher,
+            self._outgoing,
             driver=self._driver,
             remote=self._remote,
             channel=self._channel,

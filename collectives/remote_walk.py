@@ -35,6 +35,7 @@ from zbmd.collectives.program import (
 from zbmd.collectives.reductions import itemsize, slot_itemsize
 from zbmd.collectives.remote_drive import Driver
 from zbmd.collectives.remote_fetch import STAGING_BYTES_MAX, Ended, Fetch, Fetched, Fetcher
+from zbmd.collectives.remote_outgoing import Outgoing
 from zbmd.transport._native import address_of
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.remote_memory import RemoteMemory
@@ -65,6 +66,7 @@ class Walk:
         plan: Plan,
         group: RemoteGroup,
         fetcher: Fetcher,
+        outgoing: Outgoing,
         *,
         driver: Driver,
         remote: Mapping[int, RemoteMemory],
@@ -76,6 +78,7 @@ class Walk:
         self._plan = plan
         self._group = group
         self._fetcher = fetcher
+        self._outgoing = outgoing
         self._driver = driver
         self._remote = remote
         self._channel = channel
@@ -243,21 +246,16 @@ class Walk:
             self._notify(peer)
             return
         assert isinstance(move.a, int), "a put sends what is here"
-        # A copy: the program may overwrite the source as soon as it has been put.
+        place = self._outgoing.take(nbytes)
+        data = place.array[:nbytes]
         if nbytes == self._nbytes(instruction.src, move.count):
-            data = bytes(self._group.window(move.a, nbytes))
-        else:
-            data = self._widened(index, move, nbytes)
+            data.data[:] = self._group.window(move.a, nbytes).cast("B")
+        else:  # 16-bit floats, which are wider in a slot
+            self._row(index, address_of(data), move.a, 0, move.count)
+            self._flush()
         value = self._group.tell(peer)
         region = self._fetcher.region(peer, INBOX, writable=True)
-        reach(peer, lambda: region.put(data, move.dst, channel=self._channel, value=value))
-
-    def _widened(self, index: int, move: _Move, nbytes: int) -> bytes:
-        """What a put brings to a slot from an array of 16-bit floats."""
-        room = np.empty(nbytes, np.uint8)
-        self._row(index, address_of(room), move.a, 0, move.count)
-        self._flush()
-        return room.tobytes()
+        place.transfer = reach(peer, lambda: region.put(data, move.dst, channel=self._channel, value=value))
 
     def _notify(self, peer: int) -> None:
         value = self._group.tell(peer)

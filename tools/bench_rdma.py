@@ -118,7 +118,8 @@ class Side:
 
     def reused(self, _: int) -> float:
         """Of all transfers so far, those that registered nothing."""
-        return self._plane.reused / max(1, self._plane.reused + self._plane.registered)
+        counts = self._plane.counts
+        return 1 - counts.registered / max(1, counts.transfers)
 
     def _wait(self, value: int) -> None:
         deadline_ns = _native.now_ns() + WAIT_NS

@@ -125,11 +125,20 @@ class End:
     def error(self) -> ZbmdError | None:
         """What new transfers raise."""
     @property
+    def in_segment(self) -> int:
+        """Transfers whose memory is in our segment, which was registered when the plane was opened."""
+    @property
     def reused(self) -> int:
-        """Transfers whose memory was registered already."""
+        """Those of other memory, which was registered already."""
     @property
     def registered(self) -> int:
         """Those whose memory was not."""
+    @property
+    def inlined(self) -> int:
+        """Puts whose bytes were taken along, as they are few."""
+    @property
+    def copied(self) -> int:
+        """Those of them that were copied, as they had to wait for room."""
     def connect(
         self,
         gid: bytes,

@@ -369,8 +369,10 @@ cdef class End:
     cdef int transfers_max
     cdef readonly object error
     cdef object lend
+    cdef readonly uint64_t in_segment
     cdef readonly uint64_t reused
     cdef readonly uint64_t registered
+    cdef readonly uint64_t inlined, copied
 
     def __cinit__(self, Plane plane, object mapping, uint32_t slot, uint32_t message_bytes_max,
                   int transfers_max, object lend):
@@ -438,6 +440,7 @@ cdef class End:
             return DONE if op.op.quiet else self.await_it(op)
         if op.op.quiet:  # the caller may have its buffer back at once
             data = bytes(view)
+            self.copied += op.op.nbytes != 0
             op.op.local = <size_t><const char *>data
             op.transfer = RdmaTransfer(self, data)
         self.queue.append(op)
@@ -458,9 +461,10 @@ cdef class End:
         op.op.quiet = not op.op.nbytes or (kind == ZBMD_RDMA_PUT and op.op.nbytes <= ZBMD_RDMA_INLINE_BYTES)
         op.kept = (owner, view)
         if op.op.quiet:
+            self.inlined += op.op.nbytes != 0
             return op
         if self.plane.find(op.op.local, op.op.nbytes, &op.op.lkey):
-            self.reused += 1
+            self.in_segment += 1
             return op
         registration, reused = self.lend(owner, op.op.local, op.op.nbytes)
         op.op.lkey = registration.region.lkey

@@ -26,6 +26,7 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
     ZbmdError,
 )
+from zbmd.transport.rdma_counts import TransferCounts
 from zbmd.transport.rdma_life import (
     CloseAsked,
     End,
@@ -93,6 +94,7 @@ class RdmaPeer:
         self._theirs: MemoryAt | None = None
         self._life = RdmaLife(peer=info.name, close_ns=limits.close_ns)
         self._heard = False
+        self._trials = 0
 
     @property
     def at(self) -> MemoryAt:
@@ -115,14 +117,16 @@ class RdmaPeer:
         return True
 
     @property
-    def reused(self) -> int:
-        """Transfers whose memory was registered before."""
-        return self._native.reused
-
-    @property
-    def registered(self) -> int:
-        """Transfers whose memory was not."""
-        return self._native.registered
+    def counts(self) -> TransferCounts:
+        """Of its transfers so far; the trial is none of them."""
+        end = self._native
+        return TransferCounts(
+            in_segment=end.in_segment,
+            reused=end.reused,
+            registered=end.registered - self._trials,
+            inlined=end.inlined,
+            copied=end.copied,
+        )
 
     def connect(self, theirs: MemoryAt) -> None:
         """Ready to receive and to send. Raises `UserError` if the device cannot, `RemoteProtocolError`."""
@@ -149,6 +153,7 @@ class RdmaPeer:
         if theirs is None or theirs.arena_offset < _native.OFF_END + TRIAL_BYTES:
             return DONE  # it lets us read nothing of its inbox
         into = memoryview(bytearray(TRIAL_BYTES))
+        self._trials += 1
         return self._native.submit(GET, into, into, theirs.base + _native.OFF_END, theirs.inbox_key, 0, 0)
 
     def open_region(self, handle: RegionHandle) -> RdmaRegion:

@@ -21,6 +21,7 @@ from zbmd.transport._rdma import ACTIVE, ATTENTION, ENDS_MAX, NEVER_NS, ROCE_V1,
 from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeerInfo, OnEnded
 from zbmd.transport.errors import LinkClosed, UserError
+from zbmd.transport.rdma_counts import TransferCounts
 from zbmd.transport.rdma_peer import RdmaPeer
 from zbmd.transport.rdma_registrations import RdmaRegionKeys, Registrations
 from zbmd.transport.segment import Segment
@@ -77,6 +78,7 @@ class RdmaPlane:
         self._keys = RdmaRegionKeys(device, base)
         segment.regions.keyed_by(self._keys)
         self._peers: dict[RdmaPeer, None] = {}
+        self._ended_counts = TransferCounts()
         self._timers: dict[RdmaPeer, int] = {}
         self._calls: deque[Callable[[], None]] = deque()
         """What other threads ask for: connects, closes and aborts, a few of each peer."""
@@ -90,14 +92,13 @@ class RdmaPlane:
         self._thread.start()
 
     @property
-    def reused(self) -> int:
-        """Transfers whose memory was registered before; of the peers that have not ended."""
-        return sum(peer.reused for peer in list(self._peers))
-
-    @property
-    def registered(self) -> int:
-        """Transfers whose memory was not."""
-        return sum(peer.registered for peer in list(self._peers))
+    def counts(self) -> TransferCounts:
+        """Of the transfers of all peers, also of those that have ended."""
+        with self._lock:
+            counts, peers = self._ended_counts, list(self._peers)
+        for peer in peers:
+            counts = counts.plus(peer.counts)
+        return counts
 
     def connect(
         self, info: BulkPeerInfo, *, limits: BulkLimits | None = None, on_ended: OnEnded | None = None
@@ -190,7 +191,10 @@ class RdmaPlane:
 
     def forget(self, peer: RdmaPeer) -> None:
         """This peer has ended. On the thread."""
-        self._peers.pop(peer, None)
+        with self._lock:
+            if peer in self._peers:
+                del self._peers[peer]
+                self._ended_counts = self._ended_counts.plus(peer.counts)
         self._timers.pop(peer, None)
 
     def close(self) -> None:

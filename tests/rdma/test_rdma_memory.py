@@ -10,6 +10,7 @@ from region_harness import FAR, GUARD_NS, NEAR, Ends, RdmaEnds, RdmaHarness
 
 from zbmd.transport import _native
 from zbmd.transport._rdma import CREDITS, INLINE_BYTES
+from zbmd.transport.rdma_counts import TransferCounts
 from zbmd.transport.rdma_peer import RdmaRegion
 from zbmd.transport.rdma_plane import RdmaPlane
 
@@ -28,13 +29,13 @@ def test_puts_from_the_arena_use_the_one_registration_that_is_there() -> None:
         target, region = ends.far.inbox(ends.near, NBYTES)
         src = ends.near.memory.arena.from_array(np.arange(NBYTES, dtype=np.uint8))
         plane = plane_of(ends, 0)
-        reused, registered = plane.reused, plane.registered  # the set-up has tried the way
+        assert not plane.counts.transfers  # though the way was tried
         for value in range(1, PUTS + 1):
             await region.put(src, channel=0, value=value)
         await region.get(src)
         assert await ends.far.wait(NEAR, 0, PUTS) == _native.WAIT_OK
         assert np.array_equal(target, src)
-        assert (plane.reused - reused, plane.registered - registered) == (PUTS + 1, 0)
+        assert plane.counts == TransferCounts(in_segment=PUTS + 1)
 
     RdmaHarness().run(scenario)
 
@@ -43,13 +44,12 @@ def test_another_array_is_registered_once_and_not_beyond_its_life() -> None:
     async def scenario(ends: Ends) -> None:
         target, region = ends.far.inbox(ends.near, NBYTES)
         plane = plane_of(ends, 0)
-        reused, registered = plane.reused, plane.registered
         src = np.zeros(2 * NBYTES, np.uint8)
         for value in range(1, PUTS + 1):
             src[:] = value
             await region.put(src[value % 2 : value % 2 + NBYTES], channel=0, value=value)
-        assert (plane.registered - registered, plane.registrations.kept) == (1, 1)
-        assert plane.reused - reused == PUTS - 1
+        assert plane.counts == TransferCounts(registered=1, reused=PUTS - 1)
+        assert plane.registrations.kept == 1
         del src
         gc.collect()
         assert plane.registrations.kept == 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import pytest
 from one_killed import run_and_kill_the_last
 
@@ -11,6 +14,7 @@ from zbmd.actors.view import Outcome
 from zbmd.tools.small_job import SHAPE, STEPS, run_small_job, write_text
 from zbmd.training import __main__ as training
 from zbmd.training.job import run_plain
+from zbmd.transport.rdma_counts import TransferCounts
 
 EXPECTED_VARIABLE = "ZBMD_TEST_DIGESTS"
 """Digests of collectives on one host, for a machine that would take long to find them out; with commas."""
@@ -111,13 +115,32 @@ async def digests_on_one_host(directory: Path, monkeypatch: pytest.MonkeyPatch) 
     return await digests_of_collectives(directory, monkeypatch, "auto", by="PeerSegment ShmLink")
 
 
-async def train_over_rdma(directory: Path) -> tuple[str, str]:
-    """Digests of the weights of a small job that loses a rank, and of a plain run on the same processor."""
-    data = write_text(directory / "text")
+class Trained(NamedTuple):
+    """What a job over RDMA came to. plain: the digest of a run on one processor."""
+
+    digest: str
+    plain: str
+    transfers: TransferCounts
+    """Of all processes that have ended by themselves, from the first transfer to the last."""
+
+
+async def train_over_rdma(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """A small job that loses a rank."""
+    data, logs = write_text(directory / "text"), directory / "logs"
     words = [*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(directory / "plain")]
     plain = run_plain(training.options_of(training.parser().parse_args(words)))
+    monkeypatch.setenv("ZBMD_LOG_DIR", str(logs))
     found = await run_small_job(
         directory / "rdma", data, fault="rank1:step.reduce:3", world_size=TRAINING_RANKS, links="rdma"
     )
     assert found.deaths == 1, found.failures
-    return found.digest, plain.weights_sha256
+    return Trained(found.digest, plain.weights_sha256, transfers_logged(logs))
+
+
+def transfers_logged(directory: Path) -> TransferCounts:
+    """What the ranks have written to their logs at their end, together."""
+    lines = [line for file in directory.glob("*.jsonl") for line in file.read_bytes().splitlines()]
+    told = [event for event in map(msgspec.json.decode, lines) if event["event"] == "rdma_transfers"]
+    assert len(told) == TRAINING_RANKS, lines
+    every = [TransferCounts(*(event[name] for name in TransferCounts._fields)) for event in told]
+    return functools.reduce(TransferCounts.plus, every)

@@ -76,7 +76,7 @@ def test_the_report_has_every_section_and_the_exit_code_its_verdict(tmp_path: Pa
     assert any(re.match(r"ok +a link made now .*us a frame's round trip", line) for line in lines)
     assert any(re.match(r"ok +recovery_budget +1s \(default\)", line) for line in lines)
     assert any(re.match(r"- +suspicion +400ms = 2 x budget / 5 \(share\): ", line) for line in lines)
-    assert any(re.match(r"- +template +1min, fixed: ", line) for line in lines)
+    assert any(re.match(r"- +template +5min, fixed: ", line) for line in lines)
     assert "\x1b" not in ended.stdout, "no colours into a pipe"
 
 

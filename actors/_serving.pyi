@@ -22,8 +22,12 @@ TELLS_PER_TURN: Final[int]
 At once, if somebody waits for an answer and the receiver has more than enough to do."""
 
 RESTING_MAX: Final[int]
-"""Tasks of idle actors that wait for the next message. Of all others the task ends when nothing waits, and a
-new one is made for the next message: that takes more time and less memory."""
+"""Tasks that rest between two messages. Of all other actors the task ends when nothing waits, and a new one
+is made for the next message: that takes more time."""
+REST_S: Final[float]
+"""How long a task rests at least before its actor is taken for idle, seconds."""
+ENDED_MAX: Final[int]
+"""Tasks of idle actors that are ended at a time, lest the loop be kept."""
 
 class CellCore:
     """What of an actor is touched at every message. What is not set is None.
@@ -48,7 +52,7 @@ class CellCore:
     _withdrawn: Delivery | None
     @property
     def _resting(self) -> Task[None] | None:
-        """What has served the mailbox and will again, while it is idle; not so of all, see `RESTING_MAX`."""
+        """What has just served the mailbox and will again, for a while: see `RESTING_MAX` and `REST_S`."""
 
     def __init__(self, *_: Any) -> None: ...
     def wake(self) -> None:
@@ -76,14 +80,18 @@ class Post:
     deadlines: DeadlineWheel
     _last_trace: int
     loop: AbstractEventLoop
+    rest_s: float
+    """Whose task has rested for so long, or twice as long, is idle: the task ends. Seconds."""
     @property
     def resting(self) -> int:
-        """Tasks of idle actors."""
+        """Tasks of actors that wait for the next message of many."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def new_trace(self) -> int:
         """A trace id for what nothing else has caused."""
     def has_told(self, cell: ActorCell) -> bool:
         """An actor of this process was told something: whether the loop is to get its turn now."""
+    def _end_rests(self) -> None:
+        """End the tasks that have rested since the last call; due every `rest_s` while there are any."""
     def _tell(self, ref: Ref, message: Contract) -> Coroutine[Any, Any, None]:
         """What `Ref.tell` returns: the short way if nothing is out of the ordinary, else `tell_at_length`."""

@@ -27,11 +27,14 @@ MESSAGES_PER_LOOK = 2
 LOOKS_PER_TURN = 32
 TELLS_PER_TURN = 64
 RESTING_MAX = 1024
+REST_S = 0.1
+ENDED_MAX = 128
 cdef int64_t _TURN_NS = TURN_NS
 cdef Py_ssize_t _LOOK = MESSAGES_PER_LOOK
 cdef Py_ssize_t _LOOKS = LOOKS_PER_TURN
 cdef Py_ssize_t _TELLS = TELLS_PER_TURN
 cdef Py_ssize_t _RESTING = RESTING_MAX
+cdef Py_ssize_t _ENDED = ENDED_MAX
 
 # The states of a tell.
 cdef enum:
@@ -69,6 +72,13 @@ cdef class CellCore:
         task._log_destroy_pending = True
         rest.set_result(None)
         return True
+
+    cdef int _gets_up(self) except -1:
+        """It is idle: its task ends, and what comes next makes another."""
+        task, self._rest, self._resting = self._resting, None, None
+        self.mailbox.rest()
+        task.cancel()
+        return 0
 
 
 @cython.freelist(64)
@@ -165,6 +175,8 @@ cdef class Serving:
         cell.task = None
         cell.mailbox.lies_down()
         system.resting += 1
+        if not cell._is_noted:
+            system.notes_rest(cell)
         self._rest = iter(cell._rest)
         go_on(self._rest, None, None, result)
         return True
@@ -253,10 +265,37 @@ cdef class Post:
         self._cells = {}
         self._peers = {}
         self._tells_left = _TELLS
+        self.rest_s = REST_S
+        self._resters = []
 
     def new_trace(self):
         self._last_trace += 1
         return self._last_trace
+
+    cdef int notes_rest(self, CellCore cell) except -1:
+        """Its task is looked at every `rest_s`, until it has ended or serves when it is looked at."""
+        if not self._resters:
+            self.loop.call_later(self.rest_s, self._end_rests)
+        self._resters.append(cell)
+        cell._is_noted, cell._turns_noted = True, -1
+        return 0
+
+    def _end_rests(self):
+        cdef CellCore cell
+        cdef list noted = self._resters
+        cdef Py_ssize_t ended = 0
+        self._resters = []
+        for cell in noted:
+            if cell._resting is not None and (cell.turns != cell._turns_noted or ended == _ENDED):
+                cell._turns_noted = cell.turns
+                self._resters.append(cell)
+                continue
+            cell._is_noted = False  # who serves now is noted when it rests again
+            if cell._resting is not None:
+                cell._gets_up()
+                ended += 1
+        if self._resters:
+            self.loop.call_later(self.rest_s, self._end_rests)
 
     def _tell(self, ref, message):
         return Tell(self, ref, message)

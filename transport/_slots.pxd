@@ -43,7 +43,7 @@ cdef inline int slots_of(object mask, zbmd_slots *slots) except -1:
 cdef inline object lost_mask_of(zbmd_base own):
     cdef object mask = 0
     cdef uint64_t word
-    cdef uint32_t i
+    cdef int i
     for i in range(ZBMD_LOST_WORDS):
         word = zbmd_load64(own, ZBMD_OFF_LOST + 8 * <uint64_t>i)
         if word:

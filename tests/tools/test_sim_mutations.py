@@ -403,6 +403,7 @@ MUTATIONS = [
         (Edit("zbmd.actors.ways:Ways._finder_of", "if self.owns(process):", "if True:"),),
         (Outcome.LIVENESS,),
         CALM_PAIR,
+        seed=1,
     ),
     Mutation(
         "a name stays with an actor that has ended",

@@ -96,15 +96,16 @@ def load_gpt2(path: Path) -> tuple[npt.NDArray[np.float32], GPTConfig]:
     file = path / WEIGHTS_NAME if path.is_dir() else path
     config = _read_config(file.parent / CONFIG_NAME)
     layout = ParameterLayout.of(parameter_shapes(config))
-    flat = np.zeros(layout.size, dtype=np.float32)
     try:
         with safe_open(file, framework="numpy") as opened:
             prefix = PREFIX if any(name.startswith(PREFIX) for name in opened.keys()) else ""  # noqa: SIM118
             wanted = {prefix + hugging_face_name(slot.name): slot for slot in layout.slots}
             _check_names(file, set(wanted), set(opened.keys()))
-            for (name, slot), view in zip(wanted.items(), layout.views(flat), strict=True):
+            for name, slot in wanted.items():
                 found = opened.get_slice(name)
                 _check_tensor(file, name, (tuple(found.get_shape()), found.get_dtype()), slot.shape)
+            flat = np.zeros(layout.size, dtype=np.float32)  # no more than the file has
+            for name, view in zip(wanted, layout.views(flat), strict=True):
                 view[...] = opened.get_tensor(name)
             if _TIED_HEAD in opened.keys():  # noqa: SIM118
                 _check_head(file, opened.get_tensor(_TIED_HEAD), layout.views(flat)[0])

@@ -298,6 +298,6 @@ async def test_a_replacement_runs_the_new_version_from_its_first_message_on(
     assert {"versions": [3, 3]} in reports, (reports, output.lines)
     verdicts = [v for v in capture.replay_log(tmp_path / "run.zlog") if v.stream.startswith("code of ")]
     assert len(verdicts) == 4, "of three ranks and a replacement"
+    assert all(isinstance(v, capture.Identical | capture.Incomplete) for v in verdicts), verdicts
     whole = [v for v in verdicts if isinstance(v, capture.Identical) and v.events >= 3]
-    cut = [v for v in verdicts if isinstance(v, capture.Incomplete)]
-    assert len(whole) >= 3 and len(whole) + len(cut) == 4, verdicts  # the killed one's log has no end
+    assert len(whole) >= 3, verdicts  # of the killed one as much is there as had been written

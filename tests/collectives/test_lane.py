@@ -136,8 +136,12 @@ def test_a_kill_at_every_point_of_a_call_on_the_lane(run_ranks: RunRanks) -> Non
         def body(p: Any) -> str:
             c: Communicator = p.communicator()
             x = p.segment.arena.from_array(np.ones(count, np.float32))
-            for _ in range(3):
-                c.all_reduce(x, deadline_ns=p.soon())
+            try:
+                for _ in range(3):
+                    c.all_reduce(x, deadline_ns=p.soon())
+            except (MembersLost, OperationAborted):
+                assert p.rank != 1, "who is slow may hear in the third of a death in the fourth"
+                return "lost"
             taken = c.lane.taken
             x.fill(p.rank + 1)
             if p.rank == 1:

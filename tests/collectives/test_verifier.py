@@ -21,6 +21,7 @@ from zbmd.collectives.algorithms.reduction_trees import two_trees
 from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.collectives.errors import ProgramError, VerificationError
 from zbmd.collectives.program import (
+    MAX_RANKS,
     PUB,
     Copy,
     Program,
@@ -164,7 +165,7 @@ def test_no_instruction_can_be_left_out(operation: Operation, algorithm: str) ->
     [
         Request(operation=Operation.ALL_REDUCE, algorithm="magic", n=2),
         Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=0),
-        Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=65),
+        Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=MAX_RANKS + 1),
         Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=2, chunks=0),
         Request(operation=Operation.ALL_GATHER, algorithm="direct", n=2, chunks=3),
         Request(operation=Operation.BROADCAST, algorithm="tree", n=2, root=2),

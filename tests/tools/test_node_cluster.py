@@ -137,7 +137,7 @@ async def test_a_job_is_stopped_by_any_node_and_what_cannot_be_is_refused(nodes:
     assert (await nodes.jobs("n2"))[0]["reason"] == "zbmd-node stop"
     code, text = await nodes.command("n1", "stop", "nosuchjob")
     assert code == 2 and "no job begins with 'nosuchjob'" in text
-    code, text = await nodes.command("n1", "submit", "--nnodes", "99", "train.py")
+    code, text = await nodes.command("n1", "submit", "--nnodes", "9999", "train.py")
     assert code == 2 and "no cluster would take this job: the" in text, text
 
 

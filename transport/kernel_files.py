@@ -24,7 +24,7 @@ def read_text(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
             return file.read(TEXT_BYTES_MAX).decode(errors="replace").strip()
-    except OSError:
+    except (OSError, ValueError):  # a name that another file gave, with a null character, say
         return None
 
 
@@ -51,9 +51,9 @@ def read_fields(path: Path, separator: str | None = None) -> dict[str, str]:
     """Lines of `key value`, split at the first `separator` (default: white space); others are left out."""
     fields: dict[str, str] = {}
     for line in (read_text(path) or "").splitlines():
-        key, *value = line.strip().split(separator, 1)
-        if value:
-            fields[key.strip()] = value[0].strip()
+        parts = line.strip().split(separator, 1)
+        if len(parts) == 2:
+            fields[parts[0].strip()] = parts[1].strip()
     return fields
 
 
@@ -61,7 +61,7 @@ def entries(folder: Path) -> list[Path]:
     """What is in a folder, in natural order (`eth2` before `eth10`); nothing if it cannot be read."""
     try:
         found = [path for path, _ in zip(folder.iterdir(), range(ENTRIES_MAX), strict=False)]
-    except OSError:
+    except (OSError, ValueError):
         return []
     return sorted(found, key=lambda path: natural(path.name))
 

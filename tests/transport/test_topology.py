@@ -10,7 +10,7 @@ from pathlib import Path
 
 import machines
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zbmd.transport.kernel_files import format_cpu_list, natural, parse_cpu_list, read_int, read_text
@@ -189,6 +189,8 @@ def odd_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=12)
 @given(st.binary(max_size=200))
+@example(b"\x00")
+@example(b"\x00\n\n\x00")
 def test_no_content_of_a_file_breaks_a_reader(odd_machine: Path, content: bytes) -> None:
     files = [path for path in odd_machine.rglob("*") if path.is_file()]
     assert len(files) > 50

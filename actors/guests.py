@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Callable
 from typing import assert_never
 
 from zbmd.actors import guest_book as b
 from zbmd.actors.errors import TooManyPending
+from zbmd.actors.heeding import Heeding
 from zbmd.actors.ways_contracts import REASON_CHARACTERS_MAX, NoWay, Way
 
 
-class Guests:
+class Guests(Heeding):
     """An `Asked` of them. To be told of all links to guests, and of their ends."""
 
     def __init__(self) -> None:
@@ -42,20 +42,6 @@ class Guests:
         if not self._book.life_of(process):
             return NoWay(f"{process} has ended, lost its link to its owner, or never listened")
         return self._ways[process]
-
-    async def until_gone(self, process: str, life: int) -> str:
-        """See `Asked`."""
-        gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        def tell(reason: str) -> None:
-            if not gone.done():
-                gone.set_result(reason)
-
-        undo = self.heed(process, life, tell)
-        try:
-            return await gone
-        finally:
-            undo()
 
     def heed(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
         """Call `tell`, once, when that life is gone; returns what undoes it. Raises `TooManyPending`."""

@@ -15,6 +15,7 @@ from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.actors.cluster.peer_links import process_name
 from zbmd.actors.context import sender_process
 from zbmd.actors.errors import TooManyPending
+from zbmd.actors.heeding import Heeding
 from zbmd.actors.later import Deferred, Later
 from zbmd.actors.rank_names import child_id
 from zbmd.actors.scopes import abroad, owner_of, scope_of_job
@@ -56,7 +57,7 @@ class _Heeded:
 
 
 @dataclass(slots=True)
-class WayFinder:
+class WayFinder(Heeding):
     """See the module. To be told of each view; `where` asks other nodes. A `Finder` of its own node."""
 
     where: WhereActors
@@ -117,20 +118,6 @@ class WayFinder:
         over = entry.incarnation == life and entry.state in (RankState.FINISHED, RankState.LOST)
         vacant = entry.incarnation == life and entry.state is RankState.VACANT
         return f"{process} is {entry.state.value}" if over or vacant else ""
-
-    async def until_gone(self, process: str, life: int) -> str:
-        """See `zbmd.actors.ways.Finder`."""
-        gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        def tell(reason: str) -> None:
-            if not gone.done():
-                gone.set_result(reason)
-
-        undo = self.heed(process, life, tell)
-        try:
-            return await gone
-        finally:
-            undo()
 
     def heed(self, process: str, life: int, tell: Callable[[str], None]) -> Callable[[], None]:
         """Call `tell`, once, when that life is gone; returns what undoes it. Raises `TooManyPending`."""

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 from zbmd.collectives.commit import StepCommit
 from zbmd.collectives.commit_messages import CommitAction, CommitEvent
+from zbmd.collectives.repair_machine import RepairMachine
+from zbmd.collectives.repair_messages import RepairAction, RepairEvent
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 
@@ -30,6 +32,20 @@ def _build_commit(config: Mapping[str, Any]) -> StepCommit:
 
 STEP_COMMIT: MachineKind[CommitEvent, CommitAction] = register(
     "step-commit", 2, _build_commit, events=CommitEvent, actions=CommitAction, states=(StepCommit,)
+)
+
+
+def repair_config(machine: RepairMachine) -> dict[str, Any]:
+    """The arguments that make the like of a `RepairMachine` that has taken no event yet."""
+    return {"rank": machine.rank}
+
+
+def _build_repair(config: Mapping[str, Any]) -> RepairMachine:
+    return RepairMachine(**config)
+
+
+REPAIR: MachineKind[RepairEvent, RepairAction] = register(
+    "repair", 1, _build_repair, events=RepairEvent, actions=RepairAction, states=(RepairMachine,)
 )
 
 

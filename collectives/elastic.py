@@ -18,6 +18,7 @@ from zbmd.actors.member import Node
 from zbmd.actors.view import Member, View
 from zbmd.collectives import repair_messages as rm
 from zbmd.collectives.blocking import timeout_ns
+from zbmd.collectives.capture_kinds import REPAIR, repair_config
 from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.elastic_operations import ElasticOperations, Result
@@ -38,6 +39,7 @@ from zbmd.collectives.repair_messages import Inputs, Outcome
 from zbmd.collectives.repair_wire import decode_report, encode_report
 from zbmd.transport._native import now_ns
 from zbmd.transport.arena import Arena
+from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LocalProtocolError, PeerLost, UserError, ZbmdError
 from zbmd.transport.segment import PeerSegment
 
@@ -82,7 +84,8 @@ class ElasticGroup(ElasticOperations):
         self.rank = node.rank
         self._node = node
         self._channel = channel
-        self._machine = RepairMachine(rank=node.rank)
+        machine = self._machine = RepairMachine(rank=node.rank)
+        self._tap = Tap(node.recorder, REPAIR, f"elastic{channel}", machine, repair_config(machine))
         self._group: Group | None = None
         self._view = View(epoch=0, members=())
         self._coming: asyncio.Task[View] | None = None
@@ -239,8 +242,8 @@ class ElasticGroup(ElasticOperations):
     async def _drive(self, event: rm.RepairEvent) -> rm.RepairAction:
         """Feed the machine until it has an answer for the caller."""
         while True:
-            (action,) = self._machine.handle(event, now_ns=now_ns())
-            self._machine.check_invariants()
+            (action,) = self._tap.handle(event, now_ns=now_ns())
+            self._tap.check_invariants()
             match action:
                 case rm.Return() | rm.Raise() | rm.Settled():
                     return action
@@ -332,10 +335,11 @@ class ElasticGroup(ElasticOperations):
             await self._forget_coming()
         if self._coming is not None:
             return rm.ExchangeCut(epoch=epoch)
-        reports: dict[int, rm.Report] = {}
+        reports: list[rm.Report] = []
         for member, row in zip(self._machine.members, rows, strict=True):
-            reports[member.rank], self._records[member] = decode_report(row, member.rank)
-        return rm.Exchanged(epoch=epoch, reports=reports)
+            report, self._records[member] = decode_report(row, member.rank)
+            reports.append(report)
+        return rm.Exchanged(epoch=epoch, reports=tuple(reports))
 
     # ---- what the dead have left
 

@@ -80,7 +80,10 @@ class RepairMachine:
                 return self._await_view()
             case rm.Exchanged():
                 self._require(RepairState.EXCHANGING, event.epoch)
-                verdict = decide(self.epoch, self.members, event.reports, self._gone)
+                if len(event.reports) != len(self.members):
+                    raise self._misuse(f"{len(event.reports)} reports of {len(self.members)} members")
+                reports = {m.rank: r for m, r in zip(self.members, event.reports, strict=True)}
+                verdict = decide(self.epoch, self.members, reports, self._gone)
                 self.reason = verdict.reason
                 return self._carry_out(verdict)
             case rm.ExchangeCut():

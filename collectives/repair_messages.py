@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
@@ -129,10 +128,10 @@ class FollowAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """The reports of all members of the epoch."""
+    """The reports of all members of the epoch, in their order."""
 
     epoch: int
-    reports: Mapping[int, Report]
+    reports: tuple[Report, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -392,9 +392,8 @@ class RankProcess:
         epoch = self.machine.epoch
         match stage.name:
             case "exchange":
-                reports = {
-                    m.rank: report for m, report in meeting.entered.items() if isinstance(report, rm.Report)
-                }
+                told = [meeting.entered[member] for member in meeting.members]
+                reports = tuple(report for report in told if isinstance(report, rm.Report))
                 return self._feed(rm.Exchanged(epoch=epoch, reports=reports), now_ns)
             case "commit":
                 return self._feed(rm.Ended(epoch=epoch, outcome=Outcome.COMMITTED), now_ns)

@@ -14,7 +14,7 @@ from zbmd.actors.capture_kinds import (
     UPGRADE_LEDGER,
 )
 from zbmd.actors.cluster.cluster_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, ONE_JOB
-from zbmd.collectives.capture_kinds import OPERATIONS, STEP_COMMIT
+from zbmd.collectives.capture_kinds import OPERATIONS, REPAIR, STEP_COMMIT
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
 from zbmd.transport.hello_kind import HELLO
 
@@ -28,6 +28,7 @@ __all__ = [
     "MEMBERSHIP",
     "ONE_JOB",
     "OPERATIONS",
+    "REPAIR",
     "STEP_COMMIT",
     "SUPERVISION",
     "UPGRADE",

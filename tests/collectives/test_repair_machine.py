@@ -163,7 +163,7 @@ def test_a_replacement_tells_of_a_failure_that_others_have_not_heard_of() -> Non
     back = (*members(0), MemberId(rank=1, incarnation=2))
     newcomer = RepairMachine(rank=1)
     newcomer.handle(rm.EpochEntered(epoch=2, members=back), now_ns=0)
-    newcomer.handle(rm.Exchanged(epoch=2, reports={0: abort, 1: FRESH_REPORT}), now_ns=0)
+    newcomer.handle(rm.Exchanged(epoch=2, reports=(abort, FRESH_REPORT)), now_ns=0)
     newcomer.handle(rm.FollowAsked(), now_ns=0)
     (exchange,) = newcomer.handle(rm.EpochEntered(epoch=3, members=back), now_ns=0)
     assert isinstance(exchange, rm.Exchange)
@@ -183,16 +183,17 @@ def test_a_view_that_is_followed_between_operations() -> None:
     both = [RepairMachine(rank=rank) for rank in range(2)]
     for machine in both:
         machine.handle(rm.EpochEntered(epoch=1, members=members(0, 1)), now_ns=0)
-        machine.handle(rm.Exchanged(epoch=1, reports=dict.fromkeys(range(2), FRESH_REPORT)), now_ns=0)
+        machine.handle(rm.Exchanged(epoch=1, reports=(FRESH_REPORT,) * 2), now_ns=0)
     assert both[0].handle(rm.FollowAsked(), now_ns=0) == [rm.AwaitView(after=1)]
     both[1].handle(rm.Called(call=SUM), now_ns=0)
     both[1].handle(rm.Ended(epoch=1, outcome=Outcome.INTACT), now_ns=0)
     grown = (*members(0, 1), MemberId(rank=2, incarnation=1))
-    reports: dict[int, rm.Report] = {2: FRESH_REPORT}
+    told: list[rm.Report] = []
     for machine in both:
         (exchange,) = machine.handle(rm.EpochEntered(epoch=2, members=grown), now_ns=0)
         assert isinstance(exchange, rm.Exchange)
-        reports[machine.rank] = exchange.report
+        told.append(exchange.report)
+    reports = (*told, FRESH_REPORT)
     ends = [machine.handle(rm.Exchanged(epoch=2, reports=reports), now_ns=0) for machine in both]
     assert ends == [[rm.Settled(epoch=2, sequence=1)], [rm.Run(epoch=2, sequence=1)]]
 
@@ -200,7 +201,7 @@ def test_a_view_that_is_followed_between_operations() -> None:
 def test_an_operation_whose_root_is_absent_fails_on_all_together() -> None:
     machine = RepairMachine(rank=0)
     machine.handle(rm.EpochEntered(epoch=1, members=members(0, 1)), now_ns=0)
-    machine.handle(rm.Exchanged(epoch=1, reports=dict.fromkeys(range(2), FRESH_REPORT)), now_ns=0)
+    machine.handle(rm.Exchanged(epoch=1, reports=(FRESH_REPORT,) * 2), now_ns=0)
     call = replace(SUM, needs=2)
     assert machine.handle(rm.Called(call=call), now_ns=0) == [rm.Confirm(epoch=1, sequence=1)]
     machine.check_invariants()
@@ -212,14 +213,14 @@ def test_an_operation_whose_root_is_absent_fails_on_all_together() -> None:
     # Who was cut off before it knew that all are there holds nothing, and hears of it from the others.
     assert cut.handle(rm.Ended(epoch=1, outcome=Outcome.HELD), now_ns=0) == [rm.AwaitView(after=1)]
     assert cut.phase is Phase.PENDING
-    reports: dict[int, rm.Report] = {}
-    for rank, one in enumerate((cut, machine)):
+    reports: list[rm.Report] = []
+    for one in (cut, machine):
         if one is machine:
             one.handle(rm.FollowAsked(), now_ns=0)
         (exchange,) = one.handle(rm.EpochEntered(epoch=2, members=members(0, 1)), now_ns=0)
         assert isinstance(exchange, rm.Exchange)
-        reports[rank] = exchange.report
-    assert cut.handle(rm.Exchanged(epoch=2, reports=reports), now_ns=0) == [told]
+        reports.append(exchange.report)
+    assert cut.handle(rm.Exchanged(epoch=2, reports=tuple(reports)), now_ns=0) == [told]
 
 
 def test_misuse_is_told_with_the_story() -> None:
@@ -227,6 +228,10 @@ def test_misuse_is_told_with_the_story() -> None:
     with pytest.raises(LocalProtocolError, match="it is NEW"):
         machine.handle(rm.Called(call=SUM), now_ns=0)
     machine.handle(rm.EpochEntered(epoch=1, members=members(0, 1)), now_ns=0)
+    with pytest.raises(LocalProtocolError, match="1 reports of 2 members"):
+        other = RepairMachine(rank=0)
+        other.handle(rm.EpochEntered(epoch=1, members=members(0, 1)), now_ns=0)
+        other.handle(rm.Exchanged(epoch=1, reports=(FRESH_REPORT,)), now_ns=0)
     with pytest.raises(LocalProtocolError, match="cannot follow"):
         machine.handle(rm.EpochEntered(epoch=2, members=members(1)), now_ns=0)
     machine.handle(rm.ExchangeCut(epoch=1), now_ns=0)

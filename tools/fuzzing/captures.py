@@ -21,6 +21,7 @@ from zbmd.actors.cluster.cluster_kinds import cluster_config
 from zbmd.actors.cluster.jobs import JobSpec, Submit
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.collectives import commit_messages as cm
+from zbmd.collectives import repair_messages as rm
 from zbmd.collectives.capture_kinds import commit_config
 from zbmd.collectives.commit import StepCommit
 from zbmd.tools import cli
@@ -28,7 +29,7 @@ from zbmd.tools.fuzzing import wires
 from zbmd.tools.fuzzing.actors import Echo, Ping
 from zbmd.tools.fuzzing.script import Script
 from zbmd.tools.fuzzing.target import Broken, Target
-from zbmd.tools.replay_kinds import CLUSTER, HELLO, MEMBERSHIP, STEP_COMMIT
+from zbmd.tools.replay_kinds import CLUSTER, HELLO, MEMBERSHIP, REPAIR, STEP_COMMIT
 from zbmd.transport import capture, hello
 from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, SECOND_NS
 from zbmd.transport.capture import format as fmt
@@ -70,6 +71,7 @@ async def _record(directory: Path) -> None:
     _record_hello(log)
     _record_membership(log)
     _record_commit(log)
+    _record_repair(log)
     _record_cluster(log)
     link = log.link("rank1", 3)
     frame = wires.frame(b"payload")
@@ -126,6 +128,24 @@ def _record_commit(log: capture.Recorder) -> capture.Tap[cm.CommitEvent, cm.Comm
         cm.StepEnded(epoch=1, version=1, digest=b"1" * 16, part=b"q"),
         vote,
         cm.PeerEnded(member=members[1], reason="killed"),
+    ]
+    for number, event in enumerate(events):
+        tap.handle(event, now_ns=number)
+    return tap
+
+
+def _record_repair(log: capture.Recorder) -> capture.Tap[rm.RepairEvent, rm.RepairAction]:
+    config = {"rank": 0}
+    tap = log.machine(REPAIR, "elastic0", REPAIR.build(config), config)
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in range(2))
+    call = rm.Call(text="sum", on_loss=rm.OnLoss.SURVIVORS, inputs=rm.Inputs.PRESERVE)
+    new = rm.Report(born=0, sequence=1, phase=rm.Phase.IDLE)
+    events: list[rm.RepairEvent] = [
+        rm.EpochEntered(epoch=1, members=members),
+        rm.Exchanged(epoch=1, reports=(new, new)),
+        rm.Called(call=call),
+        rm.Ended(epoch=1, outcome=rm.Outcome.HELD),
+        rm.EpochEntered(epoch=2, members=members[:1]),
     ]
     for number, event in enumerate(events):
         tap.handle(event, now_ns=number)
@@ -237,6 +257,7 @@ def _machines() -> tuple[tuple[MachineKind[Any, Any], dict[str, Any], object], .
     return (
         (MEMBERSHIP, MEMBERSHIP_CONFIG, _record_membership(ring).machine),
         (STEP_COMMIT, COMMIT_CONFIG, _record_commit(ring).machine),
+        (REPAIR, {"rank": 0}, _record_repair(ring).machine),
     )
 
 

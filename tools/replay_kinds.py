@@ -15,6 +15,7 @@ from zbmd.actors.capture_kinds import (
 )
 from zbmd.actors.cluster.cluster_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, ONE_JOB
 from zbmd.collectives.capture_kinds import OPERATIONS, REPAIR, STEP_COMMIT
+from zbmd.training.capture_kinds import MIRROR, STAGE, ZERO_STEP
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
 from zbmd.transport.hello_kind import HELLO
 
@@ -26,14 +27,17 @@ __all__ = [
     "HELLO",
     "LOCAL_JOBS",
     "MEMBERSHIP",
+    "MIRROR",
     "ONE_JOB",
     "OPERATIONS",
     "REPAIR",
+    "STAGE",
     "STEP_COMMIT",
     "SUPERVISION",
     "UPGRADE",
     "UPGRADE_AGENT",
     "UPGRADE_LEDGER",
+    "ZERO_STEP",
     "secrets_for",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from captures import Captures
 
 from zbmd.tools.small_job import run_small_job, write_text
 from zbmd.training.precision import Precision
@@ -23,8 +24,11 @@ CASES = (
 """The last one is in float16, while attempts overflow. All points:
 `python -m zbmd.tools.kill_sweep --mesh dp=2,pp=2 -n 4 --second`, and so for other meshes."""
 
+OF_RUNS = {"membership", "hello", "directory", "upgrade-ledger", "operations", "pipeline-stage", "mirror"}
+"""The machines of a run on a mesh: played again, each answers as it did, kills included."""
 
-async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
+
+async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path, captures: Captures) -> None:
     data, calm = write_text(tmp_path / "text"), dict[tuple[bool, Precision], str]()
     kinds: tuple[tuple[str, Precision], ...] = (("dp=1", "float32"), ("tp=2", "float32"), ("dp=1", "float16"))
     for mesh, precision in kinds:  # dp and pp change no bit
@@ -33,6 +37,7 @@ async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
         calm["tp" in mesh, precision] = done.digest
     assert len(set(calm.values())) == len(calm)
     for number, (mesh, links, fault) in enumerate(CASES):
+        captured = captures.into(tmp_path / f"{number}.zlog")
         ranks, precision = 2 ** len(mesh.split(",")), kinds[-1][1] if mesh == "dp=2" else "float32"
         found = await run_small_job(
             tmp_path / str(number),
@@ -45,6 +50,7 @@ async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
         )
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
         assert found.digest == calm["tp" in mesh, precision], (mesh, fault)
+        assert captures.played(captured) == (0, OF_RUNS), (mesh, fault)
 
 
 async def test_a_stage_and_its_buddy_lost_at_once_are_told_in_words(tmp_path: Path) -> None:

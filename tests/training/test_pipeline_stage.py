@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zbmd.training.capture_kinds import STAGE, stage_config
 from zbmd.training.pipeline.program import COMPUTE, Instruction, Message, Shape
 from zbmd.training.pipeline.schedules import SCHEDULES, programs_of
 from zbmd.training.pipeline.stage import StageMachine, StageState
@@ -29,7 +31,7 @@ from zbmd.training.pipeline.stage_events import (
     Told,
 )
 from zbmd.training.pipeline.storage import boundary_of, slots_of
-from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, ZbmdError
 
 TURNS_MAX = 100_000
 
@@ -163,6 +165,38 @@ def test_a_death_ends_the_step_on_all_who_live(
     living = set(range(world.shape.stages)) - world.dead
     assert all(world.done[stage] == 3 or stage in world.gave_up for stage in living)
     assert not world.dead or world.gave_up == living
+
+
+class Followed(World):
+    """Before each event a machine is made anew, from its configuration and state: it goes on alike."""
+
+    def put(self, stage: int, event: StageEvent) -> None:
+        machine, states = self.machines[stage], STAGE.states
+        follower = STAGE.build(stage_config(self.programs, stage))
+        assert states is not None
+        states.restore(follower, states.encode(machine))
+        follower.handle(event, now_ns=0)
+        super().put(stage, event)
+        assert states.encode(follower) == states.encode(machine)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_a_stage_goes_on_from_any_of_its_states(name: str) -> None:
+    chunks = 2 if SCHEDULES[name].chunked else 1
+    world = Followed(name, Shape(stages=2, chunks=chunks, microbatches=3), steps=2, seed=3)
+    world.run()
+    assert world.done == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "change", [{"stage": 2}, {"stage": -1}, {"programs": []}, {"programs": ["pipeline"]}]
+)
+def test_a_configuration_that_is_no_stage_is_refused(change: dict[str, Any]) -> None:
+    programs = programs_of("1f1b", Shape(stages=2, chunks=1, microbatches=2))
+    with pytest.raises(ZbmdError):
+        STAGE.build(stage_config(programs, 0) | change)
+    with pytest.raises(ZbmdError):
+        STAGE.build(stage_config(programs[:1], 0))
 
 
 def test_a_stage_that_no_neighbour_overtakes_uses_all_its_slots() -> None:

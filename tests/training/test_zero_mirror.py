@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zbmd.training.capture_kinds import MIRROR
 from zbmd.training.zero import mirror as zm
 from zbmd.training.zero.mirror_row import ROW_NUMBERS, Row
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
@@ -241,6 +242,24 @@ def test_a_kill_at_any_moment_loses_nothing() -> None:
                 world.run([(moment, place)])
                 assert not world.lost and world.ended, (ranks, moment, place)
                 assert world.ended == {rank: content(rank, 3) for rank in world.ended}
+
+
+def test_a_mirror_goes_on_from_any_of_its_states() -> None:
+    class Followed(World):
+        """Before each event a machine is made anew, from its state: it answers alike."""
+
+        def feed(self, place: int, event: zm.Event) -> list[zm.Action]:
+            machine, states = self.machines[place], MIRROR.states
+            follower = MIRROR.build({"place": place, "ranks": self.ranks, "known": 0})
+            assert states is not None
+            states.restore(follower, states.encode(machine))
+            answer = super().feed(place, event)
+            assert follower.handle(event, now_ns=0) == answer
+            assert states.encode(follower) == states.encode(machine)
+            return answer
+
+    for seed in range(20):
+        Followed(3, 4, random.Random(seed)).run([(10 + 3 * seed, seed % 3)])
 
 
 class Hasty(zm.Mirror):

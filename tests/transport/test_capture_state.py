@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 from collections import deque
@@ -19,6 +20,7 @@ from zbmd.actors.capture_kinds import DIRECTORY
 from zbmd.actors.directory_machine import DirectoryMachine
 from zbmd.tools import replay_kinds
 from zbmd.transport import capture
+from zbmd.transport.capture import thread_tap
 from zbmd.transport.capture.records import EventTaken, StateTaken
 from zbmd.transport.capture.registry import MachineKind
 from zbmd.transport.capture.state import STATE_BYTES_MAX, StateCodec, What
@@ -172,6 +174,52 @@ def test_a_log_whose_oldest_segments_are_gone_is_replayed_from_a_state(tmp_path:
     log.close()
     (verdict,) = capture.replay_log(tmp_path)
     assert isinstance(verdict, capture.Identical) and verdict.begun_at > 0 and verdict.events > 100
+
+
+def test_a_machine_of_another_thread_is_replayed_from_a_state_too(tmp_path: Path) -> None:
+    origin = capture.Origin(process="rank0", incarnation=1)
+    limits = capture.LogLimits(disk=capture.DiskLimits(segment_bytes=1 << 13, disk_bytes=1 << 15))
+    log = capture.LogRecorder(tmp_path, origin, capture.Clocks(hybrid=HybridClock()), limits=limits)
+    noise = random.Random(1)
+
+    async def main() -> None:
+        post = asyncio.get_running_loop().call_soon_threadsafe
+        tap = capture.ThreadTap(log, KEEPER, "keeper", Keeper(), {}, post=post)
+        for at_ns in range(0, 6000, 200):
+            await asyncio.to_thread(hand_over, tap, range(at_ns, at_ns + 200))
+            log.note(noise.randbytes(3000).hex())
+            log.flush()
+        tap.close("over")
+
+    def hand_over(tap: capture.ThreadTap[Put, Kept], items: range) -> None:
+        for at_ns in items:
+            tap.handle(Put(item=at_ns % 5), now_ns=at_ns)
+
+    asyncio.run(main())
+    log.close()
+    (verdict,) = capture.replay_log(tmp_path)
+    assert isinstance(verdict, capture.Identical) and verdict.begun_at > 0 and verdict.events > 100
+
+
+def test_what_another_thread_says_while_the_loop_stands_still_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread_tap, "WAITING_MAX", 20)
+    log = capture.LogRecorder(
+        tmp_path, capture.Origin(process="rank0", incarnation=1), capture.Clocks(hybrid=HybridClock())
+    )
+    posted: list[Any] = []
+    tap = capture.ThreadTap(log, KEEPER, "keeper", Keeper(), {}, post=posted.append)
+    answers = [tap.handle(Put(item=1), now_ns=at_ns) for at_ns in range(30)]
+    tap.close("over")
+    (take,) = posted
+    take()
+    log.close()
+    alone = Keeper()
+    assert answers == [alone.handle(Put(item=1), now_ns=at_ns) for at_ns in range(30)]
+    (verdict,) = capture.replay_log(tmp_path)
+    assert isinstance(verdict, capture.Incomplete) and "were not taken in time" in verdict.reason
+    assert 0 < verdict.events < 20
 
 
 def test_a_replay_from_a_state_finds_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

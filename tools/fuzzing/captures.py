@@ -29,7 +29,12 @@ from zbmd.tools.fuzzing import wires
 from zbmd.tools.fuzzing.actors import Echo, Ping
 from zbmd.tools.fuzzing.script import Script
 from zbmd.tools.fuzzing.target import Broken, Target
-from zbmd.tools.replay_kinds import CLUSTER, HELLO, MEMBERSHIP, REPAIR, STEP_COMMIT
+from zbmd.tools.replay_kinds import CLUSTER, HELLO, MEMBERSHIP, MIRROR, REPAIR, STAGE, STEP_COMMIT
+from zbmd.training.capture_kinds import stage_config
+from zbmd.training.pipeline.program import Shape
+from zbmd.training.pipeline.schedules import programs_of
+from zbmd.training.pipeline.stage_events import Computed, Heard, StepBegun, Told
+from zbmd.training.zero.mirror import AllHold, Copied, Entered, Event, Held
 from zbmd.transport import capture, hello
 from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, SECOND_NS
 from zbmd.transport.capture import format as fmt
@@ -73,6 +78,7 @@ async def _record(directory: Path) -> None:
     _record_commit(log)
     _record_repair(log)
     _record_cluster(log)
+    _record_training(log)
     link = log.link("rank1", 3)
     frame = wires.frame(b"payload")
     log.frame_in(link, frame, wires.WALL_NS)
@@ -166,6 +172,23 @@ def _record_cluster(log: capture.Recorder) -> None:
     ]
     for number, event in enumerate(events):
         tap.handle(event, now_ns=number * SECOND_NS)
+
+
+def _record_training(log: capture.Recorder) -> None:
+    programs = programs_of("1f1b", Shape(stages=2, chunks=1, microbatches=2))
+    config = stage_config(programs, 0)
+    stage = log.machine(STAGE, "stage0/1", STAGE.build(config), config)
+    heard = Heard(stage=1, what=Told.ACTIVATIONS_RELEASED, count=0)
+    for event in (StepBegun(), Computed(), Computed(), heard):
+        stage.handle(event, now_ns=0)
+    config = {"place": 0, "ranks": 2, "known": 0}
+    mirror = log.machine(MIRROR, "mirror", MIRROR.build(config), config)
+    held = (Held(own=(0, None), known=0, copies=(None, None)),) * 2
+    events: tuple[Event, ...] = (Entered(held=held, hosts=(0, 0)), AllHold(version=0), Copied(digest=7))
+    for number, happened in enumerate(events):
+        mirror.handle(happened, now_ns=number)
+    log.state(mirror.stream, MIRROR, mirror.machine, 3)
+    log.state(stage.stream, STAGE, stage.machine, 3)
 
 
 def _segment_file() -> tuple[str, bytes]:

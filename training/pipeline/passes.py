@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
+from zbmd.actors.member import Node
 from zbmd.collectives.group import Group
 from zbmd.training import lookout, spans
 from zbmd.training.accumulate import AccumulationPlan, Buckets, Leaf
+from zbmd.training.capture_kinds import STAGE, recorded, stage_config
 from zbmd.training.gpt import Batch
 from zbmd.training.lookout import Where
 from zbmd.training.pipeline.held import held_bytes
@@ -54,8 +56,8 @@ Final = Callable[[slice], None]
 class StagePasses:
     """Runs `programs[own.stage]`, step after step, over the micro-batches of `plan`.
 
-    Gradients are written to `buffers`, flat arrays of `own.layout`. `group` and `rings` are those of an
-    epoch, None for a pipeline of one stage.
+    Gradients are written to `buffers`, flat arrays of `own.layout`. `group` and `rings` are those of
+    `epoch`, None for a pipeline of one stage. `node` is this process.
     """
 
     def __init__(
@@ -66,9 +68,13 @@ class StagePasses:
         buffers: list[Array],
         group: Group | None,
         rings: StageRings | None,
+        node: Node,
+        epoch: int,
     ) -> None:
         self._own, self._plan, self._buffers, self._group = own, plan, buffers, group
         self._machine = StageMachine(programs, own.stage)
+        config = stage_config(programs, own.stage)
+        self._tap = recorded(node, STAGE, f"stage{own.stage}/{epoch}", self._machine, config)
         self._splits = any(one.op is Op.INPUT_GRADIENT for one in programs[own.stage].instructions)
         self._rings_or_none = rings
         schedule, shape = schedule_named(programs[own.stage].schedule), programs[own.stage].shape
@@ -145,6 +151,7 @@ class StagePasses:
             self._rings.close()
         self._passes.clear()
         self._made.clear()
+        self._tap.close("the epoch is over")
 
     @property
     def _rings(self) -> StageRings:
@@ -179,8 +186,8 @@ class StagePasses:
         return []
 
     def _handle(self, event: StepBegun | Computed | Heard | StageLost) -> list[StageAction]:
-        actions = self._machine.handle(event, now_ns=now_ns())
-        self._machine.check_invariants()
+        actions = self._tap.handle(event, now_ns=now_ns())
+        self._tap.check_invariants()
         return actions
 
     def _listen(self) -> list[StageAction]:

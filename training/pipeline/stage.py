@@ -7,10 +7,10 @@ backward pass has used it. Counts go on from step to step, so stages need not me
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 from zbmd.training.pipeline.program import SENDS, Instruction, Message, Op, StageProgram, message_of
 from zbmd.training.pipeline.stage_events import (
@@ -48,7 +48,11 @@ class StageState(Enum):
     LOST = "lost"
 
 
-class _Order:
+Counts: TypeAlias = dict[tuple[int, Told], int]
+"""By neighbour, and what it or we told; none is 0. No `Counter`: a log holds a machine's state."""
+
+
+class MessageOrder:
     """The messages of one count, in the order in which a step tells of them."""
 
     def __init__(self, messages: Iterable[Message]) -> None:
@@ -78,12 +82,12 @@ class StageMachine:
         self._held = 0
         self._held_max = activations_peak(self._program)
         self._posted: deque[Message] = deque()
-        self._heard: Counter[tuple[int, Told]] = Counter()
-        self._said: Counter[tuple[int, Told]] = Counter()
+        self._heard: Counts = {}
+        self._said: Counts = {}
         self._sends = _orders_of_sends(self._program)
-        self._arrivals: dict[tuple[int, Told], _Order] = {}
-        self._releases: dict[tuple[int, Told], _Order] = {}
-        self._rings: Counter[tuple[int, Told]] = Counter()
+        self._arrivals: dict[tuple[int, Told], MessageOrder] = {}
+        self._releases: dict[tuple[int, Told], MessageOrder] = {}
+        self._rings: Counts = {}
         """Slots here that a neighbour puts into, all together."""
         for program in programs:
             if program.stage != stage:
@@ -119,7 +123,7 @@ class StageMachine:
 
     def heard(self, stage: int, what: Told) -> int:
         """How much a neighbour has told so far."""
-        return self._heard[stage, what]
+        return self._heard.get((stage, what), 0)
 
     def neighbours(self) -> tuple[tuple[int, Told], ...]:
         """The counts that this stage listens to."""
@@ -134,7 +138,7 @@ class StageMachine:
             order = [message for message in sends if message.gradient is gradient]
             if order:
                 key = other.stage, what
-                self._arrivals[key] = _Order(order)
+                self._arrivals[key] = MessageOrder(order)
                 self._rings[key] = sum(self._slots[boundary] for boundary in set(map(boundary_of, order)))
         for gradient, what in ((False, Told.ACTIVATIONS_RELEASED), (True, Told.GRADIENTS_RELEASED)):
             order = [
@@ -145,7 +149,7 @@ class StageMachine:
                 if message.gradient is gradient and self._sender(message) == self._stage
             ]
             if order:
-                self._releases[other.stage, what] = _Order(order)
+                self._releases[other.stage, what] = MessageOrder(order)
 
     def _is_ours(self, message: Message) -> bool:
         return self._shape.stage_of(message.part) == self._stage
@@ -176,12 +180,13 @@ class StageMachine:
         key = event.stage, event.what
         if key not in self._arrivals and key not in self._releases:
             raise RemoteProtocolError(f"stage {event.stage} tells stage {self._stage} of {event.what.name}")
-        if event.count < self._heard[key]:
+        before = self._heard.get(key, 0)
+        if event.count < before:
             raise RemoteProtocolError(
-                f"stage {event.stage} told {self._heard[key]} {event.what.name}, and now {event.count}"
+                f"stage {event.stage} told {before} {event.what.name}, and now {event.count}"
             )
         if key in self._releases:
-            sent = self._said[event.stage, _SENT[event.what]]
+            sent = self._said.get((event.stage, _SENT[event.what]), 0)
             if event.count > sent:
                 raise RemoteProtocolError(f"stage {event.stage} released {event.count} messages of {sent}")
         elif event.count > self._room(key):
@@ -195,7 +200,7 @@ class StageMachine:
 
     def _room(self, key: tuple[int, Told]) -> int:
         """How many messages a neighbour can have put here by now."""
-        return self._said[key[0], _RELEASED[key[1]]] + self._rings[key]
+        return self._said.get((key[0], _RELEASED[key[1]]), 0) + self._rings[key]
 
     def _computed(self) -> list[StageAction]:
         if self.state is not StageState.COMPUTING:
@@ -209,8 +214,7 @@ class StageMachine:
             for message in self._received_for(instruction):
                 what = Told.GRADIENTS_RELEASED if message.gradient else Told.ACTIVATIONS_RELEASED
                 sender = self._sender(message)
-                self._said[sender, what] += 1
-                actions.append(Release(stage=sender, what=what, count=self._said[sender, what]))
+                actions.append(Release(stage=sender, what=what, count=self._say(sender, what)))
         return [*actions, *self._go_on()]
 
     def _go_on(self) -> list[StageAction]:
@@ -263,17 +267,14 @@ class StageMachine:
             message = self._posted.popleft()
             what = Told.GRADIENTS if message.gradient else Told.ACTIVATIONS
             stage = self._shape.stage_of(message.part)
-            self._said[stage, what] += 1
-            actions.append(
-                Put(
-                    message=message,
-                    stage=stage,
-                    slot=self._slot(message),
-                    what=what,
-                    count=self._said[stage, what],
-                )
-            )
+            slot, count = self._slot(message), self._say(stage, what)
+            actions.append(Put(message=message, stage=stage, slot=slot, what=what, count=count))
         return actions
+
+    def _say(self, stage: int, what: Told) -> int:
+        """Count one more that a neighbour is told; how many it has been told then."""
+        count = self._said[stage, what] = self._said.get((stage, what), 0) + 1
+        return count
 
     def _missing(self, message: Message) -> Await | None:
         """What tells that `message` has come, unless it has."""
@@ -292,7 +293,7 @@ class StageMachine:
         return self._short_of(key, self._releases[key].count_with(before, step))
 
     def _short_of(self, key: tuple[int, Told], count: int) -> Await | None:
-        return None if self._heard[key] >= count else Await(stage=key[0], what=key[1], count=count)
+        return None if self._heard.get(key, 0) >= count else Await(stage=key[0], what=key[1], count=count)
 
     def _number(self, message: Message) -> int:
         """Which of its boundary it is, from the first step on; steps run on all stages in turn."""

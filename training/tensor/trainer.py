@@ -278,7 +278,16 @@ class MeshTrainer:
             rings = StageRings(
                 groups.node, groups.pipeline, self._programs, self._ring_memory, world=groups.world.members
             )
-        return StagePasses(self.own, self._programs, self._plan, self._buffers, groups.pipeline, rings)
+        return StagePasses(
+            self.own,
+            self._programs,
+            self._plan,
+            self._buffers,
+            groups.pipeline,
+            rings,
+            groups.node,
+            groups.world.epoch,
+        )
 
     # ---- steps
 

@@ -20,6 +20,7 @@ from zbmd.actors.member import Node
 from zbmd.collectives.commit_driver import Cancellation, StepFailed, WorkCancelled
 from zbmd.collectives.commit_messages import FailureKind
 from zbmd.collectives.group import Group, hosts_of
+from zbmd.training.capture_kinds import MIRROR, recorded
 from zbmd.training.watch import VOTE_NUMBERS, StepWatch, Vote
 from zbmd.training.workload import FETCH_ELEMENTS, pull
 from zbmd.training.xp import Array
@@ -110,6 +111,8 @@ class BuddyMirror(Safekeeping):
         register = node.segment.regions.register
         self._handles = tuple(register(array) for array in (*own.slots, *self._copies))
         self._machine = zm.Mirror(place=place, ranks=ranks, known=known)
+        config = {"place": place, "ranks": ranks, "known": known}
+        self._tap = recorded(node, MIRROR, "mirror", self._machine, config)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-mirror")
         self._cancellation = Cancellation()
         self._under_way: Future[tuple[int, int | None]] | None = None
@@ -156,18 +159,24 @@ class BuddyMirror(Safekeeping):
         assert self._group is not None, "a version is kept in an epoch"
         blocking = self._group.blocking
         blocking.barrier()
-        self.all_hold(self._machine.version)
+        self._copy_of(self._machine.version)
         self.voted(list(blocking.all_gather(self.vote())))
 
     def close(self) -> None:
         """See `Safekeeping`."""
         self._cancellation.cancel()
         self._pool.shutdown()
+        self._tap.close("closed")
 
     # ---- steps
 
     def all_hold(self, version: int) -> None:
         """See `StepWatch`."""
+        self._tap.mark(version + 1)
+        self._copy_of(version)
+
+    def _copy_of(self, version: int) -> None:
+        """All ranks hold `version`: begin to copy the ward's shard of it, unless its copy is here."""
         self._perform(self._handle(zm.AllHold(version=version)))
         if self._under_way is None:  # the copy is there from an epoch before
             self._under_way = self._pool.submit(self._copy, None)
@@ -201,7 +210,7 @@ class BuddyMirror(Safekeeping):
     # ---- the machine
 
     def _handle(self, event: zm.Event) -> list[zm.Action]:
-        return self._machine.handle(event, now_ns=now_ns())
+        return self._tap.handle(event, now_ns=now_ns())
 
     def _perform(self, actions: list[zm.Action]) -> None:
         for action in actions:

@@ -21,6 +21,7 @@ from zbmd.actors.member import Node
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.group import Group
 from zbmd.training import spans
+from zbmd.training.capture_kinds import ZERO_STEP, recorded
 from zbmd.training.clip import TrainingDiverged, clip_scale
 from zbmd.training.config import TrainingConfig
 from zbmd.training.gpt import GPT
@@ -159,7 +160,8 @@ class ZeroTrainer:
         self.step = 0
         """How many steps are behind the shard."""
         units = len(self.own.shards.units)
-        self._machine = zm.ZeroStep(stage=options.stage, units=units, prefetch=options.prefetch)
+        config = {"stage": options.stage, "units": units, "prefetch": options.prefetch}
+        self._machine = recorded(node, ZERO_STEP, "zero", zm.ZeroStep(**config), config)
         self._pending: deque[tuple[Future[Any], Callable[[Any], zm.Event]]] = deque()
         self._watch: StepWatch = ALONE
         self._told = self._voted = False

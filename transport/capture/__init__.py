@@ -51,6 +51,7 @@ from zbmd.transport.capture.ring import RingRecorder, dump_on_crash
 from zbmd.transport.capture.story import describe
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.capture.text import capture_to_text, text_to_capture
+from zbmd.transport.capture.thread_tap import ThreadTap
 
 __all__ = [
     "FLUSH_S",
@@ -85,6 +86,7 @@ __all__ = [
     "StepPlace",
     "StreamReplay",
     "Tap",
+    "ThreadTap",
     "UnionCodec",
     "Verdict",
     "capture_to_text",

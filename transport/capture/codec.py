@@ -229,6 +229,8 @@ def _describe_class(cls: type[Any], outer: tuple[object, ...]) -> object:
             raise LocalProtocolError(f"{name}.{hidden[0]} would not be recorded: no field may begin with _")
     elif issubclass(cls, msgspec.Struct):
         names = list(cls.__struct_fields__)
+    elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        names = list(getattr(cls, "_fields", ()))
     else:
         raise LocalProtocolError(f"no log can hold a {name}")
     hints = typing.get_type_hints(cls)

@@ -181,7 +181,11 @@ class Recorder(Taking, ABC):
         except CaptureMismatch as error:
             self.note(str(error), stream=stream)
             return
-        record = (_STATE, stream, now_ns, self._stamp(), kind.states.fingerprint, msgspec.Raw(state))
+        self.encoded_state(stream, kind.states.fingerprint, state, now_ns)
+
+    def encoded_state(self, stream: int, fingerprint: str, state: bytes, now_ns: int) -> None:
+        """As `state`, by what `StateCodec.encode` made of the machine."""
+        record = (_STATE, stream, now_ns, self._stamp(), fingerprint, msgspec.Raw(state))
         self._take(record, len(state))
 
     def event(self, stream: int, codec: UnionCodec[EventT], event: EventT, now_ns: int) -> None:

@@ -65,6 +65,7 @@ def choose(
         for (of, name), formula in FORMULAS.items()
         if of is operation
         and (fits or name != "eager")
+        and not (far and name == "swap")  # its chunks are short, and between hosts each is a message
         and (hosts > 1 or not ALGORITHMS[of, name].over_hosts)
     }
     ranked = tuple(sorted(costs.items(), key=lambda item: item[1]))

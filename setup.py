@@ -41,7 +41,8 @@ def rdma_extensions() -> list[Extension]:
     """Those that need libibverbs, where its headers are: without them all works but memory over RDMA."""
     if not Path("/usr/include/infiniband/verbs.h").exists():
         return []
-    return [extension("transport", name, libraries=("ibverbs",)) for name in ("_rdma", "_rdma_beat")]
+    names = ("_rdma", "_rdma_beat", "_rdma_device")
+    return [extension("transport", name, libraries=("ibverbs",)) for name in names]
 
 
 def extensions() -> list[Extension]:

@@ -69,8 +69,8 @@ def perftest(program: str, nbytes: int, count: int, *, pinned: bool) -> list[flo
 
 def _at(at: At) -> list[str]:
     # Here, not above: who benchmarks something else needs no libibverbs.
-    from zbmd.transport._rdma import Device
-    from zbmd.transport.rdma_plane import choose_port
+    from zbmd.transport._rdma_device import Device
+    from zbmd.transport.rdma_port import choose_port
 
     return ["-d", at.device, "-x", str(choose_port(Device(at.device), at.address).gid_index)]
 

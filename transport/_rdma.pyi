@@ -5,6 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbmd.transport._native import Mapping
+from zbmd.transport._rdma_device import Device, Path, Registration
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.transfer import Transfer
 
@@ -19,36 +20,6 @@ PUT: Final[int]
 GET: Final[int]
 MALFORMED: Final[int]
 ACCESS_REFUSED: Final[int]
-ROCE_V1: Final[int]
-ACTIVE: Final[int]
-
-class Device:
-    """An opened device, with a protection domain of its own. It goes with the last object made of it."""
-
-    name: str
-    def __init__(self, name: str) -> None:
-        """Raises UserError if it cannot be opened."""
-    def port(self, number: int) -> tuple[int, int, int, int]:
-        """Its state, active MTU (as ibv_mtu), LID, and the longest message, bytes."""
-    def gids(self) -> list[tuple[int, int, int, bytes]]:
-        """Port, index, type and the 16 bytes of each address."""
-    def register(
-        self, address: int, nbytes: int, *, remote_read: bool = False, remote_write: bool = False
-    ) -> Registration:
-        """Raises UserError, mostly because too little memory may be locked."""
-
-class Registration:
-    """Memory that a device may touch, until this object is gone. Whoever has it keeps the memory."""
-
-    @property
-    def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def key(self) -> int:
-        """For peers; 0 once it is revoked."""
-    def revoke(self) -> None:
-        """Once this returns, the device touches the memory no more. Idempotent. Raises UserError."""
 
 class Plane:
     """A completion queue for all peers of one device, and the memory that is registered for good.
@@ -139,20 +110,7 @@ class End:
     @property
     def copied(self) -> int:
         """Those of them that were copied, as they had to wait for room."""
-    def connect(
-        self,
-        gid: bytes,
-        *,
-        number: int,
-        first_psn: int,
-        own_psn: int,
-        lid: int,
-        mtu: int,
-        port: int,
-        gid_index: int,
-        timeout: int,
-        retries: int,
-    ) -> None:
+    def connect(self, path: Path) -> None:
         """Ready to receive and to send. Raises UserError."""
     def submit(
         self, kind: int, view: memoryview, owner: object, remote: int, key: int, channel: int, value: int

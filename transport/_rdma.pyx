@@ -2,8 +2,8 @@
 """Puts and gets over RDMA without the GIL: gives types to rdma.h, by libibverbs. See _rdma.pyi."""
 
 from libc.errno cimport errno
-from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.string cimport memcpy, memset
+from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memset
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 
 import os
@@ -11,6 +11,7 @@ from collections import deque
 
 import numpy as np
 
+from zbmd.transport._rdma_device cimport Device, Path, Registration, ibv_context, ibv_pd, zbmd_rdma_path
 from zbmd.transport._slots cimport ZBMD_MAX_SLOTS, slots_of, zbmd_base, zbmd_slots
 from zbmd.transport.errors import LinkFull, LocalProtocolError, UserError
 from zbmd.transport.rdma_transfer import RdmaTransfer
@@ -24,42 +25,9 @@ cdef extern from "<pthread.h>" nogil:
 
 cdef extern from "rdma_wait.h" nogil:
     enum:
-        IBV_ACCESS_LOCAL_WRITE
-        IBV_ACCESS_REMOTE_WRITE
-        IBV_ACCESS_REMOTE_READ
-        IBV_GID_TYPE_ROCE_V1
-        IBV_PORT_ACTIVE
         IBV_WC_REM_ACCESS_ERR
-    struct ibv_device:
-        pass
-    struct ibv_mr:
-        uint32_t lkey
-        uint32_t rkey
     struct ibv_qp:
         uint32_t qp_num
-    struct ibv_port_attr:
-        int state
-        int active_mtu
-        uint32_t max_msg_sz
-        uint16_t lid
-    union ibv_gid:
-        uint8_t raw[16]
-    struct ibv_gid_entry:
-        ibv_gid gid
-        uint32_t gid_index
-        uint32_t port_num
-        uint32_t gid_type
-    ibv_device **ibv_get_device_list(int *count)
-    void ibv_free_device_list(ibv_device **devices)
-    const char *ibv_get_device_name(ibv_device *device)
-    ibv_context *ibv_open_device(ibv_device *device)
-    int ibv_close_device(ibv_context *context)
-    int ibv_query_port(ibv_context *context, uint8_t port, ibv_port_attr *found)
-    Py_ssize_t ibv_query_gid_table(ibv_context *context, ibv_gid_entry *found, size_t most, uint32_t flags)
-    ibv_pd *ibv_alloc_pd(ibv_context *context)
-    int ibv_dealloc_pd(ibv_pd *domain)
-    ibv_mr *ibv_reg_mr(ibv_pd *domain, void *address, size_t nbytes, int access)
-    int ibv_dereg_mr(ibv_mr *region)
     enum:
         ZBMD_CHANNELS
         ZBMD_RDMA_ENDS
@@ -110,17 +78,6 @@ cdef extern from "rdma_wait.h" nogil:
         int kind
         int quiet
         uint64_t number
-    struct zbmd_rdma_path:
-        uint8_t gid[16]
-        uint32_t number
-        uint32_t first_psn
-        uint32_t own_psn
-        uint32_t lid
-        uint32_t mtu
-        uint32_t port
-        uint32_t gid_index
-        uint32_t timeout
-        uint32_t retries
     int zbmd_rdma_begin(zbmd_rdma_plane *plane, uint32_t ends_max)
     void zbmd_rdma_finish(zbmd_rdma_plane *plane)
     int zbmd_rdma_poll(zbmd_rdma_plane *plane)
@@ -146,7 +103,6 @@ cdef extern from "rdma_wait.h" nogil:
 
 cdef enum:
     RANGES_MAX = 4
-    GIDS_MAX = 256
 
 INLINE_BYTES = ZBMD_RDMA_INLINE_BYTES
 ENDS_MAX = ZBMD_RDMA_ENDS
@@ -159,97 +115,6 @@ PUT = ZBMD_RDMA_PUT
 GET = ZBMD_RDMA_GET
 MALFORMED = ZBMD_RDMA_MALFORMED
 ACCESS_REFUSED = IBV_WC_REM_ACCESS_ERR
-ROCE_V1 = IBV_GID_TYPE_ROCE_V1
-ACTIVE = IBV_PORT_ACTIVE
-
-
-cdef class Device:
-    """An opened device, with a protection domain of its own. It goes with the last object made of it."""
-
-    def __cinit__(self, str name):
-        cdef int count = 0, index
-        cdef ibv_device **devices = ibv_get_device_list(&count)
-        self.name = name
-        known = []
-        if devices != NULL:
-            for index in range(count):
-                known.append(ibv_get_device_name(devices[index]).decode())
-                if known[-1] == name:
-                    self.context = ibv_open_device(devices[index])
-            ibv_free_device_list(devices)
-        if self.context == NULL:
-            raise UserError(
-                f"the RDMA device {name!r} cannot be opened. There are: {', '.join(known) or 'none'}.")
-        self.domain = ibv_alloc_pd(self.context)
-        if self.domain == NULL:
-            raise UserError(f"the RDMA device {name} gives no protection domain: {os.strerror(errno)}.")
-
-    def __dealloc__(self):
-        if self.domain != NULL:
-            ibv_dealloc_pd(self.domain)
-        if self.context != NULL:
-            ibv_close_device(self.context)
-
-    def port(self, uint8_t number):
-        cdef ibv_port_attr found
-        if ibv_query_port(self.context, number, &found):
-            raise UserError(f"port {number} of the RDMA device {self.name} cannot be asked.")
-        return found.state, found.active_mtu, found.lid, found.max_msg_sz
-
-    def gids(self):
-        cdef ibv_gid_entry entries[GIDS_MAX]
-        cdef Py_ssize_t count = ibv_query_gid_table(self.context, entries, GIDS_MAX, 0), index
-        return [
-            (entries[index].port_num, entries[index].gid_index, entries[index].gid_type,
-             bytes(entries[index].gid.raw[:16]))
-            for index in range(max(<Py_ssize_t>0, count))
-        ]
-
-    def register(self, size_t address, size_t nbytes, *, bint remote_read=False, bint remote_write=False):
-        cdef Registration made = Registration.__new__(Registration)
-        cdef int access = IBV_ACCESS_LOCAL_WRITE
-        if remote_read:
-            access |= IBV_ACCESS_REMOTE_READ
-        if remote_write:
-            access |= IBV_ACCESS_REMOTE_WRITE
-        made.device = self
-        with nogil:
-            made.region = ibv_reg_mr(self.domain, <void *>address, nbytes, access)
-        if made.region == NULL:
-            raise UserError(
-                f"{nbytes} bytes cannot be registered with the RDMA device {self.name}: "
-                f"{os.strerror(errno)}. May this user lock so much memory (ulimit -l)?")
-        made.address = address
-        made.nbytes = nbytes
-        return made
-
-
-cdef class Registration:
-    """Memory that a device may touch, until this object is gone. Whoever has it keeps the memory."""
-
-    cdef Device device
-    cdef ibv_mr *region
-    cdef readonly size_t address
-    cdef readonly size_t nbytes
-
-    def __dealloc__(self):
-        if self.region != NULL:
-            ibv_dereg_mr(self.region)
-
-    @property
-    def key(self):
-        return 0 if self.region == NULL else self.region.rkey
-
-    def revoke(self):
-        cdef ibv_mr *region = self.region
-        cdef int error = 0
-        self.region = NULL
-        if region != NULL:
-            with nogil:
-                error = ibv_dereg_mr(region)
-        if error:
-            raise UserError(f"memory cannot be taken back from the RDMA device {self.device.name}: "
-                            f"{os.strerror(error)}")
 
 
 cdef class Plane:
@@ -415,14 +280,8 @@ cdef class End:
     def goodbye(self):
         return bool(self.end.goodbye)
 
-    def connect(self, bytes gid, *, uint32_t number, uint32_t first_psn, uint32_t own_psn, uint32_t lid,
-                uint32_t mtu, uint32_t port, uint32_t gid_index, uint32_t timeout, uint32_t retries):
-        cdef zbmd_rdma_path path
-        memcpy(path.gid, <const uint8_t *>gid, 16)
-        path.number, path.first_psn, path.own_psn = number, first_psn, own_psn
-        path.lid, path.mtu, path.port, path.gid_index = lid, mtu, port, gid_index
-        path.timeout, path.retries = timeout, retries
-        cdef int error = zbmd_rdma_end_connect(&self.end, &path)
+    def connect(self, Path path not None):
+        cdef int error = zbmd_rdma_end_connect(&self.end, &path.path)
         if error:
             raise UserError(f"an RDMA device cannot connect its queue pair: {os.strerror(error)}.")
 

@@ -1,4 +1,4 @@
-from zbmd.transport._rdma import Device
+from zbmd.transport._rdma_device import Device, Path
 
 class BeatEnd:
     """A queue pair, and memory for the newest heartbeat of a peer, who writes it there.
@@ -23,22 +23,7 @@ class BeatEnd:
     def status(self) -> int:
         """Of the first write that has failed, as ibv_wc_status; 0 while none has."""
 
-    def connect(
-        self,
-        gid: bytes,
-        *,
-        address: int,
-        key: int,
-        number: int,
-        first_psn: int,
-        own_psn: int,
-        lid: int,
-        mtu: int,
-        port: int,
-        gid_index: int,
-        timeout: int,
-        retries: int,
-    ) -> None:
+    def connect(self, path: Path, *, address: int, key: int) -> None:
         """To where the peer is; address, key: of its memory for our beats. Raises `UserError`."""
 
     @property

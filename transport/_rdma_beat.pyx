@@ -1,10 +1,10 @@
 """One end of a way for heartbeats by RDMA: gives types to rdma_beat.h. See _rdma_beat.pyi."""
 
 from cpython.pycapsule cimport PyCapsule_New
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy, memset
+from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memset
 from libc.errno cimport errno
-from zbmd.transport._rdma cimport Device, ibv_context, ibv_pd
+from zbmd.transport._rdma_device cimport Device, Path, ibv_context, ibv_mr, ibv_pd, zbmd_rdma_path
 
 import os
 
@@ -14,19 +14,6 @@ cdef extern from "rdma_beat.h" nogil:
     const char *ZBMD_BEAT_WAY
     struct ibv_qp:
         uint32_t qp_num
-    struct ibv_mr:
-        uint32_t rkey
-    struct zbmd_rdma_path:
-        uint8_t gid[16]
-        uint32_t number
-        uint32_t first_psn
-        uint32_t own_psn
-        uint32_t lid
-        uint32_t mtu
-        uint32_t port
-        uint32_t gid_index
-        uint32_t timeout
-        uint32_t retries
     struct zbmd_rdma_beat:
         ibv_qp *qp
         ibv_mr *inbox_mr
@@ -75,17 +62,10 @@ cdef class BeatEnd:
     def status(self):
         return self.end.status
 
-    def connect(self, bytes gid, *, uint64_t address, uint32_t key, uint32_t number, uint32_t first_psn,
-                uint32_t own_psn, uint32_t lid, uint32_t mtu, uint32_t port, uint32_t gid_index, uint32_t timeout,
-                uint32_t retries):
-        cdef zbmd_rdma_path path
+    def connect(self, Path path not None, *, uint64_t address, uint32_t key):
         cdef int error
         self.require_open()
-        memcpy(path.gid, <const uint8_t *>gid, 16)
-        path.number, path.first_psn, path.own_psn = number, first_psn, own_psn
-        path.lid, path.mtu, path.port, path.gid_index = lid, mtu, port, gid_index
-        path.timeout, path.retries = timeout, retries
-        error = zbmd_rdma_beat_connect(&self.end, &path, address, key)
+        error = zbmd_rdma_beat_connect(&self.end, &path.path, address, key)
         if error:
             raise UserError(f"an RDMA device cannot connect its queue pair: {os.strerror(error)}.")
 

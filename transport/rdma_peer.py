@@ -40,7 +40,7 @@ from zbmd.transport.rdma_life import (
     SetTimer,
     TimerFired,
 )
-from zbmd.transport.rdma_setup import MemoryAt, QueuePairAt, why_broken
+from zbmd.transport.rdma_setup import MemoryAt, why_broken
 from zbmd.transport.region import RegionHandle, flat_bytes, require_cell, require_owner, require_range
 from zbmd.transport.transfer import DONE, Transfer
 
@@ -49,10 +49,6 @@ if TYPE_CHECKING:
 
     from zbmd.transport.rdma_plane import RdmaPlane
 
-TIMEOUT: Final = 14
-"""Of an acknowledgement: 4.096 us * 2**14 = 67 ms."""
-RETRIES: Final = 6
-"""Then the peer is lost, after about half a second. 7 would mean for ever."""
 TRIAL_BYTES: Final = 8
 LET_GO_NS: Final = 1_000_000_000
 """How long who gives up waits for its transfers to drain; then the connection ends with them."""
@@ -101,9 +97,7 @@ class RdmaPeer:
         """For the peer."""
         port, segment = self.plane.port, self._segment
         return MemoryAt(
-            at=QueuePairAt(
-                gid=port.gid, lid=port.lid, number=self._native.number, first_psn=self._psn, mtu=port.mtu
-            ),
+            at=port.queue_pair(self._native.number, self._psn),
             base=self._mapping.address,
             nbytes=segment.nbytes,
             arena_offset=segment.nbytes - segment.arena.capacity_bytes,
@@ -132,19 +126,7 @@ class RdmaPeer:
         """Ready to receive and to send. Raises `UserError` if the device cannot, `RemoteProtocolError`."""
         if not _native.OFF_END <= theirs.arena_offset <= theirs.nbytes:
             raise RemoteProtocolError(f"{self.info.name} says what no segment is like: {theirs}")
-        port, at = self.plane.port, theirs.at
-        self._native.connect(
-            at.gid,
-            number=at.number,
-            first_psn=at.first_psn,
-            own_psn=self._psn,
-            lid=at.lid,
-            mtu=min(at.mtu, port.mtu),
-            port=port.port,
-            gid_index=port.gid_index,
-            timeout=TIMEOUT,
-            retries=RETRIES,
-        )
+        self._native.connect(self.plane.port.path_to(theirs.at, self._psn))
         self._theirs = theirs
 
     def trial(self) -> Transfer:
@@ -230,7 +212,7 @@ class RdmaPeer:
             return RemoteProtocolError(
                 f"a put or get was refused between {name} and us: no region of that key, or it is released"
             )
-        return PeerLost(name, why_broken(status, tries=RETRIES + 1))
+        return PeerLost(name, why_broken(status))
 
     def _handle(self, event: LifeEvent) -> None:
         for action in self._life.handle(event, now_ns=_native.now_ns()):

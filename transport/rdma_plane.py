@@ -8,21 +8,22 @@ own thread stands by meanwhile, and half a millisecond longer, unless somebody s
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import Final
 
 from zbmd.transport import _native
-from zbmd.transport._rdma import ACTIVE, ATTENTION, ENDS_MAX, NEVER_NS, ROCE_V1, Device, Plane
+from zbmd.transport._rdma import ATTENTION, ENDS_MAX, NEVER_NS, Plane
+from zbmd.transport._rdma_device import Device
 from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_peer import BulkPeerInfo, OnEnded
-from zbmd.transport.errors import LinkClosed, UserError
+from zbmd.transport.errors import LinkClosed
 from zbmd.transport.rdma_counts import TransferCounts
 from zbmd.transport.rdma_peer import RdmaPeer
+from zbmd.transport.rdma_port import choose_port
 from zbmd.transport.rdma_registrations import RdmaRegionKeys, Registrations
 from zbmd.transport.segment import Segment
 
@@ -31,18 +32,6 @@ PARK_MS: Final = 1
 ENDS_MIN: Final = 62
 """Queue pairs that a small job's plane has room for; a larger job's has one a rank."""
 _CLOSED: Final = "the RDMA data plane of this process is closed"
-
-
-class PortAt(NamedTuple):
-    """A port of a device, and its address."""
-
-    port: int
-    gid_index: int
-    gid: bytes
-    mtu: int
-    """As ibv_mtu."""
-    lid: int
-    message_bytes_max: int
 
 
 class RdmaPlane:
@@ -240,23 +229,3 @@ class RdmaPlane:
                 peer.timer_fired()
         finally:
             self._turns.release()
-
-
-def choose_port(device: Device, address: str | None) -> PortAt:
-    """An address of an active port, RoCE v2 or InfiniBand; rather one that is not link-local.
-
-    Raises `UserError` if there is none, or none with `address`.
-    """
-    wanted = None if address is None else ipaddress.ip_address(address)
-    found: list[tuple[bool, PortAt]] = []
-    for port, index, gid_type, raw in device.gids():
-        state, mtu, lid, message_bytes_max = device.port(port)
-        gid = ipaddress.IPv6Address(raw)
-        if gid_type == ROCE_V1 or state != ACTIVE or not int(gid):
-            continue
-        if wanted is None or wanted in (gid, gid.ipv4_mapped):
-            found.append((gid.is_link_local, PortAt(port, index, raw, mtu, lid, message_bytes_max)))
-    if not found:
-        which = f" with the address {address}" if address else ""
-        raise UserError(f"the RDMA device {device.name} has no active port{which}.")
-    return min(found, key=lambda at: at[0])[1]

@@ -16,15 +16,11 @@ from typing import Any, Final, Protocol
 from zbmd.transport.errors import UserError
 from zbmd.transport.rdma_device import CONTROL_SLOTS, SEND_SLOTS, RdmaDevice, address_of
 from zbmd.transport.rdma_flow import MESSAGE_BYTES, Word
-from zbmd.transport.rdma_setup import QueuePairAt, why_broken
+from zbmd.transport.rdma_setup import RETRIES, TIMEOUT, QueuePairAt, why_broken
 from zbmd.transport.rdma_verbs import verbs
 
 INLINE_BYTES: Final = 220
 """Up to so many bytes travel in the work request itself."""
-TIMEOUT: Final = 14
-"""Of an acknowledgement: 4.096 us * 2**14 = 67 ms."""
-RETRIES: Final = 6
-"""Then the peer is lost, after about half a second. 7 would mean for ever."""
 RNR_TIMER: Final = 26
 """82 ms before the next try where the peer has no buffer, which credit rules out: half a second, too."""
 READS_MAX: Final = 1
@@ -191,7 +187,7 @@ class QueuePair:
             self._state = State.FAILED
             self._sent = self._acknowledged
             if self.receiver is not None:
-                self.receiver.on_failed(why_broken(status, tries=RETRIES + 1))
+                self.receiver.on_failed(why_broken(status))
 
     # -- the end -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.transport._rdma import Device, Registration
+from zbmd.transport._rdma_device import Device, Registration
 from zbmd.transport.errors import LinkClosed
 
 KEPT_MAX: Final = 256

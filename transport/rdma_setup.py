@@ -19,6 +19,10 @@ UNACKNOWLEDGED: Final = 12
 """IBV_WC_RETRY_EXC_ERR of libibverbs."""
 NO_RECEIVE: Final = 13
 """IBV_WC_RNR_RETRY_EXC_ERR."""
+TIMEOUT: Final = 14
+"""Of an acknowledgement: 4.096 us * 2**14 = 67 ms."""
+RETRIES: Final = 6
+"""Then the peer is lost, after about half a second. 7 would mean for ever."""
 
 _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _Gid = Annotated[bytes, msgspec.Meta(min_length=GID_BYTES, max_length=GID_BYTES)]
@@ -123,8 +127,9 @@ def require_fits(at: QueuePairAt, peer: str) -> QueuePairAt:
     return at
 
 
-def why_broken(status: int, *, tries: int) -> str:
-    """What a failed completion says of the peer. status: an ibv_wc_status; tries: of a queue pair."""
+def why_broken(status: int) -> str:
+    """What a failed completion says of the peer. status: an ibv_wc_status."""
+    tries = RETRIES + 1
     if status == UNACKNOWLEDGED:
         return f"its RDMA device has acknowledged nothing in {tries} tries: it is down or cut off"
     if status == NO_RECEIVE:

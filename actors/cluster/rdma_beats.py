@@ -21,21 +21,18 @@ from zbmd.actors.rdma_choice import wanted_devices, why_not_rdma
 from zbmd.transport.errors import UserError
 from zbmd.transport.hello import Side
 from zbmd.transport.host_facts import HostFacts, read_host_facts
-from zbmd.transport.rdma_setup import QueuePairAt
 from zbmd.transport.rdma_use import LINK_LOCKED_BYTES, rdma_paths
 from zbmd.transport.session import Keys, Protection, Session
 
 if TYPE_CHECKING:
-    from zbmd.transport._rdma import Device
     from zbmd.transport._rdma_beat import BeatEnd
-    from zbmd.transport.rdma_plane import PortAt
+    from zbmd.transport._rdma_device import Device
+    from zbmd.transport.rdma_port import PortAt
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 
-TIMEOUT: Final = 14
-"""Of an acknowledgement: 4.096 us * 2**14 = 67 ms."""
-RETRIES: Final = 6
-"""Then the way has failed, after about half a second; the lane helps out long before."""
+REASONS_MAX: Final = 64
+"""Kept, so that none is told twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +60,8 @@ def own_device(environment: Mapping[str, str], protection: Protection) -> OwnDev
     why = why_not_rdma(facts, environment, wanted, protection, locked_bytes=LINK_LOCKED_BYTES)
     if why is not None:
         return NoDevice(why=why, tells=bool(facts.rdma_devices))
-    from zbmd.transport._rdma import Device
-    from zbmd.transport.rdma_plane import choose_port
+    from zbmd.transport._rdma_device import Device
+    from zbmd.transport.rdma_port import choose_port
 
     path = rdma_paths(facts, wanted)[0]
     try:
@@ -181,33 +178,19 @@ class RdmaBeats:
         from zbmd.transport._rdma_beat import BeatEnd
 
         assert isinstance(self._own, OwnDevice)
-        port = self._own.port
         try:
             end = peer.end = BeatEnd(self._own.device)
         except UserError as error:
             return w.Failed(why=str(error))
         peer.psn = secrets.randbits(24)
-        at = QueuePairAt(gid=port.gid, lid=port.lid, number=end.number, first_psn=peer.psn, mtu=port.mtu)
+        at = self._own.port.queue_pair(end.number, peer.psn)
         return w.Made(at=BeatsAt(at=at, address=end.address, key=end.key))
 
     def _connected(self, key: NodeKey, peer: _Peer, to: BeatsAt) -> w.Connected | w.Failed:
         assert isinstance(self._own, OwnDevice) and peer.end is not None and peer.keys is not None
-        port, at = self._own.port, to.at
+        path = self._own.port.path_to(to.at, peer.psn)
         try:
-            peer.end.connect(
-                at.gid,
-                address=to.address,
-                key=to.key,
-                number=at.number,
-                first_psn=at.first_psn,
-                own_psn=peer.psn,
-                lid=at.lid,
-                mtu=min(at.mtu, port.mtu),
-                port=port.port,
-                gid_index=port.gid_index,
-                timeout=TIMEOUT,
-                retries=RETRIES,
-            )
+            peer.end.connect(path, address=to.address, key=to.key)
         except UserError as error:
             return w.Failed(why=str(error))
         if not self._beats.add_way(key, peer.end.way, peer.keys):
@@ -222,7 +205,3 @@ class RdmaBeats:
             self._told.clear()
         self._told.add((rdma, reason))
         log.info("heartbeats chosen", to=str(key), by="rdma" if rdma else "tcp", reason=reason)
-
-
-REASONS_MAX: Final = 64
-"""Kept, so that none is told twice."""

@@ -12,9 +12,9 @@ import pytest
 from rdma_world import RdmaAt, given_devices
 
 from zbmd.actors._heartbeat import NativeHeartbeats
-from zbmd.transport._rdma import Device
 from zbmd.transport._rdma_beat import BeatEnd
-from zbmd.transport.rdma_plane import choose_port
+from zbmd.transport._rdma_device import Device
+from zbmd.transport.rdma_port import choose_port
 from zbmd.transport.topology.rdma import read_rdma_devices
 
 MS = 1_000_000
@@ -46,20 +46,8 @@ class Side:
         self.lane_ended = self.way_ended = ""
 
     def connect(self, other: Side) -> None:
-        self.end.connect(
-            other.port.gid,
-            address=other.end.address,
-            key=other.end.key,
-            number=other.end.number,
-            first_psn=PSN,
-            own_psn=PSN,
-            lid=other.port.lid,
-            mtu=min(self.port.mtu, other.port.mtu),
-            port=self.port.port,
-            gid_index=self.port.gid_index,
-            timeout=14,
-            retries=6,
-        )
+        theirs = other.port.queue_pair(other.end.number, PSN)
+        self.end.connect(self.port.path_to(theirs, PSN), address=other.end.address, key=other.end.key)
         assert self.native.add_way(self.place, self.end.way, *self.way_keys)
 
     def take(self) -> None:

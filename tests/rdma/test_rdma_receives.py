@@ -14,8 +14,8 @@ from rdma_world import given_devices
 from region_harness import FAR, Ends, RdmaEnds
 from region_harness import RdmaHarness as RegionsOverRdma
 
-from zbmd.transport._rdma import Device
 from zbmd.transport._rdma_beat import BeatEnd
+from zbmd.transport._rdma_device import Device
 from zbmd.transport.bulk_peer import BulkPeerInfo
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.link import LinkLimits
@@ -120,20 +120,7 @@ def test_memory_of_a_peer_without_receives_is_lost_and_takes_no_notification() -
                 arena_key=bare.key,
             )
         )
-        bare.connect(
-            ours.at.gid,
-            address=0,
-            key=0,
-            number=ours.at.number,
-            first_psn=ours.at.first_psn,
-            own_psn=at.first_psn,
-            lid=ours.at.lid,
-            mtu=ours.at.mtu,
-            port=theirs.port.port,
-            gid_index=theirs.port.gid_index,
-            timeout=14,
-            retries=6,
-        )
+        bare.connect(theirs.port.path_to(ours.at, at.first_psn), address=0, key=0)
         before = refusals()
         there = peer.open_region(handle)
         there.put(np.ones(8, np.uint8), channel=0, value=1)

@@ -36,7 +36,7 @@ BUILT = {
     "training/_kernels",
     "training/_spans",
 }
-WITH_VERBS = {"transport/_rdma", "transport/_rdma_beat"}
+WITH_VERBS = {"transport/_rdma", "transport/_rdma_beat", "transport/_rdma_device"}
 """Built where libibverbs is, and only there."""
 SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}
 

@@ -15,6 +15,7 @@ from zbmd.transport.tcp_address import TcpAddress, parse_address
 from zbmd.transport.tcp_settings import TcpSettings
 
 COOKIE = b"the cookie of the nodes of a test"
+PATIENCE_S = 120.0
 LOOPBACK = TcpAddress(host="127.0.0.1", port=0)
 
 
@@ -34,7 +35,7 @@ class Told:
             self._news.notify_all()
 
     async def until(self, found: Callable[[NodeEvent], bool]) -> NodeEvent:
-        async with asyncio.timeout(30), self._news:
+        async with asyncio.timeout(PATIENCE_S), self._news:
             while True:
                 for event in self.events:
                     if found(event):

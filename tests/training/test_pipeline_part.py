@@ -49,8 +49,11 @@ def test_parts_give_the_loss_and_the_gradient_of_the_whole(
     assert float(passed) == loss
     gradient: np.ndarray | None = None
     for part, done in zip(reversed(parts), reversed(passes), strict=True):
-        gradient = part.backward(done, gradient)
-        gradient = None if gradient is None else gradient.copy()
+        given, gradient = gradient, part.backward(done, gradient)
+        if given is not None and gradient is not None:
+            assert not np.shares_memory(given, gradient)
+        if given is not None and not splits:
+            given[:] = np.nan  # its memory is the sender's again; else only behind the weights' gradients
     assert gradient is None
     if splits:
         assert not found.any(), "nothing is written before its turn"

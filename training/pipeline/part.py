@@ -93,7 +93,9 @@ class GPTPart:
 
         The gradient of the loss is `loss_scale`.
 
-        Returns the gradient of its input, (rows, width), or None for the first part.
+        Returns the gradient of its input, (rows, width), or None for the first part. It lies in memory of its
+        own: along a residual path it grows in that of `gradient`, and this the caller gives back to whoever
+        put it there, who may write it anew while the other is still on its way over a slow link.
         """
         end = forward.output
         if gradient is not None:
@@ -106,7 +108,10 @@ class GPTPart:
         forward.tape.play(end, np.full_like(end.data, loss_scale))
         if not forward.weight_gradients:
             forward.tape.check_whole()
-        return None if forward.input is None else forward.input.grad
+        found = None if forward.input is None else forward.input.grad
+        if found is not None and gradient is not None and self.model.xp.may_share_memory(found, gradient):
+            found = found.copy()
+        return found
 
     def weight_gradient(self, forward: Pass) -> None:
         """Do what `backward` has left: the gradients of the parameters, in the order of a whole pass."""

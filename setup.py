@@ -64,6 +64,7 @@ def extensions() -> list[Extension]:
             extension("actors", "_serving"),
             extension("actors", "_asking"),
             extension("actors", "_turns"),
+            extension("collectives", "_program"),
             extension("collectives", "_stepper"),
             extension("collectives", "_remote"),
             extension("collectives", "_flight"),

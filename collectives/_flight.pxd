@@ -27,3 +27,4 @@ cdef class FlightRing:
 
     cdef void enter(self, int32_t call, uint64_t sequence, uint64_t nbytes, uint64_t start_ns) noexcept nogil
     cdef void leave(self, int32_t state, uint64_t met_ns, uint64_t end_ns) noexcept nogil
+    cdef void relabel(self, int32_t call) noexcept nogil

@@ -19,6 +19,8 @@ class FlightRing:
         """What stands for these names in the ring."""
     def begin(self, call: int, sequence: int, nbytes: int, start_ns: int) -> None:
         """An operation begins; `call` is its `number`."""
+    def renumber(self, call: int) -> None:
+        """The latest operation turned out to be another than it began as."""
     def end(self, state: int, met_ns: int, end_ns: int, error: str = "") -> None:
         """The latest operation has ended."""
     def record(self, number: int) -> tuple[str, str, int, int, int, int, int, int, str]:

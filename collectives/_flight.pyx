@@ -37,6 +37,11 @@ cdef class FlightRing:
             raise IndexError(call)
         self.enter(call, sequence, nbytes, start_ns)
 
+    def renumber(self, int32_t call):
+        if self.begun == 0 or not 0 <= call < len(self.names):
+            raise IndexError(call)
+        self.relabel(call)
+
     def end(self, int32_t state, uint64_t met_ns, uint64_t end_ns, str error=""):
         if self.begun == 0:
             raise ValueError("no operation has begun")
@@ -61,6 +66,9 @@ cdef class FlightRing:
         mine.sequence, mine.nbytes = sequence, nbytes
         mine.start_ns, mine.met_ns, mine.end_ns = start_ns, 0, 0
         self.begun += 1
+
+    cdef void relabel(self, int32_t call) noexcept nogil:
+        self.records[(self.begun - 1) % self.capacity].call = call
 
     cdef void leave(self, int32_t state, uint64_t met_ns, uint64_t end_ns) noexcept nogil:
         cdef Flight *mine = &self.records[(self.begun - 1) % self.capacity]

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbmd.collectives._flight import FlightRing
-from zbmd.collectives._stepper import NativeGroup, NativeProgram
+from zbmd.collectives._program import NativeProgram
+from zbmd.collectives._stepper import NativeGroup
 from zbmd.collectives.plan import Plan
 
 WAITING_MAX: Final[int]
@@ -96,6 +97,7 @@ class Lane:
         addresses: NDArray[np.uint64],
         nbytes: int,
         flight: int,
+        flight_read: int,
         operation: int,
         dtype: int,
         reduction: int,
@@ -114,8 +116,8 @@ class Lane:
         """Take calls like this one, which has just run, from now on; call it while the turn is the caller's.
 
         `called_root`: as the caller had it. `places`: for each of its buffers, whether it is `out` (or `x`).
-        `memory`: what owns scratch and inbox; it is kept. `flight`: its number in the ring. The rest is what
-        `NativeGroup.run` was told.
+        `memory`: what owns scratch and inbox; it is kept. `flight`: its number in the ring, and
+        `flight_read` if the program's other ran. The rest is what `NativeGroup.run` was told.
         """
     def run(
         self, operation: int, x: object, out: object, op: str, algorithm: str, root: int, deadline_ns: int

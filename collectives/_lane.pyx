@@ -86,7 +86,7 @@ cdef class Shape:
     cdef int place[BUFFERS]
     cdef uint64_t nbytes, most
     cdef uint64_t x_bytes, out_bytes
-    cdef int32_t flight
+    cdef int32_t flight, flight_read
     cdef Run *run
     cdef Header header
 
@@ -158,8 +158,8 @@ cdef class Lane:
 
     def learn(self, object plan, NativeProgram program not None, x, out, *, str op not None, str algorithm not None,
               object called_root, object places not None, object memory not None,
-              const uint64_t[::1] addresses not None, uint64_t nbytes, int32_t flight, int operation, int dtype,
-              int reduction, int root, uint64_t count, uint64_t total, uint32_t piece, uint64_t in_stride,
+              const uint64_t[::1] addresses not None, uint64_t nbytes, int32_t flight, int32_t flight_read, int operation,
+              int dtype, int reduction, int root, uint64_t count, uint64_t total, uint32_t piece, uint64_t in_stride,
               uint64_t out_stride, uintptr_t scratch, uint64_t scratch_bytes, const uint64_t[:, ::1] layout=None,
               const uint64_t[:, ::1] extents=None, uint64_t layout_digest=0):
         """Take a call that has just run. `places`: {buffer: whether it is `out`}."""
@@ -190,12 +190,12 @@ cdef class Lane:
             else:
                 made.writes_x |= buffer == OUT
                 made.shares_x |= buffer in plan.exposed
-        made.most, made.quick = 1, program.head_only and self.held and nbytes <= QUICK_BYTES
+        made.most = program.most_counted()
+        made.quick = program.head_only and self.held and nbytes <= QUICK_BYTES
         for i in range(self.group.n):
-            made.most = max(made.most, 1 + max(program.sent[i], program.awaited[i]))
             made.quick &= program.awaited[i] == 0
         made.nbytes = nbytes
-        made.flight = flight
+        made.flight, made.flight_read = flight, flight_read
         at = self._home(operation, NULL if first is None else <void *>made.descr, made.size)
         for i in range(WAYS):
             if self.shapes[at + i] is None:
@@ -304,6 +304,8 @@ cdef class Lane:
         else:
             with nogil:
                 status = group._complete(shape.program, shape.run, point, deadline_ns)
+        if group.reads:
+            self.ring.relabel(shape.flight_read)
         if status != S_DONE:
             self.status, self.failed = status, shape
             return False

@@ -1,7 +1,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives._stepper import NativeGroup, NativeProgram
+from zbmd.collectives._program import NativeProgram
+from zbmd.collectives._stepper import NativeGroup
 
 class RemoteGroup(NativeGroup):
     """A group with members on other hosts, whose base is 0: the run of `NativeGroup`, a phase at a time.

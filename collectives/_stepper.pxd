@@ -6,58 +6,12 @@ from libc.stdlib cimport calloc, free
 
 from zbmd.transport._slots cimport zbmd_slots
 
-ctypedef void (*zbmd_kernel)(void *dst, const void *a, const void *b, size_t count) noexcept nogil
-
-cdef extern from "run.h" nogil:
-    enum:
-        RANKS "ZBMD_GROUP_MAX"
-        BUFFERS "ZBMD_BUFFERS"
-        WIDTH "ZBMD_WIDTH"
-        WIDE_BYTES "ZBMD_WIDE_BYTES"
-        LENGTH "ZBMD_LENGTH"
-        LAYOUT_ROWS "ZBMD_LAYOUT_ROWS"
-        PUT "ZBMD_PUT"
-        NOTIFY "ZBMD_NOTIFY"
-        WAIT "ZBMD_WAIT"
-        REDUCE "ZBMD_REDUCE"
-        COPY "ZBMD_COPY"
-        OUT "ZBMD_OUT"
-        SCRATCH "ZBMD_SCRATCH"
-        INBOX "ZBMD_INBOX"
-        PUB "ZBMD_PUB"
-        IN "ZBMD_IN"
-    ctypedef struct Run "zbmd_run":
-        char *(*address)[32]
-        uint64_t *in_stride
-        uint64_t *out_stride
-        uint64_t *seen
-        char *scratch
-        uint64_t count, slot_bytes, item, blocks, pub_bytes
-        int per_block, dtype, narrow, streams
-        uint32_t divisor
-        const uint64_t *layout
-        const uint64_t *extents
-        zbmd_kernel kernel
-    ctypedef struct zbmd_place:
-        char *at
-    ctypedef struct zbmd_move:
-        zbmd_place dst
-        zbmd_place a
-        zbmd_place b
-        uint64_t count
-    int zbmd_is_narrow(int dtype)
-    zbmd_place zbmd_place_of(int buffer, char *at) noexcept
-    zbmd_move zbmd_move_of(const Run *run, const int32_t *row, int own) noexcept
-    void zbmd_apply(const Run *run, const int32_t *row, zbmd_move move) noexcept
-    void zbmd_perform(const Run *run, const int32_t *row, int own) noexcept
-
-cdef extern from "stores.h" nogil:
-    enum:
-        ZBMD_STORE_STREAMED
-    ctypedef struct zbmd_store_choice:
-        pass
-    int zbmd_store_next(zbmd_store_choice *choice) noexcept
-    void zbmd_store_note(zbmd_store_choice *choice, double cost) noexcept
+from zbmd.collectives._program cimport (
+    BUFFERS, COPY, IN, INBOX, LAYOUT_ROWS, LENGTH, NOTIFY, OUT, PUB, PUT, RANKS, REDUCE, SCRATCH, WAIT, WIDE_BYTES, WIDTH,
+    ZBMD_READ, ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_WAYS,
+    NativeProgram, Run, zbmd_apply, zbmd_is_narrow, zbmd_kernel, zbmd_move, zbmd_move_of, zbmd_perform, zbmd_place,
+    zbmd_place_of, zbmd_store_choice, zbmd_store_next, zbmd_store_note
+)
 
 # A channel's descriptors: two, used in turn. An operation's is not overwritten before its successor's
 # successor begins, when every peer has ended this one.
@@ -99,7 +53,10 @@ cdef struct Header:
     uint64_t in_stride       # elements from block to block; under a layout: 1 if staged, else 0
     uint64_t out_stride
     uint64_t offsets[BUFFERS]
-    uint64_t stores          # of rank 0: how all are to write to inboxes (stores.h)
+    uint8_t store            # of rank 0: how all are to write to inboxes (stores.h)
+    uint8_t arena_way        # of rank 0: the same, or ZBMD_READ, if the arrays of all ranks are in the arena
+    uint8_t in_arena         # whether those of this rank are
+    uint8_t spare[5]
 
 
 cdef inline int run_open(Run *run, int n) except -1:
@@ -116,27 +73,6 @@ cdef inline int run_open(Run *run, int n) except -1:
 cdef inline void run_close(Run *run) noexcept nogil:
     free(run.address)
     run.address = NULL
-
-
-cdef struct Use:
-    int rank
-    int buffer
-
-
-cdef class NativeProgram:
-    cdef const int32_t[:, ::1] code
-    cdef int64_t length
-    cdef int n, rank, blocks, chunks, scratch_slots, inbox_slots, used
-    cdef bint eager, head_only
-    cdef uint64_t plan
-    cdef uint64_t *sent               # by rank
-    cdef uint64_t *awaited
-    cdef Use *uses                    # `used` of them, with room for `uses_room`
-    cdef int uses_room
-
-    cdef _take(self, int64_t i)
-    cdef _check(self, int64_t i, int rank, int buffer, int index, int chunk)
-    cdef _use(self, int rank, int buffer)
 
 
 cdef inline uint64_t published(const Run *run, int rank) noexcept nogil:
@@ -162,7 +98,30 @@ cdef inline uint64_t extent(NativeProgram program, Run *run, const Header *h, in
     return need + (program.blocks - 1) * stride * run.item
 
 
+cdef inline bint lies_within(uint64_t begin, uint64_t need, uint64_t low, uint64_t high) noexcept nogil:
+    return need == 0 or (low <= begin <= high and need <= high - begin)
+
+
+cdef inline void cut(NativeProgram program, Run *run) noexcept nogil:
+    """The chunks of a run, and its slots, are those of the program."""
+    cdef uint64_t longest
+    run.per_block = program.chunks // program.blocks
+    longest = (run.count + run.per_block - 1) // run.per_block
+    run.slot_bytes = (longest * (WIDE_BYTES if run.narrow else run.item) + 63) // 64 * 64
+
+
+cdef inline uint64_t scratch_needed(NativeProgram program, Run *run) noexcept nogil:
+    """Bytes of scratch, whichever program it will be; the run is cut for `program`."""
+    cdef uint64_t most = 0
+    if program.other is not None:
+        cut(program.other, run)
+        most = program.other.scratch_slots * run.slot_bytes
+    cut(program, run)
+    return max(most, program.scratch_slots * run.slot_bytes)
+
+
 cdef enum:
+    READ_BYTES_MIN = 1 << 20     # smaller arrays are not read: there is more to wait for in it than to save
     STORE_CLASSES = 16           # by powers of two of a run's bytes
     STORE_BYTES_MIN = 1 << 16    # smaller runs write through the cache
 
@@ -183,12 +142,14 @@ cdef class NativeGroup:
     cdef Run current                  # unless a lane has the run of its call
     cdef zbmd_slots others            # the slots of the other members
     cdef Header own
-    cdef zbmd_store_choice choices[STORE_CLASSES]
+    cdef zbmd_store_choice choices[2][STORE_CLASSES]  # wherever arrays lie, and if all are in the arena
+    cdef int way_always               # below 0: what is timed decides
     cdef int n, rank
     cdef uint32_t channel, epoch, sequence, spins, yields
     cdef uint64_t identity
     cdef uint64_t payload_max         # bytes of input that travel with a descriptor
     cdef bint whole_headers           # always tell where all buffers are
+    cdef readonly bint reads          # whether the last run was by the program's other
     cdef readonly int64_t pc
     cdef readonly int culprit
     cdef readonly uint64_t met_ns
@@ -217,7 +178,13 @@ cdef class NativeGroup:
     cdef int _complete(self, NativeProgram program, Run *run, int64_t kill_point,
                        uint64_t deadline_ns) noexcept nogil
     cdef bint _all_are_here(self, uint32_t looks) noexcept nogil
-    cdef zbmd_store_choice *_choice(self, NativeProgram program, const Run *run) noexcept nogil
+    cdef int _carry_out(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil
+    cdef zbmd_store_choice *_choice(self, NativeProgram program, const Run *run, bint in_arena) noexcept nogil
+    cdef void _propose(self, NativeProgram program, Run *run) noexcept nogil
+    cdef bint _in_arena(self, NativeProgram program, Run *run, int buffer) noexcept nogil
+    cdef bint _all_in_arena(self, NativeProgram program) noexcept nogil
+    cdef int _compare(self, NativeProgram program) noexcept nogil
+    cdef int _resolve_all(self, NativeProgram program, Run *run) noexcept nogil
     cdef void _publish(self, NativeProgram program, Run *run) noexcept nogil
     cdef int _await_all(self, uint64_t deadline_ns) noexcept nogil
     cdef int _agree(self, NativeProgram program, Run *run) noexcept nogil

@@ -3,6 +3,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from zbmd.collectives._program import NativeProgram
+
 BLOCKED: Final[int]
 DONE: Final[int]
 PUB_BYTES_MAX: Final[int]
@@ -28,35 +30,6 @@ class Stepper:
     def advance(self) -> None:
         """The instruction has been performed."""
 
-class NativeProgram:
-    """One rank's program, every operand checked once. Raises ValueError on one that is out of bounds."""
-
-    def __init__(
-        self,
-        encoding: NDArray[np.int32],
-        *,
-        n: int,
-        rank: int,
-        blocks: int,
-        chunks: int,
-        scratch_slots: int,
-        inbox_slots: int,
-        eager: bool,
-        plan: int,
-    ) -> None: ...
-    def __len__(self) -> int: ...
-    @property
-    def kill_points(self) -> int:
-        """How many points of an operation `NativeGroup.run` can be killed at: 0..kill_points-1."""
-
-class StoreChoice:
-    """How the puts of runs of one size write, as rank 0 of a group chooses it (stores.h)."""
-
-    def next(self) -> int:
-        """Of the run that begins: 0 through the cache, 1 past it."""
-    def note(self, cost: float) -> None:
-        """What that run took, in any unit that stays the same."""
-
 class NativeGroup:
     """This process's end of a group: peers' mappings, notification counters, descriptors.
 
@@ -68,6 +41,8 @@ class NativeGroup:
     """The instruction at which the last run stood, -1 in the entry."""
     culprit: int
     """The first rank that called another operation or sent a bad descriptor, or -1."""
+    reads: bool
+    """Whether the last run was by the program's `other`."""
     met_ns: int
     """When all members had first entered since `meet_anew`, CLOCK_MONOTONIC; 0 if they have not, or if the
     program reads nothing but what is published, and ends as they meet."""
@@ -108,6 +83,8 @@ class NativeGroup:
         """
     def header(self, rank: int) -> bytes:
         """The descriptor that `rank` entered the last operation with."""
+    def always(self, way: int) -> None:
+        """As rank 0, say this way whatever has been timed, -1: no longer. For tests and benchmarks."""
     def capacity_left(self, program: NativeProgram) -> int:
         """How often the program can run before a counter of the epoch is used up."""
     def run(

@@ -3,7 +3,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stddef cimport size_t
-from libc.stdlib cimport calloc, free, realloc
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
 from zbmd.transport._slots cimport ZBMD_MAX_SLOTS, zbmd_base, zbmd_load64, zbmd_slots
@@ -92,99 +92,6 @@ cdef class Stepper:
         self.pc += 1
 
 
-cdef class NativeProgram:
-    """One rank's program, checked once and for all and ready to run."""
-
-    def __init__(self, const int32_t[:, ::1] encoding not None, *, int n, int rank, int blocks, int chunks,
-                 int scratch_slots, int inbox_slots, bint eager, uint64_t plan):
-        if self.sent != NULL or encoding.shape[1] != WIDTH or not 0 <= rank < n <= RANKS or chunks < 1 or blocks < 1:
-            raise ValueError("the encoding, ranks or chunks are out of bounds")
-        self.code, self.length = encoding, encoding.shape[0]
-        self.n, self.rank, self.blocks, self.chunks = n, rank, blocks, chunks
-        self.scratch_slots, self.inbox_slots = scratch_slots, inbox_slots
-        self.eager, self.plan, self.used, self.head_only = eager, plan, 0, eager
-        self.sent = <uint64_t *>calloc(2 * n, sizeof(uint64_t))
-        if self.sent == NULL:
-            raise MemoryError
-        self.awaited = self.sent + n
-        if eager:
-            self._use(rank, PUB)
-        for i in range(self.length):
-            self._take(i)
-
-    def __dealloc__(self):
-        free(self.sent)
-        free(self.uses)
-
-    def __len__(self):
-        return self.length
-
-    @property
-    def kill_points(self):
-        return self.n + self.length + 1
-
-    cdef _take(self, int64_t i):
-        cdef const int32_t *row = &self.code[i, 0]
-        cdef int code = row[0]
-        if not PUT <= code <= COPY or not 0 <= row[2] < self.n or not 0 <= row[1] < self.chunks:
-            raise ValueError(f"row {i} encodes no instruction of this program")
-        if code == WAIT:
-            self.awaited[row[2]] = max(self.awaited[row[2]], <uint64_t>row[3])
-            return
-        if code == PUT or code == NOTIFY:
-            self.sent[row[2]] += 1
-        if code == NOTIFY:
-            return
-        self._check(i, row[2] if code == PUT else self.rank, row[4], row[5], row[1])
-        if row[4] != (INBOX if code == PUT else row[4]) or (code != PUT and row[4] not in (OUT, SCRATCH)):
-            raise ValueError(f"row {i} writes where it may not")
-        self._check(i, row[6], row[7], row[8], row[1])
-        if code == REDUCE:
-            self._check(i, row[9], row[10], row[11], row[1])
-
-    cdef _check(self, int64_t i, int rank, int buffer, int index, int chunk):
-        if not 0 <= rank < self.n or not 0 <= buffer < BUFFERS or index < 0:
-            raise ValueError(f"row {i} has an operand out of bounds")
-        if buffer == SCRATCH or buffer == INBOX:
-            if index >= (self.scratch_slots if buffer == SCRATCH else self.inbox_slots):
-                raise ValueError(f"row {i} has a slot out of bounds")
-        elif index != chunk:
-            raise ValueError(f"row {i} mixes chunks")
-        if buffer == SCRATCH:
-            if rank != self.rank:
-                raise ValueError(f"row {i} uses a peer's scratch")
-        else:
-            self._use(rank, buffer)
-
-    cdef _use(self, int rank, int buffer):
-        cdef Use *more
-        cdef int k
-        for k in range(self.used):
-            if self.uses[k].rank == rank and self.uses[k].buffer == buffer:
-                return
-        if rank != self.rank and buffer != PUB:
-            self.head_only = False
-        if self.used == self.uses_room:
-            more = <Use *>realloc(self.uses, (2 * self.uses_room + 8) * sizeof(Use))
-            if more == NULL:
-                raise MemoryError
-            self.uses, self.uses_room = more, 2 * self.uses_room + 8
-        self.uses[self.used].rank, self.uses[self.used].buffer = rank, buffer
-        self.used += 1
-
-
-cdef class StoreChoice:
-    """How puts write, as rank 0 of a group chooses it; for tests."""
-
-    cdef zbmd_store_choice choice
-
-    def next(self):
-        return zbmd_store_next(&self.choice)
-
-    def note(self, double cost):
-        zbmd_store_note(&self.choice, cost)
-
-
 cdef inline uint64_t mix(uint64_t x) noexcept nogil:
     # The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
     x ^= x >> 30
@@ -207,6 +114,7 @@ cdef class NativeGroup:
         self.identity, self.spins, self.yields, self.sequence = identity, spins, yields, 0
         self.pc, self.culprit, self.met_ns = 0, -1, 0
         self.payload_max, self.whole_headers = PAYLOAD_BYTES, False
+        self.reads, self.way_always = False, -1
         memset(self.choices, 0, sizeof(self.choices))
         self._allocate()
         zbmd_slots_none(&self.others)
@@ -276,11 +184,14 @@ cdef class NativeGroup:
             raise IndexError(rank)
         return (<char *>&self.headers[rank])[:sizeof(Header)]
 
+    def always(self, int way):
+        if not -1 <= way < ZBMD_WAYS:
+            raise ValueError(f"way {way}")
+        self.way_always = way
+
     def capacity_left(self, NativeProgram program not None):
         """Operations of this program that fit before a counter of the epoch is used up."""
-        cdef uint64_t used, most = 1, left = 0xffffffff - self.sequence
-        for i in range(self.n):
-            most = max(most, 1 + max(program.sent[i], program.awaited[i]))
+        cdef uint64_t used, most = program.most_counted(), left = 0xffffffff - self.sequence
         for i in range(self.n):
             used = max(self.peers[i].sent, self.peers[i].received)
             left = min(left, (0xffffffff - used) // most)
@@ -302,23 +213,41 @@ cdef class NativeGroup:
 
     cdef int _complete(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
         """Everything behind the announcement."""
-        cdef zbmd_store_choice *choice = self._choice(program, run)
+        cdef zbmd_store_choice *choice = NULL
         cdef uint64_t began_ns = 0
+        cdef bint together = False
+        cdef int way = ZBMD_STORE_CACHED
         cdef int status = self._await_all(deadline_ns)
         if status == S_DONE:
-            status = self._agree(program, run)
-        run.streams = choice != NULL and self.headers[0].stores == ZBMD_STORE_STREAMED
+            status = self._compare(program)
+        if status == S_DONE:
+            together = self._all_in_arena(program)
+            choice = self._choice(program, run, together)
+            way = self.headers[0].arena_way if together else self.headers[0].store
         if choice != NULL:
             began_ns = zbmd_now_ns()
-        if status == S_DONE:
-            status = self._walk(program, run, kill_point, deadline_ns)
+        run.streams = way == ZBMD_STORE_STREAMED
+        self.reads = together and way == ZBMD_READ
+        if status == S_DONE and self.reads:
+            status = self._carry_out(program.other, run, kill_point, deadline_ns)
+        elif status == S_DONE:
+            status = self._carry_out(program, run, kill_point, deadline_ns)
         if status == S_DONE and choice != NULL and self.rank == 0:
-            zbmd_store_note(choice, <double>(zbmd_now_ns() - began_ns) / <double>(run.count * run.item))
-        if status == S_DONE and not self._still_valid():
-            status = S_ABORTED
+            zbmd_store_note(choice, way, <double>(zbmd_now_ns() - began_ns) / <double>(run.count * run.item))
         if status != S_DONE:
             self._withdraw()
-        elif kill_point == self.n + program.length:
+        return status
+
+    cdef int _carry_out(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
+        """What all have agreed on."""
+        cdef int status
+        cut(program, run)
+        status = self._resolve_all(program, run)
+        if status == S_DONE:
+            status = self._walk(program, run, kill_point, deadline_ns)
+        if status == S_DONE and not self._still_valid():
+            status = S_ABORTED
+        if status == S_DONE and kill_point >= self.n + program.length:
             zbmd_die()
         return status
 
@@ -336,9 +265,6 @@ cdef class NativeGroup:
         run.item, run.count, run.dtype = zbmd_itemsize[dtype], count, dtype
         run.narrow = zbmd_is_narrow(dtype)
         run.divisor = self.n if reduction == ZBMD_AVG and self.n > 1 else 0
-        run.per_block = program.chunks // program.blocks
-        run.slot_bytes = ((count + run.per_block - 1) // run.per_block
-                          * (WIDE_BYTES if run.narrow else run.item) + 63) // 64 * 64
         run.kernel = zbmd_kernel_of(dtype, reduction)
         if run.kernel == NULL:
             raise ValueError("this reduction means nothing for this dtype")
@@ -348,7 +274,7 @@ cdef class NativeGroup:
             run.layout, run.extents = &layout[0, 0], &extents[0, 0]
         run.pub_bytes = published(run, self.rank)
         run.scratch = <char *>scratch
-        if count >= <uint64_t>1 << 48 or program.scratch_slots * run.slot_bytes > scratch_bytes:
+        if count >= <uint64_t>1 << 48 or scratch_needed(program, run) > scratch_bytes:
             raise ValueError("too many elements, or too little scratch")
         if program.eager and run.pub_bytes > self.payload_max:
             raise ValueError(f"an eager operation has at most {self.payload_max} bytes")
@@ -445,8 +371,8 @@ cdef class NativeGroup:
                 zbmd_die()
             self._signal((self.rank + k) % self.n)
 
-    cdef zbmd_store_choice *_choice(self, NativeProgram program, const Run *run) noexcept nogil:
-        """What decides how this run's puts write, or NULL if it has few or none."""
+    cdef zbmd_store_choice *_choice(self, NativeProgram program, const Run *run, bint in_arena) noexcept nogil:
+        """What decides how this run's bytes go, or NULL if it has few or no puts."""
         cdef uint64_t left = run.count * run.item
         cdef int k = 0
         if not program.inbox_slots or left < STORE_BYTES_MIN:
@@ -454,10 +380,42 @@ cdef class NativeGroup:
         while left >= 2 * STORE_BYTES_MIN and k < STORE_CLASSES - 1:
             left >>= 1
             k += 1
-        return &self.choices[k]
+        return &self.choices[in_arena][k]
+
+    cdef void _propose(self, NativeProgram program, Run *run) noexcept nogil:
+        """Say where our arrays lie and, as rank 0, the ways: wherever arrays lie, and if all are in the arena."""
+        cdef bint readable = run.count * run.item >= READ_BYTES_MIN
+        cdef zbmd_store_choice *choice
+        self.own.in_arena = program.other is not None and self._in_arena(program, run, IN) and self._in_arena(program, run, OUT)
+        self.own.store = self.own.arena_way = ZBMD_STORE_CACHED
+        if self.rank != 0:
+            return
+        choice = self._choice(program, run, False)
+        if choice != NULL:
+            self.own.store = zbmd_store_next(choice, ZBMD_STORE_WAYS)
+        if choice != NULL and program.other is not None:
+            self.own.arena_way = zbmd_store_next(self._choice(program, run, True), ZBMD_WAYS if readable else ZBMD_STORE_WAYS)
+        if self.way_always >= 0:
+            self.own.arena_way = self.way_always
+            self.own.store = min(self.way_always, <int>ZBMD_STORE_STREAMED)
+
+    cdef bint _in_arena(self, NativeProgram program, Run *run, int buffer) noexcept nogil:
+        """Whether all of this buffer of ours lies there."""
+        cdef uint64_t high = self.peers[self.rank].total
+        cdef uint64_t need = extent(program, run, &self.own, self.rank, buffer, high)
+        return lies_within(self.own.offsets[buffer], need, self.peers[self.rank].inbox_end, high)
+
+    cdef bint _all_in_arena(self, NativeProgram program) noexcept nogil:
+        """Whether all ranks say so of their arrays, and there is a program for that."""
+        cdef int i
+        if program.other is None:
+            return False
+        for i in range(self.n):
+            if not self.headers[i].in_arena:
+                return False
+        return True
 
     cdef void _publish(self, NativeProgram program, Run *run) noexcept nogil:
-        cdef zbmd_store_choice *choice = self._choice(program, run) if self.rank == 0 else NULL
         cdef char *mine
         self.pc = self.culprit = -1
         self.sequence += 1
@@ -467,7 +425,7 @@ cdef class NativeGroup:
         zbmd_store64(mine, 0, 0)
         zbmd_fence_release()
         self.own.word = self.own.withdrawn = 0
-        self.own.stores = zbmd_store_next(choice) if choice != NULL else 0
+        self._propose(program, run)
         memcpy(mine, &self.own, self._header_bytes(program))
         if program.eager and run.address[self.rank][PUB] != NULL:
             memcpy(mine + HEADER_BYTES, run.address[self.rank][PUB], run.pub_bytes)
@@ -496,8 +454,12 @@ cdef class NativeGroup:
         return S_DONE
 
     cdef int _agree(self, NativeProgram program, Run *run) noexcept nogil:
-        """Check that all called the same, then resolve and bound every buffer the program touches."""
-        cdef int i, k, rank
+        cdef int status = self._compare(program)
+        return self._resolve_all(program, run) if status == S_DONE else status
+
+    cdef int _compare(self, NativeProgram program) noexcept nogil:
+        """Check that all called the same."""
+        cdef int i
         memcpy(&self.headers[self.rank], &self.own, sizeof(Header))
         for i in range(self.n):
             if i != self.rank:
@@ -509,8 +471,11 @@ cdef class NativeGroup:
                 self.culprit = i
         if self.culprit >= 0:
             return S_DESYNCHRONISED
-        if not self._still_valid():
-            return S_ABORTED
+        return S_DONE if self._still_valid() else S_ABORTED
+
+    cdef int _resolve_all(self, NativeProgram program, Run *run) noexcept nogil:
+        """Resolve and bound every buffer the program touches."""
+        cdef int i, k, rank
         for k in range(program.used):
             rank = program.uses[k].rank
             if (rank != self.rank or program.uses[k].buffer == PUB) and not self._resolve(program, run, rank, program.uses[k].buffer):
@@ -538,7 +503,7 @@ cdef class NativeGroup:
         # Of a rank on another host: 0, so that places in the buffer are counted from its beginning.
         run.address[rank][buffer] = self.peers[rank].base + begin if self.peers[rank].base != NULL else NULL
         need = extent(program, run, h, rank, buffer, high)
-        return need == 0 or (low <= begin <= high and need <= high - begin)
+        return lies_within(begin, need, low, high)
 
     cdef int _walk(self, NativeProgram program, Run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil:
         cdef const int32_t *code = NULL

@@ -24,10 +24,15 @@ CHOICES_MAX = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """An algorithm, the reason, and what each was predicted to take (ns), the quickest first."""
+    """An algorithm, the reason, and what each was predicted to take (ns), the quickest first.
+
+    in_arena: another, of the same bits, that may run instead where the arrays of all ranks lie in the arena;
+    the first rank times both. "": none.
+    """
 
     algorithm: str
     reason: str
+    in_arena: str = ""
     predicted_ns: tuple[tuple[str, float], ...] = ()
 
 
@@ -80,7 +85,9 @@ def choose(
         # The model knows neither of copies of arrays outside the arena nor of caches that ranks do not share.
         return Choice(
             algorithm="swap",
-            reason="two ranks of one host: arrays are used wherever they lie",
+            in_arena="direct",
+            reason="two ranks of one host: arrays are used wherever they lie, and in the arena read in place "
+            "where that has proved quicker",
             predicted_ns=ranked,
         )
     reason = f"predicted to take {cost / 1e3:.1f} us"

@@ -183,6 +183,10 @@ class Executor(ABC):
         """Whether the last run may have written anything but its descriptor."""
         return True
 
+    def ran(self, plan: Plan) -> Plan:
+        """Which of a plan's programs the last run, which was of that plan, was by."""
+        return plan if plan.in_arena is None or not self.native.reads else plan.in_arena
+
     def kill_at(self, sequence: int, point: int) -> None:
         """Fault injection: SIGKILL this process at `point` of the run with this sequence number."""
         self._kill_at = (sequence, point)
@@ -227,6 +231,8 @@ class Executor(ABC):
             raise self.error_of(status, plan)
 
     def _make_room(self, plan: Plan, call: Call) -> None:
+        if plan.in_arena is not None:
+            self._make_room(plan.in_arena, call)
         program = plan.program
         if not program.scratch_slots and not program.inbox_slots:
             return
@@ -252,7 +258,7 @@ class Executor(ABC):
         return slots
 
     def _where(self, plan: Plan) -> str:
-        pc, program = self.native.pc, plan.program
+        pc, program = self.native.pc, self.ran(plan).program
         at = "entering" if pc < 0 else f"at instruction {pc} of {len(program.instructions)}"
         if 0 <= pc < len(program.instructions):
             at += f" ({program.instructions[pc]})"

@@ -130,26 +130,21 @@ def shape_of(ask: Ask) -> Shape:
     """
     item = itemsize(ask.dtype)
     published_bytes = max(ask.published, ask.count) * item
-    name = choice_of(ask).algorithm if ask.algorithm == "auto" else ask.algorithm
+    name, in_arena = ask.algorithm, ""
+    if name == "auto":
+        choice = choice_of(ask)
+        name, in_arena = choice.algorithm, choice.in_arena
     if name == "eager" and published_bytes > ask.eager_bytes_max:
         raise UserError(f"algorithm 'eager' does not take {published_bytes} bytes; use 'auto'")
 
-    chunk_bytes, piece_bytes = _cut(ask, name)
+    piece_bytes = _cut(ask, name)[1]
 
     def plan(elements: int) -> Plan:
-        request = Request(
-            operation=ask.operation,
-            algorithm=name,
-            n=ask.n,
-            root=ask.root,
-            shards=ask.shards,
-            assignment=ask.assignment,
-            hosts=ask.hosts if _entry(ask, name).over_hosts else (),
-        )
         try:
-            request = replace(request, chunks=request.blocks)
-            chunks = chunks_for(request, elements * item, chunk_bytes)
-            return plan_of(replace(request, chunks=chunks), ask.place)
+            request = _request(ask, name, elements * item)
+            if not in_arena:
+                return plan_of(request, ask.place)
+            return plan_of(request, ask.place, _request(ask, in_arena, elements * item))
         except ProgramError as error:
             raise UserError(str(error)) from None
 
@@ -158,6 +153,20 @@ def shape_of(ask: Ask) -> Shape:
     whole = plan(piece)
     rest = ask.count % piece if piece else 0
     return Shape(piece, whole, plan(rest) if rest else whole)
+
+
+def _request(ask: Ask, name: str, block_bytes: int) -> Request:
+    request = Request(
+        operation=ask.operation,
+        algorithm=name,
+        n=ask.n,
+        root=ask.root,
+        shards=ask.shards,
+        assignment=ask.assignment,
+        hosts=ask.hosts if _entry(ask, name).over_hosts else (),
+    )
+    request = replace(request, chunks=request.blocks)
+    return replace(request, chunks=chunks_for(request, block_bytes, _cut(ask, name)[0]))
 
 
 def _cut(ask: Ask, name: str) -> tuple[int, int]:

@@ -12,9 +12,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives._stepper import NativeProgram
+from zbmd.collectives._program import NativeProgram
 from zbmd.collectives.algorithms import Operation, Request, algorithm_of, build
-from zbmd.collectives.program import Program, encode
+from zbmd.collectives.program import Program, encode, hash_text
 
 CHUNK_BYTES = 128 << 10
 """A chunk is at most this long, so that a reduction's partial results stay in a core's cache."""
@@ -34,7 +34,9 @@ PLANS_MAX = 512
 class Plan:
     """A request and what this rank does for it. `exposed`: its buffers that peers read.
 
-    encoding: the program as the stepper has it (`program.encode`).
+    encoding: the program as the stepper has it (`program.encode`). in_arena: what is run instead where the
+    `in` and `out` of all ranks lie in the arena, and the first rank of the group finds it quicker: ranks read
+    in each other's descriptors which of the two it is.
     """
 
     request: Request
@@ -43,6 +45,7 @@ class Plan:
     encoding: NDArray[np.int32] = field(repr=False, compare=False)
     exposed: frozenset[int]
     eager: bool
+    in_arena: Plan | None = None
 
     @property
     def kill_points(self) -> int:
@@ -51,8 +54,12 @@ class Plan:
 
 
 @lru_cache(maxsize=PLANS_MAX)
-def plan_of(request: Request, rank: int) -> Plan:
-    """The plan of `rank` (0..n-1) for `request`. Raises `ProgramError` on a bad request."""
+def plan_of(request: Request, rank: int, in_arena: Request | None = None) -> Plan:
+    """The plan of `rank` (0..n-1) for `request`, or for `in_arena`, of the same bits, as `Plan` has it.
+
+    Raises `ProgramError` on a bad request.
+    """
+    other = None if in_arena is None else plan_of(in_arena, rank)
     algorithm = algorithm_of(request)
     program = build(request, rank)
     encoding = encode(program)
@@ -65,7 +72,8 @@ def plan_of(request: Request, rank: int) -> Plan:
         scratch_slots=program.scratch_slots,
         inbox_slots=program.inbox_slots,
         eager=algorithm.eager,
-        plan=request.digest(),
+        plan=request.digest() if in_arena is None else hash_text(f"{request.digest()} {in_arena.digest()}"),
+        other=None if other is None else other.native,
     )
     return Plan(
         request=request,
@@ -74,6 +82,7 @@ def plan_of(request: Request, rank: int) -> Plan:
         encoding=encoding,
         exposed=algorithm.exposes(request, rank),
         eager=algorithm.eager,
+        in_arena=other,
     )
 
 

@@ -154,6 +154,12 @@ class Runs:
         self._executor.kill_at(sequence, point)
         self.lane.kill_at(sequence, point)
 
+    def always_go(self, way: int) -> None:
+        """For tests and benchmarks: as the first rank, have runs go this way (`_program.CACHED` and so on),
+        whatever has been timed.
+        """
+        self._executor.native.always(way)
+
     def _perform(self, job: Job, deadline_ns: int, said: Said | None = None) -> None:
         """Run a job in turn. `said`: the call behind it, if the lane may take others like it."""
         with self._turnstile:
@@ -176,6 +182,8 @@ class Runs:
             self._give_up(name, error)
             raise
         else:
+            if native.reads and job.shape.plan.in_arena is not None:
+                ring.renumber(ring.number(name, job.shape.plan.in_arena.request.algorithm))
             ring.end(COMPLETE, native.met_ns, now_ns())
         finally:
             if self._on_flight is not None:
@@ -228,7 +236,8 @@ class Runs:
                 return
         if not _LANE_BUFFERS.issuperset(places):
             return
-        request = plan.request
+        name, numbers = plan.request.operation.name.lower(), self.flight.ring.number
+        in_arena = plan if plan.in_arena is None else plan.in_arena
         self.lane.learn(
             plan,
             plan.native,
@@ -241,7 +250,8 @@ class Runs:
             memory=(self._executor.scratch, self._executor.inbox),
             addresses=self._executor.addresses,
             nbytes=job.nbytes,
-            flight=self.flight.ring.number(request.operation.name.lower(), request.algorithm),
+            flight=numbers(name, plan.request.algorithm),
+            flight_read=numbers(name, in_arena.request.algorithm),
             **self._executor.arguments(plan, call),
         )
 

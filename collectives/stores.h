@@ -1,10 +1,12 @@
-/* How a put writes to a peer's inbox: through the cache, or past it.
+/* How an array's bytes go from one rank of a host to another: puts through the cache, puts past it, or reads.
  *
  * What a rank writes through its cache lies there, modified, when its peer reads it. Where both cores share a
  * cache that is the quickest way; where they do not (another part of the same chip, another socket), each line is
- * fetched from the other core, at a tenth of memory's speed. A streaming store leaves the line in memory. Which of
- * the two a virtual machine's cores are changes while it runs, so the choice is made by trial: what is chosen is
- * timed, and the other is tried now and then, more and more seldom while nothing changes. */
+ * fetched from the other core, at a tenth of memory's speed. A streaming store leaves the line in memory. Arrays in
+ * the arena can be read by the peer instead, which moves less than puts do, if it is not the other core's cache that
+ * they are read from. Which of these a virtual machine's cores do best changes while it runs, so the choice is made by
+ * trial: what is chosen is timed, and the others are tried in turn now and then, more and more seldom while nothing
+ * changes. */
 #ifndef ZBMD_STORES_H
 #define ZBMD_STORES_H
 
@@ -15,30 +17,42 @@
 #include <emmintrin.h>
 #endif
 
-enum { ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED };
+enum { ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_READ = ZBMD_STORE_WAYS, ZBMD_WAYS };
 enum { ZBMD_TRIAL_FIRST = 8, ZBMD_TRIAL_MAX = 128, ZBMD_SLOW_MAX = 2 };
 
 typedef struct {
-    double cost[2];           /* of either way, ns a byte; 0: not known */
+    double cost[ZBMD_WAYS];   /* of each way, ns a byte; 0: not known */
     uint32_t since, interval; /* runs since the last trial, and until the next */
-    uint8_t chosen, trial, slow;
+    uint8_t chosen, tried, slow; /* tried: the way of the latest trial */
 } zbmd_store_choice;
 
-/* The way of the run that begins. */
-static inline int zbmd_store_next(zbmd_store_choice *c) {
-    if (!c->interval) c->interval = ZBMD_TRIAL_FIRST;
-    c->trial = c->cost[c->chosen] > 0 && (c->cost[!c->chosen] == 0 || c->since >= c->interval);
-    return c->trial ? !c->chosen : c->chosen;
+/* The way of a trial, among the first `ways`: one that is not known, else the one after the last. */
+static inline int zbmd_store_other(const zbmd_store_choice *c, int ways) {
+    int next = c->tried;
+    for (int way = 0; way < ways; way++)
+        if (way != c->chosen && c->cost[way] == 0) return way;
+    do next = (next + 1) % ways;
+    while (next == c->chosen);
+    return next;
 }
 
-/* What that run took. A run that was held up is no reason; two that took half as long again are. */
-static inline void zbmd_store_note(zbmd_store_choice *c, double cost) {
+/* The way of the run that begins, among the first `ways`. Asked again before a note, it says the same. */
+static inline int zbmd_store_next(zbmd_store_choice *c, int ways) {
+    int other = zbmd_store_other(c, ways);
+    if (!c->interval) c->interval = ZBMD_TRIAL_FIRST;
+    if (c->cost[c->chosen] > 0 && (c->cost[other] == 0 || c->since >= c->interval)) return other;
+    return c->chosen;
+}
+
+/* What the run by `way` took. A run that was held up is no reason; two that took half as long again are. */
+static inline void zbmd_store_note(zbmd_store_choice *c, int way, double cost) {
     double usual = c->cost[c->chosen];
-    if (c->trial) {
-        c->cost[!c->chosen] = cost;
+    if (way != c->chosen) {
+        c->cost[way] = cost;
+        c->tried = (uint8_t)way;
         c->since = c->slow = 0;
         if (cost < 0.9 * usual) {
-            c->chosen = !c->chosen;
+            c->chosen = (uint8_t)way;
             c->interval = ZBMD_TRIAL_FIRST;
         } else if (c->interval < ZBMD_TRIAL_MAX) {
             c->interval *= 2;
@@ -47,14 +61,15 @@ static inline void zbmd_store_note(zbmd_store_choice *c, double cost) {
     }
     c->since++;
     if (usual == 0) {
-        c->cost[c->chosen] = cost;
+        c->cost[way] = cost;
     } else if (cost <= 1.5 * usual) {
-        c->cost[c->chosen] = usual + (cost - usual) / 4;
+        c->cost[way] = usual + (cost - usual) / 4;
         c->slow = 0;
     } else if (++c->slow >= ZBMD_SLOW_MAX) {
-        c->cost[c->chosen] = cost;
+        memset(c->cost, 0, sizeof c->cost); /* the next runs try the others */
+        c->cost[way] = cost;
         c->slow = 0;
-        c->since = c->interval = ZBMD_TRIAL_FIRST; /* the next run tries the other */
+        c->interval = ZBMD_TRIAL_FIRST;
     }
 }
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from zbmd.collectives._program import READ
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.errors import MembersLost, OperationAborted
@@ -40,6 +41,20 @@ def all_reduce(algorithm: str) -> Callable[[Any, Communicator], Array]:
 def eager(p: Any, c: Communicator) -> Array:
     x = inputs(c.size)[c.place][:100].copy()
     return c.all_reduce(x, algorithm="eager", deadline_ns=p.soon())
+
+
+def read(p: Any, c: Communicator) -> Array:
+    """Two programs to choose from, of which the one that reads in place is taken."""
+    c.always_go(READ)
+    x = p.segment.arena.from_array(inputs(c.size)[c.place])
+    return c.all_reduce(x, deadline_ns=p.soon())
+
+
+def put_after_all(p: Any, c: Communicator) -> Array:
+    """The same, but for a rank whose array lies elsewhere."""
+    c.always_go(READ)
+    x = inputs(c.size)[c.place]
+    return c.all_reduce(p.segment.arena.from_array(x) if c.place else x.copy(), deadline_ns=p.soon())
 
 
 def shard_tree(p: Any, c: Communicator) -> Array:
@@ -79,14 +94,17 @@ OPERATIONS: dict[str, Callable[[Any, Communicator], Array]] = {
 }
 
 
+OPERATIONS_OF_TWO = {"read": read, "put_after_all": put_after_all}
+
+
 def points_of(run_ranks: RunRanks, operation: Callable[[Any, Communicator], Array], n: int) -> list[int]:
     """How many kill points each rank's program has, from an undisturbed run."""
 
     def body(p: Any) -> int:
         plans: list[Plan] = []
 
-        def remember(request: Any, rank: int) -> Plan:
-            plans.append(plan_of(request, rank))
+        def remember(*asked: Any) -> Plan:
+            plans.append(plan_of(*asked))
             return plans[-1]
 
         with pytest.MonkeyPatch.context() as patch:
@@ -100,10 +118,11 @@ def points_of(run_ranks: RunRanks, operation: Callable[[Any, Communicator], Arra
 @pytest.mark.parametrize(
     ("name", "n"),
     [(name, n) for n in (2, 3) for name in OPERATIONS if (name, n) != ("halving_doubling", 2)]
-    + [("direct", 4), ("shard_tree", 4), ("eager", 4)],
+    + [("direct", 4), ("shard_tree", 4), ("eager", 4)]
+    + [("read", 2), ("put_after_all", 2)],
 )
 def test_a_kill_at_any_instruction_leaves_no_mixed_result(run_ranks: RunRanks, name: str, n: int) -> None:
-    kill_at_every_point(run_ranks, OPERATIONS[name], n)
+    kill_at_every_point(run_ranks, (OPERATIONS | OPERATIONS_OF_TWO)[name], n)
 
 
 @pytest.mark.parametrize(

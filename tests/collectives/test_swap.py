@@ -1,4 +1,4 @@
-"""Arrays outside of the arena: two ranks reduce them where they lie, whichever way puts write."""
+"""Two ranks reduce arrays where they lie, whichever way the bytes go: put, or read."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zbmd.collectives import _stepper
+from zbmd.collectives._program import CACHED, READ, STREAMED, StoreChoice
 from zbmd.collectives.communicator import Communicator
 
 RunRanks = Callable[..., list[Any]]
-CACHED, STREAMED = 0, 1
 
 
-def run(choice: _stepper.StoreChoice, runs: int, costs: Callable[[int], float]) -> list[int]:
+def run(choice: StoreChoice, runs: int, costs: Callable[[int], float], *, ways: int = 2) -> list[int]:
     """The ways of so many runs. costs: what a run takes by a way."""
-    ways: list[int] = []
+    taken: list[int] = []
     for _ in range(runs):
-        ways.append(choice.next())
-        choice.note(costs(ways[-1]))
-    return ways
+        taken.append(choice.next(ways))
+        assert choice.next(ways) == taken[-1]
+        choice.note(taken[-1], costs(taken[-1]))
+    return taken
 
 
-@pytest.mark.parametrize("better", [CACHED, STREAMED])
-def test_puts_write_the_way_that_is_quicker_and_try_the_other_ever_more_seldom(better: int) -> None:
-    ways = run(_stepper.StoreChoice(), 2_000, lambda way: 1.0 if way == better else 5.0)
-    tries = [at for at, way in enumerate(ways) if way != better]
+@pytest.mark.parametrize(("better", "ways"), [(CACHED, 2), (STREAMED, 2), (STREAMED, 3), (READ, 3)])
+def test_the_quickest_way_is_taken_and_the_others_are_tried_ever_more_seldom(better: int, ways: int) -> None:
+    taken = run(StoreChoice(), 2_000, lambda way: 1.0 if way == better else 5.0 + way, ways=ways)
+    tries = [at for at, way in enumerate(taken) if way != better]
     assert len(tries) < 30 and tries[-1] > 1_000
+    assert {taken[at] for at in tries[-ways + 1 :]} == set(range(ways)) - {better}
     gaps = [after - before for before, after in pairwise(tries)]
     assert gaps[-1] == max(gaps) <= 129
 
 
 def test_one_run_that_was_held_up_changes_nothing_and_two_have_the_other_way_tried() -> None:
-    choice = _stepper.StoreChoice()
+    choice = StoreChoice()
     steady = run(choice, 1_000, lambda way: 1.0 + way)
     last = max(at for at, way in enumerate(steady) if way == STREAMED)
     run(choice, last + 129 - len(steady) + 1, lambda way: 1.0 + way)  # the next trial is as far off as can be
@@ -72,6 +73,72 @@ def test_ordinary_arrays_have_the_bits_of_those_in_the_arena(run_ranks: RunRanks
 
     first, *others = run_ranks(n, body)
     assert all(other == first for other in others)
+
+
+PLACES = ("arena", "ordinary", "mixed", "one in, one out", "out elsewhere")
+
+
+@pytest.mark.parametrize("way", [CACHED, STREAMED, READ])
+def test_ranks_read_each_other_only_if_the_arrays_of_all_lie_in_the_arena(
+    run_ranks: RunRanks, way: int
+) -> None:
+    """Calls of one shape one after the other, most of them by the lane, whose arrays are here or there."""
+    count = 70_001
+
+    def body(p: Any) -> list[list[Any]]:
+        c: Communicator = p.communicator()
+        c.always_go(way)
+        arena = p.segment.arena
+        inside = [arena.empty(count, np.float32) for _ in range(2)]
+        outside = [np.empty(count, np.float32) for _ in range(2)]
+        values = [np.random.default_rng(rank).standard_normal(count).astype(np.float32) for rank in range(2)]
+        for turn in range(3 * len(PLACES)):
+            place = PLACES[turn % len(PLACES)]
+            at = [inside, inside] if place in ("arena", "out elsewhere") else [outside, outside]
+            if place == "one in, one out":
+                at = [inside, outside]
+            elif place == "mixed":
+                at = [inside, outside] if turn % 2 else [outside, inside]
+            x, out = at[p.rank]
+            if place == "out elsewhere":
+                out = outside[1] if p.rank == 1 else inside[1]
+            for given, target in ((x, out), (x, x)):
+                given[:] = values[p.rank]
+                got = c.all_reduce(given, None if target is given else target, deadline_ns=p.soon())
+                assert got is target
+                assert got.tobytes() == (values[0] + values[1]).tobytes(), (turn, place)
+        taken = c.lane.taken
+        assert taken >= 2 * len(PLACES)
+        return [[flight.algorithm for flight in c.flight], [place for place in PLACES for _ in range(2)]]
+
+    (first, places), (second, _) = run_ranks(2, body)
+    assert first == second
+    read = ["direct" if way == READ and place == "arena" else "swap" for place in places]
+    read[-1] = "direct" if way == READ else "swap"  # in place, so the output is not elsewhere
+    assert first == 3 * read
+
+
+def test_large_arrays_in_the_arena_are_timed_both_ways_and_keep_their_bits(run_ranks: RunRanks) -> None:
+    """More than a piece, odd lengths, 16-bit floats, an average: whatever is tried, the bits are the same."""
+
+    def body(p: Any) -> list[str]:
+        c: Communicator = p.communicator()
+        kinds = (
+            (4_500_001, np.float32, "sum"),
+            (700_001, np.float16, "avg"),
+            (300_001, np.complex64, "prod"),
+        )
+        for count, dtype, op in kinds:
+            values = np.random.default_rng(p.rank).standard_normal(count).astype(dtype)
+            expected = c.all_reduce(values.copy(), op=op, algorithm="swap", deadline_ns=p.soon())
+            x = p.segment.arena.empty(count, dtype)
+            for turn in range(6):
+                x[:] = values
+                c.all_reduce(x, op=op, deadline_ns=p.soon())
+                assert x.tobytes() == expected.tobytes(), (dtype, turn)
+        return sorted({flight.algorithm for flight in c.flight})
+
+    assert run_ranks(2, body, arena_bytes=32 << 20) == [["direct", "swap"]] * 2
 
 
 def test_a_roots_array_that_cannot_be_written_is_broadcast(run_ranks: RunRanks) -> None:

@@ -30,6 +30,7 @@ BUILT = {
     "actors/_turns",
     "collectives/_flight",
     "collectives/_lane",
+    "collectives/_program",
     "collectives/_remote",
     "collectives/_stepper",
     "collectives/_timeline",

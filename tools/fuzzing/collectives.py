@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.ref import Ref
 from zbmd.collectives import commit_messages as cm
 from zbmd.collectives import commit_wire, flight_dump, priority_machine, tagged
+from zbmd.collectives._program import READ
 from zbmd.collectives._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.algorithms import Operation, Request
 from zbmd.collectives.commit import StepCommit
@@ -227,11 +229,14 @@ def _state_handle(data: bytes) -> None:
         peer.close()
 
 
-def _plan(rank: int) -> Plan:
-    return plan_of(Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=2, chunks=2), rank)
+def _plan(rank: int, pair: bool) -> Plan:
+    read = Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=2, chunks=2)
+    return plan_of(replace(read, algorithm="swap"), rank, read) if pair else plan_of(read, rank)
 
 
-def _all_reduce(own: Segment, peer: PeerSegment, deadline_ns: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _all_reduce(
+    own: Segment, peer: PeerSegment, deadline_ns: int, *, pair: bool
+) -> np.ndarray[Any, np.dtype[np.float32]]:
     executor = MappedExecutor(
         segment=own, peers={1 - own.slot: peer}, members=(0, 1), rank=own.slot, epoch=EPOCH, channel=0
     )
@@ -243,19 +248,20 @@ def _all_reduce(own: Segment, peer: PeerSegment, deadline_ns: int) -> np.ndarray
         dtype=0, reduction=0, count=ELEMENTS, total=ELEMENTS, piece=0, in_stride=ELEMENTS, out_stride=ELEMENTS
     )
     addresses = {IN: _native.address_of(source), OUT: _native.address_of(target)}
+    executor.native.always(READ)
     try:
-        executor.run(_plan(own.slot), call, addresses, deadline_ns=deadline_ns)
+        executor.run(_plan(own.slot, pair), call, addresses, deadline_ns=deadline_ns)
     finally:
         executor.release()
     return target
 
 
 @functools.cache
-def _descriptor() -> bytes:
+def _descriptor(pair: bool) -> bytes:
     """The descriptor that a good rank 1 publishes for the operation of `_all_reduce`."""
     with _two_segments() as (one, two, _):
         with contextlib.suppress(DeadlineExceeded):
-            _all_reduce(two, PeerSegment.attach(one.fd, slot=0), 1)
+            _all_reduce(two, PeerSegment.attach(one.fd, slot=0), 1, pair=pair)
         at = _native.OFF_DESCRIPTORS + _descriptor_offset()
         published = bytearray(two.mapping.view(at, DESCRIPTOR_HEADER_BYTES))
     published[8:16] = bytes(8)  # nobody answered, so the run has been given up since
@@ -268,20 +274,23 @@ def _descriptor_offset() -> int:
 
 
 def _descriptors() -> tuple[bytes, ...]:
-    good = _descriptor()
-    numbers = (EPOCH << 32 | 0xFFFF).to_bytes(8, "little")
-    return (numbers + good, (EPOCH << 32 | 1).to_bytes(8, "little") + good)
+    numbers = [(EPOCH << 32 | notified).to_bytes(8, "little") for notified in (0xFFFF, 1)]
+    return tuple(bytes([pair]) + number + _descriptor(pair) for number in numbers for pair in (False, True))
 
 
 def _operation(data: bytes) -> None:
-    """An all-reduce with a rank whose descriptor and notification are the script's."""
+    """An all-reduce with a rank whose descriptor and notification are the script's.
+
+    By one program, or by the choice of two.
+    """
     script = Script(data)
+    pair = script.number(1) % 2 == 1
     cell, descriptor = script.number(8), script.take(DESCRIPTOR_HEADER_BYTES)
     with _two_segments() as (own, theirs, peer):
         at = _native.OFF_DESCRIPTORS + _descriptor_offset()
         theirs.mapping.view(at, len(descriptor), writable=True)[:] = descriptor
         PeerSegment.attach(own.fd, slot=0).notify(1, 0, cell)
-        result = _all_reduce(own, peer, 1)
+        result = _all_reduce(own, peer, 1, pair=pair)
         if result.shape != (ELEMENTS,):
             raise Broken(f"a result of {result.shape}")
 

@@ -1,0 +1,44 @@
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+CACHED: Final[int]
+"""Puts write through the cache."""
+STREAMED: Final[int]
+"""Puts write past the cache."""
+READ: Final[int]
+"""Peers read the arrays in place."""
+
+class NativeProgram:
+    """One rank's program, every operand checked once. Raises ValueError on one that is out of bounds."""
+
+    def __init__(
+        self,
+        encoding: NDArray[np.int32],
+        *,
+        n: int,
+        rank: int,
+        blocks: int,
+        chunks: int,
+        scratch_slots: int,
+        inbox_slots: int,
+        eager: bool,
+        plan: int,
+        other: NativeProgram | None = None,
+    ) -> None:
+        """other: what is run instead if `in` and `out` of all ranks lie in the arena, and rank 0, who times
+        both, says so. It has the same buffers, and gives the same bits. `plan` tells the pair from others.
+        """
+    def __len__(self) -> int: ...
+    @property
+    def kill_points(self) -> int:
+        """How many points of an operation `NativeGroup.run` can be killed at: 0..kill_points-1."""
+
+class StoreChoice:
+    """How the bytes of runs of one size go, as rank 0 of a group chooses it (stores.h)."""
+
+    def next(self, ways: int) -> int:
+        """The way of the run that begins, one of the first so many: CACHED, STREAMED or READ."""
+    def note(self, way: int, cost: float) -> None:
+        """What the run that went so took, in any unit that stays the same."""

@@ -193,8 +193,8 @@ async def _listener_side(sock: socket.socket, endpoint: Endpoint, deadline_ns: i
     segment = endpoint.segment
     answer = Answer(slot=None if segment is None else segment.slot)
     try:
-        _send(sock, msgspec.msgpack.encode(answer), [] if segment is None else [segment.fd])
-    except OSError:
+        _hand_over(sock, answer, [] if segment is None else [segment.fd], peer.name)
+    except (OSError, PeerLost):
         close_all((attached.dialer_wake_fd, attached.listener_wake_fd))
         raise
     parts = LinkParts(
@@ -215,7 +215,7 @@ async def _dialer_side(sock: socket.socket, endpoint: Endpoint, deadline_ns: int
         segment = endpoint.segment
         offer = Offer(ring_bytes=memory.ring_bytes, slot=None if segment is None else segment.slot)
         fds = [memory.memfd, memory.dialer_wake_fd, memory.listener_wake_fd]
-        _send(sock, msgspec.msgpack.encode(offer), fds if segment is None else [*fds, segment.fd])
+        _hand_over(sock, offer, fds if segment is None else [*fds, segment.fd], peer.name)
         data, answer_fds = await _receive(sock, deadline_ns, peer.name)
         peer_segment = accept_answer(data, answer_fds, incarnation=peer.incarnation)
     except BaseException:
@@ -339,6 +339,14 @@ async def _receive(sock: socket.socket, deadline_ns: int, peer: str) -> tuple[by
             close_all(fds)
         raise RemoteProtocolError(f"attach: a message from {peer} over its bounds")
     return data, fds
+
+
+def _hand_over(sock: socket.socket, what: Offer | Answer, fds: list[int], peer: str) -> None:
+    """Send our part of the link. Raises `PeerLost` if the peer has ended, or given the link up, meanwhile."""
+    try:
+        _send(sock, msgspec.msgpack.encode(what), fds)
+    except (BrokenPipeError, ConnectionResetError):
+        raise PeerLost(peer, "it ended before the link stood") from None
 
 
 def _send(sock: socket.socket, data: bytes, fds: list[int]) -> None:

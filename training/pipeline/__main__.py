@@ -48,7 +48,11 @@ ARENA_SPARE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult:
-    """What a finished run says of itself. layers: those of each part, in order; bubble: median over steps."""
+    """What a finished run says of itself. layers: those of each part, in order; bubble: median over steps.
+
+    bubble_of_times: the schedule's, if each computation takes the median of what it took in this run: what
+    `bubble` is above it is wake-ups, transfers, and how the times vary.
+    """
 
     steps: int
     schedule: str
@@ -56,6 +60,7 @@ class PipelineResult:
     layers: tuple[int, ...]
     loss_last: float
     bubble: float
+    bubble_of_times: float
     weights_sha256: str
 
 
@@ -150,7 +155,7 @@ class _Task(MeshTask[PipelineResult]):
 
     def finish(self, trainer: MeshTrainer) -> PipelineResult | None:
         """See `MeshTask`."""
-        digest = weights_sha256(trainer.weights())
+        digest, bubble_of_times = weights_sha256(trainer.weights()), trainer.bubble_of_times()
         if self._node.rank != 0:
             return None
         bubbles = [one.compute_ns / max(one.busy_ns) - 1.0 for one in self._done if one.busy_ns]
@@ -161,6 +166,7 @@ class _Task(MeshTask[PipelineResult]):
             layers=tuple(map(len, self._stages.cuts)),
             loss_last=self._done[-1].loss,
             bubble=float(np.median(bubbles)) if bubbles else 0.0,
+            bubble_of_times=bubble_of_times,
             weights_sha256=digest,
         )
         self._node.report({"kind": "result", **asdict(result)})

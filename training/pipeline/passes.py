@@ -49,6 +49,9 @@ from zbmd.transport.errors import LocalProtocolError, PeerLost
 COMPUTE_POINT = faults.declare("pipeline.compute", "before a stage computes one of its instructions")
 BACKWARD_POINT = faults.declare("mesh.backward", "in a backward pass on a mesh, before a bucket is sent")
 
+TIMES_KEPT = 512
+"""Of each operation on each part, the last ones."""
+
 Final = Callable[[slice], None]
 """Told of the elements of the flat gradient that are this rank's sum, and change no more."""
 
@@ -91,6 +94,8 @@ class StagePasses:
         self._final: Final | None = None
         self._deadline_ns = 0
         self._loss_scale = 1.0
+        self.took_ns: dict[tuple[Op, int], deque[int]] = {}
+        """How long the last computations took, by operation and part."""
         self.losses: dict[int, float] = {}
         """Of the micro-batches, on the last stage."""
         self.busy_ns = 0
@@ -220,7 +225,10 @@ class StagePasses:
                 self._weight_gradient(instruction)
             case _:
                 self._backward(instruction, compute.gradient_slot)
-        self.busy_ns += now_ns() - started_ns
+        took_ns = now_ns() - started_ns
+        self.busy_ns += took_ns
+        times = self.took_ns.setdefault((instruction.op, instruction.part), deque(maxlen=TIMES_KEPT))
+        times.append(took_ns)
 
     def _forward(self, instruction: Instruction, slot: int | None) -> None:
         _, number, microbatch = instruction

@@ -31,8 +31,10 @@ from zbmd.training.non_finite import bad_gradient, bad_weights, where_it_began
 from zbmd.training.optim import arrays_of, optimizer_for
 from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.passes import StagePasses
+from zbmd.training.pipeline.program import Op
 from zbmd.training.pipeline.rings import RingMemory, StageRings, gather_rows
 from zbmd.training.pipeline.runnable import traffic_of
+from zbmd.training.pipeline.simulate import Costs, simulate
 from zbmd.training.precision import SCALE_FIRST, LossScale, attempted, computing_dtype
 from zbmd.training.profiler.lines import HeldMost
 from zbmd.training.recipe import Recipe
@@ -50,6 +52,9 @@ from zbmd.training.tensor.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_
 from zbmd.training.watch import ALONE, VOTE_NUMBERS, StepWatch
 from zbmd.training.xp import Array
 from zbmd.transport._native import now_ns
+
+COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT: 3}
+"""The rows in which ranks tell what these take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +261,23 @@ class MeshTrainer:
     def held_most(self) -> HeldMost | None:
         """What this rank held of activations in the last step; None if it computed none in this view."""
         return None if self._passes_or_none is None else self._passes_or_none.held_most
+
+    def bubble_of_times(self) -> float:
+        """The bubble that the schedule has if each computation takes the median of what it took here.
+
+        Transfers and wake-ups take no time: what a step waits for beyond that is not the schedule's. Of a
+        pipeline alone, the whole world: 0 for a single stage. All ranks together.
+        """
+        if self.groups.pipeline is None:
+            return 0.0
+        mine = np.zeros((len(COSTS), len(self.own.every)))
+        for (operation, part), times in self._passes.took_ns.items():
+            mine[COSTS[operation], part] = np.median(times)
+        forward, whole, half, weight = self.groups.pipeline.blocking.all_gather(mine).sum(axis=0)
+        costs = Costs(
+            forward=tuple(forward), input_gradient=tuple(whole + half), weight_gradient=tuple(weight)
+        )
+        return float(simulate(self._programs, costs).bubble)
 
     @property
     def _passes(self) -> StagePasses:

@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 
-from zbmd.tools import bench_actors, bench_collectives
-from zbmd.tools.bench_detect import TRIALS_MAX, DetectPlan, detect
 from zbmd.tools.bench_peers import PEERS, PeerMissing
 from zbmd.tools.bench_plot import check_plot, save_plot
 from zbmd.tools.bench_progress import progress
@@ -19,6 +17,7 @@ from zbmd.tools.bench_result import BenchResult, Contestant, now_utc, table, thi
 from zbmd.tools.bench_run import CASES, TRANSPORTS, Plan, check_plan, run
 from zbmd.tools.bench_stats import ITERATIONS_MAX, ROUNDS_MAX, parse_sizes
 from zbmd.tools.bench_workers import ContenderFailed
+from zbmd.tools.lazy_parser import LazyParser
 from zbmd.transport.errors import UserError
 
 EXIT_FAILED = 1
@@ -51,7 +50,7 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=raw,
     )
-    kinds = bench.add_subparsers(required=True, metavar="BENCHMARK")
+    kinds = bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=LazyParser)
     for name, text in (
         ("p2p", "one way between two ranks, and round trips of frames over the loop"),
         ("put", "bandwidth of one-sided puts, by size"),
@@ -59,7 +58,8 @@ def add_parser(commands: Any) -> None:
         kind = kinds.add_parser(name, help=text, description=text, epilog=EXAMPLES, formatter_class=raw)
         _add_measuring(kind, name)
         kind.set_defaults(run_command=_transfers, benchmark=name)
-    bench_collectives.add_parser(kinds, rounds_default=ROUNDS_DEFAULT)
+    text = "collectives among ranks of this host"
+    kinds.add_parser("collectives", help=text, description=text, fill=_fill_collectives)
     text = "time from kill -9 to the survivor's notice, with the floor"
     found = kinds.add_parser("detect", help=text, description=text, epilog=EXAMPLES, formatter_class=raw)
     found.add_argument(
@@ -74,9 +74,24 @@ def add_parser(commands: Any) -> None:
     _add_output(found)
     found.set_defaults(run_command=_detect)
     text = "asks and tells of actors; what they cost to spawn, to keep, to restart, to share a loop with"
-    actors = kinds.add_parser("actors", help=text, description=text, epilog=EXAMPLES, formatter_class=raw)
-    bench_actors.add_arguments(actors)
-    actors.set_defaults(run_command=bench_actors.run)
+    kinds.add_parser(
+        "actors", help=text, description=text, epilog=EXAMPLES, formatter_class=raw, fill=_fill_actors
+    )
+
+
+def _fill_collectives(kind: argparse.ArgumentParser) -> None:
+    from zbmd.tools import bench_collectives
+
+    kind.description = bench_collectives.__doc__
+    bench_collectives.add_arguments(kind, rounds_default=ROUNDS_DEFAULT)
+    kind.set_defaults(run_command=bench_collectives.run)
+
+
+def _fill_actors(kind: argparse.ArgumentParser) -> None:
+    from zbmd.tools import bench_actors
+
+    bench_actors.add_arguments(kind)
+    kind.set_defaults(run_command=bench_actors.run)
 
 
 def _add_measuring(kind: argparse.ArgumentParser, name: str) -> None:
@@ -146,6 +161,9 @@ def _transfers(arguments: argparse.Namespace) -> int:
 
 
 def _detect(arguments: argparse.Namespace) -> int:
+    # Here, not above: it has a rank of a training job as its victim.
+    from zbmd.tools.bench_detect import TRIALS_MAX, DetectPlan, detect
+
     plan = DetectPlan(
         sizes=parse_sizes(arguments.sizes, least=0),
         trials=_in_range("--trials", arguments.trials, TRIALS_MAX),

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.choice import choose, wish_of_environment
@@ -143,9 +143,8 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def add_parser(kinds: Any, *, rounds_default: int) -> None:
-    """Add `collectives` to the benchmarks."""
-    kind = kinds.add_parser("collectives", help="collectives among ranks of this host", description=__doc__)
+def add_arguments(kind: argparse.ArgumentParser, *, rounds_default: int) -> None:
+    """The options of the benchmark."""
     kind.add_argument("--ranks", type=int, default=2, metavar="N", help="(%(default)s)")
     kind.add_argument("--sizes", default=SIZES_DEFAULT, metavar="SIZES", help="(%(default)s)")
     kind.add_argument(
@@ -158,10 +157,10 @@ def add_parser(kinds: Any, *, rounds_default: int) -> None:
     kind.add_argument("--rounds", type=int, default=rounds_default, metavar="N", help="(%(default)s)")
     kind.add_argument("--explain", action="store_true", help="print which algorithm is chosen, and why")
     kind.add_argument("--hosts", type=int, default=1, metavar="H", help="of --explain (%(default)s)")
-    kind.set_defaults(run_command=_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Run it. Raises `UserError`."""
     ranks, sizes = arguments.ranks, parse_sizes(arguments.sizes)
     if not 1 <= ranks <= RANKS_MAX or not 1 <= arguments.rounds <= 100:
         raise UserError(f"give 1 to {RANKS_MAX} ranks and 1 to 100 rounds")

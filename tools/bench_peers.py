@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from zbmd.tools.bench_certificate import make_certificate
 from zbmd.tools.bench_perftest import BANDWIDTH, LATENCY
 from zbmd.tools.bench_workers import CONTROL
 from zbmd.transport import _native
@@ -270,6 +269,8 @@ def _ours(name: str, site: Site) -> Peer:
     protection = Protection(name.removeprefix("zbmd-"))
     environment = {**ONE_THREAD, PROTECTION_VARIABLE: protection.value}
     if protection is Protection.TLS:
+        from zbmd.tools.bench_certificate import make_certificate  # all of X.509, for one peer
+
         make_certificate(site.scratch)
         cert, key = str(site.scratch / "cert.pem"), str(site.scratch / "key.pem")
         environment |= {CERT_VARIABLE: cert, KEY_VARIABLE: key, CA_VARIABLE: cert}

@@ -16,7 +16,6 @@ import uvloop
 
 from zbmd.actors.prctl import end_with_parent
 from zbmd.tools.bench_join import joined
-from zbmd.tools.bench_load import TrainingLoad
 from zbmd.tools.bench_pair import Pair, echo_frames, frame_round_trips
 from zbmd.tools.peers.control import connect, encode_reply, parse_command
 from zbmd.transport.link import Link
@@ -54,6 +53,8 @@ class Rank:
         return []
 
     async def _frame_training(self, nbytes: int, iterations: int) -> list[float]:
+        from zbmd.tools.bench_load import TrainingLoad  # a training job, for one case
+
         load = TrainingLoad()
         await asyncio.to_thread(load.start)
         try:

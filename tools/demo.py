@@ -26,10 +26,10 @@ import uvloop
 from zbmd.actors.capture import CAPTURE_VARIABLE
 from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.rank_log import log_to_stderr
-from zbmd.tools.cli import audit_run
 from zbmd.tools.console import Console
 from zbmd.tools.demo_watch import KillPlan, Watch
 from zbmd.tools.run_result import save_result
+from zbmd.tools.runs_cli import audit_run
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.gpt import GPT
 from zbmd.transport.errors import UserError

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 from zbmd.actors.one_thread import default_to_one_thread
 
@@ -20,16 +22,27 @@ def zbmd() -> int:
 
 
 def _run(module: str) -> int:
-    # The imports take a few tenths of a second, in which a KeyboardInterrupt would surface as a traceback
-    # out of the middle of some library.
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so where it is to be ignored
+    default_to_one_thread()
+    with ended_by_ctrl_c():
+        main = importlib.import_module(module).main
+    return run(main)
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Generator[None]:
+    """While modules are imported: that takes a few tenths of a second, in which a KeyboardInterrupt would
+    surface as a traceback out of the middle of some library."""
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so where it is to be ignored
+    )
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    default_to_one_thread()
-    main = importlib.import_module(module).main
-    if ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return run(main)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run(main: Callable[[], int]) -> int:

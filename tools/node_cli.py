@@ -8,20 +8,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
-
-import uvloop
+from typing import Any, Final, NoReturn
 
 import zbmd
-from zbmd.actors.bootstrap.merge import Role
-from zbmd.actors.early_template import fork_template
 from zbmd.actors.rank_log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
-from zbmd.tools import doctor, entry, launch, node_cluster, node_dump, node_inside, node_run_many, status
-from zbmd.tools.console import screen_for_tables
-from zbmd.tools.launch import add_flags, spellings
-from zbmd.tools.node_run import Job, check, host_config, run_job
-from zbmd.tools.settings import SETTINGS, merge
+from zbmd.tools import entry
 from zbmd.transport.errors import UserError, ZbmdError
 
 EXAMPLES = """\
@@ -54,8 +46,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}. See {self.prog} --help.")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def parser(*only: str) -> argparse.ArgumentParser:
+    """The command line: all of it, or that of these commands, whose modules alone are imported."""
     top = _Parser(
         prog="zbmd-node",
         description="Run a supervised training job on this machine, and see how it stands.",
@@ -65,6 +57,15 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"zbmd {zbmd.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in dict.fromkeys(ADDS[name] for name in only or ADDS):
+        add(commands)
+    return top
+
+
+def _add_run(commands: Any) -> None:
+    from zbmd.tools.launch import add_flags, spellings
+    from zbmd.tools.settings import SETTINGS
+
     run = commands.add_parser(
         "run",
         help="run a script or module in supervised processes",
@@ -83,18 +84,36 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     run.add_argument("target", nargs="?", metavar="SCRIPT", help="a Python script, or with -m a module")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+
+
+def _add_status(commands: Any) -> None:
     shown = commands.add_parser(
         "status", help="show the nodes of this user that run here", allow_abbrev=False
     )
     shown.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _add_dump(commands: Any) -> None:
+    from zbmd.tools import node_dump
+
     node_dump.add_dump(commands)
+
+
+def _add_inside(commands: Any) -> None:
+    from zbmd.tools import node_inside
+
     node_inside.add_commands(commands)
-    _add_doctor(commands)
+
+
+def _add_cluster(commands: Any) -> None:
+    from zbmd.tools import node_cluster
+
     node_cluster.add_commands(commands)
-    return top
 
 
 def _add_doctor(commands: Any) -> None:
+    from zbmd.tools import doctor
+
     examined = commands.add_parser(
         "doctor",
         help="check this machine; show its parts, links and deadlines",
@@ -116,8 +135,28 @@ def _add_doctor(commands: Any) -> None:
     examined.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
 
 
+ADDS: Final = {
+    "run": _add_run,
+    "status": _add_status,
+    "dump": _add_dump,
+    "top": _add_inside,
+    "tree": _add_inside,
+    "doctor": _add_doctor,
+    **dict.fromkeys(("up", "submit", "token", "members", "jobs", "stop", "down"), _add_cluster),
+}
+"""What adds a command."""
+
+
 def run_command(arguments: argparse.Namespace) -> int:
     """`zbmd-node run`."""
+    import uvloop
+
+    from zbmd.actors.bootstrap.merge import Role
+    from zbmd.actors.early_template import fork_template
+    from zbmd.tools import launch
+    from zbmd.tools.node_run import Job, check, host_config, run_job
+    from zbmd.tools.settings import SETTINGS, merge
+
     on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
     settings = merge(on_line, os.environ, arguments.config)
     bootstrap = launch.read(arguments, settings, os.environ)
@@ -142,6 +181,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     if bootstrap.role is Role.ALONE:
         config = host_config(job, settings, variables)
         return uvloop.run(run_job(config, fork_template(config.preload, os.environ)))
+    from zbmd.tools import node_run_many
+
     plan = node_run_many.Plan(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
     template = fork_template(node_run_many.preload_of(plan), node_run_many.local_variables(plan))
     return uvloop.run(node_run_many.run_over_nodes(plan, template))
@@ -149,6 +190,11 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def status_command(arguments: argparse.Namespace) -> int:
     """`zbmd-node status`."""
+    import uvloop
+
+    from zbmd.tools import status
+    from zbmd.tools.console import screen_for_tables
+
     nodes, silent = uvloop.run(status.collect())
     if arguments.json:
         print(status.as_json(nodes, silent))
@@ -159,20 +205,12 @@ def status_command(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
     log_to_stderr()
     try:
-        arguments = parser().parse_args(argv)
-        if arguments.command == "run":
-            return run_command(arguments)
-        if arguments.command == "status":
-            return status_command(arguments)
-        if arguments.command == "dump":
-            return node_dump.dump_command(arguments)
-        if arguments.command in ("top", "tree"):
-            return node_inside.main(arguments)
-        if arguments.command == "doctor":
-            return doctor.main(arguments)
-        return node_cluster.main(arguments)
+        with entry.ended_by_ctrl_c():
+            found = parser(*(word for word in words[:1] if word in ADDS))
+        return _run(found.parse_args(words))
     except UserError as error:
         print(f"zbmd-node: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
@@ -182,6 +220,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ZbmdError as error:
         print(f"zbmd-node: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run a command; its modules are imported when it is chosen, and no others."""
+    match arguments.command:
+        case "run":
+            return run_command(arguments)
+        case "status":
+            return status_command(arguments)
+        case "dump":
+            from zbmd.tools import node_dump
+
+            return node_dump.dump_command(arguments)
+        case "top" | "tree":
+            from zbmd.tools import node_inside
+
+            return node_inside.main(arguments)
+        case "doctor":
+            from zbmd.tools import doctor
+
+            return doctor.main(arguments)
+        case _:
+            from zbmd.tools import node_cluster
+
+            return node_cluster.main(arguments)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from zbmd.actors.host_output import OutputLine
 from zbmd.actors.runtime_env import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
 from zbmd.tools import kill_passes
-from zbmd.tools.cli import audit_run
+from zbmd.tools.runs_cli import audit_run
 from zbmd.training import job as training_job
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.precision import SCALE_MOST, Precision

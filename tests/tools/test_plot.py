@@ -337,7 +337,7 @@ def test_without_matplotlib_the_error_says_what_to_install(
 
 
 def test_the_command_loads_matplotlib_only_to_draw() -> None:
-    check = "import sys, zbmd.tools.cli; sys.exit('matplotlib' in sys.modules)"
+    check = "import sys, zbmd.tools.runs_cli; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
 
 

@@ -26,7 +26,7 @@ from zbmd.collectives.program import (
     format_program,
     parse_program,
 )
-from zbmd.tools import cli, settings
+from zbmd.tools import runs_cli, settings
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.tools.run_result import RESULT_NAME, load_result, save_result
 from zbmd.training.checkpoint import Checkpoint, checkpoint_version, load_checkpoint, save_checkpoint
@@ -416,7 +416,7 @@ TARGETS = (
         what="the plan in a commit log",
         allowed=(UserError,),
         seeds=lambda: (_PLAN.encode(),),
-        run=_text(cli.read_plan),
+        run=_text(runs_cli.read_plan),
     ),
     Target(
         name="checkpoint",

@@ -1,0 +1,69 @@
+"""A command imports what it needs, and nothing of the others."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from zbmd.tools import cli, node_cli
+from zbmd.transport.errors import UserError
+
+CHOSEN = "import sys; from {module} import main; main({words})"
+
+
+def imported(module: str, *words: str) -> set[str]:
+    """All modules of a process that runs the command; its last word lets it end with the parser."""
+    program = f"import sys, atexit; atexit.register(lambda: print(*sys.modules)); {CHOSEN}"
+    done = subprocess.run(
+        [sys.executable, "-c", program.format(module=module, words=list(words))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    ("words", "others"),
+    [
+        (
+            ("bench", "p2p", "--help"),
+            ("training.gpt", "actors.system", "tools.sim_cli"),
+        ),
+        (("plot", "--help"), ("tools.bench_cli", "actors.system", "tools.train_cli")),
+        (("plan", "--help"), ("tools.bench_cli", "training.gpt", "transport.segment")),
+    ],
+)
+def test_a_command_of_zbmd_imports_no_other(words: tuple[str, ...], others: tuple[str, ...]) -> None:
+    found = imported("zbmd.tools.cli", *words)
+    assert "zbmd.tools.cli" in found and not {f"zbmd.{name}" for name in others} & found
+
+
+def test_a_command_of_a_node_imports_no_other() -> None:
+    found = imported("zbmd.tools.node_cli", "status", "--help")
+    assert not {"zbmd.tools.doctor", "zbmd.actors.host", "zbmd.tools.node_run"} & found
+
+
+def choices(complaint: str) -> set[str]:
+    """What argparse offers in place of a command that there is not."""
+    return set(re.findall(r"'([a-z]+)'", complaint.partition("choose from")[2]))
+
+
+def test_every_command_is_in_its_table_with_what_adds_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parser().parse_args(["nothing"])
+    assert choices(capsys.readouterr().err) == set(cli.COMMANDS)
+    with pytest.raises(UserError) as told:
+        node_cli.parser().parse_args(["nothing"])
+    assert choices(str(told.value)) == set(node_cli.ADDS)
+    for name in cli.COMMANDS:
+        with pytest.raises(SystemExit):
+            cli.parser(name).parse_args(["nothing"])
+        assert name in choices(capsys.readouterr().err)
+    for name in node_cli.ADDS:
+        with pytest.raises(UserError) as told:
+            node_cli.parser(name).parse_args(["nothing"])
+        assert name in choices(str(told.value))

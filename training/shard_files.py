@@ -83,6 +83,20 @@ class Piece:
     arrays: tuple[Array, ...]
 
 
+def shared_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which of what has these sizes each of `ranks` that all hold it writes, the same on all of them.
+
+    The largest first, each to whoever has least: nobody has more than 4/3 of the best (Graham 1969, LPT).
+    """
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    taken = [0] * ranks
+    for at in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):
+        rank = taken.index(min(taken))
+        found[rank].append(at)
+        taken[rank] += sizes[at]
+    return [sorted(one) for one in found]
+
+
 class ShardNames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What names a checkpoint: its version, its plan (see `Checkpoint`), the loss scale, and its shards."""
 

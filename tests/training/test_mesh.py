@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.training.mesh import Mesh
+from zbmd.training.shard_files import shared_out
 from zbmd.transport.errors import UserError
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
@@ -76,3 +77,11 @@ def test_three_axes_lie_as_usual() -> None:
 def test_what_does_not_fit_is_told(make: Callable[[], object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         make()
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=12), ranks=st.integers(1, 5))
+def test_replicas_write_each_piece_once_and_share_out_the_work(sizes: list[int], ranks: int) -> None:
+    found = shared_out(sizes, ranks)
+    assert sorted(at for one in found for at in one) == list(range(len(sizes)))
+    most = max(sum(sizes[at] for at in one) for one in found)
+    assert most <= sum(sizes) / ranks + max(sizes, default=0)

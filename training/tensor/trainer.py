@@ -41,7 +41,7 @@ from zbmd.training.recipe import Recipe
 from zbmd.training.reduction import ShardReduction
 from zbmd.training.rng import Noise
 from zbmd.training.room import told_by_step
-from zbmd.training.shard_files import Cut, Piece, SavedState, run_of
+from zbmd.training.shard_files import Cut, Piece, SavedState, run_of, shared_out
 from zbmd.training.tensor.axes import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.model import ParallelGPT
@@ -188,17 +188,21 @@ class MeshTrainer:
         self.begin_anew()
 
     def pieces(self) -> list[Piece]:
-        """What this rank writes of a checkpoint: what it holds and no rank before it does."""
-        if self.groups.place(DATA_AXIS):
-            return []
+        """What this rank writes of a checkpoint: its part of what its replicas along `dp` hold alike.
+
+        What is whole along `tp` the first there writes.
+        """
         state, layout = self.state, self.own.layout
         views = (layout.views(getattr(state, name)) for name in self._arrays)
         is_first = self.groups.place(TENSOR_AXIS) == 0
-        return [
+        pieces = [
             Piece(slot.name, cut, tuple(held))
             for (slot, cut), *held in zip(self._cuts, *views, strict=True)
             if is_first or cut_of(slot.name)[1]
         ]
+        sizes = [sum(one.size for one in piece.arrays) for piece in pieces]
+        mine = shared_out(sizes, self.groups.size(DATA_AXIS))[self.groups.place(DATA_AXIS)]
+        return [pieces[at] for at in mine]
 
     def begin_anew(self) -> None:
         """Take the state that the training begins with, in slot 0."""

@@ -10,6 +10,7 @@ from zbmd.collectives.commit import StepCommit
 from zbmd.collectives.commit_messages import CommitAction, CommitEvent
 from zbmd.collectives.repair_machine import RepairMachine
 from zbmd.collectives.repair_messages import RepairAction, RepairEvent
+from zbmd.collectives.views_machine import ViewsAction, ViewsEvent, ViewsMachine
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 
@@ -46,6 +47,15 @@ def _build_repair(config: Mapping[str, Any]) -> RepairMachine:
 
 REPAIR: MachineKind[RepairEvent, RepairAction] = register(
     "repair", 1, _build_repair, events=RepairEvent, actions=RepairAction, states=(RepairMachine,)
+)
+
+
+def _build_views(config: Mapping[str, Any]) -> ViewsMachine:
+    return ViewsMachine()
+
+
+VIEWS: MachineKind[ViewsEvent, ViewsAction] = register(
+    "elastic-views", 1, _build_views, events=ViewsEvent, actions=ViewsAction, states=(ViewsMachine,)
 )
 
 

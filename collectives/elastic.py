@@ -7,21 +7,25 @@ those who stay are kept, only the ends of an epoch (counters, descriptors) are m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final, assert_never
 
 import numpy as np
 import structlog
 
 from zbmd.actors.member import Node
-from zbmd.actors.view import Member, View
+from zbmd.actors.view import View
 from zbmd.collectives import repair_messages as rm
 from zbmd.collectives.blocking import timeout_ns
 from zbmd.collectives.capture_kinds import REPAIR, repair_config
 from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.communicator import Communicator
-from zbmd.collectives.elastic_operations import ElasticOperations, Result
+from zbmd.collectives.elastic_asks import open_asks
+from zbmd.collectives.elastic_operations import Result
+from zbmd.collectives.elastic_parts import ElasticParts, Home, Place
+from zbmd.collectives.elastic_splits import Split
+from zbmd.collectives.elastic_views import views_of
 from zbmd.collectives.errors import (
     CollectiveError,
     Desynchronised,
@@ -30,40 +34,33 @@ from zbmd.collectives.errors import (
     NotReplaced,
     OperationAborted,
 )
-from zbmd.collectives.group import OPERATIONS_IN_FLIGHT_MAX, Group, group_of
-from zbmd.collectives.repair_adoption import Publication, read_published
+from zbmd.collectives.group import OPERATIONS_IN_FLIGHT_MAX, Group, make_group
+from zbmd.collectives.group_channels import SUBGROUP_CHANNEL_FIRST, Agreed
+from zbmd.collectives.group_meeting import open_subgroups
+from zbmd.collectives.repair_adoption import Publication, Remains
 from zbmd.collectives.repair_estate import Bequest, Estate
 from zbmd.collectives.repair_jobs import Job
-from zbmd.collectives.repair_machine import RepairMachine
+from zbmd.collectives.repair_machine import RepairMachine, RepairState
 from zbmd.collectives.repair_messages import Inputs, Outcome
 from zbmd.collectives.repair_wire import decode_report, encode_report
 from zbmd.transport._native import now_ns
 from zbmd.transport.arena import Arena
 from zbmd.transport.capture.tap import Tap
-from zbmd.transport.errors import LocalProtocolError, PeerLost, UserError, ZbmdError
-from zbmd.transport.segment import PeerSegment
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, UserError, ZbmdError
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.elastic")
 
-CHANNELS_ELASTIC: Final = 8
-"""Channels 0..7 are for groups; a repair of the group on channel c runs on c + 8."""
-MEND: Final = CHANNELS_ELASTIC
+CHANNELS_ELASTIC: Final = SUBGROUP_CHANNEL_FIRST
+"""Channels below it are for groups of all ranks; a repair of the one on channel c runs on c + 8."""
 
 _CUT = (PeerLost, OperationAborted)
 """How an operation ends that another member's end has cut short."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Remains:
-    """What is kept of a peer's memory while an operation that may adopt is under way."""
+class ElasticGroup(ElasticParts):
+    """The members of a job, or some ranks of it, through all of its views.
 
-    arena: memoryview
-    base: int
-    record_at: int
-
-
-class ElasticGroup(ElasticOperations):
-    """The members of a job, through all of its views. Make it with `zbmd.elastic_group(node)`.
+    Make it with `zbmd.elastic_group(node)`, and groups of some ranks with its `split` or `subgroup`.
 
     Every rank makes the same calls in the same order. What an operation does when a member dies in it:
 
@@ -78,20 +75,17 @@ class ElasticGroup(ElasticOperations):
     rank, after which it cannot.
     """
 
-    def __init__(self, node: Node, channel: int) -> None:
-        if not 0 <= channel < CHANNELS_ELASTIC:
-            raise UserError(f"channel={channel} is not in 0..{CHANNELS_ELASTIC - 1}")
-        self.rank = node.rank
-        self._node = node
-        self._channel = channel
+    def __init__(self, home: Home, place: Place, on_close: Callable[[ElasticGroup], None]) -> None:
+        super().__init__(home, place)
+        node = self._node = home.node
+        self._on_close = on_close
         machine = self._machine = RepairMachine(rank=node.rank)
-        self._tap = Tap(node.recorder, REPAIR, f"elastic{channel}", machine, repair_config(machine))
+        self._tap = Tap(node.recorder, REPAIR, f"elastic{place.channel}", machine, repair_config(machine))
         self._group: Group | None = None
         self._view = View(epoch=0, members=())
-        self._coming: asyncio.Task[View] | None = None
+        self._mend: Communicator | None = None
         self._publication: Publication | None = None
-        self._records: dict[MemberId, int] = {}
-        self._remains: dict[MemberId, _Remains] = {}
+        self._remains = Remains()
         self._turn = asyncio.Lock()
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._job: Job | None = None
@@ -99,6 +93,16 @@ class ElasticGroup(ElasticOperations):
         self._repairs = 0
         self._error: Exception | None = None
         self._closed = asyncio.Event()
+        self._follower: asyncio.Task[None] | None = None
+        """Comes to a view that nobody has asked for here."""
+        self._due = 0
+        self._elders: tuple[int, ...] = ()
+        """Who was in the group before this process came."""
+        self._reached = 0
+        """All operations below it are over here."""
+        self._moved = asyncio.Event()
+        self._number = home.views.register(self)
+        home.asks.add((place.channel, place.base), self)
 
     def __repr__(self) -> str:
         return f"<ElasticGroup epoch {self.epoch}: rank {self.rank} of {list(self.members)}>"
@@ -111,12 +115,16 @@ class ElasticGroup(ElasticOperations):
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks in it."""
-        return self._view.ranks
+        return tuple(member.rank for member in self._machine.members)
+
+    @property
+    def _present(self) -> tuple[MemberId, ...]:
+        return self._machine.members
 
     @property
     def size(self) -> int:
         """How many there are."""
-        return len(self._view.members)
+        return len(self._machine.members)
 
     @property
     def sequence(self) -> int:
@@ -150,29 +158,103 @@ class ElasticGroup(ElasticOperations):
         self._closed.set()
         if self._group is not None:
             self._group.abort()
+        self._moved.set()
+        if self._follower is not None:
+            await asyncio.wait([self._follower])
         if self._in_flight:
             await asyncio.wait(self._in_flight)
-        await self._forget_coming()
         if self._group is not None:
             await self._group.close()
         self._remains.clear()
+        self._home.views.closed(self._number)
+        self._home.asks.remove((self._place.channel, self._place.base))
+        on_close, self._on_close = self._on_close, lambda _: None
+        on_close(self)
 
     # ---- driving
 
     async def found(self, timeout: float | None) -> None:
         """Come in line with the other members, as one that knows nothing yet."""
-        self._end_ns = now_ns() + timeout_ns(timeout)
-        members = [Member(rank=self.rank, incarnation=self._node.incarnation, address="")]
-        for peer in self._node.peers.values():
-            members.append(Member(rank=peer.rank, incarnation=peer.incarnation, address=""))
-        members.sort(key=lambda member: member.rank)
-        view = View(epoch=self._node.epoch, members=tuple(members))
-        await self._drive(self._entered(view))
+        async with self._turn:
+            self._end_ns = now_ns() + timeout_ns(timeout)
+            await self._drive(self._entered())
+            self._move_on()
+        if self._elders:
+            await self._learn(now_ns() + timeout_ns(timeout))
+
+    async def _learn(self, end_ns: int) -> None:
+        """Hear from those who were here before how the group was split.
+
+        They say so once they are where this process is; if a further loss is in between, that takes us too.
+        """
+        key, views = (self._place.channel, self._place.base), self._home.views
+        asked = self._home.asks.ask(key, self._machine.sequence, self._elders, end_ns)
+        asking = asyncio.ensure_future(asked)
+        while not asking.done():
+            newer = asyncio.ensure_future(views.after(max(self.epoch, self._due)))
+            await asyncio.wait([asking, newer], return_when=asyncio.FIRST_COMPLETED)
+            if newer.done() and newer.exception() is None:
+                self.follow(newer.result().epoch)
+            elif newer.done():
+                await asyncio.wait([asking])  # there are no more views: the caller's time bounds this
+            newer.cancel()
+        self._ledger.learn(asking.result(), self.rank)
+
+    async def splits_before(self, sequence: int) -> tuple[Split, ...]:
+        """See `zbmd.collectives.elastic_asks.Elder`. Raises `OperationAborted` once the group has ended."""
+        while self._reached < sequence or self._ledger.unknown:
+            if self._ledger.unknown:
+                raise OperationAborted(self._ledger.unknown)
+            if self._closed.is_set() or self._error is not None:
+                raise OperationAborted(f"{self!r} has ended: {self._error or 'it is closed'}")
+            self._moved.clear()
+            await self._moved.wait()
+        return tuple(self._ledger.splits)
+
+    def _move_on(self) -> None:
+        """What the machine has come to is done here."""
+        self._reached = self._machine.sequence
+        self._moved.set()
+
+    def follow(self, epoch: int) -> None:
+        """Come to the view of `epoch` once what is under way has ended, if that has not led there."""
+        self._due = max(epoch, self._due)
+        if self._follower is None:
+            self._follower = asyncio.ensure_future(self._follow_due())
+
+    async def _follow_due(self) -> None:
+        try:
+            async with self._turn:
+                idle = self._machine.state is RepairState.IDLE and not self._closed.is_set()
+                if self._error is None and idle and self.epoch < self._due:
+                    self._end_ns, self._job = now_ns() + timeout_ns(None), None
+                    await self._drive(rm.FollowAsked())
+                    self._move_on()
+        except ZbmdError as error:
+            self._error = self._error or error
+            self._moved.set()
+            log.warning("a view could not be followed", group=repr(self), reason=str(error))
+        finally:
+            self._follower = None
+
+    async def _wait_for_follower(self, end_ns: int) -> None:
+        """Until what nobody asked for is over, but no longer than a call may take."""
+        follower = self._follower
+        if follower is None:
+            return
+        left_s = max(0.0, (end_ns - now_ns()) / 1e9)
+        await asyncio.wait([follower], timeout=left_s)
+        if not follower.done():
+            late = f"not all members of {self!r} came to the view of epoch {self._due} in time"
+            self._error = DeadlineExceeded(late)
+            self.group.abort()
+            raise self._error
 
     async def _follow(self, timeout: float | None) -> None:
         async with self._turn:
             self._end_ns, self._job = now_ns() + timeout_ns(timeout), None
             await self._drive(rm.FollowAsked())
+            self._move_on()
 
     async def _do(self, make: Callable[[], Job], timeout: float | None) -> Result:
         if self._closed.is_set() or self._error is not None:
@@ -194,6 +276,7 @@ class ElasticGroup(ElasticOperations):
         return await asyncio.shield(task)
 
     async def _perform(self, job: Job, end_ns: int) -> Result:
+        await self._wait_for_follower(end_ns)
         async with self._turn:
             if self._closed.is_set() or self._error is not None:
                 raise OperationAborted(f"{self!r} has ended: {self._error or 'it is closed'}")
@@ -209,7 +292,10 @@ class ElasticGroup(ElasticOperations):
                     self._publication.withdraw()
                 self._remains.clear()
                 self._job = None
-            return self._result(job, end)
+            try:
+                return self._result(job, end)
+            finally:
+                self._move_on()
 
     def _result(self, job: Job, end: rm.RepairAction) -> Result:
         match end:
@@ -219,6 +305,7 @@ class ElasticGroup(ElasticOperations):
                     log.warning(
                         "operation repaired", operation=job.call.text, how=self._machine.reason, of=ranks
                     )
+                job.returned(ranks)
                 return Result(value=job.value, contributors=ranks, epoch=self.epoch, repairs=self._repairs)
             case rm.Raise(failed=failed):
                 raise self._told(job, failed)
@@ -262,110 +349,114 @@ class ElasticGroup(ElasticOperations):
 
     async def _end(self) -> None:
         """Nothing can be repaired here: those who wait for us must learn it."""
+        self._moved.set()
         if self._group is not None:
             await self._group.close()
 
     # ---- views
 
+    async def cut(self) -> None:
+        """End what is under way, for a view without one of the members; return once it has drained."""
+        group, mend = self._group, self._mend
+        if group is None:
+            return
+        self._keep_remains()
+        group.abort()
+        if mend is not None:
+            mend.abort()
+        with contextlib.suppress(OperationAborted):  # it is closed, which drains it as well
+            await group.run(lambda c: c.give_up())
+
     async def _next_view(self, after: int) -> rm.RepairEvent:
         self._keep_remains()
         # A peer may not know of a loss that we know of, if it is a link that has ended: it would wait for us.
         self.group.communicator.give_up()
-        task = self._coming or asyncio.ensure_future(self._node.view(after=after))
-        self._coming = task
         left_s = max(0.0, (self._end_ns - now_ns()) / 1e9)
-        if not self._node.segment.lost_mask():  # a member gave up by itself: there may be no other view
+        if not self._lost():  # a member gave up by itself: there may be no other view
             left_s = min(left_s, self._node.deadlines.view_ns / 1e9)
         what = self._job.call.text if self._job else "the group"
+        coming = asyncio.ensure_future(self._home.views.after(after))
         closing = asyncio.ensure_future(self._closed.wait())
         with self._node.progress.doing(f"repair of {what}: the next view after epoch {after}"):
-            await asyncio.wait([task, closing], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([coming, closing], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         closing.cancel()
-        if not task.done():
-            await self._forget_coming()
+        if not coming.done():
+            coming.cancel()
             reason = f"{what}: no view after epoch {after} came within {left_s:.1f} s"
             self._error = OperationAborted(f"{reason}; a member that is not dead has given up, or hangs")
             return rm.NoView()
-        self._coming = None
         try:
-            view = task.result()
+            coming.result()
         except ZbmdError as error:
             self._error = error
             return rm.NoView()
         self._repairs += 1
         if self._group is not None:
             await self._group.close()
-        return self._entered(view)
+        return self._entered()
 
-    def _entered(self, view: View) -> rm.EpochEntered:
+    def _lost(self) -> bool:
+        """Whether a member of the group is marked as lost."""
+        mask = self._node.segment.lost_mask()
+        return any(mask >> rank & 1 for rank in self.members)
+
+    def _entered(self) -> rm.EpochEntered:
+        """Go to the view that the process has entered last."""
+        view, place = self._home.views.view, self._place
+        belong = [m for m in view.members if not place.ranks or m.rank in place.ranks]
         self._view = view
-        self._group = group_of(self._node, view, channel=self._channel)
+        self._group = make_group(
+            self._node,
+            view,
+            members=tuple(m.rank for m in belong),
+            agreed=Agreed(channel=place.channel, stamp=place.base + view.epoch),
+        )
         if self._publication is None:
             self._publication = Publication(self._node.segment.arena)
-        members = tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in view.members)
+        members = tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in belong)
         gone = (*view.finished, *view.lost)
-        readable = tuple(member for member in self._remains if self._read(member) is not None)
+        readable = tuple(member for member in self._remains.of if self._read(member) is not None)
+        self._home.views.entered(self._number, members, place.ranks)
         return rm.EpochEntered(epoch=view.epoch, members=members, gone=gone, readable=readable)
 
-    async def _forget_coming(self) -> None:
-        task, self._coming = self._coming, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-
     async def _exchange(self, action: rm.Exchange) -> rm.RepairEvent:
-        """Exchange reports, unless another view comes first: a member may never come to this one."""
-        group, epoch = self.group, action.epoch
+        """Exchange reports. A view without a member cuts it, and so does a member that is in a later one."""
         encoded = encode_report(action.report, self._publication.at if self._publication else 0)
-        gathered = asyncio.wrap_future(
-            group.submit(lambda c: c.all_gather(encoded, deadline_ns=self._end_ns))
-        )
-        if not self._node.alone:
-            self._coming = asyncio.ensure_future(self._node.view(after=epoch))
-        waited: set[asyncio.Future[Any]] = {gathered} if self._coming is None else {gathered, self._coming}
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if not gathered.done():
-            group.abort()
-            await asyncio.wait([gathered])
         try:
-            rows = gathered.result()
+            rows = await self.group.run(lambda c: c.all_gather(encoded, deadline_ns=self._end_ns))
         except _CUT:
-            return rm.ExchangeCut(epoch=epoch)
-        if self._coming is not None and not self._coming.done():
-            await self._forget_coming()
-        if self._coming is not None:
-            return rm.ExchangeCut(epoch=epoch)
+            return rm.ExchangeCut(epoch=action.epoch)
+        except ZbmdError as error:
+            self._error = error
+            await self._end()
+            raise
         reports: list[rm.Report] = []
         for member, row in zip(self._machine.members, rows, strict=True):
-            report, self._records[member] = decode_report(row, member.rank)
+            report, self._remains.records[member] = decode_report(row, member.rank)
             reports.append(report)
-        return rm.Exchanged(epoch=epoch, reports=tuple(reports))
+        if not action.report.born:
+            told = zip(self.members, reports, strict=True)
+            self._elders = tuple(rank for rank, report in told if report.born)
+        return rm.Exchanged(epoch=action.epoch, reports=tuple(reports))
+
+    async def _opened(
+        self, place: Place, on_close: Callable[[ElasticGroup], None], timeout: float
+    ) -> ElasticGroup:
+        return await _founded(ElasticGroup(self._home, place, on_close), timeout)
 
     # ---- what the dead have left
 
     def _keep_remains(self) -> None:
         """Keep the memory of the members of this epoch: who of them is dead will be known later."""
-        if self._job is None or self._job.published is None:
-            return
-        for peer in self._node.peers.values():
-            member = MemberId(rank=peer.rank, incarnation=peer.incarnation)
-            memory = peer.memory
-            if isinstance(memory, PeerSegment) and member not in self._remains and self._records.get(member):
-                arena = memory.arena_view(memory.arena_offset, memory.nbytes - memory.arena_offset)
-                self._remains[member] = _Remains(arena, memory.arena_offset, self._records[member])
+        if self._job is not None and self._job.published is not None:
+            self._remains.keep(self._machine.members, self._node.peers)
 
     def _read(self, member: MemberId) -> memoryview | None:
         """What a dead member published for the operation under way."""
-        remains, job = self._remains.get(member), self._job
-        if remains is None or job is None or job.published is None or member in self._living():
+        job, lives = self._job, self._view.member(member.rank)
+        if job is None or job.published is None or (lives and lives.incarnation == member.incarnation):
             return None
-        return read_published(
-            remains.arena,
-            remains.base,
-            remains.record_at,
-            self._machine.sequence,
-            job.published.nbytes,
-        )
+        return self._remains.read(member, self._machine.sequence, job.published.nbytes)
 
     def _left(self, adoption: rm.Adoption) -> Bequest:
         """What is brought in of a dead member, with its memory where this rank is to bring it."""
@@ -374,14 +465,12 @@ class ElasticGroup(ElasticOperations):
             raise CollectiveError(f"what {adoption.member} has left could be read, and has gone")
         return Bequest(adoption.member, adoption.carrier, memory)
 
-    def _living(self) -> set[MemberId]:
-        return {MemberId(rank=m.rank, incarnation=m.incarnation) for m in self._view.members}
-
     # ---- the data plane
 
     async def _on_data_plane(self, action: rm.Run | rm.Rerun | rm.CopyResult | rm.Confirm) -> rm.RepairEvent:
-        mend = None if isinstance(action, rm.Run | rm.Confirm) else self._mender(action)
+        mend = self._mend = None if isinstance(action, rm.Run | rm.Confirm) else self._mender(action)
         outcome = await self.group.run(lambda c: self._carry_out(c, action, mend))
+        self._mend = None
         return rm.Ended(epoch=action.epoch, outcome=outcome)
 
     def _mender(self, action: rm.Rerun | rm.CopyResult) -> Communicator:
@@ -393,8 +482,8 @@ class ElasticGroup(ElasticOperations):
             peers={rank: self._node.peers[rank].memory for rank in members if rank != self.rank},
             members=members,
             rank=self.rank,
-            epoch=action.epoch,
-            channel=self._channel + MEND,
+            epoch=self._place.base + action.epoch,
+            channel=self._place.mend,
         )
 
     def _carry_out(
@@ -447,10 +536,23 @@ async def elastic_group(node: Node, *, channel: int = 0, timeout: float | None =
     """The elastic group of the job that `node` has joined; returns once this rank is in line with the others.
 
     A replacement comes in while they are in the midst of an operation, and takes part from the next one on.
-    timeout: seconds, as of an operation. channel: 0..7, another for each elastic group of a process; plain
-    groups beside it take others, and not those plus 8.
+    timeout: seconds, as of an operation. channel: 0..7, another for each elastic group of all ranks; plain
+    groups beside it take others. Raises `LocalProtocolError` if that is in use.
     """
-    made = ElasticGroup(node, channel)
+    if not 0 <= channel < CHANNELS_ELASTIC:
+        raise UserError(f"channel={channel} is not in 0..{CHANNELS_ELASTIC - 1}")
+    subgroups = await open_subgroups(node)
+    home = Home(node, views_of(node), await open_asks(node), subgroups)
+    mend = channel + CHANNELS_ELASTIC
+    subgroups.channels.reserve(mend)
+
+    def closed(group: ElasticGroup) -> None:
+        subgroups.channels.give_back(mend, lambda: True, last=group.epoch)
+
+    return await _founded(ElasticGroup(home, Place(channel=channel, mend=mend), closed), timeout)
+
+
+async def _founded(made: ElasticGroup, timeout: float | None) -> ElasticGroup:
     try:
         await made.found(timeout)
     except BaseException:

@@ -38,6 +38,10 @@ class ElasticOperations(ABC):
         """Where what may be adopted is published."""
 
     @abstractmethod
+    def _row_of(self, rank: int) -> int:
+        """Which row of what is given by rank is for this one."""
+
+    @abstractmethod
     async def _do(self, make: Callable[[], Job], timeout: float | None) -> Result:
         """Bring the operation to its end."""
 
@@ -61,7 +65,7 @@ class ElasticOperations(ABC):
         if mode is Inputs.RECOMPUTE and out is not None:
             raise UserError('inputs="recompute" is for operations in place: leave out `out`')
         return await self._do(
-            lambda: AllReduce(self._arena, x, out, op, _on_loss(on_loss), mode, algorithm), timeout
+            lambda: AllReduce(self._arena, x, out, op, on_loss_of(on_loss), mode, algorithm), timeout
         )
 
     async def reduce(
@@ -80,7 +84,7 @@ class ElasticOperations(ABC):
         """
         mode = _kept(inputs)
         return await self._do(
-            lambda: Reduce(self._arena, x, root, op, _on_loss(on_loss), mode, self.rank), timeout
+            lambda: Reduce(self._arena, x, root, op, on_loss_of(on_loss), mode, self.rank), timeout
         )
 
     async def reduce_scatter(
@@ -93,13 +97,18 @@ class ElasticOperations(ABC):
         inputs: str = "preserve",
         timeout: float | None = None,
     ) -> Result:
-        """Reduce `x`, (ranks of the job, …), over the contributors: rank r gets row r in `out`, (…).
+        """Reduce `x`, (ranks, …), over the contributors: rank r gets row r in `out`, (…).
+
+        Here and below, `ranks` are those of the job, or, of a sub-group, the r-th of its `ranks` has row r.
 
         The rows of ranks that are not there are given to nobody. Without `out` the result is a new array.
         """
         mode = _kept(inputs)
         return await self._do(
-            lambda: ReduceScatter(self._arena, x, out, op, _on_loss(on_loss), mode, self.rank), timeout
+            lambda: ReduceScatter(
+                self._arena, x, out, op, on_loss_of(on_loss), mode, self._row_of, self.rank
+            ),
+            timeout,
         )
 
     async def all_gather(
@@ -107,7 +116,7 @@ class ElasticOperations(ABC):
     ) -> Result:
         """A new array, (contributors, *x.shape): each one's `x`, in rank order."""
         mode = _kept(inputs)
-        return await self._do(lambda: AllGather(self._arena, x, _on_loss(on_loss), mode), timeout)
+        return await self._do(lambda: AllGather(self._arena, x, on_loss_of(on_loss), mode), timeout)
 
     async def gather(
         self,
@@ -123,37 +132,42 @@ class ElasticOperations(ABC):
         Fails with `MembersLost` if the root died in it.
         """
         mode = _kept(inputs)
-        return await self._do(lambda: Gather(self._arena, x, root, _on_loss(on_loss), mode), timeout)
+        return await self._do(lambda: Gather(self._arena, x, root, on_loss_of(on_loss), mode), timeout)
 
     async def scatter(
         self, x: Any, root: int, *, out: Any = None, on_loss: str = "survivors", timeout: float | None = None
     ) -> Result:
-        """Rank r gets row r of the `x`, (ranks of the job, …), of rank `root` in `out`, (…).
+        """Rank r gets row r of the `x`, (ranks, …), of rank `root` in `out`, (…).
 
         The root may leave out `out`; the others pass None for `x`. Fails with `MembersLost` if the root died
         before all had their rows.
         """
-        return await self._do(lambda: Scatter(x, out, root, _on_loss(on_loss), self.rank), timeout)
+        return await self._do(
+            lambda: Scatter(x, out, root, on_loss_of(on_loss), self._row_of, self.rank), timeout
+        )
 
     async def all_to_all(
         self, x: Any, *, on_loss: str = "survivors", inputs: str = "preserve", timeout: float | None = None
     ) -> Result:
-        """Row d of `x`, (ranks of the job, …), goes to rank d. A new array, (contributors, …), by rank."""
+        """Row d of `x`, (ranks, …), goes to rank d. A new array, (contributors, …), by rank."""
         mode = _kept(inputs)
-        return await self._do(lambda: AllToAll(self._arena, x, _on_loss(on_loss), mode, self.rank), timeout)
+        return await self._do(
+            lambda: AllToAll(self._arena, x, on_loss_of(on_loss), mode, self._row_of, self.rank), timeout
+        )
 
     async def broadcast(
         self, x: Any, root: int, *, on_loss: str = "survivors", timeout: float | None = None
     ) -> Result:
         """Every `x` becomes that of rank `root`; fails with `MembersLost` if that died and nobody has it."""
-        return await self._do(lambda: Broadcast(x, root, _on_loss(on_loss)), timeout)
+        return await self._do(lambda: Broadcast(x, root, on_loss_of(on_loss)), timeout)
 
     async def barrier(self, *, on_loss: str = "survivors", timeout: float | None = None) -> Result:
         """Return once every contributor has called it."""
-        return await self._do(lambda: Barrier(_on_loss(on_loss)), timeout)
+        return await self._do(lambda: Barrier(on_loss_of(on_loss)), timeout)
 
 
-def _on_loss(name: str) -> OnLoss:
+def on_loss_of(name: str) -> OnLoss:
+    """The mode of this name. Raises `UserError` if there is none."""
     try:
         return OnLoss(name)
     except ValueError:

@@ -348,7 +348,7 @@ class Group:
             agreed = await home.subgroups.agree(self.epoch, members)
         give_back = home.subgroups.leaving(members, agreed)
         try:
-            made = _make(
+            made = make_group(
                 home.node,
                 self.view,
                 members=members,
@@ -490,10 +490,10 @@ def group_of(node: Node, view: View, *, channel: int = 0, priorities: bool = Fal
             f"channel {channel} is for sub-groups; use one below {SUBGROUP_CHANNEL_FIRST}"
         )
     agreed = Agreed(channel=channel, stamp=view.epoch)
-    return _make(node, view, members=view.ranks, agreed=agreed, priorities=priorities)
+    return make_group(node, view, members=view.ranks, agreed=agreed, priorities=priorities)
 
 
-def _make(
+def make_group(
     node: Node,
     view: View,
     *,
@@ -502,6 +502,7 @@ def _make(
     priorities: bool = False,
     closed: Callable[[], None] = lambda: None,
 ) -> Group:
+    """The group of some members of a view that `node` has entered, on a channel. Waits for nobody."""
     communicator = Communicator(
         segment=node.segment,
         peers={rank: node.peers[rank].memory for rank in members if rank != node.rank},

@@ -61,12 +61,22 @@ class Channels:
         self._free &= ~(1 << place)
         self._used[place] = agreed.stamp
 
-    def give_back(self, channel: int, all_have: Callable[[], bool]) -> None:
+    def give_back(self, channel: int, all_have: Callable[[], bool], last: int = 0) -> None:
         """A sub-group is closed here; the channel is free once `all_have` left it.
 
         Until then a member may still be in its last operation, and reads there what we say on the channel.
+        last: the highest stamp that it was used with, if that is not the one that it was taken with.
         """
-        self._left[channel - SUBGROUP_CHANNEL_FIRST] = all_have
+        place = channel - SUBGROUP_CHANNEL_FIRST
+        self._used[place] = max(self._used[place], last)
+        self._left[place] = all_have
+
+    def reserve(self, channel: int) -> None:
+        """Keep a channel out of what is offered from now on. Raises `LocalProtocolError` if it is in use."""
+        place = channel - SUBGROUP_CHANNEL_FIRST
+        if not self.offer().free >> place & 1:
+            raise LocalProtocolError(f"channel {channel} is in use by a sub-group: make elastic groups first")
+        self._free &= ~(1 << place)
 
 
 def agree(offers: Sequence[Offer]) -> Agreed:

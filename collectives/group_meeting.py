@@ -94,7 +94,7 @@ class Subgroups:
         self._node = node
         self.channels = Channels()
         # Two agreements at once would offer the same channels.
-        self._turn = asyncio.Lock()
+        self.turn = asyncio.Lock()
         self._meetings: dict[Key, _Meeting] = {}
         self._made: dict[int, _Made] = {}
         self._withdrawals: set[asyncio.Task[None]] = set()
@@ -105,7 +105,7 @@ class Subgroups:
         Raises `MembersLost` if one of them ends, and `LocalProtocolError` if no channel is left. To be
         called under a timeout: the others are told of a call that has ended so, and later calls meet again.
         """
-        async with self._turn:
+        async with self.turn:
             for key in [key for key in self._meetings if key[0] < epoch]:
                 del self._meetings[key]
             meeting = self._meeting(epoch, members)

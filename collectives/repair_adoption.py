@@ -8,13 +8,18 @@ kernel has proven the owner's end (a view is entered only then): so what they re
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
+from zbmd.actors.member import Peer
 from zbmd.collectives.arrays import Array
+from zbmd.collectives.commit_messages import MemberId
 from zbmd.transport.arena import Arena
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.segment import PeerSegment
 
 _WORDS = struct.Struct("=3Q")
 RECORD_BYTES = 8 + _WORDS.size
@@ -45,6 +50,51 @@ class Publication:
     def withdraw(self) -> None:
         """The array is the caller's again."""
         self._record[0] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A peer's arena, which begins at `base` of its segment, and where its record lies."""
+
+    arena: memoryview
+    base: int
+    record_at: int
+
+
+class Remains:
+    """What is kept of peers' memory while an operation that may adopt is under way."""
+
+    def __init__(self) -> None:
+        self.records: dict[MemberId, int] = {}
+        """Where members publish, as they have said; 0: they do not."""
+        self._kept: dict[MemberId, _Kept] = {}
+
+    @property
+    def of(self) -> tuple[MemberId, ...]:
+        """Whose memory is kept."""
+        return tuple(self._kept)
+
+    def keep(self, members: tuple[MemberId, ...], peers: Mapping[int, Peer]) -> None:
+        """Keep that of these members as far as it is mapped."""
+        for member in members:
+            peer = peers.get(member.rank)
+            if peer is None or peer.incarnation != member.incarnation or member in self._kept:
+                continue
+            memory, record_at = peer.memory, self.records.get(member)
+            if isinstance(memory, PeerSegment) and record_at:
+                arena = memory.arena_view(memory.arena_offset, memory.nbytes - memory.arena_offset)
+                self._kept[member] = _Kept(arena, memory.arena_offset, record_at)
+
+    def read(self, member: MemberId, sequence: int, nbytes: int) -> memoryview | None:
+        """See `read_published`; None of one whose memory is not kept."""
+        kept = self._kept.get(member)
+        if kept is None:
+            return None
+        return read_published(kept.arena, kept.base, kept.record_at, sequence, nbytes)
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._kept.clear()
 
 
 def read_published(arena: memoryview, base: int, at: int, sequence: int, nbytes: int) -> memoryview | None:

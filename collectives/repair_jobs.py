@@ -28,6 +28,9 @@ class Job(ABC):
     published: Array | None = None
     """In the arena, what peers may adopt."""
 
+    def returned(self, contributors: tuple[int, ...]) -> None:  # noqa: B027
+        """All have the result of these ranks, and the caller is about to. On the loop."""
+
     @abstractmethod
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """Run it over all of `c`, whoever they are."""

@@ -1,14 +1,16 @@
 """The operations of an elastic group that give each member a result of its own.
 
-Rows are by rank, not by place: row r of an `x` is for rank r, whoever is in the group by then, so survivors
-can make the operation again from the inputs as they are. Rows of ranks that are not there go to nobody.
+Rows are by rank, not by place: row r of an `x` is for rank r of the job, or for the r-th rank of a sub-group,
+whoever is there by then, so survivors can make the operation again from the inputs as they are. Rows of ranks
+that are not there go to nobody.
 
 Methods run on the data-plane thread, and raise as the communicator's do.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from zbmd.collectives.repair_jobs import Job, published_in
 from zbmd.collectives.repair_messages import Call, Inputs, OnLoss
 from zbmd.transport.arena import Arena
 from zbmd.transport.errors import UserError
+
+RowOf: TypeAlias = Callable[[int], int]
+"""Which row is for a rank."""
 
 
 class Reduce(Job):
@@ -53,9 +58,18 @@ class ReduceScatter(Job):
     """`Communicator.reduce_scatter` of rows by rank, into `out` or a new array."""
 
     def __init__(
-        self, arena: Arena, x: Any, out: Any, op: str, on_loss: OnLoss, inputs: Inputs, rank: int
+        self,
+        arena: Arena,
+        x: Any,
+        out: Any,
+        op: str,
+        on_loss: OnLoss,
+        inputs: Inputs,
+        row_of: RowOf,
+        rank: int,
     ) -> None:
-        self._given = given = _rows(x, rank)
+        self._given = given = _rows(x, row_of(rank))
+        self._row_of = row_of
         dtype_code(given.dtype)
         reduction_code(op, given.dtype)
         self.published = published_in(arena, given, inputs)
@@ -67,11 +81,13 @@ class ReduceScatter(Job):
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """See `Job`."""
         given = self._given if self.published is None else self.published.reshape(self._given.shape)
-        c.reduce_scatter(_of_members(given, c), self.value, op=self._op, deadline_ns=deadline_ns)
+        c.reduce_scatter(
+            _of_members(given, c, self._row_of), self.value, op=self._op, deadline_ns=deadline_ns
+        )
 
     def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
         """See `Job`. 16-bit floats are added up in float32 and rounded once."""
-        total = _of_members(estate.added_to(self._given, self._op), c)
+        total = _of_members(estate.added_to(self._given, self._op), c, self._row_of)
         mine = c.reduce_scatter(total, op=summed(self._op), deadline_ns=deadline_ns)
         as_array(self.value, "out")[...] = estate.finished(mine, self._op, self._given.dtype)
 
@@ -100,11 +116,12 @@ class Gather(Job):
 class Scatter(Job):
     """`Communicator.scatter` of the root's rows by rank, into `out`, or a new array at the root."""
 
-    def __init__(self, x: Any, out: Any, root: int, on_loss: OnLoss, rank: int) -> None:
+    def __init__(self, x: Any, out: Any, root: int, on_loss: OnLoss, row_of: RowOf, rank: int) -> None:
         self._given: Array | None = None
+        self._row_of = row_of
         self._root = root
         if rank == root:
-            self._given = _rows(x, rank)
+            self._given = _rows(x, row_of(rank))
             out = np.empty(self._given.shape[1:], self._given.dtype) if out is None else out
         elif out is None:
             raise UserError(f"rank {rank} is not the root: pass the array that takes its row as `out`")
@@ -114,51 +131,55 @@ class Scatter(Job):
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """See `Job`."""
-        given = None if self._given is None else _of_members(self._given, c)
+        given = None if self._given is None else _of_members(self._given, c, self._row_of)
         c.scatter(given, self._root, self.value, deadline_ns=deadline_ns)
 
 
 class AllToAll(Job):
     """`Communicator.all_to_all` of rows by rank, into a new array with a row from each contributor."""
 
-    def __init__(self, arena: Arena, x: Any, on_loss: OnLoss, inputs: Inputs, rank: int) -> None:
-        self._given = given = _rows(x, rank)
+    def __init__(
+        self, arena: Arena, x: Any, on_loss: OnLoss, inputs: Inputs, row_of: RowOf, rank: int
+    ) -> None:
+        self._given = given = _rows(x, row_of(rank))
+        self._row_of = row_of
         self.published = published_in(arena, given, inputs)
         text = f"all_to_all({_what(given)}, {on_loss.value}, {inputs.value})"
         self.call = Call(text=text, on_loss=on_loss, inputs=inputs, own=True)
 
     def run(self, c: Communicator, deadline_ns: int) -> None:
         """See `Job`."""
-        self.value = c.all_to_all(_of_members(self._given, c), deadline_ns=deadline_ns)
+        self.value = c.all_to_all(_of_members(self._given, c, self._row_of), deadline_ns=deadline_ns)
 
     def adopt(self, c: Communicator, estate: Estate, deadline_ns: int) -> None:
         """See `Job`."""
-        living = c.all_to_all(_of_members(self._given, c), deadline_ns=deadline_ns)
+        living = c.all_to_all(_of_members(self._given, c, self._row_of), deadline_ns=deadline_ns)
         self.value = estate.rows_with(living)
         for each in estate.bequests:
             theirs = each.like(self._given)
-            rows = None if theirs is None else _of_members(theirs, c)
+            rows = None if theirs is None else _of_members(theirs, c, self._row_of)
             c.scatter(rows, each.carrier, estate.row_of(each, self.value), deadline_ns=deadline_ns)
 
 
-def _rows(x: Any, rank: int) -> Array:
+def _rows(x: Any, mine: int) -> Array:
+    """`x`, which has a row for this rank, the `mine`-th."""
     given = as_array(x, "x")
-    if given.ndim == 0 or given.shape[0] <= rank:
+    if given.ndim == 0 or given.shape[0] <= mine:
         raise UserError(
-            f"x of shape {given.shape} has no row for rank {rank}: give one for each rank of the job"
+            f"x of shape {given.shape} has no row for rank {mine}: give one for each rank of the job, or of "
+            "the sub-group in its order"
         )
     return given
 
 
-def _of_members(given: Array, c: Communicator) -> Array:
+def _of_members(given: Array, c: Communicator, row_of: RowOf) -> Array:
     """The rows for those in `c`, in their order; without a copy if those are all."""
-    if given.shape[0] <= max(c.members):
-        raise UserError(
-            f"x of shape {given.shape} has no row for rank {max(c.members)}, which has come since"
-        )
-    if c.members == tuple(range(given.shape[0])):
+    rows = [row_of(member) for member in c.members]
+    if given.shape[0] <= max(rows):
+        raise UserError(f"x of shape {given.shape} has no row {max(rows)}, whose rank has come since")
+    if rows == list(range(given.shape[0])):
         return given
-    return given[list(c.members)]
+    return given[rows]
 
 
 def _what(given: Array) -> str:

@@ -195,20 +195,22 @@ class RankProcess:
         self.entered = self.known.epoch
         members = tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in self.known.members)
         self.parted.clear()  # links that had ended stand again
-        readable = tuple(
-            member
-            for member, memory in sorted(
-                self.world.memory.items(), key=lambda item: (item[0].rank, item[0].incarnation)
-            )
-            if member not in members and memory.published == self.machine.sequence
-        )
         event = rm.EpochEntered(
             epoch=self.known.epoch,
             members=members,
             gone=(*self.known.finished, *self.known.lost),
-            readable=readable if self.machine.call else (),
+            readable=self.readable(members) if self.machine.call else (),
         )
         return self._feed(event, now_ns)
+
+    def readable(self, members: tuple[MemberId, ...]) -> tuple[MemberId, ...]:
+        """Those not among `members` who have published something for the operation under way."""
+        memories = sorted(self.world.memory.items(), key=lambda item: _key(item[0]))
+        return tuple(
+            member
+            for member, memory in memories
+            if member not in members and memory.published == self.machine.sequence
+        )
 
     # ---- calls
 
@@ -414,10 +416,14 @@ def _key(member: MemberId) -> tuple[int, int]:
     return member.rank, member.incarnation
 
 
+def conditions_of(seed: int | str) -> sim.Conditions:
+    """The network of a run."""
+    return draw_conditions(random.Random(f"{seed}/conditions"))
+
+
 def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Message], World]:
     """The simulation of one group, without its kills. `options.steps` counts operations."""
-    conditions = draw_conditions(random.Random(f"{seed}/conditions"))
-    simulation = sim.Simulation[Message](seed, conditions=conditions)
+    simulation = sim.Simulation[Message](seed, conditions=conditions_of(seed))
     world = World(options, seed)
     living: dict[int, int] = {}
     world.lives = lambda m: simulation.lives(f"rank{m.rank}") and living.get(m.rank) == m.incarnation

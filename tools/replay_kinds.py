@@ -14,7 +14,7 @@ from zbmd.actors.capture_kinds import (
     UPGRADE_LEDGER,
 )
 from zbmd.actors.cluster.cluster_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, ONE_JOB
-from zbmd.collectives.capture_kinds import OPERATIONS, REPAIR, STEP_COMMIT
+from zbmd.collectives.capture_kinds import OPERATIONS, REPAIR, STEP_COMMIT, VIEWS
 from zbmd.training.capture_kinds import MIRROR, STAGE, ZERO_STEP
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
 from zbmd.transport.hello_kind import HELLO
@@ -37,6 +37,7 @@ __all__ = [
     "UPGRADE",
     "UPGRADE_AGENT",
     "UPGRADE_LEDGER",
+    "VIEWS",
     "ZERO_STEP",
     "secrets_for",
 ]

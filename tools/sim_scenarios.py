@@ -21,6 +21,7 @@ from zbmd.actors.simulated.scenario import ActorsScenario
 from zbmd.actors.supervision_scenario import SupervisionScenario
 from zbmd.collectives.collectives_scenario import CollectivesScenario
 from zbmd.collectives.commit_scenario import CommitScenario
+from zbmd.collectives.parts_scenario import PartsScenario
 from zbmd.collectives.repair_scenario import RepairScenario
 from zbmd.training.training_scenario import TrainingScenario
 from zbmd.transport.errors import UserError
@@ -71,6 +72,7 @@ ENTRIES: Mapping[str, Entry] = MappingProxyType(
         "jobs": Entry(make=JobsScenario, ranks=(1, 2, 2, 3, 3, 3, 4, 5, 7), lengths=(1, 1, 2, 3, 6)),
         "training": Entry(make=TrainingScenario, ranks=(1, 2, 2, 3, 3, 4), lengths=(1, 1, 1, 2, 2, 3, 6)),
         "repair": Entry(make=RepairScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 1, 2, 3, 6)),
+        "parts": Entry(make=PartsScenario, ranks=(2, 3, 4, 4, 4, 5), lengths=(1, 1, 2, 3)),
         "collectives": Entry(
             make=CollectivesScenario, ranks=(1, 2, 2, 3, 3, 4, 5, 6), lengths=(1, 1, 2, 3, 8)
         ),

@@ -66,6 +66,7 @@ class Mutation:
 COMMIT = "zbmd.collectives.commit:StepCommit"
 REPAIR = "zbmd.collectives.repair_machine:RepairMachine"
 VERDICT = "zbmd.collectives.repair_verdict:_Case"
+VIEWS = "zbmd.collectives.views_machine:ViewsMachine"
 SUPERVISION = "zbmd.actors.supervision:SupervisionMachine"
 PEER = "zbmd.actors.peer:Peer"
 CLUSTER = "zbmd.actors.cluster.membership:ClusterMachine"
@@ -132,6 +133,27 @@ MUTATIONS = [
         (Edit(f"{VERDICT}.verdict", "if held and not call.own:", "if held:"),),
         BROKEN,
         seed=12,
+    ),
+    Mutation(
+        "a view is entered before those who lose a member in it have drained",
+        "parts",
+        (Edit(f"{VIEWS}._enter_if_drained", "or self._draining", ""),),
+        ANY,
+        seed=2,
+    ),
+    Mutation(
+        "a group is cut by a view in which all of its members stay",
+        "parts",
+        (Edit(f"{VIEWS}._loses", "not group.members <= set(self._coming.kept)", "True"),),
+        BROKEN,
+        seed=1,
+    ),
+    Mutation(
+        "a group that nobody calls an operation of does not come to a view without one of its members",
+        "parts",
+        (Edit(f"{VIEWS}._enter_if_drained", "if len(self._groups) > 1:", "if False:"),),
+        ANY,
+        seed=1,
     ),
     Mutation(
         "either half of a view may go on",

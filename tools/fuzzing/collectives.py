@@ -20,6 +20,7 @@ from zbmd.collectives._program import READ
 from zbmd.collectives._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.algorithms import Operation, Request
 from zbmd.collectives.commit import StepCommit
+from zbmd.collectives.elastic_splits import Split, SplitLedger, SplitsTold
 from zbmd.collectives.errors import CollectiveError
 from zbmd.collectives.executor import Call, MappedExecutor
 from zbmd.collectives.plan import Plan, plan_of
@@ -165,6 +166,25 @@ def _reports(data: bytes) -> None:
     verdict = decide(EPOCH + 1, members, {0: sound, 1: found}, frozenset())
     if not set(verdict.runners) <= set(RANKS[:2]):
         raise Broken(f"ranks {verdict.runners} are to run")
+
+
+def _splits_seeds() -> tuple[bytes, ...]:
+    split = Split(channel=8, mend=9, base=3, places=((0, 1, 0), (1, 1, -1), (2, 0, 0)))
+    both = (split, msgspec.structs.replace(split, closed=True))
+    return tuple(_from(0, SplitsTold(splits=both[:k])) for k in range(3))
+
+
+def _splits(data: bytes) -> None:
+    """Two elders tell rank 1 the same anything of how a group was split."""
+    told = _codec().decode_contract(data[1:])
+    if not isinstance(told, SplitsTold):
+        return
+    ledger = SplitLedger()
+    ledger.learn({0: told, 2: told}, rank=1)
+    for split in ledger.splits:
+        part = split.part_of(1)
+        if len(set(part)) != len(part) or (part and 1 not in part):
+            raise Broken(f"rank 1 belongs to {part}")
 
 
 def _record_seeds() -> tuple[bytes, ...]:
@@ -379,6 +399,13 @@ TARGETS = (
         allowed=(RemoteProtocolError,),
         seeds=_report_seeds,
         run=_reports,
+    ),
+    Target(
+        name="elastic.splits",
+        what="how a group was split, as its members tell one that comes later",
+        allowed=DECODED,
+        seeds=_splits_seeds,
+        run=_splits,
     ),
     Target(
         name="repair.record",

@@ -1,0 +1,133 @@
+"""Sub-groups of an elastic group under real kills: rows and columns of a mesh, each repaired alone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host_events import HostEvent, RankReport
+from zbmd.actors.host_output import OutputLine
+from zbmd.actors.view import OnLoss, Outcome
+
+TIMEOUT_S = 60.0
+LINES_MAX = 60
+
+
+class Job:
+    """A host that runs a script, and what its ranks report and print."""
+
+    def __init__(self, folder: Path, script: str, *, ranks: int, on_loss: OnLoss = OnLoss.REPLACE) -> None:
+        target = folder / "job.py"
+        target.write_text(script)
+        self._config = HostConfig(
+            target=str(target),
+            arena_bytes=1 << 20,
+            preload=("zbmd.collectives.elastic",),
+            world_size=ranks,
+            on_loss=on_loss,
+            max_restarts=1000,
+        )
+        self.told: list[dict[str, Any]] = []
+        self.lines: list[str] = []
+
+    async def write_line(self, line: OutputLine) -> None:
+        """What a rank has printed."""
+        self.lines.append(f"{line.rank}: {line.text.decode()}")
+
+    async def _observe(self, event: HostEvent) -> None:
+        if isinstance(event, RankReport):
+            self.told.append(event.payload)
+
+    async def run(self) -> None:
+        """Run it to its end, which must be a success."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                result = await Host(self._config, output=self, observer=self._observe).run()
+        except TimeoutError:
+            raise AssertionError("\n".join(["no end; its ranks said:", *self.lines[-LINES_MAX:]])) from None
+        assert result.outcome is Outcome.SUCCEEDED, "\n".join([str(result), *self.lines[-LINES_MAX:]])
+
+
+@pytest.fixture(autouse=True)
+def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+
+
+MESH = """
+import numpy as np
+import zbmd
+
+ROUNDS, KILLS, MODE = {rounds}, {kills!r}, {mode!r}
+COLUMNS = ((0, 2), (3, 1))
+
+async def total(node, name, group):
+    k = group.sequence
+    rank, point = KILLS.get((name, k), (None, 0))
+    if rank == node.rank and node.incarnation == 1:
+        c = group.group.communicator
+        c.kill_at(c.sequence + 1, point)
+    done = await group.all_reduce(zbmd.from_array(np.full(300, 10.0**node.rank * k)), timeout=60, **MODE)
+    value = float(done.value.min()), float(done.value.max())
+    told = dict(k=k, rank=node.rank, of=done.contributors, repairs=done.repairs, epoch=done.epoch)
+    node.report(told | dict(group=name, value=value, life=node.incarnation))
+
+async def main():
+    async with zbmd.join() as node:
+        me = node.rank
+        group = await zbmd.elastic_group(node, timeout=60)
+        row = await group.split(me // 2, timeout=60)
+        made = [await group.subgroup(ranks, timeout=60) for ranks in COLUMNS]
+        column = made[me % 2]
+        assert made[1 - me % 2] is None
+        assert row.ranks == (me // 2 * 2, me // 2 * 2 + 1) and column.ranks == COLUMNS[me % 2], (row, column)
+        while row.sequence <= ROUNDS or column.sequence <= ROUNDS:
+            if row.sequence <= min(column.sequence, ROUNDS):
+                await total(node, "row%d" % (me // 2), row)
+            else:
+                await total(node, "column%d" % (me % 2), column)
+        await total(node, "all", group)
+        for each in (row, column, group):
+            await each.close()
+
+zbmd.run(main())
+"""
+RANKS = {"row0": (0, 1), "row1": (2, 3), "column0": (0, 2), "column1": (1, 3), "all": (0, 1, 2, 3)}
+ROUNDS = 6
+KILLS = {("row0", 2): (1, 4), ("column1", 4): (3, 2)}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"inputs": "preserve"},
+        {"inputs": "preserve", "on_loss": "wait_for_replacement"},
+        {"inputs": "adopt"},
+    ],
+    ids=["survivors", "wait", "adopt"],
+)
+async def test_ranks_of_a_mesh_die_in_rows_and_columns(tmp_path: Path, mode: dict[str, Any]) -> None:
+    job = Job(tmp_path, MESH.format(rounds=ROUNDS, kills=KILLS, mode=mode), ranks=4)
+    await job.run()
+    ends: dict[tuple[str, int], set[tuple[Any, ...]]] = {}
+    for told in job.told:
+        of, value = tuple(told["of"]), tuple(told["value"])
+        total = told["k"] * sum(10.0**rank for rank in of)
+        assert value == (total, total) and set(of) <= set(RANKS[told["group"]]), told
+        ends.setdefault((told["group"], told["k"]), set()).add(of)
+    assert all(len(each) == 1 for each in ends.values()), ends
+    assert {name for name, _ in ends} == set(RANKS)
+    whole = {key: each == {RANKS[key[0]]} for key, each in ends.items()}
+    struck = {("row0", 2), ("column1", 2), ("column1", 4), ("row1", 4), ("row1", 5)}
+    if "on_loss" in mode:
+        assert all(whole.values()), ends
+    assert all(whole[key] for key in whole.keys() - struck), ends
+    assert {(t["rank"], t["life"]) for t in job.told} == {(0, 1), (1, 1), (1, 2), (2, 1), (3, 1), (3, 2)}
+    # The other row has neither waited for the first death nor been cut short by it.
+    calm = [t for t in job.told if t["group"] in ("row1", "column0") and t["k"] <= 3]
+    assert calm and {(t["repairs"], t["epoch"]) for t in calm} == {(0, 1)}, calm
+    last = [t for t in job.told if t["group"] == "all"]
+    assert {t["rank"] for t in last} == {0, 1, 2, 3}

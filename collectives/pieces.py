@@ -19,6 +19,7 @@ from zbmd.collectives.plan import (
     CHUNK_BYTES,
     FAR_CHUNK_BYTES,
     FAR_PIECE_BYTES,
+    FAR_SLOT_BYTES,
     PIECE_BYTES,
     PLANS_MAX,
     SWAP_PIECE_BYTES,
@@ -47,6 +48,18 @@ class Side:
     store: Array | None = None
     only_read: bool = False
     """The operation leaves it as it is, so nothing is copied back to `store`."""
+
+
+_MOVING = frozenset(
+    (
+        Operation.BROADCAST,
+        Operation.ALL_GATHER,
+        Operation.GATHER,
+        Operation.SCATTER,
+        Operation.ALL_TO_ALL,
+    )
+)
+"""Operations that reduce nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +138,8 @@ def choice_of(ask: Ask) -> Choice:
 
 @lru_cache(maxsize=PLANS_MAX)
 def shape_of(ask: Ask) -> Shape:
-    """The plans: pieces of at most `PIECE_BYTES` over all blocks of a rank; `FAR_PIECE_BYTES` if members on
-    other hosts are read directly. Raises `UserError`.
+    """The plans: pieces of at most `PIECE_BYTES` over all blocks of a rank, or `FAR_PIECE_BYTES` if there are
+    members on other hosts. Raises `UserError`.
     """
     item = itemsize(ask.dtype)
     published_bytes = max(ask.published, ask.count) * item
@@ -171,11 +184,14 @@ def _request(ask: Ask, name: str, block_bytes: int) -> Request:
 
 def _cut(ask: Ask, name: str) -> tuple[int, int]:
     """Bytes of a chunk and of a piece, at most."""
+    wider = slot_itemsize(ask.dtype) // itemsize(ask.dtype)  # a 16-bit float takes more in a slot
+    if name == "swap":  # a chunk of each peer is in slots
+        return max(1, CHUNK_BYTES // (wider * max(1, ask.n - 1))), SWAP_PIECE_BYTES
     if ask.far and name == "direct":
         return FAR_CHUNK_BYTES, FAR_PIECE_BYTES
-    if name == "swap":  # a chunk of each peer is in slots, where a 16-bit float takes more
-        wider = slot_itemsize(ask.dtype) // itemsize(ask.dtype)
-        return max(1, CHUNK_BYTES // (wider * max(1, ask.n - 1))), SWAP_PIECE_BYTES
+    if ask.far and (_entry(ask, name).over_hosts or ask.operation in _MOVING):
+        return FAR_SLOT_BYTES // wider, FAR_PIECE_BYTES
+    # Others go by chunks in the order in which they reduce: theirs are the bits of one host.
     return CHUNK_BYTES, PIECE_BYTES
 
 

@@ -22,6 +22,8 @@ PIECE_BYTES = 4 << 20
 """A larger operation is done in consecutive pieces of this size: it bounds staging and scratch."""
 FAR_CHUNK_BYTES = 512 << 10
 """The same where what is read comes over a network: each chunk is asked for, and a question costs."""
+FAR_SLOT_BYTES = 256 << 10
+"""The same where chunks are put into slots there: each is a message, and the inbox is small."""
 FAR_PIECE_BYTES = 16 << 20
 """The same: to meet for a piece costs messages."""
 SWAP_PIECE_BYTES = 16 << 20

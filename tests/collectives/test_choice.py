@@ -16,6 +16,8 @@ from zbmd.collectives.choice import VARIABLE, Choice, choose
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.cost_model import FORMULAS, MANY_HOSTS, ONE_HOST, Model
 from zbmd.collectives.errors import Desynchronised
+from zbmd.collectives.pieces import Ask, shape_of
+from zbmd.collectives.reductions import dtype_code
 from zbmd.transport.errors import UserError
 
 RunRanks = Callable[..., list[Any]]
@@ -149,3 +151,28 @@ def test_hosts_are_one_a_member(run_ranks: RunRanks) -> None:
         return c.flight[-1].algorithm
 
     assert set(run_ranks(4, body)) <= {"hierarchical", "hierarchical_tree", "direct"}
+
+
+@pytest.mark.parametrize(
+    ("operation", "algorithm", "hosts", "chunks"),
+    [
+        (Operation.ALL_REDUCE, "hierarchical", (0, 0, 1, 1), 16 << 20 >> 18),
+        (Operation.BROADCAST, "tree", (0, 1, 2, 3), 16 << 20 >> 18),
+        (Operation.ALL_REDUCE, "direct", (0, 0, 1, 1), 16 << 20 >> 19),
+        (Operation.ALL_REDUCE, "ring", (0, 0, 1, 1), 4 << 20 >> 17),
+    ],
+)
+def test_chunks_are_longer_between_hosts_where_no_bits_depend_on_them(
+    operation: Operation, algorithm: str, hosts: tuple[int, ...], chunks: int
+) -> None:
+    ask = Ask(
+        operation=operation,
+        algorithm=algorithm,
+        n=4,
+        place=0,
+        count=16 << 20 >> 2,
+        dtype=dtype_code(np.dtype(np.float32)),
+        hosts=hosts,
+        far=True,
+    )
+    assert shape_of(ask).plan.request.chunks == chunks

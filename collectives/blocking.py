@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.communicator import NO_ROOT, Communicator
+from zbmd.collectives.device_arrays import given_back, taken
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import UserError
 
@@ -65,6 +66,7 @@ class Blocking:
         limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)
         done = None if priority else self._lane.run_now(_ALL_REDUCE, x, out, op, algorithm, NO_ROOT, limit_ns)
         if done is None:
+            x, out = taken(x), taken(out)
             return self._run(
                 limit_ns,
                 lambda c, ns: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=ns),
@@ -82,17 +84,20 @@ class Blocking:
         priority: int = 0,
     ) -> Sequence[Any]:
         """As `Group.all_reduce_many`."""
-        return self._run(
+        given = [taken(x) for x in arrays]
+        self._run(
             timeout_ns(timeout),
-            lambda c, ns: c.all_reduce_many(arrays, op=op, algorithm=algorithm, deadline_ns=ns),
+            lambda c, ns: c.all_reduce_many(given, op=op, algorithm=algorithm, deadline_ns=ns),
             priority,
         )
+        return arrays
 
     def broadcast(self, x: Any, root: int, *, timeout: float | None = None, priority: int = 0) -> Any:
         """As `Group.broadcast`."""
         limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)
         done = None if priority else self._lane.run_now(_BROADCAST, x, None, "sum", "auto", root, limit_ns)
         if done is None:
+            x = taken(x)
             return self._run(limit_ns, lambda c, end_ns: c.broadcast(x, root, deadline_ns=end_ns), priority)
         return x if done else self._communicator.lane_failed()
 
@@ -118,12 +123,14 @@ class Blocking:
         priority: int = 0,
     ) -> Any:
         """As `Group.reduce`."""
+        x, out = taken(x), taken(out)
         return self._run(
             timeout_ns(timeout), lambda c, end_ns: c.reduce(x, root, out, op=op, deadline_ns=end_ns), priority
         )
 
     def all_gather(self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0) -> Any:
         """As `Group.all_gather`."""
+        x, out = taken(x), taken(out)
         return self._run(
             timeout_ns(timeout), lambda c, end_ns: c.all_gather(x, out, deadline_ns=end_ns), priority
         )
@@ -132,6 +139,7 @@ class Blocking:
         self, x: Any, root: int, *, out: Any = None, timeout: float | None = None, priority: int = 0
     ) -> Any:
         """As `Group.gather`."""
+        x, out = taken(x), taken(out)
         return self._run(
             timeout_ns(timeout), lambda c, end_ns: c.gather(x, root, out, deadline_ns=end_ns), priority
         )
@@ -140,6 +148,7 @@ class Blocking:
         self, x: Any, root: int, *, out: Any = None, timeout: float | None = None, priority: int = 0
     ) -> Any:
         """As `Group.scatter`."""
+        x, out = taken(x), taken(out)
         return self._run(
             timeout_ns(timeout), lambda c, end_ns: c.scatter(x, root, out, deadline_ns=end_ns), priority
         )
@@ -148,6 +157,7 @@ class Blocking:
         self, x: Any, *, out: Any = None, op: str = "sum", timeout: float | None = None, priority: int = 0
     ) -> Any:
         """As `Group.reduce_scatter`."""
+        x, out = taken(x), taken(out)
         return self._run(
             timeout_ns(timeout),
             lambda c, end_ns: c.reduce_scatter(x, out, op=op, deadline_ns=end_ns),
@@ -156,6 +166,7 @@ class Blocking:
 
     def all_to_all(self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0) -> Any:
         """As `Group.all_to_all`."""
+        x, out = taken(x), taken(out)
         return self._run(
             timeout_ns(timeout), lambda c, end_ns: c.all_to_all(x, out, deadline_ns=end_ns), priority
         )
@@ -171,18 +182,17 @@ class Blocking:
         priority: int = 0,
     ) -> Any:
         """As `Group.all_to_all_v`."""
+        x, out = taken(x), taken(out)
         return self._run(
             timeout_ns(timeout),
             lambda c, end_ns: c.all_to_all_v(x, send_rows, receive_rows, out, deadline_ns=end_ns),
             priority,
         )
 
-    def _run(
-        self, limit_ns: int, operation: Callable[[Communicator, int], ResultT], priority: int
-    ) -> ResultT:
+    def _run(self, limit_ns: int, operation: Callable[[Communicator, int], Any], priority: int) -> Any:
         """Run an operation here, or on the group's thread if others wait there."""
         end_ns = now_ns() + limit_ns
         if self._lane.queued or priority:
-            queued: Future[ResultT] = self._submit(lambda c: operation(c, end_ns), priority, end_ns)
-            return queued.result()
-        return operation(self._communicator, end_ns)
+            queued: Future[Any] = self._submit(lambda c: operation(c, end_ns), priority, end_ns)
+            return given_back(queued.result())
+        return given_back(operation(self._communicator, end_ns))

@@ -8,7 +8,8 @@ import numpy as np
 
 from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.algorithms.shard_tree import Assignment
-from zbmd.collectives.arrays import Array, Target, as_array, require_size
+from zbmd.collectives.arrays import Placed, PlacedT, Target, as_placed, require_size
+from zbmd.collectives.device_arrays import DeviceArray, new_array
 from zbmd.collectives.layout import Layout
 from zbmd.collectives.pieces import Ask, Job, Side, shape_of
 from zbmd.collectives.program import IN, OUT, PUB
@@ -56,13 +57,23 @@ class Calls(Runs):
             raise UserError(f"the root {root} is not one of the members {self.members}")
         return self.members.index(root)
 
-    def _output(self, out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, Target]:
-        """What the caller gets back, and the array to write: `out`, or a new one of `shape` if it is None."""
-        result = np.empty(shape, dtype) if out is None else out
-        size = int(np.prod(shape, dtype=np.int64))
-        return result, Target(require_size(as_array(result, "out"), dtype, size, "out"), "out")
+    def _output(self, out: Any, shape: tuple[int, ...], like: Placed) -> tuple[Any, Target[Any]]:
+        """What the caller gets back, and the array to write: `out`, or, if it is None, a new one of `shape`
+        with the dtype of `like`, where that lies.
+        """
+        dtype, size = like.dtype, int(np.prod(shape, dtype=np.int64))
+        if out is not None:
+            return out, Target(require_size(as_placed(out, "out"), dtype, size, "out"), "out")
+        if isinstance(like, DeviceArray):
+            made = new_array(like, shape, dtype)
+            return made.given, Target(made.operand(), "out")
+        result = np.empty(shape, dtype)
+        return result, Target(result, "out")
 
-    def _blocks_of(self, x: Array) -> Array:
+    def _in_arena(self, x: Placed) -> bool:
+        return not isinstance(x, DeviceArray) and self._segment.arena.offset_of(x) is not None
+
+    def _blocks_of(self, x: PlacedT) -> PlacedT:
         """`x` itself. Raises `UserError` unless its first extent is the group's size."""
         if x.ndim == 0 or x.shape[0] != self.size:
             raise UserError(f"x has shape {x.shape}; its first extent must be the group's size, {self.size}")
@@ -73,8 +84,8 @@ class Calls(Runs):
         operation: Operation,
         algorithm: str,
         layout: Layout,
-        source: Array | None,
-        target: Array | None,
+        source: Placed | None,
+        target: Placed | None,
         *,
         dtype: int = BYTES_CODE,
         reduction: int = 0,

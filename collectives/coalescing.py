@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 from zbmd.collectives.algorithms import Operation
-from zbmd.collectives.arrays import Array, Target, as_array
+from zbmd.collectives.arrays import Array, Placed, Target, as_placed
 from zbmd.collectives.pieces import Job, Side, shape_of
 from zbmd.collectives.program import IN, OUT, PUB, hash_text
 from zbmd.collectives.reductions import dtype_code, itemsize, reduction_code
@@ -80,7 +78,7 @@ class CoalescedOperations(UnevenOperations):
         """
         if len(arrays) > ARRAYS_MAX:
             raise UserError(f"{len(arrays)} arrays at once; {ARRAYS_MAX} at most")
-        given = [as_array(x, f"array {k}") for k, x in enumerate(arrays)]
+        given = [as_placed(x, f"array {k}") for k, x in enumerate(arrays)]
         dtypes = [dtype_code(x.dtype) for x in given]
         codes = {code: reduction_code(op, x.dtype) for code, x in zip(dtypes, given, strict=True)}
         targets = [Target(x, f"array {k}", load=True) for k, x in enumerate(given)]
@@ -92,16 +90,17 @@ class CoalescedOperations(UnevenOperations):
         return arrays
 
     def _reduce_pack(
-        self, pack: Pack, flats: list[Array], reduction: int, algorithm: str, deadline_ns: int
+        self, pack: Pack, flats: list[Placed], reduction: int, algorithm: str, deadline_ns: int
     ) -> None:
+        together = self._segment.arena.empty(pack.size, flats[0].dtype) if len(flats) > 1 else None
         packed = flats[0]
-        if len(flats) > 1:
-            packed = self._segment.arena.empty(pack.size, packed.dtype)
-            np.concatenate(flats, out=packed)
+        if together is not None:
+            packed = together
+            self._pack(together, flats, inwards=True)
         shape = shape_of(self._ask(Operation.ALL_REDUCE, algorithm, pack.size, pack.dtype))
         sides = [Side((IN, OUT), packed, 1, packed, packed)]
         if shape.plan.eager:
-            sides = [Side((PUB,), packed), Side((OUT,), packed, store=packed)]
+            sides = [Side((PUB,), packed, 1, packed), Side((OUT,), packed, store=packed)]
         job = Job(
             shape=shape,
             sides=sides,
@@ -111,8 +110,17 @@ class CoalescedOperations(UnevenOperations):
             digest=pack.digest,
         )
         self._perform(job, deadline_ns)
-        if len(flats) > 1:
-            at = 0
+        if together is not None:
+            self._pack(together, flats, inwards=False)
+
+    def _pack(self, together: Array, flats: list[Placed], *, inwards: bool) -> None:
+        """Copy arrays one behind the other, or back."""
+        devices, at = self._runner.devices, 0
+        try:
+            devices.begin(*flats)
             for flat in flats:
-                flat[:] = packed[at : at + flat.size]
+                part = together[at : at + flat.size]
+                devices.copy(*(part, flat) if inwards else (flat, part))
                 at += flat.size
+        finally:
+            devices.end()

@@ -28,9 +28,10 @@ from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.algorithms.shard_tree import Assignment, Node, shard_tree_nodes
 from zbmd.collectives.arrays import (
     Array,
+    Placed,
     Target,
-    as_array,
     as_bytes,
+    as_placed,
     is_block,
     packed,
     require_apart,
@@ -84,22 +85,22 @@ class Communicator(CoalescedOperations):
         done = self.lane.run(_ALL_REDUCE, x, out, op, algorithm, NO_ROOT, deadline_ns)
         if done is not None:
             return (x if out is None else out) if done else self.lane_failed()
-        given = as_array(x, "x")
+        given = as_placed(x, "x")
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
         if out is None:
             target = Target(given, "x", load=True)
             source = target.flat
         else:
-            target = Target(require_size(as_array(out, "out"), given.dtype, given.size, "out"), "out")
+            target = Target(require_size(as_placed(out, "out"), given.dtype, given.size, "out"), "out")
             source = packed(given)
             require_apart(source, target.flat)
         shape = shape_of(self._ask(Operation.ALL_REDUCE, algorithm, source.size, dtype))
         flat = target.flat
         if shape.plan.eager:
-            sides = [Side((PUB,), source), Side((OUT,), flat, store=flat)]
+            sides = [Side((PUB,), source, 1, source), Side((OUT,), flat, store=flat)]
         elif out is None:
             sides = [Side((IN, OUT), flat, 1, flat, flat)]
-        elif IN in shape.plan.exposed and self._segment.arena.offset_of(source) is None:
+        elif IN in shape.plan.exposed and not self._in_arena(source):
             sides = [Side((IN, OUT), flat, 1, source, flat)]
         else:
             sides = [Side((IN,), source, 1, source), Side((OUT,), flat, 1, None, flat)]
@@ -126,15 +127,15 @@ class Communicator(CoalescedOperations):
         done = self.lane.run(_REDUCE, x, out, op, algorithm, root, deadline_ns)
         if done is not None:
             return self._at_root(root, x if out is None else out) if done else self.lane_failed()
-        given, place = as_array(x, "x"), self._place_of(root)
+        given, place = as_placed(x, "x"), self._place_of(root)
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
         at_root, source = place == self.place, packed(given)
-        target: Target | None = None
+        target: Target[Any] | None = None
         if at_root and out is None:
             target = Target(given, "x", load=True)
             source = target.flat
         elif at_root:
-            target = Target(require_size(as_array(out, "out"), given.dtype, given.size, "out"), "out")
+            target = Target(require_size(as_placed(out, "out"), given.dtype, given.size, "out"), "out")
             require_apart(source, target.flat)
         shape = shape_of(self._ask(Operation.REDUCE, algorithm, source.size, dtype, root=place))
         first = (PUB,) if shape.plan.eager else (IN,)
@@ -159,14 +160,14 @@ class Communicator(CoalescedOperations):
         if done is not None:
             return x if done else self.lane_failed()
         place = self._place_of(root)
-        given = as_array(x, "x")
+        given = as_placed(x, "x")
         # The root's array is only read, so it need not be writeable.
         target = None if place == self.place else Target(given, "x", load=True)
         flat = as_bytes(packed(given) if target is None else target.flat, "x")
         shape = shape_of(self._ask(Operation.BROADCAST, algorithm, flat.size, BYTES_CODE, root=place))
         sides = [Side((OUT,), flat, 1, flat, flat, only_read=target is None)]
         if shape.plan.eager:
-            sides.append(Side((PUB,), flat))
+            sides.append(Side((PUB,), flat, 1, flat))
         job = Job(shape=shape, sides=sides, count=flat.size, dtype=BYTES_CODE)
         self._perform(job, deadline_ns, Said(x, None, "sum", algorithm, root))
         if target is not None:
@@ -182,8 +183,8 @@ class Communicator(CoalescedOperations):
         done = self.lane.run(_ALL_GATHER, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
         if done is not None:
             return out if done else self.lane_failed()
-        given = as_array(x, "x")
-        result, target = self._output(out, (self.size, *given.shape), given.dtype)
+        given = as_placed(x, "x")
+        result, target = self._output(out, (self.size, *given.shape), given)
         source, flat = as_bytes(packed(given), "x"), as_bytes(target.flat, "out")
         if not is_block(source, flat, self.place * source.size):
             require_apart(source, flat)
@@ -207,14 +208,14 @@ class Communicator(CoalescedOperations):
         done = self.lane.run(_GATHER, x, out, "sum", algorithm, root, deadline_ns)
         if done is not None:
             return self._at_root(root, out) if done else self.lane_failed()
-        given, place = as_array(x, "x"), self._place_of(root)
+        given, place = as_placed(x, "x"), self._place_of(root)
         source = as_bytes(packed(given), "x")
         layout = gather_layout((source.size,) * self.size, place)
         if place != self.place:
             job = self._laid_out(Operation.GATHER, algorithm, layout, source, None, root=place)
             self._perform(job, deadline_ns, Said(x, out, "sum", algorithm, root))
             return None
-        result, target = self._output(out, (self.size, *given.shape), given.dtype)
+        result, target = self._output(out, (self.size, *given.shape), given)
         flat = as_bytes(target.flat, "out")
         if not is_block(source, flat, place * source.size):
             require_apart(source, flat)
@@ -236,17 +237,17 @@ class Communicator(CoalescedOperations):
         if done is not None:
             return out if done else self.lane_failed()
         place = self._place_of(root)
-        source: Array | None = None
+        source: Placed | None = None
         if place == self.place:
-            given = self._blocks_of(as_array(x, "x"))
-            result, target = self._output(out, given.shape[1:], given.dtype)
+            given = self._blocks_of(as_placed(x, "x"))
+            result, target = self._output(out, given.shape[1:], given)
             source = as_bytes(packed(given), "x")
             if not is_block(as_bytes(target.flat, "out"), source, place * target.flat.nbytes):
                 require_apart(source, target.flat)
         elif out is None:
             raise UserError(f"rank {self.rank} is not the root: pass the array that takes its block as `out`")
         else:
-            result, target = out, Target(as_array(out, "out"), "out")
+            result, target = out, Target(as_placed(out, "out"), "out")
         flat = as_bytes(target.flat, "out")
         layout = scatter_layout((flat.size,) * self.size, place)
         job = self._laid_out(Operation.SCATTER, algorithm, layout, source, flat, root=place)
@@ -265,10 +266,10 @@ class Communicator(CoalescedOperations):
         done = self.lane.run(_REDUCE_SCATTER, x, out, op, algorithm, NO_ROOT, deadline_ns)
         if done is not None:
             return out if done else self.lane_failed()
-        given = as_array(x, "x")
+        given = as_placed(x, "x")
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
         self._blocks_of(given)
-        result, target = self._output(out, given.shape[1:], given.dtype)
+        result, target = self._output(out, given.shape[1:], given)
         source, flat = packed(given), target.flat
         if not is_block(flat, source, self.place * flat.size):
             require_apart(source, flat)

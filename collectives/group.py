@@ -21,6 +21,7 @@ from zbmd.actors.member import Node
 from zbmd.actors.view import View
 from zbmd.collectives.blocking import Blocking, timeout_ns
 from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.device_arrays import given_back, taken
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.flight_dump import FLIGHTS
 from zbmd.collectives.group_channels import SUBGROUP_CHANNEL_FIRST, Agreed
@@ -45,6 +46,8 @@ class Group:
 
     `blocking` has the same operations for a thread that may wait; a small one takes a microsecond there.
     Every operation takes a `timeout` in seconds, from the call to the result (`TIMEOUT_S_DEFAULT`).
+    Arrays may lie on a device (`device_arrays`); what `stream` was asked before the call comes before the
+    operation. By default that is the stream which the array names, with cupy the current one.
     With `zbmd.group(node, priorities=True)` operations have a `priority`, -127..127: of those that all
     members have called, the one of the highest goes first (`priority_machine`).
     Each raises `PeerLost` when a member ends meanwhile, `DeadlineExceeded` when the timeout has passed, and
@@ -130,10 +133,10 @@ class Group:
         return await asyncio.shield(asyncio.wrap_future(self.submit(operation, priority, end_ns)))
 
     async def _call(
-        self, operation: Callable[[Communicator, int], ResultT], timeout: float | None, priority: int
-    ) -> ResultT:
+        self, operation: Callable[[Communicator, int], Any], timeout: float | None, priority: int
+    ) -> Any:
         end_ns = self.deadline_ns(timeout)
-        return await self.run(lambda c: operation(c, end_ns), priority, end_ns)
+        return given_back(await self.run(lambda c: operation(c, end_ns), priority, end_ns))
 
     def deadline_ns(self, timeout: float | None = None) -> int:
         """The absolute CLOCK_MONOTONIC time, ns, at which an operation begun now with `timeout` gives up."""
@@ -148,12 +151,14 @@ class Group:
         algorithm: str = "auto",
         timeout: float | None = None,
         priority: int = 0,
+        stream: Any = None,
     ) -> Any:
         """Reduce `x` over all members, elementwise, and return the result, the same bits on every rank.
 
         In place (`x` is overwritten) without `out`: after an error `x` is to be computed again. With `out`,
         `x` stays intact until the operation is complete.
         """
+        x, out = taken(x, stream), taken(out, stream)
         return await self._call(
             lambda c, ns: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=ns), timeout, priority
         )
@@ -166,16 +171,19 @@ class Group:
         algorithm: str = "auto",
         timeout: float | None = None,
         priority: int = 0,
+        stream: Any = None,
     ) -> Sequence[Any]:
         """`all_reduce` of every array, in place; small ones travel together (`zbmd.collectives.coalescing`).
 
         All members give arrays of the same dtypes and sizes in the same order. Returns `arrays`.
         """
-        return await self._call(
-            lambda c, ns: c.all_reduce_many(arrays, op=op, algorithm=algorithm, deadline_ns=ns),
+        given = [taken(x, stream) for x in arrays]
+        await self._call(
+            lambda c, ns: c.all_reduce_many(given, op=op, algorithm=algorithm, deadline_ns=ns),
             timeout,
             priority,
         )
+        return arrays
 
     async def reduce(
         self,
@@ -186,42 +194,75 @@ class Group:
         op: str = "sum",
         timeout: float | None = None,
         priority: int = 0,
+        stream: Any = None,
     ) -> Any:
         """Reduce `x` over all members at rank `root`, which returns the result (in `x` without `out`)."""
+        x, out = taken(x, stream), taken(out, stream)
         return await self._call(
             lambda c, ns: c.reduce(x, root, out, op=op, deadline_ns=ns), timeout, priority
         )
 
-    async def broadcast(self, x: Any, root: int, *, timeout: float | None = None, priority: int = 0) -> Any:
+    async def broadcast(
+        self, x: Any, root: int, *, timeout: float | None = None, priority: int = 0, stream: Any = None
+    ) -> Any:
         """Copy `x` of rank `root` to all members' `x`, and return it."""
+        x = taken(x, stream)
         return await self._call(lambda c, ns: c.broadcast(x, root, deadline_ns=ns), timeout, priority)
 
     async def all_gather(
-        self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0
+        self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0, stream: Any = None
     ) -> Any:
         """Return (size, *x.shape): every member's `x`, in rank order."""
+        x, out = taken(x, stream), taken(out, stream)
         return await self._call(lambda c, ns: c.all_gather(x, out, deadline_ns=ns), timeout, priority)
 
-    async def all_gather_v(self, x: Any, *, timeout: float | None = None, priority: int = 0) -> Array:
+    async def all_gather_v(
+        self, x: Any, *, timeout: float | None = None, priority: int = 0, stream: Any = None
+    ) -> Any:
         """Every member's rows `x`, (rows, ...), of which each may have another number, in rank order."""
+        x = taken(x, stream)
         return await self._call(lambda c, ns: c.all_gather_v(x, deadline_ns=ns), timeout, priority)
 
     async def gather(
-        self, x: Any, root: int, *, out: Any = None, timeout: float | None = None, priority: int = 0
+        self,
+        x: Any,
+        root: int,
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        stream: Any = None,
     ) -> Any:
         """As `all_gather`, at rank `root` alone; None elsewhere."""
+        x, out = taken(x, stream), taken(out, stream)
         return await self._call(lambda c, ns: c.gather(x, root, out, deadline_ns=ns), timeout, priority)
 
     async def scatter(
-        self, x: Any, root: int, *, out: Any = None, timeout: float | None = None, priority: int = 0
+        self,
+        x: Any,
+        root: int,
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        stream: Any = None,
     ) -> Any:
         """Return this member's part of the `x` of rank `root`, (size, ...); others pass None and `out`."""
+        x, out = taken(x, stream), taken(out, stream)
         return await self._call(lambda c, ns: c.scatter(x, root, out, deadline_ns=ns), timeout, priority)
 
     async def reduce_scatter(
-        self, x: Any, *, out: Any = None, op: str = "sum", timeout: float | None = None, priority: int = 0
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        op: str = "sum",
+        timeout: float | None = None,
+        priority: int = 0,
+        stream: Any = None,
     ) -> Any:
         """Reduce `x`, (size, ...), over all members and return this member's part of it."""
+        x, out = taken(x, stream), taken(out, stream)
         return await self._call(
             lambda c, ns: c.reduce_scatter(x, out, op=op, deadline_ns=ns), timeout, priority
         )
@@ -235,16 +276,19 @@ class Group:
         op: str = "sum",
         timeout: float | None = None,
         priority: int = 0,
+        stream: Any = None,
     ) -> Any:
         """Reduce `x` over all members and return this member's rows of it: `rows[r]` for the r-th."""
+        x, out = taken(x, stream), taken(out, stream)
         return await self._call(
             lambda c, ns: c.reduce_scatter_v(x, rows, out, op=op, deadline_ns=ns), timeout, priority
         )
 
     async def all_to_all(
-        self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0
+        self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0, stream: Any = None
     ) -> Any:
         """Send block d of `x`, (size, ...), to member d, and return the blocks that came, in rank order."""
+        x, out = taken(x, stream), taken(out, stream)
         return await self._call(lambda c, ns: c.all_to_all(x, out, deadline_ns=ns), timeout, priority)
 
     async def all_to_all_v(
@@ -256,8 +300,10 @@ class Group:
         out: Any = None,
         timeout: float | None = None,
         priority: int = 0,
+        stream: Any = None,
     ) -> Any:
         """As `all_to_all`, with `send_rows[d]` rows to member d and `receive_rows[s]` from member s."""
+        x, out = taken(x, stream), taken(out, stream)
         return await self._call(
             lambda c, ns: c.all_to_all_v(x, send_rows, receive_rows, out, deadline_ns=ns), timeout, priority
         )

@@ -9,9 +9,11 @@ from functools import lru_cache
 from zbmd.collectives._stepper import PUB_BYTES_MAX
 from zbmd.collectives.algorithms import Algorithm, Operation, Request, algorithm_of
 from zbmd.collectives.algorithms.shard_tree import Assignment
-from zbmd.collectives.arrays import Array
+from zbmd.collectives.arrays import Array, Placed, address
 from zbmd.collectives.choice import Choice, choose
 from zbmd.collectives.cost_model import ONE_HOST, Model
+from zbmd.collectives.device_arrays import DeviceArray
+from zbmd.collectives.device_staging import DeviceStaging
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.executor import Call, Executor
 from zbmd.collectives.layout import Layout, Piece
@@ -27,7 +29,7 @@ from zbmd.collectives.plan import (
     chunks_for,
     plan_of,
 )
-from zbmd.collectives.program import IN, OUT
+from zbmd.collectives.program import IN, OUT, PUB
 from zbmd.collectives.reductions import itemsize, slot_itemsize
 from zbmd.transport._native import address_of
 from zbmd.transport.errors import UserError
@@ -42,10 +44,10 @@ class Side:
     """
 
     buffers: tuple[int, ...]
-    array: Array
+    array: Placed
     blocks: int = 1
-    load: Array | None = None
-    store: Array | None = None
+    load: Placed | None = None
+    store: Placed | None = None
     only_read: bool = False
     """The operation leaves it as it is, so nothing is copied back to `store`."""
 
@@ -222,10 +224,22 @@ class PieceRunner:
         self._executor = executor
         self._place = place
         self.single: Single | None = None
+        self.devices = DeviceStaging(segment)
 
     def run(self, job: Job, deadline_ns: int) -> None:
-        """Run all pieces. Raises what `Executor.run` does."""
+        """Run all pieces. Raises what `Executor.run` does, and `CudaFault` with arrays of a device."""
         self.single = None
+        arrays = [side.array for side in job.sides if isinstance(side.array, DeviceArray)]
+        if not arrays:
+            self._run(job, deadline_ns)
+            return
+        try:
+            self.devices.begin(*arrays)
+            self._run(job, deadline_ns)
+        finally:
+            self.devices.end()
+
+    def _run(self, job: Job, deadline_ns: int) -> None:
         if job.layout is None:
             self._run_even(job, deadline_ns)
         else:
@@ -241,14 +255,13 @@ class PieceRunner:
             strides = {IN: 0, OUT: 0}
             for side, staged in zip(job.sides, staging, strict=True):
                 if staged is None:
-                    address = address_of(side.array) + begin * itemsize(job.dtype)
-                    stride = count
-                    _copy_piece(side.load, side.array, side.blocks, begin, begin, length)
+                    at, stride = address(side.array) + begin * itemsize(job.dtype), count
+                    self._copy_piece(side.load, side.array, side.blocks, begin, begin, length)
                 else:
-                    address, stride = address_of(staged), staged.size // side.blocks
-                    _copy_piece(side.load, staged, side.blocks, begin, 0, length)
+                    at, stride = address_of(staged), staged.size // side.blocks
+                    self._copy_piece(side.load, staged, side.blocks, begin, 0, length)
                 for buffer in side.buffers:
-                    addresses[buffer], strides[buffer] = address, stride if side.blocks > 1 else 0
+                    addresses[buffer], strides[buffer] = at, stride if side.blocks > 1 else 0
             call = Call(
                 dtype=job.dtype,
                 reduction=job.reduction,
@@ -260,17 +273,18 @@ class PieceRunner:
                 digest=job.digest,
             )
             plan = shape.plan if length == shape.piece else shape.last
+            self.devices.settle()
             self._executor.run(plan, call, addresses, deadline_ns=deadline_ns)
             if length == count and _nothing_is_copied(job, staging):
                 self.single = Single(plan, call, addresses)
             for side, staged in zip(job.sides, staging, strict=True):
                 if staged is not None and not side.only_read:
-                    _copy_piece(staged, side.store, side.blocks, 0, begin, length)
+                    self._copy_piece(staged, side.store, side.blocks, 0, begin, length)
 
     def _run_laid_out(self, job: Job, layout: Layout, deadline_ns: int) -> None:
         pieces = layout.pieces(job.shape.piece)
         most = [
-            max(int(p.extents[self._place, 1 if side.buffers[0] == IN else 3]) for p in pieces)
+            max(int(p.extents[self._place, 1 if side.buffers[0] in (IN, PUB) else 3]) for p in pieces)
             for side in job.sides
         ]
         staging = self._allocate(job, most)
@@ -279,7 +293,7 @@ class PieceRunner:
             staged_flags = {IN: 0, OUT: 0}
             for side, staged in zip(job.sides, staging, strict=True):
                 buffer = side.buffers[0]
-                addresses[buffer] = address_of(side.array if staged is None else staged)
+                addresses[buffer] = address(side.array if staged is None else staged)
                 if staged is not None:
                     staged_flags[buffer] = 1
                     self._move_blocks(layout, piece, buffer, side.load, staged, into=True)
@@ -293,6 +307,7 @@ class PieceRunner:
                 out_stride=staged_flags[OUT],
                 layout=piece,
             )
+            self.devices.settle()
             self._executor.run(job.shape.plan, call, addresses, deadline_ns=deadline_ns)
             if len(pieces) == 1 and _nothing_is_copied(job, staging):
                 self.single = Single(job.shape.plan, call, addresses)
@@ -301,41 +316,63 @@ class PieceRunner:
                     self._move_blocks(layout, piece, side.buffers[0], side.store, staged, into=False)
 
     def _move_blocks(
-        self, layout: Layout, piece: Piece, buffer: int, array: Array | None, staged: Array, *, into: bool
+        self, layout: Layout, piece: Piece, buffer: int, array: Placed | None, staged: Array, *, into: bool
     ) -> None:
         """Copy this rank's part of every block between a whole array and the memory it is staged in."""
         if array is None:
             return
-        row = 1 if buffer == IN else 3
-        for block in layout.blocks_in(self._place) if buffer == IN else layout.blocks_out(self._place):
+        inputs = buffer in (IN, PUB)
+        row = 1 if inputs else 3
+        for block in layout.blocks_in(self._place) if inputs else layout.blocks_out(self._place):
             length, at, packed_at = (int(piece.table[i, block]) for i in (0, row, row + 1))
-            whole, packed = array[at : at + length], staged[packed_at : packed_at + length]
-            if into:
-                packed[...] = whole
-            else:
-                whole[...] = packed
+            whole, packed = _part(array, at, at + length), staged[packed_at : packed_at + length]
+            self.devices.copy(*(packed, whole) if into else (whole, packed))
 
     def _allocate(self, job: Job, lengths: Sequence[int]) -> list[Array | None]:
         """Memory in the arena for each side that peers read and that does not lie there."""
-        arena, exposed = self._segment.arena, job.shape.plan.exposed
-        return [
-            arena.empty(length, side.array.dtype)
-            if any(buffer in exposed for buffer in side.buffers) and arena.offset_of(side.array) is None
-            else None
-            for side, length in zip(job.sides, lengths, strict=True)
-        ]
+        return [self._memory_for(job, side, length) for side, length in zip(job.sides, lengths, strict=True)]
+
+    def _memory_for(self, job: Job, side: Side, length: int) -> Array | None:
+        arena, array = self._segment.arena, side.array
+        if isinstance(array, DeviceArray):
+            return self.devices.empty(array, length)
+        exposed = any(buffer in job.shape.plan.exposed for buffer in side.buffers)
+        if exposed and arena.offset_of(array) is None:
+            return arena.empty(length, array.dtype)
+        return None
+
+    def _copy_piece(
+        self,
+        source: Placed | None,
+        target: Placed | None,
+        blocks: int,
+        source_begin: int,
+        target_begin: int,
+        length: int,
+    ) -> None:
+        if source is None or target is None or source is target:
+            return
+        if isinstance(source, DeviceArray) or isinstance(target, DeviceArray):
+            for block in range(blocks):
+                begins = (
+                    block * (array.size // blocks) + begin
+                    for array, begin in ((target, target_begin), (source, source_begin))
+                )
+                into, src = (
+                    _part(array, begin, begin + length)
+                    for array, begin in zip((target, source), begins, strict=True)
+                )
+                self.devices.copy(into, src)
+            return
+        rows_from = source.reshape(blocks, -1)[:, source_begin : source_begin + length]
+        target.reshape(blocks, -1)[:, target_begin : target_begin + length] = rows_from
+
+
+def _part(array: Placed, begin: int, end: int) -> Placed:
+    return array.part(begin, end) if isinstance(array, DeviceArray) else array[begin:end]
 
 
 def _nothing_is_copied(job: Job, staging: Sequence[Array | None]) -> bool:
     return all(staged is None for staged in staging) and all(
         other is None or other is side.array for side in job.sides for other in (side.load, side.store)
     )
-
-
-def _copy_piece(
-    source: Array | None, target: Array | None, blocks: int, source_begin: int, target_begin: int, length: int
-) -> None:
-    if source is None or target is None or source is target:
-        return
-    rows_from = source.reshape(blocks, -1)[:, source_begin : source_begin + length]
-    target.reshape(blocks, -1)[:, target_begin : target_begin + length] = rows_from

@@ -80,11 +80,21 @@ def reduction_code(op: str, dtype: np.dtype[Any]) -> int:
     return REDUCTIONS.index(op)
 
 
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The dtype of a name in `DTYPE_NAMES`. Raises `UserError` for bfloat16 where `ml_dtypes` is missing."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    if importlib.util.find_spec("ml_dtypes") is None:
+        raise UserError('bfloat16 needs ml_dtypes: pip install "zbmd[bfloat16]"')
+    import ml_dtypes
+
+    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return found
+
+
 def dtypes() -> tuple[np.dtype[Any], ...]:
     """Every dtype that this process can reduce; bfloat16 only where `ml_dtypes` is installed."""
     found = [np.dtype(name) for name in DTYPE_NAMES if name != "bfloat16"]
     if importlib.util.find_spec("ml_dtypes") is not None:
-        import ml_dtypes
-
-        found.append(np.dtype(ml_dtypes.bfloat16))
+        found.append(dtype_named("bfloat16"))
     return tuple(found)

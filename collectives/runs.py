@@ -4,6 +4,7 @@ error.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -22,6 +23,7 @@ from zbmd.collectives.pieces import Job, PieceRunner, Single
 from zbmd.collectives.program import IN, OUT, PUB
 from zbmd.transport import faults
 from zbmd.transport._native import address_of, now_ns
+from zbmd.transport.cuda_api import CudaFault
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.segment import Segment
@@ -143,8 +145,14 @@ class Runs:
                 self._closed = True
                 self._executor.give_up()
                 self._executor.release()
+                self._close_devices()
                 self.lane.forget()
                 self._taught_inbox = self._executor.inbox
+
+    def _close_devices(self) -> None:
+        """A device that has failed has nothing to give back but to the end of the process."""
+        with contextlib.suppress(CudaFault):
+            self._runner.devices.close()
 
     def kill_at(self, sequence: int, point: int) -> None:
         """Fault injection: this process dies by SIGKILL at `point` of the run numbered `sequence`.
@@ -187,7 +195,8 @@ class Runs:
             ring.end(COMPLETE, native.met_ns, now_ns())
         finally:
             if self._on_flight is not None:
-                self._on_flight(self.flight[-1], [side.store for side in job.sides if side.store is not None])
+                results = [side.store for side in job.sides if isinstance(side.store, np.ndarray)]
+                self._on_flight(self.flight[-1], results)
 
     def _give_up(self, name: str, error: BaseException) -> None:
         """The operation that has the turn has failed, and with it the communicator."""

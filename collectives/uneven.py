@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from zbmd.collectives.algorithms import Operation
-from zbmd.collectives.arrays import Array, as_array, as_bytes, packed, require_apart
+from zbmd.collectives.arrays import Array, as_bytes, as_placed, packed, require_apart
 from zbmd.collectives.calls import Calls
 from zbmd.collectives.errors import Desynchronised
 from zbmd.collectives.layout import Counts, all_gather_layout, all_to_all_layout, reduce_scatter_layout
@@ -33,8 +33,8 @@ class UnevenOperations(Calls):
 
         Any dtype without objects. `algorithm`: auto, eager or direct. Returns `out`, of the shape of `x`.
         """
-        given = self._blocks_of(as_array(x, "x"))
-        result, target = self._output(out, given.shape, given.dtype)
+        given = self._blocks_of(as_placed(x, "x"))
+        result, target = self._output(out, given.shape, given)
         source, flat = as_bytes(packed(given), "x"), as_bytes(target.flat, "out")
         require_apart(source, flat)
         layout = all_to_all_layout(((source.size // self.size,) * self.size,) * self.size)
@@ -58,13 +58,13 @@ class UnevenOperations(Calls):
         All ranks raise `Desynchronised` if what one sends is not what the other expects, or rows differ in
         size.
         """
-        given = as_array(x, "x")
+        given = as_placed(x, "x")
         if given.ndim == 0:
             raise UserError("x has no rows: it must have one axis at least")
         sends, receives = self._rows(send_rows, "send_rows"), self._rows(receive_rows, "receive_rows")
         if sum(sends) != given.shape[0]:
             raise UserError(f"send_rows add up to {sum(sends)}, but x has {given.shape[0]} rows")
-        result, target = self._output(out, (sum(receives), *given.shape[1:]), given.dtype)
+        result, target = self._output(out, (sum(receives), *given.shape[1:]), given)
         source, flat = as_bytes(packed(given), "x"), as_bytes(target.flat, "out")
         require_apart(source, flat)
         row_bytes = given.itemsize * int(np.prod(given.shape[1:], dtype=np.int64))
@@ -77,11 +77,11 @@ class UnevenOperations(Calls):
         target.bring_home()
         return result
 
-    def all_gather_v(self, x: Any, *, algorithm: str = "auto", deadline_ns: int = 0) -> Array:
+    def all_gather_v(self, x: Any, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
         """Every rank's `x`, shape (rows, …) with a number of rows of its own, one after the other: a new
         array.
         """
-        given = as_array(x, "x")
+        given = as_placed(x, "x")
         if given.ndim == 0:
             raise UserError("x has no rows: it must have one axis at least")
         source = as_bytes(packed(given), "x")
@@ -90,8 +90,8 @@ class UnevenOperations(Calls):
             table = self._exchange_rows((row_bytes, given.shape[0]), deadline_ns)
             self._require_one_size(table)
             rows = [int(rows) for rows in table[:, 1]]
-            result = np.empty((sum(rows), *given.shape[1:]), given.dtype)
-            flat = as_bytes(result.reshape(-1), "out")
+            result, target = self._output(None, (sum(rows), *given.shape[1:]), given)
+            flat = as_bytes(target.flat, "out")
             layout = all_gather_layout(tuple(count * row_bytes for count in rows))
             job = self._laid_out(Operation.ALL_GATHER, algorithm, layout, source, flat)
             self._perform_in_turn(job, deadline_ns)
@@ -111,12 +111,12 @@ class UnevenOperations(Calls):
 
         `rows` is the same on all ranks and adds up to the first extent of `x`.
         """
-        given = as_array(x, "x")
+        given = as_placed(x, "x")
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
         shares = self._rows(rows, "rows")
         if given.ndim == 0 or sum(shares) != given.shape[0]:
             raise UserError(f"rows add up to {sum(shares)}, but x has the shape {given.shape}")
-        result, target = self._output(out, (shares[self.place], *given.shape[1:]), given.dtype)
+        result, target = self._output(out, (shares[self.place], *given.shape[1:]), given)
         source = packed(given)
         require_apart(source, target.flat)
         width = int(np.prod(given.shape[1:], dtype=np.int64))

@@ -6,7 +6,9 @@ devices with streams, events and memory that holds their order against what the 
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from zbmd.transport.cuda_facts import DeviceFacts
 from zbmd.transport.errors import ZbmdError
@@ -17,6 +19,23 @@ HANDLE_BYTES: Final = 64
 
 class CudaFault(ZbmdError):
     """A call of CUDA failed. After most of these the process's context is of no more use: end the process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKernels:
+    """C source of kernels whose arguments are all 64 bits wide, and what NVRTC is to compile it with."""
+
+    source: str
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """An argument of a kernel: device memory that it reads, or writes (and may read)."""
+
+    address: int
+    nbytes: int
+    written: bool = False
 
 
 class CudaApi(Protocol):
@@ -127,6 +146,29 @@ class CudaApi(Protocol):
 
     def host_free(self, memory: memoryview) -> None:
         """cudaFreeHost; the view is of no more use."""
+        ...
+
+    def host_register(self, address: int, nbytes: int) -> None:
+        """cudaHostRegister: lock whole pages of the host's memory, so that the device copies by itself."""
+        ...
+
+    def host_unregister(self, address: int) -> None:
+        """cudaHostUnregister, of what was registered at that address."""
+        ...
+
+    def new_array(self, shape: tuple[int, ...], typestr: str) -> Any:
+        """A new array of this device, as users have it: cupy's. Its contents are undefined."""
+        ...
+
+    def launch(
+        self,
+        kernels: DeviceKernels,
+        name: str,
+        threads: int,
+        arguments: Sequence[DeviceBytes | int],
+        stream: int,
+    ) -> None:
+        """Ask `stream` for a kernel over so many elements; it goes over them in strides of its grid."""
         ...
 
     def dmabuf(self, address: int, nbytes: int) -> int:

@@ -15,17 +15,21 @@ from zbmd.transport.errors import LocalProtocolError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpan:
-    """A C-contiguous array. stream: what its last work was asked of; None if it may be used at once."""
+    """An array. stream: what its last work was asked of; None if it may be used at once.
+
+    strides: in bytes, by dimension; None: it is C-contiguous.
+    """
 
     address: int
     shape: tuple[int, ...]
     typestr: str
+    strides: tuple[int, ...] | None = None
     stream: int | None = None
     readonly: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Of all of it."""
+        """Of all its elements."""
         return math.prod(self.shape) * ITEM_BYTES[self.typestr]
 
     @property
@@ -35,7 +39,7 @@ class DeviceSpan:
             "shape": self.shape,
             "typestr": self.typestr,
             "data": (self.address, self.readonly),
-            "strides": None,
+            "strides": self.strides,
             "version": 3,
             "stream": self.stream,
         }
@@ -48,11 +52,20 @@ def is_device_array(array: object) -> TypeGuard[Any]:
 
 def span_of(array: object) -> DeviceSpan:
     """Where the array lies. Raises `LocalProtocolError` if it is not C-contiguous, or of no dtype of use."""
+    span = strided_span_of(array)
+    if span.strides is not None:
+        raise LocalProtocolError(f"a device array of shape {span.shape} is not C-contiguous")
+    return span
+
+
+def strided_span_of(array: object) -> DeviceSpan:
+    """Where the elements of any array lie. Raises `LocalProtocolError` if it is of no dtype of use."""
     given = cast("dict[str, Any]", getattr(array, "__cuda_array_interface__", None) or {})
     try:
         shape = tuple(int(extent) for extent in given["shape"])
         typestr, (address, readonly) = str(given["typestr"]), given["data"]
-        strides, stream = given.get("strides"), given.get("stream")
+        told, stream = given.get("strides"), given.get("stream")
+        strides = None if told is None else tuple(int(step) for step in told)
     except (KeyError, TypeError, ValueError) as error:
         raise LocalProtocolError(
             f"a {type(array).__name__} is no array in device memory: {error!r}"
@@ -61,16 +74,18 @@ def span_of(array: object) -> DeviceSpan:
         raise LocalProtocolError(f"a device array of shape {shape} and type {typestr!r} cannot be moved")
     if given.get("mask") is not None:
         raise LocalProtocolError("a device array with a mask cannot be moved")
-    span = DeviceSpan(
+    if strides is not None and len(strides) != len(shape):
+        raise LocalProtocolError(f"a device array of shape {shape} has the strides {strides}")
+    if strides is not None and (0 in shape or _contiguous(shape, strides, ITEM_BYTES[typestr])):
+        strides = None
+    return DeviceSpan(
         address=int(address or 0),
         shape=shape,
         typestr=typestr,
+        strides=strides,
         stream=None if stream is None else int(stream),
         readonly=bool(readonly),
     )
-    if strides is not None and span.nbytes and not _contiguous(shape, strides, ITEM_BYTES[typestr]):
-        raise LocalProtocolError(f"a device array of shape {shape} is not C-contiguous")
-    return span
 
 
 def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int) -> bool:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
-from zbmd.transport.cuda_api import CudaFault
+import numpy as np
+
+from zbmd.transport.cuda_api import CudaApi, CudaFault, DeviceBytes, DeviceKernels
 from zbmd.transport.cuda_facts import DeviceFacts
 from zbmd.transport.errors import UserError
 
@@ -27,8 +29,12 @@ _IPC_EVENT_SUPPORT: Final = 125
 """cudaDevAttrIpcEventSupport."""
 _DMA_BUF_SUPPORTED: Final = 124
 """CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, which the runtime's attributes leave out."""
+_WORD: Final = (1 << 64) - 1
 _DMA_BUF_FD: Final = 1
 """CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD."""
+_BLOCK_THREADS: Final = 256
+_BLOCKS_MAX: Final = 2048
+"""Enough to fill any device; kernels go on in strides of the grid."""
 ResultT = TypeVar("ResultT")
 
 
@@ -49,6 +55,28 @@ def _libcuda() -> ctypes.CDLL:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise CudaFault(f"NVIDIA's driver is not installed: {error}") from error
+
+
+@cache
+def runtime_of_device(device: int) -> CudaRuntime:
+    """The one of this process for that device. Raises as `CudaRuntime`."""
+    return CudaRuntime(device)
+
+
+def runtime_at(address: int) -> CudaApi:
+    """The one of the device whose memory lies at that address. Raises `UserError`, `CudaFault`."""
+    runtime = _runtime()
+    try:
+        device = int(runtime.pointerGetAttributes(address).device)
+    except runtime.CUDARuntimeError as error:
+        raise CudaFault(f"pointerGetAttributes of {address:#x}: {error}") from error
+    return runtime_of_device(device)
+
+
+@cache
+def _module(source: str, options: tuple[str, ...]) -> Any:
+    """Compiled by cupy, which keeps what it compiled on disk and loads it once a device."""
+    return importlib.import_module("cupy").RawModule(code=source, options=options)
 
 
 def visible_devices() -> int:
@@ -192,6 +220,51 @@ class CudaRuntime:
         """See `CudaApi`."""
         address = ctypes.addressof(ctypes.c_uint8.from_buffer(memory))
         self._call("freeHost", address)
+
+    def host_register(self, address: int, nbytes: int) -> None:
+        """See `CudaApi`."""
+        self._call("hostRegister", address, nbytes, self._runtime.hostAllocPortable)
+
+    def host_unregister(self, address: int) -> None:
+        """See `CudaApi`."""
+        self._call("hostUnregister", address)
+
+    def new_array(self, shape: tuple[int, ...], typestr: str) -> Any:
+        """See `CudaApi`. Raises `UserError` if this cupy has no such dtype."""
+        cupy = importlib.import_module("cupy")
+        dtype = importlib.import_module("ml_dtypes").bfloat16 if typestr == "<V2" else typestr
+        try:
+            with cupy.cuda.Device(self._device):
+                return cupy.empty(shape, dtype)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"this cupy makes no array of type {typestr}: pass `out` ({error}).") from error
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise CudaFault(f"GPU {self._device}: {error}") from error
+
+    # -- kernels -----------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        kernels: DeviceKernels,
+        name: str,
+        threads: int,
+        arguments: Sequence[DeviceBytes | int],
+        stream: int,
+    ) -> None:
+        """See `CudaApi`."""
+        cupy, runtime = importlib.import_module("cupy"), self._runtime
+        given = tuple(
+            np.uint64(each.address if isinstance(each, DeviceBytes) else each & _WORD) for each in arguments
+        )
+        blocks = min(_BLOCKS_MAX, max(1, -(-threads // _BLOCK_THREADS)))
+        try:
+            with cupy.cuda.Device(self._device), cupy.cuda.ExternalStream(stream, self._device):
+                kernel = _module(kernels.source, kernels.options).get_function(name)
+                kernel((blocks,), (_BLOCK_THREADS,), given)
+        except (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+            raise CudaFault(f"kernel {name} on GPU {self._device}: {error}") from error
+        except cupy.cuda.compiler.CompileException as error:
+            raise CudaFault(f"kernel {name} was not compiled: {error}") from error
 
     def dmabuf(self, address: int, nbytes: int) -> int:
         """See `CudaApi`."""

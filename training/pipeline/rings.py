@@ -263,7 +263,8 @@ def gather_rows(group: Group, rows: Array) -> Array:
     """The `rows` of all members of a group, one behind the other, in their order."""
     end_ns = group.deadline_ns()
     with spans.COMM:
-        return group.submit(lambda c: c.all_gather_v(rows, deadline_ns=end_ns)).result()
+        every: Array = group.submit(lambda c: c.all_gather_v(rows, deadline_ns=end_ns)).result()
+        return every
 
 
 def _exchange(group: Group, data: bytes) -> list[bytes]:

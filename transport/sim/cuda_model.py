@@ -17,18 +17,20 @@ import ctypes
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.transport.cuda_api import HANDLE_BYTES, CudaFault
+from zbmd.transport.cuda_api import HANDLE_BYTES, CudaFault, DeviceBytes, DeviceKernels
 from zbmd.transport.cuda_facts import UUID_BYTES, DeviceFacts
+from zbmd.transport.sim.cuda_model_array import ModelArray
 
 Clock: TypeAlias = dict[int, int]
 _FIRST_ADDRESS: Final = 1 << 40
+_PAGE_BYTES: Final = 4096
 _GAP: Final = 1 << 32
 """Between allocations: a model's address never is one of the host, or of two of them."""
 
@@ -94,11 +96,23 @@ class _Stream:
     queue: deque[_Operation] = field(default_factory=deque[_Operation])
 
 
+LoadKernel: TypeAlias = Callable[[DeviceKernels, str], Callable[..., None]]
+"""Compiles for this processor; what it gives takes addresses and numbers, all of 64 bits."""
+
+
 class ModelHost:
     """A host with `devices` GPUs. peer_access: whether they reach each other by themselves."""
 
-    def __init__(self, *, devices: int = 2, seed: int = 0, peer_access: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        devices: int = 2,
+        seed: int = 0,
+        peer_access: bool = True,
+        load_kernel: LoadKernel | None = None,
+    ) -> None:
         self.devices = devices
+        self.load_kernel = load_kernel
         self.peer_access = peer_access
         self.lock = threading.RLock()
         self._random = random.Random(seed)
@@ -111,6 +125,11 @@ class ModelHost:
         self.by_handle: dict[bytes, _Allocation | _Event] = {}
         self.failed: CudaFault | None = None
         """The first thing that went wrong: every call from then on raises it, as CUDA's sticky errors."""
+
+    def owner_of(self, address: int) -> ModelProcess:
+        """Whose memory it is."""
+        with self.lock:
+            return self.find(address).owner
 
     def process(self, device: int = 0) -> ModelProcess:
         """A new process that computes on `device`."""
@@ -129,6 +148,12 @@ class ModelHost:
                 return False
             self._step(self._random.choice(heads))
         return True
+
+    def run_one(self) -> None:
+        """Run an operation that is drawn, if one can run."""
+        heads = [each for each in self.streams if each.queue and each.queue[0].may()]
+        if heads:
+            self._step(self._random.choice(heads))
 
     def drain(self) -> None:
         """Run all that can run."""
@@ -195,7 +220,8 @@ class ModelProcess:
         self.clock: Clock = {self.line: 1}
         self.dead = False
         self._streams: dict[int, _Stream] = {}
-        self._pinned: dict[int, memoryview] = {}
+        self.registered: dict[int, int] = {}
+        """Bytes of the host's memory that is page-locked, by its address."""
         self._default = self._new_stream(1)
 
     # -- what a process is told and tells outside of CUDA ------------------------------------------------
@@ -324,6 +350,24 @@ class ModelProcess:
         """See `CudaApi`."""
         memory.release()
 
+    def host_register(self, address: int, nbytes: int) -> None:
+        """See `CudaApi`."""
+        with self.host.lock:
+            self._check()
+            if address % _PAGE_BYTES or nbytes % _PAGE_BYTES or address in self.registered:
+                raise CudaFault("invalid value: whole pages are registered, and once")
+            self.registered[address] = nbytes
+
+    def host_unregister(self, address: int) -> None:
+        """See `CudaApi`."""
+        with self.host.lock:
+            if self.registered.pop(address, None) is None:
+                raise CudaFault("host memory is not registered")
+
+    def new_array(self, shape: tuple[int, ...], typestr: str) -> ModelArray:
+        """See `CudaApi`."""
+        return ModelArray(self, shape, typestr)
+
     def dmabuf(self, address: int, nbytes: int) -> int:
         """See `CudaApi`."""
         raise CudaFault("the model has no dma-bufs")
@@ -397,6 +441,7 @@ class ModelProcess:
         """See `CudaApi`."""
         with self.host.lock:
             its = self._event(event)
+            self.host.run_one()
             if its.recorded in its.ran:
                 _join(self.clock, its.ran[its.recorded])
                 return True
@@ -468,6 +513,35 @@ class ModelProcess:
 
             def run(clock: Clock) -> None:
                 made(self._target(into, nbytes, line, clock))
+
+            self._ask(stream, run)
+
+    def launch(
+        self,
+        kernels: DeviceKernels,
+        name: str,
+        threads: int,
+        arguments: Sequence[DeviceBytes | int],
+        stream: int,
+    ) -> None:
+        """See `CudaApi`."""
+        with self.host.lock:
+            if self.host.load_kernel is None:
+                raise CudaFault("this model was made without kernels")
+            line, kernel = self._stream(stream).line, self.host.load_kernel(kernels, name)
+            given = tuple(arguments)
+
+            def run(clock: Clock) -> None:
+                kept: list[NDArray[np.uint8]] = []
+                numbers: list[int] = []
+                for each in given:
+                    if isinstance(each, DeviceBytes) and each.nbytes:
+                        reach = self._target if each.written else self._source
+                        kept.append(reach(each.address, each.nbytes, line, clock))
+                        numbers.append(kept[-1].ctypes.data)
+                    else:
+                        numbers.append(0 if isinstance(each, DeviceBytes) else each)
+                kernel(*numbers)
 
             self._ask(stream, run)
 

@@ -6,6 +6,7 @@ stream that is current there. What is asked of that stream before the call comes
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from zbmd.collectives.device_kernels import KERNELS, STRIDED_COPY, STRIDED_DIMENSIONS_MAX
 from zbmd.collectives.reductions import dtype_named
-from zbmd.transport.cuda_api import CudaApi, DeviceBytes
+from zbmd.transport.cuda_api import CudaApi, CudaFault, DeviceBytes
 from zbmd.transport.cuda_array import DeviceSpan, is_device_array, strided_span_of
 from zbmd.transport.cuda_runtime import runtime_at
 from zbmd.transport.errors import LocalProtocolError, UserError
@@ -166,9 +167,15 @@ def taken(x: Any, stream: Any = None) -> Any:
     """`x` as it is now, for another thread: an array of a device as a `CallersArray`, all else itself.
 
     stream: cupy's or torch's stream, or its address, on which the array was made; by default what it says.
+    Raises `UserError`.
     """
-    if type(x) is np.ndarray or isinstance(x, CallersArray) or not is_device_array(x):
+    if type(x) is np.ndarray or x is None or isinstance(x, CallersArray):
         return x
+    try:
+        if not is_device_array(x):
+            return x
+    except RuntimeError as error:  # as torch says it of a tensor that takes part in autograd
+        raise UserError(f"a {type(x).__name__} gives no array: {error}") from None
     return CallersArray(x, stream_address(stream))
 
 
@@ -197,7 +204,8 @@ class DeviceBlock:
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
-            self._api.free(self.address)  # waits for the device
+            with contextlib.suppress(CudaFault):  # a device that has failed keeps nothing
+                self._api.free(self.address)  # waits for the device
 
 
 class Strided:

@@ -4,18 +4,24 @@
     python -m zbmd.tools.gpu_check --only put      those whose names begin so
     python -m zbmd.tools.gpu_check --list          what there is, and what each would run
 
-A check fails by what it finds, never by how long something takes; figures are in the table beside what they
-are compared with. Exits with 0 if all that ran went well, 1 if one failed, and 3 if none could run, as
-without a GPU: then the table says what would run, and why it cannot.
+A check runs in a process of its own, so that a device's failure is that check's alone, and is ended with
+all that it has started after `LIMIT_S`. It fails by what it finds, not by how long something takes; figures
+are in the table beside what they are compared with. Exits with 0 if all that ran went well, 1 if one failed,
+and 3 if none could run, as without a GPU: then the table says what would run, and why it cannot.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +31,8 @@ from zbmd.transport.cuda_runtime import visible_devices
 from zbmd.transport.errors import UserError
 from zbmd.transport.topology import read_topology
 
+LIMIT_S: Final = 300.0
+"""For one check; most take seconds."""
 EXIT_OK, EXIT_FAILED, EXIT_NONE_RAN = 0, 1, 3
 
 
@@ -89,7 +97,41 @@ def look() -> Here:
         return Here(gpus=0, rdma_devices=rdma_devices, why_none=str(error))
 
 
-def run_checks(checks: Sequence[Check], here: Here) -> list[Row]:
+def in_process(check: Check) -> str:
+    """Run it here."""
+    return check.run()
+
+
+def by_itself(check: Check, limit_s: float = LIMIT_S) -> str:
+    """Run it in a process of its own. Raises `CheckFailed`."""
+    command = [sys.executable, "-m", "zbmd.tools.gpu_check", "--inside", check.name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise CheckFailed(f"it did not end in {limit_s:g} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    told = output.strip().splitlines()[-1:]
+    if process.returncode or not told:
+        raise CheckFailed(" ".join(told) or f"its process ended with {process.returncode}")
+    return told[0]
+
+
+def run_inside(checks: Sequence[Check], name: str) -> int:
+    """What `by_itself` runs: one check, whose last line is what it told, or how it failed."""
+    check = next(each for each in checks if each.name == name)
+    try:
+        print(check.run())
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {error}".replace("\n", " "))
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def run_checks(checks: Sequence[Check], here: Here, call: Callable[[Check], str] = in_process) -> list[Row]:
     """Run those that can run, each whatever became of the others."""
     rows: list[Row] = []
     for check in checks:
@@ -98,7 +140,7 @@ def run_checks(checks: Sequence[Check], here: Here) -> list[Row]:
             rows.append(Row(check=check, verdict="not run", told=f"would run: {check.would}. But {why}"))
             continue
         try:
-            rows.append(Row(check=check, verdict="ok", told=check.run()))
+            rows.append(Row(check=check, verdict="ok", told=call(check)))
         except Exception as error:  # noqa: BLE001 - one broken check must not keep the others from running
             traceback.print_exc()
             rows.append(Row(check=check, verdict="failed", told=f"{type(error).__name__}: {error}"))
@@ -131,7 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", default="", help="checks whose names begin so")
     parser.add_argument("--list", action="store_true", help="name them, and run none")
+    parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.inside:
+        return run_inside(CHECKS, options.inside)
     chosen = [check for check in CHECKS if check.name.startswith(options.only)]
     if not chosen:
         print(f"gpu_check: no check's name begins with {options.only!r}", file=sys.stderr)
@@ -140,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         console.print(table([Row(check=each, verdict="", told=each.would) for each in chosen]))
         return EXIT_OK
-    rows = run_checks(chosen, look())
+    rows = run_checks(chosen, look(), by_itself)
     console.print(table(rows))
     return exit_code(rows)
 

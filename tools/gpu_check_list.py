@@ -21,6 +21,7 @@ import numpy as np
 
 from zbmd.actors.system import ActorSystem
 from zbmd.tools.gpu_check import Check, CheckFailed, Needs
+from zbmd.tools.gpu_check_collectives import run_ranks
 from zbmd.tools.gpu_check_owner import INCARNATION
 from zbmd.tools.soak_operators import FlakyDevice
 from zbmd.training.config import GPTConfig
@@ -305,6 +306,18 @@ CHECKS: Final = (
             ("bandwidth", "time puts of 64 MiB beside cupy's own copies", put_beside_cupy),
         )
         for pair in _PEERS
+    ),
+    *(
+        Check(name=f"{name}, {where}", needs=needs, would=would, run=partial(run_ranks, what, 1 + device))
+        for name, what, would in (
+            (
+                "collectives",
+                "compare",
+                "compare every operation and dtype of two ranks' arrays there with the same of numpy's",
+            ),
+            ("collectives' speed", "time", "time an all-reduce of 64 MiB beside the host's and NCCL's"),
+        )
+        for device, where, needs in _PEERS
     ),
     Check(name="gpt", needs=Needs(), would="compute a GPT's gradients beside the processor's", run=gpt_step),
     Check(

@@ -44,6 +44,15 @@ def xp_for(device: str) -> ModuleType:
     return cupy
 
 
+def nccl() -> ModuleType | None:
+    """NVIDIA's collectives as cupy has them, to compare with; None where they are not installed."""
+    try:
+        module = importlib.import_module("cupy.cuda.nccl")
+    except ImportError:
+        return None
+    return module if module.available else None
+
+
 def is_narrow(array: Array) -> bool:
     """Tell whether `array` holds 16-bit floats, which are for keeping and not for computing."""
     return array.dtype.itemsize == 2

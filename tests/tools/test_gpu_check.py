@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import numpy as np
+import pytest
+from device_worlds import model_host, of_device, on_device
+
+import zbmd
 from zbmd.tools.gpu_check import (
     EXIT_FAILED,
     EXIT_NONE_RAN,
     EXIT_OK,
     Check,
+    CheckFailed,
     Here,
     Needs,
+    by_itself,
     exit_code,
     main,
     run_checks,
 )
 from zbmd.tools.gpu_check_list import CHECKS
+from zbmd.tools.gpu_check_ranks import compare
 from zbmd.transport.cuda_runtime import visible_devices
 from zbmd.transport.errors import UserError
 
@@ -64,3 +72,30 @@ def test_names_are_told_apart_and_one_can_be_chosen(capsys: pytest.CaptureFixtur
     told = capsys.readouterr().out
     assert "gpt" in told and "bandwidth" not in told
     assert main(["--only", "no such check"]) == EXIT_FAILED
+
+
+@pytest.mark.skipif(has_gpu(), reason="could not import 'cupy': there is a GPU")
+@pytest.mark.optional
+def test_a_check_in_a_process_of_its_own_tells_how_it_failed_and_has_a_limit() -> None:
+    check = next(each for each in CHECKS if each.name == "facts")
+    with pytest.raises(CheckFailed, match=r"UserError|CudaFault"):
+        by_itself(check)
+    with pytest.raises(CheckFailed, match="did not end"):
+        by_itself(check, limit_s=1e-6)
+
+
+async def test_the_comparison_of_collectives_finds_other_bits() -> None:
+    """It runs here on a modelled device, of one rank."""
+    process = model_host().process()
+
+    def look(array: Any) -> np.ndarray:
+        return of_device(array, np.dtype(array.span.typestr))
+
+    async with zbmd.join() as node:
+        group = await zbmd.group(node)
+        known = lambda dtype: dtype.name in ("int32", "float16")  # noqa: E731
+        told = await compare(group, lambda x: on_device(process, x), look, known)
+        assert "results of 2 dtypes" in told and "float64" in told
+        with pytest.raises(ValueError, match="is not the host's"):
+            await compare(group, lambda x: on_device(process, x + x.dtype.type(1)), look, known)
+        await group.close()

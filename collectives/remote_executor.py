@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zbmd.collectives._remote import RemoteGroup
 from zbmd.collectives._stepper import COUNTER_MAX, STATUS_ABORTED, STATUS_DONE, STATUS_LOST
@@ -203,7 +204,8 @@ class RemoteExecutor(Executor):
     def _enter(self, plan: Plan, kill_point: int) -> None:
         """Tell every member of our descriptor."""
         group = self._group
-        data, offset = group.descriptor(plan.native), group.descriptor_offset
+        told, offset = group.descriptor(plan.native), group.descriptor_offset
+        data = self._slots.own(offset, told.nbytes) if isinstance(told, memoryview) else told
         for k in range(1, len(self.members)):
             if kill_point == k:
                 group.die()
@@ -234,12 +236,18 @@ class RemoteExecutor(Executor):
             memory.let_go((put,))
 
     def _put_descriptor(
-        self, place: int, memory: RemoteMemory, offset: int, data: bytes | memoryview, value: int
+        self, place: int, memory: RemoteMemory, offset: int, data: bytes | NDArray[np.uint8], value: int
     ) -> Transfer:
         """Put a part of our descriptor where the member at `place` reads it."""
         if self._group.wide:
             return self._slots.put(place, offset, data, channel=self._channel, value=value)
-        return memory.describe(offset, data, channel=self._channel, value=value)
+        if not memory.one_sided or len(data) <= _WORD_BYTES:
+            return memory.describe(offset, data, channel=self._channel, value=value)
+        kept = self._outgoing.take(len(data))  # which the device knows
+        copy = kept.array[: len(data)]
+        copy[:] = np.frombuffer(data, np.uint8)
+        kept.transfer = memory.describe(offset, copy, channel=self._channel, value=value)
+        return kept.transfer
 
     def _try(self, place: int, send: Callable[[], SentT]) -> SentT | None:
         """Send something to a member on another host, whose end ends none of what we do for the others."""

@@ -91,7 +91,13 @@ class Slots:
         self._group.widen(addresses, self._slot_bytes)
         self.payload_max = self._slot_bytes - DESCRIPTOR_HEADER_BYTES
 
-    def put(self, place: int, offset: int, data: bytes | memoryview, *, channel: int, value: int) -> Transfer:
+    def own(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """Bytes of what is put, as a part of its array: a device that must know memory knows it."""
+        return self._own[offset : offset + nbytes]
+
+    def put(
+        self, place: int, offset: int, data: bytes | NDArray[np.uint8], *, channel: int, value: int
+    ) -> Transfer:
         """Put `data` at `offset` of our slots at the member at `place`; as `RemoteMemory.describe`."""
         at = self._at(self._place, place) + offset
         return self._regions[place].put(data, at, channel=channel, value=value)

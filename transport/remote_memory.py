@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zbmd.transport import _native
 from zbmd.transport.bulk_peer import BulkPeerInfo
@@ -152,7 +153,7 @@ class RemoteMemory:
         """See `RemotePeer.one_sided`."""
         return self._bulk.one_sided
 
-    def describe(self, offset: int, data: bytes | memoryview, *, channel: int, value: int) -> Transfer:
+    def describe(self, offset: int, data: bytes | NDArray[np.uint8], *, channel: int, value: int) -> Transfer:
         """Put a descriptor of ours at `offset` of the peer's mirror, then set its cell of us; see `put`."""
         return self._theirs.put(data, offset, channel=channel, value=value)
 

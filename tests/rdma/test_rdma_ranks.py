@@ -14,7 +14,7 @@ from rdma_jobs import (
     train_over_rdma,
 )
 
-REGISTERED_MAX = 8
+REGISTERED_MAX = 4
 """By each rank of a job, however many steps it has: in each of two views what is pulled beside its place, and
 copies that are sent, from memory that is kept."""
 

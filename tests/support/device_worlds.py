@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import subprocess
 import sysconfig
 import tempfile
@@ -28,18 +26,13 @@ Array = NDArray[Any]
 @cache
 def library(source: str) -> ctypes.CDLL:
     """Kernels as functions of one thread. Floats are not contracted, as on the device."""
-    name = hashlib.sha256(source.encode()).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"zbmd-kernels-{os.getuid()}-{name}.so"
-    if not path.exists():
-        compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-        with tempfile.TemporaryDirectory() as folder:
-            code, made = Path(folder) / "kernels.c", Path(folder) / "kernels.so"
-            code.write_text(source)
-            flags = ["-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-shared", "-fPIC", "-w"]
-            subprocess.run([compiler, *flags, "-o", made, code], check=True)
-            os.replace(made, path.with_suffix(f".{os.getpid()}"))
-        os.replace(path.with_suffix(f".{os.getpid()}"), path)
-    return ctypes.CDLL(str(path))
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        code, made = Path(folder) / "kernels.c", Path(folder) / "kernels.so"
+        code.write_text(source)
+        flags = ["-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-shared", "-fPIC", "-w"]
+        subprocess.run([compiler, *flags, "-o", made, code], check=True)
+        return ctypes.CDLL(str(made))
 
 
 def load_kernel(kernels: DeviceKernels, name: str) -> Callable[..., None]:

@@ -253,8 +253,11 @@ cdef class Lane:
                 return self._enter(shape, x, out, deadline_ns, timeout_ns)
         return None
 
-    cdef bint _shared(self, char *at, uint64_t nbytes) noexcept:
+    cdef bint _readable(self, char *at, uint64_t nbytes) noexcept:
+        """Whether peers can read it where it lies."""
         cdef uint64_t begin = <uint64_t><uintptr_t>at
+        if self.group.pids != NULL:
+            return True
         return self.arena_begin <= begin and nbytes <= self.arena_end - begin and begin <= self.arena_end
 
     cdef object _enter(self, Shape shape, object x, object out, uint64_t deadline_ns, uint64_t timeout_ns):
@@ -266,11 +269,11 @@ cdef class Lane:
         cdef int i
         if shape.has_x:
             x_at = data_of(x)
-            if not usable(x, shape.writes_x) or shape.shares_x and not self._shared(x_at, shape.x_bytes):
+            if not usable(x, shape.writes_x) or shape.shares_x and not self._readable(x_at, shape.x_bytes):
                 return None
         if shape.has_out:
             out_at = data_of(out)
-            if not usable(out, shape.writes_out) or shape.shares_out and not self._shared(out_at, shape.out_bytes):
+            if not usable(out, shape.writes_out) or shape.shares_out and not self._readable(out_at, shape.out_bytes):
                 return None
             if shape.has_x and x_at < out_at + shape.out_bytes and out_at < x_at + shape.x_bytes:
                 return None
@@ -282,7 +285,7 @@ cdef class Lane:
         for i in (OUT, PUB, IN):
             if shape.place[i] != NOWHERE:
                 shape.run.address[group.rank][i] = x_at if shape.place[i] == AT_X else out_at
-                group.own.offsets[i] = group._offset(<uint64_t><uintptr_t>shape.run.address[group.rank][i])
+                group._tell(i, <uint64_t><uintptr_t>shape.run.address[group.rank][i])
         return self._fly(shape, deadline_ns, timeout_ns)
 
     cdef object _fly(self, Shape shape, uint64_t deadline_ns, uint64_t timeout_ns):

@@ -27,6 +27,9 @@ cdef extern from "run.h" nogil:
         uint64_t *in_stride
         uint64_t *out_stride
         uint64_t *seen
+        uint64_t *foreign
+        const int32_t *pids
+        char *bounce
         char *scratch
         uint64_t count, slot_bytes, item, blocks, pub_bytes
         int per_block, dtype, narrow, streams
@@ -45,7 +48,14 @@ cdef extern from "run.h" nogil:
     zbmd_place zbmd_place_of(int buffer, char *at) noexcept
     zbmd_move zbmd_move_of(const Run *run, const int32_t *row, int own) noexcept
     void zbmd_apply(const Run *run, const int32_t *row, zbmd_move move) noexcept
-    void zbmd_perform(const Run *run, const int32_t *row, int own) noexcept
+    int zbmd_perform(const Run *run, const int32_t *row, int own) noexcept
+
+cdef extern from "peers.h" nogil:
+    enum:
+        ZBMD_BOUNCE_BYTES
+    uint64_t ZBMD_ADDRESS_MIN, ZBMD_ADDRESS_MAX
+    int zbmd_read_peer(int32_t pid, uint64_t source, char *to, uint64_t n) noexcept
+    int zbmd_let_siblings_read() noexcept
 
 cdef extern from "stores.h" nogil:
     enum:
@@ -82,3 +92,14 @@ cdef class NativeProgram:
     cdef _take(self, int64_t i)
     cdef _check(self, int64_t i, int rank, int buffer, int index, int chunk)
     cdef _use(self, int rank, int buffer)
+
+
+cdef inline int64_t step(const int32_t *code, int64_t length, int64_t pc, const uint64_t *received) noexcept nogil:
+    """The instruction that may fire now, or BLOCKED (at a wait), or DONE."""
+    cdef const int32_t *row
+    if pc >= length:
+        return -2
+    row = code + pc * WIDTH
+    if row[0] == WAIT and received[row[2]] < <uint64_t>row[3]:
+        return -1
+    return pc

@@ -3,12 +3,27 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+BLOCKED: Final[int]
+DONE: Final[int]
 CACHED: Final[int]
 """Puts write through the cache."""
 STREAMED: Final[int]
 """Puts write past the cache."""
 READ: Final[int]
 """Peers read the arrays in place."""
+
+class Stepper:
+    """Walks one encoded program (`program.encode`). Raises ValueError on a malformed encoding."""
+
+    pc: int
+    def __init__(self, encoding: NDArray[np.int32]) -> None: ...
+    def next(self, received: NDArray[np.uint64]) -> int:
+        """The index of the instruction that may fire, or BLOCKED (at a wait), or DONE.
+
+        `received`: by rank, its notifications since the program began; of all ranks that it names.
+        """
+    def advance(self) -> None:
+        """The instruction has been performed."""
 
 class NativeProgram:
     """One rank's program, every operand checked once. Raises ValueError on one that is out of bounds."""

@@ -7,6 +7,39 @@ from libc.stdlib cimport calloc, free, realloc
 CACHED = ZBMD_STORE_CACHED
 STREAMED = ZBMD_STORE_STREAMED
 READ = ZBMD_READ
+BLOCKED = -1
+DONE = -2
+
+
+cdef class Stepper:
+    """Walks one encoded program."""
+
+    cdef const int32_t[:, ::1] code
+    cdef readonly int64_t pc
+    cdef int ranks
+
+    def __init__(self, const int32_t[:, ::1] encoding not None):
+        if encoding.shape[1] != WIDTH:
+            raise ValueError(f"an encoding has {WIDTH} columns, not {encoding.shape[1]}")
+        self.ranks = 0
+        for i in range(encoding.shape[0]):
+            if not PUT <= encoding[i, 0] <= COPY or not 0 <= encoding[i, 2] < RANKS:
+                raise ValueError(f"row {i} encodes no instruction")
+            self.ranks = max(self.ranks, encoding[i, 2] + 1)
+        self.code = encoding
+        self.pc = 0
+
+    def next(self, const uint64_t[::1] received not None):
+        if received.shape[0] < self.ranks:
+            raise ValueError(f"counts are needed for {self.ranks} ranks")
+        if self.code.shape[0] == 0:
+            return DONE
+        return step(&self.code[0, 0], self.code.shape[0], self.pc, &received[0])
+
+    def advance(self):
+        if self.pc >= self.code.shape[0]:
+            raise ValueError("the program has ended")
+        self.pc += 1
 
 
 cdef class NativeProgram:

@@ -8,9 +8,9 @@ from zbmd.transport._slots cimport zbmd_slots
 
 from zbmd.collectives._program cimport (
     BUFFERS, COPY, IN, INBOX, LAYOUT_ROWS, LENGTH, NOTIFY, OUT, PUB, PUT, RANKS, REDUCE, SCRATCH, WAIT, WIDE_BYTES, WIDTH,
-    ZBMD_READ, ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_WAYS,
-    NativeProgram, Run, zbmd_apply, zbmd_is_narrow, zbmd_kernel, zbmd_move, zbmd_move_of, zbmd_perform, zbmd_place,
-    zbmd_place_of, zbmd_store_choice, zbmd_store_next, zbmd_store_note
+    ZBMD_ADDRESS_MAX, ZBMD_ADDRESS_MIN, ZBMD_BOUNCE_BYTES, ZBMD_READ, ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_WAYS,
+    NativeProgram, Run, step, zbmd_apply, zbmd_is_narrow, zbmd_kernel, zbmd_move, zbmd_move_of, zbmd_perform, zbmd_place,
+    zbmd_place_of, zbmd_let_siblings_read, zbmd_read_peer, zbmd_store_choice, zbmd_store_next, zbmd_store_note
 )
 
 # A channel's descriptors: two, used in turn. An operation's is not overwritten before its successor's
@@ -26,17 +26,10 @@ cdef enum:
     S_ABORTED = 2
     S_DESYNCHRONISED = 4
     S_BAD_DESCRIPTOR = 5
+    S_UNREADABLE = 6
 
-
-cdef inline int64_t step(const int32_t *code, int64_t length, int64_t pc, const uint64_t *received) noexcept nogil:
-    """The instruction that may fire now, or BLOCKED (at a wait), or DONE."""
-    cdef const int32_t *row
-    if pc >= length:
-        return -2
-    row = code + pc * WIDTH
-    if row[0] == WAIT and received[row[2]] < <uint64_t>row[3]:
-        return -1
-    return pc
+cdef enum:
+    NEVER = 0xfffffffe             # notifications that no peer comes to
 
 
 cdef struct Header:
@@ -56,17 +49,21 @@ cdef struct Header:
     uint8_t store            # of rank 0: how all are to write to inboxes (stores.h)
     uint8_t arena_way        # of rank 0: the same, or ZBMD_READ, if the arrays of all ranks are in the arena
     uint8_t in_arena         # whether those of this rank are
-    uint8_t spare[5]
+    uint8_t spare
+    uint32_t foreign         # a bit for each buffer that is in the rank's own memory; its offset is then its address
+    uint64_t in_bytes        # of such buffers
+    uint64_t out_bytes
 
 
 cdef inline int run_open(Run *run, int n) except -1:
     """Room for `n` ranks, which `run_close` gives back; `run` is all zeros."""
-    run.address = <char *(*)[BUFFERS]>calloc(n, (BUFFERS + 3) * sizeof(uint64_t))
+    run.address = <char *(*)[BUFFERS]>calloc(n, (BUFFERS + 4) * sizeof(uint64_t))
     if run.address == NULL:
         raise MemoryError
     run.in_stride = <uint64_t *>(run.address + n)
     run.out_stride = run.in_stride + n
     run.seen = run.out_stride + n
+    run.foreign = run.seen + n
     return 0
 
 
@@ -140,6 +137,8 @@ cdef class NativeGroup:
     cdef Peer *peers                  # by rank
     cdef Header *headers
     cdef Run current                  # unless a lane has the run of its call
+    cdef int32_t *pids                # by rank, once all can read each other's memory; else NULL
+    cdef char *bounce
     cdef zbmd_slots others            # the slots of the other members
     cdef Header own
     cdef zbmd_store_choice choices[2][STORE_CLASSES]  # wherever arrays lie, and if all are in the arena
@@ -174,6 +173,9 @@ cdef class NativeGroup:
     cdef void _signal(self, int peer) noexcept nogil
     cdef int _await(self, int peer, uint64_t count, uint64_t deadline_ns) noexcept nogil
     cdef uint64_t _offset(self, uint64_t address) noexcept
+    cdef void _tell(self, int buffer, uint64_t address) noexcept
+    cdef void _measure(self, NativeProgram program, Run *run) noexcept nogil
+    cdef int _after_read(self, Run *run, const int32_t *row, int error, uint64_t deadline_ns) noexcept nogil
     cdef void _announce(self, NativeProgram program, Run *run, int64_t kill_point) noexcept nogil
     cdef int _complete(self, NativeProgram program, Run *run, int64_t kill_point,
                        uint64_t deadline_ns) noexcept nogil

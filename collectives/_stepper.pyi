@@ -5,8 +5,6 @@ from numpy.typing import NDArray
 
 from zbmd.collectives._program import NativeProgram
 
-BLOCKED: Final[int]
-DONE: Final[int]
 PUB_BYTES_MAX: Final[int]
 DESCRIPTOR_HEADER_BYTES: Final[int]
 COUNTER_MAX: Final[int]
@@ -16,19 +14,13 @@ STATUS_ABORTED: Final[int]
 STATUS_DEADLINE: Final[int]
 STATUS_DESYNCHRONISED: Final[int]
 STATUS_BAD_DESCRIPTOR: Final[int]
+STATUS_UNREADABLE: Final[int]
 
-class Stepper:
-    """Walks one encoded program (`program.encode`). Raises ValueError on a malformed encoding."""
+def let_siblings_read() -> int:
+    """Where the kernel's Yama has an exception to make: for what descends from our parent. 0, or errno."""
 
-    pc: int
-    def __init__(self, encoding: NDArray[np.int32]) -> None: ...
-    def next(self, received: NDArray[np.uint64]) -> int:
-        """The index of the instruction that may fire, or BLOCKED (at a wait), or DONE.
-
-        `received`: by rank, its notifications since the program began; of all ranks that it names.
-        """
-    def advance(self) -> None:
-        """The instruction has been performed."""
+def read_memory(pid: int, address: int, nbytes: int) -> bytes:
+    """Bytes of a process's memory, as the kernel copies them. Raises OSError where it does not."""
 
 class NativeGroup:
     """This process's end of a group: peers' mappings, notification counters, descriptors.
@@ -63,6 +55,14 @@ class NativeGroup:
         have the core.
 
         mirrors: for ranks whose base is 0, the address here at which they put their descriptors."""
+    @property
+    def reads_peers(self) -> bool:
+        """Whether `read_peers` has been called."""
+    def read_peers(self, pids: list[int]) -> None:
+        """From now on `in` and `out` of any rank may lie outside of its segment: peers read them there.
+
+        `pids`: the process of each rank. Once, and with all ranks on this host.
+        """
     @property
     def channel_number(self) -> int:
         """The channel that it uses."""
@@ -112,7 +112,8 @@ class NativeGroup:
         """Enter and run one operation without the GIL; returns a STATUS.
 
         `addresses`, 32 entries: where our buffers begin (`pub`: the input to publish, or 0), each as
-        long as the program needs. Those that peers read must lie in our segment. `count` and the strides
+        long as the program needs. Those that peers read must lie in our segment, but for
+        `in` and `out` after `read_peers`. `count` and the strides
         are in elements. `kill_point` k >= 0 ends this process by SIGKILL: 0 before the entry, k in
         1..n-1 before the k-th entry notification, n + i before instruction i, n + length after the
         last. `layout` and `extents` are those of a `layout.Piece`; then `count` is its longest block and a

@@ -3,7 +3,8 @@
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stddef cimport size_t
-from libc.stdlib cimport calloc, free
+from libc.errno cimport ESRCH
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memmove, memset
 
 from zbmd.transport._slots cimport ZBMD_MAX_SLOTS, zbmd_base, zbmd_load64, zbmd_slots
@@ -26,6 +27,9 @@ cdef extern from "native.h" nogil:
     int zbmd_wait(zbmd_base own, uint32_t slot, uint32_t channel, uint64_t value, const zbmd_slots *group,
                   uint64_t deadline_ns, uint32_t spins)
 
+cdef extern from "life.h" nogil:
+    int zbmd_life_ended(zbmd_base peer, uint32_t our_slot)
+
 cdef extern from "sched.h" nogil:
     int sched_yield()
 
@@ -47,8 +51,6 @@ cdef extern from *:
     void zbmd_fence_release() nogil
     void zbmd_die() nogil
 
-BLOCKED = -1
-DONE = -2
 PUB_BYTES_MAX = PAYLOAD_BYTES
 DESCRIPTOR_HEADER_BYTES = HEADER_BYTES
 COUNTER_MAX = 0xffffffff
@@ -59,37 +61,23 @@ STATUS_ABORTED = 2
 STATUS_DEADLINE = 3
 STATUS_DESYNCHRONISED = 4
 STATUS_BAD_DESCRIPTOR = 5
+STATUS_UNREADABLE = 6
 
 
-cdef class Stepper:
-    """Walks one encoded program."""
+def let_siblings_read():
+    return zbmd_let_siblings_read()
 
-    cdef const int32_t[:, ::1] code
-    cdef readonly int64_t pc
-    cdef int ranks
 
-    def __init__(self, const int32_t[:, ::1] encoding not None):
-        if encoding.shape[1] != WIDTH:
-            raise ValueError(f"an encoding has {WIDTH} columns, not {encoding.shape[1]}")
-        self.ranks = 0
-        for i in range(encoding.shape[0]):
-            if not PUT <= encoding[i, 0] <= COPY or not 0 <= encoding[i, 2] < RANKS:
-                raise ValueError(f"row {i} encodes no instruction")
-            self.ranks = max(self.ranks, encoding[i, 2] + 1)
-        self.code = encoding
-        self.pc = 0
-
-    def next(self, const uint64_t[::1] received not None):
-        if received.shape[0] < self.ranks:
-            raise ValueError(f"counts are needed for {self.ranks} ranks")
-        if self.code.shape[0] == 0:
-            return DONE
-        return step(&self.code[0, 0], self.code.shape[0], self.pc, &received[0])
-
-    def advance(self):
-        if self.pc >= self.code.shape[0]:
-            raise ValueError("the program has ended")
-        self.pc += 1
+def read_memory(int32_t pid, uint64_t address, uint64_t nbytes):
+    """Bytes of a process's memory."""
+    cdef bytearray into = bytearray(nbytes)
+    cdef char *at = into
+    cdef int error
+    with nogil:
+        error = zbmd_read_peer(pid, address, at, nbytes)
+    if error:
+        raise OSError(error, f"the memory of process {pid} cannot be read")
+    return bytes(into)
 
 
 cdef inline uint64_t mix(uint64_t x) noexcept nogil:
@@ -147,7 +135,25 @@ cdef class NativeGroup:
     def __dealloc__(self):
         free(self.peers)
         free(self.headers)
+        free(self.pids)
+        free(self.bounce)
         run_close(&self.current)
+
+    @property
+    def reads_peers(self):
+        return self.pids != NULL
+
+    def read_peers(self, list pids not None):
+        if len(pids) != self.n or self.pids != NULL or any(self.peers[i].base == NULL for i in range(self.n)):
+            raise ValueError("a process number is needed for every rank, all of them on this host, and once")
+        self.bounce = <char *>malloc(2 * ZBMD_BOUNCE_BYTES)
+        if self.bounce == NULL:
+            raise MemoryError
+        self.pids = <int32_t *>calloc(self.n, sizeof(int32_t))
+        if self.pids == NULL:
+            raise MemoryError
+        for i, pid in enumerate(pids):
+            self.pids[i] = pid
 
     @property
     def channel_number(self):
@@ -283,7 +289,7 @@ cdef class NativeGroup:
         own.piece, own.in_stride, own.out_stride = piece, in_stride, out_stride
         for i in range(BUFFERS):
             run.address[self.rank][i] = <char *><uintptr_t>addresses[i]
-            own.offsets[i] = self._offset(addresses[i])
+            self._tell(i, addresses[i])
         own.fingerprint = self._fingerprint(own)
 
     cdef _check_layout(self, NativeProgram program, const uint64_t[:, ::1] layout,
@@ -360,6 +366,18 @@ cdef class NativeGroup:
         cdef uint64_t base = <uint64_t><uintptr_t>self.peers[self.rank].base
         return address - base if base < address < base + self.peers[self.rank].total else 0
 
+    cdef void _tell(self, int buffer, uint64_t address) noexcept:
+        """Tell peers where a buffer lies: its offset in the segment, or its address if they can read it there."""
+        cdef uint64_t offset = self._offset(address)
+        cdef bint foreign = offset == 0 and address != 0 and self.pids != NULL and (buffer == IN or buffer == OUT)
+        self.own.offsets[buffer] = address if foreign else offset
+        self.own.foreign = self.own.foreign & ~(<uint32_t>1 << buffer) | <uint32_t>foreign << buffer
+
+    cdef void _measure(self, NativeProgram program, Run *run) noexcept nogil:
+        """Tell peers how long those buffers are."""
+        self.own.in_bytes = extent(program, run, &self.own, self.rank, IN, ZBMD_ADDRESS_MAX) if self.own.foreign >> IN & 1 else 0
+        self.own.out_bytes = extent(program, run, &self.own, self.rank, OUT, ZBMD_ADDRESS_MAX) if self.own.foreign >> OUT & 1 else 0
+
     cdef void _announce(self, NativeProgram program, Run *run, int64_t kill_point) noexcept nogil:
         """Publish the descriptor, and tell every peer."""
         cdef int k
@@ -403,6 +421,8 @@ cdef class NativeGroup:
         """Whether all of this buffer of ours lies there."""
         cdef uint64_t high = self.peers[self.rank].total
         cdef uint64_t need = extent(program, run, &self.own, self.rank, buffer, high)
+        if self.own.foreign >> buffer & 1:
+            return False
         return lies_within(self.own.offsets[buffer], need, self.peers[self.rank].inbox_end, high)
 
     cdef bint _all_in_arena(self, NativeProgram program) noexcept nogil:
@@ -426,6 +446,7 @@ cdef class NativeGroup:
         zbmd_fence_release()
         self.own.word = self.own.withdrawn = 0
         self._propose(program, run)
+        self._measure(program, run)
         memcpy(mine, &self.own, self._header_bytes(program))
         if program.eager and run.address[self.rank][PUB] != NULL:
             memcpy(mine + HEADER_BYTES, run.address[self.rank][PUB], run.pub_bytes)
@@ -476,6 +497,8 @@ cdef class NativeGroup:
     cdef int _resolve_all(self, NativeProgram program, Run *run) noexcept nogil:
         """Resolve and bound every buffer the program touches."""
         cdef int i, k, rank
+        run.pids, run.bounce = self.pids, self.bounce
+        memset(run.foreign, 0, self.n * sizeof(uint64_t))
         for k in range(program.used):
             rank = program.uses[k].rank
             if (rank != self.rank or program.uses[k].buffer == PUB) and not self._resolve(program, run, rank, program.uses[k].buffer):
@@ -500,6 +523,13 @@ cdef class NativeGroup:
             return published(run, rank) <= self.payload_max
         if buffer == INBOX:
             low, high = ZBMD_OFF_END, self.peers[rank].inbox_end
+        if h.foreign >> buffer & 1:
+            if self.pids == NULL or buffer != IN and buffer != OUT:
+                return False
+            run.address[rank][buffer] = <char *>begin
+            run.foreign[rank] |= <uint64_t>1 << buffer
+            need = extent(program, run, h, rank, buffer, ZBMD_ADDRESS_MAX)
+            return lies_within(begin, need, ZBMD_ADDRESS_MIN, ZBMD_ADDRESS_MAX) and need <= (h.in_bytes if buffer == IN else h.out_bytes)
         # Of a rank on another host: 0, so that places in the buffer are counted from its beginning.
         run.address[rank][buffer] = self.peers[rank].base + begin if self.peers[rank].base != NULL else NULL
         need = extent(program, run, h, rank, buffer, high)
@@ -530,10 +560,32 @@ cdef class NativeGroup:
             if row[0] == PUT or row[0] >= REDUCE:
                 if zbmd_load64(self.peers[self.rank].base, zbmd_abort_offset(self.channel)) >> 32 >= self.epoch:
                     return S_ABORTED
-                zbmd_perform(run, row, self.rank)
+                status = zbmd_perform(run, row, self.rank)
+                if run.pids != NULL:
+                    status = self._after_read(run, row, status, deadline_ns)
+                    if status != S_DONE:
+                        return status
             if row[0] <= NOTIFY:
                 self._signal(row[2])
             self.pc += 1
         for peer in range(self.n):
             self.peers[peer].received += program.awaited[peer]
         return S_DONE
+
+    cdef int _after_read(self, Run *run, const int32_t *row, int error, uint64_t deadline_ns) noexcept nogil:
+        """What has been read of a peer's memory counts if the peer still lived: its process number may be another's."""
+        cdef int column, status, rank, read = -1
+        for column in range(6, 10 if row[0] == REDUCE else 7, 3):
+            rank = row[column]
+            if row[0] == PUT or not run.foreign[rank] >> row[column + 1] & 1:
+                continue
+            read = rank
+            if error == ESRCH or zbmd_life_ended(self.peers[rank].base, self.peers[self.rank].slot):
+                status = self._await(rank, NEVER, deadline_ns)  # until we are told of the loss, or of an abort
+                return status if status != S_DONE else S_ABORTED
+        if read < 0 or error == 0:
+            return S_DONE
+        if not self._still_valid():
+            return S_ABORTED
+        self.culprit = read
+        return S_UNREADABLE

@@ -48,6 +48,7 @@ class Calls(Runs):
             model=self.model,
             eager_bytes_max=self._executor.eager_bytes_max,
             far=self._executor.far,
+            reads_peers=self._executor.reads_peers,
             wish=self._wish,
         )
 
@@ -70,8 +71,11 @@ class Calls(Runs):
         result = np.empty(shape, dtype)
         return result, Target(result, "out")
 
-    def _in_arena(self, x: Placed) -> bool:
-        return not isinstance(x, DeviceArray) and self._segment.arena.offset_of(x) is not None
+    def _is_readable(self, x: Placed) -> bool:
+        """Whether peers can read it where it lies."""
+        if isinstance(x, DeviceArray):
+            return False
+        return self._executor.reads_peers or self._segment.arena.offset_of(x) is not None
 
     def _blocks_of(self, x: PlacedT) -> PlacedT:
         """`x` itself. Raises `UserError` unless its first extent is the group's size."""

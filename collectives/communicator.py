@@ -40,6 +40,7 @@ from zbmd.collectives.arrays import (
 from zbmd.collectives.coalescing import CoalescedOperations
 from zbmd.collectives.cost_model import Model
 from zbmd.collectives.layout import gather_layout, reduce_scatter_layout, scatter_layout
+from zbmd.collectives.peer_reading import agree_on_reading
 from zbmd.collectives.pieces import Job, Side, shape_of
 from zbmd.collectives.program import IN, OUT, PUB, input_buffer
 from zbmd.collectives.reductions import BYTES_CODE, dtype_code, reduction_code
@@ -68,10 +69,20 @@ class Communicator(CoalescedOperations):
     def tune(self, *, deadline_ns: int = 0) -> Model:
         """Measure the group's link, unless its first member knows such groups; all members must call this.
 
-        From now on "auto" goes by the first member's numbers, on all ranks. Takes some 10 ms, once.
+        From now on "auto" goes by the first member's numbers, on all ranks. Takes some 10 ms, once. On one
+        host it is also tried whether they can read each other's ordinary memory (`try_reading`).
         """
+        self.try_reading(deadline_ns=deadline_ns)
         self.model = agree_on_model(self, deadline_ns)
         return self.model
+
+    def try_reading(self, *, deadline_ns: int = 0) -> None:
+        """Try whether all can read each other's ordinary memory, and from now on do so; all must call this.
+
+        Else, and between hosts, what peers read of arrays outside of the arena is copied there.
+        """
+        if self.size > 1 and not self._executor.far and (pids := agree_on_reading(self, deadline_ns)):
+            self.read_peers(pids)
 
     def all_reduce(
         self, x: Any, out: Any = None, *, op: str = "sum", algorithm: str = "auto", deadline_ns: int = 0
@@ -100,7 +111,7 @@ class Communicator(CoalescedOperations):
             sides = [Side((PUB,), source, 1, source), Side((OUT,), flat, store=flat)]
         elif out is None:
             sides = [Side((IN, OUT), flat, 1, flat, flat)]
-        elif IN in shape.plan.exposed and not self._in_arena(source):
+        elif IN in shape.plan.exposed and not self._is_readable(source):
             sides = [Side((IN, OUT), flat, 1, source, flat)]
         else:
             sides = [Side((IN,), source, 1, source), Side((OUT,), flat, 1, None, flat)]

@@ -20,6 +20,7 @@ from zbmd.collectives._stepper import (
     STATUS_DESYNCHRONISED,
     STATUS_DONE,
     STATUS_LOST,
+    STATUS_UNREADABLE,
     NativeGroup,
 )
 from zbmd.collectives.algorithms import Operation
@@ -61,7 +62,7 @@ YIELDS_SHARED = 200
 SPINS_REMOTE = 64
 """Looks before a wait parks, when what it waits for comes over a network."""
 
-_HEADER = struct.Struct("=6Q2BHI2Q33Q")
+_HEADER = struct.Struct("=6Q2BHI2Q35Q")
 _OPERATIONS = {operation.value: operation.name.lower() for operation in Operation}
 
 
@@ -174,6 +175,15 @@ class Executor(ABC):
         return False
 
     @property
+    def reads_peers(self) -> bool:
+        """Whether all members can read each other's ordinary arrays where they lie (`peer_reading`)."""
+        return self.native.reads_peers
+
+    def read_peers(self, pids: list[int]) -> None:
+        """Have them do so; `pids`: the process of each member. No operation may be running."""
+        self.native.read_peers(pids)
+
+    @property
     def sequence(self) -> int:
         """Native runs begun in this epoch."""
         return self.native.sequence_number
@@ -283,6 +293,12 @@ class Executor(ABC):
             peer = self.members[self.native.culprit]
             return RemoteProtocolError(
                 f"rank {peer} described memory outside its segment",
+                story=(where, self._describe(self.native.culprit)),
+            )
+        if status == STATUS_UNREADABLE:
+            peer = self.members[self.native.culprit]
+            return RemoteProtocolError(
+                f"the memory that rank {peer} described cannot be read; when the group was made, it could",
                 story=(where, self._describe(self.native.culprit)),
             )
         return CollectiveError(f"{where}: the executor returned the unknown status {status}")

@@ -420,6 +420,7 @@ class Group:
         over_hosts = [len({*c.hosts}) > 1 for c in (self.communicator, made)]
         if over_hosts[0] == over_hosts[1]:
             made.model = self.communicator.model
+            made.read_peers_as(self.communicator)
             made.barrier(deadline_ns=end_ns)
         else:
             made.tune(deadline_ns=end_ns)

@@ -105,10 +105,12 @@ static void zbmd_narrow(int dtype, uint16_t *dst, const float *src, size_t n) {
     for (size_t i = 0; i < n; i++) dst[i] = zbmd_narrow_one_f16(src[i]);
 }
 
-/* A place in memory and whether it holds f32 (slots) or the 16-bit type itself (the caller's arrays). */
+/* A place in memory; whether it holds f32 (slots) or the 16-bit type itself (the caller's arrays); and the process whose
+ * own memory it is in, or 0 if it is mapped here. */
 typedef struct {
     char *at;
     int wide;
+    int32_t pid;
 } zbmd_place;
 
 static inline const float *zbmd_wide_block(int dtype, zbmd_place place, size_t first, size_t n, float *room) {

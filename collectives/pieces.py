@@ -24,7 +24,7 @@ from zbmd.collectives.plan import (
     FAR_SLOT_BYTES,
     PIECE_BYTES,
     PLANS_MAX,
-    SWAP_PIECE_BYTES,
+    UNSTAGED_PIECE_BYTES,
     Plan,
     chunks_for,
     plan_of,
@@ -34,6 +34,9 @@ from zbmd.collectives.reductions import itemsize, slot_itemsize
 from zbmd.transport._native import address_of
 from zbmd.transport.errors import UserError
 from zbmd.transport.segment import Segment
+
+_FOREIGN = frozenset((IN, OUT))
+"""The buffers that a descriptor tells of where they are in a rank's own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class Ask:
     """What can travel with a descriptor."""
     far: bool = False
     """Whether there are members on other hosts."""
+    reads_peers: bool = False
+    """Whether members read each other's ordinary arrays, so that nothing is staged."""
     wish: str = ""
     """The value of `ZBMD_ALGORITHM`."""
 
@@ -188,9 +193,11 @@ def _cut(ask: Ask, name: str) -> tuple[int, int]:
     """Bytes of a chunk and of a piece, at most."""
     wider = slot_itemsize(ask.dtype) // itemsize(ask.dtype)  # a 16-bit float takes more in a slot
     if name == "swap":  # a chunk of each peer is in slots
-        return max(1, CHUNK_BYTES // (wider * max(1, ask.n - 1))), SWAP_PIECE_BYTES
+        return max(1, CHUNK_BYTES // (wider * max(1, ask.n - 1))), UNSTAGED_PIECE_BYTES
     if ask.far and name == "direct":
         return FAR_CHUNK_BYTES, FAR_PIECE_BYTES
+    if ask.reads_peers and name == "direct":
+        return CHUNK_BYTES, UNSTAGED_PIECE_BYTES
     if ask.far and (_entry(ask, name).over_hosts or ask.operation in _MOVING):
         return FAR_SLOT_BYTES // wider, FAR_PIECE_BYTES
     # Others go by chunks in the order in which they reduce: theirs are the bits of one host.
@@ -329,17 +336,18 @@ class PieceRunner:
             self.devices.copy(*(packed, whole) if into else (whole, packed))
 
     def _allocate(self, job: Job, lengths: Sequence[int]) -> list[Array | None]:
-        """Memory in the arena for each side that peers read and that does not lie there."""
+        """Memory in the arena for each side that peers read and cannot read where it lies."""
         return [self._memory_for(job, side, length) for side, length in zip(job.sides, lengths, strict=True)]
 
     def _memory_for(self, job: Job, side: Side, length: int) -> Array | None:
         arena, array = self._segment.arena, side.array
         if isinstance(array, DeviceArray):
             return self.devices.empty(array, length)
-        exposed = any(buffer in job.shape.plan.exposed for buffer in side.buffers)
-        if exposed and arena.offset_of(array) is None:
-            return arena.empty(length, array.dtype)
-        return None
+        if job.shape.plan.exposed.isdisjoint(side.buffers) or arena.offset_of(array) is not None:
+            return None
+        if self._executor.reads_peers and _FOREIGN.issuperset(side.buffers):
+            return None
+        return arena.empty(length, array.dtype)
 
     def _copy_piece(
         self,

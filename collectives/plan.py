@@ -26,8 +26,8 @@ FAR_SLOT_BYTES = 256 << 10
 """The same where chunks are put into slots there: each is a message, and the inbox is small."""
 FAR_PIECE_BYTES = 16 << 20
 """The same: to meet for a piece costs messages."""
-SWAP_PIECE_BYTES = 16 << 20
-"""The same where nothing is staged: chunks pass through a window of slots, however many there are."""
+UNSTAGED_PIECE_BYTES = 16 << 20
+"""The same where nothing is staged, and there are no more slots the more chunks there are."""
 PLANS_MAX = 512
 """Plans kept; the least recently used is dropped."""
 

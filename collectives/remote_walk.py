@@ -18,8 +18,9 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from zbmd.collectives._program import BLOCKED, DONE, Stepper
 from zbmd.collectives._remote import RemoteGroup
-from zbmd.collectives._stepper import BLOCKED, DONE, STATUS_DONE, STATUS_LOST, Stepper
+from zbmd.collectives._stepper import STATUS_DONE, STATUS_LOST
 from zbmd.collectives.plan import Plan
 from zbmd.collectives.program import (
     INBOX,

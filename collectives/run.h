@@ -3,6 +3,7 @@
 #define ZBMD_RUN_H
 
 #include "narrow.h"
+#include "peers.h"
 #include "stores.h"
 
 /* The numbers of program.py. */
@@ -17,6 +18,9 @@ typedef struct {
     char *(*address)[ZBMD_BUFFERS];   /* by rank, as are the next two rows */
     uint64_t *in_stride, *out_stride; /* under a layout: 1 if staged, else 0 */
     uint64_t *seen;
+    uint64_t *foreign; /* by rank: a bit for each buffer that lies in its own memory, at `address` there */
+    const int32_t *pids; /* by rank, of those whose memory can be read; or NULL */
+    char *bounce;      /* 2 x ZBMD_BOUNCE_BYTES, if there are such */
     char *scratch;
     uint64_t count, slot_bytes, item, blocks, pub_bytes;
     int per_block, dtype, narrow;
@@ -37,7 +41,7 @@ static inline uint64_t zbmd_block_at(const zbmd_run *run, int rank, int buffer, 
 
 /* Slots hold a 16-bit float as f32. */
 static inline zbmd_place zbmd_place_of(int buffer, char *at) {
-    return (zbmd_place){at, buffer == ZBMD_SCRATCH || buffer == ZBMD_INBOX};
+    return (zbmd_place){at, buffer == ZBMD_SCRATCH || buffer == ZBMD_INBOX, 0};
 }
 
 static inline zbmd_place zbmd_locate(const zbmd_run *run, int rank, int buffer, int index, int block,
@@ -50,7 +54,9 @@ static inline zbmd_place zbmd_locate(const zbmd_run *run, int rank, int buffer, 
         first += zbmd_block_at(run, rank, buffer, block);
     else if (buffer == ZBMD_PUB && run->layout)
         first += run->layout[ZBMD_IN_STAGED * run->blocks + block];
-    return zbmd_place_of(buffer, run->address[rank][buffer] + first * run->item);
+    zbmd_place place = zbmd_place_of(buffer, run->address[rank][buffer] + first * run->item);
+    if (run->foreign[rank] >> buffer & 1) place.pid = run->pids[rank];
+    return place;
 }
 
 /* The operands of a put, reduce or copy; `b` only of a reduce. */
@@ -60,7 +66,7 @@ typedef struct {
 } zbmd_move;
 
 static inline zbmd_move zbmd_move_of(const zbmd_run *run, const int32_t *row, int own) {
-    zbmd_move move = {{NULL, 0}, {NULL, 0}, {NULL, 0}, 0};
+    zbmd_move move = {{NULL, 0, 0}, {NULL, 0, 0}, {NULL, 0, 0}, 0};
     int block = row[1] / run->per_block;
     uint64_t j = (uint64_t)(row[1] % run->per_block);
     uint64_t length = run->layout ? run->layout[block] : run->count;
@@ -92,8 +98,43 @@ static inline void zbmd_apply(const zbmd_run *run, const int32_t *row, zbmd_move
     }
 }
 
-static inline void zbmd_perform(const zbmd_run *run, const int32_t *row, int own) {
-    zbmd_apply(run, row, zbmd_move_of(run, row, own));
+/* Bytes of an element there. */
+static inline uint64_t zbmd_item_at(const zbmd_run *run, zbmd_place place) {
+    return run->narrow && place.wide ? sizeof(float) : run->item;
+}
+
+/* The elements of an operand from `first` on, `count` of them: where they lie, or read to `bounce`. */
+static inline int zbmd_fetch(const zbmd_run *run, zbmd_place *place, uint64_t first, uint64_t count, char *bounce) {
+    char *at = place->at + first * zbmd_item_at(run, *place);
+    int error = place->pid ? zbmd_read_peer(place->pid, (uint64_t)(uintptr_t)at, bounce, count * run->item) : 0;
+    *place = (zbmd_place){place->pid ? bounce : at, place->wide, 0};
+    return error;
+}
+
+/* `zbmd_apply`, with operands in the memory of peers. Returns 0, or errno. */
+static inline int zbmd_apply_foreign(const zbmd_run *run, const int32_t *row, zbmd_move move) {
+    uint64_t step = ZBMD_BOUNCE_BYTES / run->item;
+    int error = 0;
+    if (row[0] != ZBMD_REDUCE && zbmd_item_at(run, move.dst) == run->item)
+        return zbmd_read_peer(move.a.pid, (uint64_t)(uintptr_t)move.a.at, move.dst.at, move.count * run->item);
+    for (uint64_t first = 0; first < move.count && !error; first += step) {
+        zbmd_move part = move;
+        part.count = move.count - first < step ? move.count - first : step;
+        part.dst.at += first * zbmd_item_at(run, part.dst);
+        error = zbmd_fetch(run, &part.a, first, part.count, run->bounce);
+        if (!error && row[0] == ZBMD_REDUCE)
+            error = zbmd_fetch(run, &part.b, first, part.count, run->bounce + ZBMD_BOUNCE_BYTES);
+        if (!error) zbmd_apply(run, row, part);
+    }
+    return error;
+}
+
+/* Returns 0, or errno of a read of a peer's memory. */
+static inline int zbmd_perform(const zbmd_run *run, const int32_t *row, int own) {
+    zbmd_move move = zbmd_move_of(run, row, own);
+    if (move.a.pid || move.b.pid) return zbmd_apply_foreign(run, row, move);
+    zbmd_apply(run, row, move);
+    return 0;
 }
 
 #endif

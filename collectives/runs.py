@@ -81,6 +81,7 @@ class Runs:
         self._runner = PieceRunner(segment, self._executor, self.place)
         self._turnstile = Turnstile()
         self._taught_inbox = self._executor.inbox
+        self._pids: list[int] = []
         self.lane = Lane(
             self._executor.native,
             self._turnstile,
@@ -153,6 +154,21 @@ class Runs:
         """A device that has failed has nothing to give back but to the end of the process."""
         with contextlib.suppress(CudaFault):
             self._runner.devices.close()
+
+    def read_peers(self, pids: list[int]) -> None:
+        """From now on members read each other's ordinary arrays; `pids`: their processes, in their order.
+
+        All have tried it (`peer_reading`). A second call changes nothing.
+        """
+        if not self._pids:
+            with self._turnstile:
+                self._executor.read_peers(pids)
+                self._pids = pids
+
+    def read_peers_as(self, group: Runs) -> None:
+        """As members of `group`, all of whom have tried it, do; if they do."""
+        if group._pids:
+            self.read_peers([group._pids[group.members.index(member)] for member in self.members])
 
     def kill_at(self, sequence: int, point: int) -> None:
         """Fault injection: this process dies by SIGKILL at `point` of the run numbered `sequence`.

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives._stepper import BLOCKED, DONE, Stepper
+from zbmd.collectives._program import BLOCKED, DONE, Stepper
 from zbmd.collectives.errors import CollectiveError
 from zbmd.collectives.layout import Layout
 from zbmd.collectives.program import (

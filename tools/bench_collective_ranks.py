@@ -91,6 +91,7 @@ def _rank(segments: list[Segment], rank: int) -> Rank:
     communicator = Communicator(
         segment=own, peers=peers, members=tuple(range(len(segments))), rank=rank, epoch=1, channel=0
     )
+    communicator.try_reading()
     return Rank(communicator, own.arena, place=rank, size=len(segments))
 
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.collectives._program import NativeProgram
-from zbmd.collectives._stepper import BLOCKED, DONE, Stepper
+from zbmd.collectives._program import BLOCKED, DONE, NativeProgram, Stepper
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.program import (
     BUFFERS,

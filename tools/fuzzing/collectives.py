@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,8 @@ LAST_VERSION = 3
 ELEMENTS = 64
 STATE_BYTES = 256
 EPOCH = 1
+FOREIGN_AT = 332
+"""Where a descriptor says which of its rank's buffers are in memory of its own, and then how long."""
 
 
 # ---- the commit of steps
@@ -255,7 +258,7 @@ def _plan(rank: int, pair: bool) -> Plan:
 
 
 def _all_reduce(
-    own: Segment, peer: PeerSegment, deadline_ns: int, *, pair: bool
+    own: Segment, peer: PeerSegment, deadline_ns: int, *, pair: bool, foreign: bool = False
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     executor = MappedExecutor(
         segment=own, peers={1 - own.slot: peer}, members=(0, 1), rank=own.slot, epoch=EPOCH, channel=0
@@ -269,6 +272,8 @@ def _all_reduce(
     )
     addresses = {IN: _native.address_of(source), OUT: _native.address_of(target)}
     executor.native.always(READ)
+    if foreign:  # what is told of its own memory is looked for in ours
+        executor.read_peers([os.getpid()] * 2)
     try:
         executor.run(_plan(own.slot, pair), call, addresses, deadline_ns=deadline_ns)
     finally:
@@ -294,23 +299,26 @@ def _descriptor_offset() -> int:
 
 
 def _descriptors() -> tuple[bytes, ...]:
+    foreign = bytearray(_descriptor(False))
+    foreign[FOREIGN_AT : FOREIGN_AT + 20] = (1 << IN | 1 << OUT).to_bytes(4, "little") + bytes([255, 0]) * 8
     numbers = [(EPOCH << 32 | notified).to_bytes(8, "little") for notified in (0xFFFF, 1)]
-    return tuple(bytes([pair]) + number + _descriptor(pair) for number in numbers for pair in (False, True))
+    kinds = ((0, _descriptor(False)), (1, _descriptor(True)), (2, bytes(foreign)))
+    return tuple(bytes([kind]) + number + good for number in numbers for kind, good in kinds)
 
 
 def _operation(data: bytes) -> None:
     """An all-reduce with a rank whose descriptor and notification are the script's.
 
-    By one program, or by the choice of two.
+    By one program, or by the choice of two, or where a rank may tell of its own memory.
     """
     script = Script(data)
-    pair = script.number(1) % 2 == 1
+    kind = script.number(1)
     cell, descriptor = script.number(8), script.take(DESCRIPTOR_HEADER_BYTES)
     with _two_segments() as (own, theirs, peer):
         at = _native.OFF_DESCRIPTORS + _descriptor_offset()
         theirs.mapping.view(at, len(descriptor), writable=True)[:] = descriptor
         PeerSegment.attach(own.fd, slot=0).notify(1, 0, cell)
-        result = _all_reduce(own, peer, 1, pair=pair)
+        result = _all_reduce(own, peer, 1, pair=kind & 1 == 1, foreign=kind & 2 == 2)
         if result.shape != (ELEMENTS,):
             raise Broken(f"a result of {result.shape}")
 

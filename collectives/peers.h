@@ -1,0 +1,42 @@
+/* Arrays in a peer's ordinary memory: the kernel copies out of them (process_vm_readv), once and straight to their place.
+ *
+ * A process is named by its number, which another one may have after its end. Its end is told before that (life.h): who
+ * has read looks at that last, and what it read counts only if the peer still lived. */
+#ifndef ZBMD_PEERS_H
+#define ZBMD_PEERS_H
+
+#include <errno.h>
+#include <stdint.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#define ZBMD_ADDRESS_MIN 4096ULL         /* what a peer may say of its own memory */
+#define ZBMD_ADDRESS_MAX (1ULL << 47)
+enum { ZBMD_BOUNCE_BYTES = 128 << 10 }; /* read at a time to be reduced: it is still in the cache then */
+
+/* Read all of it. Returns 0, or errno. */
+static inline int zbmd_read_peer(int32_t pid, uint64_t from, char *to, uint64_t n) {
+    while (n) {
+        struct iovec here = {to, n}, there = {(void *)(uintptr_t)from, n};
+        long got = syscall(SYS_process_vm_readv, (pid_t)pid, &here, 1UL, &there, 1UL, 0UL);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return got < 0 ? errno : EFAULT;
+        to += got;
+        from += (uint64_t)got;
+        n -= (uint64_t)got;
+    }
+    return 0;
+}
+
+/* Where the kernel's Yama lets nobody but ancestors look: let what descends from our parent, as our peers do. */
+static inline int zbmd_let_siblings_read(void) {
+#ifdef PR_SET_PTRACER
+    pid_t parent = getppid();
+    if (parent > 1) return prctl(PR_SET_PTRACER, (unsigned long)parent, 0, 0, 0) ? errno : 0;
+#endif
+    return ESRCH;
+}
+
+#endif

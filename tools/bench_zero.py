@@ -2,10 +2,12 @@
 
     python -m zbmd.tools.bench_zero                       2, 4 and 8 ranks, stages 1 to 3
     python -m zbmd.tools.bench_zero --ranks 2 --steps 40  for times: as many ranks as there are cores
+    python -m zbmd.tools.bench_zero --offload /mnt/nvme   the folder of those files, not a temporary one
 
 Peaks are of the arrays that a rank really had, the highest of all ranks, beside 4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N and
-16Ψ/N bytes for Ψ parameters in bfloat16 with float32 masters. Each step is done by a trainer without copies
-and by one with them, in turn; times are medians, and the ratio is that of each pair.
+16Ψ/N bytes for Ψ parameters in bfloat16 with float32 masters. Each step is done by a trainer without copies,
+by one with them, and by one whose masters and moments are in a file ("file": its bytes, and what of them was
+in memory between steps), in turn; times are medians, and ratios are those of each round.
 """
 
 from __future__ import annotations
@@ -50,6 +52,9 @@ class ZeroCost:
     working_bytes: int
     step_ms: float
     mirrored_ratio: float
+    offloaded_bytes: int
+    resident_bytes: int
+    offloaded_ratio: float
     copy_ms: float
     waited_ms: float
 
@@ -77,7 +82,9 @@ class _Run:
             self.reports.append(msgspec.convert(event.payload["cost"], bench_zero_rank.RankCost))
 
 
-async def measure(directory: Path, *, ranks: int, stage: int, steps: int, shape: Sequence[str]) -> ZeroCost:
+async def measure(
+    directory: Path, *, ranks: int, stage: int, steps: int, shape: Sequence[str], offload: Path | None = None
+) -> ZeroCost:
     """Run one stage on so many ranks. Raises `UserError` if the run fails."""
     run = _Run()
     data = write_text(directory / "text")
@@ -87,6 +94,7 @@ async def measure(directory: Path, *, ranks: int, stage: int, steps: int, shape:
         arguments=(
             *(*shape, "--data", str(data), "--out", str(directory), "--steps", str(steps)),
             *("--zero", str(stage), "--storage", "bfloat16"),
+            *(("--offload", str(offload)) if offload is not None else ()),
         ),
         world_size=ranks,
         preload=("zbmd.training.zero.job",),
@@ -95,7 +103,8 @@ async def measure(directory: Path, *, ranks: int, stage: int, steps: int, shape:
     if ended.exit_code != 0 or len(run.reports) != ranks:
         raise UserError(f"{ranks} ranks did not end well: {ended.reason}\n" + "\n".join(run.lines))
     costs, first = run.reports, run.reports[0]
-    ratios = [b / a for cost in costs for a, b in zip(cost.step_ns, cost.mirrored_ns, strict=True)]
+    times = [(cost.step_ns, cost.mirrored_ns, cost.offloaded_ns) for cost in costs]
+    ratios = [(b / a, c / a) for one in times for a, b, c in zip(*one, strict=True)]
     return ZeroCost(
         ranks=ranks,
         stage=stage,
@@ -106,7 +115,10 @@ async def measure(directory: Path, *, ranks: int, stage: int, steps: int, shape:
         previous_bytes=max(cost.previous_bytes for cost in costs),
         working_bytes=max(cost.working_bytes for cost in costs),
         step_ms=statistics.median(ns for cost in costs for ns in cost.step_ns) / 1e6,
-        mirrored_ratio=statistics.median(ratios),
+        mirrored_ratio=statistics.median(ratio[0] for ratio in ratios),
+        offloaded_bytes=max(cost.offloaded_bytes for cost in costs),
+        resident_bytes=max(cost.resident_bytes for cost in costs),
+        offloaded_ratio=statistics.median(ratio[1] for ratio in ratios),
         copy_ms=max(cost.copy_ns for cost in costs) / 1e6,
         waited_ms=max(cost.waited_ns for cost in costs) / 1e6,
     )
@@ -118,13 +130,14 @@ def line_of(cost: ZeroCost) -> str:
         f"{cost.ranks:5} {cost.stage:5} {cost.state_bytes / MIB:10.2f} {cost.goal_bytes / MIB:10.2f} "
         f"{cost.state_bytes / cost.goal_bytes:7.3f} {cost.buddy_bytes / MIB:10.2f} "
         f"{cost.previous_bytes / MIB:10.2f} {cost.working_bytes / MIB:10.2f} {cost.step_ms:9.1f} "
-        f"{cost.mirrored_ratio:7.3f} {cost.copy_ms:8.2f} {cost.waited_ms:8.2f}"
+        f"{cost.mirrored_ratio:7.3f} {cost.copy_ms:8.2f} {cost.waited_ms:8.2f} "
+        f"{cost.offloaded_bytes / MIB:9.2f} {cost.resident_bytes / MIB:7.2f} {cost.offloaded_ratio:6.2f}"
     )
 
 
 HEAD = (
     "ranks stage  state MiB   goal MiB   ratio  buddy MiB   prev MiB   work MiB   step ms  mirror"
-    "  copy ms  wait ms"
+    "  copy ms  wait ms  file MiB  in mem   file"
 )
 
 
@@ -140,6 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="of each trainer (%(default)s)")
     parser.add_argument("--width", type=int, default=128, help="of the model (%(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="of the model (%(default)s)")
+    parser.add_argument("--offload", type=Path, metavar="FOLDER", help="where states in files lie")
     parser.add_argument("--json", action="store_true", help="print a JSON line for each row")
     arguments = parser.parse_args(argv)
     log_to_stderr()
@@ -153,7 +167,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stage in arguments.stages:
             with tempfile.TemporaryDirectory(prefix="zbmd-zero-") as scratch:
                 try:
-                    run = measure(Path(scratch), ranks=ranks, stage=stage, steps=arguments.steps, shape=shape)
+                    run = measure(
+                        Path(scratch),
+                        ranks=ranks,
+                        stage=stage,
+                        steps=arguments.steps,
+                        shape=shape,
+                        offload=arguments.offload,
+                    )
                     cost = uvloop.run(run)
                 except UserError as error:
                     print(f"error: {error}", file=sys.stderr)

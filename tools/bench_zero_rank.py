@@ -1,4 +1,4 @@
-"""A rank of `zbmd.tools.bench_zero`: trains with and without copies of its shard, in turn."""
+"""A rank of `zbmd.tools.bench_zero`: trains with and without copies of its shard, and from a file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final
 
 import uvloop
@@ -18,8 +19,11 @@ from zbmd.training.job import open_recipe
 from zbmd.training.recipe import Recipe
 from zbmd.training.watch import ALONE, StepWatch
 from zbmd.training.zero.accountant import Kind
-from zbmd.training.zero.keeper import COPIES, BuddyMirror, Digests
+from zbmd.training.zero.file_keeper import FileKeeper
+from zbmd.training.zero.keeper import COPIES, BuddyMirror
 from zbmd.training.zero.mirror import SLOTS
+from zbmd.training.zero.safekeeping import Digests
+from zbmd.training.zero.state_file import StateFile, StateName
 from zbmd.training.zero.trainer import (
     ZeroDone,
     ZeroOptions,
@@ -33,7 +37,10 @@ KIND: Final = "zero-cost"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCost:
-    """Peak bytes of this rank, and times: of each step, and of copies and waits for them a step."""
+    """Peak bytes of this rank, and times: of each step, and of copies and waits for them a step.
+
+    offloaded_bytes: of the file; resident_bytes: of it in memory between steps, at most.
+    """
 
     parameters: int
     state_bytes: int
@@ -42,13 +49,28 @@ class RankCost:
     working_bytes: int
     step_ns: list[int]
     mirrored_ns: list[int]
+    offloaded_ns: list[int]
+    offloaded_bytes: int
+    resident_bytes: int
     copy_ns: int
     waited_ns: int
 
 
-def measured(node: Node, made: Group, recipe: Recipe, options: ZeroOptions) -> RankCost:
-    """Do the recipe's steps with both trainers, after one of each to warm up."""
+def measured(node: Node, made: Group, recipe: Recipe, options: ZeroOptions, folder: Path) -> RankCost:
+    """Do the recipe's steps with all trainers, after one of each to warm up."""
     plain = ZeroTrainer(node, made, recipe, options)
+    file = _file(folder, plain, made.size)
+    filed = ZeroTrainer(node, made, recipe, options, offload=file)
+    keeper = FileKeeper(
+        node,
+        filed.own,
+        file,
+        place=filed.own.rank,
+        ranks=made.size,
+        known=0,
+        on_update=_ignore_update,
+        on_commit=_ignore_commit,
+    )
     kept = ZeroTrainer(node, made, recipe, options, keep_previous=True)
     mirror = BuddyMirror(
         node,
@@ -62,11 +84,17 @@ def measured(node: Node, made: Group, recipe: Recipe, options: ZeroOptions) -> R
     )
     try:
         kept.enter(made, mirror.meet(made))
-        for trainer, watch in ((plain, ALONE), (kept, mirror)):
+        filed.enter(made, keeper.meet(made))
+        turns = ((plain, ALONE), (kept, mirror), (filed, keeper))
+        for trainer, watch in turns:
             trainer.run_step(watch)
         mirror.busy_ns = mirror.waited_ns = 0
-        pairs = [(_timed(plain, ALONE), _timed(kept, mirror)) for _ in range(recipe.config.steps)]
-        steps = len(pairs)
+        times: list[list[int]] = []
+        resident_bytes = 0
+        for _ in range(recipe.config.steps):
+            times.append([_timed(trainer, watch) for trainer, watch in turns])
+            resident_bytes = max(resident_bytes, file.resident_bytes())
+        steps = len(times)
         shard_bytes = kept.own.slots[0].nbytes
         return RankCost(
             parameters=recipe.model.layout.parameter_count,
@@ -74,14 +102,25 @@ def measured(node: Node, made: Group, recipe: Recipe, options: ZeroOptions) -> R
             buddy_bytes=kept.memory.most[Kind.MIRROR] - shard_bytes,
             previous_bytes=kept.memory.most[Kind.MIRROR] - SLOTS * shard_bytes,
             working_bytes=plain.memory.most[Kind.WORKING],
-            step_ns=[pair[0] for pair in pairs],
-            mirrored_ns=[pair[1] for pair in pairs],
+            step_ns=[one[0] for one in times],
+            mirrored_ns=[one[1] for one in times],
+            offloaded_ns=[one[2] for one in times],
+            offloaded_bytes=sum(slot.nbytes for slot in file.slots),
+            resident_bytes=resident_bytes,
             copy_ns=mirror.busy_ns // steps,
             waited_ns=mirror.waited_ns // steps,
         )
     finally:
-        mirror.epoch_over()
-        mirror.close()
+        file.remove()
+        for watcher in (mirror, keeper):
+            watcher.epoch_over()
+            watcher.close()
+
+
+def _file(folder: Path, like: ZeroTrainer, ranks: int) -> StateFile:
+    own = like.own
+    name = StateName(run=os.getppid(), place=own.rank, ranks=ranks, elements=own.slots[0].size)
+    return StateFile(folder, name, again=False)
 
 
 def _timed(trainer: ZeroTrainer, watch: StepWatch) -> int:
@@ -104,6 +143,7 @@ async def run() -> None:
     recipe = open_recipe(training.options_of(arguments))
     options = ZeroOptions(stage=arguments.zero, storage=arguments.storage)
     launched = RankEnvironment.read(os.environ)
+    folder = arguments.offload or arguments.out / "offload"
     ranks, config = 1 if launched is None else launched.world_size, recipe.config
     arena_bytes = sum(
         arena_bytes_needed(recipe.model, config, options, ranks=ranks, copies=copies)
@@ -111,7 +151,7 @@ async def run() -> None:
     )
     async with join(arena=arena_bytes) as node:
         made = await group(node)
-        cost = await asyncio.to_thread(measured, node, made, recipe, options)
+        cost = await asyncio.to_thread(measured, node, made, recipe, options, folder)
         node.report({"kind": KIND, "cost": asdict(cost)})
         await made.barrier()
         await made.close()

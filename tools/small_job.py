@@ -85,6 +85,7 @@ async def run_small_job(
     world_size: int = RANKS_DEFAULT,
     links: str = "auto",
     zero: int = 0,
+    offload: Path | None = None,
     mesh: str = "",
     precision: Precision = "float32",
     counts: Path | None = None,
@@ -92,14 +93,17 @@ async def run_small_job(
     template: EarlyTemplate | None = None,
 ) -> Outcome:
     """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked. links: as `ZBMD_LINKS`.
-    zero: the stage that shares its state out, 0 for none; mesh: a run of `zbmd train` on one, in `precision`;
-    counts: a directory that ranks write to how often they pass each point (`kill_passes`), and none dies;
-    limit_s: a run that takes longer has failed; template: one that was forked for this job.
+    zero: the stage that shares its state out, 0 for none; offload: the folder of its files; mesh: a run of
+    `zbmd train` on one, in `precision`; counts: a directory that ranks write to how often they pass each
+    point (`kill_passes`), and none dies; limit_s: a run that takes longer has failed; template: one that was
+    forked for this job.
 
     Raises `UserError` if the run fails or the ledger does not balance.
     """
     run = _Run()
-    target, arguments, preload = _job_of(out, data, zero=zero, mesh=mesh, precision=precision)
+    target, arguments, preload = _job_of(
+        out, data, zero=zero, offload=offload, mesh=mesh, precision=precision
+    )
     if counts is not None:
         target, arguments = kill_passes.__name__, (str(counts), target, *arguments)
     config = HostConfig(
@@ -139,14 +143,15 @@ def _failures(failures: Sequence[RankDown]) -> tuple[str, ...]:
 
 
 def _job_of(
-    out: Path, data: Path, *, zero: int, mesh: str, precision: Precision
+    out: Path, data: Path, *, zero: int, offload: Path | None, mesh: str, precision: Precision
 ) -> tuple[str, tuple[str, ...], str]:
     """Module, arguments, and what is imported ahead of them."""
     if mesh:
         return "zbmd.training.tensor", (mesh_recipe(out, data, mesh, precision).encode(),), mesh_run.__name__
     arguments = (*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(out))
     if zero:
-        return "zbmd.training", (*arguments, "--zero", str(zero)), zero_job.__name__
+        shared = ("--zero", str(zero), *(() if offload is None else ("--offload", str(offload))))
+        return "zbmd.training", (*arguments, *shared), zero_job.__name__
     return "zbmd.training", arguments, JOB_MODULE
 
 

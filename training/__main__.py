@@ -74,6 +74,12 @@ def parser() -> argparse.ArgumentParser:
         default="float32",
         help="of weights and gradients, with --zero or --plain (%(default)s)",
     )
+    made.add_argument(
+        "--offload",
+        type=Path,
+        metavar="FOLDER",
+        help="with --zero: the optimizer's state in files here, on a disk of each host, instead of in memory",
+    )
     made.add_argument("--plain", action="store_true", help="one plain process, without any of the stack")
     return made
 
@@ -111,8 +117,11 @@ def _run(arguments: argparse.Namespace, options: JobOptions) -> JobResult | None
     if arguments.plain:
         return run_plain(options, storage=arguments.storage)
     if arguments.zero is None:
+        if arguments.offload is not None:
+            raise UserError("--offload is for a state that is shared out: add --zero 1, 2 or 3.")
         return uvloop.run(run(options))
-    return uvloop.run(run_zero(options, ZeroOptions(stage=arguments.zero, storage=arguments.storage)))
+    zero = ZeroOptions(stage=arguments.zero, storage=arguments.storage, offload=arguments.offload)
+    return uvloop.run(run_zero(options, zero))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,8 +45,26 @@ STAGE: MachineKind[StageEvent, StageAction] = register(
 )
 
 
+def mirror_config(machine: Mirror, *, outlives: bool = False) -> dict[str, Any]:
+    """The arguments that make the like of a `Mirror` that has taken no event yet."""
+    return {
+        "place": machine.place,
+        "ranks": machine.ranks,
+        "known": machine.known,
+        "own": list(machine.own),
+        "outlives": outlives,
+    }
+
+
 def _build_mirror(config: Mapping[str, Any]) -> Mirror:
-    return Mirror(place=config["place"], ranks=config["ranks"], known=config["known"])
+    first, second = config["own"]
+    return Mirror(
+        place=config["place"],
+        ranks=config["ranks"],
+        known=config["known"],
+        own=(first, second),
+        outlives=config["outlives"],
+    )
 
 
 MIRROR: MachineKind[mirror.Event, mirror.Action] = register(

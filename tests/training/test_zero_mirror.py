@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.training.capture_kinds import MIRROR
+from zbmd.training.capture_kinds import MIRROR, mirror_config
 from zbmd.training.zero import mirror as zm
 from zbmd.training.zero.mirror_row import ROW_NUMBERS, Row
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
@@ -250,7 +250,7 @@ def test_a_mirror_goes_on_from_any_of_its_states() -> None:
 
         def feed(self, place: int, event: zm.Event) -> list[zm.Action]:
             machine, states = self.machines[place], MIRROR.states
-            follower = MIRROR.build({"place": place, "ranks": self.ranks, "known": 0})
+            follower = MIRROR.build(mirror_config(self.made(place)))
             assert states is not None
             states.restore(follower, states.encode(machine))
             answer = super().feed(place, event)
@@ -260,6 +260,57 @@ def test_a_mirror_goes_on_from_any_of_its_states() -> None:
 
     for seed in range(20):
         Followed(3, 4, random.Random(seed)).run([(10 + 3 * seed, seed % 3)])
+
+
+class InFiles(World):
+    """What a rank holds outlives it; what was being written when it was killed is not whole."""
+
+    def made(self, place: int) -> zm.Mirror:
+        found = [
+            next((v for v in range(self.steps + 1) if content(place, v) == held), None)
+            for held in self.memories[place].own
+        ]
+        return zm.Mirror(
+            place=place, ranks=self.ranks, known=self.known, own=(found[0], found[1]), outlives=True
+        )
+
+    def kill(self, place: int) -> None:
+        before = self.memories[place]
+        super().kill(place)
+        if not self.ended:
+            self.memories[place] = before
+            self.machines[place] = self.made(place)
+
+    def check_safe(self, version: int) -> None:
+        for place, memory in enumerate(self.memories):
+            assert self.over or content(place, version) in memory.own
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    ranks=st.integers(1, 4),
+    kills=st.lists(st.tuples(st.integers(0, 250), st.integers(0, 3)), max_size=8),
+)
+def test_what_lies_in_files_outlives_any_kills(seed: int, ranks: int, kills: list[tuple[int, int]]) -> None:
+    world = InFiles(ranks, 4, random.Random(seed))
+    world.run([(moment, place) for moment, place in kills if place < ranks])
+    assert not world.lost
+    assert world.ended == {rank: content(rank, 4) for rank in world.ended}
+
+
+def test_a_file_that_is_gone_is_told_as_lost_state() -> None:
+    moves = InFiles(2, 3, random.Random(0)).run()
+    world = InFiles(2, 3, random.Random(0))
+    made = world.made
+
+    def without_file(place: int) -> zm.Mirror:
+        if place == 1:
+            world.memories[1] = Memory([TORN, TORN])
+        return made(place)
+
+    world.made = without_file  # type: ignore[method-assign]
+    world.run([(moves - 20, 1)])
+    assert "its file is gone" in world.lost
 
 
 class Hasty(zm.Mirror):

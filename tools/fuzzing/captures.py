@@ -30,11 +30,11 @@ from zbmd.tools.fuzzing.actors import Echo, Ping
 from zbmd.tools.fuzzing.script import Script
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.tools.replay_kinds import CLUSTER, HELLO, MEMBERSHIP, MIRROR, REPAIR, STAGE, STEP_COMMIT
-from zbmd.training.capture_kinds import stage_config
+from zbmd.training.capture_kinds import mirror_config, stage_config
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import programs_of
 from zbmd.training.pipeline.stage_events import Computed, Heard, StepBegun, Told
-from zbmd.training.zero.mirror import AllHold, Copied, Entered, Event, Held
+from zbmd.training.zero.mirror import AllHold, Copied, Entered, Event, Held, Mirror
 from zbmd.transport import capture, hello
 from zbmd.transport.budget import RECOVERY_BUDGET_NS_DEFAULT, SECOND_NS
 from zbmd.transport.capture import format as fmt
@@ -181,7 +181,7 @@ def _record_training(log: capture.Recorder) -> None:
     heard = Heard(stage=1, what=Told.ACTIVATIONS_RELEASED, count=0)
     for event in (StepBegun(), Computed(), Computed(), heard):
         stage.handle(event, now_ns=0)
-    config = {"place": 0, "ranks": 2, "known": 0}
+    config = mirror_config(Mirror(place=0, ranks=2))
     mirror = log.machine(MIRROR, "mirror", MIRROR.build(config), config)
     held = (Held(own=(0, None), known=0, copies=(None, None)),) * 2
     events: tuple[Event, ...] = (Entered(held=held, hosts=(0, 0)), AllHold(version=0), Copied(digest=7))

@@ -39,7 +39,7 @@ from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.job import MeshJob, MeshTask
 from zbmd.training.tensor.stages import SLOTS, Stages, bytes_needed
 from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
-from zbmd.training.zero.keeper import Safekeeping
+from zbmd.training.zero.safekeeping import Safekeeping
 from zbmd.transport.errors import UserError
 
 REPORT_EVERY_STEPS = 10

@@ -23,7 +23,8 @@ from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
 from zbmd.training.zero.epochs import Ended, through_epochs
-from zbmd.training.zero.keeper import BuddyMirror, Digests, Safekeeping
+from zbmd.training.zero.keeper import BuddyMirror
+from zbmd.training.zero.safekeeping import Digests, Safekeeping
 from zbmd.transport import faults
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.liveness import DeathNotice

@@ -49,7 +49,7 @@ from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
 from zbmd.training.token_corpus import TokenCorpus, prepare_tokens
 from zbmd.training.weights import save_weights
 from zbmd.training.xp import Array
-from zbmd.training.zero.keeper import Safekeeping
+from zbmd.training.zero.safekeeping import Safekeeping
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import OutOfMemory, UserError
 

@@ -13,7 +13,8 @@ from zbmd.training.xp import Array
 
 
 class Kind(Enum):
-    """What memory is for. Model state is all but `WORKING`, given back within a step, and `MIRROR`."""
+    """What memory is for. Model state is all but `WORKING`, given back within a step, `MIRROR`, and
+    `OFFLOADED`."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -21,6 +22,11 @@ class Kind(Enum):
     WORKING = "working"
     MIRROR = "mirror"
     """Copies of another rank's state."""
+    OFFLOADED = "offloaded"
+    """In a file; what of it is in memory, the kernel decides."""
+
+
+_ELSEWHERE = (Kind.WORKING, Kind.MIRROR, Kind.OFFLOADED)
 
 
 Make = Callable[[int, npt.DTypeLike], Array]
@@ -45,10 +51,14 @@ class Accountant:
         """Return (size,) zeros of `dtype`."""
         array = self.make(size, dtype)
         array[:] = 0
+        self.count(kind, array)
+        return array
+
+    def count(self, kind: Kind, array: Array) -> None:
+        """Count an array that was made elsewhere."""
         self.held[kind] += array.nbytes
         self.most[kind] = max(self.most[kind], self.held[kind])
         self.state_bytes_most = max(self.state_bytes_most, self.state_bytes)
-        return array
 
     def free(self, kind: Kind, array: Array) -> None:
         """Count `array` as given back; its owner drops it."""
@@ -58,4 +68,4 @@ class Accountant:
     @property
     def state_bytes(self) -> int:
         """Bytes of model state held now."""
-        return sum(nbytes for kind, nbytes in self.held.items() if kind not in (Kind.WORKING, Kind.MIRROR))
+        return sum(nbytes for kind, nbytes in self.held.items() if kind not in _ELSEWHERE)

@@ -1,8 +1,8 @@
 """`python -m zbmd.training --zero STAGE`: the training job with its state shared out over the ranks.
 
 Every rank's shard has a copy at a buddy (`mirror`), so a rank that is killed is replaced, its shard pulled
-from there, and the run ends with the bits of one that nothing disturbed. The world keeps its size: shards are
-cut for it.
+from there, and the run ends with the bits of one that nothing disturbed. With `--offload` the shard is in a
+file, which the replacement opens. The world keeps its size: shards are cut for it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -36,14 +37,19 @@ from zbmd.training.job import (
 from zbmd.training.journal import WEIGHTS_NAME, adopted_report, step_report
 from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord, read_log
 from zbmd.training.optim import arrays_of
+from zbmd.training.precision import storage_dtype
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room
 from zbmd.training.shard_files import SavedState, checkpoint_in, open_state, write_shards
 from zbmd.training.weights import save_weights
 from zbmd.training.zero.epochs import Ended, through_epochs
-from zbmd.training.zero.keeper import COPIES, BuddyMirror, Digests, Safekeeping
-from zbmd.training.zero.trainer import ZeroDone, ZeroOptions, ZeroTrainer, arena_bytes_needed
+from zbmd.training.zero.file_keeper import FileKeeper
+from zbmd.training.zero.keeper import COPIES, BuddyMirror
+from zbmd.training.zero.rank import ZeroRank, slot_elements
+from zbmd.training.zero.safekeeping import Digests, Safekeeping
+from zbmd.training.zero.state_file import StateFile, StateName
+from zbmd.training.zero.trainer import ZeroDone, ZeroOptions, ZeroTrainer, arena_bytes_needed, shards_of
 from zbmd.transport import faults
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import OutOfMemory, PeerLost, UserError
@@ -134,6 +140,8 @@ class ZeroJob:
         self._log = CommitLog(path, log_header(node, recipe, self._plan, base))
         self._trainer: ZeroTrainer | None = None
         self._keeper: Safekeeping | None = None
+        self._again = again
+        self._file: StateFile | None = None
         self._group: Group | None = None
         self._records: dict[int, ZeroDone] = {}
         self._profiler = open_profiler(options.out, recipe.model, sequences=recipe.config.sequences_per_shard)
@@ -143,6 +151,9 @@ class ZeroJob:
         forget = report_losses(self._node)
         try:
             return await through_epochs(self._node, self._epoch)
+        except (StepFailed, TrainingDiverged):  # all ranks end, and nobody will ask for it
+            self._remove_state()
+            raise
         finally:
             forget()
             if self._group is not None:
@@ -194,21 +205,47 @@ class ZeroJob:
 
     def _opened(self, group: Group) -> tuple[ZeroTrainer, Safekeeping]:
         if self._trainer is None or self._keeper is None:
-            self._trainer = ZeroTrainer(self._node, group, self._recipe, self._zero, keep_previous=True)
+            if self._zero.offload is not None:
+                self._file = self._state_file(group, self._zero.offload)
+            self._trainer = ZeroTrainer(
+                self._node, group, self._recipe, self._zero, keep_previous=True, offload=self._file
+            )
             if self._saved is not None:
                 self._trainer.begin_from(self._saved)
-            known = self._log.last_version() - self._base
-            self._keeper = BuddyMirror(
+            self._keeper = self._keeper_of(self._trainer.own, group)
+        return self._trainer, self._keeper
+
+    def _state_file(self, group: Group, folder: Path) -> StateFile:
+        place, recipe = group.members.index(self._node.rank), self._recipe
+        elements = slot_elements(
+            shards_of(recipe.model, group.size), recipe.config.optimizer, storage_dtype(self._zero.storage)
+        )
+        name = StateName(run=self._node.job, place=place, ranks=group.size, elements=elements)
+        return StateFile(folder, name, again=self._again)
+
+    def _keeper_of(self, own: ZeroRank, group: Group) -> Safekeeping:
+        known = self._log.last_version() - self._base
+        if self._file is not None:
+            return FileKeeper(
                 self._node,
-                self._trainer.own,
-                place=self._trainer.own.rank,
+                own,
+                self._file,
+                place=own.rank,
                 ranks=group.size,
-                copies=self._trainer.own.mirror_copies(),
                 known=known,
                 on_update=self._keep,
                 on_commit=self._committed,
             )
-        return self._trainer, self._keeper
+        return BuddyMirror(
+            self._node,
+            own,
+            place=own.rank,
+            ranks=group.size,
+            copies=own.mirror_copies(),
+            known=known,
+            on_update=self._keep,
+            on_commit=self._committed,
+        )
 
     def _reached(self, group: Group, trainer: ZeroTrainer, keeper: Safekeeping) -> None:
         """All have come to `trainer.step`; again behind a loss. Write the checkpoint, if it is time."""
@@ -285,4 +322,9 @@ class ZeroJob:
             self._node.report({"kind": "result", **asdict(result)})
         faults.hit(SAVED_POINT)
         group.blocking.barrier()
+        self._remove_state()
         return result
+
+    def _remove_state(self) -> None:
+        if self._file is not None:
+            self._file.remove()

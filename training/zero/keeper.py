@@ -4,28 +4,27 @@ A shard is what a rank alone holds (`KeptState`), under ZeRO and on a mesh alike
 
 Nothing is sent: the buddy reads its ward's shard where it lies, in the ward's arena (`RemoteRegion.get`), on
 a thread of its own. That every rank holds a version, and that every copy is whole, is learnt from operations
-that a step does anyway. `Safekeeping` is what a job asks of it: an erasure code could take its place.
+that a step does anyway. `Safekeeping` is what a job asks of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, Protocol, assert_never
+from typing import Any, Final
 
 import numpy as np
 import xxhash
 
 from zbmd.actors.member import Node
-from zbmd.collectives.commit_driver import Cancellation, StepFailed, WorkCancelled
-from zbmd.collectives.commit_messages import FailureKind
+from zbmd.collectives.commit_driver import Cancellation, WorkCancelled
 from zbmd.collectives.group import Group, hosts_of
-from zbmd.training.capture_kinds import MIRROR, recorded
-from zbmd.training.watch import VOTE_NUMBERS, StepWatch, Vote
+from zbmd.training.watch import VOTE_NUMBERS, Vote
 from zbmd.training.workload import FETCH_ELEMENTS, pull
 from zbmd.training.xp import Array
 from zbmd.training.zero import mirror as zm
 from zbmd.training.zero.mirror_row import ROW_NUMBERS, Row
+from zbmd.training.zero.safekeeping import Digests, Keeper, KeptState
 from zbmd.transport import faults
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError
@@ -35,55 +34,15 @@ COPIES: Final = 1 + zm.SLOTS
 """Copies of shards that a rank has room for: its own last version, and two of its ward's."""
 
 
-class KeptState(Protocol):
-    """What one rank alone holds, in two slots: version v lies in slot v % SLOTS. Peers can read them."""
-
-    slots: list[Array]
-    """1-D, of one length and dtype."""
-    slot: int
-    """The one in use."""
-
-    def begin_anew(self) -> None:
-        """Take the state of version 0, in slot 0."""
-        ...
-
-
 COPY_POINT = faults.declare("mirror.copy", "before a copy of the ward's shard")
 COPY_MIDDLE_POINT = faults.declare("mirror.middle", "half-way through a copy of the ward's shard")
 COPIED_POINT = faults.declare("mirror.copied", "when a copy is whole, before it is voted for")
-COMMIT_POINT = faults.declare("mirror.commit", "when all copies of a version are voted for")
 RESTORE_POINT = faults.declare("mirror.restore", "before the own shard is pulled back")
 RESTORE_MIDDLE_POINT = faults.declare("mirror.restore_middle", "half-way through that")
 RESTORED_POINT = faults.declare("mirror.restored", "when the own shard is back")
 
-Digests = tuple[int, ...]
-"""Of all ranks' shards of one version, by their places."""
 
-
-class Safekeeping(StepWatch, Protocol):
-    """Keeps what one rank alone holds, so that it outlives that rank. For the thread that trains."""
-
-    def meet(self, group: Group) -> int:
-        """Agree with all members of a new epoch on the version to go on from, and hold it.
-
-        Raises `StepFailed` if the state is lost, `PeerLost` and `OperationAborted` as the group does.
-        """
-        ...
-
-    def epoch_over(self) -> None:
-        """Return once nothing of this epoch is under way."""
-        ...
-
-    def settle(self) -> None:
-        """Keep the last version, which no further step will; all ranks together. Raises as a step does."""
-        ...
-
-    def close(self) -> None:
-        """Give back threads."""
-        ...
-
-
-class BuddyMirror(Safekeeping):
+class BuddyMirror(Keeper):
     """`Safekeeping` by a copy at a buddy, of what `own` holds at `place` of `ranks`.
 
     copies: `SLOTS` arrays that peers can read, each with room for the slot of any rank. known: the highest
@@ -103,20 +62,17 @@ class BuddyMirror(Safekeeping):
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
     ) -> None:
-        if not len(own.slots) == len(copies) == zm.SLOTS:
-            raise LocalProtocolError(f"a mirrored rank has {zm.SLOTS} slots of its state, and of copies")
-        self._node, self._own = node, own
-        self._on_update, self._on_commit = on_update, on_commit
+        if len(copies) != zm.SLOTS:
+            raise LocalProtocolError(f"a buddy has {zm.SLOTS} slots of copies")
+        machine = zm.Mirror(place=place, ranks=ranks, known=known)
+        super().__init__(node, own, machine, outlives=False, on_update=on_update, on_commit=on_commit)
+        self._node = node
         self._copies = list(copies)
         register = node.segment.regions.register
         self._handles = tuple(register(array) for array in (*own.slots, *self._copies))
-        self._machine = zm.Mirror(place=place, ranks=ranks, known=known)
-        config = {"place": place, "ranks": ranks, "known": known}
-        self._tap = recorded(node, MIRROR, "mirror", self._machine, config)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-mirror")
         self._cancellation = Cancellation()
         self._under_way: Future[tuple[int, int | None]] | None = None
-        self._group: Group | None = None
         self._rows: list[Row] = []
         self.busy_ns = 0
         """How long copies took so far, beside the passes."""
@@ -154,29 +110,16 @@ class BuddyMirror(Safekeeping):
         if self._machine.state is not zm.State.FAILED:
             self._handle(zm.EpochOver())
 
-    def settle(self) -> None:
-        """See `Safekeeping`."""
-        assert self._group is not None, "a version is kept in an epoch"
-        blocking = self._group.blocking
-        blocking.barrier()
-        self._copy_of(self._machine.version)
-        self.voted(list(blocking.all_gather(self.vote())))
-
     def close(self) -> None:
         """See `Safekeeping`."""
         self._cancellation.cancel()
         self._pool.shutdown()
-        self._tap.close("closed")
+        super().close()
 
     # ---- steps
 
-    def all_hold(self, version: int) -> None:
-        """See `StepWatch`."""
-        self._tap.mark(version + 1)
-        self._copy_of(version)
-
-    def _copy_of(self, version: int) -> None:
-        """All ranks hold `version`: begin to copy the ward's shard of it, unless its copy is here."""
+    def _keep(self, version: int) -> None:
+        """Begin to copy the ward's shard, unless its copy is here."""
         self._perform(self._handle(zm.AllHold(version=version)))
         if self._under_way is None:  # the copy is there from an epoch before
             self._under_way = self._pool.submit(self._copy, None)
@@ -198,38 +141,8 @@ class BuddyMirror(Safekeeping):
         said[:2] = own, copied
         return said
 
-    def voted(self, votes: Sequence[Vote]) -> None:
-        """See `StepWatch`. Raises `StepFailed` if a copy has other bits than its original."""
-        self._perform(self._handle(zm.Voted(votes=tuple((int(vote[0]), int(vote[1])) for vote in votes))))
-
-    def updated(self, done: Any) -> None:
-        """See `StepWatch`."""
-        self._perform(self._handle(zm.Updated()))
-        self._on_update(done)
-
-    # ---- the machine
-
-    def _handle(self, event: zm.Event) -> list[zm.Action]:
-        return self._tap.handle(event, now_ns=now_ns())
-
-    def _perform(self, actions: list[zm.Action]) -> None:
-        for action in actions:
-            match action:
-                case zm.Restore(version=version, source=source):
-                    self._perform(self._handle(self._restore(version, source)))
-                case zm.StartAnew():
-                    self._own.begin_anew()
-                case zm.Resume(version=version):
-                    self._own.slot = version % zm.SLOTS
-                case zm.CopyWard():
-                    self._under_way = self._pool.submit(self._copy, action)
-                case zm.Commit(version=version, digests=digests):
-                    faults.hit(COMMIT_POINT)
-                    self._on_commit(version, digests)
-                case zm.Fail(lost=lost, reason=reason):
-                    raise StepFailed(FailureKind.STATE_LOST if lost else FailureKind.DIVERGED, reason)
-                case _:
-                    assert_never(action)
+    def _start_copy(self, work: zm.CopyWard) -> None:
+        self._under_way = self._pool.submit(self._copy, work)
 
     def _restore(self, version: int, source: zm.Source) -> zm.Restored:
         faults.hit(RESTORE_POINT)

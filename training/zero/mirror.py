@@ -18,6 +18,9 @@ told.
 
 A version may be kept at once, without a step behind it: what a step would do is done twice then.
 
+Where what a rank holds outlives it (`outlives`: in a file), there are no copies and no buddies: a replacement
+begins with what its predecessor held, and all else is the same.
+
 A vote carries the digests of the own shard and of the copy of the ward's: a copy with other bits than what
 it is a copy of ends the run.
 """
@@ -99,10 +102,15 @@ class Lost:
     reason: str
 
 
-def choose(held: Sequence[Held]) -> Choice | Lost:
+LOST_WITH_BUDDY = "a rank and its buddy were lost at once"
+LOST_WITH_FILE = "its file is gone, or of another run, or damaged"
+
+
+def choose(held: Sequence[Held], cause: str = LOST_WITH_BUDDY) -> Choice | Lost:
     """What a group goes on from, by what its ranks hold, in their order: the same on all of them.
 
-    Version 0 is what a seed gives: every rank can begin with it, if no later one was committed.
+    cause: how a shard can have come to be nowhere. Version 0 is what a seed gives: every rank can begin with
+    it, if no later one was committed.
     """
     known = max(one.known for one in held)
     versions = {0} | {version for one in held for version in one.own if version is not None}
@@ -126,7 +134,7 @@ def choose(held: Sequence[Held]) -> Choice | Lost:
     return Lost(
         places=tuple(gone),
         reason=f"version {known} was committed, and of the shards of places {', '.join(map(str, gone))} "
-        "neither originals nor copies are left: a rank and its buddy were lost at once",
+        f"neither originals nor copies are left: {cause}",
     )
 
 
@@ -262,9 +270,20 @@ class State(Enum):
 
 
 class Mirror:
-    """One rank's side. `place` of `ranks`; `known`: what is known to have been committed, from a log."""
+    """One rank's side. `place` of `ranks`; `known`: what is known to have been committed, from a log.
 
-    def __init__(self, *, place: int, ranks: int, known: int = 0) -> None:
+    own: the versions that it begins with, by slot. outlives: what a rank holds is there for its replacement.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: int,
+        ranks: int,
+        known: int = 0,
+        own: tuple[int | None, int | None] = (0, None),
+        outlives: bool = False,
+    ) -> None:
         if not 0 <= place < ranks or known < 0:
             raise LocalProtocolError(f"no mirror at place {place} of {ranks}, with version {known} known")
         self.place = place
@@ -272,7 +291,8 @@ class Mirror:
         self.state = State.WAITING
         self.version = 0
         """What the next step begins with."""
-        self.own: list[int | None] = [0, None]
+        self.own: list[int | None] = list(own)
+        self.copied = ranks > 1 and not outlives
         self.known = known
         self.ward = place
         self.copies: list[Copy | None] = [None] * SLOTS
@@ -320,7 +340,7 @@ class Mirror:
         for slot, (own, copy) in enumerate(zip(self.own, self.copies, strict=True)):
             assert own is None or own % SLOTS == slot, f"version {own} lies in slot {slot}"
             assert copy is None or copy.version % SLOTS == slot, f"version {copy} lies in slot {slot}"
-        if self.state in (State.COPIED, State.COMMITTED) and self.ranks > 1:
+        if self.state in (State.COPIED, State.COMMITTED) and self.copied:
             copy = self.copies[self._slot]
             assert copy is not None and copy.ward == self.ward and copy.version == self.version
         if self.state not in (State.WAITING, State.RESTORING, State.FAILED):
@@ -341,7 +361,7 @@ class Mirror:
             raise LocalProtocolError(f"{len(event.held)} ranks hold a state of {self.ranks}")
         if any(c is not None and not 0 <= c.ward < self.ranks for one in event.held for c in one.copies):
             raise RemoteProtocolError("a rank says that it has a copy of a rank that there is not")
-        choice = choose(event.held)
+        choice = choose(event.held, LOST_WITH_BUDDY if self.copied else LOST_WITH_FILE)
         if isinstance(choice, Lost):
             return self._fail(choice.reason, lost=True)
         self._buddies = buddies(event.hosts)
@@ -377,7 +397,7 @@ class Mirror:
             raise LocalProtocolError(f"place {self.place} holds version {self.version}, and not {version}")
         self._slot = version % SLOTS
         copy = self.copies[self._slot]
-        if self.ranks == 1 or (copy is not None and (copy.ward, copy.version) == (self.ward, version)):
+        if not self.copied or (copy is not None and (copy.ward, copy.version) == (self.ward, version)):
             self.state = State.COPIED
             return []
         self.state, self.copies[self._slot] = State.COPYING, None
@@ -395,7 +415,7 @@ class Mirror:
         assert len(votes) == self.ranks
         for place, (own, _) in enumerate(votes):
             keeper = votes[self._buddies[place]]
-            if self.ranks > 1 and keeper[1] != own:
+            if self.copied and keeper[1] != own:
                 return self._fail(
                     f"the copy of version {self.version} of place {place} has digest {keeper[1]:016x}, and "
                     f"what it is a copy of {own:016x}: memory or a link has erred",

@@ -29,6 +29,7 @@ from zbmd.training.xp import Array
 from zbmd.training.zero.accountant import Accountant, Kind
 from zbmd.training.zero.layout import ShardLayout, Unit
 from zbmd.training.zero.shard_sum import ShardSum
+from zbmd.training.zero.state_file import StateFile
 
 
 @dataclass(slots=True)
@@ -45,7 +46,8 @@ class ZeroRank:
     """Rank `rank` of `shards.ranks`, with the initial weights of `seed`. `memory` makes and counts arrays.
 
     `loss_scale` is what float16 begins with. With `keep_previous` there are two slots of the shard, and an
-    update writes the one that is not in use.
+    update writes the one that is not in use. With `offload`, the two slots lie in that file, of
+    `slot_elements`, and hold the initial state only behind `begin_anew`.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ZeroRank:
         memory: Accountant | None = None,
         keep_previous: bool = False,
         loss_scale: float = SCALE_FIRST,
+        offload: StateFile | None = None,
     ) -> None:
         self.model = model
         self.shards = shards
@@ -79,11 +82,17 @@ class ZeroRank:
         self._slopes: list[Array] = []
         self._initial_scale = LossScale.of(self.dtype, first=loss_scale)
         self._arrays = arrays_of(optimizer)
-        size, take = len(self._arrays) * shards.shard_size + self._initial_scale.numbers, self.memory.allocate
-        self.slots = [take(Kind.OPTIMIZER, size, np.float32)]
+        size, take = slot_elements(shards, optimizer, self.dtype), self.memory.allocate
+        self._offload = offload
+        if offload is not None:
+            self.slots = offload.slots
+            for slot in self.slots:
+                self.memory.count(Kind.OFFLOADED, slot)
+        else:
+            self.slots = [take(Kind.OPTIMIZER, size, np.float32)]
         """Masters and moments of the shard, one behind the other, and the loss scale, if it changes:
         what this rank alone holds."""
-        if keep_previous:
+        if keep_previous and offload is None:
             self.slots.append(take(Kind.MIRROR, size, np.float32))
         self.slot = 0
         """The one in use."""
@@ -106,7 +115,8 @@ class ZeroRank:
         ]
         self._seed = seed
         self._initial: Array | None = None
-        self.begin_anew()
+        if offload is None:
+            self.begin_anew()
 
     def begin_anew(self) -> None:
         """Take the initial state: that of the checkpoint, or weights of the seed, without moments.
@@ -136,7 +146,8 @@ class ZeroRank:
         scale = self._initial_scale.read(np.array(saved.loss_scale))
         scale.write(shard[len(self._arrays) * self.shards.shard_size :])
         self._initial = shard
-        self.begin_anew()
+        if self._offload is None:
+            self.begin_anew()
 
     def pieces(self) -> list[Piece]:
         """What this rank writes of a checkpoint: its shard."""
@@ -187,6 +198,15 @@ class ZeroRank:
     def state(self) -> AdamWState:
         """Masters and moments of the shard, in the slot in use."""
         return self._state_in(self.slot)
+
+    def parts_in(self, slot: int) -> Iterator[Sequence[Array]]:
+        """Views that together are all of a slot, unit by unit, the loss scale last."""
+        for unit in self.shards.units:
+            yield self._arrays_of(_cut(self._state_in(slot), unit.in_shard))
+        yield [self.slots[slot][len(self._arrays) * self.shards.shard_size :]]
+
+    def _arrays_of(self, state: AdamWState) -> list[Array]:
+        return [getattr(state, name) for name in self._arrays]
 
     def _state_in(self, slot: int) -> AdamWState:
         return AdamWState.of(self.slots[slot], self.shards.shard_size, len(self._arrays))
@@ -387,6 +407,7 @@ class ZeroRank:
         target = (self.slot + 1) % len(self.slots)
         for number, unit in enumerate(self.shards.units):
             old, new = (_cut(self._state_in(slot), unit.in_shard) for slot in (self.slot, target))
+            self._bring_in(number + 1, self.slot)
             self._optimizers[number].update(
                 old,
                 new,
@@ -395,9 +416,23 @@ class ZeroRank:
                 learning_rate=learning_rate,
                 grad_scale=grad_scale,
             )
+            self._parts[number][:] = new.weights
+            self._let_go(old, new)
         self.slot = target
         scale.write(self._scale_room)
-        self.round_weights()
+        if self._offload is not None:
+            self._offload.wrote([self._scale_room])
+
+    def _bring_in(self, number: int, slot: int) -> None:
+        if self._offload is not None and number < len(self.shards.units):
+            unit = self.shards.units[number]
+            self._offload.will_need(self._arrays_of(_cut(self._state_in(slot), unit.in_shard)))
+
+    def _let_go(self, old: AdamWState, new: AdamWState) -> None:
+        """A unit is updated: what was written goes into the digest, and both versions go to disk."""
+        if self._offload is not None:
+            self._offload.wrote(self._arrays_of(new))
+            self._offload.rest([*self._arrays_of(old), *self._arrays_of(new)])
 
     def round_weights(self) -> None:
         """Make this rank's parts of the weights from its masters, as behind every change of `state_flat`.
@@ -418,6 +453,11 @@ class ZeroRank:
                 self.release(unit)
         for unit in list(self._outgoing):
             self._drop(unit)
+
+
+def slot_elements(shards: ShardLayout, optimizer: OptimizerConfig, dtype: np.dtype[np.generic]) -> int:
+    """Float32 numbers of what one rank alone holds: masters, moments, and the loss scale, if it changes."""
+    return len(arrays_of(optimizer)) * shards.shard_size + LossScale.of(dtype).numbers
 
 
 def _cut(state: AdamWState, span: slice) -> AdamWState:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, assert_never
 
 import numpy as np
@@ -40,6 +41,7 @@ from zbmd.training.zero.accountant import Accountant, Kind
 from zbmd.training.zero.layout import ShardLayout
 from zbmd.training.zero.rank import ZeroRank
 from zbmd.training.zero.shard_sum import ShardSum
+from zbmd.training.zero.state_file import StateFile
 from zbmd.transport import faults
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import UserError
@@ -61,7 +63,8 @@ UPDATED_POINT = faults.declare("zero.updated", "when the shard is updated")
 class ZeroOptions:
     """How the state is shared out. prefetch: units whose weights are gathered ahead, with stage 3.
 
-    loss_scale: what float16 begins with.
+    loss_scale: what float16 begins with. offload: a folder, on a disk of this host, where masters and moments
+    lie in files instead of in memory.
 
     Raises `UserError` for a stage or storage that there is not.
     """
@@ -70,6 +73,7 @@ class ZeroOptions:
     storage: Storage = "float32"
     prefetch: int = 1
     loss_scale: float = SCALE_FIRST
+    offload: Path | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -106,7 +110,7 @@ def shards_of(model: GPT, ranks: int) -> ShardLayout:
 def arena_bytes_needed(
     model: GPT, config: TrainingConfig, options: ZeroOptions, *, ranks: int, copies: int = 0
 ) -> int:
-    """Bytes of arena that a rank needs, with room for `copies` of shards beside its own."""
+    """Bytes of arena that a rank needs, with room for `copies` of shards beside its own, if that is there."""
     shards, sums = shards_of(model, ranks), ShardSum.of(config.shards, ranks)
     dtype, arrays = storage_dtype(options.storage), len(arrays_of(config.optimizer))
     itemsize, scale_bytes = dtype.itemsize, 4 * LossScale.of(dtype).numbers
@@ -117,7 +121,8 @@ def arena_bytes_needed(
     buffers = max(max(1, sums.plan(rank).buffers) for rank in range(ranks))
     reducing = (zm.REDUCING_MAX + 1) * itemsize * (buffers + 2 * sums.width)
     gathered = (options.prefetch + 1) * itemsize
-    state_bytes = (1 + copies) * (4 * arrays * shards.shard_size + scale_bytes) + itemsize * (weights + grads)
+    held = 0 if options.offload is not None else 1 + copies
+    state_bytes = held * (4 * arrays * shards.shard_size + scale_bytes) + itemsize * (weights + grads)
     return int(ARENA_SLACK * (state_bytes + (reducing + gathered) * largest)) + ARENA_ROOM_BYTES
 
 
@@ -125,7 +130,7 @@ class ZeroTrainer:
     """Trains `recipe` on all members of `group`, its state shared out. For one thread, not the loop's.
 
     All members make it and call its methods together. `node` was joined with an arena of at least
-    `arena_bytes_needed`. keep_previous: see `ZeroRank`. Raises `UserError` for Muon.
+    `arena_bytes_needed`. keep_previous, offload: see `ZeroRank`. Raises `UserError` for Muon.
     """
 
     def __init__(
@@ -136,6 +141,7 @@ class ZeroTrainer:
         options: ZeroOptions,
         *,
         keep_previous: bool = False,
+        offload: StateFile | None = None,
     ) -> None:
         self.recipe, self.options, self.group = recipe, options, group
         place, ranks = group.members.index(node.rank), group.size
@@ -154,6 +160,7 @@ class ZeroTrainer:
             memory=self.memory,
             keep_previous=keep_previous,
             loss_scale=options.loss_scale,
+            offload=offload,
         )
         self.base = 0
         """The step that version 0 of the shard begins: versions are counted from there."""

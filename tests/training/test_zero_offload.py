@@ -1,0 +1,88 @@
+"""Masters and moments in files: the bits are the same, and the files outlive whoever is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zbmd.tools.small_job import SHAPE, STEPS, run_small_job, write_text
+from zbmd.training import __main__ as training
+from zbmd.training.job import run_plain
+from zbmd.training.zero.state_file import StateFile, StateName
+from zbmd.transport import faults
+from zbmd.transport.errors import UserError
+
+CASES = (
+    (3, "rank0:zero.updated:2,rank1:zero.updated:2,rank2:zero.update:3"),  # all of them, none has a buddy
+    (1, "rank1:file.stamp:2"),
+    (2, "rank2:file.stamped:3,rank2#2:zero.met"),
+)
+NAME = StateName(run=7, place=1, ranks=2, elements=3000)
+
+
+async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
+    data, files = write_text(tmp_path / "text"), tmp_path / "files"
+    arguments = [*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(tmp_path / "plain")]
+    calm = run_plain(training.options_of(training.parser().parse_args(arguments)))
+    for number, (stage, fault) in enumerate(CASES):
+        found = await run_small_job(
+            tmp_path / str(number), data, fault=fault, zero=stage, offload=files / str(number)
+        )
+        assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
+        assert found.digest == calm.weights_sha256, fault
+        assert not list((files / str(number)).iterdir()), "a run that is over leaves no state"
+
+
+def test_a_job_that_shares_nothing_out_offloads_nothing(tmp_path: Path) -> None:
+    assert training.main(["--offload", str(tmp_path), "--out", str(tmp_path / "run")]) != 0
+
+
+def parts(file: StateFile, slot: int) -> list[list[np.ndarray]]:
+    return [[file.slots[slot][:1000]], [file.slots[slot][1000:]]]
+
+
+def write(file: StateFile, version: int) -> None:
+    slot = version % 2
+    file.begin(slot)
+    file.slots[slot][:] = version + 1
+    for part in parts(file, slot):
+        file.wrote(part)
+        file.rest(part)
+    file.end(slot, version)
+
+
+def test_a_replacement_finds_what_was_whole(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, NAME, again=False)
+    assert (file.version_in(0), file.version_in(1)) == (None, None)
+    write(file, 4)
+    write(file, 5)
+    file.begin(0)
+    file.slots[0][:10] = -1.0  # killed on the way
+    found = StateFile(tmp_path, NAME, again=True)
+    for slot in range(2):
+        found.drop_damaged(slot, parts(found, slot))
+    assert (found.version_in(0), found.version_in(1)) == (None, 5)
+    assert found.digest_in(1) == file.digest_in(1)
+    assert (found.slots[1] == 6.0).all()
+    found.slots[1][2999] = 7.0
+    found.drop_damaged(1, parts(found, 1))
+    assert found.version_in(1) is None
+
+
+@pytest.mark.parametrize("other", [{"run": 8}, {"place": 0}, {"ranks": 3}, {"elements": 2999}])
+def test_a_file_of_another_run_is_not_taken_over(tmp_path: Path, other: dict[str, int]) -> None:
+    there = StateFile(tmp_path, NAME, again=False)
+    write(there, 5)
+    changed = {name: getattr(NAME, name) for name in ("run", "place", "ranks", "elements")} | other
+    wanted = StateName(**changed)
+    (tmp_path / f"zero-{wanted.place}-of-{wanted.ranks}.state").write_bytes(there.path.read_bytes())
+    assert StateFile(tmp_path, wanted, again=True).version_in(1) is None
+    assert (there.slots[1] == 6.0).all(), "who has it mapped keeps it"
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be offloaded"):
+        StateFile(tmp_path / "file", NAME, again=False)

@@ -421,7 +421,11 @@ class ElasticGroup(ElasticParts):
 
     async def _exchange(self, action: rm.Exchange) -> rm.RepairEvent:
         """Exchange reports. A view without a member cuts it, and so does a member that is in a later one."""
-        encoded = encode_report(action.report, self._publication.at if self._publication else 0)
+        encoded = encode_report(
+            action.report,
+            self._publication.at if self._publication else 0,
+            ranks=self._home.node.world_size,
+        )
         try:
             rows = await self.group.run(lambda c: c.all_gather(encoded, deadline_ns=self._end_ns))
         except _CUT:

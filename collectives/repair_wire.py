@@ -13,9 +13,15 @@ from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.repair_messages import Call, Failed, Failure, Inputs, OnLoss, Phase, Report
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
-REPORT_BYTES = 3072
-"""With every list as long as it can be, and incarnations of four bytes, a report is shorter."""
 TEXT_BYTES_MAX = 240
+
+
+def report_bytes(ranks: int) -> int:
+    """The length of a report in a job of so many ranks: all that it can say, with incarnations of four bytes,
+    three times each, takes less.
+    """
+    return 1024 + 32 * ranks
+
 
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Members: TypeAlias = Annotated[tuple[Number, ...], msgspec.Meta(max_length=2 * RANKS_MAX)]
@@ -54,9 +60,9 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Report)
 
 
-def encode_report(report: Report, record_at: int) -> Array:
-    """The bytes, (REPORT_BYTES,) uint8. `record_at`: where the sender publishes, from its segment's base; 0:
-    it does not.
+def encode_report(report: Report, record_at: int, *, ranks: int) -> Array:
+    """The bytes, (report_bytes(ranks),) uint8, of a job of `ranks`. `record_at`: where the sender publishes,
+    from its segment's base; 0: it does not.
     """
     call, failed = report.call, report.failed
     data = _encoder.encode(
@@ -72,9 +78,10 @@ def encode_report(report: Report, record_at: int) -> Array:
             record_at,
         )
     )
-    if len(data) + 2 > REPORT_BYTES:
-        raise LocalProtocolError(f"a report of {len(data)} bytes; {REPORT_BYTES - 2} is the bound")
-    encoded = np.zeros(REPORT_BYTES, np.uint8)
+    nbytes = report_bytes(ranks)
+    if len(data) + 2 > nbytes:
+        raise LocalProtocolError(f"a report of {len(data)} bytes; {nbytes - 2} is the bound")
+    encoded = np.zeros(nbytes, np.uint8)
     encoded[:2] = divmod(len(data), 256)
     encoded[2 : 2 + len(data)] = np.frombuffer(data, np.uint8)
     return encoded

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from zbmd.actors.view import RANKS_MAX
 from zbmd.collectives import repair_messages as rm
 from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.commit_world import CommitOptions
@@ -15,6 +16,7 @@ from zbmd.collectives.repair_machine import RepairMachine, RepairState
 from zbmd.collectives.repair_messages import Failure, Inputs, OnLoss, Outcome, Phase
 from zbmd.collectives.repair_scenario import build, run
 from zbmd.collectives.repair_verdict import Kind, decide
+from zbmd.collectives.repair_wire import decode_report, encode_report
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 FRESH = random.SystemRandom().randrange(2**32)
@@ -238,3 +240,23 @@ def test_misuse_is_told_with_the_story() -> None:
     assert machine.handle(rm.NoView(), now_ns=0) == [rm.GaveUp(sequence=1)]
     assert machine.state is RepairState.OVER
     machine.check_invariants()
+
+
+@pytest.mark.parametrize("ranks", [2, 62, RANKS_MAX])
+def test_the_longest_report_comes_as_it_was_sent(ranks: int) -> None:
+    members = tuple(MemberId(rank=rank, incarnation=2**32 - 1) for rank in range(ranks))
+    failed = rm.Failed(
+        sequence=2**47, failure=Failure.LOST, reason="é" * 120, ranks=tuple(range(ranks))
+    )
+    call = rm.Call(text="x" * 240, on_loss=OnLoss.SURVIVORS, inputs=Inputs.ADOPT, needs=ranks - 1, own=True)
+    said = rm.Report(
+        born=2**47,
+        sequence=2**47,
+        phase=Phase.PENDING,
+        call=call,
+        attempted=members,
+        contributors=members,
+        readable=members,
+        failed=failed,
+    )
+    assert decode_report(encode_report(said, 2**47, ranks=ranks), 1) == (said, 2**47)

@@ -158,7 +158,7 @@ def _report_seeds() -> tuple[bytes, ...]:
         Report(born=1, sequence=2, phase=Phase.PENDING, call=call, attempted=members, readable=members[2:]),
         Report(born=1, sequence=2, phase=Phase.HELD, call=call, attempted=members, contributors=members),
     )
-    return tuple(encode_report(report, 4096).tobytes() for report in reports)
+    return tuple(encode_report(report, 4096, ranks=62).tobytes() for report in reports)
 
 
 def _reports(data: bytes) -> None:

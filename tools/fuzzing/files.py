@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from msgspec.msgpack import encode
+from xxhash import xxh3_64_intdigest
 
 from zbmd.actors.capture import parse_bulk
 from zbmd.actors.runtime_env import RankEnvironment, host_memory_bytes, parse_arena, parse_size
@@ -52,6 +53,7 @@ from zbmd.training.tensor.records import last_steps
 from zbmd.training.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_tokens, shard_name
 from zbmd.training.tokens import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.weights import load_weights, save_weights
+from zbmd.training.zero.state_file import StateFile, StateName
 from zbmd.transport import faults
 from zbmd.transport.cookie import CookieError, load_or_create_cookie
 from zbmd.transport.durations import parse_duration
@@ -169,6 +171,33 @@ def _checkpoint(path: Path) -> None:
     found = load_checkpoint(path, plan=PLAN, elements=ELEMENTS)
     if found.flat.shape != (ELEMENTS,) or found.plan != PLAN:
         raise Broken(f"{found}")
+
+
+STATE_NAME = StateName(run=7, place=0, ranks=2, elements=ELEMENTS)
+
+
+@functools.cache
+def _state_seeds() -> tuple[bytes, ...]:
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        file = StateFile(Path(made), STATE_NAME, again=False)
+        for version in (2, 3):
+            file.begin(version % 2)
+            file.slots[version % 2][:] = version
+            file.wrote([file.slots[version % 2]])
+            file.end(version % 2, version)
+        return (file.path.read_bytes(),)
+
+
+def _state(path: Path) -> None:
+    """A replacement finds anything under its predecessor's name: what it takes for whole has its digest."""
+    file = StateFile(path.parent, STATE_NAME, again=True)
+    for slot, array in enumerate(file.slots):
+        file.drop_damaged(slot, [[array]])
+        version = file.version_in(slot)
+        if version is not None and (
+            version % 2 != slot or xxh3_64_intdigest(array.data) != file.digest_in(slot)
+        ):
+            raise Broken(f"version {version} is taken for whole in slot {slot}")
 
 
 SHARD_NAME = f"checkpoint-3-{0:016x}-0.safetensors"
@@ -438,6 +467,13 @@ TARGETS = (
         allowed=(UserError,),
         seeds=lambda: (_shard_files()[1],),
         run=lambda data: _shards(_shard_files()[0], data),
+    ),
+    Target(
+        name="zero.state",
+        what="the optimizer's state of a rank, in a file",
+        allowed=(UserError,),
+        seeds=_state_seeds,
+        run=_on_file(_state, "zero-0-of-2.state"),
     ),
     Target(
         name="gpt2.config",

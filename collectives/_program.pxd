@@ -94,6 +94,13 @@ cdef class NativeProgram:
     cdef _use(self, int rank, int buffer)
 
 
+cdef inline int64_t last_point(NativeProgram program) noexcept nogil:
+    """The end of a run, by the longer program if there are two: the last point it can be killed at."""
+    if program.other is None:
+        return program.n + program.length
+    return program.n + max(program.length, program.other.length)
+
+
 cdef inline int64_t step(const int32_t *code, int64_t length, int64_t pc, const uint64_t *received) noexcept nogil:
     """The instruction that may fire now, or BLOCKED (at a wait), or DONE."""
     cdef const int32_t *row

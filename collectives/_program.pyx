@@ -80,7 +80,7 @@ cdef class NativeProgram:
 
     @property
     def kill_points(self):
-        return self.n + 1 + (self.length if self.other is None else max(self.length, self.other.length))
+        return last_point(self) + 1
 
     cdef uint64_t most_counted(self) noexcept:
         """How far a run takes a counter of the epoch at most, whichever program it is."""

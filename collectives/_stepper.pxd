@@ -9,7 +9,7 @@ from zbmd.transport._slots cimport zbmd_slots
 from zbmd.collectives._program cimport (
     BUFFERS, COPY, IN, INBOX, LAYOUT_ROWS, LENGTH, NOTIFY, OUT, PUB, PUT, RANKS, REDUCE, SCRATCH, WAIT, WIDE_BYTES, WIDTH,
     ZBMD_ADDRESS_MAX, ZBMD_ADDRESS_MIN, ZBMD_BOUNCE_BYTES, ZBMD_READ, ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_WAYS,
-    NativeProgram, Run, step, zbmd_apply, zbmd_is_narrow, zbmd_kernel, zbmd_move, zbmd_move_of, zbmd_perform, zbmd_place,
+    NativeProgram, Run, last_point, step, zbmd_apply, zbmd_is_narrow, zbmd_kernel, zbmd_move, zbmd_move_of, zbmd_perform, zbmd_place,
     zbmd_place_of, zbmd_let_siblings_read, zbmd_read_peer, zbmd_store_choice, zbmd_store_next, zbmd_store_note
 )
 

@@ -222,6 +222,7 @@ cdef class NativeGroup:
         cdef zbmd_store_choice *choice = NULL
         cdef uint64_t began_ns = 0
         cdef bint together = False
+        cdef int64_t end_point
         cdef int way = ZBMD_STORE_CACHED
         cdef int status = self._await_all(deadline_ns)
         if status == S_DONE:
@@ -238,6 +239,10 @@ cdef class NativeGroup:
             status = self._carry_out(program.other, run, kill_point, deadline_ns)
         elif status == S_DONE:
             status = self._carry_out(program, run, kill_point, deadline_ns)
+        # Points of the longer program that the shorter one has not are its end; there are none behind the last.
+        end_point = self.n + (program.other.length if self.reads else program.length)
+        if status == S_DONE and end_point <= kill_point <= last_point(program):
+            zbmd_die()
         if status == S_DONE and choice != NULL and self.rank == 0:
             zbmd_store_note(choice, way, <double>(zbmd_now_ns() - began_ns) / <double>(run.count * run.item))
         if status != S_DONE:
@@ -253,8 +258,6 @@ cdef class NativeGroup:
             status = self._walk(program, run, kill_point, deadline_ns)
         if status == S_DONE and not self._still_valid():
             status = S_ABORTED
-        if status == S_DONE and kill_point >= self.n + program.length:
-            zbmd_die()
         return status
 
     cdef _prepare(self, NativeProgram program, Run *run, const uint64_t[::1] addresses, int operation,

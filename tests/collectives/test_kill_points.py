@@ -134,28 +134,63 @@ def test_nor_does_it_between_hosts(run_ranks: RunRanks, name: str, hosts: tuple[
     kill_at_every_point(partial(run_ranks, hosts=hosts), OPERATIONS[name], len(hosts))
 
 
-def kill_at_every_point(run_ranks: RunRanks, operation: Callable[[Any, Communicator], Array], n: int) -> None:
+@pytest.mark.parametrize("name", OPERATIONS_OF_TWO)
+def test_nor_does_it_in_a_call_by_the_lane(run_ranks: RunRanks, name: str) -> None:
+    kill_at_every_point(run_ranks, OPERATIONS_OF_TWO[name], 2, calm=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [(name, (0, 0)) for name in ("direct", "swap", "eager", *OPERATIONS_OF_TWO)] + [("ring", (0, 1))],
+)
+def test_nobody_dies_behind_the_last_point(run_ranks: RunRanks, name: str, hosts: tuple[int, ...]) -> None:
+    """Neither in a first call nor in one by the lane: a sweep up to the last point has tried them all."""
+    operation = (OPERATIONS | OPERATIONS_OF_TWO)[name]
+    run_hosts = partial(run_ranks, hosts=hosts)
+    points = points_of(run_hosts, operation, len(hosts))
+
+    def body(p: Any) -> int:
+        c = p.communicator()
+        for beyond in (0, 1):
+            c.kill_at(c.sequence + 1, points[p.rank] + beyond)
+            assert operation(p, c).any()
+        return c.lane.taken
+
+    assert run_hosts(len(hosts), body) == [int(hosts == (0, 0))] * len(hosts)
+
+
+def kill_at_every_point(
+    run_ranks: RunRanks, operation: Callable[[Any, Communicator], Array], n: int, calm: int = 0
+) -> None:
+    """calm: calls before that in which a rank dies."""
     points = points_of(run_ranks, operation, n)
     covered: set[tuple[int, int]] = set()
     for point in range(max(points)):
         # All ranks run nearly the same program: each point is tried on one rank, on both if there are two.
         for victim in range(n) if n == 2 else [point % n]:
             if point < points[victim]:
-                kill_at(run_ranks, operation, n, victim, point)
+                kill_at(run_ranks, operation, n, victim, point, calm)
                 covered.add((victim, point))
     assert {point for _, point in covered} >= set(range(min(points)))
 
 
 def kill_at(
-    run_ranks: RunRanks, operation: Callable[[Any, Communicator], Array], n: int, victim: int, point: int
+    run_ranks: RunRanks,
+    operation: Callable[[Any, Communicator], Array],
+    n: int,
+    victim: int,
+    point: int,
+    calm: int,
 ) -> None:
     survivors = tuple(rank for rank in range(n) if rank != victim)
 
     def body(p: Any) -> str:
         first = p.communicator()
         if p.rank == victim:
-            first.kill_at(1, point)
+            first.kill_at(1 + calm, point)
         try:
+            for _ in range(calm):
+                operation(p, first)
             outcome = operation(p, first).tobytes().hex()
         except MembersLost as lost:
             assert lost.ranks == (victim,) and lost.peer == victim

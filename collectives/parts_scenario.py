@@ -1,8 +1,10 @@
 """Simulated processes with several elastic groups each: a mesh's rows and columns, beside the group of all.
 
-Each group is that of `zbmd.collectives.repair_scenario`, with its machine and its checks, and its
-members use it whenever they like. What is looked at here is what they share: the views, which the machine of
-`zbmd.collectives.views_machine` enters, while some groups have lost a member and others have not.
+Each group is that of `zbmd.collectives.repair_scenario`, with its machine and its checks, and its members
+use it whenever they like, some groups hardly ever or never. But a process uses none before it is in all of
+them, as a program makes them first: who does not come to one of them holds it up everywhere. What is looked
+at here is what they share: the views, which the machine of `zbmd.collectives.views_machine` enters, while
+some groups have lost a member and others have not.
 
 Checked besides: a group without one of those that a view drops is never cut by it.
 """
@@ -64,7 +66,10 @@ class Mesh:
 
 
 class Part(RankProcess):
-    """A rank in one of its groups. view: what its process is in; entered: hears of a new epoch of it."""
+    """A rank in one of its groups.
+
+    view: what its process is in; entered: hears of a new epoch of it; ready: whether operations may begin.
+    """
 
     world: PartWorld
 
@@ -75,11 +80,14 @@ class Part(RankProcess):
         rng: random.Random,
         view: Callable[[], membership.View],
         entered: Callable[[tuple[MemberId, ...]], Effects],
+        ready: Callable[[], bool],
     ) -> None:
         super().__init__(world, member.rank, member.incarnation, rng)
         self._view = view
         self._entered = entered
+        self._ready = ready
         self.due = 0
+        self.settled = False
         self.done = False
 
     def come(self, now_ns: int) -> Effects:
@@ -132,6 +140,8 @@ class Part(RankProcess):
     def _call(self, now_ns: int) -> Effects:
         if self.machine.state is not RepairState.IDLE:
             return []  # it follows a view: behind that another call is due
+        if not self._ready():
+            return [*super()._calm(now_ns)]
         if self.machine.sequence > self.world.options.steps:
             self.world.finished.add(self.member.rank)
             self.done = True
@@ -139,6 +149,7 @@ class Part(RankProcess):
         return super()._call(now_ns)
 
     def _calm(self, now_ns: int) -> Effects:
+        self.settled = True
         return [*super()._calm(now_ns), *self.follow(self.due, now_ns)]
 
 
@@ -163,7 +174,10 @@ class MeshProcess:
             joined = vm.GroupEntered(group=number, members=members, ranks=world.ranks)
             return self._views(joined, self.now_ns)
 
-        return Part(world, self.member, self.rng, lambda: self.view, entered)
+        def ready() -> bool:
+            return all(part.settled for part in self.parts)
+
+        return Part(world, self.member, self.rng, lambda: self.view, entered, ready)
 
     def check_invariants(self) -> None:
         """The machines' own."""
@@ -280,7 +294,7 @@ class MeshProcess:
 
 
 def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Message], Mesh]:
-    """The simulation of a mesh, without its kills. `options.steps` counts the operations of each group."""
+    """A mesh, without its kills. `options.steps` counts the operations of "all"; others have fewer."""
     simulation = sim.Simulation[Message](seed, conditions=conditions_of(seed))
     mesh, size = Mesh(options), options.world_size
     living: dict[int, int] = {}
@@ -289,7 +303,9 @@ def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Messa
     }
     groups |= {f"column{c}": tuple(range(c, size, COLUMNS)) for c in range(COLUMNS) if size > COLUMNS}
     for name, ranks in groups.items():
-        part = mesh.parts[name] = PartWorld(options, f"{seed}/{name}", ranks=ranks)
+        steps = random.Random(f"{seed}/{name}/steps").randint(0, options.steps) if ranks else options.steps
+        own = dataclasses.replace(options, steps=steps)
+        part = mesh.parts[name] = PartWorld(own, f"{seed}/{name}", ranks=ranks)
         part.lives = lambda m: simulation.lives(f"rank{m.rank}") and living.get(m.rank) == m.incarnation
     simulation.add(NODE, lambda incarnation: NodeProcess(mesh, simulation.rng("regroups")))
     for rank in range(size):
@@ -304,13 +320,17 @@ def build(seed: int | str, options: CommitOptions) -> tuple[sim.Simulation[Messa
 
 
 def is_over(simulation: sim.Simulation[Message], mesh: Mesh) -> bool:
-    """Whether all who live on have finished in all of their groups."""
+    """Whether all who live on have finished in all of their groups.
+
+    With a group that shrinks, who was lost stays away; the job is over, too, once all were.
+    """
     size = mesh.options.world_size
     if any(simulation.lives(f"rank{rank}") for rank in range(size)):
         return False
+    finished = [all(rank in mesh.parts[name].finished for name in mesh.of(rank)) for rank in range(size)]
     if mesh.options.shrink:
-        return any(part.finished for part in mesh.parts.values())
-    return all(len(part.finished) == len(part.ranks or range(size)) for part in mesh.parts.values())
+        return any(finished) or mesh.state_lost
+    return all(finished)
 
 
 def run(seed: int | str, options: CommitOptions) -> Mesh:
@@ -327,7 +347,7 @@ def run(seed: int | str, options: CommitOptions) -> Mesh:
 
 @dataclass(frozen=True)
 class PartsScenario:
-    """The repair machines of several groups in each process. `length` counts operations of each group."""
+    """The repair machines of several groups in each process. `length` counts those of the group of all."""
 
     name: str = "parts"
     description: str = "elastic groups with sub-groups: rows and columns are repaired, others go on"

@@ -41,7 +41,26 @@ def test_meshes_under_seeded_kills(world_size: int) -> None:
     for index in range(12):
         options = CommitOptions(world_size=world_size, steps=2, kills=index % 4, shrink=index % 5 == 0)
         mesh = parts_scenario.run(FRESH + index, options)
-        assert any(part.returned or part.raised for part in mesh.parts.values())
+        assert not mesh.state_lost or options.kills >= world_size
+        assert mesh.state_lost or mesh.parts["all"].returned or mesh.parts["all"].raised
+
+
+@pytest.mark.parametrize("shrink", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_job_that_loses_all_of_its_ranks_is_over_only_if_nobody_is_brought_back(
+    world_size: int, shrink: bool
+) -> None:
+    options = CommitOptions(world_size=world_size, steps=2, shrink=shrink)
+    simulation, mesh = parts_scenario.build(79481152938509, options)
+    simulation.run(until=lambda: bool(mesh.parts["all"].returned or mesh.parts["all"].raised))
+    for rank in range(world_size):
+        simulation.crash(f"rank{rank}")
+    assert not parts_scenario.is_over(simulation, mesh), "the node does not know yet"
+    simulation.run()
+    assert parts_scenario.is_over(simulation, mesh)
+    assert mesh.state_lost == shrink
+    finished = mesh.parts["all"].finished
+    assert finished == (set() if shrink else set(range(world_size)))
 
 
 def test_a_view_is_entered_once_those_who_lose_a_member_have_drained() -> None:

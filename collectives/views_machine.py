@@ -102,7 +102,9 @@ class ViewsMachine:
         self.epoch = 0
         self._groups: dict[int, _Group] = {}
         self._coming: ViewReady | None = None
-        self._draining: set[int] = set()
+        self._draining: dict[int, int] = {}
+        """Groups to the cuts that they have not answered: one that had not come to an earlier view may come
+        to that when it is cut, and is then cut again."""
 
     def handle(self, event: ViewsEvent, *, now_ns: int) -> list[ViewsAction]:
         """Take one event, return the actions to perform in order; see `zbmd.transport.machine.Machine`."""
@@ -111,7 +113,7 @@ class ViewsMachine:
                 return self._joined(event)
             case GroupClosed(group=group):
                 self._groups.pop(group, None)
-                self._draining.discard(group)
+                self._draining.pop(group, None)
                 return self._enter_if_drained()
             case ViewReady():
                 if self._coming is not None or event.epoch <= self.epoch:
@@ -120,14 +122,16 @@ class ViewsMachine:
                 cuts = [number for number, group in self._groups.items() if self._loses(group)]
                 return [*(self._cut(number) for number in cuts), *self._enter_if_drained()]
             case Drained(group=group):
-                self._draining.discard(group)
+                left = self._draining.pop(group, 0) - 1
+                if left > 0:
+                    self._draining[group] = left
                 return self._enter_if_drained()
             case _:
                 assert_never(event)
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` on a state that no sequence of events may reach."""
-        assert self._draining <= set(self._groups), (self._draining, self._groups)
+        assert set(self._draining) <= set(self._groups), (self._draining, self._groups)
         assert self._coming is None or self._draining, "a view is ready, and nothing is waited for"
 
     def _joined(self, event: GroupEntered) -> list[ViewsAction]:
@@ -144,7 +148,7 @@ class ViewsMachine:
 
     def _cut(self, number: int) -> Cut:
         self._groups[number].cut = True
-        self._draining.add(number)
+        self._draining[number] = self._draining.get(number, 0) + 1
         return Cut(group=number)
 
     def _enter_if_drained(self) -> list[ViewsAction]:

@@ -245,9 +245,7 @@ def test_misuse_is_told_with_the_story() -> None:
 @pytest.mark.parametrize("ranks", [2, 62, RANKS_MAX])
 def test_the_longest_report_comes_as_it_was_sent(ranks: int) -> None:
     members = tuple(MemberId(rank=rank, incarnation=2**32 - 1) for rank in range(ranks))
-    failed = rm.Failed(
-        sequence=2**47, failure=Failure.LOST, reason="é" * 120, ranks=tuple(range(ranks))
-    )
+    failed = rm.Failed(sequence=2**47, failure=Failure.LOST, reason="é" * 120, ranks=tuple(range(ranks)))
     call = rm.Call(text="x" * 240, on_loss=OnLoss.SURVIVORS, inputs=Inputs.ADOPT, needs=ranks - 1, own=True)
     said = rm.Report(
         born=2**47,

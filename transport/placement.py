@@ -12,12 +12,10 @@ docs/BENCHMARKS.md, where a hypervisor takes back what is free.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import errno
 import fcntl
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -32,6 +30,7 @@ from zbmd.transport._native import (
 )
 from zbmd.transport.kernel_files import read_chosen, read_cpu_list, read_int
 from zbmd.transport.memory import SEALS, fill_memfd, in_words, map_own, open_memfd
+from zbmd.transport.smaps import counted
 
 PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
 ARENA_BYTES_MIN: Final = 8 << 20
@@ -188,18 +187,8 @@ def collapse(mapping: Mapping, placement: Placement) -> Placement:
 
 def huge_bytes_of(mapping: Mapping) -> int:
     """How much of a mapping is in huge pages now, by this process's page tables."""
-    found = 0
-    inside = False
-    begin, end = mapping.address, mapping.address + mapping.nbytes
-    for line in _text(Path("/proc/self/smaps")).splitlines():
-        header = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if header:
-            inside = begin <= int(header[1], 16) and int(header[2], 16) <= end
-        elif inside and line.startswith(
-            ("ShmemPmdMapped:", "FilePmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:")
-        ):
-            found += int(line.split()[1]) << 10
-    return found
+    fields = ("ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb")
+    return counted(mapping.address, mapping.nbytes, *fields)
 
 
 def _prefer_own_node(mapping: Mapping, offer: Offer, notes: list[str]) -> int | None:
@@ -216,9 +205,3 @@ def _prefer_own_node(mapping: Mapping, offer: Offer, notes: list[str]) -> int | 
 
 def _up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
-
-
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text()
-    return ""

@@ -22,11 +22,13 @@ import numpy as np
 import xxhash
 
 from zbmd.training.xp import Array
+from zbmd.training.zero.mirror import SLOTS
+from zbmd.transport._native import address_of
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.memory import in_words
+from zbmd.transport.smaps import counted
 
 MAGIC: Final = b"zbmdstate1\0\0\0\0\0\0"
-SLOTS: Final = 2
 NO_VERSION: Final = -1
 _NAME: Final = struct.Struct("<16s4Q")  # magic, run, place, ranks, elements of a slot
 _STAMP: Final = struct.Struct("<qQ")  # version, digest
@@ -75,7 +77,7 @@ class StateFile:
             np.frombuffer(self._map, np.float32, name.elements, mmap.PAGESIZE + slot * self._stride)
             for slot in range(SLOTS)
         ]
-        self._begin = self.slots[0].__array_interface__["data"][0] - mmap.PAGESIZE
+        self._begin = address_of(self.slots[0]) - mmap.PAGESIZE
         self._hash = xxhash.xxh3_64()
 
     def _opened(self, name: StateName, nbytes: int) -> int | None:
@@ -158,20 +160,14 @@ class StateFile:
 
     def _advise(self, arrays: Iterable[Array], advice: int) -> None:
         for array in arrays:
-            start = array.__array_interface__["data"][0] - self._begin
+            start = address_of(array) - self._begin
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
             with contextlib.suppress(OSError):  # an older kernel; then it decides alone
                 self._map.madvise(advice, first, start + array.nbytes - first)
 
     def resident_bytes(self) -> int:
         """Of the file, in this process's memory now, as the kernel counts."""
-        found, ours = 0, False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            if "-" in line.split(" ", 1)[0]:
-                ours = line.endswith(str(self.path)) or line.endswith(f"{self.path} (deleted)")
-            elif ours and line.startswith("Rss:"):
-                found += 1024 * int(line.split()[1])
-        return found
+        return counted(self._begin, len(self._map), "Rss")
 
     def remove(self) -> None:
         """The run is over, and nobody will ask for it. Idempotent."""

@@ -34,20 +34,22 @@ from zbmd.collectives.commit_world import (
     Slots,
     World,
 )
-from zbmd.collectives.killing_scenario import DISTURBANCES, draw_kills
+from zbmd.collectives.killing_scenario import (
+    ROUND_NS_MAX,
+    SHRINK_SHARE,
+    SLOW_NS,
+    JobScenario,
+    draw_kills,
+    names_of,
+)
 from zbmd.transport import sim
 from zbmd.transport.errors import LocalProtocolError
 
 NODE = "node"
 WORK_NS_MAX = 3_000_000
 DRAIN_NS_MAX = 500_000
-SLOW_NS = 30_000_000
-"""The slowest that anything is, but for its jitter."""
 NOTHING = b"nothing"
 """What is read where nothing has been preserved."""
-ROUND_NS_MAX = 20 * SLOW_NS
-"""What a step, or a recovery, takes at most: a dozen messages one after the other, and their work."""
-SHRINK_SHARE = 0.4
 CORRUPTING_SHARE = 0.1
 """The share of runs with bad memory."""
 CORRUPTED_SHARE = 0.5
@@ -462,11 +464,6 @@ def build(
     return simulation, world
 
 
-def names_of(world_size: int) -> tuple[str, ...]:
-    """The processes of the ranks."""
-    return tuple(f"rank{rank}" for rank in range(world_size))
-
-
 def is_over(simulation: sim.Simulation[Message], world: World) -> bool:
     """Whether the run has ended as it may: nobody is left who has not finished, or the state was truly lost.
 
@@ -503,19 +500,18 @@ def _assert_over(simulation: sim.Simulation[Message], world: World) -> None:
 
 
 @dataclass(frozen=True)
-class CommitScenario:
+class CommitScenario(JobScenario[World]):
     """The step-commit and membership machines, with a hash chain for a job. `length` counts steps."""
 
     name: str = "commit"
     description: str = "step commit and membership machines: kills between any two effects, replace or shrink"
-    kinds: tuple[type[sim.Fault], ...] = (sim.Crash, *DISTURBANCES)
 
     def contents(self, seed: int | str, options: CommitOptions) -> ContentsOf:
         """What the job computes; a subclass's choice."""
         return HashChain
 
     def options_of(self, seed: int | str, options: sim.Options) -> CommitOptions:
-        """The job that a run of the frame stands for; whether it shrinks is the seed's choice."""
+        """See `JobScenario`."""
         rng = random.Random(f"{seed}/options")
         return CommitOptions(
             world_size=min(options.ranks, membership.RANKS_MAX),
@@ -525,21 +521,14 @@ class CommitScenario:
             late=rng.random() < LATE_SHARE,
         )
 
-    def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
-        """See `zbmd.transport.sim.Scenario`."""
-        job = self.options_of(seed, options)
-        simulation, world = build(seed, job, self.contents(seed, job))
-        return sim.Stage(
-            world=simulation,
-            victims=names_of(job.world_size),
-            converged=lambda core: is_over(simulation, world),
-            span_ns=(job.steps + options.faults + 1) * ROUND_NS_MAX,
-            liveness_ns=(job.steps + options.faults + 1) * ROUND_NS_MAX,
-            restarts_itself=True,
-        )
+    def made(self, seed: int | str, job: CommitOptions) -> tuple[sim.Simulation[Message], World]:
+        """See `JobScenario`."""
+        return build(seed, job, self.contents(seed, job))
 
-    def draw_plan(self, seed: int | str, options: sim.Options) -> sim.FaultPlan:
-        """Kills between two effects, from runs of the same seed; see `draw_kills`."""
-        job = self.options_of(seed, options)
-        victims, rng = names_of(job.world_size), random.Random(f"{seed}/kills")
-        return draw_kills(rng, victims, options.faults, lambda: build(seed, job)[0])
+    def rehearsed(self, seed: int | str, job: CommitOptions) -> sim.Simulation[Message]:
+        """See `JobScenario`. Of a hash chain, whatever the contents are."""
+        return build(seed, job)[0]
+
+    def is_over(self, simulation: sim.Simulation[Message], world: World) -> bool:
+        """See `JobScenario`."""
+        return is_over(simulation, world)

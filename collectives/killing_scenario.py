@@ -1,4 +1,4 @@
-"""Plans of kills for scenarios over machines, drawn from runs of the same seed.
+"""Scenarios over the machines of a job, and their plans of kills, drawn from runs of the same seed.
 
 Kills at random times rarely hit the few moments at which rules meet. So most of these name a point between
 two effects (`sim.CrashWithin`), out of all that a run under the same seed passes.
@@ -7,12 +7,15 @@ two effects (`sim.CrashWithin`), out of all that a run under the same seed passe
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
+from zbmd.collectives.commit_world import CommitOptions, Message
 from zbmd.transport import sim
 
 MessageT = TypeVar("MessageT")
+WorldT = TypeVar("WorldT")
 
 REDRAWS_MAX = 6
 """How often the run is repeated with the kills drawn so far, so that the next can fall into a recovery."""
@@ -24,6 +27,64 @@ END_POWER = 3
 DISTURBANCE_SHARE = 0.15
 """The share of faults that stop a process or hold up its messages for a while, and kill nobody."""
 DISTURBANCES: tuple[type[sim.Fault], ...] = (sim.Pause, sim.Clog, sim.Cut, sim.Partition)
+SLOW_NS = 30_000_000
+"""The slowest that anything is, but for its jitter."""
+ROUND_NS_MAX = 20 * SLOW_NS
+"""What a step, or a recovery, takes at most: a dozen messages one after the other, and their work."""
+SHRINK_SHARE = 0.4
+
+
+class JobScenario(ABC, Generic[WorldT]):
+    """See `zbmd.transport.sim.Scenario`: ranks of one job, which a simulated node starts, again and again."""
+
+    kinds: tuple[type[sim.Fault], ...] = (sim.Crash, *DISTURBANCES)
+
+    @abstractmethod
+    def options_of(self, seed: int | str, options: sim.Options) -> CommitOptions:
+        """The job that a run of the frame stands for; what `options` leaves open is the seed's choice."""
+
+    @abstractmethod
+    def made(self, seed: int | str, job: CommitOptions) -> tuple[sim.Simulation[Message], WorldT]:
+        """The simulation of one job, without its kills, and what outlives its processes."""
+
+    @abstractmethod
+    def is_over(self, simulation: sim.Simulation[Message], world: WorldT) -> bool:
+        """Whether the run has ended as it may."""
+
+    def rehearsed(self, seed: int | str, job: CommitOptions) -> sim.Simulation[Message]:
+        """What kills are drawn from: a run that takes as long as that of `made`."""
+        return self.made(seed, job)[0]
+
+    def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
+        """See `zbmd.transport.sim.Scenario`."""
+        job = self.options_of(seed, options)
+        simulation, world = self.made(seed, job)
+        span_ns = (job.steps + options.faults + 1) * ROUND_NS_MAX
+        return sim.Stage(
+            world=simulation,
+            victims=names_of(job.world_size),
+            converged=lambda core: self.is_over(simulation, world),
+            span_ns=span_ns,
+            liveness_ns=span_ns,
+            restarts_itself=True,
+        )
+
+    def draw_plan(self, seed: int | str, options: sim.Options) -> sim.FaultPlan:
+        """Kills between two effects, from runs of the same seed; see `draw_kills`."""
+        job = self.options_of(seed, options)
+        victims, rng = names_of(job.world_size), random.Random(f"{seed}/kills")
+        return draw_kills(rng, victims, options.faults, lambda: self.rehearsed(seed, job))
+
+
+def group_of(seed: int | str, options: sim.Options, ranks_max: int) -> CommitOptions:
+    """A job in which nothing but whether it shrinks is the seed's choice."""
+    shrink = random.Random(f"{seed}/options").random() < SHRINK_SHARE
+    return CommitOptions(world_size=min(options.ranks, ranks_max), steps=options.length, shrink=shrink)
+
+
+def names_of(world_size: int) -> tuple[str, ...]:
+    """The processes of the ranks."""
+    return tuple(f"rank{rank}" for rank in range(world_size))
 
 
 def draw_kills(

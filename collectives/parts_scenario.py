@@ -21,9 +21,9 @@ from zbmd.actors import view as membership
 from zbmd.collectives import repair_messages as rm
 from zbmd.collectives import views_machine as vm
 from zbmd.collectives.commit_messages import MemberId
-from zbmd.collectives.commit_scenario import NODE, ROUND_NS_MAX, SHRINK_SHARE, NodeProcess, names_of
+from zbmd.collectives.commit_scenario import NODE, NodeProcess
 from zbmd.collectives.commit_world import CommitOptions, Enter, Message, Parted
-from zbmd.collectives.killing_scenario import DISTURBANCES, draw_kills
+from zbmd.collectives.killing_scenario import JobScenario, draw_kills, group_of, names_of
 from zbmd.collectives.repair_machine import RepairState
 from zbmd.collectives.repair_scenario import RankProcess, World, conditions_of
 from zbmd.collectives.views_machine import ViewsMachine
@@ -346,34 +346,20 @@ def run(seed: int | str, options: CommitOptions) -> Mesh:
 
 
 @dataclass(frozen=True)
-class PartsScenario:
+class PartsScenario(JobScenario[Mesh]):
     """The repair machines of several groups in each process. `length` counts those of the group of all."""
 
     name: str = "parts"
     description: str = "elastic groups with sub-groups: rows and columns are repaired, others go on"
-    kinds: tuple[type[sim.Fault], ...] = (sim.Crash, *DISTURBANCES)
 
     def options_of(self, seed: int | str, options: sim.Options) -> CommitOptions:
-        """The mesh that a run of the frame stands for; whether it shrinks is the seed's choice."""
-        shrink = random.Random(f"{seed}/options").random() < SHRINK_SHARE
-        return CommitOptions(world_size=min(options.ranks, RANKS_MAX), steps=options.length, shrink=shrink)
+        """See `JobScenario`."""
+        return group_of(seed, options, RANKS_MAX)
 
-    def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
-        """See `zbmd.transport.sim.Scenario`."""
-        job = self.options_of(seed, options)
-        simulation, mesh = build(seed, job)
-        span_ns = (job.steps + options.faults + 1) * ROUND_NS_MAX
-        return sim.Stage(
-            world=simulation,
-            victims=names_of(job.world_size),
-            converged=lambda core: is_over(simulation, mesh),
-            span_ns=span_ns,
-            liveness_ns=span_ns,
-            restarts_itself=True,
-        )
+    def made(self, seed: int | str, job: CommitOptions) -> tuple[sim.Simulation[Message], Mesh]:
+        """See `JobScenario`."""
+        return build(seed, job)
 
-    def draw_plan(self, seed: int | str, options: sim.Options) -> sim.FaultPlan:
-        """Kills between two effects, from runs of the same seed; see `draw_kills`."""
-        job = self.options_of(seed, options)
-        victims, rng = names_of(job.world_size), random.Random(f"{seed}/kills")
-        return draw_kills(rng, victims, options.faults, lambda: build(seed, job)[0])
+    def is_over(self, simulation: sim.Simulation[Message], world: Mesh) -> bool:
+        """See `JobScenario`."""
+        return is_over(simulation, world)

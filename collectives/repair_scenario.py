@@ -19,16 +19,9 @@ from typing import TypeAlias, assert_never
 from zbmd.actors import view as membership
 from zbmd.collectives import repair_messages as rm
 from zbmd.collectives.commit_messages import MemberId
-from zbmd.collectives.commit_scenario import (
-    NODE,
-    ROUND_NS_MAX,
-    SHRINK_SHARE,
-    NodeProcess,
-    draw_conditions,
-    names_of,
-)
+from zbmd.collectives.commit_scenario import NODE, NodeProcess, draw_conditions
 from zbmd.collectives.commit_world import CommitOptions, Enter, Message, Parted
-from zbmd.collectives.killing_scenario import DISTURBANCES, draw_kills
+from zbmd.collectives.killing_scenario import JobScenario, draw_kills, group_of, names_of
 from zbmd.collectives.repair_machine import RepairMachine, RepairState
 from zbmd.collectives.repair_messages import Inputs, OnLoss, Outcome, Phase
 from zbmd.transport import sim
@@ -470,36 +463,20 @@ def _assert_over(simulation: sim.Simulation[Message], world: World) -> None:
 
 
 @dataclass(frozen=True)
-class RepairScenario:
+class RepairScenario(JobScenario[World]):
     """The repair and membership machines over meetings. `length` counts operations."""
 
     name: str = "repair"
     description: str = "operations that members finish together when some die in them, in every mode"
-    kinds: tuple[type[sim.Fault], ...] = (sim.Crash, *DISTURBANCES)
 
     def options_of(self, seed: int | str, options: sim.Options) -> CommitOptions:
-        """The group that a run of the frame stands for; whether it shrinks is the seed's choice."""
-        shrink = random.Random(f"{seed}/options").random() < SHRINK_SHARE
-        return CommitOptions(
-            world_size=min(options.ranks, membership.RANKS_MAX), steps=options.length, shrink=shrink
-        )
+        """See `JobScenario`."""
+        return group_of(seed, options, membership.RANKS_MAX)
 
-    def build(self, seed: int | str, options: sim.Options) -> sim.Stage:
-        """See `zbmd.transport.sim.Scenario`."""
-        job = self.options_of(seed, options)
-        simulation, world = build(seed, job)
-        span_ns = (job.steps + options.faults + 1) * ROUND_NS_MAX
-        return sim.Stage(
-            world=simulation,
-            victims=names_of(job.world_size),
-            converged=lambda core: is_over(simulation, world),
-            span_ns=span_ns,
-            liveness_ns=span_ns,
-            restarts_itself=True,
-        )
+    def made(self, seed: int | str, job: CommitOptions) -> tuple[sim.Simulation[Message], World]:
+        """See `JobScenario`."""
+        return build(seed, job)
 
-    def draw_plan(self, seed: int | str, options: sim.Options) -> sim.FaultPlan:
-        """Kills between two effects, from runs of the same seed; see `draw_kills`."""
-        job = self.options_of(seed, options)
-        victims, rng = names_of(job.world_size), random.Random(f"{seed}/kills")
-        return draw_kills(rng, victims, options.faults, lambda: build(seed, job)[0])
+    def is_over(self, simulation: sim.Simulation[Message], world: World) -> bool:
+        """See `JobScenario`."""
+        return is_over(simulation, world)

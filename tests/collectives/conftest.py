@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable, Sequence
@@ -67,6 +68,7 @@ class Process:
 
     def await_death(self, rank: int) -> None:
         """Return once this process has noticed the end of `rank`."""
+        assert rank != self.rank, "it was to die, and lives"
         if rank in self.bulks:
             with contextlib.suppress(ZbmdError):
                 self.bulks[rank].ended.wait(self.soon())
@@ -147,6 +149,10 @@ def _run_ranks(
         for line in lines:
             line.sendall(json.dumps(pids).encode())
         answers = [line.makefile("rb").readline() for line in lines]
+    except BaseException:  # who hangs does not come to its end by itself
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        raise
     finally:
         for line in lines:
             line.close()

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from program_points import points_of
 
 from zbmd.collectives._program import READ
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.errors import MembersLost, OperationAborted
-from zbmd.collectives.plan import Plan, plan_of
 
 RunRanks = Callable[..., list[Any]]
 Array = NDArray[np.float32]
@@ -97,24 +97,6 @@ OPERATIONS: dict[str, Callable[[Any, Communicator], Array]] = {
 OPERATIONS_OF_TWO = {"read": read, "put_after_all": put_after_all}
 
 
-def points_of(run_ranks: RunRanks, operation: Callable[[Any, Communicator], Array], n: int) -> list[int]:
-    """How many kill points each rank's program has, from an undisturbed run."""
-
-    def body(p: Any) -> int:
-        plans: list[Plan] = []
-
-        def remember(*asked: Any) -> Plan:
-            plans.append(plan_of(*asked))
-            return plans[-1]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("zbmd.collectives.pieces.plan_of", remember)
-            operation(p, p.communicator())
-        return plans[-1].kill_points
-
-    return run_ranks(n, body)
-
-
 @pytest.mark.parametrize(
     ("name", "n"),
     [(name, n) for n in (2, 3) for name in OPERATIONS if (name, n) != ("halving_doubling", 2)]
@@ -147,7 +129,7 @@ def test_nobody_dies_behind_the_last_point(run_ranks: RunRanks, name: str, hosts
     """Neither in a first call nor in one by the lane: a sweep up to the last point has tried them all."""
     operation = (OPERATIONS | OPERATIONS_OF_TWO)[name]
     run_hosts = partial(run_ranks, hosts=hosts)
-    points = points_of(run_hosts, operation, len(hosts))
+    points = points_of(run_hosts, lambda p: operation(p, p.communicator()), len(hosts))
 
     def body(p: Any) -> int:
         c = p.communicator()
@@ -163,7 +145,7 @@ def kill_at_every_point(
     run_ranks: RunRanks, operation: Callable[[Any, Communicator], Array], n: int, calm: int = 0
 ) -> None:
     """calm: calls before that in which a rank dies."""
-    points = points_of(run_ranks, operation, n)
+    points = points_of(run_ranks, lambda p: operation(p, p.communicator()), n)
     covered: set[tuple[int, int]] = set()
     for point in range(max(points)):
         # All ranks run nearly the same program: each point is tried on one rank, on both if there are two.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from program_points import points_of
 
 from zbmd.collectives._stepper import read_memory
 from zbmd.collectives.communicator import Communicator
@@ -209,8 +210,9 @@ def test_a_reader_learns_of_the_end_of_whom_it_reads(run_ranks: RunRanks, name: 
         return outcome
 
     right = run_ranks(2, lambda p: str(checksum(call(reading(p), p.rank, p.soon()))))[0]
+    points = points_of(run_ranks, lambda p: call(reading(p), p.rank, p.soon()), 2)[1]
     outcomes = [
         run_ranks(2, lambda p, at=point: body(p, at), dies=frozenset((1,)), arena_bytes=1 << 16)[0]
-        for point in range(9)
+        for point in range(points)
     ]
     assert set(outcomes) <= {"lost", "aborted", right} and "lost" in outcomes

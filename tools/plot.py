@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-from zbmd.tools.plot_data import Change, RunPicture, read_picture
+from zbmd.tools.plot_data import Change, RunPicture
+from zbmd.tools.plot_read import read_picture
 from zbmd.tools.plot_spent import SPENT_DARK, draw_spent
 from zbmd.training.files import write_atomically
 from zbmd.transport.errors import UserError
@@ -35,6 +36,7 @@ TIME_IN = 1.0
 SPENT_IN = 1.35
 TOP_IN, BOTTOM_IN, GAP_IN = 0.95, 0.5, 0.42
 LEFT_IN, RIGHT_IN = 0.62, 0.22
+LOSS_TICKS = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0)
 LABELS_MAX = 4
 """Of more changes of epoch than this, only the first are told in words; all are drawn."""
 LABEL_SPAN = 0.3
@@ -44,6 +46,8 @@ EPOCH_SPAN = 0.09
 """The part of the width that the number of an epoch needs."""
 MARK_SPAN = 0.003
 """A marked step is drawn at least as wide as this part of the width."""
+KEYS_WIDE_MAX = 4
+"""A longer key is set closer, beside the name of its panel."""
 MARKERS_MAX = 100
 """A curve of more points is drawn without a dot on each."""
 ROW_LABELS_MAX = 12
@@ -235,6 +239,7 @@ def _name(axes: Axes, text: str, key: Sequence[Artist] = ()) -> None:
     )
     if not key:
         return
+    crowded = len(key) > KEYS_WIDE_MAX
     axes.legend(
         handles=key,
         loc="lower right",
@@ -242,9 +247,10 @@ def _name(axes: Axes, text: str, key: Sequence[Artist] = ()) -> None:
         borderaxespad=0.2,
         ncols=len(key),
         frameon=False,
-        fontsize=8.5,
-        handlelength=1.8,
-        columnspacing=1.6,
+        fontsize=8.0 if crowded else 8.5,
+        handlelength=1.0 if crowded else 1.8,
+        handletextpad=0.4 if crowded else 0.8,
+        columnspacing=0.9 if crowded else 1.6,
         borderpad=0,
     )
 
@@ -262,13 +268,13 @@ def _draw_loss(axes: Axes, picture: RunPicture) -> None:
     if result.heldout_loss_bigram is not None:
         axes.axhline(result.heldout_loss_bigram, color=INK, linewidth=1.0, dashes=(5, 3))
     low, high = axes.get_ylim()
-    ticks = [tick for tick in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0) if low < tick < high]
+    ticks = [tick for tick in LOSS_TICKS if low < tick < high]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.grid(axis="y", color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
-    _name(axes, "Loss, nats per byte", _loss_key(picture))
+    _name(axes, f"Loss, nats per {picture.unit}", _loss_key(picture))
     span = picture.steps
     level, last = 0, None
     for change in picture.changes[:LABELS_MAX]:

@@ -1,20 +1,18 @@
-"""What a picture of a run shows, taken from what the run left on disk. No drawing here."""
+"""What a picture of a run shows, made of its committed steps. No drawing here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.tools.run_result import Death, RunResult, load_result
+from zbmd.tools.run_result import Death, RunResult
 from zbmd.training._spans import CATEGORIES
-from zbmd.training.ledger import LOG_NAME, CommitRecord, loss_of, read_log
-from zbmd.training.profiler.lines import IDLE, PROFILE_DIRECTORY, Life, read_lives
-from zbmd.transport.errors import UserError
+from zbmd.training.ledger import CommitRecord, loss_of
+from zbmd.training.profiler.lines import IDLE, Life
 
 POINTS_MAX = 1_000
 """A curve of more steps is drawn in so many bins."""
@@ -66,7 +64,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPicture:
-    """All that is drawn. Losses in nats per byte, times in ms."""
+    """All that is drawn. Losses in nats per `unit`, times in ms."""
 
     loss: Curve
     held_out: Curve
@@ -83,25 +81,12 @@ class RunPicture:
     """Every rank that was ever a member, ascending."""
     spent: Spent | None = None
     """What the time of the steps went into; None for a run without a profile."""
+    unit: str = "byte"
 
     @property
     def steps(self) -> int:
         """The number of steps that are drawn."""
         return self.last_step - self.first_step + 1
-
-
-def read_picture(directory: Path) -> RunPicture:
-    """The picture of the run in `directory`.
-
-    Raises `UserError` if there is no commit log, if it holds no step yet, or if a file is damaged.
-    """
-    _, records = read_log(directory / LOG_NAME)
-    if not records:
-        raise UserError(f"{directory / LOG_NAME} holds no committed step yet: there is nothing to draw.")
-    spent = None
-    if (directory / PROFILE_DIRECTORY).is_dir():
-        spent = spent_by(read_lives(directory))
-    return picture_of(records, load_result(directory), spent)
 
 
 def spent_by(lives: Sequence[Life]) -> Spent | None:
@@ -137,14 +122,14 @@ def picture_of(records: Sequence[CommitRecord], result: RunResult, spent: Spent 
     # The clock is that of the writer: between writers on two hosts a difference may mean nothing.
     step_ms = np.diff(at_ms)
     timed = step_ms > 0.0
-    times = _binned_max(Curve(steps=steps[1:][timed], values=step_ms[timed]))
+    times = binned_max(Curve(steps=steps[1:][timed], values=step_ms[timed]))
     evaluated = np.isin(
         times.steps, [record.version for record in records if record.held_out_loss is not None]
     )
     epochs = [list(group) for _, group in groupby(records, key=lambda record: record.epoch)]
     return RunPicture(
-        loss=_binned_mean(Curve(steps=steps[shown], values=losses[shown])),
-        held_out=_binned_mean(_held_out(records, result)),
+        loss=binned_mean(Curve(steps=steps[shown], values=losses[shown])),
+        held_out=binned_mean(_held_out(records, result)),
         step_ms=times,
         evaluated=Curve(steps=times.steps[evaluated], values=times.values[evaluated]),
         step_ms_median=float(np.median(step_ms[timed])) if timed.any() else None,
@@ -203,7 +188,8 @@ def _bin_starts(length: int) -> npt.NDArray[np.intp]:
     return np.linspace(0, length, min(length, POINTS_MAX), endpoint=False).astype(np.intp)
 
 
-def _binned_mean(curve: Curve) -> Curve:
+def binned_mean(curve: Curve) -> Curve:
+    """`curve` in at most `POINTS_MAX` points, each the mean of its bin."""
     if curve.steps.size <= POINTS_MAX:
         return curve
     starts = _bin_starts(curve.steps.size)
@@ -214,7 +200,7 @@ def _binned_mean(curve: Curve) -> Curve:
     )
 
 
-def _binned_max(curve: Curve) -> Curve:
+def binned_max(curve: Curve) -> Curve:
     """The slowest step of each bin, at its own place: a recovery must not be averaged away."""
     if curve.steps.size <= POINTS_MAX:
         return curve

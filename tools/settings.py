@@ -250,8 +250,11 @@ def merge(
 KNOWN = frozenset(setting.name for setting in SETTINGS)
 
 
-def read_config(path: Path, known: Collection[str] = KNOWN) -> dict[str, str]:
-    """The settings in a TOML file, as text. Raises `UserError` with the file, and the line if it has one."""
+def read_config(path: Path, known: Collection[str] = KNOWN, switches: Collection[str] = ()) -> dict[str, str]:
+    """The settings in a TOML file, as text; `switches` may be true and false, which is on and off.
+
+    Raises `UserError` with the file, and the line if it has one.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(CONFIG_BYTES_MAX + 1)
@@ -274,6 +277,9 @@ def read_config(path: Path, known: Collection[str] = KNOWN) -> dict[str, str]:
         where = f"{path}:{_line_of(text, key)}"
         if name not in known:
             raise UserError(f"{where}: unknown setting {key!r}. Known are: {', '.join(sorted(known))}.")
+        if isinstance(value, bool) and name in switches:
+            values[name] = "on" if value else "off"
+            continue
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise UserError(f"{where}: {key} must be a text or a number, not {reprlib.repr(value)}.")
         if isinstance(value, int) and abs(value) >= 10**DIGITS_MAX:

@@ -174,7 +174,9 @@ def merged(
     command_line: Mapping[str, str | None], environment: Mapping[str, str], config: Path | None
 ) -> dict[str, tuple[Any, str]]:
     """Each setting's value and where it comes from. Raises `UserError`, which names the source."""
-    in_file = {} if config is None else read_config(config, [entry.name for entry in SETTINGS])
+    names = [entry.name for entry in SETTINGS]
+    switches = [entry.name for entry in SETTINGS if entry.parse is _switch]
+    in_file = {} if config is None else read_config(config, names, switches)
     found: dict[str, tuple[Any, str]] = {}
     for entry in SETTINGS:
         sources = (

@@ -25,9 +25,11 @@ from matplotlib import font_manager
 from zbmd.tools.cli import main
 from zbmd.tools.demo_watch import Kill
 from zbmd.tools.plot import DARK, PICTURE_NAME, headline, plot_run, render, subline, told
-from zbmd.tools.plot_data import POINTS_MAX, RunPicture, Stay, picture_of, read_picture
+from zbmd.tools.plot_data import POINTS_MAX, RunPicture, Stay, picture_of
+from zbmd.tools.plot_read import read_picture
 from zbmd.tools.run_result import RESULT_NAME, Death, RunResult, load_result, save_result
 from zbmd.training.ledger import LOG_FORMAT, LOG_NAME, CommitLog, CommitRecord, LogHeader
+from zbmd.training.tensor.records import METRICS_NAME
 from zbmd.transport.errors import UserError
 
 MS = 1_000_000
@@ -347,6 +349,11 @@ def test_a_result_is_kept_as_it_was_printed(tmp_path: Path) -> None:
     assert json.loads((tmp_path / RESULT_NAME).read_text()) == {**FOUND, "deaths": []}
     with pytest.raises(UserError, match="cannot write"):
         save_result(tmp_path / RESULT_NAME, FOUND, [])
+
+
+def test_a_run_on_a_mesh_is_drawn_from_its_metrics(tmp_path: Path) -> None:
+    (tmp_path / METRICS_NAME).write_text('{"step":1,"loss":6.5}\n{"step":2,"loss":6.0}\n')
+    assert "nats per token" in texts(plot_run(tmp_path).read_bytes())
 
 
 # ---- a real run

@@ -15,7 +15,7 @@ from kept_lines import Lines
 from zbmd.actors.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
 from zbmd.tools import cli
-from zbmd.tools.plot_data import read_picture
+from zbmd.tools.plot_read import read_picture
 from zbmd.tools.profile_trace import clocks_of
 from zbmd.tools.small_job import write_text
 from zbmd.training.profiler.lines import Life, read_lives

@@ -138,12 +138,15 @@ def read_events(path: Path) -> list[Any]:
 
 def test_recipes_come_from_line_environment_and_file(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
-    path.write_text('steps = 5\nwidth = 32\nlr = 1e-2\ntensorboard = "on"\nevaluate-every = 7\n')
+    path.write_text(
+        'steps = 5\nwidth = 32\nlr = 1e-2\ntensorboard = "on"\noverlap = false\nevaluate-every = 7\n'
+    )
     found = merged({"steps": "7"}, {"ZBMD_TRAIN_STEPS": "6", "ZBMD_TRAIN_WIDTH": "64"}, path)
     assert found["steps"] == (7, "--steps")
     assert found["width"] == (64, "ZBMD_TRAIN_WIDTH")
     assert found["lr"] == (0.01, str(path))
     assert found["tensorboard"] == (True, str(path)) and found["evaluate_every"][0] == 7
+    assert found["overlap"] == (False, str(path))
     assert found["seed"] == (0, "default")
     assert {entry.name for entry in SETTINGS} == set(found)
 

@@ -29,6 +29,7 @@ from zbmd.collectives.program import (
 )
 from zbmd.tools import runs_cli, settings
 from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.plot_metrics import picture_of_metrics, read_metrics
 from zbmd.tools.run_result import RESULT_NAME, load_result, save_result
 from zbmd.training.checkpoint import Checkpoint, checkpoint_version, load_checkpoint, save_checkpoint
 from zbmd.training.config import GPTConfig
@@ -523,6 +524,16 @@ TARGETS = (
         allowed=(UserError,),
         seeds=_result_seeds,
         run=_on_file(lambda path: load_result(path.parent), RESULT_NAME),
+    ),
+    Target(
+        name="metrics",
+        what="the metrics of a run",
+        allowed=(UserError,),
+        seeds=lambda: (
+            b'{"step":1,"loss":6.2,"grad_norm":0.3}\n{"step":1,"held_out_loss":6.1}\n',
+            b'{"step":2,"loss":1e308}\n\n{"step":2,"loss":0.5}\n{"st',
+        ),
+        run=_on_file(lambda path: picture_of_metrics(read_metrics(path), [], None)),
     ),
     Target(
         name="sim.faults",

@@ -131,6 +131,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/zero/state_file.py": ("zero.state",),
     "tools/runs_cli.py": ("ledger.plan",),
     "tools/node_token.py": ("node.token",),
+    "tools/plot_metrics.py": ("metrics",),
     "tools/replay_players.py": ("replay.command",),
     "tools/replay_story.py": ("replay.command",),
     "tools/replay_trace.py": ("replay.command",),

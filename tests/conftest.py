@@ -5,6 +5,8 @@
 - The log is as structlog has it by default: at the start of each test nobody has set it up.
 - After each test no child, thread, file descriptor or file in /dev/shm may be left that was not there
   before; what a fixture of wider scope holds is accounted for at the end of the session.
+- Bytecode is written, whatever the environment says: without it each process that a test starts would
+  compile the whole of zbmd for itself, which takes longer than most of what it is started for.
 - With `ZBMD_STRICT_SKIPS=1` (CI) a skip fails the run, unless the test is marked `optional`.
 
 All of it holds, too, where pytest-xdist deals the test files out to workers: each of them watches what
@@ -19,6 +21,7 @@ import os
 import re
 import secrets
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -39,6 +42,8 @@ MARKER_VARIABLE = "ZBMD_TEST_SESSION"
 OPTIONAL_PACKAGES = ("torch", "cupy", "pyverbs", "transformers")
 # A BLAS pool would be threads that no test started, and that no forked child may inherit.
 POOL_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+# Set in many containers; Python takes it from the environment at its start.
+NO_BYTECODE_VARIABLE = "PYTHONDONTWRITEBYTECODE"
 # Under this name a worker of pytest-xdist tells what its session has left behind.
 LEFT_BEHIND = "zbmd_left_behind"
 # What was asked to end may take this long to be gone from /proc.
@@ -282,6 +287,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = seed
     for variable in POOL_VARIABLES:
         os.environ.setdefault(variable, "1")
+    os.environ.pop(NO_BYTECODE_VARIABLE, None)
+    sys.dont_write_bytecode = False
     os.environ[MARKER_VARIABLE] = secrets.token_hex(8)
     # Processes that tests have crash write their last records there.
     state = tempfile.TemporaryDirectory(prefix="zbmd-test-state-")

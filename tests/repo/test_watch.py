@@ -64,6 +64,11 @@ def test_clean_with_shared_fixture(shared):
 def test_clean_again(shared):
     pass
 
+def test_bytecode_is_written_by_all():
+    ask = [sys.executable, "-c", "import sys; print(sys.dont_write_bytecode)"]
+    assert not sys.dont_write_bytecode
+    assert subprocess.run(ask, capture_output=True, check=True).stdout.split() == [b"False"]
+
 def test_clean_up():
     for thing in held:
         if isinstance(thing, str):
@@ -124,7 +129,8 @@ def run_suite(tmp_path: Path) -> SeededRun:
 
 def test_every_kind_of_leak_is_reported_and_nothing_else(run_suite: SeededRun) -> None:
     # The settle time is for machines under load; here every leak is meant to stay.
-    run = run_suite(LEAKS.replace("import pytest", "import pytest, conftest; conftest.SETTLE_S = 0.2", 1))
+    leaks = LEAKS.replace("import pytest", "import pytest, conftest; conftest.SETTLE_S = 0.2", 1)
+    run = run_suite(leaks, PYTHONDONTWRITEBYTECODE="1")
     errors = dict(re.findall(r"^ERROR \S+::(\w+) - (.*)$", run.stdout, re.MULTILINE))
     kinds = {
         "test_leaks_descriptor": "descriptor",
@@ -135,6 +141,7 @@ def test_every_kind_of_leak_is_reported_and_nothing_else(run_suite: SeededRun) -
         "test_leaks_orphan": "orphan",
     }
     assert errors.keys() == kinds.keys(), run.stdout
+    assert "FAILED" not in run.stdout
     for test, kind in kinds.items():
         assert kind in errors[test]
     assert run.returncode == pytest.ExitCode.TESTS_FAILED

@@ -112,7 +112,8 @@ def wheel(sdist: Path) -> Path:
     """A wheel built from the sdist alone, with the build requirements that it declares."""
     folder = sdist.parent / "wheel"
     command = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, sdist)
-    run(*command, cwd=sdist.parent, CFLAGS="-O0")  # what is in it is looked at, not how fast it is
+    # What is in it is looked at, not how fast it is, nor what the compiler says of Cython's code.
+    run(*command, cwd=sdist.parent, CFLAGS="-O0 -g0 -w")
     (archive,) = folder.iterdir()
     return archive
 

@@ -18,9 +18,7 @@ cases are ordered so that whatever part of them was run is spread over all. `--t
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,7 +29,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from zbmd.actors.one_thread import ONE_THREAD_DEFAULTS
 from zbmd.tools.kill_cases import (
     COLLECTIVE,
     Setting,
@@ -43,7 +40,7 @@ from zbmd.tools.kill_cases import (
 )
 from zbmd.tools.kill_ledger import Finding, Ledger, table
 from zbmd.tools.kill_passes import Passes, read_passes
-from zbmd.tools.kill_worker import Case, Ended, decode_ended, encode
+from zbmd.tools.kill_worker import Case, Ended, Worker
 from zbmd.tools.small_job import RANKS_DEFAULT, write_text
 from zbmd.transport import faults
 from zbmd.transport.errors import UserError
@@ -59,8 +56,8 @@ class Sweep:
         self._scratch, self._until_s = scratch, until_s
         self._data = write_text(scratch / "text")
         self._lock = threading.Lock()
-        self._workers: list[subprocess.Popen[bytes]] = []
-        self._idle: deque[subprocess.Popen[bytes]] = deque()
+        self._workers: list[Worker] = []
+        self._idle: deque[Worker] = deque()
         self._pool = ThreadPoolExecutor(workers)
         self._names = iter(range(sys.maxsize))
 
@@ -68,10 +65,7 @@ class Sweep:
         """End the workers; each is done with its case."""
         self._pool.shutdown(cancel_futures=True)
         for worker in self._workers:
-            assert worker.stdin is not None and worker.stdout is not None
-            worker.stdin.close()
-            worker.stdout.close()
-            worker.wait()
+            worker.close()
 
     def calm(self, settings: Sequence[Setting]) -> list[list[Passes]]:
         """Run each setting undisturbed: how often each rank passes each point. Raises `UserError`."""
@@ -121,22 +115,14 @@ class Sweep:
             mesh=setting.mesh,
             counts=counts,
         )
-        assert worker.stdin is not None and worker.stdout is not None
-        worker.stdin.write(encode(case))
-        worker.stdin.flush()
-        ended = decode_ended(worker.stdout.readline())
+        ended = worker.run(case)
         shutil.rmtree(out, ignore_errors=True)
         with self._lock:
             self._idle.append(worker)
         return ended
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "zbmd.tools.kill_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**ONE_THREAD_DEFAULTS, **os.environ},
-        )
+    def _start(self) -> Worker:
+        worker = Worker()
         self._workers.append(worker)
         return worker
 

@@ -1,13 +1,14 @@
-"""Runs the cases of `kill_sweep`, one after the other, each in a process of its own.
+"""Runs the cases of `kill_sweep` and of tests, one after the other, each in a process of its own.
 
 Everything is imported here once: a case is a fork of this process, and the template of its ranks a fork of
 that, so that a run costs no interpreter's start. Cases come on standard input, a JSON object a line, and what
-became of each goes to standard output.
+became of each goes to standard output. `Worker` is the other end of both.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -18,22 +19,30 @@ import uvloop
 from zbmd.actors.early_template import fork_template
 from zbmd.actors.host import PRELOAD
 from zbmd.actors.host_process import describe_exit
+from zbmd.actors.one_thread import ONE_THREAD_DEFAULTS
 from zbmd.actors.rank_log import log_to_stderr
+from zbmd.actors.view import OnLoss
 from zbmd.tools.entry import run as run_command
 from zbmd.tools.small_job import Outcome, run_small_job
+from zbmd.training.precision import Precision
 from zbmd.transport.errors import ZbmdError
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run; see `run_small_job`. counts: a directory to count passes of points into."""
+    """What to run; see `run_small_job`. counts: a directory to count passes of points into; variables: more
+    of its environment."""
 
     out: Path
     data: Path
     fault: str
     ranks: int
-    zero: int
-    mesh: str
+    zero: int = 0
+    mesh: str = ""
+    precision: Precision = "float32"
+    on_loss: OnLoss = OnLoss.REPLACE
+    links: str = "auto"
     counts: Path | None = None
+    variables: dict[str, str] = {}
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +50,32 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: Outcome | None = None
     error: str = ""
+
+
+class Worker:
+    """This process's end of one that runs cases. It is started at once; use by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "zbmd.tools.kill_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**ONE_THREAD_DEFAULTS, **os.environ},
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._cases, self._ends = self._process.stdin, self._process.stdout
+
+    def run(self, case: Case) -> Ended:
+        """What became of it. Raises ValueError if the worker has ended, or has written what is no answer."""
+        self._cases.write(encode(case))
+        self._cases.flush()
+        return decode_ended(self._ends.readline())
+
+    def close(self) -> None:
+        """End it; it is done with its case."""
+        self._cases.close()
+        self._ends.close()
+        self._process.wait()
 
 
 def _as_text(value: object) -> str:
@@ -64,6 +99,7 @@ def decode_ended(line: bytes) -> Ended:
 
 
 def _run(case: Case) -> Ended:
+    os.environ.update(case.variables)
     template = fork_template(PRELOAD, os.environ)
     try:
         job = run_small_job(
@@ -73,6 +109,9 @@ def _run(case: Case) -> Ended:
             world_size=case.ranks,
             zero=case.zero,
             mesh=case.mesh,
+            precision=case.precision,
+            on_loss=case.on_loss,
+            links=case.links,
             counts=case.counts,
             template=template,
         )

@@ -1,13 +1,15 @@
-"""An actor system for tests of a model's actors, and captures of jobs."""
+"""An actor system for tests of a model's actors, small jobs, and captures of jobs."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from captures import Captures
+from small_jobs import SmallJobs
 
 from zbmd.actors.system import ActorSystem
+from zbmd.tools.kill_worker import Worker
 
 
 @pytest.fixture
@@ -22,3 +24,11 @@ async def system() -> AsyncIterator[ActorSystem]:
 def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     """Where the jobs of this test are captured."""
     return Captures(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def small_jobs() -> Iterator[SmallJobs]:
+    """Runs small jobs, for as many tests as like."""
+    worker = Worker()
+    yield SmallJobs(worker)
+    worker.close()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from small_jobs import SmallJobs
 
 from zbmd.actors.view import OnLoss
-from zbmd.tools.small_job import run_small_job, write_text
+from zbmd.tools.small_job import write_text
 from zbmd.transport import faults
 
 CASES = (
@@ -28,28 +29,39 @@ CASES = (
 )
 
 
-async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
-    data = write_text(tmp_path / "text")
-    calm = await run_small_job(tmp_path / "calm", data)
-    assert calm.deaths == 0
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data") / "text")
+
+
+@pytest.fixture(scope="module")
+def calm(small_jobs: SmallJobs, data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of three ranks that nobody kills."""
+    found = small_jobs.run(tmp_path_factory.mktemp("calm") / "run", data)
+    assert found.deaths == 0
+    return found.digest
+
+
+def test_kills_leave_no_trace_in_the_weights(
+    small_jobs: SmallJobs, data: Path, calm: str, tmp_path: Path
+) -> None:
     for number, fault in enumerate(CASES):
-        found = await run_small_job(tmp_path / str(number), data, fault=fault)
+        found = small_jobs.run(tmp_path / str(number), data, fault=fault)
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
-        assert found.digest == calm.digest, fault
+        assert found.digest == calm, fault
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-async def test_the_bits_do_not_depend_on_the_number_of_ranks(tmp_path: Path, world_size: int) -> None:
-    data = write_text(tmp_path / "text")
-    three = await run_small_job(tmp_path / "three", data)
-    other = await run_small_job(tmp_path / "other", data, world_size=world_size)
-    assert other.digest == three.digest
+def test_the_bits_do_not_depend_on_the_number_of_ranks(
+    small_jobs: SmallJobs, data: Path, calm: str, tmp_path: Path, world_size: int
+) -> None:
+    assert small_jobs.run(tmp_path / "run", data, world_size=world_size).digest == calm
 
 
-async def test_a_run_that_shrinks_ends_with_the_same_bits(tmp_path: Path) -> None:
-    data = write_text(tmp_path / "text")
-    calm = await run_small_job(tmp_path / "calm", data)
+def test_a_run_that_shrinks_ends_with_the_same_bits(
+    small_jobs: SmallJobs, data: Path, calm: str, tmp_path: Path
+) -> None:
     fault = "rank1:step.reduce:3"
-    shrunk = await run_small_job(tmp_path / "shrunk", data, fault=fault, on_loss=OnLoss.SHRINK)
+    shrunk = small_jobs.run(tmp_path / "shrunk", data, fault=fault, on_loss=OnLoss.SHRINK)
     assert shrunk.deaths == 1, (shrunk.failures, shrunk.told)
-    assert shrunk.digest == calm.digest
+    assert shrunk.digest == calm

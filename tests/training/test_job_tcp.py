@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from small_jobs import SmallJobs
+
 from zbmd.actors.view import OnLoss
-from zbmd.tools.small_job import run_small_job, write_text
+from zbmd.tools.small_job import write_text
 from zbmd.transport import faults
 
 CASES = (
@@ -18,15 +20,15 @@ CASES = (
 )
 
 
-async def test_the_job_over_tcp_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_the_job_over_tcp_ends_with_the_same_bits(small_jobs: SmallJobs, tmp_path: Path) -> None:
     data = write_text(tmp_path / "text")
-    one_host = await run_small_job(tmp_path / "one", data)
+    one_host = small_jobs.run(tmp_path / "one", data)
     for number, fault in enumerate(("", *CASES)):
-        found = await run_small_job(tmp_path / str(number), data, fault=fault, links="tcp")
+        found = small_jobs.run(tmp_path / str(number), data, fault=fault, links="tcp")
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
         assert found.digest == one_host.digest, fault
     fault = "rank1:step.reduce:3"
-    shrunk = await run_small_job(
+    shrunk = small_jobs.run(
         tmp_path / "shrunk", data, fault=fault, on_loss=OnLoss.SHRINK, world_size=2, links="tcp"
     )
     assert (shrunk.deaths, shrunk.digest) == (1, one_host.digest)

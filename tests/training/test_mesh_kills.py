@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from captures import Captures
+from small_jobs import SmallJobs
 
-from zbmd.tools.small_job import run_small_job, write_text
+from zbmd.tools.small_job import write_text
 from zbmd.training.precision import Precision
 from zbmd.transport import faults
 from zbmd.transport.errors import UserError
@@ -28,18 +29,20 @@ OF_RUNS = {"membership", "hello", "directory", "upgrade-ledger", "operations", "
 """The machines of a run on a mesh: played again, each answers as it did, kills included."""
 
 
-async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path, captures: Captures) -> None:
+def test_kills_leave_no_trace_in_the_weights(
+    small_jobs: SmallJobs, tmp_path: Path, captures: Captures
+) -> None:
     data, calm = write_text(tmp_path / "text"), dict[tuple[bool, Precision], str]()
     kinds: tuple[tuple[str, Precision], ...] = (("dp=1", "float32"), ("tp=2", "float32"), ("dp=1", "float16"))
     for mesh, precision in kinds:  # dp and pp change no bit
         out, ranks = tmp_path / f"{mesh}-{precision}", int(mesh[-1])
-        done = await run_small_job(out, data, mesh=mesh, world_size=ranks, precision=precision)
+        done = small_jobs.run(out, data, mesh=mesh, world_size=ranks, precision=precision)
         calm["tp" in mesh, precision] = done.digest
     assert len(set(calm.values())) == len(calm)
     for number, (mesh, links, fault) in enumerate(CASES):
         captured = captures.into(tmp_path / f"{number}.zlog")
         ranks, precision = 2 ** len(mesh.split(",")), kinds[-1][1] if mesh == "dp=2" else "float32"
-        found = await run_small_job(
+        found = small_jobs.run(
             tmp_path / str(number),
             data,
             fault=fault,
@@ -53,7 +56,7 @@ async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path, captures: Cap
         assert captures.played(captured) == (0, OF_RUNS), (mesh, fault)
 
 
-async def test_a_stage_and_its_buddy_lost_at_once_are_told_in_words(tmp_path: Path) -> None:
+def test_a_stage_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:
     data, fault = write_text(tmp_path / "text"), "rank0:mesh.begin:5,rank1:mesh.begin:5"
     with pytest.raises(UserError, match="a rank and its buddy were lost at once"):
-        await run_small_job(tmp_path / "run", data, fault=fault, world_size=2, mesh="pp=2")
+        small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, mesh="pp=2")

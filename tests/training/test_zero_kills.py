@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from captures import Captures
+from small_jobs import SmallJobs
 
-from zbmd.tools.small_job import SHAPE, STEPS, run_small_job, write_text
+from zbmd.tools.small_job import SHAPE, STEPS, write_text
 from zbmd.training import __main__ as training
 from zbmd.training.job import run_plain
 from zbmd.transport import faults
@@ -22,21 +23,23 @@ CASES = (
 """All of them: `python -m zbmd.tools.kill_sweep --zero 3 --second`."""
 
 
-async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path, captures: Captures) -> None:
+def test_kills_leave_no_trace_in_the_weights(
+    small_jobs: SmallJobs, tmp_path: Path, captures: Captures
+) -> None:
     data = write_text(tmp_path / "text")
     arguments = [*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(tmp_path / "plain")]
     calm = run_plain(training.options_of(training.parser().parse_args(arguments)))
     for number, (stage, links, fault) in enumerate(CASES):
         captured = captures.into(tmp_path / f"{number}.zlog")
-        found = await run_small_job(tmp_path / str(number), data, fault=fault, links=links, zero=stage)
+        found = small_jobs.run(tmp_path / str(number), data, fault=fault, links=links, zero=stage)
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
         assert found.digest == calm.weights_sha256, fault
         exit_code, kinds = captures.played(captured)
         assert (exit_code, kinds >= {"zero-step", "mirror"}) == (0, True), (fault, kinds)
 
 
-async def test_a_rank_and_its_buddy_lost_at_once_are_told_in_words(tmp_path: Path) -> None:
+def test_a_rank_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:
     data = write_text(tmp_path / "text")
     fault = "rank0:zero.norm:4,rank1:zero.norm:4"
     with pytest.raises(UserError, match="a rank and its buddy were lost at once"):
-        await run_small_job(tmp_path / "run", data, fault=fault, world_size=2, zero=3)
+        small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, zero=3)

@@ -1,0 +1,51 @@
+"""Small training jobs, each under a host of its own that is forked, with the template of its ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from zbmd.actors.capture import CAPTURE_VARIABLE
+from zbmd.actors.view import OnLoss
+from zbmd.tools.kill_worker import Case, Worker
+from zbmd.tools.small_job import RANKS_DEFAULT, Outcome
+from zbmd.training.precision import Precision
+from zbmd.transport.errors import UserError
+
+
+class SmallJobs:
+    """Runs them in one worker, so that no run pays for an interpreter that imports what the last one did."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def run(
+        self,
+        out: Path,
+        data: Path,
+        *,
+        fault: str = "",
+        on_loss: OnLoss = OnLoss.REPLACE,
+        world_size: int = RANKS_DEFAULT,
+        links: str = "auto",
+        zero: int = 0,
+        mesh: str = "",
+        precision: Precision = "float32",
+    ) -> Outcome:
+        """As `zbmd.tools.small_job.run_small_job`, captured if this process's environment says so."""
+        case = Case(
+            out=out,
+            data=data,
+            fault=fault,
+            on_loss=on_loss,
+            ranks=world_size,
+            links=links,
+            zero=zero,
+            mesh=mesh,
+            precision=precision,
+            variables={name: value for name, value in os.environ.items() if name == CAPTURE_VARIABLE},
+        )
+        ended = self._worker.run(case)
+        if ended.outcome is None:
+            raise UserError(ended.error)
+        return ended.outcome

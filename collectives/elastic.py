@@ -306,7 +306,13 @@ class ElasticGroup(ElasticParts):
                         "operation repaired", operation=job.call.text, how=self._machine.reason, of=ranks
                     )
                 job.returned(ranks)
-                return Result(value=job.value, contributors=ranks, epoch=self.epoch, repairs=self._repairs)
+                return Result(
+                    value=job.value,
+                    contributors=ranks,
+                    epoch=self.epoch,
+                    repairs=self._repairs,
+                    rows=job.rows,
+                )
             case rm.Raise(failed=failed):
                 raise self._told(job, failed)
             case _:
@@ -460,7 +466,8 @@ class ElasticGroup(ElasticParts):
         job, lives = self._job, self._view.member(member.rank)
         if job is None or job.published is None or (lives and lives.incarnation == member.incarnation):
             return None
-        return self._remains.read(member, self._machine.sequence, job.published.nbytes)
+        left = self._remains.read(member, self._machine.sequence)
+        return left if left is not None and job.adoptable(left) else None
 
     def _left(self, adoption: rm.Adoption) -> Bequest:
         """What is brought in of a dead member, with its memory where this rank is to bring it."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zbmd.collectives.repair_jobs import AllGather, AllReduce, Barrier, Broadcast, Job
 from zbmd.collectives.repair_messages import Inputs, OnLoss
 from zbmd.collectives.repair_own_jobs import AllToAll, Gather, Reduce, ReduceScatter, Scatter
+from zbmd.collectives.repair_uneven_jobs import AllGatherV, AllToAllV, ReduceScatterV
 from zbmd.transport.arena import Arena
 from zbmd.transport.errors import UserError
 
@@ -18,13 +19,15 @@ from zbmd.transport.errors import UserError
 class Result:
     """A complete operation. `contributors`: the ranks whose inputs `value` holds, each once; the same on all.
 
-    `repairs`: how many views came while it was under way.
+    `repairs`: how many views came while it was under way. `rows`: of `all_gather_v` and `all_to_all_v`, how
+    many rows of `value` each contributor has, in their order.
     """
 
     value: Any
     contributors: tuple[int, ...]
     epoch: int
     repairs: int
+    rows: tuple[int, ...] = ()
 
 
 class ElasticOperations(ABC):
@@ -153,6 +156,69 @@ class ElasticOperations(ABC):
         mode = _kept(inputs)
         return await self._do(
             lambda: AllToAll(self._arena, x, on_loss_of(on_loss), mode, self._row_of, self.rank), timeout
+        )
+
+    async def all_gather_v(
+        self, x: Any, *, on_loss: str = "survivors", inputs: str = "preserve", timeout: float | None = None
+    ) -> Result:
+        """A new array of each contributor's rows `x`, (rows, …), in rank order; `Result.rows` counts them."""
+        mode = _kept(inputs)
+        return await self._do(lambda: AllGatherV(self._arena, x, on_loss_of(on_loss), mode), timeout)
+
+    async def reduce_scatter_v(
+        self,
+        x: Any,
+        rows: Sequence[int],
+        *,
+        out: Any = None,
+        op: str = "sum",
+        on_loss: str = "survivors",
+        inputs: str = "preserve",
+        timeout: float | None = None,
+    ) -> Result:
+        """Reduce `x`, (sum(rows), …), over the contributors: rank r gets its `rows[r]` rows, in `out` or in a
+        new array.
+
+        rows: one number for each of `ranks` (see `reduce_scatter`), the same on all members. The rows of
+        ranks that are not there are given to nobody.
+        """
+        mode = _kept(inputs)
+        return await self._do(
+            lambda: ReduceScatterV(
+                self._arena, x, rows, out, op, on_loss_of(on_loss), mode, self._row_of, self.rank
+            ),
+            timeout,
+        )
+
+    async def all_to_all_v(
+        self,
+        x: Any,
+        send_rows: Sequence[int],
+        receive_rows: Sequence[int],
+        *,
+        on_loss: str = "survivors",
+        inputs: str = "preserve",
+        timeout: float | None = None,
+    ) -> Result:
+        """Send `send_rows[d]` rows of `x` to rank d: a new array of the rows that came, by rank, of rank s
+        `receive_rows[s]`; `Result.rows` has those of the contributors.
+
+        Both have one number for each of `ranks` (see `reduce_scatter`). Rows for ranks that are not there go
+        to nobody, and of them come none. "adopt" copies `x` into the arena, wherever it lies.
+        """
+        mode = _kept(inputs)
+        return await self._do(
+            lambda: AllToAllV(
+                self._arena,
+                x,
+                send_rows,
+                receive_rows,
+                on_loss_of(on_loss),
+                mode,
+                self._row_of,
+                self.rank,
+            ),
+            timeout,
         )
 
     async def broadcast(

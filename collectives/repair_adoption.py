@@ -85,32 +85,32 @@ class Remains:
                 arena = memory.arena_view(memory.arena_offset, memory.nbytes - memory.arena_offset)
                 self._kept[member] = _Kept(arena, memory.arena_offset, record_at)
 
-    def read(self, member: MemberId, sequence: int, nbytes: int) -> memoryview | None:
+    def read(self, member: MemberId, sequence: int) -> memoryview | None:
         """See `read_published`; None of one whose memory is not kept."""
         kept = self._kept.get(member)
         if kept is None:
             return None
-        return read_published(kept.arena, kept.base, kept.record_at, sequence, nbytes)
+        return read_published(kept.arena, kept.base, kept.record_at, sequence)
 
     def clear(self) -> None:
         """Let go of all memory."""
         self._kept.clear()
 
 
-def read_published(arena: memoryview, base: int, at: int, sequence: int, nbytes: int) -> memoryview | None:
-    """What a dead rank published for operation `sequence`, `nbytes` long, or None.
+def read_published(arena: memoryview, base: int, at: int, sequence: int) -> memoryview | None:
+    """What a dead rank published for operation `sequence`, as long as that is, or None.
 
     arena: the mapped arena, which begins at `base` of its segment. Everything in it is untrusted: what does
-    not fit is taken for not published.
+    not lie in it is taken for not published. Whether it fits the operation, `Job.adoptable` says.
     """
     begin = at - base
     if not 0 <= begin <= len(arena) - RECORD_BYTES:
         return None
     digest = int.from_bytes(arena[begin : begin + 8], "little")
     words = _WORDS.unpack(arena[begin + 8 : begin + RECORD_BYTES])
-    if digest != _digest(words) or words[0] != sequence or words[2] != nbytes:
+    if digest != _digest(words) or words[0] != sequence:
         return None
-    start = words[1] - base
+    start, nbytes = words[1] - base, words[2]
     if not 0 <= start <= len(arena) - nbytes:
         return None
     return arena[start : start + nbytes]

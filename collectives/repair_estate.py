@@ -5,6 +5,7 @@ Methods that take a communicator run on the data-plane thread of all who make it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,20 @@ class Estate:
         """The row of `value` that is for what this member has left."""
         row: Array = value[self.contributors.index(bequest.member), ...]
         return row
+
+    def in_order(self, came: Array, ranks: tuple[int, ...], rows: Mapping[MemberId, int]) -> Array:
+        """The contributors' rows in their order, out of `came`: what each of `ranks` has sent, one after the
+        other, its own rows and then those of the dead that it brings in, as many of each as `rows` says.
+        """
+        dead = {each.member for each in self.bequests}
+        living = {member.rank: member for member in self.contributors if member not in dead}
+        blocks: dict[MemberId, Array] = {}
+        begin = 0
+        for rank in ranks:
+            for member in (living[rank], *(each.member for each in self.bequests if each.carrier == rank)):
+                end = begin + rows[member]
+                blocks[member], begin = came[begin:end], end
+        return np.concatenate([blocks[member] for member in self.contributors])
 
     def bring(self, c: Communicator, given: Array, value: Array | None, deadline_ns: int) -> None:
         """Fill in the rows of the dead in `value`, where it is; all of `c`. given: this rank's own row."""

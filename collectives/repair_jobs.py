@@ -21,15 +21,23 @@ from zbmd.transport.errors import LocalProtocolError, UserError
 
 
 class Job(ABC):
-    """One operation: its call and its arrays. `value` is its result, once it has one."""
+    """One operation: its call and its arrays. `value` is its result, once it has one.
+
+    rows: of an uneven one, how many rows of the result each contributor has.
+    """
 
     call: Call
     value: Any = None
+    rows: tuple[int, ...] = ()
     published: Array | None = None
     """In the arena, what peers may adopt."""
 
     def returned(self, contributors: tuple[int, ...]) -> None:  # noqa: B027
         """All have the result of these ranks, and the caller is about to. On the loop."""
+
+    def adoptable(self, left: memoryview) -> bool:
+        """Whether what a dead member has published, whose bytes are not trusted, fits this operation."""
+        return self.published is not None and len(left) == self.published.nbytes
 
     @abstractmethod
     def run(self, c: Communicator, deadline_ns: int) -> None:

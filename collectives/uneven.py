@@ -81,6 +81,12 @@ class UnevenOperations(Calls):
         """Every rank's `x`, shape (rows, …) with a number of rows of its own, one after the other: a new
         array.
         """
+        return self.all_gather_rows(x, algorithm=algorithm, deadline_ns=deadline_ns)[0]
+
+    def all_gather_rows(
+        self, x: Any, *, algorithm: str = "auto", deadline_ns: int = 0
+    ) -> tuple[Any, tuple[int, ...]]:
+        """As `all_gather_v`, with the number of rows of each member, in their order."""
         given = as_placed(x, "x")
         if given.ndim == 0:
             raise UserError("x has no rows: it must have one axis at least")
@@ -89,13 +95,13 @@ class UnevenOperations(Calls):
         with self._turnstile:
             table = self._exchange_rows((row_bytes, given.shape[0]), deadline_ns)
             self._require_one_size(table)
-            rows = [int(rows) for rows in table[:, 1]]
+            rows = tuple(int(rows) for rows in table[:, 1])
             result, target = self._output(None, (sum(rows), *given.shape[1:]), given)
             flat = as_bytes(target.flat, "out")
             layout = all_gather_layout(tuple(count * row_bytes for count in rows))
             job = self._laid_out(Operation.ALL_GATHER, algorithm, layout, source, flat)
             self._perform_in_turn(job, deadline_ns)
-        return result
+        return result, rows
 
     def reduce_scatter_v(
         self,

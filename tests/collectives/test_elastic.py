@@ -159,6 +159,59 @@ async def test_operations_whose_results_differ_by_rank(tmp_path: Path, inputs: s
     assert len((ways["all"] if inputs == "adopt" else ways["survivors"]) - {"scatter"}) == 5, ways
 
 
+UNEVEN = """
+NAMES = ("all_gather_v", "reduce_scatter_v", "all_to_all_v")
+ROWS = [3, 0, 2]  # of reduce_scatter_v, by rank
+
+def rows_for(r, d, k):  # what rank r gives rank d: none, one or two rows
+    return np.full(((r + 2 * d + k) % 3, 2), (10 * r + d) * 100 + k)
+
+async def operate(group, rank, k):
+    name, everybody = NAMES[(k - 1) % len(NAMES)], range(3)
+    given = {r: [rows_for(r, d, k) for d in everybody] for r in everybody}
+    sums = {r: np.arange(10).reshape(5, 2) * 10**r + k for r in everybody}
+    mine = np.concatenate(given[rank])
+    match name:
+        case "all_gather_v":
+            done = await group.all_gather_v(zbmd.from_array(mine), timeout=60, **MODE)
+            blocks = [np.concatenate(given[r]) for r in done.contributors]
+        case "reduce_scatter_v":
+            done = await group.reduce_scatter_v(sums[rank], ROWS, timeout=60, **MODE)
+            begin = sum(ROWS[:rank])
+            blocks = [sum(sums[r] for r in done.contributors)[begin : begin + ROWS[rank]]]
+        case "all_to_all_v":
+            sends, receives = [len(rows) for rows in given[rank]], [len(given[s][rank]) for s in everybody]
+            done = await group.all_to_all_v(mine, sends, receives, timeout=60, **MODE)
+            blocks = [given[s][rank] for s in done.contributors]
+    counted = not done.rows or done.rows == tuple(len(block) for block in blocks)
+    return done, [name, bool(counted and np.array_equal(done.value, np.concatenate(blocks)))]
+"""
+UNEVEN_POINTS = ((1, 2), (2, 2), (2, 4), (3, 1))
+"""While they tell each other how many rows there are, while these move, and in the commit."""
+
+
+@pytest.mark.parametrize("mode", ["preserve", "adopt", "wait"])
+async def test_operations_of_uneven_rows(tmp_path: Path, mode: str) -> None:
+    kills: list[Kill] = []
+    for run, point in UNEVEN_POINTS:
+        kills += [((len(kills) + i + i // 3) % 3, run, point) for i in range(3)]
+    job = ElasticJob(tmp_path, UNEVEN, kills, MODES[mode][0])
+    result = await job.run()
+    assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
+    ends: dict[str, set[int]] = {}
+    deaths = 0
+    for k in range(1, len(kills) + 1):
+        of, error = job.end_of(k)
+        assert not error and all(found["value"][1] for found in job.told[k].values()), job.told[k]
+        deaths += job.died_in(k)
+        ends.setdefault(next(iter(job.told[k].values()))["value"][0], set()).add(len(of))
+    assert deaths > 6, deaths
+    # Rows of the dead are absent, or count, or their operation has waited for them.
+    assert all(3 in sizes for sizes in ends.values()) and len(ends) == 3, ends
+    if mode != "adopt":  # who dies just behind an operation has published nothing for the next
+        assert any(2 in sizes for sizes in ends.values()) == (mode == "preserve"), ends
+
+
 ROOTED = """
 async def operate(group, rank, k):
     x = zbmd.from_array(np.full(300, 10.0**rank * k))

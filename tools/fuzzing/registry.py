@@ -101,6 +101,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "collectives/priority_turns.py": ("priority.told",),
     "collectives/repair_adoption.py": ("repair.record",),
     "collectives/repair_estate.py": ("repair.record",),
+    "collectives/repair_uneven_jobs.py": ("repair.record",),
     "collectives/repair_wire.py": ("repair.report",),
     "collectives/elastic_splits.py": ("elastic.splits",),
     "collectives/commit_wire.py": ("commit.conversation",),

@@ -215,13 +215,16 @@ def view_of(*names: str) -> str:
 
 
 @contextmanager
-def node_template() -> Generator[socket.socket]:
-    """What nodes are forked from, for as many tests as like: see `cluster_template`."""
+def node_template(*before: str) -> Generator[socket.socket]:
+    """What nodes are forked from, for as many tests as like: see `cluster_template`.
+
+    before: a command that is to start it.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
-        command = [sys.executable, cluster_template.__file__, str(theirs.fileno())]
+        command = [*before, sys.executable, cluster_template.__file__, str(theirs.fileno())]
         with theirs:
-            template = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            template = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         try:
             ours.settimeout(TIMEOUT_S)
             ours.recv(cluster_template.REQUEST_BYTES_MAX)

@@ -23,7 +23,11 @@ from zbmd.tools import entry
 
 REQUEST_BYTES_MAX = 1 << 16
 COMMAND = "zbmd.tools.node_cli"
-ALSO_LOADED = "zbmd.collectives.group"
+ALSO_LOADED = (
+    *("zbmd.tools.node_cluster", "zbmd.tools.node_run_many", "zbmd.tools.launch"),
+    *("zbmd.collectives.group", "zbmd.training.job"),
+)
+"""What its commands, and the jobs of tests, import once they are chosen: each fork would do so for itself."""
 
 
 def serve(requests: socket.socket) -> dict[str, Any] | None:
@@ -69,7 +73,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     default_to_one_thread()
     command: Callable[[], int] = importlib.import_module(COMMAND).main
-    importlib.import_module(ALSO_LOADED)
+    for module in ALSO_LOADED:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()
     return 0 if serve(socket.socket(fileno=int(sys.argv[1]))) is None else entry.run(command)

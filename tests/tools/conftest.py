@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from cluster_nodes import Nodes, node_template, nodes_in
+from forked_command import run_forked
 
 
 @pytest.fixture(scope="session")
@@ -106,8 +107,9 @@ def marked(marker: str) -> list[int]:
 class Launcher:
     """Starts `zbmd-node` in `directory`, and holds it to leaving nothing behind."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, template: socket.socket) -> None:
         self.directory = directory
+        self._template = template
         self.scratch = directory / "scratch"
         self.scratch.mkdir()
         kept = {k: v for k, v in os.environ.items() if not k.startswith("ZBMD_") or k == "ZBMD_TEST_SESSION"}
@@ -128,15 +130,25 @@ class Launcher:
         before: Sequence[str] = (),
         **variables: str,
     ) -> Ended:
-        """Run the command to its end. `before`: a command that is to run it."""
+        """Run the command to its end, in a fork of the template. `before`: a command that is to run it.
+
+        That a fork leaves no process is seen at the end of each test (`tests/conftest.py`): all have the
+        environment that the template was started with.
+        """
         marker = uuid.uuid4().hex
         command, environment = self._command(arguments, marker)
+        environment |= variables
+        if not before:
+            code, out, errors = run_forked(self._template, arguments, environment, self.directory, TIMEOUT_S)
+            ended = Ended(code, out.splitlines(), errors.splitlines())
+            self._assert_no_files(str(ended))
+            return ended
         done = subprocess.run(
             [*before, *command],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            env={**environment, **variables},
+            env=environment,
             cwd=self.directory,
             timeout=TIMEOUT_S,
             check=False,
@@ -181,11 +193,14 @@ class Launcher:
             finally:
                 os.close(pidfd)
         assert not marked(marker), story
+        self._assert_no_files(story)
+
+    def _assert_no_files(self, story: str) -> None:
         left = [*self.scratch.iterdir(), *self.directory.rglob(".*")]
         assert not left, f"{left}\n{story}"
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Launcher:
+def launcher(tmp_path: Path, template: socket.socket) -> Launcher:
     """Starts `zbmd-node` in this test's directory."""
-    return Launcher(tmp_path)
+    return Launcher(tmp_path, template)

@@ -6,13 +6,16 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from cluster_nodes import node_template
 
 if TYPE_CHECKING:
     from conftest import Ended, Launcher
@@ -32,6 +35,13 @@ for CAP_DAC in (1, 2):
 os.execv(sys.argv[1], sys.argv[1:])
 """
 OBEY_PERMISSIONS = (sys.executable, "-c", _OBEY_PERMISSIONS)
+
+
+@pytest.fixture(scope="module")
+def template() -> Generator[socket.socket]:
+    """What all commands here are forked from: none is the superuser in respect of files."""
+    with node_template(*OBEY_PERMISSIONS) as ours:
+        yield ours
 
 
 def write_text(path: Path) -> str:
@@ -91,7 +101,7 @@ def test_a_job_that_cannot_start_says_so_once(
     (directory / "secret").write_text("secret")
     (directory / "secret").chmod(0)
     (directory / "closed").mkdir(mode=0o500)
-    ended = train(launcher, *arguments, before=OBEY_PERMISSIONS)
+    ended = train(launcher, *arguments)
     assert_one_paragraph(ended, what, then)
     assert not [path for path in directory.rglob("corpus.bin") if "--resume" not in arguments], ended
 
@@ -112,7 +122,7 @@ def test_a_checkpoint_that_is_damaged_foreign_or_closed_is_not_gone_on_from(laun
         ended = train(launcher, "--resume", str(resume), *arguments, out="again")
         assert_one_paragraph(ended, what)
     checkpoint.chmod(0)
-    ended = train(launcher, "--resume", str(checkpoint), out="again", before=OBEY_PERMISSIONS)
+    ended = train(launcher, "--resume", str(checkpoint), out="again")
     assert_one_paragraph(ended, "cannot be read as a checkpoint: Permission denied")
 
 
@@ -141,7 +151,7 @@ def test_a_setting_that_cannot_be_is_told_once(launcher: Launcher, arguments: li
     (directory / "type.toml").write_text("arena = '1MiB'\nmax_restarts = true\n")
     (directory / "syntax.toml").write_text("arena = = '1MiB'\n")
     (directory / "key.toml").write_text("speed = 1\n")
-    ended = launcher.run("run", *arguments, "script.py", before=OBEY_PERMISSIONS)
+    ended = launcher.run("run", *arguments, "script.py")
     assert_one_paragraph(ended, what)
 
 

@@ -43,6 +43,7 @@ from zbmd.collectives.repair_jobs import Job
 from zbmd.collectives.repair_machine import RepairMachine, RepairState
 from zbmd.collectives.repair_messages import Inputs, Outcome
 from zbmd.collectives.repair_wire import decode_report, encode_report
+from zbmd.collectives.tagged import tagged_groups
 from zbmd.transport._native import now_ns
 from zbmd.transport.arena import Arena
 from zbmd.transport.capture.tap import Tap
@@ -165,6 +166,7 @@ class ElasticGroup(ElasticParts):
             await asyncio.wait(self._in_flight)
         if self._group is not None:
             await self._group.close()
+        await self._tagged.close()
         self._remains.clear()
         self._home.views.closed(self._number)
         self._home.asks.remove((self._place.channel, self._place.base))
@@ -356,6 +358,7 @@ class ElasticGroup(ElasticParts):
     async def _end(self) -> None:
         """Nothing can be repaired here: those who wait for us must learn it."""
         self._moved.set()
+        self._tagged.end(OperationAborted(f"{self!r} has ended: {self._error}"))
         if self._group is not None:
             await self._group.close()
 
@@ -363,6 +366,7 @@ class ElasticGroup(ElasticParts):
 
     async def cut(self) -> None:
         """End what is under way, for a view without one of the members; return once it has drained."""
+        self.look()
         group, mend = self._group, self._mend
         if group is None:
             return
@@ -444,6 +448,7 @@ class ElasticGroup(ElasticParts):
         for member, row in zip(self._machine.members, rows, strict=True):
             report, self._remains.records[member] = decode_report(row, member.rank)
             reports.append(report)
+        self._tagged.settled(action.epoch, self._machine.members)
         if not action.report.born:
             told = zip(self.members, reports, strict=True)
             self._elders = tuple(rank for rank, report in told if report.born)
@@ -553,7 +558,7 @@ async def elastic_group(node: Node, *, channel: int = 0, timeout: float | None =
     if not 0 <= channel < CHANNELS_ELASTIC:
         raise UserError(f"channel={channel} is not in 0..{CHANNELS_ELASTIC - 1}")
     subgroups = await open_subgroups(node)
-    home = Home(node, views_of(node), await open_asks(node), subgroups)
+    home = Home(node, views_of(node), await open_asks(node), subgroups, await tagged_groups(node))
     mend = channel + CHANNELS_ELASTIC
     subgroups.channels.reserve(mend)
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from zbmd.actors.member import Node
 from zbmd.collectives.blocking import timeout_ns
 from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.elastic_asks import ElasticAsks
+from zbmd.collectives.elastic_messages import ElasticTagged
 from zbmd.collectives.elastic_operations import ElasticOperations, on_loss_of
 from zbmd.collectives.elastic_splits import Split, SplitLedger, Wish, check_repeated
 from zbmd.collectives.elastic_views import ElasticViews
 from zbmd.collectives.group_channels import Agreed
 from zbmd.collectives.group_meeting import Subgroups
 from zbmd.collectives.repair_split import SplitJob, has_ended
+from zbmd.collectives.tagged import Received, TaggedEnd, within
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import UserError, ZbmdError
 
@@ -29,6 +31,7 @@ class Home:
     views: ElasticViews
     asks: ElasticAsks
     subgroups: Subgroups
+    tagged: dict[tuple[int, int], TaggedEnd]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,9 @@ class ElasticParts(ElasticOperations):
         self._home = home
         self._place = place
         self._ledger = SplitLedger()
+        may_be = place.ranks or tuple(range(home.node.world_size))
+        self._tagged = ElasticTagged(home.node, ranks=may_be, stamp=place.base, channel=place.channel)
+        home.tagged[place.base, place.channel] = self._tagged
 
     @property
     @abstractmethod
@@ -74,6 +80,38 @@ class ElasticParts(ElasticOperations):
 
     def _row_of(self, rank: int) -> int:
         return self._place.ranks.index(rank) if self._place.ranks else rank
+
+    async def send(self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        """Send a copy of `x` to rank `to`; see `Group.send`. It is no operation: nobody else has to call.
+
+        Messages between those who live are neither lost nor doubled, whoever else dies, and in whichever view
+        each is. Raises `MembersLost` if `to` is not there, or is lost before it has taken an array of over 64
+        KiB, until an operation or `refresh` has brought the group to a view with its replacement;
+        `OperationAborted` if it has closed the group. Neither harms anything.
+        """
+        async with within(timeout, f"send to rank {to} with tag {tag}"):
+            await self._tagged.send(x, to, tag)
+
+    async def recv(
+        self,
+        source: int | None = None,
+        *,
+        tag: int | None = None,
+        out: Any = None,
+        timeout: float | None = None,
+    ) -> Received:
+        """The first message that came from rank `source` (None: any) with `tag` (None: any).
+
+        See `Group.recv`. Raises `MembersLost` at once when `source` is lost, or is not there, and no message
+        of it is left. Who receives from any rank is told of each loss once, and may call again. What a rank
+        sent before its end can be taken until the group comes to its next view.
+        """
+        async with within(timeout, f"receive from {source} with tag {tag}"):
+            return await self._tagged.receive(source, tag, out)
+
+    def look(self) -> None:
+        """Hear of members that are lost by now; see `zbmd.collectives.elastic_views.Follower`."""
+        self._tagged.look()
 
     async def split(
         self,

@@ -36,6 +36,10 @@ class Follower(Protocol):
         """Come to the view of `epoch` when nothing is under way."""
         ...
 
+    def look(self) -> None:
+        """Another view has been entered: members may be lost of whom no notice has come."""
+        ...
+
 
 class ElasticViews:
     """Those of one process; used on the node's loop. See `views_of`."""
@@ -149,6 +153,8 @@ class ElasticViews:
                 self.view, self._coming = self._node.enter(self._coming), None
                 self._memories = self._held()
                 self._news.set()
+                for group in self._groups.values():
+                    group.look()
             case vm.Follow(group=number, epoch=epoch):
                 self._groups[number].follow(epoch)
             case _:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,9 +29,9 @@ from zbmd.collectives.group_watch import GroupWatch
 from zbmd.collectives.operation_capture import record_operations
 from zbmd.collectives.priority_machine import PRIORITY_MAX
 from zbmd.collectives.priority_turns import PriorityTurns
-from zbmd.collectives.tagged import Received, Tagged, open_tagged
+from zbmd.collectives.tagged import Received, Tagged, open_tagged, within
 from zbmd.transport._native import now_ns
-from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
+from zbmd.transport.errors import LocalProtocolError, UserError
 
 OPERATIONS_IN_FLIGHT_MAX = 1024
 """Operations submitted and not yet done; one more is refused."""
@@ -319,7 +318,7 @@ class Group:
         once, unless 64 messages to that member wait to be received; for one over 64 KiB when it is there.
         Raises as other operations do, but a timeout harms nothing but this message's caller.
         """
-        async with self._limit(timeout, f"send to rank {to} with tag {tag}"):
+        async with within(timeout, f"send to rank {to} with tag {tag} in epoch {self.epoch}"):
             await self.messages().send(x, to, tag)
 
     async def recv(
@@ -335,7 +334,7 @@ class Group:
         Returns its array (in `out`, of the same dtype and size, or new), source and tag. A receive that is
         cancelled, or whose `out` does not fit, leaves the message for the next.
         """
-        async with self._limit(timeout, f"receive from {source} with tag {tag}"):
+        async with within(timeout, f"receive from {source} with tag {tag} in epoch {self.epoch}"):
             return await self.messages().receive(source, tag, out)
 
     def messages(self) -> Tagged:
@@ -343,15 +342,6 @@ class Group:
         if self.tagged is None:
             raise LocalProtocolError("this group has no tagged messages: get it from zbmd.group")
         return self.tagged
-
-    @asynccontextmanager
-    async def _limit(self, timeout: float | None, what: str) -> AsyncGenerator[None]:
-        limit_s = timeout_ns(timeout) / 1e9
-        try:
-            async with asyncio.timeout(limit_s):
-                yield
-        except TimeoutError:
-            raise DeadlineExceeded(f"{what}: nothing in {limit_s:g} s, in epoch {self.epoch}") from None
 
     async def split(self, color: int | None, *, key: int = 0, timeout: float | None = None) -> Group | None:
         """A group of the members that give the same `color`, in the order of their keys, then ranks.
@@ -390,7 +380,7 @@ class Group:
         ):
             raise UserError(f"{list(members)} are not members of {self!r}, this one among them, each once")
         end_ns = self.deadline_ns(timeout)
-        async with self._limit(timeout, f"sub-group of ranks {list(members)}"):
+        async with within(timeout, f"sub-group of ranks {list(members)} in epoch {self.epoch}"):
             agreed = await home.subgroups.agree(self.epoch, members)
         give_back = home.subgroups.leaving(members, agreed)
         try:

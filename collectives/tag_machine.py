@@ -118,7 +118,7 @@ TagAction: TypeAlias = Transmit | Match | TellTaken | Sent
 
 
 @dataclass(slots=True)
-class _Towards:
+class Towards:
     """What goes to one member."""
 
     numbered: int = 0
@@ -127,23 +127,19 @@ class _Towards:
 
 
 @dataclass(slots=True)
-class _From:
+class From:
     """What comes from one member."""
 
     numbered: int = 0
     matched: dict[int, Arrived] = field(default_factory=dict[int, Arrived])
 
 
-class TagMachine:
-    """One member's end.
-
-    Raises `LocalProtocolError` when too much waits here, and `RemoteProtocolError` when a member sends what
-    it may not; after that the group is to be given up.
-    """
+class TagMatcher:
+    """What waits at one member's end; see `TagMachine`, and `elastic_tag_machine` for more than one epoch."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
-        self._towards = {member: _Towards() for member in members}
-        self._from = {member: _From() for member in members}
+        self._towards = {member: Towards() for member in members}
+        self._from = {member: From() for member in members}
         self._order: dict[tuple[int, int], int] = {}
         """Of each message that is here, and not taken: how many had come before it."""
         self._arrivals = 0
@@ -155,9 +151,8 @@ class TagMachine:
         """Messages that nobody has asked for yet."""
         return len(self._unexpected)
 
-    def handle(self, event: TagEvent, *, now_ns: int) -> list[TagAction]:
+    def take(self, event: TagEvent) -> list[TagAction]:
         """Take an event; what is to be done about it, in this order."""
-        del now_ns
         match event:
             case SendPosted():
                 return self._send(event)
@@ -187,7 +182,8 @@ class TagMachine:
             assert held[member] + len(source.matched) <= UNTAKEN_MAX, f"too much of {member} is here"
         for member, towards in self._towards.items():
             assert len(towards.untaken) <= UNTAKEN_MAX, f"too much is on its way to {member}"
-            assert not towards.waiting or len(towards.untaken) == UNTAKEN_MAX, f"{member} could get more"
+            full = len(towards.untaken) == UNTAKEN_MAX
+            assert not towards.waiting or full or not self._is_open(member), f"{member} could get more"
         assert not any(_fits(r, m) for r in self._receives for m in self._unexpected), "a match is missed"
 
     def _send(self, event: SendPosted) -> list[TagAction]:
@@ -199,9 +195,13 @@ class TagMachine:
         towards.waiting.append(event.key)
         return self._transmit(event.to)
 
+    def _is_open(self, to: int) -> bool:
+        """Whether messages may be sent to this member now."""
+        return True
+
     def _transmit(self, to: int) -> list[TagAction]:
         towards, actions = self._towards[to], list[TagAction]()
-        while towards.waiting and len(towards.untaken) < UNTAKEN_MAX:
+        while self._is_open(to) and towards.waiting and len(towards.untaken) < UNTAKEN_MAX:
             towards.numbered += 1
             towards.untaken[towards.numbered] = key = towards.waiting.popleft()
             actions.append(Transmit(key=key, to=to, number=towards.numbered))
@@ -219,12 +219,19 @@ class TagMachine:
             raise LocalProtocolError(f"rank {event.source} is not a member of the group")
         if len(self._receives) >= WAITING_MAX:
             raise LocalProtocolError(f"{WAITING_MAX} receives wait already")
+        found = self._find(event)
+        if found is not None:
+            return [found]
+        self._receives.append(event)
+        return []
+
+    def _find(self, event: ReceivePosted) -> Match | None:
+        """Match it with the first message that is here, and fits."""
         for place, message in enumerate(self._unexpected):
             if _fits(event, message):
                 del self._unexpected[place]
-                return [self._match(event, message)]
-        self._receives.append(event)
-        return []
+                return self._match(event, message)
+        return None
 
     def _arrived(self, event: Arrived) -> list[TagAction]:
         source = self._from.get(event.source)
@@ -250,6 +257,19 @@ class TagMachine:
     def _match(self, posted: ReceivePosted, message: Arrived) -> Match:
         self._from[message.source].matched[message.number] = message
         return Match(key=posted.key, source=message.source, number=message.number)
+
+
+class TagMachine(TagMatcher):
+    """One member's end.
+
+    Raises `LocalProtocolError` when too much waits here, and `RemoteProtocolError` when a member sends what
+    it may not; after that the group is to be given up.
+    """
+
+    def handle(self, event: TagEvent, *, now_ns: int) -> list[TagAction]:
+        """Take an event; what is to be done about it, in this order."""
+        del now_ns
+        return self.take(event)
 
 
 def _fits(posted: ReceivePosted, message: Arrived) -> bool:

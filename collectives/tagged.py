@@ -13,6 +13,9 @@ import itertools
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple, assert_never
 from weakref import WeakKeyDictionary
@@ -29,6 +32,7 @@ from zbmd.actors.errors import ActorError
 from zbmd.actors.member import Node
 from zbmd.actors.rank_names import rank_of
 from zbmd.collectives.arrays import Array, Target, as_array, as_bytes, packed, require_size
+from zbmd.collectives.blocking import timeout_ns
 from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.reductions import DTYPE_NAMES, dtype_code, itemsize
 from zbmd.collectives.tag_machine import (
@@ -39,6 +43,7 @@ from zbmd.collectives.tag_machine import (
     ReceiveWithdrawn,
     SendPosted,
     Sent,
+    TagAction,
     TagEvent,
     TagMachine,
     TakenThere,
@@ -46,7 +51,14 @@ from zbmd.collectives.tag_machine import (
     Took,
     Transmit,
 )
-from zbmd.transport.errors import LinkClosed, PeerLost, RemoteProtocolError, UserError, ZbmdError
+from zbmd.transport.errors import (
+    DeadlineExceeded,
+    LinkClosed,
+    PeerLost,
+    RemoteProtocolError,
+    UserError,
+    ZbmdError,
+)
 from zbmd.transport.region import RegionHandle
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.tagged")
@@ -92,6 +104,15 @@ class TaggedClosed(Contract, id="zbmd.tagged.closed"):
     channel: Count
 
 
+class TaggedGreeting(Contract, id="zbmd.tagged.greeting"):
+    """A member of an elastic group is in the view of epoch `view`; see `elastic_tag_machine.Greeted`."""
+
+    epoch: Count
+    channel: Count
+    view: Annotated[int, msgspec.Meta(ge=1, lt=1 << 29)]
+    since: Annotated[int, msgspec.Meta(ge=0, lt=1 << 29)]
+
+
 def described(message: TaggedMessage, source: int) -> int:
     """The elements of a message's array. Raises `RemoteProtocolError` if it does not fit its bytes."""
     if message.dtype >= len(DTYPE_NAMES):
@@ -121,14 +142,16 @@ class _Send:
     handle: RegionHandle | None = None
 
 
-class Tagged:
-    """Tagged messages among the members of one group, from this rank's side; used on the node's loop."""
+class TaggedEnd(ABC):
+    """Tagged messages among the members of one group, from this rank's side; used on the node's loop.
 
-    def __init__(self, node: Node, members: tuple[int, ...], *, epoch: int, channel: int) -> None:
+    stamp, channel: what tells the group's messages from those of others.
+    """
+
+    def __init__(self, node: Node, *, stamp: int, channel: int) -> None:
         self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
         self._node = node
-        self._members, self._epoch, self._channel = members, epoch, channel
-        self._machine = TagMachine(members)
+        self._stamp, self._channel = stamp, channel
         self._keys = itertools.count(1)
         self._sends: dict[int, _Send] = {}
         self._receives: dict[int, asyncio.Future[Match]] = {}
@@ -137,6 +160,25 @@ class Tagged:
         self._ended: ZbmdError | None = None
         self._forget = node.on_peer_lost(self._lost)
         self._sender = asyncio.create_task(self._send_all(), name="zbmd-tagged")
+
+    @abstractmethod
+    def _handle(self, event: TagEvent) -> None:
+        """Give the machine an event, and perform what it answers."""
+
+    @abstractmethod
+    def _others(self) -> Sequence[int]:
+        """The members that are told of the close."""
+
+    @abstractmethod
+    def _lost(self, rank: int, incarnation: int, notice: object) -> None:
+        """A process has ended, or the link to it."""
+
+    @abstractmethod
+    def _closed_by(self, source: int) -> None:
+        """A member has closed the group."""
+
+    def _greeted(self, source: int, greeting: TaggedGreeting) -> None:
+        raise RemoteProtocolError(f"rank {source} greets a group of one epoch: {greeting}")
 
     @property
     def ended(self) -> bool:
@@ -151,14 +193,15 @@ class Tagged:
         array = flat.reshape(np.shape(x))
         key, done = next(self._keys), asyncio.get_running_loop().create_future()
         small = array.nbytes <= INLINE_BYTES_MAX
-        self._sends[key] = _Send(array.copy() if small else self._in_arena(array), tag, done)
+        send = _Send(array.copy() if small else self._in_arena(array), tag, done)
+        self._sends[key] = send
         try:
             self._put(SendPosted(key=key, to=to, tag=tag))
         except ZbmdError:
             self._sends.pop(key, None)
             raise
         # A small one may be sent again by its caller at once, unless so many are under way that it waits.
-        if not small or not self._sends[key].transmitted:
+        if not small or not send.transmitted:
             await asyncio.shield(done)
 
     async def receive(self, source: int | None, tag: int | None, out: Any) -> Received:
@@ -182,14 +225,19 @@ class Tagged:
         except RemoteProtocolError as error:
             self._end(error)
             raise
-        except BaseException:
+        except BaseException as error:
             if self._ended is None:
-                self._put(GaveBack(source=match.source, number=match.number))
+                self._give_back(match, error)
             raise
         del self._here[place]
         if self._ended is None:
             self._put(end)
         return Received(array, match.source, message.tag)
+
+    def _give_back(self, match: Match, error: BaseException) -> None:
+        """A message could not be taken, for this reason: it is for the next who asks for it."""
+        del error
+        self._put(GaveBack(source=match.source, number=match.number))
 
     def _withdraw(self, key: int, matched: asyncio.Future[Match]) -> None:
         if self._ended is not None:
@@ -204,15 +252,15 @@ class Tagged:
         """End what waits with `OperationAborted`, here and on the members. Idempotent."""
         if self._ended is None:
             for member in self._others():
-                self._outbox.put_nowait((member, TaggedClosed(epoch=self._epoch, channel=self._channel)))
-            self._end(OperationAborted(f"the group of epoch {self._epoch} is closed: use the next view's"))
+                self._outbox.put_nowait((member, TaggedClosed(epoch=self._stamp, channel=self._channel)))
+            self._end(OperationAborted("the group is closed: use the next view's"))
         self._forget()
         self._outbox.put_nowait((self._node.rank, TaggedClosed(epoch=0, channel=0)))  # the last
         await asyncio.wait([self._sender], timeout=CLOSE_S_MAX)
         self._sender.cancel()
         await asyncio.wait([self._sender])
 
-    def take(self, source: int, message: TaggedMessage | TaggedTaken | TaggedClosed) -> None:
+    def take(self, source: int, message: TaggedMessage | TaggedTaken | TaggedClosed | TaggedGreeting) -> None:
         """A member's message."""
         if self._ended is not None:
             return
@@ -224,30 +272,32 @@ class Tagged:
                 case TaggedTaken(number=number):
                     self._put(TakenThere(by=source, number=number))
                 case TaggedClosed():
-                    self._end(OperationAborted(f"rank {source} has closed the group of epoch {self._epoch}"))
+                    self._closed_by(source)
+                case TaggedGreeting():
+                    self._greeted(source, message)
         except RemoteProtocolError as error:
             self._end(error)
 
     def _put(self, event: TagEvent) -> None:
         if self._ended is not None:
             raise self._ended
-        actions = self._machine.handle(event, now_ns=time.monotonic_ns())
-        self._machine.check_invariants()
-        for action in actions:
-            match action:
-                case Transmit(key=key, to=to, number=number):
-                    self._transmit(self._sends[key], to, number)
-                case Match(key=key, source=source, number=number):
-                    if self._receives[key].done():  # cancelled in this very turn
-                        self._put(GaveBack(source=source, number=number))
-                    else:
-                        self._receives[key].set_result(action)
-                case TellTaken(to=to, number=number):
-                    self._say(to, TaggedTaken(epoch=self._epoch, channel=self._channel, number=number))
-                case Sent(key=key):
-                    self._let_go(self._sends.pop(key), None)
-                case _:
-                    assert_never(action)
+        self._handle(event)
+
+    def _perform(self, action: TagAction) -> None:
+        match action:
+            case Transmit(key=key, to=to, number=number):
+                self._transmit(self._sends[key], to, number)
+            case Match(key=key, source=source, number=number):
+                if self._receives[key].done():  # cancelled in this very turn
+                    self._put(GaveBack(source=source, number=number))
+                else:
+                    self._receives[key].set_result(action)
+            case TellTaken(to=to, number=number):
+                self._say(to, TaggedTaken(epoch=self._stamp, channel=self._channel, number=number))
+            case Sent(key=key):
+                self._let_go(self._sends.pop(key), None)
+            case _:
+                assert_never(action)
 
     def _transmit(self, send: _Send, to: int, number: int) -> None:
         data, digest = b"", b""
@@ -261,7 +311,7 @@ class Tagged:
             send.handle = segment.regions.lend(send.array, offset, writable=False)
             digest = xxhash.xxh3_64_digest(as_bytes(send.array.reshape(-1), "x").data)
         message = TaggedMessage(
-            epoch=self._epoch,
+            epoch=self._stamp,
             channel=self._channel,
             number=number,
             tag=send.tag,
@@ -273,7 +323,7 @@ class Tagged:
         )
         self._say(to, message)
 
-    def _say(self, to: int, message: TaggedMessage | TaggedTaken) -> None:
+    def _say(self, to: int, message: TaggedMessage | TaggedTaken | TaggedGreeting) -> None:
         if to == self._node.rank:
             asyncio.get_running_loop().call_soon(self.take, to, message)
         else:
@@ -330,13 +380,6 @@ class Tagged:
             send.done.set_exception(error)
             send.done.exception()  # a small one is awaited by nobody
 
-    def _others(self) -> list[int]:
-        return [member for member in self._members if member != self._node.rank]
-
-    def _lost(self, rank: int, incarnation: int, _notice: object) -> None:
-        if rank in self._members and self._ended is None:
-            self._end(MembersLost((rank,), f"incarnation {incarnation} ended; wait for the next view"))
-
     def _end(self, error: ZbmdError) -> None:
         self._ended = error
         sends, self._sends = self._sends, {}
@@ -347,12 +390,37 @@ class Tagged:
                 matched.set_exception(error)
 
 
+class Tagged(TaggedEnd):
+    """Those of a group of one epoch: they end with the first loss."""
+
+    def __init__(self, node: Node, members: tuple[int, ...], *, epoch: int, channel: int) -> None:
+        super().__init__(node, stamp=epoch, channel=channel)
+        self._members = members
+        self._machine = TagMachine(members)
+
+    def _handle(self, event: TagEvent) -> None:
+        actions = self._machine.handle(event, now_ns=time.monotonic_ns())
+        self._machine.check_invariants()
+        for action in actions:
+            self._perform(action)
+
+    def _others(self) -> list[int]:
+        return [member for member in self._members if member != self._node.rank]
+
+    def _lost(self, rank: int, incarnation: int, notice: object) -> None:
+        if rank in self._members and self._ended is None:
+            self._end(MembersLost((rank,), f"incarnation {incarnation} ended; wait for the next view"))
+
+    def _closed_by(self, source: int) -> None:
+        self._end(OperationAborted(f"rank {source} has closed the group of epoch {self._stamp}"))
+
+
 class TaggedActor(Actor):
     """`rankN/tagged`: hears from the other members of all groups of this process."""
 
     captured = False
 
-    def __init__(self, groups: dict[tuple[int, int], Tagged]) -> None:
+    def __init__(self, groups: dict[tuple[int, int], TaggedEnd]) -> None:
         self._groups = groups
 
     @on(TaggedMessage)
@@ -370,7 +438,12 @@ class TaggedActor(Actor):
         """A member has left a group."""
         self._take(message)
 
-    def _take(self, message: TaggedMessage | TaggedTaken | TaggedClosed) -> None:
+    @on(TaggedGreeting)
+    async def greeting(self, message: TaggedGreeting) -> None:
+        """A member of an elastic group has come to a view."""
+        self._take(message)
+
+    def _take(self, message: TaggedMessage | TaggedTaken | TaggedClosed | TaggedGreeting) -> None:
         group, source = self._groups.get((message.epoch, message.channel)), rank_of(sender_process())
         if group is None or source is None:
             log.debug("a message of no group is dropped", epoch=message.epoch, sender=sender_process())
@@ -378,19 +451,37 @@ class TaggedActor(Actor):
             group.take(source, message)
 
 
-_groups: WeakKeyDictionary[Node, dict[tuple[int, int], Tagged]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Node, dict[tuple[int, int], TaggedEnd]] = WeakKeyDictionary()
 
 
-async def open_tagged(node: Node, members: tuple[int, ...], *, epoch: int, channel: int) -> Tagged:
-    """This rank's end of a group's tagged messages. Members may send once all have called this."""
+async def tagged_groups(node: Node) -> dict[tuple[int, int], TaggedEnd]:
+    """The ends of all groups of this process that have tagged messages, by stamp and channel."""
     groups = _groups.get(node)
     if groups is None:
         groups = _groups[node] = {}
         await node.system.spawn(TaggedActor, groups, name=ACTOR_NAME)
     for old in [key for key, tagged in groups.items() if tagged.ended]:
         del groups[old]
-    made = groups[epoch, channel] = Tagged(node, members, epoch=epoch, channel=channel)
+    return groups
+
+
+async def open_tagged(node: Node, members: tuple[int, ...], *, epoch: int, channel: int) -> Tagged:
+    """This rank's end of a group's tagged messages. Members may send once all have called this."""
+    groups = await tagged_groups(node)
+    made = Tagged(node, members, epoch=epoch, channel=channel)
+    groups[epoch, channel] = made
     return made
+
+
+@asynccontextmanager
+async def within(timeout: float | None, what: str) -> AsyncGenerator[None]:
+    """Raise `DeadlineExceeded`, which says `what`, once `timeout` seconds are up; None is the default."""
+    limit_s = timeout_ns(timeout) / 1e9
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"{what}: nothing in {limit_s:g} s") from None
 
 
 def _dtype(code: int) -> np.dtype[Any]:

@@ -212,6 +212,65 @@ async def test_operations_of_uneven_rows(tmp_path: Path, mode: str) -> None:
         assert any(2 in sizes for sizes in ends.values()) == (mode == "preserve"), ends
 
 
+TAGS = """
+import asyncio
+import os
+import signal
+
+LARGE = 20_000
+
+async def exchange(group, rank, others, k):
+    posted = [(to, n) for to in others for n in (3, LARGE)]
+    sends = [group.send(np.full(n, 10.0 * rank + k), to, tag=10 * k + (n > 3)) for to, n in posted]
+    sending, right = asyncio.gather(*sends), True
+    for source, n in reversed([(source, n) for source in others for n in (3, LARGE)]):
+        got = await group.recv(source, tag=10 * k + (n > 3), timeout=40)
+        right &= got.array.size == n and bool((got.array == 10.0 * source + k).all())
+    await sending
+    return right
+
+async def lost(call):
+    try:
+        await call
+    except zbmd.PeerLost as error:
+        return list(error.ranks)
+
+async def operate(group, rank, k):
+    told = []
+    if k == 2 and LIFE == 1:
+        if rank == 2:
+            for source in (0, 1):  # both wait for what never comes
+                await group.recv(source, tag=77, timeout=40)
+            os.kill(os.getpid(), signal.SIGKILL)
+        waits = [group.recv(2, tag=99, timeout=40), group.send(np.zeros(LARGE), 2, tag=55, timeout=40)]
+        waits = [asyncio.ensure_future(lost(call)) for call in waits]
+        await group.send(np.ones(1), 2, tag=77)
+        told = [await call for call in waits]
+        told += [await lost(group.send(np.ones(1), 2)), await lost(group.recv(tag=66, timeout=40))]
+        told += [await exchange(group, rank, [1 - rank], 9)]  # who lives does not notice
+    done = await group.barrier(on_loss="wait_for_replacement", timeout=60)
+    return done, [told, await exchange(group, rank, [0, 1, 2], k)]
+"""
+
+
+@pytest.mark.parametrize("links", ["auto", "tcp"])
+async def test_tagged_messages_while_a_rank_dies_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: str
+) -> None:
+    monkeypatch.setenv("ZBMD_LINKS", links)
+    job = ElasticJob(tmp_path, TAGS, [None] * 3)
+    result = await job.run()
+    assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
+    for k in (1, 2, 3):
+        assert job.end_of(k) == ((0, 1, 2), ""), job.told[k]
+        assert all(found["value"][1] for found in job.told[k].values()), job.told[k]
+    told = {rank: found["value"][0] for rank, found in job.told[2].items()}
+    assert told == {0: [[2], [2], [2], [2], True], 1: [[2], [2], [2], [2], True], 2: []}, job.lines[
+        -LINES_MAX:
+    ]
+    assert job.told[3][2]["incarnation"] == 2
+
+
 ROOTED = """
 async def operate(group, rank, k):
     x = zbmd.from_array(np.full(300, 10.0**rank * k))

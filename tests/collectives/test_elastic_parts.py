@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 
@@ -169,9 +170,20 @@ async def test_a_world_of_one_has_parts_of_parts_and_as_many_as_there_are_channe
         assert inner is not None and inner.ranks == (0,)
         assert (await inner.all_reduce(np.ones(3))).contributors == (0,)
         assert (await inner.all_to_all(np.ones((1, 2)))).value.shape == (1, 2)
+        waits = asyncio.ensure_future(inner.recv(0, tag=3))
+        await part.send(np.ones(1), 0, tag=3)
+        await inner.send(np.full(2, 7.0), 0, tag=3)
+        assert (await waits).array.sum() == 14, "each group has its own messages"
+        with pytest.raises(LocalProtocolError, match="can be no member"):
+            await inner.send(np.ones(1), 1)
+        assert (await part.recv()).tag == 3
+        late = asyncio.ensure_future(part.recv(0))
+        await asyncio.sleep(0)
         for each in (inner, part):
             await each.close()
             await each.close()  # again, it does nothing
+        with pytest.raises(OperationAborted, match="closed"):
+            await late
         with pytest.raises(UserError, match="are not ranks"):
             await group.subgroup([0, 1])
         # One of the 24 channels is for the repairs of the group itself.

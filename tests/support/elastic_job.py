@@ -32,7 +32,9 @@ MODE = json.loads({mode!r})
 {operation}
 
 async def main():
+    global LIFE
     async with zbmd.join() as node:
+        LIFE = node.incarnation
         group = await zbmd.elastic_group(node, timeout=60)
         new = node.incarnation > 1  # a replacement may be asked for the operation in which it died
         while group.sequence <= len(KILLS):
@@ -63,7 +65,7 @@ class ElasticJob:
     """A host that runs operations; what its ranks report, by operation and rank.
 
     operation: source of `async def operate(group, rank, k)`, which brings about operation k and returns the
-    result and what is to be told of it; it may use `MODE`.
+    result and what is to be told of it; it may use `MODE`, and `LIFE`, the incarnation.
     """
 
     folder: Path

@@ -16,7 +16,7 @@ from zbmd.actors import wire
 from zbmd.actors.contracts import Contract
 from zbmd.actors.ref import Ref
 from zbmd.collectives import commit_messages as cm
-from zbmd.collectives import commit_wire, flight_dump, priority_machine, tagged
+from zbmd.collectives import commit_wire, elastic_tag_machine, flight_dump, priority_machine, tagged
 from zbmd.collectives._program import READ
 from zbmd.collectives._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.algorithms import Operation, Request
@@ -364,8 +364,14 @@ def _tagged_seeds() -> tuple[bytes, ...]:
     handle = RegionHandle(slot=1, incarnation=1, offset=4096, nbytes=1 << 20, writable=False)
     large = msgspec.structs.replace(small, number=2, shape=(1 << 18,), data=b"", lent=handle, digest=bytes(8))
     taken = tagged.TaggedTaken(epoch=EPOCH, channel=0, number=1)
-    encoded = [_from(RANKS[1], message) for message in (small, large, taken)]
-    return tuple(blocks(encoded[:k]) for k in (1, 2, 3))
+    greeting = tagged.TaggedGreeting(epoch=0, channel=0, view=EPOCH, since=EPOCH)
+    first = EPOCH << elastic_tag_machine.SESSION_BITS
+    later = msgspec.structs.replace(small, number=first + 1)
+    told = msgspec.structs.replace(taken, number=first + 1)
+    closed = tagged.TaggedClosed(epoch=0, channel=0)
+    plain = [_from(RANKS[1], message) for message in (small, large, taken)]
+    elastic = [_from(RANKS[1], message) for message in (greeting, later, told, closed)]
+    return tuple(blocks(each[:k]) for each in (plain, elastic) for k in range(1, len(each) + 1))
 
 
 def _tagged(data: bytes) -> None:
@@ -382,6 +388,30 @@ def _tagged(data: bytes) -> None:
         machine.check_invariants()
 
 
+def _tagged_elastic(data: bytes) -> None:
+    """Messages of others to a member of an elastic group, that has sent one of its own."""
+    machine = elastic_tag_machine.ElasticTagMachine(RANKS[0])
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS)
+    machine.handle(elastic_tag_machine.Settled(epoch=EPOCH, members=members), now_ns=0)
+    machine.handle(SendPosted(key=1, to=RANKS[1], tag=0), now_ns=0)
+    for body in read_blocks(data, MESSAGES_MAX):
+        message, source = _codec().decode_contract(body[1:]), body[0] if body else 0
+        match message:
+            case tagged.TaggedGreeting(view=view, since=since):
+                greeted = elastic_tag_machine.Greeted(source=source, epoch=view, since=since)
+                machine.handle(greeted, now_ns=0)
+            case tagged.TaggedMessage():
+                tagged.described(message, source)
+                machine.handle(Arrived(source=source, number=message.number, tag=message.tag), now_ns=0)
+            case tagged.TaggedTaken(number=number):
+                machine.handle(TakenThere(by=source, number=number), now_ns=0)
+            case tagged.TaggedClosed():
+                machine.handle(elastic_tag_machine.MemberLeft(source=source), now_ns=0)
+            case _:
+                pass
+        machine.check_invariants()
+
+
 TARGETS = (
     Target(
         name="tagged.messages",
@@ -389,6 +419,13 @@ TARGETS = (
         allowed=DECODED,
         seeds=_tagged_seeds,
         run=_tagged,
+    ),
+    Target(
+        name="tagged.elastic",
+        what="greetings and arrays that other members of an elastic group send with tags",
+        allowed=DECODED,
+        seeds=_tagged_seeds,
+        run=_tagged_elastic,
     ),
     Target(
         name="flight.dump",

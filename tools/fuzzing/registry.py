@@ -106,7 +106,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "collectives/elastic_splits.py": ("elastic.splits",),
     "collectives/commit_wire.py": ("commit.conversation",),
     "collectives/flight_dump.py": ("flight.dump",),
-    "collectives/tagged.py": ("tagged.messages",),
+    "collectives/tagged.py": ("tagged.messages", "tagged.elastic"),
     "collectives/executor.py": ("collective.descriptor",),
     "collectives/_stepper.pyx": ("collective.descriptor",),
     "collectives/program.py": ("program",),

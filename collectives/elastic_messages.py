@@ -1,0 +1,127 @@
+"""Send and receive with tags in an elastic group: the driver of `ElasticTagMachine`, through all views."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, assert_never
+
+from zbmd.actors.errors import ActorError
+from zbmd.actors.member import Node
+from zbmd.collectives import elastic_tag_machine as em
+from zbmd.collectives.arrays import Array
+from zbmd.collectives.commit_messages import MemberId
+from zbmd.collectives.elastic_tag_machine import Cause, ElasticTagMachine, Way
+from zbmd.collectives.errors import MembersLost, OperationAborted
+from zbmd.collectives.tag_machine import Match, TagEvent
+from zbmd.collectives.tagged import TaggedEnd, TaggedGreeting
+from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
+from zbmd.transport.region import RegionHandle
+
+
+class ElasticTagged(TaggedEnd):
+    """This rank's end of a group's tagged messages, in all of its epochs.
+
+    ranks: those that may be members, of which one that is not there is told apart from one that never can be.
+    """
+
+    def __init__(self, node: Node, *, ranks: tuple[int, ...], stamp: int, channel: int) -> None:
+        super().__init__(node, stamp=stamp, channel=channel)
+        self._ranks = frozenset(ranks)
+        self._machine = ElasticTagMachine(node.rank)
+        self._members: dict[int, MemberId] = {}
+
+    def settled(self, epoch: int, members: tuple[MemberId, ...]) -> None:
+        """This process has come to the view of `epoch`, and knows that all of `members` have."""
+        if self._ended is not None:
+            return
+        self._members = {member.rank: member for member in members}
+        self._handle(em.Settled(epoch=epoch, members=members))
+        self.look()
+
+    def look(self) -> None:
+        """Hear of members that are lost by now, whatever notices have come."""
+        mask = self._node.segment.lost_mask()
+        for rank, member in self._members.items():
+            if rank == self._node.rank or self._ended is not None:
+                continue
+            peer = self._node.peers.get(rank)
+            if peer is None or peer.incarnation != member.incarnation or mask >> rank & 1:
+                self._handle(em.MemberLost(member=member))
+
+    def end(self, error: ZbmdError) -> None:
+        """End what waits with this error: the group is of no use any more."""
+        if self._ended is None:
+            self._end(error)
+
+    async def send(self, x: Any, to: int, tag: int) -> None:
+        """See `ElasticGroup.send`."""
+        self._require_rank(to)
+        await super().send(x, to, tag)
+
+    def _require_rank(self, rank: int) -> None:
+        if rank not in self._ranks:
+            raise LocalProtocolError(f"rank {rank} can be no member of the group")
+
+    def _handle(self, event: TagEvent | em.ElasticTagEvent) -> None:
+        actions = self._machine.handle(event, now_ns=time.monotonic_ns())
+        self._machine.check_invariants()
+        for action in actions:
+            match action:
+                case em.Greet(to=to, epoch=epoch, since=since):
+                    place = {"epoch": self._stamp, "channel": self._channel}
+                    self._say(to, TaggedGreeting(**place, view=epoch, since=since))
+                case em.FailSend(key=key, to=to, cause=cause):
+                    self._let_go(self._sends.pop(key), self._failure((to,), cause))
+                case em.FailReceive(key=key, ranks=ranks, cause=cause):
+                    if not self._receives[key].done():
+                        self._receives[key].set_exception(self._failure(ranks, cause))
+                case em.Dropped(source=source, number=number):
+                    self._here.pop((source, number), None)
+                case _:
+                    self._perform(action)
+
+    def _failure(self, ranks: tuple[int, ...], cause: Cause) -> ZbmdError:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+        match cause:
+            case Cause.LOST:
+                return MembersLost(ranks, "the group's next operation brings it to the next view")
+            case Cause.LEFT:
+                return OperationAborted(f"{who} closed the group")
+            case Cause.ABSENT:
+                return MembersLost(ranks, "nobody is there under this rank in the group's view")
+            case _:
+                assert_never(cause)
+
+    def _others(self) -> tuple[int, ...]:
+        return self._machine.reachable
+
+    def _lost(self, rank: int, incarnation: int, notice: object) -> None:
+        member = MemberId(rank=rank, incarnation=incarnation)
+        if self._ended is None and self._members.get(rank) == member:
+            self._handle(em.MemberLost(member=member))
+
+    def _closed_by(self, source: int) -> None:
+        self._handle(em.MemberLeft(source=source))
+
+    def _greeted(self, source: int, greeting: TaggedGreeting) -> None:
+        if source in self._ranks:
+            self._handle(em.Greeted(source=source, epoch=greeting.view, since=greeting.since))
+
+    def _give_back(self, match: Match, error: BaseException) -> None:
+        """Of what lay with one who is lost there is nothing to give back."""
+        if isinstance(error, MembersLost):
+            self._here.pop((match.source, match.number), None)
+            self._handle(em.Spoilt(source=match.source, number=match.number))
+        else:
+            super()._give_back(match, error)
+
+    async def _get(self, lent: RegionHandle, digest: bytes, source: int, flat: Array) -> None:
+        peer = self._node.peers.get(source)
+        if source != self._node.rank and (peer is None or peer.incarnation != lent.incarnation):
+            raise MembersLost((source,), "its message went with it")
+        try:
+            await super()._get(lent, digest, source, flat)
+        except (PeerLost, LinkClosed, OperationAborted, ActorError) as error:
+            if self._machine.way(source) is Way.UP and not isinstance(error, PeerLost):
+                raise
+            raise MembersLost((source,), f"its message went with it: {error}") from None

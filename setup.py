@@ -53,6 +53,7 @@ def extensions() -> list[Extension]:
         [
             extension("transport", "_native"),
             extension("transport", "_region"),
+            extension("transport", "_quick"),
             extension("transport", "_recording"),
             extension("transport", "_hlc"),
             extension("transport", "_link"),

@@ -1,4 +1,4 @@
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Final
 
@@ -53,6 +53,9 @@ class Lane:
 
     open: bool
     """Whether it takes calls."""
+    far: Callable[[Plan, int, int], int] | None
+    """Runs a plan of a group with members on other hosts, by `RemoteGroup.resume`: (plan, deadline_ns,
+    kill_point) to a STATUS. Raises nothing."""
 
     def __init__(
         self,

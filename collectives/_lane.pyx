@@ -132,6 +132,7 @@ cdef class Lane:
     cdef uint32_t oldest
     cdef bint held
     cdef public bint open
+    cdef public object far
     cdef readonly Shape failed
     cdef readonly int status
     cdef int64_t kill_sequence, kill_point
@@ -141,7 +142,7 @@ cdef class Lane:
         self.group, self.turnstile, self.ring = group, turnstile, ring
         self.arena_begin, self.arena_end = arena_begin, arena_end
         self.shapes = [None] * SHAPES
-        self.queued, self.taken, self.oldest, self.held, self.open = 0, 0, 0, held, True
+        self.queued, self.taken, self.oldest, self.held, self.open, self.far = 0, 0, 0, held, True, None
         self.failed, self.status, self.kill_sequence, self.kill_point = None, 0, -1, -1
 
     def kill_at(self, int64_t sequence, int64_t point):
@@ -301,6 +302,15 @@ cdef class Lane:
         self.taken += 1
         group.met_ns = 0
         self.ring.enter(shape.flight, <uint64_t>group.sequence + 1, shape.nbytes, now_ns)
+        if self.far is not None:
+            group.flying = shape.run
+            status = self.far(shape.plan, deadline_ns, point)
+            if status != S_DONE:
+                self.status, self.failed = status, shape
+                return False
+            self.ring.leave(F_COMPLETE, group.met_ns, zbmd_now_ns())
+            self.turnstile._pass_on()
+            return True
         group._announce(shape.program, shape.run, point)
         if shape.quick and group._all_are_here(LOOKS):
             status = group._complete(shape.program, shape.run, point, deadline_ns)

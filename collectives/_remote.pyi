@@ -13,6 +13,14 @@ class RemoteGroup(NativeGroup):
     wide: bool
     """Whether the running operation's descriptors lie in slots, not in mirrors: their payload is large."""
 
+    may_lag: bool
+    """From now on an eager run waits for those alone whose input it reads; the same on all ranks.
+
+    The next run waits first (`catch_up`) for those that this one did not wait for.
+    """
+    lags: bool
+    """Whether there are such."""
+
     def widen(self, addresses: list[int], slot_bytes: int) -> None:
         """From now on an eager run may carry `slot_bytes` less its header of each rank.
 
@@ -41,6 +49,8 @@ class RemoteGroup(NativeGroup):
         layout_digest: int = 0,
     ) -> None:
         """Publish the descriptor of the next operation in our segment. Arguments and errors: see `run`."""
+    def resume(self, program: NativeProgram) -> None:
+        """As `begin`, of a run that a lane has filled in."""
     def own_extent(self, program: NativeProgram, buffer: int) -> tuple[int, int]:
         """Offset in our segment and bytes of one of our buffers, as our descriptor tells it."""
     def extent(self, program: NativeProgram, rank: int, buffer: int) -> tuple[int, int]:
@@ -59,14 +69,20 @@ class RemoteGroup(NativeGroup):
     def tell(self, peer: int) -> int:
         """Notify `peer`, return 0; if it is on another host, count it and return what to set its cell to."""
     def all_are_here(self) -> bool:
-        """Whether `meet` would not wait: all have entered, or something has ended the wait for them."""
+        """Whether `meet` would not wait: all that it waits for have entered, or something has ended that."""
+    def has_caught_up(self) -> bool:
+        """The same of `catch_up`."""
+    def catch_up(self, deadline_ns: int) -> int:
+        """Wait until those have entered the last run that it did not wait for, and check that they called the
+        same; returns a STATUS. Comes before `begin`, if the group `lags`.
+        """
     def has_told(self, peer: int, count: int) -> bool:
         """The same of `wait`."""
     @property
     def over(self) -> bool:
         """Whether a member is lost, or the group aborted."""
     def meet(self, program: NativeProgram, deadline_ns: int) -> int:
-        """Wait until all have entered and check that all called the same; returns a STATUS."""
+        """Wait until all that are needed have entered and check that they called the same; a STATUS."""
     def walk(self, program: NativeProgram, kill_point: int, deadline_ns: int) -> int:
         """Walk a program that neither tells nor reads anybody but by descriptors; returns a STATUS."""
     def wait(self, peer: int, count: int, deadline_ns: int) -> int:
@@ -87,8 +103,6 @@ class RemoteGroup(NativeGroup):
         """Memory of ours that `place` has named, writable. It keeps nothing alive."""
     def finish(self, program: NativeProgram) -> int:
         """Count what the walked program has waited for, and have the last look at all descriptors."""
-    def check(self) -> int:
-        """STATUS_ABORTED if a member has given the operation up, else STATUS_DONE."""
     def withdraw(self) -> None:
         """Tell those who share memory with us that we have given the operation up."""
     def die(self) -> None:

@@ -6,10 +6,11 @@ from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
 
 from zbmd.transport._slots cimport zbmd_base, zbmd_load64, zbmd_slots
 from zbmd.collectives._stepper cimport (
-    DESCRIPTOR_BYTES, HEADER_BYTES, PAYLOAD_BYTES, PUB, SCRATCH, S_ABORTED, S_DONE, Header, NativeGroup, NativeProgram, extent, published,
+    DESCRIPTOR_BYTES, HEADER_BYTES, PAYLOAD_BYTES, PUB, SCRATCH, S_ABORTED, S_DESYNCHRONISED, S_DONE, Header, NativeGroup, NativeProgram, extent, published,
     zbmd_apply, zbmd_move, zbmd_move_of, zbmd_place_of
 )
 
@@ -23,8 +24,10 @@ cdef extern from *:
     """
     #include <signal.h>
     static inline void zbmd_kill_self(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
+    static inline void zbmd_fence_acquire(void) { atomic_thread_fence(memory_order_acquire); }
     """
     void zbmd_kill_self() nogil
+    void zbmd_fence_acquire() nogil
 
 
 cdef class RemoteGroup(NativeGroup):
@@ -36,14 +39,23 @@ cdef class RemoteGroup(NativeGroup):
     cdef readonly object lost_mask
     cdef uint64_t slot_stride
     cdef readonly bint wide
+    cdef char *needed                 # by rank: whether we wait for it in this run
+    cdef public bint may_lag
+    cdef readonly bint lags           # there are members whose part in the last run has not been looked at
+    cdef uint64_t last_fingerprint    # of that run
 
     def __init__(self, list ranges not None, **settings):
         super().__init__(ranges, **settings)
         self.whole_headers, self.wide = True, False
+        self.may_lag = self.lags = False
         self.narrow = <char **>calloc(2 * self.n, sizeof(char *))
         if self.narrow == NULL:
             raise MemoryError
         self.slots = self.narrow + self.n
+        self.flying = &self.current
+        self.needed = <char *>calloc(self.n, 1)
+        if self.needed == NULL:
+            raise MemoryError
         self.lost_mask = 0
         for i in range(self.n):
             self.narrow[i] = self.peers[i].descriptors
@@ -52,6 +64,7 @@ cdef class RemoteGroup(NativeGroup):
 
     def __dealloc__(self):
         free(self.narrow)
+        free(self.needed)
 
     def widen(self, list addresses not None, uint64_t slot_bytes):
         if len(addresses) != self.n or slot_bytes <= HEADER_BYTES + PAYLOAD_BYTES:
@@ -71,7 +84,7 @@ cdef class RemoteGroup(NativeGroup):
         cdef uint64_t most = 0
         cdef int i
         for i in range(self.n):
-            most = max(most, published(&self.current, i))
+            most = max(most, published(self.flying, i))
         self.wide = program.eager and most > PAYLOAD_BYTES
         for i in range(self.n):
             self.peers[i].descriptors = self.narrow[i]
@@ -83,24 +96,38 @@ cdef class RemoteGroup(NativeGroup):
               uint32_t piece, uint64_t in_stride, uint64_t out_stride, uintptr_t scratch,
               uint64_t scratch_bytes, const uint64_t[:, ::1] layout=None,
               const uint64_t[:, ::1] extents=None, uint64_t layout_digest=0):
-        self._prepare(program, &self.current, addresses, operation, dtype, reduction, root, count, total,
+        self.flying = &self.current
+        self._prepare(program, self.flying, addresses, operation, dtype, reduction, root, count, total,
                       piece, in_stride, out_stride, scratch, scratch_bytes, layout, extents, layout_digest)
         self.layout, self.extents = layout, extents
+        self._enter(program)
+
+    def resume(self, NativeProgram program not None):
+        self._enter(program)
+
+    cdef void _enter(self, NativeProgram program) noexcept:
+        """Publish our descriptor, and find out whose we need to go on."""
+        cdef int k
+        cdef bint apart = program.eager and self.may_lag
+        memset(self.needed, not apart, self.n)
+        for k in range(program.used if apart else 0):
+            self.needed[program.uses[k].rank] = True
+        self.needed[self.rank] = True
         self._choose_slots(program)
-        self._publish(program, &self.current)
+        self._publish(program, self.flying)
 
     def own_extent(self, NativeProgram program not None, int buffer):
-        return self.own.offsets[buffer], extent(program, &self.current, &self.own, self.rank, buffer, self.peers[self.rank].total)
+        return self.own.offsets[buffer], extent(program, self.flying, &self.own, self.rank, buffer, self.peers[self.rank].total)
 
     def extent(self, NativeProgram program not None, int rank, int buffer):
         cdef Header *h = &self.headers[rank]
-        return h.offsets[buffer], extent(program, &self.current, h, rank, buffer, self.peers[rank].total)
+        return h.offsets[buffer], extent(program, self.flying, h, rank, buffer, self.peers[rank].total)
 
     def descriptor(self, NativeProgram program not None):
         cdef char *mine = self._descriptor(self.rank)
         cdef uint64_t nbytes = HEADER_BYTES
-        if program.eager and self.current.address[self.rank][PUB] != NULL:
-            nbytes += published(&self.current, self.rank)
+        if program.eager and self.flying.address[self.rank][PUB] != NULL:
+            nbytes += published(self.flying, self.rank)
         if self.wide:
             return PyMemoryView_FromMemory(mine, nbytes, PyBUF_READ)
         return mine[:nbytes]
@@ -136,9 +163,91 @@ cdef class RemoteGroup(NativeGroup):
         cdef int k, peer, found
         for k in range(1, self.n):
             peer = (self.rank + k) % self.n
-            found = self._look(peer, self.peers[peer].received + 1)
+            found = self._look(peer, self.peers[peer].received + 1) if self.needed[peer] else 0
             if found:
                 return found > 0
+        return True
+
+    def has_caught_up(self):
+        cdef int peer, found
+        for peer in range(self.n):
+            found = self._look(peer, self.peers[peer].received) if peer != self.rank else 0
+            if found:
+                return found > 0
+        return True
+
+    def catch_up(self, uint64_t deadline_ns):
+        """Wait for those that the last run did not wait for, and look whether they called the same."""
+        cdef int peer, status = S_DONE
+        if not self.lags:
+            return S_DONE
+        with nogil:
+            for peer in range(self.n):
+                if status == S_DONE and peer != self.rank:
+                    status = self._await(peer, self.peers[peer].received, deadline_ns)
+        if status != S_DONE:
+            return status
+        self.culprit = -1
+        for peer in range(self.n):
+            memcpy(&self.headers[peer], self._descriptor(peer), sizeof(Header))
+            self.needed[peer] = True
+            if self.headers[peer].fingerprint != self.last_fingerprint and self.culprit < 0:
+                self.culprit = peer
+        if not self._still_there():
+            return S_ABORTED
+        if self.culprit >= 0:
+            return S_DESYNCHRONISED
+        self.lags = False
+        return S_DONE if self._still_valid() else S_ABORTED
+
+    # What follows is of those alone that this run waits for.
+
+    cdef int _await_all(self, uint64_t deadline_ns) noexcept nogil:
+        cdef int k, peer, status
+        for k in range(1, self.n):
+            peer = (self.rank + k) % self.n
+            status = self._await(peer, self.peers[peer].received + 1, deadline_ns) if self.needed[peer] else S_DONE
+            if status != S_DONE:
+                return status
+        for peer in range(self.n):
+            if peer != self.rank:
+                self.peers[peer].received += 1
+                self.lags |= not self.needed[peer]
+        self.last_fingerprint = self.own.fingerprint
+        return S_DONE
+
+    cdef int _compare(self, NativeProgram program) noexcept nogil:
+        cdef int i
+        memcpy(&self.headers[self.rank], &self.own, sizeof(Header))
+        for i in range(self.n):
+            if i != self.rank and self.needed[i]:
+                memcpy(&self.headers[i], self._descriptor(i), sizeof(Header))
+            elif i != self.rank:
+                memset(&self.headers[i], 0, sizeof(Header))
+        if not self._still_there():
+            return S_ABORTED
+        for i in range(self.n):
+            if self.needed[i] and self.headers[i].fingerprint != self.own.fingerprint and self.culprit < 0:
+                self.culprit = i
+        if self.culprit >= 0:
+            return S_DESYNCHRONISED
+        return S_DONE if self._still_valid() else S_ABORTED
+
+    cdef bint _still_there(self) noexcept nogil:
+        cdef int i
+        zbmd_fence_acquire()
+        for i in range(self.n):
+            if self.needed[i] and zbmd_load64(self._descriptor(i), 0) != self._word():
+                return False
+        return True
+
+    cdef bint _still_valid(self) noexcept nogil:
+        cdef int i
+        if not self._still_there():
+            return False
+        for i in range(self.n):
+            if self.needed[i] and zbmd_load64(self._descriptor(i), 8) == self._word():
+                return False
         return True
 
     def has_told(self, int peer, uint64_t count):
@@ -156,13 +265,15 @@ cdef class RemoteGroup(NativeGroup):
         with nogil:
             status = self._await_all(deadline_ns)
             if status == S_DONE:
-                status = self._agree(program, &self.current)
+                status = self._agree(program, self.flying)
         return status
 
     def walk(self, NativeProgram program not None, int64_t kill_point, uint64_t deadline_ns):
         cdef int status
         with nogil:
-            status = self._walk(program, &self.current, kill_point, deadline_ns)
+            status = self._walk(program, self.flying, kill_point, deadline_ns)
+            if status == S_DONE and not self._still_valid():
+                status = S_ABORTED
         return status
 
     def wait(self, int peer, uint64_t count, uint64_t deadline_ns):
@@ -180,7 +291,7 @@ cdef class RemoteGroup(NativeGroup):
         cdef zbmd_move move
         if not 0 <= index < program.length:
             raise IndexError(index)
-        move = zbmd_move_of(&self.current, &program.code[index, 0], self.rank)
+        move = zbmd_move_of(self.flying, &program.code[index, 0], self.rank)
         return <uintptr_t>move.dst.at, <uintptr_t>move.a.at, <uintptr_t>move.b.at, move.count
 
     def perform(self, NativeProgram program not None, const uint64_t[:, ::1] rows not None, int64_t length):
@@ -203,7 +314,7 @@ cdef class RemoteGroup(NativeGroup):
                 move.a = zbmd_place_of(row[7], <char *>rows[i, 1])
                 move.b = zbmd_place_of(row[10], <char *>rows[i, 2])
                 move.count = rows[i, 3]
-                zbmd_apply(&self.current, row, move)
+                zbmd_apply(self.flying, row, move)
         return status
 
     def window(self, uintptr_t address, Py_ssize_t nbytes):
@@ -213,9 +324,6 @@ cdef class RemoteGroup(NativeGroup):
         cdef int peer
         for peer in range(self.n):
             self.peers[peer].received += program.awaited[peer]
-        return S_DONE if self._still_valid() else S_ABORTED
-
-    def check(self):
         return S_DONE if self._still_valid() else S_ABORTED
 
     def withdraw(self):

@@ -137,6 +137,7 @@ cdef class NativeGroup:
     cdef Peer *peers                  # by rank
     cdef Header *headers
     cdef Run current                  # unless a lane has the run of its call
+    cdef Run *flying                  # that one, or `current`: of a group with members on other hosts
     cdef int32_t *pids                # by rank, once all can read each other's memory; else NULL
     cdef char *bounce
     cdef zbmd_slots others            # the slots of the other members

@@ -124,6 +124,8 @@ class Executor(ABC):
         self._inbox: NDArray[Any] = np.empty(0, np.uint8)
         self._addresses = np.zeros(BUFFERS, np.uint64)
         self._kill_at: tuple[int, int] | None = None
+        self.raised: Exception | None = None
+        """What has ended a run of the lane, if it was none of the native statuses."""
 
     @abstractmethod
     def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
@@ -277,6 +279,10 @@ class Executor(ABC):
 
     def error_of(self, status: int, plan: Plan) -> ZbmdError:
         """What to raise for a native run that ended so."""
+        if self.raised is not None and not isinstance(self.raised, ZbmdError):
+            raise self.raised
+        if self.raised is not None:
+            return self.raised
         where = self._where(plan)
         if status == STATUS_LOST:
             lost = tuple(self.members[i] for i in self._lost())

@@ -7,8 +7,8 @@ turns of the data plane (`RemotePlane.drive`) for a while, then sleeps, and leav
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from zbmd.transport._native import now_ns
@@ -28,14 +28,9 @@ class Driver:
     def __init__(self, plane: RemotePlane | None) -> None:
         self._plane = plane
 
-    @contextmanager
-    def driving(self) -> Generator[None]:
+    def driving(self) -> AbstractContextManager[None]:
         """For the time of an operation; see `RemotePlane.driving`."""
-        if self._plane is None:
-            yield
-            return
-        with self._plane.driving():
-            yield
+        return nullcontext() if self._plane is None else self._plane.driving()
 
     def wake(self) -> None:
         """Have the thread that sleeps in `until` look again; from any thread."""

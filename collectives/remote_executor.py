@@ -7,12 +7,17 @@ read by gets; puts and notifications go through the data plane. Members of this 
 
 A member lends what an operation exposes for the time of that operation, and nothing else. One that gives up
 takes it back before its caller may change it, so what a peer has got is always of the operation.
+
+An eager operation waits for those alone whose input it reads: the root of a broadcast for nobody. Nobody
+enters the next operation before all have entered this one, and it is then that those who were not waited for
+are found to have called the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -135,45 +140,99 @@ class RemoteExecutor(Executor):
         return sorted({*super()._lost(), *self._gone})
 
     def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
-        if kill_point == 0:
-            self._group.die()
+        group, arguments = self._group, self.arguments(plan, call)
         self._addresses[SCRATCH] = self._slots.address
-        self._group.begin(
-            plan.native,
-            self._addresses,
-            **self.arguments(plan, call),
-        )
-        fetcher = Fetcher(plan, self._group, self._remote, self._landings, self._staging, deadline_ns)
+
+        def begin() -> None:
+            group.begin(plan.native, self._addresses, **arguments)
+
+        if plan.eager:
+            return self._run(
+                plan, begin, partial(self._walk_eagerly, plan, deadline_ns), deadline_ns, kill_point
+            )
+        fetcher = Fetcher(plan, group, self._remote, self._landings, self._staging, deadline_ns)
         lent: list[RegionHandle] = []
+
+        def begin_and_lend() -> None:
+            begin()
+            self._lend(plan, lent)
+
+        walk = partial(self._walk, plan, call, fetcher, deadline_ns)
+        try:
+            return self._run(plan, begin_and_lend, walk, deadline_ns, kill_point, fetcher.asked)
+        finally:
+            for handle in lent:
+                self._segment.regions.take_back(handle)
+
+    def resume(self, plan: Plan, deadline_ns: int, kill_point: int) -> int:
+        """Run an eager plan whose arguments the lane has filled in; returns a STATUS. Raises nothing."""
+        group = self._group
+        try:
+            return self._run(
+                plan,
+                lambda: group.resume(plan.native),
+                partial(self._walk_eagerly, plan, deadline_ns),
+                deadline_ns,
+                kill_point,
+            )
+        except Exception as error:  # noqa: BLE001 -- the lane has the turn, and `Runs.lane_failed` raises it
+            self.raised = error
+            return STATUS_ABORTED
+
+    def _run(
+        self,
+        plan: Plan,
+        begin: Callable[[], None],
+        walk: Callable[[int], int],
+        deadline_ns: int,
+        kill_point: int,
+        asked: Mapping[int, Iterable[Transfer]] = MappingProxyType({}),
+    ) -> int:
+        """Begin, enter, meet those that are needed, and `walk`. asked: gets of ours, by place."""
+        group = self._group
+        if kill_point == 0:
+            group.die()
         status = STATUS_ABORTED
         try:
-            self._lend(plan, lent)
             with self._driver.driving():
-                self._enter(plan, kill_point)
-                self._driver.until(self._group.all_are_here, far=self._all_by_plane)
-                status = self._group.meet(plan.native, deadline_ns)
+                status = self._catch_up(deadline_ns)
                 if status == STATUS_DONE:
+                    status = STATUS_ABORTED
+                    begin()
+                    self._enter(plan, kill_point)
+                    self._driver.until(group.all_are_here, far=self._all_by_plane)
+                    status = group.meet(plan.native, deadline_ns)
+                if status == STATUS_DONE:
+                    status = STATUS_ABORTED
                     self._slots.learn()
-                    status = self._walk(plan, call, fetcher, deadline_ns, kill_point)
+                    group.may_lag = True
+                    status = walk(kill_point)
         except Ended as ended:
             status = ended.status
             if ended.gone is not None:
                 self._gone.add(ended.gone)
         finally:
-            for handle in lent:
-                self._segment.regions.take_back(handle)
             if status != STATUS_DONE:
                 self._driver.leave()
-                self._withdraw(fetcher)
+                self._withdraw(asked)
         if status == STATUS_DONE and kill_point == plan.kill_points - 1:
-            self._group.die()
+            group.die()
         return status
+
+    def _catch_up(self, deadline_ns: int) -> int:
+        """Wait for those that the last operation did not need: what it told them is overwritten next."""
+        group = self._group
+        if not group.lags:
+            return STATUS_DONE
+        self._driver.until(group.has_caught_up, far=self._all_by_plane)
+        return group.catch_up(deadline_ns)
+
+    def _walk_eagerly(self, plan: Plan, deadline_ns: int, kill_point: int) -> int:
+        """All that it reads came with the descriptors."""
+        return self._group.walk(plan.native, kill_point, deadline_ns)
 
     def _walk(self, plan: Plan, call: Call, fetcher: Fetcher, deadline_ns: int, kill_point: int) -> int:
         group = self._group
-        if plan.eager:  # all that it reads came with the descriptors
-            status = group.walk(plan.native, kill_point, deadline_ns)
-            return group.check() if status == STATUS_DONE else status
         Walk(
             plan,
             group,
@@ -217,7 +276,7 @@ class RemoteExecutor(Executor):
         if self._gone:
             raise Ended(STATUS_LOST)
 
-    def _withdraw(self, fetcher: Fetcher) -> None:
+    def _withdraw(self, asked: Mapping[int, Iterable[Transfer]]) -> None:
         """The operation has failed here: let go of all memory, and say so to those who count on it."""
         group = self._group
         group.withdraw()
@@ -225,7 +284,7 @@ class RemoteExecutor(Executor):
         at = group.descriptor_offset + _WITHDRAWN_OFFSET
         told: list[tuple[RemoteMemory, Transfer]] = []
         for place, memory in self._remote.items():
-            memory.let_go(fetcher.asked[place])
+            memory.let_go(asked.get(place, ()))
             # A notification that is not awaited: the cell holds what it holds.
             put = self._try(place, partial(self._put_descriptor, place, memory, at, word, 0))
             if put is not None and memory.one_sided:

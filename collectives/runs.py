@@ -16,11 +16,12 @@ from zbmd.collectives.arrays import Array
 from zbmd.collectives.choice import wish_of_environment
 from zbmd.collectives.cost_model import MANY_HOSTS, ONE_HOST
 from zbmd.collectives.errors import MembersLost, OperationAborted
-from zbmd.collectives.executor import MappedExecutor, a_core_each
+from zbmd.collectives.executor import a_core_each
 from zbmd.collectives.executors import make_executor
 from zbmd.collectives.flight import FlightLog, FlightRecord
 from zbmd.collectives.pieces import Job, PieceRunner, Single
 from zbmd.collectives.program import IN, OUT, PUB
+from zbmd.collectives.remote_executor import RemoteExecutor
 from zbmd.transport import faults
 from zbmd.transport._native import address_of, now_ns
 from zbmd.transport.cuda_api import CudaFault
@@ -90,7 +91,9 @@ class Runs:
             arena_end=segment.base + segment.nbytes,
             held=a_core_each(len(members)),
         )
-        self.lane.open = isinstance(self._executor, MappedExecutor) and not faults.armed()
+        if isinstance(self._executor, RemoteExecutor):
+            self.lane.far = self._executor.resume
+        self.lane.open = not faults.armed()
         self._ended = ""
         self._closed = False
 
@@ -242,6 +245,8 @@ class Runs:
     def _teach(self, said: Said, job: Job, single: Single) -> None:
         """Have the lane take calls like this one from now on, if its arrays were used as they were given."""
         plan, call = single.plan, single.call
+        if self._executor.far and not plan.eager:
+            return
         if self._executor.inbox is not self._taught_inbox:
             self.lane.forget()  # what it learnt keeps the inbox that has been outgrown
             self._taught_inbox = self._executor.inbox

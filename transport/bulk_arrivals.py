@@ -114,6 +114,21 @@ class Arrivals:
             yield record, entry.refused if isinstance(entry, Stripes) else None
 
     @property
+    def at_rest(self) -> bool:
+        """Whether nothing has come that is not published."""
+        return not self._waiting
+
+    @property
+    def told(self) -> int:
+        """Of what is published, how much the peer has been told of."""
+        return self._told
+
+    def go_on(self, published: int, told: int) -> None:
+        """At rest: so much has been published meanwhile, and the peer told of."""
+        self._known = self._published = published
+        self._told = told
+
+    @property
     def ack_due(self) -> bool:
         """Whether the peer does not know of all that is published."""
         return self._told < self._published

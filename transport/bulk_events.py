@@ -61,6 +61,20 @@ class GetAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuickMoved:
+    """What went past the machine since it was at rest (`BulkMachine.rest`), by `_quick.QuickPuts`."""
+
+    puts: int
+    """Puts and notifications of ours, whose transfers are finished."""
+    acked: int
+    """Puts of ours that the peer has published, of all."""
+    published: int
+    """The peer's that are, of all."""
+    told: int
+    """Of those, what the peer has been told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsSent:
     """The oldest `records` of those given to this lane with `SendRecord` have left whole."""
 
@@ -139,6 +153,7 @@ BulkEvent: TypeAlias = (
     | PutAsked
     | NotifyAsked
     | GetAsked
+    | QuickMoved
     | RecordsSent
     | RecordCame
     | PayloadCame

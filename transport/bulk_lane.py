@@ -86,12 +86,12 @@ class LaneSocket:
         """One call, unless the one before has shown that nothing is there."""
         if self._drained:
             self._drained = False
-            self._set_wake_bytes()
+            self.set_wake_bytes()
             return Wait.BLOCKED
         try:
             nbytes = self.sock.recv_into(into)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            self._set_wake_bytes()
+            self.set_wake_bytes()
             return Wait.BLOCKED
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             return Wait.ENDED
@@ -115,6 +115,22 @@ class LaneSocket:
             raise self._failed(error) from error
         self.owed = True
         return self.writer.sent(nbytes)
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is under way on it, either way."""
+        return self.writer.idle and self.reader.between_records and not self._surplus and not self.paused
+
+    def go_on(self, *, sent_records: int, come_records: int, come: bytes) -> None:
+        """So many records have gone and come past it while it rested; `come`: bytes behind those."""
+        self.writer.records, self.reader.records = sent_records, come_records
+        self._surplus = memoryview(come)
+        self._drained = False
+
+    @property
+    def has_surplus(self) -> bool:
+        """Whether bytes have been received that are not looked at yet."""
+        return bool(self._surplus)
 
     def is_silent(self, silent_ms: int) -> bool:
         """Whether the peer's host has acknowledged nothing for so long, though it had to. Ask repeatedly."""
@@ -145,7 +161,7 @@ class LaneSocket:
         """Give the socket back. Idempotent."""
         self.sock.close()
 
-    def _set_wake_bytes(self) -> None:
+    def set_wake_bytes(self) -> None:
         """Ask the kernel to wake us for a good part of a payload, not for every segment of it."""
         wanted = min(WAKE_BYTES, self.reader.wanted_bytes) if self.reader.in_payload else 1
         if wanted != self._wake_bytes and not self._tls:

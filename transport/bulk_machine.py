@@ -16,7 +16,6 @@ Acknowledgements and refusals go on one lane, the first, so that they stay in or
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 from typing import Final, assert_never
@@ -43,6 +42,7 @@ from zbmd.transport.bulk_events import (
     Publish,
     PutAsked,
     PutRefused,
+    QuickMoved,
     ReceiveGet,
     ReceivePut,
     ReceiveText,
@@ -75,6 +75,7 @@ from zbmd.transport.bulk_records import (
     Record,
     Refusal,
 )
+from zbmd.transport.bulk_state import LaneState, Outgoing, OwnGet, Rest, stripe_record
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.session import LANES_MAX
 
@@ -89,49 +90,6 @@ class State(Enum):
     ENDED = "ended"
 
 
-@dataclass(slots=True)
-class _Outgoing:
-    """A put of ours, or the answer to a peer's get, while it is cut and sent."""
-
-    of: Of
-    number: int
-    """The transfer, or the get."""
-    total: int
-    order: int = 0
-    """Of a put: its number on the wire."""
-    ask: PutAsked | NotifyAsked | None = None
-    stripe_bytes: int = 0
-    cut_bytes: int = 0
-    unsent: int = 0
-    """Records given to lanes and not sent."""
-    cut_whole: bool = False
-    refused: bool = False
-    """Of a put: it is finished with an error, ahead of its acknowledgement."""
-
-
-@dataclass(slots=True)
-class _OwnGet:
-    ask: GetAsked
-    after: int
-    """Our puts that were asked for before."""
-    stripes: Stripes | None = None
-    asked: bool = False
-
-
-@dataclass(slots=True)
-class _Lane:
-    handed: deque[tuple[Record, _Outgoing | None]] = field(default_factory=deque)
-    """Given to the lane and not sent."""
-    handed_bytes: int = 0
-    receiving: Record | None = None
-    """The record whose payload is due."""
-    held_back: bool = False
-    """That payload has to wait for earlier puts."""
-    goodbye_said: bool = False
-    goodbye_sent: bool = False
-    goodbye_heard: bool = False
-
-
 class BulkMachine:
     """One side of the bulk connection with one peer. peer: how it is called in errors.
 
@@ -143,27 +101,27 @@ class BulkMachine:
         self.peer = peer
         self.state = State.OPEN
         self._limits = limits or BulkLimits()
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, LaneState] = {}
         self._lanes_used = LANES_MAX
         self._first_lane: int | None = None
         """For acknowledgements and refusals."""
         self._transfers: set[int] = set()
         """Ours, not finished."""
-        self._urgent: deque[tuple[Record, bytes, _Outgoing | None]] = deque()
-        self._puts: deque[_Outgoing] = deque()
-        self._unacked: deque[_Outgoing] = deque()
+        self._urgent: deque[tuple[Record, bytes, Outgoing | None]] = deque()
+        self._puts: deque[Outgoing] = deque()
+        self._unacked: deque[Outgoing] = deque()
         """Those that are cut whole, in order."""
         self._next_put = 0
         self._acked = 0
         """Puts of ours that the peer has published."""
-        self._gets: dict[int, _OwnGet] = {}
+        self._gets: dict[int, OwnGet] = {}
         self._gets_waiting: deque[GetAsked] = deque()
         self._gets_asked = 0
-        self._serving: dict[int, _Outgoing] = {}
+        self._serving: dict[int, Outgoing] = {}
         """The peer's gets: numbers to answers."""
         self._early_gets: dict[int, Get] = {}
         """Those of them that have to wait for puts."""
-        self._answers: deque[_Outgoing] = deque()
+        self._answers: deque[Outgoing] = deque()
         self._answer_is_next = False
         self._arrivals = Arrivals()
         self._end_error: ZbmdError = LinkClosed(f"the bulk connection with {peer} is closed")
@@ -187,6 +145,23 @@ class BulkMachine:
             named = type(error)(f"{self.peer}: {error}", story=tuple(self._story))
             self._fail(named, tell=True)
         return self._actions
+
+    def rest(self) -> Rest | None:
+        """Where small puts may go on past the machine, until it is told by `QuickMoved`; None: not now."""
+        moving = self._puts or self._urgent or self._gets or self._serving
+        if self.state is not State.OPEN or self._first_lane is None or moving or not self._arrivals.at_rest:
+            return None
+        if any(lane.handed or lane.receiving or lane.goodbye_heard for lane in self._lanes.values()):
+            return None
+        awaited = next((put.order + 1 for put in reversed(self._unacked) if not put.settled), self._acked)
+        return Rest(
+            lane=self._first_lane,
+            puts=self._next_put,
+            acked=self._acked,
+            awaited=awaited,
+            published=self._arrivals.published,
+            told=self._arrivals.told,
+        )
 
     def check_invariants(self) -> None:
         """See `Machine`."""
@@ -216,7 +191,7 @@ class BulkMachine:
             case LaneOpened(lane=lane):
                 if lane in self._lanes:
                     raise LocalProtocolError(f"lane {lane} to {self.peer} is open already")
-                self._lanes[lane] = _Lane()
+                self._lanes[lane] = LaneState()
                 if self._first_lane is None:
                     self._first_lane = lane
             case RecordsSent(lane=lane, records=records):
@@ -230,6 +205,8 @@ class BulkMachine:
                 put = self._lanes[lane].receiving
                 assert isinstance(put, Put)
                 self._arrivals.refuse(put, reason)
+            case QuickMoved():
+                self._quick_moved(event)
             case GetResolved(get=get):
                 self._answers.append(self._serving[get])
             case GetRefused(get=get, reason=reason):
@@ -257,15 +234,25 @@ class BulkMachine:
             return
         self._transfers.add(ask.transfer)
         if isinstance(ask, GetAsked):
-            self._gets[ask.transfer] = _OwnGet(ask, after=self._next_put)
+            self._gets[ask.transfer] = OwnGet(ask, after=self._next_put)
             self._gets_waiting.append(ask)
             return
         total = ask.total if isinstance(ask, PutAsked) else 0
-        put = _Outgoing(Of.TRANSFER, ask.transfer, total, order=self._next_put, ask=ask)
+        put = Outgoing(Of.TRANSFER, ask.transfer, total, order=self._next_put, ask=ask)
         self._next_put += 1
         self._puts.append(put)
 
-    def _sent(self, lane: _Lane, number: int, records: int) -> None:
+    def _quick_moved(self, event: QuickMoved) -> None:
+        if self.rest() is None:
+            raise LocalProtocolError(f"puts to {self.peer} went past a machine that was not at rest")
+        for _ in range(event.puts):
+            put = Outgoing(Of.TRANSFER, 0, 0, order=self._next_put, cut_whole=True, settled=True)
+            self._next_put += 1
+            self._unacked.append(put)
+        self._acknowledged(event.acked)
+        self._arrivals.go_on(event.published, event.told)
+
+    def _sent(self, lane: LaneState, number: int, records: int) -> None:
         if records > len(lane.handed):
             raise LocalProtocolError(f"{records} records sent, of {len(lane.handed)} given to a lane")
         for _ in range(records):
@@ -279,7 +266,7 @@ class BulkMachine:
                 if outgoing.cut_whole and outgoing.unsent == 0:
                     self._all_sent(outgoing)
 
-    def _all_sent(self, outgoing: _Outgoing) -> None:
+    def _all_sent(self, outgoing: Outgoing) -> None:
         if outgoing.of is Of.SERVED:
             del self._serving[outgoing.number]
             self._actions.append(Unserve(get=outgoing.number))
@@ -290,7 +277,7 @@ class BulkMachine:
 
     # -- what comes ----------------------------------------------------------------------------------
 
-    def _came(self, number: int, lane: _Lane, record: Record, now_ns: int) -> None:
+    def _came(self, number: int, lane: LaneState, record: Record, now_ns: int) -> None:
         if lane.receiving is not None:
             raise LocalProtocolError(f"a record on lane {number} before the payload of the last")
         match record:
@@ -329,10 +316,10 @@ class BulkMachine:
             if put.unsent:
                 raise Malformed(f"put {put.order} is acknowledged before it is sent")
             self._acked += 1
-            if not put.refused:
+            if not (put.refused or put.settled):
                 self._finish(put.number)
 
-    def _own_put(self, order: int) -> _Outgoing:
+    def _own_put(self, order: int) -> Outgoing:
         index = order - self._acked
         if not 0 <= index < len(self._unacked) or self._unacked[index].refused:
             raise Malformed(f"put {order} is refused, which is not under way")
@@ -341,7 +328,7 @@ class BulkMachine:
     def _get_came(self, get: Get) -> None:
         if get.transfer in self._serving or len(self._serving) >= GETS_MAX:
             raise Malformed(f"get {get.transfer} came twice, or is one too many at once")
-        answer = _Outgoing(Of.SERVED, get.transfer, get.total)
+        answer = Outgoing(Of.SERVED, get.transfer, get.total)
         self._serving[get.transfer] = answer
         if get.after <= self._arrivals.published:
             self._serve(get)
@@ -351,13 +338,13 @@ class BulkMachine:
     def _serve(self, get: Get) -> None:
         self._actions.append(Serve(get=get.transfer, handle=get.handle, at=get.at, total=get.total))
 
-    def _own_get(self, transfer: int) -> _OwnGet:
+    def _own_get(self, transfer: int) -> OwnGet:
         get = self._gets.get(transfer)
         if get is None or not get.asked:
             raise Malformed(f"an answer came to get {transfer}, which we have not asked")
         return get
 
-    def _data_came(self, number: int, lane: _Lane, data: Data) -> None:
+    def _data_came(self, number: int, lane: LaneState, data: Data) -> None:
         get = self._own_get(data.transfer)
         if get.stripes is None:
             get.stripes = Stripes(data)
@@ -369,7 +356,7 @@ class BulkMachine:
             ReceiveGet(lane=number, transfer=data.transfer, offset=data.offset, nbytes=data.nbytes)
         )
 
-    def _payload_came(self, lane: _Lane, text: str) -> None:
+    def _payload_came(self, lane: LaneState, text: str) -> None:
         record, lane.receiving = lane.receiving, None
         match record:
             case Put():
@@ -390,7 +377,8 @@ class BulkMachine:
                 if put.unsent:
                     raise Malformed(f"put {put.order} is refused before it is sent")
                 put.refused = True
-                self._finish(put.number, RemoteProtocolError(f"{self.peer} refuses a put: {text}"))
+                if not put.settled:
+                    self._finish(put.number, RemoteProtocolError(f"{self.peer} refuses a put: {text}"))
             case Error():
                 self._fail(BulkError(f"{self.peer} ends the connection: {text}"), tell=False)
             case _:
@@ -439,7 +427,7 @@ class BulkMachine:
                 if has_room and len(lane.handed) < PUTS_AHEAD_MAX:
                     given |= self._give_next(number, lane)
 
-    def _give_next(self, number: int, lane: _Lane) -> bool:
+    def _give_next(self, number: int, lane: LaneState) -> bool:
         if number == self._first_lane and self._give_urgent(number, lane):
             return True
         if self._gets_waiting and self._gets_asked < GETS_MAX:
@@ -461,7 +449,7 @@ class BulkMachine:
             return False
         return True
 
-    def _give_urgent(self, number: int, lane: _Lane) -> bool:
+    def _give_urgent(self, number: int, lane: LaneState) -> bool:
         if self._urgent:
             record, text, outgoing = self._urgent.popleft()
             if outgoing is not None:
@@ -474,13 +462,13 @@ class BulkMachine:
             return False
         return True
 
-    def _give_stripe(self, number: int, lane: _Lane, queue: deque[_Outgoing]) -> None:
+    def _give_stripe(self, number: int, lane: LaneState, queue: deque[Outgoing]) -> None:
         outgoing = queue[0]
         if not outgoing.stripe_bytes:
             outgoing.stripe_bytes = self._stripe_bytes(outgoing.total)
         offset = outgoing.cut_bytes
         nbytes = min(outgoing.stripe_bytes, outgoing.total - offset)
-        record = _stripe_record(outgoing, offset, nbytes)
+        record = stripe_record(outgoing, offset, nbytes)
         outgoing.cut_bytes += nbytes
         if outgoing.cut_bytes == outgoing.total:
             outgoing.cut_whole = True
@@ -500,9 +488,9 @@ class BulkMachine:
     def _give(
         self,
         number: int,
-        lane: _Lane,
+        lane: LaneState,
         record: Record,
-        outgoing: _Outgoing | None,
+        outgoing: Outgoing | None,
         *,
         source: Source | None = None,
         text: bytes = b"",
@@ -520,7 +508,7 @@ class BulkMachine:
             self.state = State.CLOSING
             self._actions.append(SetTimer(at_ns=now_ns + self._limits.close_ns))
 
-    def _lane_ended(self, lane: _Lane | None, between_records: bool) -> None:
+    def _lane_ended(self, lane: LaneState | None, between_records: bool) -> None:
         if lane is not None and not lane.goodbye_heard:
             where = "" if between_records else " in the middle of a record"
             self._fail(PeerLost(self.peer, f"its bulk connection ended{where}"), tell=False)
@@ -535,7 +523,7 @@ class BulkMachine:
             self._gets_waiting.clear()
             while self._unacked and not self._unacked[0].unsent:
                 put = self._unacked.popleft()
-                if not put.refused:
+                if not (put.refused or put.settled):
                     self._finish(put.number, self._end_error)
         under_way = self._puts or self._unacked or self._serving or self._gets
         if not (under_way or self._urgent or self._arrivals.ack_due):
@@ -569,25 +557,6 @@ class BulkMachine:
         self._serving.clear()
         self.state = State.ENDED
         self._actions.append(End(error=error))
-
-
-def _stripe_record(outgoing: _Outgoing, offset: int, nbytes: int) -> Record:
-    ask = outgoing.ask
-    match ask:
-        case NotifyAsked():
-            return Notify(transfer=outgoing.order, channel=ask.channel, value=ask.value)
-        case PutAsked():
-            return Put(
-                transfer=outgoing.order, handle=ask.handle, at=ask.at, total=ask.total, offset=offset,
-                stripe_bytes=outgoing.stripe_bytes, nbytes=nbytes, channel=ask.channel, value=ask.value,
-            )  # fmt: skip
-        case None:
-            return Data(
-                transfer=outgoing.number, total=outgoing.total, stripe_bytes=outgoing.stripe_bytes,
-                offset=offset, nbytes=nbytes,
-            )  # fmt: skip
-        case _:
-            assert_never(ask)
 
 
 def _text(reason: str) -> bytes:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 import structlog
 
 from zbmd.transport import _native
+from zbmd.transport._quick import QUICK_BYTES_MAX
 from zbmd.transport.bulk_events import (
     BulkAction,
     BulkEvent,
@@ -51,6 +52,7 @@ from zbmd.transport.bulk_lane import SCRATCH_BYTES, LaneSocket, Wait
 from zbmd.transport.bulk_lanes import SLOW_BYTES_PER_S, buffer_bytes_max, lanes_for, round_trip_us
 from zbmd.transport.bulk_limits import BulkLimits
 from zbmd.transport.bulk_machine import BulkMachine, State
+from zbmd.transport.bulk_quick import QuickLane
 from zbmd.transport.bulk_records import Ack, BulkError, Error
 from zbmd.transport.bulk_region import BulkRegion
 from zbmd.transport.bulk_stream import Arrived
@@ -59,7 +61,7 @@ from zbmd.transport.lane import Lane
 from zbmd.transport.lane_use import LaneUse, read_work
 from zbmd.transport.region import RegionHandle, require_owner
 from zbmd.transport.segment import Segment
-from zbmd.transport.transfer import Transfer
+from zbmd.transport.transfer import DONE, Transfer
 
 if TYPE_CHECKING:
     from zbmd.transport.bulk_plane import DataPlane
@@ -128,6 +130,7 @@ class BulkPeer:
         """Lanes that have something to send."""
         self._prompt = False
         """Some of it is more than an acknowledgement."""
+        self._quick = QuickLane(self._machine, self._regions, self._own, info.slot)
         self._use: LaneUse | None = None
         self._lingering = False
         self._told = False
@@ -168,6 +171,10 @@ class BulkPeer:
         self, handle: RegionHandle, src: memoryview, at: int, *, channel: int, value: int, owner: object
     ) -> Transfer:
         """Put `src`, flat bytes of `owner`, which is kept alive. What can be checked has been."""
+        if len(src) <= QUICK_BYTES_MAX and self._plane.at_once(
+            lambda: self._go_quickly(lambda lane: lane.put(handle, src, at, channel, value))
+        ):
+            return DONE
         return self._ask(
             lambda n: PutAsked(
                 transfer=n, handle=handle, at=at, total=len(src), channel=channel, value=value
@@ -199,6 +206,8 @@ class BulkPeer:
 
     def notify(self, channel: int, value: int) -> None:
         """Set the peer's cell of (our slot, channel) behind all puts before."""
+        if self._plane.at_once(lambda: self._go_quickly(lambda lane: lane.notify(channel, value))):
+            return
         self._ask(lambda n: NotifyAsked(transfer=n, channel=channel, value=value), memoryview(b""), None)
 
     def settled(self) -> Transfer:
@@ -231,6 +240,39 @@ class BulkPeer:
                 self._error = error
 
     # -- the data-plane thread -----------------------------------------------------------------------
+
+    def _go_quickly(self, send: Callable[[QuickLane], bool | None]) -> bool:
+        """Send something past the machine, if it is at rest; whether that was done."""
+        quick = self._quick
+        if self._events or self._error is not None:
+            return False
+        if quick.lane < 0:
+            self.flush()  # acknowledgements that are held back are all that may be in the way
+            if not quick.begin(self._lanes):
+                return False
+        whole = send(quick)
+        if whole is None:
+            return False
+        self._sent_quickly(whole=whole)
+        return True
+
+    def _sent_quickly(self, *, whole: bool) -> None:
+        self._plane.check_silence_of(self)
+        self._plane.flushed(self)
+        if not whole:
+            number = self._quick.lane
+            self._leave_quick()
+            self._unsent[number] = self._lanes[number]
+            self._prompt = True
+            self._plane.flush_soon(self)
+
+    def _leave_quick(self) -> None:
+        """What follows is the machine's."""
+        number = self._quick.lane
+        if number >= 0:
+            self._handle(self._quick.end())
+            if self._lanes[number].has_surplus:
+                self._plane.again(self, number)
 
     def _start(self, number: int, event: BulkEvent, transfer: Transfer, view: memoryview) -> None:
         self._buffers[number] = transfer, view
@@ -267,6 +309,12 @@ class BulkPeer:
         io = self._lanes.get(number)
         if io is None or io.paused:
             return
+        if number == self._quick.lane or (self._plane.is_driven and self._quick_again(number)):
+            if self._quick.receive():
+                if self._quick.owes:
+                    self._plane.flush_later(self)
+                return
+            self._leave_quick()
         if self._lingering:
             self._discard(io)
             return
@@ -301,6 +349,8 @@ class BulkPeer:
     def flush(self) -> None:
         """Send on every lane that has something to send, as far as sockets take it."""
         self._prompt = False
+        if self._quick.lane >= 0 and self._quick.owes:
+            self._sent_quickly(whole=self._quick.acknowledge())
         while self._unsent:
             number, io = self._unsent.popitem()
             self.writable(number, io)
@@ -361,6 +411,8 @@ class BulkPeer:
             self._handle(TimerFired())
 
     def _handle(self, event: BulkEvent) -> None:
+        if self._quick.lane >= 0:
+            self._leave_quick()
         self._events.append(event)
         if len(self._events) > 1:
             return  # by an action of the event before, all of whose actions come first
@@ -479,6 +531,10 @@ class BulkPeer:
             self._on_ended(error)
         if error is not None:
             log.warning("bulk connection ended", peer=self.info.name, reason=str(error))
+
+    def _quick_again(self, number: int) -> bool:
+        """Whether what comes on this lane may go past the machine from now on."""
+        return not self._lingering and self._quick.begin(self._lanes) and self._quick.lane == number
 
     def _discard(self, io: LaneSocket) -> None:
         if not io.discard(bytearray(SCRATCH_BYTES)):

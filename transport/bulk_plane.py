@@ -14,8 +14,8 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Final
 
 import structlog
@@ -42,6 +42,22 @@ HELPER_CPUS_MIN: Final = 3
 """With fewer processors nobody makes tags beside the thread: it has one, and the network another."""
 _READ: Final = select.EPOLLIN | select.EPOLLRDHUP
 log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
+
+
+class Driving(AbstractContextManager[None]):
+    """See `DataPlane.driving`."""
+
+    __slots__ = ("_ours", "_plane")
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+        self._ours = False
+
+    def __enter__(self) -> None:
+        self._ours = self._plane.take_wheel()
+
+    def __exit__(self, *_: object) -> None:
+        self._plane.leave_wheel(ours=self._ours)
 
 
 class DataPlane:
@@ -121,27 +137,46 @@ class DataPlane:
                 os.eventfd_write(self._wake_fd, 1)
         return True
 
-    @contextmanager
-    def driving(self) -> Generator[None]:
+    def driving(self) -> Driving:
         """For the time of the context this thread, if no other does so, performs its own calls by `drive`.
 
         It waits for nothing else than by `drive`, or by any means after `hand_over`.
         """
-        ident = threading.get_ident()
+        return Driving(self)
+
+    def take_wheel(self) -> bool:
+        """Have the calling thread drive from now on; False if another, or it itself, does already."""
         with self._lock:
-            ours = self._driver == 0
-            if ours:
-                self._driver = ident
+            if self._driver:
+                return False
+            self._driver = threading.get_ident()
+            return True
+
+    def leave_wheel(self, *, ours: bool) -> None:
+        """The end of a `driving`. ours: what `take_wheel` said."""
+        if ours:
+            self._driver = 0
+            left_over = bool(self._held_back) and not self._in_stand_by
+            if left_over or self._is_due():
+                self._take_turn(whole=left_over)
+        if self._is_due() or self._any_unsent() or (self._held_back and not self._in_stand_by):
+            self.hand_over()
+
+    def at_once(self, send: Callable[[], bool]) -> bool:
+        """Have the thread that drives do this now, if nothing was asked for before; whether it was done."""
+        if self._driver != threading.get_ident() or self._calls or not self._turns.acquire(blocking=False):
+            return False
         try:
-            yield
+            self._stands_by = True
+            self._driven += 1
+            return not self._closing and not self._to_flush and send()
         finally:
-            if ours:
-                self._driver = 0
-                left_over = bool(self._held_back) and not self._in_stand_by
-                if left_over or self._is_due():
-                    self._take_turn(whole=left_over)
-            if self._is_due() or self._any_unsent() or (self._held_back and not self._in_stand_by):
-                self.hand_over()
+            self._turns.release()
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a thread waits for what comes, and takes turns."""
+        return self._driver != 0
 
     def _is_due(self) -> bool:
         return bool(self._calls or self._to_flush or self._again)
@@ -240,6 +275,10 @@ class DataPlane:
         """Have `peer` send what it has with what follows, or else soon: nobody works on for it."""
         if peer not in self._to_flush:
             self._held_back[peer] = None
+
+    def flushed(self, peer: BulkPeer) -> None:
+        """All that was held back for `peer` has left."""
+        self._held_back.pop(peer, None)
 
     def check_silence_of(self, peer: BulkPeer) -> None:
         """Something has been sent to this peer."""

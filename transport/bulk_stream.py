@@ -30,7 +30,7 @@ from zbmd.transport.bulk_records import (
 )
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.payload_tag import LyingTag, PassingTag, TagHelper
-from zbmd.transport.record_mac import TAG_BYTES, RecordMac
+from zbmd.transport.record_mac import TAG_BYTES, RecordMac, Seal
 
 CHUNK_BYTES: Final = 1 << 22
 """What is moved at a time."""
@@ -59,7 +59,8 @@ class LaneReader:
     def __init__(self, mac: RecordMac | None, helper: TagHelper | None = None) -> None:
         self._mac = mac
         self._helper = helper
-        self._sequence = 0
+        self.records = 0
+        """Headers that have come."""
         self._small = memoryview(bytearray(HEADER_BYTES + TAG_BYTES if mac else HEADER_BYTES))
         self._tag_view = memoryview(bytearray(TAG_BYTES))
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
@@ -76,6 +77,11 @@ class LaneReader:
         self._unwanted_bytes = 0
         """What is still to come of a payload that goes nowhere."""
         self._ended = False
+
+    @property
+    def seal(self) -> Seal | None:
+        """What makes the tags; None if there are none."""
+        return None if self._mac is None else self._mac.seal
 
     @property
     def wanted_bytes(self) -> int:
@@ -121,7 +127,7 @@ class LaneReader:
             return self._payload_whole()
         if view is self._tag_view:
             if not hmac.compare_digest(tag.tag(), view):
-                raise Forged(f"the payload of record {self._sequence - 1} of a lane does not match its tag")
+                raise Forged(f"the payload of record {self.records - 1} of a lane does not match its tag")
             self._passing = self._lying = None
             return self._payload_whole()
         self._view, self._at = self._tag_view, 0
@@ -133,7 +139,7 @@ class LaneReader:
             raise LocalProtocolError(f"{len(view)} bytes are no destination for {self._record}")
         self._view, self._at = view, 0
         if self._mac is not None:
-            self._lying = LyingTag(self._mac, self._sequence - 1, view, self._helper)
+            self._lying = LyingTag(self._mac, self.records - 1, view, self._helper)
 
     def receive_nowhere(self) -> None:
         """Throw the payload that is due away. It is checked all the same."""
@@ -141,7 +147,7 @@ class LaneReader:
         self._view, self._at = self._scratch[:0], 0
         self._unwanted_bytes = nbytes
         if self._mac is not None:
-            self._passing = PassingTag(self._mac, self._sequence - 1, nbytes)
+            self._passing = PassingTag(self._mac, self.records - 1, nbytes)
 
     def redirect(self) -> None:
         """Let go of the destination of the payload that is under way: it goes on in memory of its own."""
@@ -168,11 +174,11 @@ class LaneReader:
     def _header_whole(self) -> Record:
         header = bytes(self._small[:HEADER_BYTES])
         if self._mac is not None and not self._mac.holds(
-            _HEADER, self._sequence, header, bytes(self._small[HEADER_BYTES:])
+            _HEADER, self.records, header, bytes(self._small[HEADER_BYTES:])
         ):
-            raise Forged(f"the header of record {self._sequence} of a lane does not match its tag")
-        record = decode(header, self._sequence)
-        self._sequence += 1
+            raise Forged(f"the header of record {self.records} of a lane does not match its tag")
+        record = decode(header, self.records)
+        self.records += 1
         self._at = 0
         if record.nbytes:
             self._record = record
@@ -196,7 +202,8 @@ class LaneWriter:
     def __init__(self, mac: RecordMac | None, helper: TagHelper | None = None) -> None:
         self._mac = mac
         self._helper = helper
-        self._sequence = 0
+        self.records = 0
+        """Headers that have been given out."""
         self._records: deque[tuple[Record, memoryview | None]] = deque()
         self._payload: memoryview | None = None
         """What is still to be cut of the payload of the record whose header went into `_ready` last."""
@@ -213,6 +220,11 @@ class LaneWriter:
         """The values of `_given_bytes` at which records end."""
 
     @property
+    def seal(self) -> Seal | None:
+        """As of `LaneReader`."""
+        return None if self._mac is None else self._mac.seal
+
+    @property
     def idle(self) -> bool:
         """Whether everything that was added has been sent."""
         return not (self._records or self._ready or self._payload is not None or self._tag is not None)
@@ -222,6 +234,10 @@ class LaneWriter:
         if (0 if payload is None else payload.nbytes) != record.nbytes:
             raise LocalProtocolError(f"a payload that is not that of {record}")
         self._records.append((record, payload))
+
+    def behind(self, rest: memoryview) -> None:
+        """The end of a record that was made and begun elsewhere is to be sent next; it is copied."""
+        self._give(_copy(rest))
 
     def let_go(self) -> None:
         """Copy what is still to be sent: the memory that it is in may change now."""
@@ -263,12 +279,12 @@ class LaneWriter:
         return records
 
     def _begin(self, record: Record, payload: memoryview | None) -> None:
-        header = encode(record, self._sequence)
+        header = encode(record, self.records)
         if self._mac is not None:
-            header += self._mac.tag(_HEADER, self._sequence, (header,))
+            header += self._mac.tag(_HEADER, self.records, (header,))
             if payload is not None:
-                self._tag = LyingTag(self._mac, self._sequence, payload, self._helper)
-        self._sequence += 1
+                self._tag = LyingTag(self._mac, self.records, payload, self._helper)
+        self.records += 1
         self._payload = payload
         self._cut_bytes = 0
         self._give(memoryview(header))

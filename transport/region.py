@@ -124,6 +124,8 @@ class Regions:
         self._closing: dict[RegionHandle, _Region] = {}
         self._lent: dict[RegionHandle, tuple[NDArray[Any], int]] = {}
         """Arrays that are lent to peers, and how many times."""
+        self.version = 0
+        """Another number whenever memory is not peers' any more."""
 
     def register(self, array: NDArray[Any], *, writers: Iterable[int] = ()) -> RegionHandle:
         """Describe an array of our own arena (peers may read it) or inbox (peers may write it).
@@ -183,6 +185,7 @@ class Regions:
         What a peer is being served from it is not: see `BulkPeer.let_go`.
         """
         with self._lock:
+            self.version += 1
             array, times = self._lent.pop(handle)
             if times > 1:
                 self._lent[handle] = array, times - 1
@@ -206,6 +209,7 @@ class Regions:
             region = self._regions.pop(handle, None)
             if region is None:
                 return
+            self.version += 1
             if region.writers:
                 self._closing[handle] = region
             else:

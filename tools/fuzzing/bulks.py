@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+
 from zbmd.tools.fuzzing.script import Script, block
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.transport import bulk_records as br
-from zbmd.transport._native import CHANNELS
+from zbmd.transport._native import CHANNELS, OFF_END, address_of
+from zbmd.transport._quick import QuickPuts
 from zbmd.transport.bulk_events import (
     BulkAction,
     BulkEvent,
@@ -86,7 +89,11 @@ def _said(*records: br.Record) -> bytes:
 
 def _peer_seeds() -> tuple[bytes, ...]:
     records = _records()
-    return (_said(*records), _said(*records[:5]), _said(*records[3:9]), _said(*reversed(records[:8])))
+    small = br.Put(
+        transfer=1, handle=REGION, at=8, total=40, stripe_bytes=64, offset=0, nbytes=40, channel=1, value=2
+    )
+    quick = _said(br.Notify(transfer=0, channel=0, value=1), small, br.Ack(puts=1), br.Ack(puts=2))
+    return (quick, _said(*records), _said(*records[:5]), _said(*records[3:9]), _said(*reversed(records[:8])))
 
 
 class _Driver:
@@ -183,6 +190,57 @@ def _peer(data: bytes) -> None:
             raise end.error
 
 
+class _Quick:
+    """`QuickPuts` over memory of its own, and nothing that peers may write but `REGION`."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self._own = np.zeros(OFF_END, np.uint8)
+        self._memory = bytearray(REGION.nbytes)
+        self.puts = QuickPuts(
+            seal_sent=None,
+            seal_come=None,
+            resolve=self._resolve,
+            versions=self,
+            own=address_of(self._own),
+            slot=REGION.slot,
+        )
+        self.puts.begin(0, 0, OWN_GETS, 0, 1, 0, 0)
+
+    def _resolve(self, slot: int, incarnation: int, offset: int, nbytes: int) -> memoryview | None:
+        named = RegionHandle(slot=slot, incarnation=incarnation, offset=offset, nbytes=nbytes, writable=True)
+        return memoryview(self._memory) if named == REGION else None
+
+    def hear(self, record: bytearray) -> None:
+        """One record, its number put right."""
+        puts, number = self.puts, self.puts.come_records
+        record[_SEQUENCE] = number.to_bytes(8, "little")
+        puts.room[: len(record)] = record
+        puts.came(len(record))
+        taken = puts.come_records - number
+        if taken and not isinstance(
+            br.decode(record[: br.HEADER_BYTES], number), br.Put | br.Notify | br.Ack
+        ):
+            raise Broken("it has taken a record that it does not know")
+        rest = puts.end()
+        if not taken and rest != bytes(record):
+            raise Broken("what it has left is not what came")
+        puts.begin(puts.sent_records, puts.come_records, OWN_GETS, puts.acked, 1, puts.published, puts.told)
+
+
+def _quick(data: bytes) -> None:
+    """What the shortcut takes the decoder takes, too; the rest it leaves as it came."""
+    script, quick = Script(data), _Quick()
+    for _ in range(RECORDS_MAX):
+        if script.ended:
+            break
+        script.number(1)
+        record = bytearray(script.block())
+        if len(record) >= br.HEADER_BYTES:
+            quick.hear(record)
+
+
 TARGETS = (
     Target(
         name="bulk.record",
@@ -197,5 +255,12 @@ TARGETS = (
         allowed=(),
         seeds=_peer_seeds,
         run=_peer,
+    ),
+    Target(
+        name="bulk.quick",
+        what="a peer's records, past the machine",
+        allowed=(),
+        seeds=_peer_seeds,
+        run=_quick,
     ),
 )

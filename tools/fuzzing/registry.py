@@ -60,6 +60,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "transport/cuda_handle.py": ("device.handle",),
     "transport/bulk_arrivals.py": ("bulk.peer",),
     "transport/bulk_machine.py": ("bulk.peer",),
+    "transport/_quick.pyx": ("bulk.quick",),
     "transport/bulk_records.py": ("bulk.record",),
     "transport/bulk_stream.py": ("bulk.peer",),
     "transport/cookie.py": ("cookie",),

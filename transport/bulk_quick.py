@@ -1,0 +1,136 @@
+"""Small puts to and from one peer, past the machine while it is at rest: `_quick.QuickPuts` on a socket."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import Final
+
+from zbmd.transport._native import Mapping
+from zbmd.transport._quick import QuickPuts
+from zbmd.transport.bulk_events import QuickMoved
+from zbmd.transport.bulk_lane import LaneSocket
+from zbmd.transport.bulk_machine import BulkMachine
+from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.region import RegionHandle, Regions
+
+CALLS_MAX: Final = 4
+"""Receives, each of many records, before others have their turn."""
+
+
+class QuickLane:
+    """The lane of a peer on which small puts are quick, and whether they are now.
+
+    slot: the peer's; own: our segment, whose cells are set. For the thread that has the turn.
+    """
+
+    def __init__(self, machine: BulkMachine, regions: Regions, own: Mapping, slot: int) -> None:
+        self._machine = machine
+        self._regions = regions
+        self._own = own
+        self._slot = slot
+        self._puts: QuickPuts | None = None
+        self._io: LaneSocket | None = None
+        self._sock: socket.socket | None = None
+        self.lane = -1
+        """Which it is, while they are; else -1."""
+
+    def begin(self, lanes: dict[int, LaneSocket]) -> bool:
+        """Go past the machine if it is at rest and its lane is between two records; whether that is so."""
+        rest = self._machine.rest()
+        io = None if rest is None else lanes.get(rest.lane)
+        if rest is None or io is None or isinstance(io.sock, ssl.SSLSocket) or not io.rests:
+            return False
+        if self._puts is None or self._io is not io:
+            self._io, self._sock = io, io.sock
+            self._puts = QuickPuts(
+                seal_sent=io.writer.seal,
+                seal_come=io.reader.seal,
+                resolve=self._resolve,
+                versions=self._regions,
+                own=self._own.address,
+                slot=self._slot,
+            )
+        self._puts.begin(
+            io.writer.records,
+            io.reader.records,
+            rest.puts,
+            rest.acked,
+            rest.awaited,
+            rest.published,
+            rest.told,
+        )
+        io.set_wake_bytes()
+        self.lane = rest.lane
+        return True
+
+    def end(self) -> QuickMoved:
+        """The machine's turn, and the lane's: what it is to be told. What has come waits in the lane."""
+        puts, io = self._puts, self._io
+        assert puts is not None and io is not None, "it has begun"
+        self.lane = -1
+        moved = QuickMoved(puts=puts.new_puts, acked=puts.acked, published=puts.published, told=puts.told)
+        io.go_on(sent_records=puts.sent_records, come_records=puts.come_records, come=puts.end())
+        return moved
+
+    def put(self, handle: RegionHandle, data: memoryview, at: int, channel: int, value: int) -> bool | None:
+        """Send it, as far as the socket takes it: whether that is whole. None if it must go another way."""
+        assert self._puts is not None, "it has begun"
+        sent = self._puts.put(handle, data, at, channel, value)
+        return None if sent is None else self._send(sent)
+
+    def notify(self, channel: int, value: int) -> bool | None:
+        """As `put`."""
+        assert self._puts is not None, "it has begun"
+        sent = self._puts.notify(channel, value)
+        return None if sent is None else self._send(sent)
+
+    def acknowledge(self) -> bool:
+        """Tell the peer what is published; as `put`."""
+        assert self._puts is not None, "it has begun"
+        sent = self._puts.acknowledge()
+        return not sent or self._send(sent)
+
+    def receive(self) -> bool:
+        """Take what is there: whether all of it was ours, and the connection stands."""
+        puts, sock = self._puts, self._sock
+        assert puts is not None and sock is not None, "it has begun"
+        for _ in range(CALLS_MAX):
+            room = puts.room
+            try:
+                nbytes = sock.recv_into(room)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False  # the lane finds out what it is
+            if not nbytes or not puts.came(nbytes):
+                return False
+            if nbytes < len(room):
+                break
+        return True
+
+    @property
+    def owes(self) -> bool:
+        """Whether the peer has not been told of all that is published."""
+        return self._puts is not None and self._puts.told < self._puts.published
+
+    def _send(self, data: memoryview) -> bool:
+        """What the socket does not take, or fails on, is the lane's to send."""
+        io, sock = self._io, self._sock
+        assert io is not None and sock is not None, "it has begun"
+        try:
+            sent = sock.send(data)
+        except OSError:
+            sent = 0
+        io.owed = True
+        if sent == len(data):
+            return True
+        io.writer.behind(data[sent:])
+        return False
+
+    def _resolve(self, slot: int, incarnation: int, offset: int, nbytes: int) -> memoryview | None:
+        handle = RegionHandle(slot=slot, incarnation=incarnation, offset=offset, nbytes=nbytes, writable=True)
+        try:
+            return self._regions.resolve(handle, 0, nbytes, write=True)
+        except RemoteProtocolError:
+            return None

@@ -15,8 +15,9 @@ from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 from zbmd.collectives.algorithms import Operation
-from zbmd.collectives.communicator import NO_ROOT, Communicator
+from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.device_arrays import given_back, taken
+from zbmd.collectives.runs import NO_ROOT
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import UserError
 

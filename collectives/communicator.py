@@ -44,7 +44,7 @@ from zbmd.collectives.peer_reading import agree_on_reading
 from zbmd.collectives.pieces import Job, Side, shape_of
 from zbmd.collectives.program import IN, OUT, PUB, input_buffer
 from zbmd.collectives.reductions import BYTES_CODE, dtype_code, reduction_code
-from zbmd.collectives.runs import Said
+from zbmd.collectives.runs import NO_ROOT, Said
 from zbmd.collectives.tuning import agree_on_model
 from zbmd.transport.errors import UserError
 
@@ -56,7 +56,6 @@ _GATHER: Final = Operation.GATHER.value
 _SCATTER: Final = Operation.SCATTER.value
 _REDUCE_SCATTER: Final = Operation.REDUCE_SCATTER.value
 _BARRIER: Final = Operation.BARRIER.value
-NO_ROOT: Final = -1
 
 
 class Communicator(CoalescedOperations):

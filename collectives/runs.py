@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,8 @@ from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.segment import Segment
 
+NO_ROOT: Final = -1
+"""What is said as the root of a call that has none."""
 _LANE_BUFFERS = frozenset((OUT, PUB, IN))
 
 OnFlight: TypeAlias = Callable[[FlightRecord, Sequence[Array]], None]

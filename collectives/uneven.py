@@ -7,7 +7,7 @@ gathered first (one small operation more), and what does not fit ends as `Desync
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,8 +19,10 @@ from zbmd.collectives.layout import Counts, all_gather_layout, all_to_all_layout
 from zbmd.collectives.pieces import Job, Side, shape_of
 from zbmd.collectives.program import IN, OUT, PUB
 from zbmd.collectives.reductions import BYTES_CODE, dtype_code, reduction_code
+from zbmd.collectives.runs import NO_ROOT, Said
 from zbmd.transport.errors import UserError
 
+_ALL_TO_ALL: Final = Operation.ALL_TO_ALL.value
 ROWS_MAX = 1 << 40
 """Rows of one block at most."""
 
@@ -33,12 +35,16 @@ class UnevenOperations(Calls):
 
         Any dtype without objects. `algorithm`: auto, eager or direct. Returns `out`, of the shape of `x`.
         """
+        done = self.lane.run(_ALL_TO_ALL, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
+        if done is not None:
+            return out if done else self.lane_failed()
         given = self._blocks_of(as_placed(x, "x"))
         result, target = self._output(out, given.shape, given)
         source, flat = as_bytes(packed(given), "x"), as_bytes(target.flat, "out")
         require_apart(source, flat)
         layout = all_to_all_layout(((source.size // self.size,) * self.size,) * self.size)
-        self._perform(self._laid_out(Operation.ALL_TO_ALL, algorithm, layout, source, flat), deadline_ns)
+        job = self._laid_out(Operation.ALL_TO_ALL, algorithm, layout, source, flat)
+        self._perform(job, deadline_ns, Said(x, out, "sum", algorithm, NO_ROOT))
         target.bring_home()
         return result
 

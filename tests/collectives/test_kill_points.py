@@ -116,9 +116,12 @@ def test_nor_does_it_between_hosts(run_ranks: RunRanks, name: str, hosts: tuple[
     kill_at_every_point(partial(run_ranks, hosts=hosts), OPERATIONS[name], len(hosts))
 
 
-@pytest.mark.parametrize("name", OPERATIONS_OF_TWO)
-def test_nor_does_it_in_a_call_by_the_lane(run_ranks: RunRanks, name: str) -> None:
-    kill_at_every_point(run_ranks, OPERATIONS_OF_TWO[name], 2, calm=1)
+@pytest.mark.parametrize(
+    ("name", "hosts"), [*((name, (0, 0)) for name in OPERATIONS_OF_TWO), ("eager", (0, 1))]
+)
+def test_nor_does_it_in_a_call_by_the_lane(run_ranks: RunRanks, name: str, hosts: tuple[int, ...]) -> None:
+    operation = (OPERATIONS | OPERATIONS_OF_TWO)[name]
+    kill_at_every_point(partial(run_ranks, hosts=hosts), operation, 2, calm=1)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from zbmd.collectives._remote import RemoteGroup
 from zbmd.collectives._stepper import COUNTER_MAX, PUB_BYTES_MAX, STATUS_ABORTED
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
-from zbmd.collectives.errors import Desynchronised, OperationAborted
+from zbmd.collectives.errors import Desynchronised, MembersLost, OperationAborted
 from zbmd.collectives.reductions import REDUCTIONS, dtypes, reduction_code
 from zbmd.collectives.remote_fetch import Ended, Fetcher
 from zbmd.collectives.remote_slots import slot_payload_bytes
@@ -360,3 +360,70 @@ def test_who_gives_up_a_wide_operation_is_told_of(run_ranks: RunRanks) -> None:
         next_epoch_works(p)
 
     run_ranks(2, body, hosts=(0, 1))
+
+
+def broadcast_of(p: Any, c: Any, k: int, root: int = 0) -> bool:
+    """Whether all have the root's."""
+    x = np.full(300, 10 * k + p.rank, np.float32)
+    c.broadcast(x, root, deadline_ns=p.soon())
+    return bool((x == 10 * k + root).all())
+
+
+def test_a_root_that_waits_for_nobody_overwrites_nothing(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> bool:
+        c = p.communicator()
+        right = [broadcast_of(p, c, k, root=k // 20 % 3) for k in range(120)]
+        total = c.all_reduce(np.full(20_000, p.rank, np.int64), deadline_ns=p.soon())
+        return all(right) and bool((total == 3).all()) and c.lane.taken > 0
+
+    assert run_ranks(3, body, hosts=(0, 1, 2)) == [True] * 3
+
+
+def test_it_is_one_operation_ahead_at_most(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> str:
+        c, aside = p.communicator(), p.communicator(channel=ASIDE)
+        assert broadcast_of(p, c, 1)
+        if p.rank:
+            aside.barrier(deadline_ns=p.soon())
+            with pytest.raises(OperationAborted):
+                broadcast_of(p, c, 2)
+            return "aborted"
+        assert broadcast_of(p, c, 2)
+        with pytest.raises(DeadlineExceeded):
+            c.broadcast(np.zeros(300, np.float32), 0, deadline_ns=now_ns() + 1)
+        aside.barrier(deadline_ns=p.soon())
+        return "too late"
+
+    assert run_ranks(2, body, hosts=(0, 1)) == ["too late", "aborted"]
+
+
+def test_it_learns_at_the_next_call_who_called_something_else(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> str:
+        c = p.communicator()
+        assert broadcast_of(p, c, 1)
+        if p.rank == 0:
+            assert broadcast_of(p, c, 2)
+            with pytest.raises((Desynchronised, OperationAborted)):  # who has found out first gives up
+                broadcast_of(p, c, 3)
+            return ""
+        with pytest.raises(Desynchronised) as caught:
+            c.all_reduce(np.zeros(300, np.float32), deadline_ns=p.soon())
+        return str(caught.value)
+
+    told = run_ranks(2, body, hosts=(0, 1))[1]
+    assert "rank 1 called all_reduce(" in told and "rank 0 called broadcast(" in told
+
+
+def test_and_who_has_died(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> bool:
+        c = p.communicator()
+        assert broadcast_of(p, c, 1)
+        if p.rank == 1:
+            c.kill_at(c.sequence + 1, 0)
+        assert broadcast_of(p, c, 2)
+        with pytest.raises(MembersLost) as caught:
+            broadcast_of(p, c, 3)
+        return caught.value.ranks == (1,)
+
+    found = run_ranks(3, body, hosts=(0, 1, 2), dies=frozenset((1,)))
+    assert found == [True, None, True]

@@ -61,6 +61,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "transport/bulk_arrivals.py": ("bulk.peer",),
     "transport/bulk_machine.py": ("bulk.peer",),
     "transport/_quick.pyx": ("bulk.quick",),
+    "transport/bulk_quick.py": ("bulk.quick",),
     "transport/bulk_records.py": ("bulk.record",),
     "transport/bulk_stream.py": ("bulk.peer",),
     "transport/cookie.py": ("cookie",),

@@ -153,8 +153,8 @@ def _up_a_tree(case: Case) -> float:
 
 
 def _one_root_reads(case: Case) -> float:
-    alone = Case(n=case.n, nbytes=case.nbytes, hosts=case.hosts, model=case.model)
-    return case.model.alpha_ns * 2 + (alone.time_ns(steps=0, moved=1, reduced=case.n - 1)) / case.crowding
+    waits_ns = case.time_ns(steps=2, moved=0)
+    return waits_ns + (case.time_ns(steps=2, moved=1, reduced=case.n - 1) - waits_ns) / case.crowding
 
 
 def _blocks_directly(case: Case) -> float:

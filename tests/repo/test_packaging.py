@@ -19,6 +19,7 @@ BUILT = {
     "transport/_hlc",
     "transport/_link",
     "transport/_native",
+    "transport/_quick",
     "transport/_recording",
     "transport/_region",
     "transport/_shm_link",

@@ -13,9 +13,12 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from conftest import Launcher
 
 TIMEOUT_S = 30.0
 MARKER = "ZBMD_TEST_NODE_CLI"
@@ -560,15 +563,14 @@ BAD_INPUT = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_INPUT)
-async def test_bad_input_is_told_in_one_paragraph(
-    start: Start, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    (tmp_path / "plain.py").write_text("print('ran')")
-    (tmp_path / "broken.toml").write_text("arena = 1\nn = = 2\n")
-    (tmp_path / "unknown.toml").write_text("arena = '1MiB'\nspeed = 3\n")
-    (tmp_path / "wrong.toml").write_text("restart_window = '64 parsecs'\n")
-    code, run = await run_to_end(start, "run", *arguments)
-    assert code == 2, run.all_output
-    assert not run.lines
-    assert len(run.errors) == 1, run.all_output
-    assert message in run.errors[0]
+def test_bad_input_is_told_in_one_paragraph(launcher: Launcher, arguments: list[str], message: str) -> None:
+    directory = launcher.directory
+    (directory / "plain.py").write_text("print('ran')")
+    (directory / "broken.toml").write_text("arena = 1\nn = = 2\n")
+    (directory / "unknown.toml").write_text("arena = '1MiB'\nspeed = 3\n")
+    (directory / "wrong.toml").write_text("restart_window = '64 parsecs'\n")
+    ended = launcher.run("run", *arguments)
+    assert ended.code == 2, ended
+    assert not ended.out
+    assert len(ended.errors) == 1, ended
+    assert message in ended.errors[0]

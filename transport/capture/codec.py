@@ -116,6 +116,7 @@ class UnionCodec(Generic[InstanceT]):
         members = typing.get_args(union) if _is_union(union) else (union,)
         self._tags: dict[type[Any], str] = {}
         self._decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+        described: dict[str, object] = {}
         for member in members:
             if not (isinstance(member, type) and dataclasses.is_dataclass(member) and is_frozen(member)):
                 raise LocalProtocolError(
@@ -124,14 +125,15 @@ class UnionCodec(Generic[InstanceT]):
             name = member.__name__
             if name in self._decoders:
                 raise LocalProtocolError(f"two members of one union are called {name}")
-            description = _describe(member, ())
+            described[name] = _describe(member, ())
             try:
                 self._decoders[name] = msgspec.msgpack.Decoder(member, dec_hook=_from_plain)
             except TypeError as error:
-                raise LocalProtocolError(f"{name} cannot be recorded: {error}; it is {description}") from None
+                raise LocalProtocolError(
+                    f"{name} cannot be recorded: {error}; it is {described[name]}"
+                ) from None
             self._tags[member] = name
-        by_name = sorted(self._tags, key=lambda member: member.__name__)
-        self.fingerprint = _fingerprint([_describe(member, ()) for member in by_name])
+        self.fingerprint = _fingerprint([described[name] for name in sorted(described)])
 
     @property
     def members(self) -> Mapping[str, type[InstanceT]]:

@@ -17,11 +17,13 @@ import structlog
 from zbmd.actors.member import Node
 from zbmd.actors.view import View
 from zbmd.collectives import repair_messages as rm
+from zbmd.collectives.arrays import Array
 from zbmd.collectives.blocking import timeout_ns
 from zbmd.collectives.capture_kinds import REPAIR, repair_config
 from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.elastic_asks import open_asks
+from zbmd.collectives.elastic_model import Measured, pinned
 from zbmd.collectives.elastic_operations import Result
 from zbmd.collectives.elastic_parts import ElasticParts, Home, Place
 from zbmd.collectives.elastic_splits import Split
@@ -34,7 +36,7 @@ from zbmd.collectives.errors import (
     NotReplaced,
     OperationAborted,
 )
-from zbmd.collectives.group import OPERATIONS_IN_FLIGHT_MAX, Group, make_group
+from zbmd.collectives.group import OPERATIONS_IN_FLIGHT_MAX, Group, hosts_of, make_group
 from zbmd.collectives.group_channels import SUBGROUP_CHANNEL_FIRST, Agreed
 from zbmd.collectives.group_meeting import open_subgroups
 from zbmd.collectives.repair_adoption import Publication, Remains
@@ -42,7 +44,7 @@ from zbmd.collectives.repair_estate import Bequest, Estate
 from zbmd.collectives.repair_jobs import Job
 from zbmd.collectives.repair_machine import RepairMachine, RepairState
 from zbmd.collectives.repair_messages import Inputs, Outcome
-from zbmd.collectives.repair_wire import decode_report, encode_report
+from zbmd.collectives.repair_wire import Told, decode_report, encode_report
 from zbmd.collectives.tagged import tagged_groups
 from zbmd.transport._native import now_ns
 from zbmd.transport.arena import Arena
@@ -87,6 +89,7 @@ class ElasticGroup(ElasticParts):
         self._mend: Communicator | None = None
         self._publication: Publication | None = None
         self._remains = Remains()
+        self._measured: Measured | None = None
         self._turn = asyncio.Lock()
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._job: Job | None = None
@@ -431,33 +434,38 @@ class ElasticGroup(ElasticParts):
 
     async def _exchange(self, action: rm.Exchange) -> rm.RepairEvent:
         """Exchange reports. A view without a member cuts it, and so does a member that is in a later one."""
-        encoded = encode_report(
-            action.report,
-            self._publication.at if self._publication else 0,
-            ranks=self._home.node.world_size,
-        )
+        record_at = self._publication.at if self._publication else 0
+        mine = Told(report=action.report, record_at=record_at, measured=self._measured)
+        encoded = encode_report(mine, ranks=self._home.node.world_size)
         try:
-            rows = await self.group.run(lambda c: c.all_gather(encoded, deadline_ns=self._end_ns))
+            everyone, self._measured = await self.group.run(lambda c: self._meet(c, encoded))
         except _CUT:
             return rm.ExchangeCut(epoch=action.epoch)
         except ZbmdError as error:
             self._error = error
             await self._end()
             raise
-        reports: list[rm.Report] = []
-        for member, row in zip(self._machine.members, rows, strict=True):
-            report, self._remains.records[member] = decode_report(row, member.rank)
-            reports.append(report)
+        reports = [told.report for told in everyone]
+        for member, said in zip(self._machine.members, everyone, strict=True):
+            self._remains.records[member] = said.record_at
         self._tagged.settled(action.epoch, self._machine.members)
         if not action.report.born:
             told = zip(self.members, reports, strict=True)
             self._elders = tuple(rank for rank, report in told if report.born)
         return rm.Exchanged(epoch=action.epoch, reports=tuple(reports))
 
+    def _meet(self, c: Communicator, encoded: Array) -> tuple[list[Told], Measured | None]:
+        """On the data-plane thread: what all tell, and the costs that they choose by in this epoch."""
+        rows = c.all_gather(encoded, deadline_ns=self._end_ns)
+        told = [decode_report(row, rank) for rank, row in zip(c.members, rows, strict=True)]
+        return told, pinned(c, (one.measured for one in told), self._end_ns)
+
     async def _opened(
         self, place: Place, on_close: Callable[[ElasticGroup], None], timeout: float
     ) -> ElasticGroup:
-        return await _founded(ElasticGroup(self._home, place, on_close), timeout)
+        made = ElasticGroup(self._home, place, on_close)
+        made._measured = self._measured
+        return await _founded(made, timeout)
 
     # ---- what the dead have left
 
@@ -493,14 +501,18 @@ class ElasticGroup(ElasticParts):
         """The communicator of those who run it again, or copy."""
         ranks = action.runners if isinstance(action, rm.Rerun) else (action.source, *action.to)
         members = tuple(sorted(ranks))
-        return Communicator(
+        made = Communicator(
             segment=self._node.segment,
             peers={rank: self._node.peers[rank].memory for rank in members if rank != self.rank},
             members=members,
             rank=self.rank,
             epoch=self._place.base + action.epoch,
             channel=self._place.mend,
+            hosts=hosts_of(self._view, members),
         )
+        if self._measured is not None and self._measured.far == (len({*made.hosts}) > 1):
+            made.model = self._measured.model
+        return made
 
     def _carry_out(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -10,6 +11,8 @@ import numpy as np
 from zbmd.actors.view import RANKS_MAX
 from zbmd.collectives.arrays import Array
 from zbmd.collectives.commit_messages import MemberId
+from zbmd.collectives.cost_model import Model
+from zbmd.collectives.elastic_model import Measured
 from zbmd.collectives.repair_messages import Call, Failed, Failure, Inputs, OnLoss, Phase, Report
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
@@ -26,6 +29,7 @@ def report_bytes(ranks: int) -> int:
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Members: TypeAlias = Annotated[tuple[Number, ...], msgspec.Meta(max_length=2 * RANKS_MAX)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=TEXT_BYTES_MAX)]
+Cost: TypeAlias = Annotated[float, msgspec.Meta(gt=0, lt=1e12)]
 Ranks: TypeAlias = Annotated[tuple[Number, ...], msgspec.Meta(max_length=RANKS_MAX)]
 
 
@@ -44,6 +48,14 @@ class _Failed(msgspec.Struct, array_like=True, frozen=True):
     ranks: Ranks
 
 
+class _Measured(msgspec.Struct, array_like=True, frozen=True):
+    alpha_ns: Cost
+    beta_ns_per_byte: Cost
+    gamma_ns_per_byte: Cost
+    cores: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    far: bool
+
+
 class _Report(msgspec.Struct, array_like=True, frozen=True):
     born: Number
     sequence: Number
@@ -54,16 +66,29 @@ class _Report(msgspec.Struct, array_like=True, frozen=True):
     readable: Members
     failed: _Failed | None
     record_at: Number
+    measured: _Measured | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a member tells in an exchange.
+
+    record_at: where it publishes, from its segment's base; 0: it does not. measured: by what it has chosen
+    algorithms, if that was measured.
+    """
+
+    report: Report
+    record_at: int = 0
+    measured: Measured | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Report)
 
 
-def encode_report(report: Report, record_at: int, *, ranks: int) -> Array:
-    """The bytes, (report_bytes(ranks),) uint8, of a job of `ranks`. `record_at`: where the sender publishes,
-    from its segment's base; 0: it does not.
-    """
+def encode_report(told: Told, *, ranks: int) -> Array:
+    """The bytes, (report_bytes(ranks),) uint8, of a job of `ranks`."""
+    report, measured = told.report, told.measured
     call, failed = report.call, report.failed
     data = _encoder.encode(
         _Report(
@@ -75,7 +100,8 @@ def encode_report(report: Report, record_at: int, *, ranks: int) -> Array:
             _flat(report.contributors),
             _flat(report.readable),
             _Failed(failed.sequence, failed.failure, _cut(failed.reason), failed.ranks) if failed else None,
-            record_at,
+            told.record_at,
+            _Measured(*_costs(measured.model), measured.model.cores, measured.far) if measured else None,
         )
     )
     nbytes = report_bytes(ranks)
@@ -87,10 +113,8 @@ def encode_report(report: Report, record_at: int, *, ranks: int) -> Array:
     return encoded
 
 
-def decode_report(encoded: Array, sender: int) -> tuple[Report, int]:
-    """The report of rank `sender`, and its `record_at`. Raises `RemoteProtocolError`: the bytes are a
-    peer's.
-    """
+def decode_report(encoded: Array, sender: int) -> Told:
+    """What rank `sender` tells. Raises `RemoteProtocolError`: the bytes are a peer's."""
     raw = encoded.tobytes()
     length = raw[0] * 256 + raw[1] if len(raw) >= 2 else 0
     try:
@@ -109,7 +133,23 @@ def decode_report(encoded: Array, sender: int) -> tuple[Report, int]:
         raise RemoteProtocolError(f"rank {sender} sent no report of a repair: {error}") from error
     if (report.call is None) != (report.phase is Phase.IDLE):
         raise RemoteProtocolError(f"rank {sender} reports {report.phase} of the call {report.call}")
-    return report, found.record_at
+    return Told(report=report, record_at=found.record_at, measured=_measured(found.measured))
+
+
+def _costs(model: Model) -> tuple[float, float, float]:
+    return model.alpha_ns, model.beta_ns_per_byte, model.gamma_ns_per_byte
+
+
+def _measured(found: _Measured | None) -> Measured | None:
+    if found is None:
+        return None
+    model = Model(
+        alpha_ns=found.alpha_ns,
+        beta_ns_per_byte=found.beta_ns_per_byte,
+        gamma_ns_per_byte=found.gamma_ns_per_byte,
+        cores=found.cores,
+    )
+    return Measured(model=model, far=found.far)
 
 
 def _call(found: _Call | None) -> Call | None:

@@ -9,6 +9,7 @@ import pytest
 from elastic_job import LINES_MAX, ElasticJob, Kill
 
 from zbmd.actors.view import OnLoss, Outcome
+from zbmd.collectives.cost_model import MANY_HOSTS, ONE_HOST
 
 SUM = """
 async def operate(group, rank, k):
@@ -249,7 +250,7 @@ async def operate(group, rank, k):
         told += [await lost(group.send(np.ones(1), 2)), await lost(group.recv(tag=66, timeout=40))]
         told += [await exchange(group, rank, [1 - rank], 9)]  # who lives does not notice
     done = await group.barrier(on_loss="wait_for_replacement", timeout=60)
-    return done, [told, await exchange(group, rank, [0, 1, 2], k)]
+    return done, [told, await exchange(group, rank, [0, 1, 2], k), str(group.group.communicator.model)]
 """
 
 
@@ -269,6 +270,9 @@ async def test_tagged_messages_while_a_rank_dies_and_comes_back(
         -LINES_MAX:
     ]
     assert job.told[3][2]["incarnation"] == 2
+    # What was measured when the group was founded is by what all choose, who came later, too.
+    models = {found["value"][2] for by in job.told.values() for found in by.values()}
+    assert len(models) == 1 and not models & {str(ONE_HOST), str(MANY_HOSTS)}, models
 
 
 ROOTED = """

@@ -12,11 +12,13 @@ from zbmd.actors.view import RANKS_MAX
 from zbmd.collectives import repair_messages as rm
 from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.commit_world import CommitOptions
+from zbmd.collectives.cost_model import Model
+from zbmd.collectives.elastic_model import Measured
 from zbmd.collectives.repair_machine import RepairMachine, RepairState
 from zbmd.collectives.repair_messages import Failure, Inputs, OnLoss, Outcome, Phase
 from zbmd.collectives.repair_scenario import build, run
 from zbmd.collectives.repair_verdict import Kind, decide
-from zbmd.collectives.repair_wire import decode_report, encode_report
+from zbmd.collectives.repair_wire import Told, decode_report, encode_report
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 FRESH = random.SystemRandom().randrange(2**32)
@@ -257,4 +259,6 @@ def test_the_longest_report_comes_as_it_was_sent(ranks: int) -> None:
         readable=members,
         failed=failed,
     )
-    assert decode_report(encode_report(said, 2**47, ranks=ranks), 1) == (said, 2**47)
+    model = Model(alpha_ns=1e11 / 3, beta_ns_per_byte=1e11 / 3, gamma_ns_per_byte=1e11 / 3, cores=65535)
+    told = Told(report=said, record_at=2**47, measured=Measured(model=model, far=True))
+    assert decode_report(encode_report(told, ranks=ranks), 1) == told

@@ -21,6 +21,8 @@ from zbmd.collectives._program import READ
 from zbmd.collectives._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.algorithms import Operation, Request
 from zbmd.collectives.commit import StepCommit
+from zbmd.collectives.cost_model import Model
+from zbmd.collectives.elastic_model import Measured
 from zbmd.collectives.elastic_splits import Split, SplitLedger, SplitsTold
 from zbmd.collectives.errors import CollectiveError
 from zbmd.collectives.executor import Call, MappedExecutor
@@ -32,7 +34,7 @@ from zbmd.collectives.repair_messages import Call as RepairCall
 from zbmd.collectives.repair_messages import Inputs, OnLoss, Phase, Report
 from zbmd.collectives.repair_uneven_jobs import blocks_of
 from zbmd.collectives.repair_verdict import decide
-from zbmd.collectives.repair_wire import decode_report, encode_report
+from zbmd.collectives.repair_wire import Told, decode_report, encode_report
 from zbmd.collectives.tag_machine import Arrived, SendPosted, TagMachine, TakenThere
 from zbmd.tools import flight
 from zbmd.tools.fuzzing.actors import DECODED
@@ -159,15 +161,21 @@ def _report_seeds() -> tuple[bytes, ...]:
         Report(born=1, sequence=2, phase=Phase.PENDING, call=call, attempted=members, readable=members[2:]),
         Report(born=1, sequence=2, phase=Phase.HELD, call=call, attempted=members, contributors=members),
     )
-    return tuple(encode_report(report, 4096, ranks=62).tobytes() for report in reports)
+    measured = (None, Measured(model=Model(cores=2), far=True), Measured(model=Model(), far=False))
+    return tuple(
+        encode_report(Told(report=report, record_at=4096, measured=each), ranks=62).tobytes()
+        for report, each in zip(reports, measured, strict=True)
+    )
 
 
 def _reports(data: bytes) -> None:
     """One member sends anything, and another and we a sound report: a verdict, or a typed error."""
-    sound, _ = decode_report(np.frombuffer(_report_seeds()[1], np.uint8), RANKS[0])
-    found, _ = decode_report(np.frombuffer(data, np.uint8), RANKS[1])
+    sound = decode_report(np.frombuffer(_report_seeds()[1], np.uint8), RANKS[0]).report
+    told = decode_report(np.frombuffer(data, np.uint8), RANKS[1])
+    if told.measured is not None and not told.measured.model.alpha_ns > 0:
+        raise Broken(f"a model of {told.measured}")
     members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS[:2])
-    verdict = decide(EPOCH + 1, members, {0: sound, 1: found}, frozenset())
+    verdict = decide(EPOCH + 1, members, {0: sound, 1: told.report}, frozenset())
     if not set(verdict.runners) <= set(RANKS[:2]):
         raise Broken(f"ranks {verdict.runners} are to run")
 

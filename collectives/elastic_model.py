@@ -1,0 +1,34 @@
+"""What members of an elastic group have measured of its link, and by what they choose in an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.cost_model import Model
+from zbmd.collectives.tuning import agree_on_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The model of a group. `far`: whether it had members on several hosts."""
+
+    model: Model
+    far: bool
+
+
+def pinned(c: Communicator, told: Iterable[Measured | None], deadline_ns: int) -> Measured | None:
+    """What all members go by in the epoch of `c`: all must call this before any operation.
+
+    told: what each brings along from earlier epochs, in their order, the same on all: the first that was
+    measured in a group like this counts, for a link does not change with who is there, and a repair is not
+    the time to measure. If nobody knows of one, all measure now, some 10 ms. Raises as `Communicator.tune`.
+    """
+    far = len({*c.hosts}) > 1
+    found = next((one for one in told if one is not None and one.far == far), None)
+    if found is None and c.size > 1:
+        found = Measured(model=agree_on_model(c, deadline_ns), far=far)
+    if found is not None:
+        c.model = found.model
+    return found

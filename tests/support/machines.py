@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MIB = 1 << 20
+FREE_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 
 
 class Machine:
@@ -197,7 +198,7 @@ class Machine:
         self.write(port / "rate", f"{rate_gbps} Gb/sec (4X NDR)")
         self.write(port / "link_layer", link_layer)
         self.write(port / "gids/0", gid)
-        self.write(port / "gids/1", "0000:0000:0000:0000:0000:0000:0000:0000")
+        self.write(port / "gids/1", FREE_GID)
         self.write(port / "gid_attrs/types/0", "IB/RoCE v1" if link_layer == "InfiniBand" else "RoCE v2")
         if interface is not None:
             self.write(port / "gid_attrs/ndevs/0", interface)

@@ -25,6 +25,7 @@ from zbmd.transport.topology import (
 )
 from zbmd.transport.topology.cpus import cpu_quota, read_cpus, usable_cpus
 from zbmd.transport.topology.netlink import interface_addresses, parse_addresses
+from zbmd.transport.topology.rdma import FREE_GIDS_MAX
 
 
 def test_a_laptop(tmp_path: Path) -> None:
@@ -113,6 +114,18 @@ def test_an_rdma_device_in_software(tmp_path: Path) -> None:
     assert device.place is None
     assert device.interfaces == ("eth0",)
     assert [gid.kind for gid in device.ports[0].gids] == ["RoCE v2"]
+
+
+def test_gids_behind_free_places_are_found_and_long_tables_not_read_to_their_end(tmp_path: Path) -> None:
+    machine = machines.Machine(tmp_path)
+    machine.rdma("rxe0", link_layer="Ethernet")
+    gids = dict.fromkeys(range(4 * FREE_GIDS_MAX), machines.FREE_GID)
+    near, far = FREE_GIDS_MAX // 2, 3 * FREE_GIDS_MAX
+    gids[near] = gids[far] = "0000:0000:0000:0000:0000:ffff:c000:0201"
+    for index, gid in gids.items():
+        machine.write(f"sys/class/infiniband/rxe0/ports/1/gids/{index}", gid)
+    (device,) = read_topology(tmp_path, addresses={}).rdma_devices
+    assert [gid.index for gid in device.ports[0].gids] == [near]
 
 
 def test_bonds_and_vlans_are_told_from_other_virtual_interfaces(tmp_path: Path) -> None:

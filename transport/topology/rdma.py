@@ -12,6 +12,8 @@ from zbmd.transport.topology.pci import Place, place_of
 
 GIDS_MAX: Final = 32
 """Of a port; a RoCE port has one for each address, VLAN and version."""
+FREE_GIDS_MAX: Final = 64
+"""In a row, and a table counts as read: new ones take the first free place, and tables of 1024 have few."""
 
 LOSS_COUNTERS: Final = (
     "packet_seq_err",
@@ -142,10 +144,15 @@ def _port(folder: Path, number: int) -> RdmaPort:
 
 def _gids(folder: Path) -> tuple[Gid, ...]:
     found: list[Gid] = []
+    free = 0
     for path in entries(folder / "gids"):
         gid, index = read_text(path), parse_int(path.name)
+        free += 1
+        if free > FREE_GIDS_MAX:
+            break
         if gid is None or index is None or gid in _EMPTY_GIDS:
             continue
+        free = 0
         attributes = folder / "gid_attrs"
         found.append(
             Gid(

@@ -5,7 +5,10 @@ On a host with devices of its own: `ZBMD_RDMA_DEVICES=mlx5_0@10.0.0.1,mlx5_1@10.
 
 from __future__ import annotations
 
+from forked import fork
 from rdma_world import given_devices
+
+__all__ = ["fork"]
 
 if not given_devices():
     collect_ignore_glob = ["*"]

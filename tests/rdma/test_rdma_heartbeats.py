@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import itertools
 import os
+import re
+import select
 import signal
-import sys
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+from forked import Fork
 from rdma_world import given_devices
 from thread_nodes import Told, node
 
 from zbmd.actors.cluster.lives import Acting, Suspecting
 from zbmd.actors.cluster.node import ClusterNode
 from zbmd.actors.cluster.node_life import NodeLife
+from zbmd.actors.cluster.node_state import NodeState
+from zbmd.actors.cluster.nodes import NodeKey
 from zbmd.actors.runtime_env import LINKS_VARIABLE
 from zbmd.transport.rdma_use import DEVICES_VARIABLE
 
@@ -25,41 +32,111 @@ SILENCES_HELD = 2
 """For so many times the silence that is suspect the GIL is held; a lease is longer."""
 BEATS_HELD = 2 * SILENCES_HELD
 """At least so many come meanwhile, on a machine however slow: one would keep off half the suspicions."""
+BEATS_BEFORE = 4
 PATIENCE_S = 120.0
-OTHER = """
-import asyncio, itertools, sys, time
-from pathlib import Path
-from thread_nodes import node
-
 MEASURED_S = 0.2
+WORDS_BYTES_MAX = 100
+CLONE_NEWPID = 0x20000000
+Found = TypeVar("Found")
 
-def busy(turns):
-    # One call into C, which gives nobody the GIL; how many seconds it took.
-    began = time.monotonic()
+
+def busy(turns: int) -> float:
+    """One call into C, which gives nobody the GIL; how many seconds it took."""
+    began_s = time.monotonic()
     sum(itertools.repeat(0, turns))
-    return time.monotonic() - began
+    return time.monotonic() - began_s
 
-def hold(seconds):
+
+def hold(seconds: float) -> float:
+    """Hold the GIL for about so long; how long it was."""
     turns = 1_000
-    while (took := busy(turns)) < MEASURED_S:
+    while (took_s := busy(turns)) < MEASURED_S:
         turns *= 2
-    return busy(int(turns * seconds / took))
-
-async def main():
-    async with node(Path(sys.argv[1]), "other", sys.argv[2]) as (_, told):
-        await told.acts_on(2)
-        print("in", flush=True)
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            print("held", hold(float(line)), flush=True)
-
-asyncio.run(main())
-"""
+    return busy(int(turns * seconds / took_s))
 
 
-async def look(node: ClusterNode, at: Callable[[NodeLife], int]) -> int:
+class OtherNode:
+    """A node in a process of its own, forked ahead of the node that it joins: to import anew takes long.
+
+    It has numbers of processes of its own, as on another host, so that nobody here is told of its death. That
+    wants root.
+    """
+
+    def __init__(self, fork: Fork, directory: Path, name: str, devices: str) -> None:
+        child_reads, self._tells = os.pipe()
+        self._hears, child_writes = os.pipe()
+
+        def main() -> None:
+            os.close(self._tells)
+            os.environ[DEVICES_VARIABLE] = devices
+            asyncio.run(self._serve(directory, name, child_reads, child_writes))
+
+        def as_on_another_host() -> None:
+            if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID):  # for who is forked from now on
+                raise OSError(ctypes.get_errno(), "a namespace of processes of its own wants root")
+            pid = fork(main)
+            os.write(child_writes, str(pid).encode())
+            os.waitpid(pid, 0)
+
+        fork(as_on_another_host)
+        os.close(child_reads)
+        os.close(child_writes)
+        self._process = os.pidfd_open(int(os.read(self._hears, WORDS_BYTES_MAX)))
+
+    @staticmethod
+    async def _serve(directory: Path, name: str, reads: int, writes: int) -> None:
+        """Join who is told, and then hold the GIL for so many seconds as it reads."""
+        with os.fdopen(reads) as told, os.fdopen(writes, "w", buffering=1) as say:
+            async with node(directory, name, told.readline().strip()) as (_, heard):
+                await heard.acts_on(2)
+                print("in", file=say)
+                while line := await asyncio.to_thread(told.readline):
+                    print(hold(float(line)), file=say)
+
+    async def ask(self, words: str) -> str:
+        """Its answer."""
+        os.write(self._tells, f"{words}\n".encode())
+        answer = await asyncio.to_thread(os.read, self._hears, WORDS_BYTES_MAX)
+        assert answer, "it has ended"
+        return answer.decode()
+
+    def stop(self) -> None:
+        signal.pidfd_send_signal(self._process, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """SIGKILL; it is gone when this returns."""
+        signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        assert select.select([self._process], [], [], PATIENCE_S)[0]
+
+    def close(self) -> None:
+        for fd in (self._tells, self._hears, self._process):
+            os.close(fd)
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> tuple[str, str]:
+    """Of two nodes: of two halves the one with the lower id goes on, so that comes first."""
+    ids: dict[int, str] = {}
+    for name in ("some", "other"):
+        state = NodeState.open(tmp_path / name)
+        ids[state.new_life().id] = name  # and it is kept from now on
+        state.close()
+    lower, higher = sorted(ids)
+    return ids[lower], ids[higher]
+
+
+@pytest.fixture
+def other(fork: Fork, tmp_path: Path, names: tuple[str, str]) -> Iterator[OtherNode]:
+    """It has the second device."""
+    made = OtherNode(fork, tmp_path, names[1], "@".join(given_devices()[-1]))
+    yield made
+    made.close()
+
+
+async def look(node: ClusterNode, at: Callable[[NodeLife], Found]) -> Found:
     """Look at its life, on its thread."""
 
-    async def there() -> int:
+    async def there() -> Found:
         return at(node._inside._living())
 
     assert node._inner is not None
@@ -72,64 +149,69 @@ async def until(node: ClusterNode, holds: Callable[[NodeLife], bool]) -> None:
             pass  # asked anew: there and back takes its time
 
 
-@asynccontextmanager
-async def other_node(
-    directory: Path, address: str, **environment: str
-) -> AsyncGenerator[asyncio.subprocess.Process]:
-    """A node in a process of its own, which has joined. It holds its GIL for so many seconds as it reads."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", OTHER, str(directory), address),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-    )
-    try:
-        await said(process, "in")
-        yield process
-    finally:
-        with suppress(ProcessLookupError):  # the test may have killed it
-            process.kill()
-        await process.wait()
-
-
-async def said(process: asyncio.subprocess.Process, wanted: str) -> list[str]:
-    """The words behind that; its log goes to the same place."""
-    assert process.stdout is not None
-    while line := (await process.stdout.readline()).decode().split():
-        if line[0] == wanted:
-            return line[1:]
-    raise AssertionError("it has ended")
-
-
 def suspected(told: Told) -> list[Suspecting]:
     return [event for event in told.events if isinstance(event, Suspecting)]
 
 
+async def both(one: ClusterNode, told: Told, other: OtherNode) -> NodeKey:
+    """The other has joined, and beats go by RDMA; who it is."""
+    await told.acts_on(1)
+    await other.ask(str(one.me.address))
+    await told.acts_on(2)
+    await until(one, lambda life: bool(life.ways.by_rdma()))
+    await until(
+        one,
+        lambda life: min(life.beats._native.sent_by_way, life.beats._native.come_by_way) >= BEATS_BEFORE,
+    )
+    (peer,) = (each.key for each in one.view.nodes if each.key != one.me.key)
+    return peer
+
+
 async def test_a_node_whose_python_stands_still_is_heard_and_a_host_that_does_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str], other: OtherNode
 ) -> None:
-    ours, theirs = ("@".join(at) for at in given_devices())
-    monkeypatch.setenv(DEVICES_VARIABLE, ours)
-    async with node(tmp_path, "one", budget_ns=BUDGET_NS) as (one, told):
-        await told.acts_on(1)
-        async with other_node(tmp_path, one.me.address, **{DEVICES_VARIABLE: theirs}) as process:
-            epoch = (await told.acts_on(2)).view.epoch
-            await until(one, lambda life: bool(life.ways.by_rdma()))
-            await until(one, lambda life: life.beats._native.sent_by_way > 3)
-            (peer,) = (each.key for each in one.view.nodes if each.key != one.me.key)
-            limit_ns = await look(one, lambda life: life.beats.silence(peer)[1])
-            come = await look(one, lambda life: life.beats._native.come_by_way)
-            assert process.stdin is not None
-            process.stdin.write(f"{SILENCES_HELD * limit_ns / 1e9}\n".encode())
-            (held_s,) = await said(process, "held")
-            assert float(held_s) > limit_ns / 1e9, "it has not stood still for long enough to be suspected"
-            assert await look(one, lambda life: life.beats._native.come_by_way) >= come + BEATS_HELD
-            assert not suspected(told) and one.view.epoch == epoch
-            process.send_signal(signal.SIGSTOP)  # a host that stands still: nothing of it is proven
-            await told.until(lambda event: isinstance(event, Suspecting))
-            assert [event.key for event in suspected(told)] == [peer]
-            process.kill()
-            await told.until(lambda event: isinstance(event, Acting) and event.view.epoch > epoch)
+    monkeypatch.setenv(DEVICES_VARIABLE, "@".join(given_devices()[0]))
+    async with node(tmp_path, names[0], budget_ns=BUDGET_NS) as (one, told):
+        peer = await both(one, told, other)
+        epoch = one.view.epoch
+        limit_ns = await look(one, lambda life: life.beats.silence(peer)[1])
+        come = await look(one, lambda life: life.beats._native.come_by_way)
+        held_s = float(await other.ask(str(SILENCES_HELD * limit_ns / 1e9)))
+        assert held_s > limit_ns / 1e9, "it has not stood still for long enough to be suspected"
+        assert await look(one, lambda life: life.beats._native.come_by_way) >= come + BEATS_HELD
+        assert not suspected(told) and one.view.epoch == epoch
+        other.stop()  # a host that stands still: nothing of it is proven
+        await told.until(lambda event: isinstance(event, Suspecting))
+        assert [event.key for event in suspected(told)] == [peer]
+        other.kill()
+        await told.until(lambda event: isinstance(event, Acting) and event.view.epoch > epoch)
+
+
+async def test_a_node_that_is_killed_alone_is_suspected_at_the_limit_of_its_silence_and_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str], other: OtherNode
+) -> None:
+    monkeypatch.setenv(DEVICES_VARIABLE, "@".join(given_devices()[0]))
+    async with node(tmp_path, names[0], budget_ns=BUDGET_NS) as (one, told):
+        peer = await both(one, told, other)
+        epoch = one.view.epoch
+
+        def kill_and_look(life: NodeLife) -> tuple[int | None, int]:
+            other.kill()  # on the loop that judges: nothing is suspected between this and the look
+            return life.beats.silence(peer)
+
+        silent_ns, limit_ns = await look(one, kill_and_look)
+        assert silent_ns is not None
+        killed_ns = time.monotonic_ns()
+        await told.until(lambda event: isinstance(event, Suspecting))
+        noticed_ms = (time.monotonic_ns() - killed_ns + silent_ns) / 1e6
+        (suspicion,) = suspected(told)
+        said = re.fullmatch(r"not heard for (\d+) ms", suspicion.reason)
+        assert suspicion.key == peer and said is not None, suspicion
+        # No sooner: that its lane was closed proves nothing between hosts.
+        print(f"limit {limit_ns / 1e6:.0f} ms; suspected after {said[1]}, told after {noticed_ms:.0f} ms")
+        assert int(said[1]) >= limit_ns // 1_000_000
+        acting = await told.until(lambda event: isinstance(event, Acting) and event.view.epoch > epoch)
+        assert isinstance(acting, Acting) and [each.key for each in acting.view.nodes] == [one.me.key]
 
 
 async def test_without_a_device_beats_go_by_tcp_and_both_know_why(

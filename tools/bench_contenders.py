@@ -14,9 +14,10 @@ from typing import Final, Protocol
 import msgspec
 
 from zbmd.tools.bench_peers import OF_RDMA, ONE_THREAD, OURS_OTHERWISE, Peer, iperf3_client
-from zbmd.tools.bench_perftest import BANDWIDTH, LATENCY, MIB_S, TYPICAL_US, perftest
+from zbmd.tools.bench_perftest import BANDWIDTH, LATENCY, MESSAGES, MIB_S, TYPICAL_US, perftest
 from zbmd.tools.bench_stats import OURS
 from zbmd.tools.bench_workers import CONTROL, ContenderFailed, Workers
+from zbmd.tools.peers.patterns import window_of, windows
 from zbmd.transport.errors import UserError
 
 IPERF3_TIMEOUT_S: Final = 30.0
@@ -131,12 +132,18 @@ class Perftest:
     """Two processes a turn, neither of them pinned: we are not, either."""
 
     def measure(self, case: str, nbytes: int, iterations: int) -> list[float]:
-        """What it calls typical, one way; or the mean of a stream of writes. One sample."""
+        """One sample: what it calls typical, one way, there and back for a frame; or the mean of as many
+        writes as we do, as many at once."""
+        count = max(iterations, WRITES_LEAST)
         try:
             if case.startswith("put"):
-                mib_s = perftest(BANDWIDTH, nbytes, max(iterations, WRITES_LEAST), pinned=False)[MIB_S]
+                depth = window_of(nbytes)
+                count = max(WRITES_LEAST, windows(iterations, nbytes) * depth)
+                mib_s = perftest(BANDWIDTH, nbytes, count, pinned=False, depth=depth)[MIB_S]
                 return [nbytes / (1 << 20) / mib_s * 1e9]
-            return [perftest(LATENCY, nbytes, max(iterations, WRITES_LEAST), pinned=False)[TYPICAL_US] * 1e3]
+            if case.startswith("frame"):
+                return [2 * perftest(MESSAGES, nbytes, count, pinned=False)[TYPICAL_US] * 1e3]
+            return [perftest(LATENCY, nbytes, count, pinned=False)[TYPICAL_US] * 1e3]
         except UserError as error:
             raise ContenderFailed(str(error)) from error
 

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbmd.tools.bench_workers import ContenderFailed
-from zbmd.tools.peers.patterns import timed, warmups, window_of, windows
+from zbmd.tools.peers.patterns import timed, timed_on_loop, warmups, window_of, windows
 from zbmd.transport._native import WAIT_OK, now_ns
 from zbmd.transport.frames import FrameHeader
 from zbmd.transport.link import Link
 from zbmd.transport.region import RemoteRegion
 from zbmd.transport.segment import Segment
 from zbmd.transport.staging import StagedPipe
+from zbmd.transport.transfer import Transfer
 
 CHANNEL: Final = 0
 PIPE_CHANNEL: Final = 1
@@ -88,8 +89,7 @@ class Pair:
         )
         for _ in range(rounds - 1):
             next(self._sent)
-        for _ in range(rounds):
-            next(self._awaited)
+        self._skip(rounds)
         self._check(self._inbox[:nbytes], expected)
         return [float(each) / 2 for each in took_ns[-iterations:]]
 
@@ -127,24 +127,50 @@ class Pair:
     def _put(self, array: Bytes, iterations: int) -> list[float]:
         src, expected = self._fill(array)
         window, nbytes = window_of(src.nbytes), src.nbytes
-        put, sent, awaited, receive = self._theirs.put, self._sent, self._awaited, self._receiver()
+        receive = self._receiver()
 
         def send_window() -> None:
-            for transfer in [put(src, 0, channel=CHANNEL, value=next(sent)) for _ in range(window)]:
+            for transfer in self._put_window(src, window):
                 transfer.wait()
             receive()
 
         def take_window() -> None:
-            for _ in range(window - 1):
-                next(awaited)
+            self._skip(window - 1)
             receive()
-            self._theirs.notify(CHANNEL, next(sent))
+            self._theirs.notify(CHANNEL, next(self._sent))
 
         operation = take_window if self.rank else send_window
         samples = timed(windows(iterations, nbytes), operation, window)
         if self.rank:
             self._check(self._inbox[:nbytes], expected)
         return samples
+
+    async def put_asyncio(self, nbytes: int, iterations: int) -> list[float]:
+        """As `put_arena`, but transfers are awaited on the loop, and notifications in a thread."""
+        src, expected = self._fill(self._arena[:nbytes])
+        window, receive = window_of(nbytes), self._receiver()
+
+        async def operation() -> None:
+            transfers = [] if self.rank else self._put_window(src, window)
+            for transfer in transfers:
+                await transfer
+            if self.rank:
+                self._skip(window - 1)
+            await asyncio.to_thread(receive)
+            if self.rank:
+                self._theirs.notify(CHANNEL, next(self._sent))
+
+        samples = await timed_on_loop(windows(iterations, nbytes), operation, window)
+        if self.rank:
+            self._check(self._inbox[:nbytes], expected)
+        return samples
+
+    def _put_window(self, src: Bytes, window: int) -> list[Transfer]:
+        return [self._theirs.put(src, 0, channel=CHANNEL, value=next(self._sent)) for _ in range(window)]
+
+    def _skip(self, notifications: int) -> None:
+        for _ in range(notifications):
+            next(self._awaited)
 
     def _ping(self, send: Callable[[], object], receive: Callable[[], None], iterations: int) -> list[float]:
         def first() -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from zbmd.tools.bench_perftest import BANDWIDTH, LATENCY
+from zbmd.tools.bench_perftest import BANDWIDTH, LATENCY, MESSAGES
 from zbmd.tools.bench_workers import CONTROL
 from zbmd.transport import _native
 from zbmd.transport.errors import UserError
@@ -246,7 +246,7 @@ def iperf3_client(port: str) -> list[str]:
 def _perftest(name: str, site: Site) -> Peer:
     program = _need_command((LATENCY,), "perftest", "apt-get install perftest")
     version = _first_line([program, "--version"])
-    told = f"{LATENCY} | {BANDWIDTH} -F -n COUNT -s BYTES"
+    told = f"{LATENCY} | {MESSAGES} | {BANDWIDTH} -t WINDOW -F -n COUNT -s BYTES"
     return Peer(name=name, version=version, commands=(), ranks=0, told=told)
 
 

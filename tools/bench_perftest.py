@@ -1,4 +1,4 @@
-"""perftest (`ib_write_lat`, `ib_write_bw`) between two RDMA devices of this host, and which those are."""
+"""perftest (`ib_write_lat`, `ib_write_bw`, `ib_send_lat`) between two RDMA devices of this host."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from zbmd.transport.errors import UserError
 DEVICES_VARIABLE: Final = "ZBMD_RDMA_DEVICES"
 LATENCY: Final = "ib_write_lat"
 BANDWIDTH: Final = "ib_write_bw"
+MESSAGES: Final = "ib_send_lat"
 TYPICAL_US, MIB_S = 2, 1
 """Columns of their results behind size and count. What perftest calls MB is a MiB."""
 TIMEOUT_S: Final = 120.0
@@ -44,13 +45,16 @@ def processor(slot: int) -> int:
     return slot % (os.cpu_count() or 1)
 
 
-def perftest(program: str, nbytes: int, count: int, *, pinned: bool) -> list[float]:
+def perftest(program: str, nbytes: int, count: int, *, pinned: bool, depth: int | None = None) -> list[float]:
     """The numbers of its result line; both sides poll. pinned: each on a processor of its own.
+
+    depth: how many writes are under way at once (`ib_write_bw`); None: as many as it likes, 128.
 
     Raises `UserError` if it fails.
     """
     devices = given_pair()
     shared = ["-F", "-n", str(count), "-s", str(nbytes)]
+    shared += [] if depth is None else ["-t", str(depth)]
     client, server = (
         [*(("taskset", "-c", str(processor(slot))) if pinned else ()), program, *_at(at), *shared]
         for slot, at in enumerate(devices)

@@ -35,15 +35,16 @@ class Rank:
             "put-arena": pair.put_arena,
             "put-foreign": pair.put_foreign,
         }
-        self._frames: dict[str, Callable[[int, int], Awaitable[list[float]]]] = {
+        self._on_loop: dict[str, Callable[[int, int], Awaitable[list[float]]]] = {
+            "put-asyncio": pair.put_asyncio,
             "frame": self._frame,
             "frame-training": self._frame_training,
         }
 
     async def measure(self, what: str, nbytes: int, iterations: int) -> list[float]:
         """Nanoseconds an operation; those of rank 1, which only takes part, are not used."""
-        if what in self._frames:
-            return await self._frames[what](nbytes, iterations)
+        if what in self._on_loop:
+            return await self._on_loop[what](nbytes, iterations)
         return await asyncio.to_thread(self._native[what], nbytes, iterations)
 
     async def _frame(self, nbytes: int, iterations: int) -> list[float]:

@@ -149,6 +149,7 @@ CASES: Final = {
     "frame-training": "frame round trip over asyncio (uvloop), both ranks inside a training step",
     "put-arena": "put, in windows, from the arena into the other's inbox",
     "put-foreign": "put, in windows, from an ordinary array into the other's inbox",
+    "put-asyncio": "put, in windows, from the arena into the other's inbox; awaited on the loop",
     "detect-training": "notice of a SIGKILL, by memory of the victim; the survivor inside a training step",
     "detect-idle": "notice of a SIGKILL, by memory of the victim; the survivor idle",
 }

@@ -58,7 +58,7 @@ CASES: Final = {
         Case(name="echo", peers=BETWEEN_MPI),
         Case(
             name="frame",
-            peers=("xoscar", *OURS_OTHERWISE),
+            peers=("xoscar", *OURS_OTHERWISE, *OF_RDMA),
             bytes_max=FRAME_BYTES_MAX,
             iterations_max=FRAME_ITERATIONS,
         ),
@@ -67,6 +67,7 @@ CASES: Final = {
     "put": (
         Case(name="put-arena", peers=(*BETWEEN_MPI, "sockets", "iperf3", *OF_RDMA)),
         Case(name="put-foreign", peers=(*BETWEEN_MPI, "sockets", "iperf3")),
+        Case(name="put-asyncio", peers=OF_RDMA, transports=("rdma",)),
     ),
 }
 

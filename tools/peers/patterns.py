@@ -9,7 +9,7 @@ put: a window of messages one way and one small answer, the window's time over i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 WINDOW_MAX: Final = 64
@@ -47,6 +47,20 @@ def timed(iterations: int, operation: Callable[[], object], parts: int) -> list[
         began = clock()
         operation()
         samples.append((clock() - began) / parts)
+    return samples
+
+
+async def timed_on_loop(
+    iterations: int, operation: Callable[[], Awaitable[object]], parts: int
+) -> list[float]:
+    """As `timed`, of what is awaited."""
+    clock = time.perf_counter_ns
+    samples: list[float] = []
+    for number in range(warmups(iterations) + iterations):
+        began = clock()
+        await operation()
+        if number >= warmups(iterations):
+            samples.append((clock() - began) / parts)
     return samples
 
 

@@ -190,10 +190,11 @@ class Watch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+        if fixturedef.scope == "function":
+            return (yield)  # what it takes on is the test's own
         before = Holdings.now()
         result = yield
-        if fixturedef.scope != "function":
-            self.by_fixtures.update(Holdings.now().since(before))
+        self.by_fixtures.update(Holdings.now().since(before))
         return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 from link_harness import Ear, Net
 from rdma_harness import RdmaHarness, rdma_offers
-from rdma_world import given_devices
+from rdma_world import given_devices, interface_of
 
 from zbmd.transport import remote_link
 from zbmd.transport.errors import LinkClosed, PeerLost
@@ -18,7 +18,6 @@ from zbmd.transport.link import LinkLimits
 from zbmd.transport.rdma_link import RdmaLink
 from zbmd.transport.remote_link import RemoteLink
 from zbmd.transport.tcp_link import TcpLink
-from zbmd.transport.topology.rdma import read_rdma_devices
 
 FRAMES = 200
 LARGE = LinkLimits()
@@ -27,8 +26,7 @@ LARGE = LinkLimits()
 @pytest.fixture
 def interface() -> Iterator[str]:
     """The one of the listener's device; as it was before, afterwards."""
-    name = given_devices()[-1].device
-    found = next(device for device in read_rdma_devices() if device.name == name).interfaces[0]
+    found = interface_of(given_devices()[-1].device)
     yield found
     subprocess.run(["tc", "qdisc", "delete", "dev", found, "root"], check=False, capture_output=True)
     subprocess.run(["ip", "link", "set", found, "up"], check=True)

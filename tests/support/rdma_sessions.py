@@ -2,13 +2,14 @@
 
     python tests/support/rdma_sessions.py PYTEST_ARGUMENT ...
 
-For the RDMA machine, whose processor is emulated: to import what a session needs takes it half a minute. Jobs
-run beside the tests of links and memory; who pulls cables, which all share, comes behind them. Each line
-that a session prints has its name ahead of it. The exit code is 0 if all sessions' are.
+For the RDMA machine, whose processor is emulated: to import what a session needs takes it half a minute. All
+sessions run at the same time, for each waits for most of its own; who pulls cables has one of its own. Each
+line that a session prints has its name ahead of it. The exit code is 0 if all sessions' are.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import selectors
 import sys
@@ -17,6 +18,8 @@ from importlib import import_module
 from typing import Final
 
 from zbmd.actors.one_thread import default_to_one_thread
+from zbmd.tools.rdma_vm import guest
+from zbmd.transport.rdma_verbs import verbs
 
 JOBS: Final = ("tests/rdma/test_rdma_ranks.py", "tests/rdma/test_rdma_heartbeats.py")
 CABLES: Final = ("tests/rdma/test_rdma_beats.py", "tests/rdma/test_rdma_faults.py")
@@ -28,10 +31,11 @@ LINKS: Final = (
     "tests/transport/test_region_conformance.py",
     "tests/actors/remote",
 )
-TURNS: Final = ({"jobs": JOBS, "links": LINKS}, {"cables": CABLES})
-"""The sessions of a turn run at the same time."""
+SESSIONS: Final = {"jobs": (JOBS, 0), "links": (LINKS, 0), "cables": (CABLES, 1)}
+"""Their tests, and which cable's devices they have. All run at the same time."""
 SHARED: Final = (
     "hypothesis",
+    "pytest",
     "pytest_asyncio.plugin",
     "uvloop",
     "zbmd.actors.cluster.node",
@@ -40,27 +44,37 @@ SHARED: Final = (
     "zbmd.tools.small_job",
     "zbmd.transport.rdma_plane",
 )
-"""Modules that more than one session imports, pytest beside them."""
+"""Modules that more than one session imports."""
 READ_BYTES: Final = 1 << 16
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run all turns, also where one has failed."""
+    """Run all sessions, also where one fails."""
     default_to_one_thread()  # before numpy is imported: what has threads is not forked
-    import pytest
-
     for module in SHARED:
         import_module(module)
+    verbs()
+    gc.collect()
+    gc.freeze()  # no session looks through all that has been imported, nor copies its pages for that
+    running = {
+        name: _fork(lambda tests=tests, cable=cable: _session([*arguments, *tests], cable))
+        for name, (tests, cable) in SESSIONS.items()
+    }
+    _relay({name: output for name, (_, output) in running.items()})
     failed = 0
-    for turn in TURNS:
-        running = {name: _fork(pytest.main, [*arguments, *tests]) for name, tests in turn.items()}
-        _relay({name: output for name, (_, output) in running.items()})
-        for pid, _ in running.values():
-            failed |= os.waitpid(pid, 0)[1]
+    for pid, _ in running.values():
+        failed |= os.waitpid(pid, 0)[1]
     return int(failed != 0)
 
 
-def _fork(session: Callable[[list[str]], int], arguments: list[str]) -> tuple[int, int]:
+def _session(arguments: list[str], cable: int) -> int:
+    import pytest
+
+    os.environ[guest.DEVICES_VARIABLE] = ",".join(guest.CABLES[cable])
+    return pytest.main(arguments)
+
+
+def _fork(session: Callable[[], int]) -> tuple[int, int]:
     """A session in a child: its process, and what it prints."""
     sys.stdout.flush()
     read, write = os.pipe()
@@ -72,7 +86,7 @@ def _fork(session: Callable[[list[str]], int], arguments: list[str]) -> tuple[in
     os.dup2(write, 1)
     os.dup2(write, 2)
     os.close(write)
-    sys.exit(session(arguments))
+    sys.exit(session())
 
 
 def _relay(outputs: dict[str, int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -21,3 +22,8 @@ def given_devices() -> list[RdmaAt]:
             each.partition("@") for each in os.environ.get("ZBMD_RDMA_DEVICES", "").split(",") if each
         )
     ]
+
+
+def interface_of(device: str) -> str:
+    """The network interface below a RoCE device."""
+    return Path(f"/sys/class/infiniband/{device}/ports/1/gid_attrs/ndevs/0").read_text().strip()

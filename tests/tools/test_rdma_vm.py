@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -19,7 +20,7 @@ import pytest
 from rdma_jobs import EXPECTED_VARIABLE, digests_on_one_host
 
 from zbmd.actors.runtime_env import LINKS_VARIABLE
-from zbmd.tools.rdma_vm import bytecode
+from zbmd.tools.rdma_vm import at_hand, bytecode
 from zbmd.tools.rdma_vm.initrd import Archive
 from zbmd.tools.rdma_vm.modules import load_order, module_name
 from zbmd.tools.rdma_vm.packages import PackagesMissing, candidates, merged, require_programs
@@ -91,6 +92,15 @@ def test_an_archive_is_what_cpio_reads() -> None:
     ]
 
 
+def test_files_at_hand_are_what_an_import_reads() -> None:
+    found = dict(at_hand.files(ROOT, os.environ))
+    core = Path(importlib.import_module("numpy._core._multiarray_umath").__file__ or "")
+    compiled = importlib.util.cache_from_source(importlib.import_module("asyncio.runners").__file__ or "")
+    for path in (core.resolve(), Path(compiled).resolve()):
+        assert found[path] == path.read_bytes()
+    assert not any(path.suffix == ".py" for path in found)
+
+
 def test_bytecode_that_the_host_lacks_is_what_python_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,25 +110,23 @@ def test_bytecode_that_the_host_lacks_is_what_python_takes(
     source.write_text("print('it ran')\n")
     (source.parent / "wrong.py").write_text("no python\n")
 
-    def made() -> list[Path]:
-        placed: list[Path] = []
-        for file, code in bytecode.missing(tmp_path):
-            if file.is_relative_to(tmp_path):
-                file.parent.mkdir(exist_ok=True)
-                file.write_bytes(code)
-                placed.append(file)
-        return placed
+    def made() -> tuple[Path, bytes]:
+        (found,) = (each for each in bytecode.made(tmp_path) if each[0].is_relative_to(tmp_path))
+        return found
 
-    (placed,) = made()
+    placed, code = made()
+    placed.parent.mkdir()
+    placed.write_bytes(code)
     command = [sys.executable, "-v", "-c", "import some_module"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPYCACHEPREFIX"}
     done = subprocess.run(
         command, cwd=source.parent, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == "it ran\n" and f"code object from '{placed}'" in done.stderr
-    assert not made()
+    placed.write_bytes(code + b"behind it")
+    assert made() == (placed, code + b"behind it"), "what the host has is taken as it is"
     source.write_text("print('it ran anew')\n")
-    assert made() == [placed]
+    assert made()[1].startswith(code[:8]) and b"anew" in made()[1]
 
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,5 +191,5 @@ def test_the_rdma_tests_pass_in_the_machine(tmp_path: Path, monkeypatch: pytest.
     )
     print(done.stdout)
     assert done.returncode == OFFSET, "the tests failed in the machine; their words are above"
-    assert sum(map(int, re.findall(r"^\w+: (\d+) passed", done.stdout, re.MULTILINE))) >= 98
+    assert sum(map(int, re.findall(r"^\w+: (\d+) passed", done.stdout, re.MULTILINE))) >= 110
     assert "skipped" not in done.stdout and "deselected" not in done.stdout

@@ -1,4 +1,4 @@
-"""Bytecode for what the machine imports, made on the host: there it would take ten times as long.
+"""Bytecode of zbmd and its tests, made on the host: the machine would take ten times as long for it.
 
 Where the host has none (a fresh checkout, `PYTHONDONTWRITEBYTECODE`), each process of the machine would
 compile some hundreds of modules for itself.
@@ -21,8 +21,8 @@ import zbmd
 _BY_TIME: Final = py_compile.PycInvalidationMode.TIMESTAMP
 
 
-def missing(folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Bytecode that the host lacks, and the file that it belongs in: of zbmd, and of the tests in `folder`.
+def made(folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """Of zbmd and of the tests in `folder`, each with the file that it belongs in, which the host may lack.
 
     None if `PYTHONPYCACHEPREFIX` is set: who sets it has it there. What does not compile is left out.
     """
@@ -31,13 +31,15 @@ def missing(folder: Path) -> Iterator[tuple[Path, bytes]]:
     package = Path(zbmd.__file__).parent
     roots = {each.resolve() for each in (package, *package.iterdir(), folder / "tests")}
     with tempfile.TemporaryDirectory(prefix="rdma-vm-") as scratch:
-        made = os.path.join(scratch, "made")
+        new = os.path.join(scratch, "new")
         for source in sorted({source for root in roots for source in root.rglob("*.py")}):
             belongs = Path(importlib.util.cache_from_source(source))
-            if not _is_current(belongs, source):
-                with suppress(py_compile.PyCompileError):
-                    py_compile.compile(str(source), made, doraise=True, invalidation_mode=_BY_TIME)
-                    yield belongs, Path(made).read_bytes()
+            if _is_current(belongs, source):
+                yield belongs, belongs.read_bytes()
+                continue
+            with suppress(py_compile.PyCompileError):
+                py_compile.compile(str(source), new, doraise=True, invalidation_mode=_BY_TIME)
+                yield belongs, Path(new).read_bytes()
 
 
 def _is_current(bytecode: Path, source: Path) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-DEVICES: Final = ("rxe0", "rxe1")
-ADDRESSES: Final = ("10.98.0.1", "10.98.0.2")
-"""Of the interfaces of the two devices, which are the ends of one cable (`veth0`, `veth1`)."""
+CABLES: Final = (
+    ("rxe0@10.98.0.1", "rxe1@10.98.0.2"),
+    ("rxe2@10.98.1.1", "rxe3@10.98.1.2"),
+)
+"""The devices at the ends of each cable, with the addresses of their interfaces (`veth0` to `veth3`)."""
 DEVICES_VARIABLE: Final = "ZBMD_RDMA_DEVICES"
-"""In the machine's environment: DEVICE@ADDRESS of each, with commas."""
+"""In the machine's environment: DEVICE@ADDRESS of the first cable's devices, with a comma."""
 PACKAGES_FOLDER: Final = "packages"
 """What is below it lies over the host's files in the machine."""
 PYTHON_FOLDER: Final = "opt/rdma/python"
@@ -56,32 +58,48 @@ echo "exit $code" >"/system$result"
 poweroff -f
 """
 
-# Both ends of the cable are in one namespace, so what goes from one to the other would be taken for local
+# Both ends of a cable are in one namespace, so what goes from one to the other would be taken for local
 # and never reach the cable: hence rules of their own, ahead of the local table.
-NETWORK: Final = f"""
+_CABLE: Final = """
 set -e
-ip link add veth0 type veth peer name veth1
-ip address add {ADDRESSES[0]}/24 dev veth0
-ip address add {ADDRESSES[1]}/24 dev veth1
-for device in veth0 veth1; do ip link set $device mtu 4500 up; done
-for device in all veth0 veth1; do
-    echo 1 >/proc/sys/net/ipv4/conf/$device/accept_local
-    echo 0 >/proc/sys/net/ipv4/conf/$device/rp_filter
-    echo 1 >/proc/sys/net/ipv4/conf/$device/arp_ignore
-done
 ip rule add pref 100 lookup local
 ip rule delete pref 0
-cross() {{
+cross() {
     ip route add "$2" dev "$3" src "$1" table "$4"
     ip rule add pref "$4" from "$1" to "$2" iif lo lookup "$4"
     ip neighbour replace "$2" lladdr "$(cat "/sys/class/net/$5/address")" dev "$3" nud permanent
-}}
-cross {ADDRESSES[0]} {ADDRESSES[1]} veth0 51 veth1
-cross {ADDRESSES[1]} {ADDRESSES[0]} veth1 52 veth0
-rdma link add {DEVICES[0]} type rxe netdev veth0
-rdma link add {DEVICES[1]} type rxe netdev veth1
-set +e
-ulimit -l unlimited
-export {DEVICES_VARIABLE}={DEVICES[0]}@{ADDRESSES[0]},{DEVICES[1]}@{ADDRESSES[1]}
-export PYTHONPATH=/{PYTHON_FOLDER}${{PYTHONPATH:+:$PYTHONPATH}}
+}
+cable() {
+    ip link add "veth$1" type veth peer name "veth$3"
+    ip address add "$2/24" dev "veth$1"
+    ip address add "$4/24" dev "veth$3"
+    for end in "$1" "$3"; do
+        ip link set "veth$end" mtu 4500 up
+        echo 1 >"/proc/sys/net/ipv4/conf/veth$end/accept_local"
+        echo 0 >"/proc/sys/net/ipv4/conf/veth$end/rp_filter"
+        echo 1 >"/proc/sys/net/ipv4/conf/veth$end/arp_ignore"
+    done
+    cross "$2" "$4" "veth$1" "$((51 + $1))" "veth$3"
+    cross "$4" "$2" "veth$3" "$((51 + $3))" "veth$1"
+    rdma link add "rxe$1" type rxe netdev "veth$1"
+    rdma link add "rxe$3" type rxe netdev "veth$3"
+}
+echo 1 >/proc/sys/net/ipv4/conf/all/accept_local
+echo 0 >/proc/sys/net/ipv4/conf/all/rp_filter
+echo 1 >/proc/sys/net/ipv4/conf/all/arp_ignore
 """
+
+
+def network() -> str:
+    """Lays the cables, in the machine's shell, and tells of the first one's devices."""
+    lines = [_CABLE]
+    for ends in CABLES:
+        words = [word for end in ends for word in end.removeprefix("rxe").split("@")]
+        lines.append(f"cable {' '.join(words)}")
+    lines += [
+        "set +e",
+        "ulimit -l unlimited",
+        f"export {DEVICES_VARIABLE}={','.join(CABLES[0])}",
+        f"export PYTHONPATH=/{PYTHON_FOLDER}${{PYTHONPATH:+:$PYTHONPATH}}",
+    ]
+    return "\n".join(lines)

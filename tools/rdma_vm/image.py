@@ -31,7 +31,7 @@ from zbmd.tools.rdma_vm.packages import (
 )
 from zbmd.transport.errors import UserError
 
-RECIPE: Final = 2
+RECIPE: Final = 3
 """Counts up when the files made from the same packages change."""
 _PYVERBS_AT: Final = "usr/lib/python3/dist-packages"
 _LEFT_OUT: Final = ("usr/share/doc", "usr/share/man", "usr/share/lintian")

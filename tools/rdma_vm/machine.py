@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import IO, Final
 
 from zbmd.actors.prctl import end_with_parent
-from zbmd.tools.rdma_vm import bytecode, guest
+from zbmd.tools.rdma_vm import at_hand, bytecode, guest
 from zbmd.tools.rdma_vm.image import Image
 from zbmd.tools.rdma_vm.initrd import Archive
 from zbmd.transport.errors import ZbmdError
 
 MEMORY_MIB: Final = 1792
 CPUS: Final = 2
+PROCESSORS: Final = {"tcg": "max,-erms,-fsrm,la57=off", "kvm": "host,-arch-capabilities"}
+"""By accelerator. The kernel copies and clears by single bytes where those are said to be fast, and an
+emulated processor goes through them one by one. Five levels of tables are one more to look into than four."""
 CONSOLE_BYTES_MAX: Final = 1 << 14
 """Of the machine's console, the end, which is shown when the machine has failed."""
 END_S: Final = 10.0
@@ -66,7 +69,7 @@ class Run:
             if name in _PASSED or name.startswith(_PASSED_PREFIX)
         }
         lines = [f"export {name}={shlex.quote(value)}" for name, value in passed.items()]
-        lines += [guest.NETWORK, f"cd {shlex.quote(str(self.folder))} || exit 1", shlex.join(self.command)]
+        lines += [guest.network(), f"cd {shlex.quote(str(self.folder))} || exit 1", shlex.join(self.command)]
         return "\n".join(lines).encode() + b"\n"
 
 
@@ -96,11 +99,13 @@ def run(image: Image, what: Run, output: IO[bytes]) -> int:
 
 
 def _initrd(image: Image, what: Run) -> int:
-    """The image's, and behind it the command and bytecode: the kernel unpacks both. It has no name."""
+    """The image's, and behind it the command and files at hand: the kernel unpacks both. It has no name."""
     archive = Archive()
     archive.file(guest.COMMAND_FILE, what.script())
-    for path, code in bytecode.missing(what.folder):
-        archive.file(f"{guest.PACKAGES_FOLDER}{path}", code)
+    at_once = dict(at_hand.files(what.folder, what.environment))
+    at_once.update(bytecode.made(what.folder))
+    for path, data in at_once.items():
+        archive.file(f"{guest.PACKAGES_FOLDER}{path}", data, executable=os.access(path, os.X_OK))
     initrd = os.memfd_create("initrd")
     with os.fdopen(os.dup(initrd), "wb") as file:
         file.write(image.initrd.read_bytes())
@@ -111,7 +116,7 @@ def _initrd(image: Image, what: Run) -> int:
 def _qemu(image: Image, what: Run, initrd: int, ports: Mapping[str, int]) -> list[str]:
     words = ["qemu-system-x86_64", "-M", "q35", "-smp", str(CPUS), "-m", str(MEMORY_MIB)]
     words += ["-accel", "tcg,thread=multi" if what.accelerator == "tcg" else what.accelerator]
-    words += ["-cpu", "max" if what.accelerator == "tcg" else "host,-arch-capabilities"]
+    words += ["-cpu", PROCESSORS[what.accelerator]]
     words += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-net", "none"]
     words += ["-kernel", str(image.kernel), "-initrd", f"/dev/fd/{initrd}", "-append", _KERNEL_WORDS]
     words += ["-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap"]

@@ -14,6 +14,7 @@ WANTED: Final = (
     "9p",
     "overlay",
     "veth",
+    "bridge",
     "sch_netem",
     "crc32_generic",
     "crc32c_generic",

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from zbmd.collectives.arrays import Array
-from zbmd.collectives.cost_model import Model
+from zbmd.collectives.cost_model import ASKING_NS, Model
 
 BARRIERS = 40
 MOVED_BYTES = 256 << 10
@@ -74,7 +74,8 @@ def _measure(c: Measured, deadline_ns: int) -> tuple[float, float, float]:
         began_ns = time.perf_counter_ns()
         np.add(block, total, out=total)
         adds.append(time.perf_counter_ns() - began_ns)
-    beta = max(1e-3, (min(moves) - 3 * alpha_ns) / (c.size * MOVED_BYTES))
+    asking_ns = ASKING_NS * (c.size - 1) if len(set(c.hosts)) > 1 else 0.0
+    beta = max(1e-3, (min(moves) - 3 * alpha_ns - asking_ns) / (c.size * MOVED_BYTES))
     return max(1.0, alpha_ns), beta, max(1e-3, min(adds) / MOVED_BYTES)
 
 

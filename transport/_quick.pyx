@@ -21,8 +21,8 @@ QUICK_BYTES_MAX = PAYLOAD_MAX
 cdef enum:
     TAG = 16
     HEADER = 96
-    PAYLOAD_MAX = 1 << 17
-    ROOM = 1 << 18                # of what has come
+    PAYLOAD_MAX = 1 << 20         # whose tag is one (payload_tag.TAG_CHUNK_BYTES)
+    ROOM = PAYLOAD_MAX + (1 << 17)  # of what has come
     STRIPE_MAX = 1 << 24
     AHEAD_MAX = 1 << 10           # bulk_records.PUTS_AHEAD_MAX
     # The kinds of bulk_records and, of tags, those of bulk_stream and payload_tag.

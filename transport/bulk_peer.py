@@ -534,7 +534,9 @@ class BulkPeer:
 
     def _quick_again(self, number: int) -> bool:
         """Whether what comes on this lane may go past the machine from now on."""
-        return not self._lingering and self._quick.begin(self._lanes) and self._quick.lane == number
+        if self._lingering or self._quick.lane >= 0:  # then on another lane, which goes on
+            return False
+        return self._quick.begin(self._lanes) and self._quick.lane == number
 
     def _discard(self, io: LaneSocket) -> None:
         if not io.discard(bytearray(SCRATCH_BYTES)):

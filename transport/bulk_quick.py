@@ -37,6 +37,7 @@ class QuickLane:
 
     def begin(self, lanes: dict[int, LaneSocket]) -> bool:
         """Go past the machine if it is at rest and its lane is between two records; whether that is so."""
+        assert self.lane < 0, "what it has counted would be lost"
         rest = self._machine.rest()
         io = None if rest is None else lanes.get(rest.lane)
         if rest is None or io is None or isinstance(io.sock, ssl.SSLSocket) or not io.rests:

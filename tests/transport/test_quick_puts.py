@@ -218,7 +218,7 @@ def test_memory_that_peers_may_write_no_more_is_asked_for_again(segment: Segment
 
 
 ROUNDS = 60
-HALF = 1 << 18
+HALF = 2 * QUICK_BYTES_MAX
 ASIDE = HALF - 8
 
 
@@ -241,7 +241,7 @@ class Talker:
         """In each round, tell a number behind a put whose bytes tell it, too; now and then in other ways."""
         draw, region, limit = random.Random(self.other), self.end.open_region(theirs), deadline()
         for k in range(1, ROUNDS + 1):
-            nbytes = draw.choice((8, 900, 20_000, 100_000, QUICK_BYTES_MAX + 8))
+            nbytes = draw.choice((8, 900, 20_000, 300_000, QUICK_BYTES_MAX + 8))
             at = k % 2 * HALF  # the other half is still being looked at
             with self.host.plane.driving():
                 region.put(np.full(nbytes, k, np.uint8), at, channel=CHANNEL, value=2 * k - 1)
@@ -258,7 +258,8 @@ class Talker:
 @pytest.mark.parametrize("protection", [Protection.MAC, Protection.NONE])
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_quick_puts_and_all_else_keep_their_order(protection: Protection, lanes: int) -> None:
-    with BulkHost(0) as a, BulkHost(1) as b, ThreadPoolExecutor(2) as threads:
+    nbytes = 3 * HALF
+    with BulkHost(0, nbytes=nbytes) as a, BulkHost(1, nbytes=nbytes) as b, ThreadPoolExecutor(2) as threads:
         to_b, to_a = join(a, b, lanes=lanes, protection=protection)
         talkers = Talker(a, to_b, 1), Talker(b, to_a, 0)
         done = [

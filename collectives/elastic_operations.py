@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbmd.collectives.repair_jobs import AllGather, AllReduce, Barrier, Broadcast, Job
+from zbmd.collectives.repair_many_jobs import AllReduceMany
 from zbmd.collectives.repair_messages import Inputs, OnLoss
 from zbmd.collectives.repair_own_jobs import AllToAll, Gather, Reduce, ReduceScatter, Scatter
 from zbmd.collectives.repair_uneven_jobs import AllGatherV, AllToAllV, ReduceScatterV
@@ -69,6 +70,26 @@ class ElasticOperations(ABC):
             raise UserError('inputs="recompute" is for operations in place: leave out `out`')
         return await self._do(
             lambda: AllReduce(self._arena, x, out, op, on_loss_of(on_loss), mode, algorithm), timeout
+        )
+
+    async def all_reduce_many(
+        self,
+        arrays: Sequence[Any],
+        *,
+        op: str = "sum",
+        on_loss: str = "survivors",
+        inputs: str = "recompute",
+        algorithm: str = "auto",
+        timeout: float | None = None,
+    ) -> Result:
+        """`all_reduce` of every array in one operation; small ones travel together (`coalescing`).
+
+        All members give arrays of the same dtypes and sizes in the same order. In place, and the value is
+        `arrays`; with "preserve" or "adopt" it is a list of new ones. "adopt" copies them into the arena.
+        """
+        mode = _inputs(inputs, in_place=True)
+        return await self._do(
+            lambda: AllReduceMany(self._arena, arrays, op, on_loss_of(on_loss), mode, algorithm), timeout
         )
 
     async def reduce(

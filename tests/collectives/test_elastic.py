@@ -187,6 +187,39 @@ async def operate(group, rank, k):
     counted = not done.rows or done.rows == tuple(len(block) for block in blocks)
     return done, [name, bool(counted and np.array_equal(done.value, np.concatenate(blocks)))]
 """
+MANY = """
+def arrays(rank, k):  # two that travel together, one of another dtype, and one that goes alone
+    return [np.full(n, 10**rank * k, t) for n, t in ((3, "f4"), (5, "f8"), (70, "f4"), (1 << 16, "f4"))]
+
+async def operate(group, rank, k):
+    given = arrays(rank, k)
+    done = await group.all_reduce_many(given, op="avg" if k % 2 else "sum", timeout=60, **MODE)
+    total = k * sum(10**r for r in done.contributors)
+    wanted = total / len(done.contributors) if k % 2 else total
+    right = all(np.allclose(x, wanted) for x in done.value)
+    kept = MODE["inputs"] == "recompute" or all(map(np.array_equal, given, arrays(rank, k)))
+    return done, [bool(right), kept]
+"""
+
+
+@pytest.mark.parametrize("mode", ["preserve", "recompute", "adopt"])
+async def test_many_arrays_in_one_operation(tmp_path: Path, mode: str) -> None:
+    kills: list[Kill] = [(k % 3, run, point) for k, (run, point) in enumerate(MANY_POINTS)]
+    job = ElasticJob(tmp_path, MANY, kills, MODES[mode][0])
+    result = await job.run()
+    assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
+    deaths, sizes = 0, set[int]()
+    for k in range(1, len(kills) + 1):
+        of, error = job.end_of(k)
+        assert error in ({"", "InputsOverwritten"} if mode == "recompute" else {""}), job.told[k]
+        assert error or all(all(found["value"]) for found in job.told[k].values()), job.told[k]
+        deaths += job.died_in(k)
+        sizes.add(len(of))
+    assert deaths > 3 and 3 in sizes, (deaths, sizes)
+
+
+MANY_POINTS = ((1, 2), (2, 2), (2, 4), (3, 2), (3, 5), (4, 1))
+"""In each of the three packs, and in the commit."""
 UNEVEN_POINTS = ((1, 2), (2, 2), (2, 4), (3, 1))
 """While they tell each other how many rows there are, while these move, and in the commit."""
 

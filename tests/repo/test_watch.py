@@ -166,26 +166,30 @@ def test_strict_skips(run_suite: SeededRun, tmp_path: Path, extra: str, strict: 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("files", "told"),
     [
         (
-            "def test_quiet():\n    pytest.skip('not today')\n",
-            "test_extra.py::test_quiet: Skipped: not today",
+            (
+                "def test_quiet():\n    pytest.skip('not today')\n",
+                "pytest.importorskip('zbmd_no_such_package')\n",
+            ),
+            ("test_extra0.py::test_quiet: Skipped: not today", "could not import 'zbmd_no_such_package'"),
         ),
-        ("pytest.importorskip('zbmd_no_such_package')\n", "could not import 'zbmd_no_such_package'"),
-        (SESSION_LEAK, "thread "),
-        ("def test_passes(): pass", ""),
+        ((SESSION_LEAK,), ("thread ",)),
+        (("def test_passes(): pass",), ()),
     ],
-    ids=["a quiet skip", "a module for want of anything", "left by the session", "nothing"],
+    ids=["quiet skips", "left by the session", "nothing"],
 )
 def test_workers_tell_what_fails_the_session(
-    run_suite: SeededRun, tmp_path: Path, text: str, told: str
+    run_suite: SeededRun, tmp_path: Path, files: tuple[str, ...], told: tuple[str, ...]
 ) -> None:
-    (tmp_path / "test_extra.py").write_text(f"import pytest\n{text}")
+    for number, text in enumerate(files):
+        (tmp_path / f"test_extra{number}.py").write_text(f"import pytest\n{text}")
     workers = ("--numprocesses=2", "--dist=loadfile")
     run = run_suite("def test_first(seed): pass", *workers, ZBMD_STRICT_SKIPS="1")
     assert run.returncode == (1 if told else 0), run.stdout
-    assert re.search(rf"^{re.escape(told)}|: {re.escape(told)}", run.stdout, re.MULTILINE), run.stdout
+    for line in told:
+        assert re.search(rf"^{re.escape(line)}|: {re.escape(line)}", run.stdout, re.MULTILINE), run.stdout
 
 
 def test_one_seed_repeats_everything(run_suite: SeededRun) -> None:

@@ -87,6 +87,7 @@ struct zbmd_rdma_plane {
     _Atomic int drivers;      /* threads that poll in place of the plane's own */
     _Atomic uint64_t left_ns; /* when the last of them left */
     _Atomic int standing_by;  /* the plane's own thread does, and does not look */
+    _Atomic int parked;       /* it sleeps until the device tells that something completes */
     _Atomic int asked;        /* ends with `asked`; changed under the lock */
     _Atomic int attention;    /* something is for Python to do */
     _Atomic int stopping;
@@ -355,15 +356,17 @@ static int zbmd_rdma_run(zbmd_rdma_plane *plane, uint64_t spin_ns, uint64_t unti
         if (found & (ZBMD_RDMA_ATTENTION | ZBMD_RDMA_LATER)) return 1;
         if (found) last_ns = zbmd_now_ns();
         else if (zbmd_now_ns() - last_ns >= spin_ns) {
+            atomic_store(&plane->parked, 1); /* before: somebody else may take what comes at once */
             ibv_req_notify_cq(plane->queue, 0);
             found = zbmd_rdma_poll(plane); /* what came before it was armed is not told */
-            if (found & (ZBMD_RDMA_ATTENTION | ZBMD_RDMA_LATER)) return 1;
             last_ns = zbmd_now_ns();
             if (!found && last_ns < until_ns) {
                 uint64_t left_ms = (until_ns - last_ns) / 1000000 + 1;
                 zbmd_rdma_park(plane, 1, left_ms < ZBMD_RDMA_IDLE_MS ? (int)left_ms : ZBMD_RDMA_IDLE_MS);
                 last_ns = zbmd_now_ns();
             }
+            atomic_store(&plane->parked, 0);
+            if (found & (ZBMD_RDMA_ATTENTION | ZBMD_RDMA_LATER)) return 1;
         } else zbmd_pause();
     }
     return 0;
@@ -376,10 +379,12 @@ static void zbmd_rdma_stop(zbmd_rdma_plane *plane) {
     zbmd_rdma_wake(plane);
 }
 
-/* wanted: somebody who does not poll waits for what comes. */
+/* wanted: somebody who does not poll waits for what comes. The plane's own thread is woken, too, if it sleeps for the
+ * device: the one word of that may have come to us, and then nobody would be told of anything any more. */
 static void zbmd_rdma_leave(zbmd_rdma_plane *plane, int wanted) {
     atomic_store(&plane->left_ns, wanted ? 0 : zbmd_now_ns());
-    if (atomic_fetch_sub(&plane->drivers, 1) == 1 && (wanted || atomic_load(&plane->asked)))
+    if (atomic_fetch_sub(&plane->drivers, 1) == 1 &&
+        (wanted || atomic_load(&plane->asked) || atomic_load(&plane->parked)))
         eventfd_write(plane->wake_fd, 1);
 }
 

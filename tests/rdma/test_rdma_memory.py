@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from region_harness import FAR, GUARD_NS, NEAR, Ends, RdmaEnds, RdmaHarness
@@ -16,6 +21,10 @@ from zbmd.transport.rdma_plane import RdmaPlane
 
 PUTS = 100
 NBYTES = 4 * INLINE_BYTES
+PATIENCE_S = 30.0
+LOOK_S = 0.05
+SLEEPS_FOR_BOTH = re.compile(r"\d+ 0x[0-9a-f]+ 0x2 ")
+"""A thread in poll(2) or ppoll(2) with two descriptors: the device's, and that by which it is woken."""
 
 
 def plane_of(ends: Ends, which: int) -> RdmaPlane:
@@ -81,6 +90,35 @@ def test_both_sides_of_a_ping_are_told_what_each_round_took() -> None:
         assert await ends.far.wait(NEAR, 1, 1) == await ends.near.wait(FAR, 1, 1) == _native.WAIT_OK
 
     RdmaHarness().run(scenario)
+
+
+def test_who_polls_and_leaves_wakes_the_thread_that_sleeps_for_the_device() -> None:
+    """Who polled may have taken the one word of the device that it sleeps for; it sleeps for a minute."""
+
+    async def scenario(ends: Ends) -> None:
+        plane = plane_of(ends, 1)
+        task = Path(f"/proc/self/task/{plane._thread.native_id}")
+        until(lambda: SLEEPS_FOR_BOTH.match((task / "syscall").read_text()) is not None)
+        slept = switches(task)
+        plane.native.enter()
+        plane.native.leave()
+        until(lambda: switches(task) > slept)
+
+    RdmaHarness().run(scenario)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    limit_s, pause = time.monotonic() + PATIENCE_S, threading.Event()
+    while not holds():
+        assert time.monotonic() < limit_s
+        pause.wait(LOOK_S)
+
+
+def switches(task: Path) -> int:
+    """How often a thread has gone to sleep."""
+    found = re.search(r"^voluntary_ctxt_switches:\s(\d+)", (task / "status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
 
 
 def test_a_region_that_is_released_has_no_registration_and_others_live_on() -> None:

@@ -164,6 +164,7 @@ class MeshProcess:
         self.known = self.view
         self.may_enter = 0
         self.asked = 0
+        self.cuts = 0
         self.parted: set[MemberId] = set()
         self.coming: membership.View | None = None
         self.names = mesh.of(rank)
@@ -216,7 +217,7 @@ class MeshProcess:
         return []
 
     def _fired(self, name: str, now_ns: int) -> Effects:
-        what, _, number = name.partition("/")
+        what, number, *_ = name.split("/")
         part = self.parts[int(number)]
         if what != "drain":
             effects = self._of(int(number), part.deliver(sim.TimerFired(name=what), now_ns=now_ns))
@@ -263,7 +264,8 @@ class MeshProcess:
                 case vm.Cut(group=group):
                     self._check_cut(self.parts[group])
                     at_ns = now_ns + self.rng.randint(1, DRAIN_NS_MAX)
-                    effects.append(sim.SetTimer(name=f"drain/{group}", at_ns=at_ns))
+                    self.cuts += 1  # one that is cut again drains again, beside the first time
+                    effects.append(sim.SetTimer(name=f"drain/{group}/{self.cuts}", at_ns=at_ns))
                 case vm.Enter():
                     effects += self._entered(now_ns)
                 case vm.Follow(group=group, epoch=epoch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -56,27 +58,30 @@ def agree_on_model(c: Measured, deadline_ns: int) -> Model:
 
 
 def _measure(c: Measured, deadline_ns: int) -> tuple[float, float, float]:
-    """α by barriers of ceil(log2 n) rounds, β by all-gathers, γ by adding up in this process alone."""
+    """α by barriers of ceil(log2 n) rounds, β by all-gathers, γ by adding up in this process alone.
+
+    The machine may be busy with other things just then: one barrier that had to wait for a processor says
+    nothing of all later ones.
+    """
     block = np.ones(MOVED_BYTES // 4, np.float32)
-    c.barrier(deadline_ns=deadline_ns)
-    began_ns = time.perf_counter_ns()
-    for _ in range(BARRIERS):
-        c.barrier(deadline_ns=deadline_ns)
-    alpha_ns = (time.perf_counter_ns() - began_ns) / BARRIERS / (1 + (c.size - 1).bit_length())
-    moves: list[float] = []
-    for _ in range(ROUNDS):
-        began_ns = time.perf_counter_ns()
-        c.all_gather(block, algorithm="direct", deadline_ns=deadline_ns)
-        moves.append(time.perf_counter_ns() - began_ns)
     total = np.empty_like(block)
-    adds: list[float] = []
-    for _ in range(ROUNDS):
-        began_ns = time.perf_counter_ns()
-        np.add(block, total, out=total)
-        adds.append(time.perf_counter_ns() - began_ns)
+    c.barrier(deadline_ns=deadline_ns)
+    meetings = _times_ns(BARRIERS, lambda: c.barrier(deadline_ns=deadline_ns))
+    alpha_ns = statistics.median(meetings) / (1 + (c.size - 1).bit_length())
+    moves = _times_ns(ROUNDS, lambda: c.all_gather(block, algorithm="direct", deadline_ns=deadline_ns))
+    adds = _times_ns(ROUNDS, lambda: np.add(block, total, out=total))
     asking_ns = ASKING_NS * (c.size - 1) if len(set(c.hosts)) > 1 else 0.0
     beta = max(1e-3, (min(moves) - 3 * alpha_ns - asking_ns) / (c.size * MOVED_BYTES))
     return max(1.0, alpha_ns), beta, max(1e-3, min(adds) / MOVED_BYTES)
+
+
+def _times_ns(rounds: int, run: Callable[[], object]) -> list[int]:
+    found: list[int] = []
+    for _ in range(rounds):
+        began_ns = time.perf_counter_ns()
+        run()
+        found.append(time.perf_counter_ns() - began_ns)
+    return found
 
 
 def _cores() -> int:

@@ -84,12 +84,12 @@ class Holdings:
         )
 
     def since(self, before: Holdings) -> list[str]:
-        """Return a line for each thing held now and not before, a process of this session included."""
+        """Return a name for each thing held now and not before, a process of this session included."""
         kept = [f"child {child}" for child in self.children - before.children]
         kept += [f"thread {thread}" for thread in self.threads - before.threads]
         kept += [f"descriptor {descriptor}" for descriptor in self.descriptors - before.descriptors]
         kept += [f"/dev/shm/{name}" for name in self.shared_memory - before.shared_memory]
-        kept += [f"orphan {_describe(pid)}" for pid in self.processes - before.processes if _is_orphan(pid)]
+        kept += [f"orphan {pid}" for pid in self.processes - before.processes if _is_orphan(pid)]
         return sorted(kept)
 
 
@@ -101,15 +101,22 @@ def _read(path: str) -> str:
         return ""
 
 
-def _describe(pid: int) -> str:
+def _described(left: list[str]) -> str:
+    """What `_left_behind` has found, for people: a process has no command line while it is being started."""
+    return "; ".join(f"{thing}{_command_of(thing)}" for thing in left)
+
+
+def _command_of(thing: str) -> str:
+    kind, _, pid = thing.partition(" ")
+    if kind not in ("child", "orphan"):
+        return ""
     command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
-    return f"{pid} ({command or 'ended, never waited for'})"
+    return f" ({command or 'ended, never waited for'})"
 
 
 def _children() -> Generator[str]:
     for thread in os.listdir("/proc/self/task"):
-        for pid in _read(f"/proc/self/task/{thread}/children").split():
-            yield _describe(int(pid))
+        yield from _read(f"/proc/self/task/{thread}/children").split()
 
 
 def _threads() -> Generator[str]:
@@ -201,8 +208,9 @@ class Watch:
     def pytest_runtest_teardown(self) -> Generator[None]:
         yield
         if left := _left_behind(self.before_test, self.by_fixtures):
+            said = _described(left)
             _end_processes(self.before_test)
-            pytest.fail(f"left behind: {'; '.join(left)}", pytrace=False)
+            pytest.fail(f"left behind: {said}", pytrace=False)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -226,7 +234,8 @@ class Watch:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.runs_tests:
-            self.left_by_session += _left_behind(self.before_session, set())
+            if left := _left_behind(self.before_session, set()):
+                self.left_by_session.append(_described(left))
             _end_processes(self.before_session)
         if (told := _worker_output(session.config)) is not None:
             told[LEFT_BEHIND] = self.left_by_session

@@ -76,8 +76,9 @@ def require_room(config: GPTConfig, needs: RankNeeds, *, ranks: int, advice: str
             return  # peers may have taken theirs already: each finds out for itself
         available_bytes = available_memory().nbytes
     if ranks * needs.nbytes > available_bytes:
+        who = "1 rank needs" if ranks == 1 else f"{ranks} ranks need"
         raise UserError(
-            f"{too_large(config)}: {ranks} ranks need at least {in_words(ranks * needs.nbytes)} (each "
+            f"{too_large(config)}: {who} at least {in_words(ranks * needs.nbytes)} (each "
             f"{in_words(needs.state_bytes)} of state and gradients, and {in_words(needs.activation_bytes)} "
             f"of activations), and {in_words(available_bytes)} are available. {advice}"
         )

@@ -30,7 +30,7 @@ MODULES: Final = (
 BYTES_MAX: Final = 512 << 20
 """Of the machine's memory; what comes behind it stays on the host."""
 IMPORT_S_MAX: Final = 120.0
-_ELSEWHERE: Final = ("/dev/", "/proc/", "/sys/", "/tmp/")
+_ELSEWHERE: Final = ("/dev/", "/proc/", "/sys/")
 _FIND: Final = """
 import importlib, importlib.metadata, os, sys
 

@@ -6,7 +6,7 @@
  * the arena can be read by the peer instead, which moves less than puts do, if it is not the other core's cache that
  * they are read from. Which of these a virtual machine's cores do best changes while it runs, so the choice is made by
  * trial: what is chosen is timed, and the others are tried in turn now and then, more and more seldom while nothing
- * changes. */
+ * changes. A trial is two runs, of which the second counts: the first finds in the caches what another way has left. */
 #ifndef ZBMD_STORES_H
 #define ZBMD_STORES_H
 
@@ -24,6 +24,7 @@ typedef struct {
     double cost[ZBMD_WAYS];   /* of each way, ns a byte; 0: not known */
     uint32_t since, interval; /* runs since the last trial, and until the next */
     uint8_t chosen, tried, slow; /* tried: the way of the latest trial */
+    uint8_t warm;                /* the first run of a trial is done */
 } zbmd_store_choice;
 
 /* The way of a trial, among the first `ways`: one that is not known, else the one after the last. */
@@ -48,6 +49,8 @@ static inline int zbmd_store_next(zbmd_store_choice *c, int ways) {
 static inline void zbmd_store_note(zbmd_store_choice *c, int way, double cost) {
     double usual = c->cost[c->chosen];
     if (way != c->chosen) {
+        c->warm = !c->warm;
+        if (c->warm) return;
         c->cost[way] = cost;
         c->tried = (uint8_t)way;
         c->since = c->slow = 0;

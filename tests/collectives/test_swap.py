@@ -30,20 +30,22 @@ def run(choice: StoreChoice, runs: int, costs: Callable[[int], float], *, ways: 
 def test_the_quickest_way_is_taken_and_the_others_are_tried_ever_more_seldom(better: int, ways: int) -> None:
     taken = run(StoreChoice(), 2_000, lambda way: 1.0 if way == better else 5.0 + way, ways=ways)
     tries = [at for at, way in enumerate(taken) if way != better]
-    assert len(tries) < 30 and tries[-1] > 1_000
-    assert {taken[at] for at in tries[-ways + 1 :]} == set(range(ways)) - {better}
-    gaps = [after - before for before, after in pairwise(tries)]
-    assert gaps[-1] == max(gaps) <= 129
+    assert len(tries) < 60 and tries[-1] > 1_000
+    seconds = tries[::-2][::-1]
+    assert all(at - 1 in tries for at in seconds[-8:]), "the second run of a trial counts"
+    assert {taken[at] for at in seconds[-ways + 1 :]} == set(range(ways)) - {better}
+    gaps = [after - before for before, after in pairwise(seconds)]
+    assert gaps[-1] == max(gaps) <= 130
 
 
 def test_one_run_that_was_held_up_changes_nothing_and_two_have_the_other_way_tried() -> None:
     choice = StoreChoice()
     steady = run(choice, 1_000, lambda way: 1.0 + way)
     last = max(at for at, way in enumerate(steady) if way == STREAMED)
-    run(choice, last + 129 - len(steady) + 1, lambda way: 1.0 + way)  # the next trial is as far off as can be
+    run(choice, last + 130 - len(steady) + 1, lambda way: 1.0 + way)  # the next trial is as far off as can be
     assert run(choice, 1, lambda way: 50.0) + run(choice, 20, lambda way: 1.0 + way) == [CACHED] * 21
     ways = run(choice, 20, lambda way: 5.0 if way == CACHED else 2.0)  # caches are not shared any more
-    assert ways == [CACHED] * 2 + [STREAMED] * 9 + [CACHED] + [STREAMED] * 8
+    assert ways == [CACHED] * 2 + [STREAMED] * 10 + [CACHED] * 2 + [STREAMED] * 6
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -5,6 +5,7 @@
 #include "narrow.h"
 #include "peers.h"
 #include "stores.h"
+#include "stream.h"
 
 /* The numbers of program.py. */
 enum { ZBMD_PUT, ZBMD_NOTIFY, ZBMD_WAIT, ZBMD_REDUCE, ZBMD_COPY };
@@ -78,6 +79,19 @@ static inline zbmd_move zbmd_move_of(const zbmd_run *run, const int32_t *row, in
     return move;
 }
 
+/* Of arrays so long, copies go past the caches: they would not stay there, and a store through the cache reads its
+ * line first. Measured with both cores copying 8 MiB: 25 GB/s each for memmove's 12; 2 MiB: 28 for 39. */
+#define ZBMD_STREAM_COPIES (8ULL << 20)
+
+static inline void zbmd_copy_part(const zbmd_run *run, int kind, char *dst, const char *src, uint64_t nbytes) {
+    int apart = dst + nbytes <= src || src + nbytes <= dst;
+    int streams = kind == ZBMD_PUT ? run->streams : run->count * run->item * run->blocks >= ZBMD_STREAM_COPIES;
+    if (apart && streams)
+        zbmd_stream(dst, src, nbytes);
+    else
+        memmove(dst, src, nbytes);
+}
+
 /* Move or reduce the data. What is reduced into `out` is a chunk's end result. */
 static inline void zbmd_apply(const zbmd_run *run, const int32_t *row, zbmd_move move) {
     uint32_t divisor = row[4] == ZBMD_OUT ? run->divisor : 0;
@@ -86,10 +100,8 @@ static inline void zbmd_apply(const zbmd_run *run, const int32_t *row, zbmd_move
         if (move.dst.at == move.a.at) return;
         if (run->narrow)
             zbmd_copy_narrow(run->dtype, move.dst, move.a, move.count);
-        else if (run->streams && row[0] == ZBMD_PUT)
-            zbmd_stream(move.dst.at, move.a.at, move.count * run->item);
         else
-            memmove(move.dst.at, move.a.at, move.count * run->item);
+            zbmd_copy_part(run, row[0], move.dst.at, move.a.at, move.count * run->item);
     } else if (run->narrow) {
         zbmd_reduce_narrow(run->dtype, run->kernel, move.dst, move.a, move.b, move.count, divisor);
     } else {

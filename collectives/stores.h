@@ -13,9 +13,6 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
 
 enum { ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_READ = ZBMD_STORE_WAYS, ZBMD_WAYS };
 enum { ZBMD_TRIAL_FIRST = 8, ZBMD_TRIAL_MAX = 128, ZBMD_SLOW_MAX = 2 };
@@ -74,29 +71,6 @@ static inline void zbmd_store_note(zbmd_store_choice *c, int way, double cost) {
         c->slow = 0;
         c->interval = ZBMD_TRIAL_FIRST;
     }
-}
-
-/* memcpy past the cache. Whoever is notified behind it sees all of it. */
-static inline void zbmd_stream(char *dst, const char *src, size_t n) {
-#if defined(__SSE2__)
-    if (((uintptr_t)dst & 15) == 0) {
-        size_t whole = n & ~(size_t)63;
-        for (size_t i = 0; i < whole; i += 64) {
-            __m128i a = _mm_loadu_si128((const __m128i *)(src + i));
-            __m128i b = _mm_loadu_si128((const __m128i *)(src + i + 16));
-            __m128i c = _mm_loadu_si128((const __m128i *)(src + i + 32));
-            __m128i d = _mm_loadu_si128((const __m128i *)(src + i + 48));
-            _mm_stream_si128((__m128i *)(dst + i), a);
-            _mm_stream_si128((__m128i *)(dst + i + 16), b);
-            _mm_stream_si128((__m128i *)(dst + i + 32), c);
-            _mm_stream_si128((__m128i *)(dst + i + 48), d);
-        }
-        memcpy(dst + whole, src + whole, n - whole);
-        _mm_sfence(); /* streaming stores are not ordered by the release that follows */
-        return;
-    }
-#endif
-    memcpy(dst, src, n);
 }
 
 #endif

@@ -510,7 +510,7 @@ class ElasticGroup(ElasticParts):
             channel=self._place.mend,
             hosts=hosts_of(self._view, members),
         )
-        if self._measured is not None and self._measured.far == (len({*made.hosts}) > 1):
+        if self._measured is not None and self._measured.fits(made.hosts):
             made.model = self._measured.model
         return made
 

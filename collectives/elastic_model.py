@@ -17,6 +17,15 @@ class Measured:
     model: Model
     far: bool
 
+    def fits(self, hosts: tuple[int, ...]) -> bool:
+        """Whether it holds for members on these hosts, too."""
+        return self.far == is_far(hosts)
+
+
+def is_far(hosts: tuple[int, ...]) -> bool:
+    """Whether these, of each member one, are several."""
+    return len(set(hosts)) > 1
+
 
 def pinned(c: Communicator, told: Iterable[Measured | None], deadline_ns: int) -> Measured | None:
     """What all members go by in the epoch of `c`: all must call this before any operation.
@@ -25,10 +34,9 @@ def pinned(c: Communicator, told: Iterable[Measured | None], deadline_ns: int) -
     measured in a group like this counts, for a link does not change with who is there, and a repair is not
     the time to measure. If nobody knows of one, all measure now, some 10 ms. Raises as `Communicator.tune`.
     """
-    far = len({*c.hosts}) > 1
-    found = next((one for one in told if one is not None and one.far == far), None)
+    found = next((one for one in told if one is not None and one.fits(c.hosts)), None)
     if found is None and c.size > 1:
-        found = Measured(model=agree_on_model(c, deadline_ns), far=far)
+        found = Measured(model=agree_on_model(c, deadline_ns), far=is_far(c.hosts))
     if found is not None:
         c.model = found.model
     return found

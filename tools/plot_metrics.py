@@ -6,14 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from zbmd.tools.plot_data import Change, Curve, RunPicture, Spent, Stay, binned_max, binned_mean
 from zbmd.tools.run_result import Death, RunResult
+from zbmd.training.json_lines import read_json_lines
 from zbmd.training.profiler.lines import Life
-from zbmd.transport.errors import UserError
 
 METRICS_BYTES_MAX = 256 << 20
 """Of millions of steps."""
@@ -27,27 +28,17 @@ class MetricLine(msgspec.Struct, frozen=True, kw_only=True):
     held_out_loss: float | None = None
 
 
-def read_metrics(path: Path) -> list[MetricLine]:
-    """The lines of the last run that has written to `path`. Raises `UserError` if one is damaged.
+_decoder: Final = msgspec.json.Decoder(MetricLine)
 
-    A last line that was cut off by a kill is left out.
-    """
-    try:
-        if path.stat().st_size > METRICS_BYTES_MAX:
-            raise UserError(f"{path} is larger than any metrics that are written: move it away.")
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}.") from error
-    whole, _, _ = data.rpartition(b"\n")
+
+def read_metrics(path: Path) -> list[MetricLine]:
+    """The lines of the last run that has written to `path`. Raises `UserError` as `read_json_lines` does."""
     found: list[MetricLine] = []
     last = 0
-    for number, text in enumerate(whole.split(b"\n"), 1):
-        try:
-            line = msgspec.json.decode(text, type=MetricLine) if text else None
-        except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
-            raise UserError(f"line {number} of {path} is damaged ({error}): move the file away.") from None
-        if line is None:
-            continue
+    what = "metrics that are"
+    for line in read_json_lines(
+        path, _decoder.decode, bytes_max=METRICS_BYTES_MAX, what=what, advice="move the file away"
+    ):
         if line.loss is not None:
             if line.step <= last:
                 found.clear()  # another run has begun in the same directory

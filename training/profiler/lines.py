@@ -13,6 +13,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from zbmd.training.json_lines import read_json_lines
 from zbmd.training.profiler.peak import Machine
 from zbmd.transport.errors import UserError
 
@@ -154,21 +155,10 @@ def read_lives(directory: Path) -> list[Life]:
 
 
 def _read(path: Path) -> Iterable[RunLine | StepLine]:
-    try:
-        if path.stat().st_size > LINES_BYTES_MAX + LINE_BYTES_MAX:
-            raise UserError(f"{path} is larger than any profile that is written: delete it.")
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}.") from error
-    for number, line in enumerate(data.split(b"\n"), 1):
-        if not line:
-            continue
-        try:
-            yield _decoder.decode(line)
-        except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
-            if not data.endswith(b"\n") and number == data.count(b"\n") + 1:
-                return
-            raise UserError(f"line {number} of {path} is damaged ({error}): delete the file.") from None
+    most = LINES_BYTES_MAX + LINE_BYTES_MAX
+    return read_json_lines(
+        path, _decoder.decode, bytes_max=most, what="profile that is", advice="delete the file"
+    )
 
 
 def _lives(lines: Iterable[RunLine | StepLine], path: Path) -> Iterable[Life]:

@@ -1,18 +1,21 @@
 /* Heartbeats by one-sided writes: a queue pair of its own, and 32 bytes that the peer may write.
  *
  * A beat is one inline WRITE over the one before; nothing of the observer runs for it but its device. That it has
- * arrived, its completion tells. See beat_way.h and actors/heartbeat.h.
+ * arrived, its completion tells. A device that completes nothing, not even as failed, is not waited for: the one in
+ * software was seen to forget its timer when its port went down. See beat_way.h and actors/heartbeat.h.
  */
 #ifndef ZBMD_RDMA_BEAT_H
 #define ZBMD_RDMA_BEAT_H
 
 #include "beat_way.h"
+#include "native.h"
 #include "rdma_path.h"
 #include <errno.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #define ZBMD_RDMA_BEATS 8 /* that are under way; then none is sent until one has arrived */
+#define ZBMD_RDMA_BEAT_PATIENCE 4 /* times as long as the device takes to give a write up */
 #define ZBMD_RDMA_BEAT_BYTES (ZBMD_WAY_BEAT_WORDS * sizeof(uint64_t))
 
 typedef struct zbmd_rdma_beat {
@@ -24,20 +27,28 @@ typedef struct zbmd_rdma_beat {
     uint64_t remote;
     uint32_t rkey;
     uint64_t posted, arrived;
+    uint64_t heard_ns, patience_ns; /* when it last completed one; how long it may take while as many as can wait */
     int status; /* of the first write that has failed; 0 while none has */
 } zbmd_rdma_beat;
 
-static int zbmd_rdma_beat_write(struct zbmd_beat_way *way, const uint64_t beat[ZBMD_WAY_BEAT_WORDS]) {
-    zbmd_rdma_beat *self = (zbmd_rdma_beat *)way;
+static void zbmd_rdma_beat_poll(zbmd_rdma_beat *self, uint64_t now_ns) {
     struct ibv_wc done[ZBMD_RDMA_BEATS];
-    int count = ibv_poll_cq(self->queue, ZBMD_RDMA_BEATS, done), under_way;
+    int count = ibv_poll_cq(self->queue, ZBMD_RDMA_BEATS, done);
     for (int i = 0; i < count; ++i) {
         if (done[i].status != IBV_WC_SUCCESS && !self->status) self->status = (int)done[i].status;
         ++self->arrived;
     }
     if (count < 0 && !self->status) self->status = IBV_WC_GENERAL_ERR;
+    if (count > 0 || self->posted == self->arrived) self->heard_ns = now_ns;
+    int full = self->posted - self->arrived == ZBMD_RDMA_BEATS;
+    if (full && now_ns - self->heard_ns > self->patience_ns && !self->status) self->status = IBV_WC_RESP_TIMEOUT_ERR;
+}
+
+static int zbmd_rdma_beat_write(struct zbmd_beat_way *way, const uint64_t beat[ZBMD_WAY_BEAT_WORDS]) {
+    zbmd_rdma_beat *self = (zbmd_rdma_beat *)way;
+    zbmd_rdma_beat_poll(self, zbmd_now_ns());
     if (self->status) return ZBMD_WAY_BROKEN;
-    under_way = (int)(self->posted - self->arrived);
+    int under_way = (int)(self->posted - self->arrived);
     if (under_way == ZBMD_RDMA_BEATS) return under_way;
     struct ibv_sge place = {(uintptr_t)beat, ZBMD_RDMA_BEAT_BYTES, 0};
     struct ibv_send_wr request = {.sg_list = &place, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE,
@@ -80,6 +91,7 @@ static int zbmd_rdma_beat_connect(zbmd_rdma_beat *self, const zbmd_rdma_path *pa
     int error = zbmd_rdma_path_init(self->qp, path, IBV_ACCESS_REMOTE_WRITE);
     self->remote = remote;
     self->rkey = rkey;
+    self->patience_ns = ZBMD_RDMA_BEAT_PATIENCE * (path->retries + 1ull) * (ZBMD_RDMA_TICK_NS << path->timeout);
     return error ? error : zbmd_rdma_path_ready(self->qp, path);
 }
 

@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#define ZBMD_RDMA_TICK_NS 4096ull /* << timeout: how long an acknowledgement may take; 0: for ever */
 #define ZBMD_RDMA_READS 8 /* of a queue pair that are under way in the device */
 /* How long a peer waits before it tries again where we have no receive: 82 ms, so that it gives up after about half a
  * second, as where nothing is acknowledged. Credit rules it out: who is refused meets a fault, not a busy moment. */

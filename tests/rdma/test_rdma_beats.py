@@ -13,8 +13,9 @@ from rdma_world import RdmaAt, given_devices, interface_of
 
 from zbmd.actors._heartbeat import NativeHeartbeats
 from zbmd.transport._rdma_beat import BeatEnd
-from zbmd.transport._rdma_device import Device
+from zbmd.transport._rdma_device import Device, Path
 from zbmd.transport.rdma_port import choose_port
+from zbmd.transport.rdma_setup import RETRIES, QueuePairAt
 
 MS = 1_000_000
 PERIOD_NS = 50 * MS
@@ -24,6 +25,8 @@ PSN = 7
 TURNS = 100_000
 HELD_PERIODS = 40
 PATIENCE_S = 120.0
+NO_RESPONSE = 20
+"""IBV_WC_RESP_TIMEOUT_ERR."""
 
 
 class Side:
@@ -44,9 +47,13 @@ class Side:
         self.arrivals = 0
         self.lane_ended = self.way_ended = ""
 
-    def connect(self, other: Side) -> None:
-        theirs = other.port.queue_pair(other.end.number, PSN)
-        self.end.connect(self.port.path_to(theirs, PSN), address=other.end.address, key=other.end.key)
+    @property
+    def at(self) -> QueuePairAt:
+        return self.port.queue_pair(self.end.number, PSN)
+
+    def connect(self, other: Side, path: Path | None = None) -> None:
+        path = path or self.port.path_to(other.at, PSN)
+        self.end.connect(path, address=other.end.address, key=other.end.key)
         assert self.native.add_way(self.place, self.end.way, *self.way_keys)
 
     def take(self) -> None:
@@ -69,21 +76,43 @@ class Side:
 
 
 @pytest.fixture
-def sides() -> Iterator[tuple[Side, Side]]:
+def strangers() -> Iterator[tuple[Side, Side]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         dialed = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
     given = given_devices()
     made = Side(given[0], dialed, 1), Side(given[-1], accepted, -1)
-    made[0].connect(made[1])
-    made[1].connect(made[0])
-    for side in made:
-        side.native.use_way(side.place)
     yield made
     for side in made:
         side.native.close()
         side.end.close()
         del side.end, side.device  # the last who have it opened
+
+
+@pytest.fixture
+def sides(strangers: tuple[Side, Side]) -> tuple[Side, Side]:
+    for side, other in zip(strangers, reversed(strangers), strict=True):
+        side.connect(other)
+    for side in strangers:
+        side.native.use_way(side.place)
+    return strangers
+
+
+def patient_path(side: Side, other: Side) -> Path:
+    """On which the device waits for an acknowledgement for ever."""
+    path, to = side.port, other.at
+    return Path(
+        to.gid,
+        number=to.number,
+        first_psn=to.first_psn,
+        own_psn=PSN,
+        lid=to.lid,
+        mtu=min(to.mtu, path.mtu),
+        port=path.port,
+        gid_index=path.gid_index,
+        timeout=0,
+        retries=RETRIES,
+    )
 
 
 async def set_port(interface: str, state: str) -> None:
@@ -117,3 +146,13 @@ async def test_a_port_that_goes_down_costs_no_beat_that_counts(sides: tuple[Side
             assert side.end.status and not side.lane_ended
     finally:
         await set_port(interface, "up")
+
+
+async def test_a_device_that_completes_nothing_is_not_waited_for(strangers: tuple[Side, Side]) -> None:
+    side, other = strangers
+    side.connect(other, patient_path(side, other))
+    other.end.close()
+    side.native.use_way(side.place)
+    await side.until(lambda: side.way_ended == "a beat was not acknowledged")
+    await other.until(lambda: other.arrivals >= 5)
+    assert side.end.status == NO_RESPONSE and not side.lane_ended

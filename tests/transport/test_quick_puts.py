@@ -16,12 +16,14 @@ from zbmd.transport import _native
 from zbmd.transport._quick import QUICK_BYTES_MAX, QuickPuts
 from zbmd.transport.bulk_peer import BulkPeer
 from zbmd.transport.bulk_records import HEADER_BYTES, PUTS_AHEAD_MAX, Ack, Notify, Put, Record
+from zbmd.transport.bulk_region import BulkRegion
 from zbmd.transport.bulk_stream import Arrived, LaneReader, LaneWriter
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.record_mac import TAG_BYTES, RecordMac
 from zbmd.transport.region import RegionHandle
 from zbmd.transport.segment import Segment
 from zbmd.transport.session import Protection
+from zbmd.transport.transfer import DONE
 
 KEY = bytes(range(32))
 REGION_BYTES = 1 << 12
@@ -274,6 +276,17 @@ def test_quick_puts_and_all_else_keep_their_order(protection: Protection, lanes:
         to_b.ended.wait(deadline())
 
 
+def put_quickly(host: BulkHost, region: BulkRegion) -> int:
+    """Put ones, each with the next value, until a put was quick; its value. At first no lane rests."""
+    value, limit = 1, deadline()
+    while (put := region.put(np.ones(8, np.uint8), channel=CHANNEL, value=value)) is not DONE:
+        while not put.done:
+            assert _native.now_ns() < limit, "no put was quick"
+            host.plane.drive()
+        value += 1
+    return value
+
+
 def test_a_quick_put_that_is_refused_ends_nothing() -> None:
     with BulkHost(0) as a, BulkHost(1) as b:
         end, _ = join(a, b)
@@ -283,12 +296,9 @@ def test_a_quick_put_that_is_refused_ends_nothing() -> None:
         region = end.open_region(handle)
         b.regions.release(handle)
         with a.plane.driving():
-            while not end._lanes:
-                a.plane.drive()
-            region.put(np.ones(8, np.uint8), channel=CHANNEL, value=1)
-            assert end._quick.lane >= 0, "it is not quick"
-            region.notify(CHANNEL, 2)
-        assert b.wait(0, CHANNEL, 2) == 0
+            value = put_quickly(a, region)
+            region.notify(CHANNEL, value + 1)
+        assert b.wait(0, CHANNEL, value + 1) == 0
         assert not inbox.any()
         end.settled().wait(deadline())
 
@@ -299,12 +309,10 @@ def test_a_death_behind_quick_puts_is_one() -> None:
         inbox = b.segment.inbox.empty(64, np.uint8)
         region = end.open_region(b.regions.register(inbox))
         with a.plane.driving():
-            while not end._lanes:
-                a.plane.drive()
-            region.put(np.ones(8, np.uint8), channel=CHANNEL, value=1)
+            value = put_quickly(a, region)
             theirs.abort(PeerLost("b", "it was killed"))
             while not end.ended.done:
                 a.plane.drive()
         assert a.segment.lost_mask() == 1 << 1
         with pytest.raises(PeerLost):
-            region.put(np.ones(8, np.uint8), channel=CHANNEL, value=2)
+            region.put(np.ones(8, np.uint8), channel=CHANNEL, value=value + 1)

@@ -321,14 +321,15 @@ class CommitDriver:
             return  # its end is announced by its notice and then by a view, not by what is sent to it
 
     def _start(self, work: cm.RunStep | cm.Fetch | cm.Recall) -> None:
-        self._cancellation = Cancellation()
-        self._work = asyncio.ensure_future(self._carry_out(work, self._cancellation))
-
-    async def _carry_out(self, work: cm.RunStep | cm.Fetch | cm.Recall, cancellation: Cancellation) -> None:
         group = self._group
         assert group is not None, "work begins only in an epoch"
-        loop = asyncio.get_running_loop()
-        self._take(await loop.run_in_executor(self._compute, self._work_on, work, group, cancellation))
+        self._cancellation = Cancellation()
+        loop, arguments = asyncio.get_running_loop(), (work, group, self._cancellation)
+        ending = loop.run_in_executor(self._compute, self._work_on, *arguments)  # at once, not a turn later
+        self._work = asyncio.ensure_future(self._take_end(ending))
+
+    async def _take_end(self, ending: asyncio.Future[cm.CommitEvent]) -> None:
+        self._take(await ending)
 
     def _work_on(
         self, work: cm.RunStep | cm.Fetch | cm.Recall, group: Group, cancellation: Cancellation

@@ -3,6 +3,9 @@
 Each round times one step through the whole stack (actors, groups, votes, store, journal) and one step of each
 of two plain twins, whose order changes from round to round. Every step so follows one with other memory, and
 finds the caches as cold. The ratio of the twins is the noise floor: A against A.
+
+Which pages a process's arrays lie in is drawn when it starts, and makes some percent between two sides for as
+long as it lives, whatever the rounds. So a figure is of several runs (`--runs`), each a process of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -42,6 +46,18 @@ class Overhead:
     noise_floor_interval_percent: tuple[float, float]
     stack_step_ms: float
     plain_step_ms: float
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverheadOfRuns:
+    """Medians over runs, each with its own median over rounds, in percent of the plain step's time."""
+
+    overhead_percent: float
+    overhead_interval_percent: tuple[float, float]
+    noise_floor_percent: float
+    noise_floor_interval_percent: tuple[float, float]
+    each_percent: tuple[float, ...]
     rounds: int
 
 
@@ -104,10 +120,35 @@ def measure(options: JobOptions) -> Overhead:
     return rounds.summary()
 
 
+def measure_runs(runs: int, options: JobOptions, rounds: int) -> OverheadOfRuns:
+    """Have so many processes measure, one after the other. Raises `UserError`."""
+    found: list[Overhead] = []
+    for number in range(runs):
+        command = [sys.executable, "-m", "zbmd.training.overhead", "--rounds", str(rounds)]
+        command += ["--out", str(options.out / f"run{number}")]
+        command += ["--data", options.data] if options.data else []
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"run {number} ended with {done.returncode}: its words are above.")
+        found.append(msgspec.json.decode(done.stdout, type=Overhead))
+        print(f"run {number + 1}/{runs}: {found[-1].overhead_percent:.2f} %", file=sys.stderr, flush=True)
+    overhead = [one.overhead_percent for one in found]
+    floor = [one.noise_floor_percent for one in found]
+    return OverheadOfRuns(
+        overhead_percent=statistics.median(overhead),
+        overhead_interval_percent=median_interval(overhead),
+        noise_floor_percent=statistics.median(floor),
+        noise_floor_interval_percent=median_interval(floor),
+        each_percent=tuple(overhead),
+        rounds=rounds,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print the result as one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m zbmd.training.overhead", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="rounds that count (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds that count, of each run (%(default)s)")
+    parser.add_argument("--runs", type=int, default=1, help="processes, one after the other (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="directory of the run")
     parser.add_argument("--data", help="file, directory or glob to train on")
     arguments = parser.parse_args(argv)
@@ -120,11 +161,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         evaluate_every=0,
     )
     try:
-        overhead = measure(options)
+        several = arguments.runs > 1
+        result = measure_runs(arguments.runs, options, arguments.rounds) if several else measure(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(msgspec.json.encode(asdict(overhead)).decode(), flush=True)
+    print(msgspec.json.encode(asdict(result)).decode(), flush=True)
     return 0
 
 

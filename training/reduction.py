@@ -23,7 +23,8 @@ from zbmd.training.zero.shard_sum import ShardSum
 class ShardReduction:
     """The reductions of one step under way, of this rank's `buffers` into `total`, along the shard tree.
 
-    `assignment[i]` are the shards of the i-th member of `group`, `plan` what this one does with its own.
+    `assignment[i]` are the shards of the i-th member of `group`, `plan` what this one does with its own. Who
+    is alone has the sum as soon as its shards are done: then nothing is sent on its way, nor copied.
     """
 
     def __init__(
@@ -41,13 +42,20 @@ class ShardReduction:
         self._shards = max(stop for _, stop in assignment)
         nodes = tuple(tuple(shard_tree_nodes(self._shards, *own)) for own in assignment)
         self._sums = ShardSum(self._shards, len(assignment), nodes)
-        self._total = total
+        self.total = total
+        """Where the sum is, once `finish` has returned."""
+        self._alone = len(assignment) == 1
+        if self._alone:
+            (whole,) = plan.partials.values()
+            self.total = buffers[whole]
         self._futures: list[Future[object]] = []
 
     def submit(self, span: slice) -> None:
         """Queue the all-reduce of the flat elements `span`."""
+        if self._alone:
+            return
         partials = {node: self.buffers[buffer][span] for node, buffer in self.plan.partials.items()}
-        out, end_ns = self._total[span], self._group.deadline_ns()
+        out, end_ns = self.total[span], self._group.deadline_ns()
 
         def reduce(communicator: Communicator) -> object:
             if is_narrow(out):

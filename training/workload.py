@@ -157,7 +157,7 @@ class TrainingWorkload:
         tensors = self.actors.tensors
         old, new = tensors.call(TensorActor.state, 1 - work.slot), tensors.call(TensorActor.state, work.slot)
         try:
-            norm = self.recipe.update(old, new, self._total, step=step)
+            norm = self.recipe.update(old, new, reduction.total, step=step)
         except TrainingDiverged as error:
             began = self._where_it_began(group, reduction, ids, step, cancellation)
             raise TrainingDiverged(f"{error} {began}") from None

@@ -24,7 +24,7 @@ from zbmd.tools.progress import Progress, Recovery, format_progress, format_reco
 BAR_REFRESHES_PER_S = 8
 TABLE_CHARACTERS = 240
 """The width of a table that goes to a file or a pipe: rich takes 80 there, and cuts names and addresses."""
-LAST_WORDS_HELD_S = 1.0
+LAST_WORDS_HELD_S = 3.0
 """A rank that has said why it ends and does not end is not kept from being heard for longer than this."""
 LAST_WORDS_LINES_MAX = 1000
 

@@ -160,7 +160,12 @@ async def test_a_pipeline(
     assert said in capsys.readouterr().out
     each = sum(unit.forward + unit.backward for unit in lives[0].run.units)
     assert flops_of(lives, 4) == 4 * each
-    assert 0 < flops_of(lives[:1], 4) < 4 * each
+    # Layers are parted by what they were measured to cost: the first stage may have the embedding alone.
+    units = range(len(lives[0].run.units))
+    first, second = (
+        {unit for line in life.steps for unit in units if line.passes["forward"][unit]} for life in lives
+    )
+    assert first and second and not first & second and first | second == set(units)
     events = checked_trace([tmp_path / "run"], capsys)
     assert "bubble" in named(events, 0) | named(events, 1)
     assert table([tmp_path / "run"], capsys)["share"]["bubble"] > 0

@@ -159,10 +159,9 @@ class RemoteExecutor(Executor):
 
         walk = partial(self._walk, plan, call, fetcher, deadline_ns)
         try:
-            return self._run(plan, begin_and_lend, walk, deadline_ns, kill_point, fetcher.asked)
+            return self._run(plan, begin_and_lend, walk, deadline_ns, kill_point, fetcher.asked, lent)
         finally:
-            for handle in lent:
-                self._segment.regions.take_back(handle)
+            self._take_back(lent)
 
     def resume(self, plan: Plan, deadline_ns: int, kill_point: int) -> int:
         """Run an eager plan whose arguments the lane has filled in; returns a STATUS. Raises nothing."""
@@ -187,8 +186,12 @@ class RemoteExecutor(Executor):
         deadline_ns: int,
         kill_point: int,
         asked: Mapping[int, Iterable[Transfer]] = MappingProxyType({}),
+        lent: list[RegionHandle] | None = None,
     ) -> int:
-        """Begin, enter, meet those that are needed, and `walk`. asked: gets of ours, by place."""
+        """Begin, enter, meet those that are needed, and `walk`. asked: gets of ours, by place.
+
+        lent: what others may reach of our memory, which is taken back if the operation fails.
+        """
         group = self._group
         if kill_point == 0:
             group.die()
@@ -214,6 +217,7 @@ class RemoteExecutor(Executor):
         finally:
             if status != STATUS_DONE:
                 self._driver.leave()
+                self._take_back(lent or [])  # first: else what is asked for now would be served from no copy
                 self._withdraw(asked)
         if status == STATUS_DONE and kill_point == plan.kill_points - 1:
             group.die()
@@ -259,6 +263,11 @@ class RemoteExecutor(Executor):
             offset, nbytes = self._group.own_extent(plan.native, INBOX)
             if nbytes:
                 lent.append(regions.lend(self._inbox[:nbytes], offset, writable=True))
+
+    def _take_back(self, lent: list[RegionHandle]) -> None:
+        """Refuse what is asked of `lent` from now on, and forget it."""
+        while lent:
+            self._segment.regions.take_back(lent.pop())
 
     def _enter(self, plan: Plan, kill_point: int) -> None:
         """Tell every member of our descriptor."""

@@ -60,6 +60,8 @@ from zbmd.transport.errors import (
     ZbmdError,
 )
 from zbmd.transport.region import RegionHandle
+from zbmd.transport.remote_memory import RemoteMemory
+from zbmd.transport.transfer import Transfer
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.tagged")
 
@@ -138,8 +140,14 @@ class _Send:
     array: Array
     tag: int
     done: asyncio.Future[None]
-    transmitted: bool = False
+    to: int | None = None
+    """To whom it was transmitted."""
     handle: RegionHandle | None = None
+
+    @property
+    def transmitted(self) -> bool:
+        """Whether its message is on its way."""
+        return self.to is not None
 
 
 class TaggedEnd(ABC):
@@ -301,7 +309,7 @@ class TaggedEnd(ABC):
 
     def _transmit(self, send: _Send, to: int, number: int) -> None:
         data, digest = b"", b""
-        send.transmitted = True
+        send.to = to
         if send.array.nbytes <= INLINE_BYTES_MAX:
             data = send.array.tobytes()
         else:
@@ -358,8 +366,12 @@ class TaggedEnd(ABC):
             )
             return
         region = self._node.peers[source].memory.open_region(lent, self._node.segment)
+        transfer = region.get(flat)
         try:
-            await region.get(flat)
+            await transfer
+        except BaseException:
+            self._let_memory_go(source, (transfer,))
+            raise
         finally:
             region.close()
         if xxhash.xxh3_64_digest(flat.data) != digest:
@@ -372,6 +384,8 @@ class TaggedEnd(ABC):
     def _let_go(self, send: _Send, error: ZbmdError | None) -> None:
         if send.handle is not None:
             self._node.segment.regions.take_back(send.handle)
+            if error is not None and send.to is not None:
+                self._let_memory_go(send.to)
         if send.done.done():
             return
         if error is None:
@@ -379,6 +393,15 @@ class TaggedEnd(ABC):
         else:
             send.done.set_exception(error)
             send.done.exception()  # a small one is awaited by nobody
+
+    def _let_memory_go(self, rank: int, transfers: tuple[Transfer, ...] = ()) -> None:
+        """Have the connection with `rank` touch our memory no more: who gives up may change it at once.
+
+        Else a tag that covers it would be found wrong, which ends the connection.
+        """
+        peer = self._node.peers.get(rank)
+        if peer is not None and isinstance(peer.memory, RemoteMemory):
+            peer.memory.let_go(transfers)
 
     def _end(self, error: ZbmdError) -> None:
         self._ended = error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from zbmd.collectives.remote_slots import slot_payload_bytes
 from zbmd.collectives.remote_walk import Walk
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
+from zbmd.transport.region import RegionHandle
+from zbmd.transport.remote_memory import RemoteMemory
+from zbmd.transport.transfer import Transfer
 
 RunRanks = Callable[..., list[Any]]
 Array = NDArray[Any]
@@ -260,6 +263,43 @@ def test_who_gives_up_may_change_its_memory_at_once(run_ranks: RunRanks) -> None
         next_epoch_works(p, 9)
 
     run_ranks(2, body, hosts=(0, 1))
+
+
+def test_who_gives_up_lends_nothing_more_once_it_lets_go(run_ranks: RunRanks) -> None:
+    """What is asked for behind that would be served from memory that may change, under an older tag."""
+
+    def body(p: Any) -> int:
+        x, regions = p.segment.arena.from_array(np.ones(900_000, np.float32)), p.segment.regions
+        c, lend, let_go = p.communicator(), regions.lend, RemoteMemory.let_go
+        lent: list[RegionHandle] = []
+        checked = 0
+
+        def lend_and_tell(*args: Any, **options: Any) -> RegionHandle:
+            lent.append(lend(*args, **options))
+            return lent[-1]
+
+        def let_go_and_look(self: RemoteMemory, transfers: Iterable[Transfer]) -> None:
+            nonlocal checked
+            let_go(self, transfers)
+            for handle in lent:
+                with pytest.raises(RemoteProtocolError):
+                    regions.resolve(handle, 0, 1, write=False)
+                checked += 1
+
+        def give_up(self: Any) -> None:
+            raise Ended(STATUS_ABORTED)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(regions, "lend", lend_and_tell)
+            patch.setattr(RemoteMemory, "let_go", let_go_and_look)
+            if p.rank == 1:
+                patch.setattr(Walk, "run", give_up)
+            with pytest.raises(OperationAborted):
+                c.all_reduce(x, deadline_ns=p.soon())
+        next_epoch_works(p)
+        return checked
+
+    assert all(run_ranks(2, body, hosts=(0, 1)))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ than one. Ranks that share a core take turns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
@@ -41,6 +41,12 @@ MANY_HOSTS = Model(alpha_ns=20_000.0, beta_ns_per_byte=0.8, gamma_ns_per_byte=0.
 ASKING_NS: float = 150_000.0
 """What it takes beyond the messages to ask another host for bytes and be answered: Python on both of them, as
 α, the time of a message that goes past the bulk machine, has little of. On two hosts of one machine."""
+
+
+def is_far(hosts: Iterable[int]) -> bool:
+    """Whether these, of each member one, are several."""
+    return len(set(hosts)) > 1
+
 
 Formula: TypeAlias = "Callable[[Case], float]"
 

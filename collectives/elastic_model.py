@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zbmd.collectives.communicator import Communicator
-from zbmd.collectives.cost_model import Model
+from zbmd.collectives.cost_model import Model, is_far
 from zbmd.collectives.tuning import agree_on_model
 
 
@@ -20,11 +20,6 @@ class Measured:
     def fits(self, hosts: tuple[int, ...]) -> bool:
         """Whether it holds for members on these hosts, too."""
         return self.far == is_far(hosts)
-
-
-def is_far(hosts: tuple[int, ...]) -> bool:
-    """Whether these, of each member one, are several."""
-    return len(set(hosts)) > 1
 
 
 def pinned(c: Communicator, told: Iterable[Measured | None], deadline_ns: int) -> Measured | None:

@@ -20,6 +20,7 @@ from zbmd.actors.member import Node
 from zbmd.actors.view import View
 from zbmd.collectives.blocking import Blocking, timeout_ns
 from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.cost_model import is_far
 from zbmd.collectives.device_arrays import given_back, taken
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.flight_dump import FLIGHTS
@@ -407,7 +408,7 @@ class Group:
 
     def _begin_subgroup(self, made: Communicator, end_ns: int) -> None:
         """Return once all members have opened it. What was measured for this group holds for one like it."""
-        over_hosts = [len({*c.hosts}) > 1 for c in (self.communicator, made)]
+        over_hosts = [is_far(c.hosts) for c in (self.communicator, made)]
         if over_hosts[0] == over_hosts[1]:
             made.model = self.communicator.model
             made.read_peers_as(self.communicator)

@@ -158,10 +158,7 @@ class RemoteExecutor(Executor):
             self._lend(plan, lent)
 
         walk = partial(self._walk, plan, call, fetcher, deadline_ns)
-        try:
-            return self._run(plan, begin_and_lend, walk, deadline_ns, kill_point, fetcher.asked, lent)
-        finally:
-            self._take_back(lent)
+        return self._run(plan, begin_and_lend, walk, deadline_ns, kill_point, fetcher.asked, lent)
 
     def resume(self, plan: Plan, deadline_ns: int, kill_point: int) -> int:
         """Run an eager plan whose arguments the lane has filled in; returns a STATUS. Raises nothing."""
@@ -186,11 +183,11 @@ class RemoteExecutor(Executor):
         deadline_ns: int,
         kill_point: int,
         asked: Mapping[int, Iterable[Transfer]] = MappingProxyType({}),
-        lent: list[RegionHandle] | None = None,
+        lent: Iterable[RegionHandle] = (),
     ) -> int:
         """Begin, enter, meet those that are needed, and `walk`. asked: gets of ours, by place.
 
-        lent: what others may reach of our memory, which is taken back if the operation fails.
+        lent: what others may reach of our memory meanwhile, as `begin` has lent it.
         """
         group = self._group
         if kill_point == 0:
@@ -215,9 +212,10 @@ class RemoteExecutor(Executor):
             if ended.gone is not None:
                 self._gone.add(ended.gone)
         finally:
+            for handle in lent:  # before copies are made of what is served: what is asked for now is refused
+                self._segment.regions.take_back(handle)
             if status != STATUS_DONE:
                 self._driver.leave()
-                self._take_back(lent or [])  # first: else what is asked for now would be served from no copy
                 self._withdraw(asked)
         if status == STATUS_DONE and kill_point == plan.kill_points - 1:
             group.die()
@@ -263,11 +261,6 @@ class RemoteExecutor(Executor):
             offset, nbytes = self._group.own_extent(plan.native, INBOX)
             if nbytes:
                 lent.append(regions.lend(self._inbox[:nbytes], offset, writable=True))
-
-    def _take_back(self, lent: list[RegionHandle]) -> None:
-        """Refuse what is asked of `lent` from now on, and forget it."""
-        while lent:
-            self._segment.regions.take_back(lent.pop())
 
     def _enter(self, plan: Plan, kill_point: int) -> None:
         """Tell every member of our descriptor."""

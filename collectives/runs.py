@@ -14,7 +14,7 @@ from zbmd.collectives._flight import COMPLETE, FAILED
 from zbmd.collectives._lane import Lane, Turnstile
 from zbmd.collectives.arrays import Array
 from zbmd.collectives.choice import wish_of_environment
-from zbmd.collectives.cost_model import MANY_HOSTS, ONE_HOST
+from zbmd.collectives.cost_model import MANY_HOSTS, ONE_HOST, is_far
 from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.executor import a_core_each
 from zbmd.collectives.executors import make_executor
@@ -72,7 +72,7 @@ class Runs:
         self.channel = channel
         self.title = self._executor.title
         self.hosts = hosts
-        self.model = MANY_HOSTS if len(set(hosts)) > 1 else ONE_HOST
+        self.model = MANY_HOSTS if is_far(hosts) else ONE_HOST
         self._wish = wish_of_environment()
         self.size = len(members)
         self.place = members.index(rank)

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from zbmd.collectives.arrays import Array
-from zbmd.collectives.cost_model import ASKING_NS, Model
+from zbmd.collectives.cost_model import ASKING_NS, Model, is_far
 
 BARRIERS = 40
 MOVED_BYTES = 256 << 10
@@ -70,7 +70,7 @@ def _measure(c: Measured, deadline_ns: int) -> tuple[float, float, float]:
     alpha_ns = statistics.median(meetings) / (1 + (c.size - 1).bit_length())
     moves = _times_ns(ROUNDS, lambda: c.all_gather(block, algorithm="direct", deadline_ns=deadline_ns))
     adds = _times_ns(ROUNDS, lambda: np.add(block, total, out=total))
-    asking_ns = ASKING_NS * (c.size - 1) if len(set(c.hosts)) > 1 else 0.0
+    asking_ns = ASKING_NS * (c.size - 1) if is_far(c.hosts) else 0.0
     beta = max(1e-3, (min(moves) - 3 * alpha_ns - asking_ns) / (c.size * MOVED_BYTES))
     return max(1.0, alpha_ns), beta, max(1e-3, min(adds) / MOVED_BYTES)
 

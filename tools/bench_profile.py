@@ -23,7 +23,7 @@ from zbmd.training import spans
 from zbmd.training._spans import RECORD_BYTES, SpanRecorder
 from zbmd.training.config import TrainingConfig
 from zbmd.training.job import JobOptions, open_recipe
-from zbmd.training.overhead import median_interval
+from zbmd.training.overhead import Medians, medians
 from zbmd.training.plain import PlainTrainer
 from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.profiler.ring import read_ring, ring_path
@@ -36,13 +36,9 @@ REPEATS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Percent of a step without spans, medians with 95 % intervals; ns and µs are the least of several."""
+class Cost(Medians):
+    """Percent of a step without spans; ns and µs are the least of several."""
 
-    overhead_percent: float
-    overhead_interval_percent: tuple[float, float]
-    noise_floor_percent: float
-    noise_floor_interval_percent: tuple[float, float]
     step_ms: float
     spans_per_step: float
     span_ns: float
@@ -84,10 +80,7 @@ def measure(directory: Path, rounds: int, data: str | None) -> Cost:
     overhead = [100.0 * (a / ((b + c) / 2) - 1.0) for a, (b, c) in zip(on, off, strict=True)]
     floor = [100.0 * (b / c - 1.0) for b, c in off]
     return Cost(
-        overhead_percent=statistics.median(overhead),
-        overhead_interval_percent=median_interval(overhead),
-        noise_floor_percent=statistics.median(floor),
-        noise_floor_interval_percent=median_interval(floor),
+        **medians(overhead, floor),
         step_ms=step_ms,
         spans_per_step=per_step,
         span_ns=recorded_ns,

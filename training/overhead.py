@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -33,10 +34,10 @@ WARMUP_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overhead:
-    """Medians over the rounds, in percent of the plain step's time.
+class Medians:
+    """Medians in percent of the plain side's time.
 
-    `interval`: within it lies the median with 95 % certainty, by the noise of these rounds alone.
+    `interval`: within it lies the median with 95 % certainty, by the noise of what was measured alone.
     `noise_floor`: the same for twin against twin, where nothing but noise can be found.
     """
 
@@ -44,19 +45,21 @@ class Overhead:
     overhead_interval_percent: tuple[float, float]
     noise_floor_percent: float
     noise_floor_interval_percent: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead(Medians):
+    """Over the rounds of one run."""
+
     stack_step_ms: float
     plain_step_ms: float
     rounds: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverheadOfRuns:
-    """Medians over runs, each with its own median over rounds, in percent of the plain step's time."""
+class OverheadOfRuns(Medians):
+    """Over runs, each with its own median over rounds."""
 
-    overhead_percent: float
-    overhead_interval_percent: tuple[float, float]
-    noise_floor_percent: float
-    noise_floor_interval_percent: tuple[float, float]
     each_percent: tuple[float, ...]
     rounds: int
 
@@ -91,10 +94,7 @@ class _Rounds:
         ]
         floor = [100.0 * (first / second - 1.0) for first, second in self.plain]
         return Overhead(
-            overhead_percent=statistics.median(overhead),
-            overhead_interval_percent=median_interval(overhead),
-            noise_floor_percent=statistics.median(floor),
-            noise_floor_interval_percent=median_interval(floor),
+            **medians(overhead, floor),
             stack_step_ms=1e3 * statistics.median(self.stack),
             plain_step_ms=1e3 * statistics.median(first for first, _ in self.plain),
             rounds=len(overhead),
@@ -110,6 +110,16 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     ordered, n = sorted(values), len(values)
     low = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
     return ordered[low], ordered[n - 1 - low]
+
+
+def medians(overhead: Sequence[float], floor: Sequence[float]) -> dict[str, Any]:
+    """The fields of `Medians`, of samples in percent: not empty."""
+    return {
+        "overhead_percent": statistics.median(overhead),
+        "overhead_interval_percent": median_interval(overhead),
+        "noise_floor_percent": statistics.median(floor),
+        "noise_floor_interval_percent": median_interval(floor),
+    }
 
 
 def measure(options: JobOptions) -> Overhead:
@@ -135,10 +145,7 @@ def measure_runs(runs: int, options: JobOptions, rounds: int) -> OverheadOfRuns:
     overhead = [one.overhead_percent for one in found]
     floor = [one.noise_floor_percent for one in found]
     return OverheadOfRuns(
-        overhead_percent=statistics.median(overhead),
-        overhead_interval_percent=median_interval(overhead),
-        noise_floor_percent=statistics.median(floor),
-        noise_floor_interval_percent=median_interval(floor),
+        **medians(overhead, floor),
         each_percent=tuple(overhead),
         rounds=rounds,
     )

@@ -28,8 +28,8 @@ class PortAt(NamedTuple):
         """What a peer is told of a queue pair here, whose first packet has that sequence number."""
         return QueuePairAt(gid=self.gid, lid=self.lid, number=number, first_psn=first_psn, mtu=self.mtu)
 
-    def path_to(self, peer: QueuePairAt, own_psn: int) -> Path:
-        """From a queue pair here, whose first packet has `own_psn`, to the peer's."""
+    def path_to(self, peer: QueuePairAt, own_psn: int, *, timeout: int = TIMEOUT) -> Path:
+        """From a queue pair here, whose first packet has `own_psn`, to the peer's; timeout: see `TIMEOUT`."""
         return Path(
             peer.gid,
             number=peer.number,
@@ -39,7 +39,7 @@ class PortAt(NamedTuple):
             mtu=min(peer.mtu, self.mtu),
             port=self.port,
             gid_index=self.gid_index,
-            timeout=TIMEOUT,
+            timeout=timeout,
             retries=RETRIES,
         )
 

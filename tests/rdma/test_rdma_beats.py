@@ -13,9 +13,9 @@ from rdma_world import RdmaAt, given_devices, interface_of
 
 from zbmd.actors._heartbeat import NativeHeartbeats
 from zbmd.transport._rdma_beat import BeatEnd
-from zbmd.transport._rdma_device import Device, Path
+from zbmd.transport._rdma_device import Device
 from zbmd.transport.rdma_port import choose_port
-from zbmd.transport.rdma_setup import RETRIES, QueuePairAt
+from zbmd.transport.rdma_setup import TIMEOUT
 
 MS = 1_000_000
 PERIOD_NS = 50 * MS
@@ -47,12 +47,8 @@ class Side:
         self.arrivals = 0
         self.lane_ended = self.way_ended = ""
 
-    @property
-    def at(self) -> QueuePairAt:
-        return self.port.queue_pair(self.end.number, PSN)
-
-    def connect(self, other: Side, path: Path | None = None) -> None:
-        path = path or self.port.path_to(other.at, PSN)
+    def connect(self, other: Side, timeout: int = TIMEOUT) -> None:
+        path = self.port.path_to(other.port.queue_pair(other.end.number, PSN), PSN, timeout=timeout)
         self.end.connect(path, address=other.end.address, key=other.end.key)
         assert self.native.add_way(self.place, self.end.way, *self.way_keys)
 
@@ -98,23 +94,6 @@ def sides(strangers: tuple[Side, Side]) -> tuple[Side, Side]:
     return strangers
 
 
-def patient_path(side: Side, other: Side) -> Path:
-    """On which the device waits for an acknowledgement for ever."""
-    path, to = side.port, other.at
-    return Path(
-        to.gid,
-        number=to.number,
-        first_psn=to.first_psn,
-        own_psn=PSN,
-        lid=to.lid,
-        mtu=min(to.mtu, path.mtu),
-        port=path.port,
-        gid_index=path.gid_index,
-        timeout=0,
-        retries=RETRIES,
-    )
-
-
 async def set_port(interface: str, state: str) -> None:
     process = await asyncio.create_subprocess_exec("ip", "link", "set", interface, state)
     assert await process.wait() == 0
@@ -150,7 +129,7 @@ async def test_a_port_that_goes_down_costs_no_beat_that_counts(sides: tuple[Side
 
 async def test_a_device_that_completes_nothing_is_not_waited_for(strangers: tuple[Side, Side]) -> None:
     side, other = strangers
-    side.connect(other, patient_path(side, other))
+    side.connect(other, timeout=0)  # the device waits for an acknowledgement for ever
     other.end.close()
     side.native.use_way(side.place)
     await side.until(lambda: side.way_ended == "a beat was not acknowledged")

@@ -13,6 +13,8 @@ class Device:
         """Its state, active MTU (as ibv_mtu), LID, and the longest message, bytes."""
     def gids(self) -> list[tuple[int, int, int, bytes]]:
         """Port, index, type and the 16 bytes of each address."""
+    def look_up(self, path: Path) -> int:
+        """Find who has the peer's address: 0, or an errno; ETIMEDOUT if nobody answers in a second."""
     def register(
         self, address: int, nbytes: int, *, remote_read: bool = False, remote_write: bool = False
     ) -> Registration:

@@ -46,6 +46,9 @@ cdef extern from "<infiniband/verbs.h>" nogil:
 cdef extern from "rdma_dmabuf.h" nogil:
     ibv_mr *zbmd_dmabuf_register(ibv_pd *domain, uint64_t offset, size_t nbytes, uint64_t address, int fd, int access)
 
+cdef extern from "rdma_path.h" nogil:
+    int zbmd_rdma_path_look_up(ibv_pd *domain, const zbmd_rdma_path *path)
+
 cdef enum:
     GIDS_MAX = 256
     GID_BYTES = 16
@@ -100,6 +103,12 @@ cdef class Device:
              bytes(entries[index].gid.raw[:16]))
             for index in range(max(<Py_ssize_t>0, count))
         ]
+
+    def look_up(self, Path path not None):
+        cdef int error
+        with nogil:
+            error = zbmd_rdma_path_look_up(self.domain, &path.path)
+        return error
 
     def register(self, size_t address, size_t nbytes, *, bint remote_read=False, bint remote_write=False):
         cdef Registration made = Registration.__new__(Registration)

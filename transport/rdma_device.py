@@ -21,6 +21,8 @@ from zbmd.transport.errors import UserError
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.rdma_devices import rdma_devices
 from zbmd.transport.rdma_flow import BUFFERS, CREDITS, MESSAGE_BYTES
+from zbmd.transport.rdma_reach import looks_up, reach
+from zbmd.transport.rdma_setup import QueuePairAt
 from zbmd.transport.rdma_verbs import open_channel, verbs
 from zbmd.transport.spin import SpinPolicy
 
@@ -73,6 +75,7 @@ class RdmaDevice:
         self._spinning = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._look_up = looks_up(name, at.port, at.gid_index)
         attributes = context.query_port(at.port)
         self.mtu, self.lid = int(attributes.active_mtu), int(attributes.lid)
         self.domain = v.PD(context)
@@ -87,6 +90,11 @@ class RdmaDevice:
     def links(self) -> int:
         """How many queue pairs stand, or are about to end."""
         return len(self._owners)
+
+    async def reach(self, peer: QueuePairAt, deadline_ns: int) -> None:
+        """Before a queue pair is connected to that one: see `rdma_reach.reach`."""
+        if self._look_up is not None:
+            await reach(self.name, self._look_up, peer, deadline_ns)
 
     # -- queue pairs -------------------------------------------------------------------------------------
 
@@ -207,6 +215,7 @@ class RdmaDevice:
         if self._owners:
             log.warning("links are cut with their RDMA device", device=self.name, links=len(self._owners))
         self._closed = True
+        self._look_up = None
         self._loop.remove_reader(self._fd)
         # Closes what is made on it too: queue pairs, queues, registrations.
         self.context.close()

@@ -2,6 +2,7 @@
 #ifndef ZBMD_RDMA_PATH_H
 #define ZBMD_RDMA_PATH_H
 
+#include <errno.h>
 #include <infiniband/verbs.h>
 #include <stdint.h>
 #include <string.h>
@@ -23,6 +24,23 @@ static inline int zbmd_rdma_path_init(struct ibv_qp *qp, const zbmd_rdma_path *p
     return ibv_modify_qp(qp, &to, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
 }
 
+/* The way to the peer's port. */
+static inline struct ibv_ah_attr zbmd_rdma_path_way(const zbmd_rdma_path *path) {
+    struct ibv_ah_attr way = {.is_global = 1, .dlid = (uint16_t)path->lid, .port_num = (uint8_t)path->port};
+    way.grh.sgid_index = (uint8_t)path->gid_index;
+    way.grh.hop_limit = 64;
+    memcpy(way.grh.dgid.raw, path->gid, sizeof path->gid);
+    return way;
+}
+
+/* Have the kernel find who has the peer's address, if it does not know: it asks the network, for up to a second.
+ * 0, or an errno: ETIMEDOUT if nobody has answered. */
+static inline int zbmd_rdma_path_look_up(struct ibv_pd *domain, const zbmd_rdma_path *path) {
+    struct ibv_ah_attr way = zbmd_rdma_path_way(path);
+    struct ibv_ah *handle = ibv_create_ah(domain, &way);
+    return handle ? ibv_destroy_ah(handle) : errno;
+}
+
 /* It receives and sends. 0, or an errno. */
 static inline int zbmd_rdma_path_ready(struct ibv_qp *qp, const zbmd_rdma_path *path) {
     struct ibv_qp_attr to = {.qp_state = IBV_QPS_RTR};
@@ -32,12 +50,7 @@ static inline int zbmd_rdma_path_ready(struct ibv_qp *qp, const zbmd_rdma_path *
     to.rq_psn = path->first_psn;
     to.max_dest_rd_atomic = to.max_rd_atomic = ZBMD_RDMA_READS;
     to.min_rnr_timer = ZBMD_RDMA_RNR_TIMER;
-    to.ah_attr.is_global = 1;
-    to.ah_attr.dlid = (uint16_t)path->lid;
-    to.ah_attr.port_num = (uint8_t)path->port;
-    to.ah_attr.grh.sgid_index = (uint8_t)path->gid_index;
-    to.ah_attr.grh.hop_limit = 64;
-    memcpy(to.ah_attr.grh.dgid.raw, path->gid, sizeof path->gid);
+    to.ah_attr = zbmd_rdma_path_way(path);
     error = ibv_modify_qp(qp, &to,
                           IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
                               IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);

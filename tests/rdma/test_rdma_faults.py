@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import subprocess
 from collections.abc import Iterator
 
@@ -12,10 +13,12 @@ from link_harness import Ear, Net
 from rdma_harness import RdmaHarness, rdma_offers
 from rdma_world import given_devices, interface_of
 
-from zbmd.transport import remote_link
+from zbmd.transport import rdma_device, remote_link
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.rdma_link import RdmaLink
+from zbmd.transport.rdma_reach import LookUp, looks_up
+from zbmd.transport.rdma_setup import QueuePairAt
 from zbmd.transport.remote_link import RemoteLink
 from zbmd.transport.tcp_link import TcpLink
 
@@ -32,25 +35,47 @@ def interface() -> Iterator[str]:
     subprocess.run(["ip", "link", "set", found, "up"], check=True)
 
 
-def test_packet_loss_loses_and_reorders_nothing(interface: str) -> None:
+def impair(interface: str, impairment: str) -> None:
+    """What leaves there meets it from now on; impairment: netem's arguments."""
     subprocess.run(
-        [
-            "tc",
-            "qdisc",
-            "add",
-            "dev",
-            interface,
-            "root",
-            "netem",
-            "loss",
-            "2%",
-            "reorder",
-            "10%",
-            "delay",
-            "1ms",
-        ],
-        check=True,
+        ["tc", "qdisc", "replace", "dev", interface, "root", "netem", *impairment.split()], check=True
     )
+
+
+def test_a_peer_is_asked_for_again_when_the_question_was_lost(
+    interface: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def healed_after_one(name: str, port: int, gid_index: int) -> LookUp:
+        look_up = looks_up(name, port, gid_index)
+        assert look_up is not None
+
+        def ask(peer: QueuePairAt) -> int:
+            asked.append(look_up(peer))
+            if asked == [errno.ETIMEDOUT]:
+                impair(interface, "loss 0%")
+            return asked[-1]
+
+        return ask
+
+    monkeypatch.setattr(rdma_device, "looks_up", healed_after_one)
+
+    async def scenario(net: Net) -> None:
+        a, b = await net.connect()
+        ear = Ear(b)
+        a.send(b"found")
+        assert await ear.frames(1) == [b"found"]
+
+    subprocess.run(["ip", "link", "set", interface, "down"], check=True)  # forgets who has which address
+    subprocess.run(["ip", "link", "set", interface, "up"], check=True)
+    impair(interface, "loss 100%")
+    RdmaHarness("uvloop").run(scenario, ours=LARGE, theirs=LARGE)
+    assert asked[:2] == [errno.ETIMEDOUT, 0]
+
+
+def test_packet_loss_loses_and_reorders_nothing(interface: str) -> None:
+    impair(interface, "loss 2% reorder 10% delay 1ms")
 
     async def scenario(net: Net) -> None:
         a, b = await net.connect()

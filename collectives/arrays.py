@@ -81,8 +81,7 @@ class Target(Generic[PlacedT]):
 
     def __init__(self, x: PlacedT, name: str, *, load: bool = False) -> None:
         """`load`: the operation reads it too. Raises `UserError` if `x` is not writeable."""
-        if not (x.writeable if isinstance(x, DeviceArray) else x.flags.writeable):
-            raise UserError(f"{name} is read-only; pass an array that can be written")
+        require_writeable(x, name)
         in_place = x.strided is None if isinstance(x, DeviceArray) else x.flags.c_contiguous
         self._home: Placed | None = None if in_place else x
         flat: Placed
@@ -101,6 +100,12 @@ class Target(Generic[PlacedT]):
             home.strided.copy(inwards=False)
         elif isinstance(home, np.ndarray) and isinstance(flat, np.ndarray):
             home[...] = flat.reshape(home.shape)
+
+
+def require_writeable(x: Placed, name: str) -> None:
+    """Raise `UserError` if `x` is read-only."""
+    if not (x.writeable if isinstance(x, DeviceArray) else x.flags.writeable):
+        raise UserError(f"{name} is read-only; pass an array that can be written")
 
 
 def require_size(x: PlacedT, dtype: np.dtype[Any], size: int, name: str) -> PlacedT:

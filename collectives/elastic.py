@@ -44,6 +44,7 @@ from zbmd.collectives.repair_estate import Bequest, Estate
 from zbmd.collectives.repair_jobs import Job
 from zbmd.collectives.repair_machine import RepairMachine, RepairState
 from zbmd.collectives.repair_messages import Inputs, Outcome
+from zbmd.collectives.repair_out import hand_over
 from zbmd.collectives.repair_wire import Told, decode_report, encode_report
 from zbmd.collectives.tagged import tagged_groups
 from zbmd.transport._native import now_ns
@@ -298,6 +299,8 @@ class ElasticGroup(ElasticParts):
                 self._remains.clear()
                 self._job = None
             try:
+                if isinstance(end, rm.Return):
+                    await hand_over(job)
                 return self._result(job, end)
             finally:
                 self._move_on()

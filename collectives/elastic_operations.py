@@ -45,6 +45,11 @@ class ElasticOperations(ABC):
     def _row_of(self, rank: int) -> int:
         """Which row of what is given by rank is for this one."""
 
+    @property
+    @abstractmethod
+    def _ranks_max(self) -> int:
+        """How many ranks may be members, there or not: so many rows has what is given by rank."""
+
     @abstractmethod
     async def _do(self, make: Callable[[], Job], timeout: float | None) -> Result:
         """Bring the operation to its end."""
@@ -97,18 +102,21 @@ class ElasticOperations(ABC):
         x: Any,
         root: int,
         *,
+        out: Any = None,
         op: str = "sum",
         on_loss: str = "survivors",
         inputs: str = "preserve",
         timeout: float | None = None,
     ) -> Result:
-        """Reduce `x` over the contributors into a new array at rank `root`; elsewhere the value is None.
+        """Reduce `x` over the contributors at rank `root`, in `out` or in a new array; elsewhere the value is
+        None, and `out` is not used.
 
-        Fails with `MembersLost` if the root died in it.
+        out: like `x`. It is written once the operation is over; after an error it is as it was. So `x`
+        may be it, or lie in it. Fails with `MembersLost` if the root died in it.
         """
         mode = _kept(inputs)
         return await self._do(
-            lambda: Reduce(self._arena, x, root, op, on_loss_of(on_loss), mode, self.rank), timeout
+            lambda: Reduce(self._arena, x, root, out, op, on_loss_of(on_loss), mode, self.rank), timeout
         )
 
     async def reduce_scatter(
@@ -136,27 +144,45 @@ class ElasticOperations(ABC):
         )
 
     async def all_gather(
-        self, x: Any, *, on_loss: str = "survivors", inputs: str = "preserve", timeout: float | None = None
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        on_loss: str = "survivors",
+        inputs: str = "preserve",
+        timeout: float | None = None,
     ) -> Result:
-        """A new array, (contributors, *x.shape): each one's `x`, in rank order."""
+        """A new array, (contributors, *x.shape): each one's `x`, in rank order.
+
+        out: (ranks, *x.shape), with a row for each rank (see `reduce_scatter`), there or not, so that it
+        always fits; `UserError`, before anything has moved, if it does not. The contributors' rows are its
+        first ones, in rank order, and the value is those, a view of it; the rows behind stay as they are. It
+        is written once the operation is over; after an error it is as it was. So `x` may lie in it.
+        """
         mode = _kept(inputs)
-        return await self._do(lambda: AllGather(self._arena, x, on_loss_of(on_loss), mode), timeout)
+        return await self._do(
+            lambda: AllGather(self._arena, x, on_loss_of(on_loss), mode, out, self._ranks_max), timeout
+        )
 
     async def gather(
         self,
         x: Any,
         root: int,
         *,
+        out: Any = None,
         on_loss: str = "survivors",
         inputs: str = "preserve",
         timeout: float | None = None,
     ) -> Result:
-        """As `all_gather`, at rank `root` alone; elsewhere the value is None.
+        """As `all_gather`, at rank `root` alone; elsewhere the value is None, and `out` is not used.
 
         Fails with `MembersLost` if the root died in it.
         """
         mode = _kept(inputs)
-        return await self._do(lambda: Gather(self._arena, x, root, on_loss_of(on_loss), mode), timeout)
+        return await self._do(
+            lambda: Gather(self._arena, x, root, out, on_loss_of(on_loss), mode, self._ranks_max, self.rank),
+            timeout,
+        )
 
     async def scatter(
         self, x: Any, root: int, *, out: Any = None, on_loss: str = "survivors", timeout: float | None = None
@@ -171,12 +197,23 @@ class ElasticOperations(ABC):
         )
 
     async def all_to_all(
-        self, x: Any, *, on_loss: str = "survivors", inputs: str = "preserve", timeout: float | None = None
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        on_loss: str = "survivors",
+        inputs: str = "preserve",
+        timeout: float | None = None,
     ) -> Result:
-        """Row d of `x`, (ranks, …), goes to rank d. A new array, (contributors, …), by rank."""
+        """Row d of `x`, (ranks, …), goes to rank d. A new array, (contributors, …), by rank; with `out`,
+        (ranks, …), its first rows, as in `all_gather`.
+        """
         mode = _kept(inputs)
         return await self._do(
-            lambda: AllToAll(self._arena, x, on_loss_of(on_loss), mode, self._row_of, self.rank), timeout
+            lambda: AllToAll(
+                self._arena, x, out, on_loss_of(on_loss), mode, self._row_of, self._ranks_max, self.rank
+            ),
+            timeout,
         )
 
     async def all_gather_v(
@@ -217,6 +254,7 @@ class ElasticOperations(ABC):
         send_rows: Sequence[int],
         receive_rows: Sequence[int],
         *,
+        out: Any = None,
         on_loss: str = "survivors",
         inputs: str = "preserve",
         timeout: float | None = None,
@@ -226,6 +264,7 @@ class ElasticOperations(ABC):
 
         Both have one number for each of `ranks` (see `reduce_scatter`). Rows for ranks that are not there go
         to nobody, and of them come none. "adopt" copies `x` into the arena, wherever it lies.
+        out: (sum(receive_rows), …), whoever is there: its first rows are those that came, as in `all_gather`.
         """
         mode = _kept(inputs)
         return await self._do(
@@ -234,6 +273,7 @@ class ElasticOperations(ABC):
                 x,
                 send_rows,
                 receive_rows,
+                out,
                 on_loss_of(on_loss),
                 mode,
                 self._row_of,

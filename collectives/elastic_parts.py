@@ -81,6 +81,10 @@ class ElasticParts(ElasticOperations):
     def _row_of(self, rank: int) -> int:
         return self._place.ranks.index(rank) if self._place.ranks else rank
 
+    @property
+    def _ranks_max(self) -> int:
+        return len(self._place.ranks) or self._home.node.world_size
+
     async def send(self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """Send a copy of `x` to rank `to`; see `Group.send`. It is no operation: nobody else has to call.
 

@@ -16,6 +16,7 @@ from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.reductions import dtype_code, reduction_code
 from zbmd.collectives.repair_estate import Estate, summed
 from zbmd.collectives.repair_messages import Call, Inputs, OnLoss
+from zbmd.collectives.repair_out import Out, out_of_ranks
 from zbmd.transport.arena import Arena
 from zbmd.transport.errors import LocalProtocolError, UserError
 
@@ -31,6 +32,8 @@ class Job(ABC):
     rows: tuple[int, ...] = ()
     published: Array | None = None
     """In the arena, what peers may adopt."""
+    out: Out | None = None
+    """Where the result goes once the operation is over, if that is not where it was made."""
 
     def returned(self, contributors: tuple[int, ...]) -> None:  # noqa: B027
         """All have the result of these ranks, and the caller is about to. On the loop."""
@@ -94,10 +97,16 @@ class AllReduce(Job):
 
 
 class AllGather(Job):
-    """`Communicator.all_gather`, into a new array with a row for each contributor."""
+    """`Communicator.all_gather`, into a new array with a row for each contributor.
 
-    def __init__(self, arena: Arena, x: Any, on_loss: OnLoss, inputs: Inputs) -> None:
+    out: of which a row is for each of the `ranks` that may be contributors.
+    """
+
+    def __init__(
+        self, arena: Arena, x: Any, on_loss: OnLoss, inputs: Inputs, out: Any = None, ranks: int = 0
+    ) -> None:
         self._given = as_array(x, "x")
+        self.out = out_of_ranks(out, ranks, self._given)
         self.published = published_in(arena, self._given, inputs)
         what = f"{self._given.dtype}{list(self._given.shape)}"
         text = f"all_gather({what}, {on_loss.value}, {inputs.value})"

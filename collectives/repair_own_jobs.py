@@ -20,6 +20,7 @@ from zbmd.collectives.reductions import dtype_code, reduction_code
 from zbmd.collectives.repair_estate import Estate, summed
 from zbmd.collectives.repair_jobs import Job, published_in
 from zbmd.collectives.repair_messages import Call, Inputs, OnLoss
+from zbmd.collectives.repair_out import Out, out_of_ranks
 from zbmd.transport.arena import Arena
 from zbmd.transport.errors import UserError
 
@@ -31,11 +32,21 @@ class Reduce(Job):
     """`Communicator.reduce`, into a new array at the root."""
 
     def __init__(
-        self, arena: Arena, x: Any, root: int, op: str, on_loss: OnLoss, inputs: Inputs, rank: int
+        self,
+        arena: Arena,
+        x: Any,
+        root: int,
+        out: Any,
+        op: str,
+        on_loss: OnLoss,
+        inputs: Inputs,
+        rank: int,
     ) -> None:
         self._given = given = as_array(x, "x")
         dtype_code(given.dtype)
         reduction_code(op, given.dtype)
+        if out is not None and rank == root:
+            self.out = Out(out, given.shape, given.dtype)
         self.published = published_in(arena, given, inputs)
         self._op, self._root = op, root
         self.value = np.empty(given.shape, given.dtype) if rank == root else None
@@ -93,10 +104,24 @@ class ReduceScatter(Job):
 
 
 class Gather(Job):
-    """`Communicator.gather`, into a new array at the root with a row for each contributor."""
+    """`Communicator.gather`, into a new array at the root with a row for each contributor.
 
-    def __init__(self, arena: Arena, x: Any, root: int, on_loss: OnLoss, inputs: Inputs) -> None:
+    out: at the root, see `AllGather`.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        x: Any,
+        root: int,
+        out: Any,
+        on_loss: OnLoss,
+        inputs: Inputs,
+        ranks: int,
+        rank: int,
+    ) -> None:
         self._given = given = as_array(x, "x")
+        self.out = out_of_ranks(out, ranks, given) if rank == root else None
         self.published = published_in(arena, given, inputs)
         self._root = root
         text = f"gather({_what(given)}, root={root}, {on_loss.value}, {inputs.value})"
@@ -136,12 +161,24 @@ class Scatter(Job):
 
 
 class AllToAll(Job):
-    """`Communicator.all_to_all` of rows by rank, into a new array with a row from each contributor."""
+    """`Communicator.all_to_all` of rows by rank, into a new array with a row from each contributor.
+
+    out: see `AllGather`.
+    """
 
     def __init__(
-        self, arena: Arena, x: Any, on_loss: OnLoss, inputs: Inputs, row_of: RowOf, rank: int
+        self,
+        arena: Arena,
+        x: Any,
+        out: Any,
+        on_loss: OnLoss,
+        inputs: Inputs,
+        row_of: RowOf,
+        ranks: int,
+        rank: int,
     ) -> None:
         self._given = given = _rows(x, row_of(rank))
+        self.out = out_of_ranks(out, ranks, given[0, ...])
         self._row_of = row_of
         self.published = published_in(arena, given, inputs)
         text = f"all_to_all({_what(given)}, {on_loss.value}, {inputs.value})"

@@ -23,6 +23,7 @@ from zbmd.collectives.reductions import dtype_code, reduction_code
 from zbmd.collectives.repair_estate import Bequest, Estate, summed
 from zbmd.collectives.repair_jobs import Job, published_in
 from zbmd.collectives.repair_messages import Call, Inputs, OnLoss
+from zbmd.collectives.repair_out import Out
 from zbmd.collectives.repair_own_jobs import RowOf
 from zbmd.collectives.uneven import ROWS_MAX
 from zbmd.transport.arena import Arena
@@ -157,7 +158,10 @@ class ReduceScatterV(Job):
 
 
 class AllToAllV(Job):
-    """`Communicator.all_to_all_v` of rows by rank, into a new array of the contributors' rows, by rank."""
+    """`Communicator.all_to_all_v` of rows by rank, into a new array of the contributors' rows, by rank.
+
+    out: with room for all of `receive_rows`.
+    """
 
     def __init__(
         self,
@@ -165,6 +169,7 @@ class AllToAllV(Job):
         x: Any,
         send_rows: Sequence[int],
         receive_rows: Sequence[int],
+        out: Any,
         on_loss: OnLoss,
         inputs: Inputs,
         row_of: RowOf,
@@ -175,6 +180,9 @@ class AllToAllV(Job):
         self._receives = _shares(receive_rows, "receive_rows", None, row_of)
         for shares in (self._sends, self._receives):
             shares.of(rank)
+        if out is not None:
+            shape = (sum(self._receives.counts), *given.shape[1:])
+            self.out = Out(out, shape, given.dtype, "as many rows as receive_rows add up to")
         if inputs is Inputs.ADOPT:
             self.published = _with_counts(arena, self._sends.counts, given)
         text = f"all_to_all_v({_row_text(given)}, {on_loss.value}, {inputs.value})"

@@ -100,22 +100,57 @@ async def test_a_kill_at_every_other_instruction(tmp_path: Path, mode: str) -> N
 
 OWN = """
 NAMES = ("reduce", "reduce_scatter", "gather", "scatter", "all_to_all", "all_gather")
+UNTOUCHED = -1
+
+async def refused(call):
+    try:
+        await call
+    except zbmd.UserError as error:
+        assert "(3, 7)" in str(error) and "a row for each rank" in str(error), error
+        return
+    raise AssertionError("an out without a row for each rank was taken")
+
+def rooms(name, x):
+    # An `out`, with what is given lying in it where it may.
+    match name:
+        case "reduce":
+            return x, x
+        case "gather" | "all_gather":
+            out = zbmd.from_array(np.full((3, *x.shape), UNTOUCHED))
+            out[1] = x
+            return out[1], out
+        case "all_to_all":
+            return x, np.asfortranarray(np.full(x.shape, UNTOUCHED))
+    return x, None
 
 async def operate(group, rank, k):
     # Row d of rank r holds 100^k' of r and d: a row tells who made it, and for whom.
     name = NAMES[(k - 1) % len(NAMES)]
     root = k % 3
-    x = zbmd.from_array(np.array([[(10 * r + d) * 100 + k] * 7 for r in (rank,) for d in range(3)], np.int64))
-    wanted = {"timeout": 60} | ({} if name == "scatter" else MODE)
-    match name:
-        case "reduce" | "gather":
-            done = await getattr(group, name)(x, root, **wanted)
-        case "scatter":
-            out = None if rank == root else np.zeros(7, np.int64)
-            done = await group.scatter(x if rank == root else None, root, out=out, **wanted)
-        case _:
-            done = await getattr(group, name)(x, **wanted)
-    rows = {r: np.array([[(10 * r + d) * 100 + k] * 7 for d in range(3)]) for r in range(3)}
+    length = (7, 3000)[(k - 1) // len(NAMES) % 2]  # every other time what is long goes to an `out`
+    row = lambda r: np.array([[(10 * r + d) * 100 + k] * length for d in range(3)], np.int64)
+    x, out = zbmd.from_array(row(rank)), None
+    if length > 7:
+        x, out = rooms(name, x)
+    elif k == 5:  # harms nothing
+        await refused(group.all_to_all(x, out=np.zeros((2, 7), np.int64)))
+    before = None if out is None else out.copy()
+    wanted = {"timeout": 60} | ({} if name == "scatter" else MODE) | ({} if out is None else {"out": out})
+    if k in ABORTED:
+        wanted["on_loss"] = "abort"
+    try:
+        match name:
+            case "reduce" | "gather":
+                done = await getattr(group, name)(x, root, **wanted)
+            case "scatter":
+                place = None if rank == root else np.zeros(length, np.int64)
+                done = await group.scatter(x if rank == root else None, root, out=place, **wanted)
+            case _:
+                done = await getattr(group, name)(x, **wanted)
+    except zbmd.PeerLost:
+        assert out is None or np.array_equal(out, before), "an operation that failed has written"
+        raise
+    rows = {r: row(r) for r in range(3)}
     of = [rows[r] for r in done.contributors]
     expected = {
         "reduce": lambda: sum(of) if rank == root else None,
@@ -126,11 +161,16 @@ async def operate(group, rank, k):
         "all_gather": lambda: np.stack(of),
     }[name]()
     right = done.value is None if expected is None else np.array_equal(done.value, expected)
+    if out is not None:
+        n = 0 if expected is None else len(expected)
+        right &= np.array_equal(out[n:], before[n:]) and (n == 0 or np.shares_memory(done.value, out))
     return done, [name, bool(right)]
 """
 OPERATIONS = 6
-POINTS = ((1, 0), (1, 2), (1, 5), (1, 8), (2, 1), (2, 3))
-"""Before it enters, in the program, while data moves and behind it, and in the commit."""
+ABORTED = (11, 12)
+"""Operations with an `out` whose members die once data has moved: they fail on all."""
+POINTS = ((1, 0), (1, 5), (1, 2), (1, 8), (2, 1), (2, 3))
+"""Before it enters, while data moves, before and behind that, and in the commit."""
 
 
 @pytest.mark.parametrize("inputs", ["preserve", "adopt"])
@@ -138,10 +178,11 @@ async def test_operations_whose_results_differ_by_rank(tmp_path: Path, inputs: s
     kills: list[Kill] = []
     for run, point in POINTS:
         kills += [((len(kills) + i + i // 3) % 3, run, point) for i in range(OPERATIONS)]
-    job = ElasticJob(tmp_path, OWN, kills, {"inputs": inputs})
+    job = ElasticJob(tmp_path, f"{OWN}\nABORTED = {ABORTED}", kills, {"inputs": inputs})
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
     deaths: set[int] = set()
+    aborted: set[int] = set()
     ways: dict[str, set[str]] = {"all": set(), "survivors": set()}
     for k in range(1, len(kills) + 1):
         of, error = job.end_of(k)
@@ -149,13 +190,14 @@ async def test_operations_whose_results_differ_by_rank(tmp_path: Path, inputs: s
             deaths.add(k)
         for found in job.told[k].values():
             assert error or found["value"][1], found
+        aborted |= {k} if error and k in ABORTED else set()
         if error:  # a root that has died, in it or just behind the operation before, has taken it along
             assert error == "MembersLost" and deaths & {k - 1, k}, job.told[k]
             continue
         name = next(iter(job.told[k].values()))["value"][0]
         if k in deaths:
             ways["all" if len(of) == 3 else "survivors"].add(name)
-    assert len(deaths) > OPERATIONS, deaths
+    assert len(deaths) > OPERATIONS and aborted, deaths
     # In each of five operations a dead rank's input was still counted, or was not.
     assert len((ways["all"] if inputs == "adopt" else ways["survivors"]) - {"scatter"}) == 5, ways
 
@@ -182,8 +224,11 @@ async def operate(group, rank, k):
             blocks = [sum(sums[r] for r in done.contributors)[begin : begin + ROWS[rank]]]
         case "all_to_all_v":
             sends, receives = [len(rows) for rows in given[rank]], [len(given[s][rank]) for s in everybody]
-            done = await group.all_to_all_v(mine, sends, receives, timeout=60, **MODE)
+            out = np.full((sum(receives), 2), -1) if k % 2 else None
+            done = await group.all_to_all_v(mine, sends, receives, out=out, timeout=60, **MODE)
             blocks = [given[s][rank] for s in done.contributors]
+            n = sum(map(len, blocks))
+            assert out is None or (np.array_equal(out[:n], done.value) and (out[n:] == -1).all())
     counted = not done.rows or done.rows == tuple(len(block) for block in blocks)
     return done, [name, bool(counted and np.array_equal(done.value, np.concatenate(blocks)))]
 """

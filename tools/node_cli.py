@@ -154,7 +154,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from zbmd.actors.bootstrap.merge import Role
     from zbmd.actors.early_template import fork_template
     from zbmd.tools import launch
-    from zbmd.tools.node_run import Job, check, host_config, run_job
+    from zbmd.tools.node_run import Job, check, check_own, host_config, run_job
     from zbmd.tools.settings import SETTINGS, merge
 
     on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
@@ -179,6 +179,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     check(job, settings)
     variables = launch.rank_variables(settings, os.environ)
     if bootstrap.role is Role.ALONE:
+        check_own(job, settings)
         config = host_config(job, settings, variables)
         return uvloop.run(run_job(config, fork_template(config.preload, os.environ)))
     from zbmd.tools import node_run_many

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import importlib
 import importlib.util
 import pkgutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, cast
 
 from zbmd.actors.capture import CAPTURE_BULK_VARIABLE, CAPTURE_VARIABLE, LOG_DIR_VARIABLE
 from zbmd.actors.early_template import EarlyTemplate
@@ -26,9 +28,22 @@ from zbmd.transport.memory import available_memory, in_words
 RANK_BYTES = 96 << 20
 """What a rank needs beside its arena, roughly: interpreter, inbox, rings."""
 OWN_PACKAGE = "zbmd."
+OWN_JOBS = ("zbmd.training", "zbmd.training.pipeline", "zbmd.training.tensor")
+"""They say what they cannot do before any rank is started."""
 MORE_PRELOADS = ("zbmd.collectives.group",)  # what `import zbmd` finds only when it is used
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class OwnJob(Protocol):
+    """A job of zbmd's own, as a module."""
+
+    def check(self, argv: Sequence[str], *, ranks: int, data: str | None) -> None:
+        """Raise `UserError` for what it cannot do on `ranks` ranks of this host, before one is started.
+
+        data: what ranks will have as ZBMD_DATA.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +80,18 @@ def check(job: Job, settings: Settings) -> None:
     data = settings["data"]
     if data is not None and not glob.glob(data, recursive=True):
         raise UserError(f"--data {data} matches no file. Give a file, a directory or a glob that does.")
+
+
+def check_own(job: Job, settings: Settings) -> None:
+    """Have a job of zbmd's own say what it cannot do on these ranks, all of this host: raises `UserError`.
+
+    What it imports for that its ranks need, too: they are forked from here.
+    """
+    if job.is_module and job.target in OWN_JOBS:
+        name = f"{job.target}.__main__"
+        own = cast(OwnJob, importlib.import_module(name))
+        del sys.modules[name]  # ranks run it as their program, and would warn of a second copy
+        own.check(job.arguments, ranks=settings["nproc_per_node"], data=settings["data"])
 
 
 def _less_memory(ranks: int, arena_bytes: int, available_bytes: int) -> str:

@@ -138,6 +138,7 @@ SETTINGS: Final = (
     Entry("warmup", "batch and schedule", _WHOLE, _TRAINING.warmup_steps, "steps up to the peak"),
     Entry("lr_floor", "batch and schedule", _REAL, _TRAINING.learning_rate_floor, "last rate, of the peak"),
     Entry("curve", "batch and schedule", _one_of(*CURVES), _TRAINING.curve, f"{', '.join(CURVES)}"),
+    Entry("horizon", "batch and schedule", _WHOLE, 0, "steps over which the rate goes down; 0: all"),
     Entry("clip_norm", "batch and schedule", _REAL, _TRAINING.clip_norm, "bound on the gradient's norm"),
     Entry("optimizer", "batch and schedule", _one_of(*OPTIMIZERS), "adamw", ", ".join(OPTIMIZERS)),
     Entry("seed", "batch and schedule", _WHOLE, _TRAINING.seed, "seed"),
@@ -208,6 +209,7 @@ def options_of(values: Mapping[str, Any]) -> TrainOptions:
         ),
         training=TrainingConfig(
             **{name: values[name] for name in ("steps", "shards", "sequences_per_shard", "curve", "seed")},
+            horizon=values["horizon"],
             learning_rate=values["lr"],
             warmup_steps=values["warmup"],
             learning_rate_floor=values["lr_floor"],

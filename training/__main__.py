@@ -22,8 +22,17 @@ import uvloop
 
 from zbmd.actors.runtime_env import RankEnvironment
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.job import JobOptions, JobResult, run, run_plain
-from zbmd.training.zero.job import run_zero
+from zbmd.training.job import (
+    JobOptions,
+    JobResult,
+    check_data,
+    check_memory,
+    plan_of,
+    run,
+    run_plain,
+)
+from zbmd.training.schedule import CURVES
+from zbmd.training.zero.job import check_zero, run_zero
 from zbmd.training.zero.trainer import ZeroOptions
 from zbmd.transport.errors import UserError
 
@@ -61,6 +70,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--lr", type=float, default=training.learning_rate, help="peak rate (%(default)s)")
     made.add_argument("--warmup", type=int, default=training.warmup_steps, help="steps (%(default)s)")
+    made.add_argument("--curve", choices=CURVES, default=training.curve, help="of the rate (%(default)s)")
+    made.add_argument("--horizon", type=int, default=0, help="steps over which it goes down; 0: all")
     for name in ("context", "width", "heads", "layers"):
         made.add_argument(f"--{name}", type=int, default=getattr(model, name), help="model (%(default)s)")
     made.add_argument(
@@ -107,21 +118,59 @@ def options_of(arguments: argparse.Namespace) -> JobOptions:
             sequences_per_shard=arguments.sequences_per_shard,
             learning_rate=arguments.lr,
             warmup_steps=arguments.warmup,
+            curve=arguments.curve,
+            horizon=arguments.horizon,
         ),
         checkpoint_every=arguments.checkpoint_every,
         evaluate_every=arguments.evaluate_every,
     )
 
 
+def _zero_of(arguments: argparse.Namespace) -> ZeroOptions | None:
+    """How the state is shared out, if it is. Raises `UserError` for options that have no effect."""
+    if arguments.plain and (arguments.zero is not None or arguments.resume is not None):
+        raise UserError("--plain begins from the seed, in one process: leave out --zero and --resume.")
+    if arguments.zero is not None:
+        return ZeroOptions(stage=arguments.zero, storage=arguments.storage, offload=arguments.offload)
+    if arguments.offload is not None:
+        raise UserError("--offload is for a state that is shared out: add --zero 1, 2 or 3.")
+    if arguments.storage != "float32" and not arguments.plain:
+        raise UserError(f"--storage {arguments.storage} is for --zero and --plain: add one of them.")
+    return None
+
+
 def _run(arguments: argparse.Namespace, options: JobOptions) -> JobResult | None:
+    zero = _zero_of(arguments)
     if arguments.plain:
         return run_plain(options, storage=arguments.storage)
-    if arguments.zero is None:
-        if arguments.offload is not None:
-            raise UserError("--offload is for a state that is shared out: add --zero 1, 2 or 3.")
-        return uvloop.run(run(options))
-    zero = ZeroOptions(stage=arguments.zero, storage=arguments.storage, offload=arguments.offload)
-    return uvloop.run(run_zero(options, zero))
+    return uvloop.run(run(options) if zero is None else run_zero(options, zero))
+
+
+def parsed(
+    made: argparse.ArgumentParser, argv: Sequence[str], *, data: str | None
+) -> tuple[argparse.Namespace, bool]:
+    """What `made` understands, in a launcher, and whether the run's directory was named.
+
+    data: what ranks will find in their environment. Raises `UserError`.
+    """
+    made.set_defaults(data=data, out=None)
+    arguments = made.parse_args(argv)
+    is_named = arguments.out is not None
+    arguments.out = arguments.out if is_named else _default_out()
+    return arguments, is_named
+
+
+def check(argv: Sequence[str], *, ranks: int, data: str | None) -> None:
+    """Raise `UserError` for what this job cannot do on `ranks` ranks of this host, before one is started."""
+    arguments, is_named = parsed(parser(), argv, data=data)
+    options, zero = options_of(arguments), _zero_of(arguments)
+    if arguments.plain:
+        return
+    if zero is None:
+        check_memory(options, ranks=ranks)
+        check_data(options, plan=plan_of, is_named=is_named)
+    else:
+        check_zero(options, zero, ranks=ranks, is_named=is_named)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

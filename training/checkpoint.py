@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,6 +21,7 @@ CHECKPOINT_FORMAT = "zbmd-checkpoint-1"
 CHECKPOINT_NAME = "checkpoint.safetensors"
 DIFFERENCES_MAX = 8
 VALUE_CHARACTERS_MAX = 16
+_HORIZON = "training.horizon"
 
 FlatState = npt.NDArray[np.float32]
 
@@ -53,6 +57,19 @@ def load_checkpoint(path: Path, *, plan: str, elements: int) -> Checkpoint:
 
     Raises `UserError` if it is missing, damaged, or belongs to a run with other settings or data.
     """
+    with _opened(path, plan, elements) as (file, version):
+        flat: FlatState = file.get_tensor("state")
+    return Checkpoint(version=version, plan=plan, flat=flat)
+
+
+def require_checkpoint(path: Path, *, plan: str, elements: int) -> int:
+    """The version of what `load_checkpoint` would read; its numbers are not read. Raises as that does."""
+    with _opened(path, plan, elements) as (_, version):
+        return version
+
+
+@contextlib.contextmanager
+def _opened(path: Path, plan: str, elements: int) -> Generator[tuple[Any, int]]:
     if path.is_dir():
         path /= CHECKPOINT_NAME
     try:
@@ -61,30 +78,60 @@ def load_checkpoint(path: Path, *, plan: str, elements: int) -> Checkpoint:
             metadata = file.metadata() or {}
             if metadata.get("format") != CHECKPOINT_FORMAT:
                 raise ValueError(f"its format is {metadata.get('format')}, not {CHECKPOINT_FORMAT}")
-            flat: FlatState = file.get_tensor("state")
-            version = int(metadata["version"])
+            state, version = file.get_slice("state"), int(metadata["version"])
+            alike = state.get_shape() == [elements] and state.get_dtype() == "F32"
+            require_plan(path, metadata.get("plan", ""), plan, alike=alike)
+            yield file, version
     except FileNotFoundError as error:
-        raise UserError(f"there is no checkpoint at {path}: check the path given to --resume.") from error
+        raise no_checkpoint(path) from error
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(
             f"{path} cannot be read as a checkpoint: {why}. Give --resume the {CHECKPOINT_NAME} of a run, "
             "whole, or leave it out to start from the beginning."
         ) from error
-    require_plan(
-        path, metadata.get("plan", ""), plan, alike=flat.shape == (elements,) and flat.dtype == np.float32
-    )
-    return Checkpoint(version=version, plan=plan, flat=flat)
+
+
+def no_checkpoint(path: Path) -> UserError:
+    """The error where there is none."""
+    return UserError(f"there is no checkpoint at {path}: check the path given to --resume.")
+
+
+def require_steps_left(path: Path, version: int, steps: int) -> None:
+    """Raise `UserError` if a run of `steps` has nothing to do behind the checkpoint at `path`."""
+    if version >= steps:
+        raise UserError(
+            f"the checkpoint {path} is of step {version}, and --steps is {steps}: there is nothing left to "
+            "do. Give more --steps, which are counted from the beginning."
+        )
 
 
 def require_plan(path: Path, there: str, here: str, *, alike: bool = True) -> None:
-    """Raise `UserError` unless the plan of the checkpoint at `path` is ours, and its state is `alike`."""
+    """Raise `UserError` unless the plan of the checkpoint at `path` is ours, and its state is `alike`.
+
+    How many steps a plan has may differ, where the learning rates of steps do not depend on it.
+    """
     if there == here and alike:
         return
-    differing = ", ".join(_differences(there, here)) or "the size of its state"
+    wanted = _fixed_by(here)
+    try:
+        known = _fixed_by(there)
+    except (ValueError, RecursionError):
+        known, differing = {}, ["its plan cannot be read"]
+    else:
+        differing = _differences(known, wanted)
+    if alike and not differing:
+        return
+    advice, horizon = "", known.get(_HORIZON)
+    if horizon is not None and horizon != wanted.get(_HORIZON, horizon):
+        advice = (
+            f" The learning rate of that run goes down over {horizon} steps: with --horizon {horizon} it "
+            "does so here, and is at its lowest behind them."
+        )
     raise UserError(
         f"{path} belongs to another run, so it cannot go on bit for bit. What differs (there, here): "
-        f"{differing}. Give the options and data of that run, or leave out --resume."
+        f"{', '.join(differing) or 'the size of its state'}.{advice} Give the options and data of that run, "
+        "or leave out --resume."
     )
 
 
@@ -97,14 +144,18 @@ def checkpoint_version(path: Path) -> int | None:
         return None
 
 
-def _differences(there: str, here: str) -> list[str]:
+def _fixed_by(plan: str) -> dict[str, object]:
+    """The leaves of a plan, with the horizon of its learning rates in place of its steps."""
+    found = _leaves(msgspec.json.decode(plan))
+    steps, horizon = found.pop("training.steps", None), found.pop(_HORIZON, 0)
+    if found.get("training.curve") != "constant":
+        found[_HORIZON] = horizon or steps
+    return found
+
+
+def _differences(known: Mapping[str, object], wanted: Mapping[str, object]) -> list[str]:
     """The leaves in which two plans differ, in words: at most `DIFFERENCES_MAX`, each short."""
-    try:
-        known = _leaves(msgspec.json.decode(there))
-    except (ValueError, RecursionError):
-        return ["its plan cannot be read"]
-    wanted = _leaves(msgspec.json.decode(here))
-    names = sorted(name for name in known | wanted if known.get(name) != wanted.get(name))
+    names = sorted(name for name in {**known, **wanted} if known.get(name) != wanted.get(name))
     return [
         f"{name} ({_shortened(known.get(name))}, {_shortened(wanted.get(name))})"
         for name in names[:DIFFERENCES_MAX]

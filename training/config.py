@@ -64,7 +64,8 @@ class TrainingConfig:
 
     A step trains on `shards * sequences_per_shard` windows. Shards are logical: their number is that of
     the job, not of its ranks. The learning rate rises for `warmup_steps`, then follows `curve` down to
-    `learning_rate_floor` times its peak at the last of `steps` (see `zbmd.training.schedule`).
+    `learning_rate_floor` times its peak at the last of `horizon` steps (see `zbmd.training.schedule`); 0: of
+    `steps`. So a run that is to go on one day says its horizon at once.
     """
 
     steps: int
@@ -77,6 +78,7 @@ class TrainingConfig:
     seed: int = 0
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     curve: Curve = "cosine"
+    horizon: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "shards", "sequences_per_shard"):
@@ -87,6 +89,8 @@ class TrainingConfig:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be above 0.")
         if self.curve not in CURVES:
             raise UserError(f'there is no learning rate curve "{self.curve}": use {", ".join(CURVES)}.')
+        if self.horizon < 0:
+            raise UserError(f"the horizon is {self.horizon}: it must be 0 or more.")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"the seed is {self.seed}: it must be 0 to 2**63 - 1.")
 

@@ -84,6 +84,23 @@ def prepare_corpus(
     Raises `UserError` if nothing matches, a source cannot be read, the corpus is empty or too short for
     windows of `context` bytes, or the disk is full; for data that will not do nothing is made on disk.
     """
+    sources, origin = _usable(data, context=context, bytes_max=bytes_max)
+    wanted = inputs_digest(sources, CORPUS_FORMAT, bytes_max)
+    path = directory / CORPUS_FILE
+    with locked_directory(directory):
+        known = _read_header(path)
+        if known is None or known.inputs_digest != wanted:
+            write_atomically(path, lambda file: write_corpus(file, sources, wanted, origin, bytes_max))
+    return path
+
+
+def require_data(data: str | None, *, context: int) -> None:
+    """Raise `UserError` for data that `prepare_corpus` would refuse; nothing is read or made."""
+    _usable(data, context=context, bytes_max=CORPUS_BYTES_MAX)
+
+
+def _usable(data: str | None, *, context: int, bytes_max: int) -> tuple[list[Source], str]:
+    """The sources of a corpus that is long enough, and what they are called."""
     sources = _stdlib_sources() if data is None else find_sources(data)
     origin = "the Python standard library" if data is None else data
     if not any(source.nbytes for source in sources):
@@ -93,13 +110,7 @@ def prepare_corpus(
         )
     with_separators = sum(source.nbytes for source in sources) + len(sources) - 1
     _check_length(min(with_separators, bytes_max), origin, context)
-    wanted = inputs_digest(sources, CORPUS_FORMAT, bytes_max)
-    path = directory / CORPUS_FILE
-    with locked_directory(directory):
-        known = _read_header(path)
-        if known is None or known.inputs_digest != wanted:
-            write_atomically(path, lambda file: write_corpus(file, sources, wanted, origin, bytes_max))
-    return path
+    return sources, origin
 
 
 def _check_length(nbytes: int, origin: str, context: int) -> int:

@@ -17,15 +17,15 @@ from zbmd.actors.runtime_env import RankEnvironment
 from zbmd.collectives.commit import StepCommit
 from zbmd.collectives.commit_driver import CommitDriver, StepFailed
 from zbmd.training.bigram import bigram_loss, fit_bigram
-from zbmd.training.checkpoint import CHECKPOINT_NAME, load_checkpoint
+from zbmd.training.checkpoint import CHECKPOINT_NAME, load_checkpoint, no_checkpoint
 from zbmd.training.clip import TrainingDiverged
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.corpus import CORPUS_FILE, Corpus, prepare_corpus
+from zbmd.training.corpus import CORPUS_FILE, Corpus, prepare_corpus, require_data
 from zbmd.training.files import NoRoom
 from zbmd.training.gpt import GPT, parameter_shapes
 from zbmd.training.journal import WEIGHTS_NAME, Journal
 from zbmd.training.layout import ParameterLayout
-from zbmd.training.ledger import LOG_FORMAT, LogHeader, loss_of, read_log
+from zbmd.training.ledger import LOG_FORMAT, LOG_NAME, LogHeader, loss_of, read_log, require_no_log
 from zbmd.training.ml_actors.model_actors import ModelActors
 from zbmd.training.optim import arrays_of
 from zbmd.training.plain import PlainTrainer
@@ -33,6 +33,7 @@ from zbmd.training.precision import Storage
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room, too_large
+from zbmd.training.shard_files import require_state
 from zbmd.training.store import Store
 from zbmd.training.weights import save_weights
 from zbmd.training.workload import TrainingWorkload, arena_bytes_needed
@@ -130,8 +131,10 @@ async def run(options: JobOptions, *, before_step: Callable[[int], None] | None 
     """
     launched = RankEnvironment.read(os.environ)
     replacement = launched is not None and launched.incarnation > 1
-    _check_memory(options, launched)
+    check_memory(options, ranks=1 if launched is None else launched.ranks_per_host)
     recipe = open_recipe(options, prepare=not replacement)
+    if not replacement:
+        require_beginning(options, recipe, plan_of(recipe))
     arena_bytes = arena_bytes_needed(recipe.model.layout, options.training)
     try:
         async with join(arena=arena_bytes, enter=False) as node:
@@ -155,8 +158,8 @@ async def run(options: JobOptions, *, before_step: Callable[[int], None] | None 
         raise UserError(f"{too_large(options.model)}: {error}") from error
 
 
-def _check_memory(options: JobOptions, launched: RankEnvironment | None) -> None:
-    """Raise `UserError` for a model for which there is no memory, before any of it is taken."""
+def check_memory(options: JobOptions, *, ranks: int) -> None:
+    """Raise `UserError` for a model for which `ranks` of one host have no memory, before any is taken."""
     model, training = options.model, options.training
     layout = ParameterLayout.of(parameter_shapes(model))
     weights_bytes, bias_bytes = 4 * layout.size, 8 * model.heads * model.context**2
@@ -165,7 +168,35 @@ def _check_memory(options: JobOptions, launched: RankEnvironment | None) -> None
         activation_bytes=activation_bytes(model, rows=training.sequences_per_shard * model.context),
     )
     advice = "Choose smaller --width, --layers, --context or --sequences-per-shard, or fewer ranks (-n)."
-    require_room(model, needs, ranks=1 if launched is None else launched.ranks_per_host, advice=advice)
+    require_room(model, needs, ranks=ranks, advice=advice)
+
+
+def check_data(options: JobOptions, *, plan: Callable[[Recipe], str], is_named: bool) -> None:
+    """Raise `UserError` for data or a checkpoint that will not do, before any rank is started.
+
+    is_named: whether `options.out` is the run's directory: then the corpus is made there, once for all ranks.
+    Where it is one that the launcher will name, nothing is made, and what a checkpoint holds is not compared.
+    """
+    if not is_named:
+        require_data(options.data, context=options.model.context)
+        if options.resume is not None and not options.resume.exists():
+            raise no_checkpoint(options.resume)
+        return
+    recipe = open_recipe(options)
+    require_no_log(options.out / LOG_NAME)
+    require_beginning(options, recipe, plan(recipe))
+
+
+def require_beginning(options: JobOptions, recipe: Recipe, plan: str) -> None:
+    """Raise `UserError` for a checkpoint that the run cannot go on from; its numbers are not read."""
+    if options.resume is not None:
+        require_state(
+            options.resume,
+            plan=plan,
+            layout=recipe.model.layout,
+            steps=recipe.config.steps,
+            arrays=arrays_of(recipe.config.optimizer),
+        )
 
 
 def _advice(reason: str, options: JobOptions, *, otherwise: str) -> str:

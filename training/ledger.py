@@ -240,10 +240,20 @@ class CommitLog:
 
     def _check(self, header: LogHeader) -> None:
         if header != self.header:
-            raise UserError(
-                f"{self.path} belongs to another run ({header.run_id}, seed {header.seed}). Give this run a "
-                "directory of its own with --out; from there --resume can go on from that run's checkpoint."
-            )
+            raise _of_another_run(self.path, header)
+
+
+def require_no_log(path: Path) -> None:
+    """Raise `UserError` if there is a log at `path`: a run that begins has none."""
+    if path.exists():
+        raise _of_another_run(path, read_log(path)[0])
+
+
+def _of_another_run(path: Path, header: LogHeader) -> UserError:
+    return UserError(
+        f"{path} belongs to another run ({header.run_id}, seed {header.seed}). Give this run a directory of "
+        "its own with --out; from there --resume can go on from that run's checkpoint."
+    )
 
 
 def _write(file: int, data: bytes, path: Path) -> None:

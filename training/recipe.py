@@ -132,7 +132,7 @@ def learning_rate_of(config: TrainingConfig, step: int) -> float:
         step,
         peak=config.learning_rate,
         warmup_steps=config.warmup_steps,
-        total_steps=config.steps,
+        total_steps=config.horizon or config.steps,
         floor=config.learning_rate_floor,
         curve=config.curve,
     )

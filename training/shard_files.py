@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -24,7 +24,14 @@ from safetensors.numpy import save
 
 from zbmd.collectives.group import Group
 from zbmd.training.adamw import ARRAYS, StateArray
-from zbmd.training.checkpoint import CHECKPOINT_NAME, load_checkpoint, require_plan
+from zbmd.training.checkpoint import (
+    CHECKPOINT_NAME,
+    load_checkpoint,
+    no_checkpoint,
+    require_checkpoint,
+    require_plan,
+    require_steps_left,
+)
 from zbmd.training.files import write_atomically
 from zbmd.training.layout import ParameterLayout, ParameterSlot
 from zbmd.training.xp import Array
@@ -291,7 +298,7 @@ def read_names(path: Path) -> ShardNames:
         if strange:
             raise ValueError(f"{strange[0]!r} is no name of a shard")
     except FileNotFoundError as error:
-        raise UserError(f"there is no checkpoint at {path}: check the path given to --resume.") from error
+        raise no_checkpoint(path) from error
     except (OSError, ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
         raise _unreadable(path, error) from error
     return names
@@ -315,6 +322,28 @@ def open_state(
     if path.is_dir():
         path = checkpoint_in(path) or path / SHARDS_NAME
     return _Shards(path, plan) if path.suffix == ".json" else _Whole(path, plan, layout, arrays)
+
+
+def require_state(
+    path: Path,
+    *,
+    plan: str,
+    layout: ParameterLayout,
+    steps: int,
+    arrays: Sequence[StateArray] = ARRAYS,
+) -> None:
+    """See that a run of `steps` can go on from what `open_state` would open; its numbers are not read.
+
+    Raises `UserError` as that does, and if there is nothing left to do.
+    """
+    if path.is_dir():
+        path = checkpoint_in(path) or path / SHARDS_NAME
+    if path.suffix == ".json":
+        with closing(_Shards(path, plan)) as found:
+            version = found.version
+    else:
+        version = require_checkpoint(path, plan=plan, elements=len(arrays) * layout.size)
+    require_steps_left(path, version, steps)
 
 
 def _unreadable(path: Path, why: object) -> UserError:

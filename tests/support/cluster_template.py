@@ -25,7 +25,7 @@ REQUEST_BYTES_MAX = 1 << 16
 COMMAND = "zbmd.tools.node_cli"
 ALSO_LOADED = (
     *("zbmd.tools.node_cluster", "zbmd.tools.node_run_many", "zbmd.tools.launch"),
-    *("zbmd.collectives.group", "zbmd.training.job"),
+    *("zbmd.collectives.group", "zbmd.training.job", "zbmd.training.zero.job", "zbmd.training.tensor.run"),
 )
 """What its commands, and the jobs of tests, import once they are chosen: each fork would do so for itself."""
 

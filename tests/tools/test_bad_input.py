@@ -14,8 +14,11 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from cluster_nodes import node_template
+
+from zbmd.tools.train_cli import merged, options_of
 
 if TYPE_CHECKING:
     from conftest import Ended, Launcher
@@ -25,7 +28,7 @@ SMALL = (
     *("--steps", "6", "--context", "16", "--width", "16", "--heads", "2", "--layers", "1"),
     *("--sequences-per-shard", "1", "--checkpoint-every", "2", "--evaluate-every", "3"),
 )
-CHECKPOINT_BYTES = 136_440  # of the small model; its corpus has fewer, its commit log far fewer
+CHECKPOINT_BYTES = 136_456  # of the small model; its corpus has fewer, its commit log far fewer
 
 # The superuser reads and writes what it likes; what is executed from here is no longer one in this respect.
 _OBEY_PERMISSIONS = """
@@ -49,12 +52,24 @@ def write_text(path: Path) -> str:
     return str(path)
 
 
-def train(launcher: Launcher, *arguments: str, out: str = "run", before: tuple[str, ...] = ()) -> Ended:
+RECORDED = ("--capture", "captured")
+
+
+def started(launcher: Launcher) -> bool:
+    """Whether a process of a run that was to be `RECORDED` has come so far as to begin a record."""
+    return (launcher.directory / "captured").exists()
+
+
+def train(
+    launcher: Launcher,
+    *arguments: str,
+    out: str = "run",
+    before: tuple[str, ...] = (),
+    starting: tuple[str, ...] = (),
+) -> Ended:
     """The training job on two ranks; `--data` and `--out` given again in `arguments` count."""
-    return launcher.run(
-        *("run", "-n", "2", "-m", "zbmd.training", "--data", "text", "--out", out, *SMALL, *arguments),
-        before=before,
-    )
+    job = ("-m", "zbmd.training", "--data", "text", "--out", out, *SMALL, *arguments)
+    return launcher.run("run", "-n", "2", *starting, *job, before=before)
 
 
 def assert_one_paragraph(ended: Ended, *patterns: str) -> None:
@@ -87,6 +102,15 @@ BAD_JOBS = [
     (["--sequences-per-shard", "99999999"], r"and [\d.]+ TiB of activations\)", "--sequences-per-shard"),
     (["--zero", "3", "--width", "8192", "--layers", "64"], "2 ranks need at least", "higher --zero stage"),
     (["--steps", "many"], "--steps: invalid int value: 'many'", "See python -m zbmd.training --help"),
+    (["--zero", "3", "--resume", "absent"], "no checkpoint at absent", "check the path given to --resume"),
+    (
+        ["--zero", "1", "--offload", "closed/state"],
+        "cannot be offloaded to closed/state",
+        "Permission denied",
+    ),
+    (["--offload", "state"], "--offload is for a state that is shared out", "add --zero"),
+    (["--storage", "float16"], "--storage float16 is for --zero and --plain", "add one of them"),
+    (["--plain", "--resume", "run"], "--plain begins from the seed", "leave out --zero and --resume"),
 ]
 
 
@@ -101,14 +125,16 @@ def test_a_job_that_cannot_start_says_so_once(
     (directory / "secret").write_text("secret")
     (directory / "secret").chmod(0)
     (directory / "closed").mkdir(mode=0o500)
-    ended = train(launcher, *arguments)
+    ended = train(launcher, *arguments, starting=RECORDED)
     assert_one_paragraph(ended, what, then)
+    assert not started(launcher), "it was told by a rank"
     assert not [path for path in directory.rglob("corpus.bin") if "--resume" not in arguments], ended
 
 
 def test_a_checkpoint_that_is_damaged_foreign_or_closed_is_not_gone_on_from(launcher: Launcher) -> None:
     write_text(launcher.directory / "text")
-    assert train(launcher).code == 0
+    assert train(launcher, starting=RECORDED).code == 0
+    assert started(launcher), "who is started begins a record"
     checkpoint = launcher.directory / "run" / "checkpoint.safetensors"
     assert checkpoint.stat().st_size == CHECKPOINT_BYTES
     torn = launcher.directory / "torn"
@@ -117,6 +143,8 @@ def test_a_checkpoint_that_is_damaged_foreign_or_closed_is_not_gone_on_from(laun
         (torn, [], "torn cannot be read as a checkpoint: .*incomplete.* Give --resume the checkpoint"),
         (checkpoint.with_name("weights.safetensors"), [], "its format is zbmd-gpt-1, not zbmd-checkpoint-1"),
         (checkpoint, ["--seed", "9"], r"What differs \(there, here\): training.seed \(0, 9\)\. Give the opt"),
+        (checkpoint, [], "of step 6, and --steps is 6: there is nothing left to do. Give more --steps"),
+        (checkpoint, ["--steps", "9"], r"training.horizon \(6, 9\)\. .* with --horizon 6 it does so here"),
         (checkpoint, ["--out", "run"], "run/commits.zlog belongs to another run .* a directory of its own"),
     ):
         ended = train(launcher, "--resume", str(resume), *arguments, out="again")
@@ -124,6 +152,55 @@ def test_a_checkpoint_that_is_damaged_foreign_or_closed_is_not_gone_on_from(laun
     checkpoint.chmod(0)
     ended = train(launcher, "--resume", str(checkpoint), out="again")
     assert_one_paragraph(ended, "cannot be read as a checkpoint: Permission denied")
+
+
+# Recipes of `zbmd train`.
+
+BAD_RECIPES = [
+    (2, {"mesh": "tp=3"}, "a mesh of tp 3 has 3 ranks, and there are 2"),
+    (3, {"mesh": "dp=-1,tp=2"}, "does not divide 3 ranks: start a multiple of 2"),
+    (2, {"mesh": "ep=2"}, "no training along ep on a mesh: use dp, pp and tp"),
+    (2, {"mesh": "pp=2"}, "1 layers do not divide over 2 stages.*want a multiple of 2 layers"),
+    (2, {"mesh": "pp=2", "layers": 2, "chunks": 0}, "chunks is 0"),
+    (2, {"mesh": "pp=2", "layers": 2, "family": "gpt2"}, "the head of a gpt2 model is its embedding"),
+    (4, {"mesh": "tp=4"}, "2 heads cannot be divided over 4"),
+    (2, {"mesh": "tp=2", "context": 9}, "9 positions cannot be divided over 2"),
+    (8, {"mesh": "dp=4,pp=2", "layers": 2, "shards": 3}, "3 logical shards are too few for dp=4 pipelines"),
+    (2, {"mesh": "tp=2", "optimizer": "muon"}, "Muon needs whole matrices"),
+    (2, {"width": 8192, "layers": 64}, "2 ranks need at least"),
+    (1, {"data": "short"}, "short is too short"),
+    (1, {"data": "short", "tokens": "bpe", "vocabulary": 300}, "the dataset short is too short"),
+    (1, {"data": "short", "tokens": "bpe", "vocabulary": 3}, "a vocabulary of 3 cannot be trained"),
+    (1, {"weights": "."}, "lie beside a config"),
+    (1, {"resume": "absent"}, "no checkpoint at absent"),
+    (1, {"out": "closed/run"}, "cannot use closed/run for the run: Permission denied"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "changes", "what"), BAD_RECIPES, ids=[str(c[1]) for c in BAD_RECIPES])
+def test_a_recipe_that_cannot_be_is_told_before_any_rank_is_started(
+    launcher: Launcher, ranks: int, changes: dict[str, str | int], what: str
+) -> None:
+    directory = launcher.directory
+    write_text(directory / "text")
+    (directory / "short").write_text("short")
+    (directory / "closed").mkdir(mode=0o500)
+    small = {"data": "text", "out": "run", "context": 8, "width": 16, "heads": 2, "layers": 1}
+    found = merged({name: str(value) for name, value in {**small, **changes}.items()}, {}, None)
+    # `zbmd train` looks at the mesh itself, too.
+    values = {name: value for name, (value, _) in found.items()} | {"mesh": "dp=1"}
+    recipe = msgspec.structs.replace(options_of(values), mesh=str(changes.get("mesh", "dp=-1")))
+    ended = launcher.run("run", "-n", str(ranks), *RECORDED, "-m", "zbmd.training.tensor", recipe.encode())
+    assert_one_paragraph(ended, what)
+    assert not started(launcher), "it was told by a rank"
+
+
+def test_a_pipeline_of_too_few_layers_is_told_before_any_rank_is_started(launcher: Launcher) -> None:
+    write_text(launcher.directory / "text")
+    job = ("-m", "zbmd.training.pipeline", "--data", "text", "--out", "run", *SMALL)
+    ended = launcher.run("run", "-n", "4", *RECORDED, *job)
+    assert_one_paragraph(ended, "a model of 3 layers cannot be cut into 4 parts: take fewer stages")
+    assert not started(launcher), "it was told by a rank"
 
 
 # Settings.

@@ -24,10 +24,9 @@ from zbmd.training.journal import WEIGHTS_NAME
 from zbmd.training.shard_files import checkpoint_in, read_names
 from zbmd.training.tensor.options import TrainOptions
 from zbmd.training.tensor.records import METRICS_NAME, TENSORBOARD_NAME
-from zbmd.training.tensor.run import HUGGING_FACE_DIRECTORY, TrainResult, prepare
+from zbmd.training.tensor.run import HUGGING_FACE_DIRECTORY, TrainResult
 from zbmd.training.weights import load_weights
 from zbmd.transport import faults
-from zbmd.transport.errors import UserError
 
 SMALL = {
     "context": "8",
@@ -183,29 +182,3 @@ def test_bad_recipes_are_explained(
 ) -> None:
     assert cli.main(["train", "--data", sys.executable, *options]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_data_and_models_that_do_not_fit_are_explained(tmp_path: Path) -> None:
-    data, out = tmp_path / "text", str(tmp_path / "out")
-    data.write_bytes(b"short")
-    for changes, said in (
-        ({"mesh": "dp=1"}, "too short"),
-        ({"tokens": "bpe", "vocabulary": "3"}, "a vocabulary of 3 cannot be trained"),
-        ({"tokens": "bpe", "vocabulary": "300"}, "the dataset .* is too short"),
-        ({"weights": str(tmp_path)}, "lie beside a config"),
-    ):
-        with pytest.raises(UserError, match=said):
-            prepare(recipe(data=str(data), out=out, **changes), 1)
-    data.write_bytes(b"long enough, " * 100)
-    with pytest.raises(UserError, match="2 heads cannot be divided over 4"):
-        prepare(recipe(data=str(data), out=out, mesh="tp=4", ranks="4"), 4)
-    for changes, ranks, said in (
-        ({"mesh": "pp=2"}, 2, "1 layers do not divide over 2 stages.*want a multiple of 2 layers"),
-        ({"mesh": "dp=4,pp=2", "layers": "2"}, 8, "3 logical shards are too few for dp=4 pipelines"),
-        ({"mesh": "pp=2", "layers": "2", "family": "gpt2"}, 2, "the head of a gpt2 model is its embedding"),
-        ({"mesh": "pp=2", "layers": "2", "chunks": "0"}, 2, "chunks is 0"),
-    ):
-        with pytest.raises(UserError, match=said):
-            prepare(recipe(data=str(data), out=out, ranks=str(ranks), **changes), ranks)
-    with pytest.raises(UserError, match="Muon needs whole matrices"):
-        prepare(recipe(data=str(data), out=out, mesh="tp=2", ranks="2", optimizer="muon"), 2)

@@ -25,7 +25,8 @@ from zbmd.collectives.group import Group
 from zbmd.training import __main__ as training
 from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.clip import TrainingDiverged
-from zbmd.training.job import JobOptions, open_recipe, weights_sha256
+from zbmd.training.gpt import GPT
+from zbmd.training.job import JobOptions, check_data, open_recipe, plan_of, weights_sha256
 from zbmd.training.mesh import Mesh
 from zbmd.training.optim import arrays_of
 from zbmd.training.pipeline.layers import balanced_cuts
@@ -37,7 +38,7 @@ from zbmd.training.recipe import Recipe
 from zbmd.training.tensor.axes import PIPELINE_AXIS
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.job import MeshJob, MeshTask
-from zbmd.training.tensor.stages import SLOTS, Stages, bytes_needed
+from zbmd.training.tensor.stages import SLOTS, RankBytes, Stages, bytes_needed
 from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
 from zbmd.training.zero.safekeeping import Safekeeping
 from zbmd.transport.errors import UserError
@@ -80,10 +81,8 @@ async def run(options: JobOptions, *, schedule: str, chunks: int) -> PipelineRes
     """
     found = RankEnvironment.read(os.environ)
     ranks = 1 if found is None else found.world_size
+    mesh, needed = _needed(options, ranks, schedule, chunks)
     recipe = open_recipe(options, prepare=found is None or found.incarnation == 1)
-    mesh = Mesh.of(ranks, {PIPELINE_AXIS: ranks})
-    guessed = _stages([1.0] * layers_in(options.model), ranks, schedule, chunks)
-    needed = bytes_needed(recipe.model, recipe.config, mesh, guessed)
     # Layers are cut by what they cost, which is not known yet: no stage has more than all of them.
     buffers = AccumulationPlan.of(recipe.config.shards, 0, recipe.config.shards).buffers
     arrays = len(arrays_of(recipe.config.optimizer))
@@ -93,6 +92,31 @@ async def run(options: JobOptions, *, schedule: str, chunks: int) -> PipelineRes
             return await MeshJob(node, mesh, _Task(node, recipe, options, schedule, chunks)).run()
     except (StepFailed, TrainingDiverged) as error:
         raise UserError(str(error)) from error
+
+
+def _needed(options: JobOptions, ranks: int, schedule: str, chunks: int) -> tuple[Mesh, RankBytes]:
+    """The mesh, and what a rank needs if layers cost alike. Raises `UserError` for what cannot be cut."""
+    mesh = Mesh.of(ranks, {PIPELINE_AXIS: ranks})
+    guessed = _stages([1.0] * layers_in(options.model), ranks, schedule, chunks)
+    return mesh, bytes_needed(GPT(options.model), options.training, mesh, guessed)
+
+
+def check(argv: Sequence[str], *, ranks: int, data: str | None) -> None:
+    """Raise `UserError` for what this job cannot do on `ranks` ranks of this host, before one is started."""
+    arguments, is_named = training.parsed(parser(), argv, data=data)
+    options = _options_of(arguments)
+    _needed(options, ranks, arguments.schedule, arguments.chunks)
+    check_data(options, plan=plan_of, is_named=is_named)
+
+
+def _options_of(arguments: argparse.Namespace) -> JobOptions:
+    if arguments.resume is not None or arguments.plain:
+        raise UserError("a pipeline starts from its seed, on ranks: leave out --resume and --plain.")
+    if arguments.zero is not None or arguments.offload is not None or arguments.storage != "float32":
+        raise UserError(
+            "a pipeline's stages hold their state whole: leave out --zero, --offload and --storage."
+        )
+    return training.options_of(arguments)
 
 
 def _stages(costs: Sequence[float], ranks: int, schedule: str, chunks: int) -> Stages:
@@ -177,9 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; the last line that the first stage prints is its result as JSON."""
     try:
         arguments = parser().parse_args(argv)
-        if arguments.resume is not None or arguments.plain:
-            raise UserError("a pipeline starts from its seed, on ranks: leave out --resume and --plain.")
-        options = training.options_of(arguments)
+        options = _options_of(arguments)
         result = uvloop.run(run(options, schedule=arguments.schedule, chunks=arguments.chunks))
     except UserError as error:
         if RankEnvironment.read(os.environ) is not None:

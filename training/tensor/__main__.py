@@ -9,7 +9,7 @@ import msgspec
 import uvloop
 
 from zbmd.training.tensor.options import TrainOptions
-from zbmd.training.tensor.run import run
+from zbmd.training.tensor.run import check_recipe, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if result is not None:
         print(msgspec.json.encode(result).decode(), flush=True)
     return 0
+
+
+def check(argv: Sequence[str], *, ranks: int, data: str | None) -> None:
+    """Raise `UserError` for a recipe that `ranks` ranks of this host cannot train, before one is started.
+
+    data: not used, as a recipe names its own.
+    """
+    check_recipe(TrainOptions.decode("".join(argv)), ranks)
 
 
 if __name__ == "__main__":

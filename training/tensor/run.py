@@ -31,7 +31,7 @@ from zbmd.training.precision import storage_dtype
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.recipe import Recipe, learning_rate_of
 from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room, too_large
-from zbmd.training.shard_files import checkpoint_in, open_state, write_shards
+from zbmd.training.shard_files import checkpoint_in, open_state, require_state, write_shards
 from zbmd.training.tensor.axes import require_axes
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.job import MeshJob, MeshTask
@@ -110,6 +110,39 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
     return mesh, model, corpus
 
 
+def check_recipe(options: TrainOptions, ranks: int) -> None:
+    """Raise `UserError` for a recipe that `ranks` ranks of this host cannot train, before one is started.
+
+    Its data is prepared on the way, once for all ranks.
+    """
+    _, model, corpus = prepare(options, ranks)
+    _require_beginning(options, model, corpus)
+
+
+def _require_beginning(options: TrainOptions, model: GPTConfig, corpus: Corpus) -> None:
+    """Raise `UserError` for a checkpoint that the run cannot go on from; its numbers are not read."""
+    if options.resume is not None:
+        require_state(
+            options.resume,
+            plan=plan_of(options, model, corpus),
+            layout=ParameterLayout.of(parameter_shapes(model)),
+            steps=options.training.steps,
+            arrays=arrays_of(options.training.optimizer),
+        )
+
+
+def plan_of(options: TrainOptions, config: GPTConfig, corpus: Corpus) -> str:
+    """What fixes the bits of a run, but for the mesh: it may go on with another one."""
+    plan = {
+        "model": asdict(config),
+        "training": asdict(options.training),
+        "corpus": corpus.header.digest,
+        "precision": options.precision,
+        "loss_scale": options.loss_scale,
+    }
+    return msgspec.json.encode(plan, order="deterministic").decode()
+
+
 def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
     """Raise `UserError` for a recipe for which there is no memory, or that the mesh does not divide."""
     launched, needed = RankEnvironment.read(os.environ), _bytes_needed(options, mesh, config)
@@ -148,9 +181,11 @@ async def run(options: TrainOptions) -> TrainResult | None:
     """
     launched = RankEnvironment.read(os.environ)
     mesh, model, corpus = prepare(options, 1 if launched is None else launched.world_size)
+    again = launched is not None and launched.incarnation > 1
+    if not again:
+        _require_beginning(options, model, corpus)
     needed = _bytes_needed(options, mesh, model)
     arena, inbox_bytes = needed.arena + ARENA_SPARE_BYTES, needed.inbox + INBOX_BYTES_DEFAULT
-    again = launched is not None and launched.incarnation > 1
     try:
         async with join(arena=arena, inbox_bytes=inbox_bytes, enter=False) as node:
             with contextlib.closing(_Run(node, options, mesh, model, corpus, again=again)) as task:
@@ -303,15 +338,7 @@ class _Run(MeshTask[TrainResult]):
 
     @property
     def _plan(self) -> str:
-        """What fixes the bits, but for the mesh: a run may go on with another one."""
-        plan = {
-            "model": asdict(self.config),
-            "training": asdict(self.options.training),
-            "corpus": self.corpus.header.digest,
-            "precision": self.options.precision,
-            "loss_scale": self.options.loss_scale,
-        }
-        return msgspec.json.encode(plan, order="deterministic").decode()
+        return plan_of(self.options, self.config, self.corpus)
 
     def _start(self, trainer: MeshTrainer) -> None:
         """Take the weights or the checkpoint that the recipe begins with."""

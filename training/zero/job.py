@@ -28,10 +28,12 @@ from zbmd.training.gpt import GPT
 from zbmd.training.job import (
     JobOptions,
     JobResult,
+    check_data,
     log_header,
     open_recipe,
     plan_of,
     report_losses,
+    require_beginning,
     result_of,
 )
 from zbmd.training.journal import WEIGHTS_NAME, adopted_report, step_report
@@ -48,7 +50,7 @@ from zbmd.training.zero.file_keeper import FileKeeper
 from zbmd.training.zero.keeper import COPIES, BuddyMirror
 from zbmd.training.zero.rank import ZeroRank, slot_elements
 from zbmd.training.zero.safekeeping import Digests, Safekeeping
-from zbmd.training.zero.state_file import StateFile, StateName
+from zbmd.training.zero.state_file import StateFile, StateName, require_folder
 from zbmd.training.zero.trainer import ZeroDone, ZeroOptions, ZeroTrainer, arena_bytes_needed, shards_of
 from zbmd.transport import faults
 from zbmd.transport._native import now_ns
@@ -74,10 +76,11 @@ async def run_zero(options: JobOptions, zero: ZeroOptions) -> JobResult | None:
     launched = RankEnvironment.read(os.environ)
     ranks = 1 if launched is None else launched.world_size
     again = launched is not None and launched.incarnation > 1
-    model = GPT(options.model)
-    arena_bytes = arena_bytes_needed(model, options.training, zero, ranks=ranks, copies=COPIES)
-    _check_memory(options, arena_bytes, launched)
+    here = 1 if launched is None else launched.ranks_per_host
+    arena_bytes = check_memory(options, zero, ranks=ranks, ranks_here=here)
     recipe = open_recipe(options, prepare=not again)
+    if not again:
+        require_beginning(options, recipe, zero_plan_of(recipe, zero))
     try:
         async with join(arena=arena_bytes, enter=False) as node:
             return await ZeroJob(node, recipe, options, zero, again=again).run()
@@ -98,9 +101,13 @@ async def run_zero(options: JobOptions, zero: ZeroOptions) -> JobResult | None:
         ) from error
 
 
-def _check_memory(options: JobOptions, arena_bytes: int, launched: RankEnvironment | None) -> None:
-    """Raise `UserError` for a model for which there is no memory, before any of it is taken."""
-    training, ranks = options.training, 1 if launched is None else launched.world_size
+def check_memory(options: JobOptions, zero: ZeroOptions, *, ranks: int, ranks_here: int) -> int:
+    """Bytes of arena that each of `ranks` needs, of which `ranks_here` are on this host.
+
+    Raises `UserError` for a model for which there is no memory, before any of it is taken.
+    """
+    training = options.training
+    arena_bytes = arena_bytes_needed(GPT(options.model), training, zero, ranks=ranks, copies=COPIES)
     needs = RankNeeds(
         state_bytes=arena_bytes,
         activation_bytes=activation_bytes(
@@ -109,8 +116,24 @@ def _check_memory(options: JobOptions, arena_bytes: int, launched: RankEnvironme
             passes=max(stop - start for start, stop in assign_shards(training.shards, ranks)),
         ),
     )
-    here = 1 if launched is None else launched.ranks_per_host
-    require_room(options.model, needs, ranks=here, advice=_SMALLER)
+    require_room(options.model, needs, ranks=ranks_here, advice=_SMALLER)
+    return arena_bytes
+
+
+def check_zero(options: JobOptions, zero: ZeroOptions, *, ranks: int, is_named: bool) -> None:
+    """Raise `UserError` for what cannot be on `ranks` ranks of this host, before one is started.
+
+    is_named: as of `check_data`.
+    """
+    check_memory(options, zero, ranks=ranks, ranks_here=ranks)
+    if zero.offload is not None:
+        elements = _elements(GPT(options.model), options, zero, ranks)
+        require_folder(zero.offload, elements=elements, ranks=ranks)
+    check_data(options, plan=lambda recipe: zero_plan_of(recipe, zero), is_named=is_named)
+
+
+def _elements(model: GPT, options: JobOptions, zero: ZeroOptions, ranks: int) -> int:
+    return slot_elements(shards_of(model, ranks), options.training.optimizer, storage_dtype(zero.storage))
 
 
 def zero_plan_of(recipe: Recipe, zero: ZeroOptions) -> str:
@@ -216,10 +239,8 @@ class ZeroJob:
         return self._trainer, self._keeper
 
     def _state_file(self, group: Group, folder: Path) -> StateFile:
-        place, recipe = group.members.index(self._node.rank), self._recipe
-        elements = slot_elements(
-            shards_of(recipe.model, group.size), recipe.config.optimizer, storage_dtype(self._zero.storage)
-        )
+        place = group.members.index(self._node.rank)
+        elements = _elements(self._recipe.model, self._options, self._zero, group.size)
         name = StateName(run=self._node.job, place=place, ranks=group.size, elements=elements)
         return StateFile(folder, name, again=self._again)
 

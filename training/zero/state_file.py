@@ -10,6 +10,7 @@ A page of the kernel's cache outlives a process, not a host: nothing is synced.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import struct
@@ -58,17 +59,13 @@ class StateFile:
 
     def __init__(self, folder: Path, name: StateName, *, again: bool) -> None:
         self.path = folder / f"zero-{name.place}-of-{name.ranks}.state"
-        self._stride = -(-4 * name.elements // mmap.PAGESIZE) * mmap.PAGESIZE
-        nbytes = mmap.PAGESIZE + SLOTS * self._stride
+        self._stride, nbytes = _stride(name.elements), file_bytes(name.elements)
         try:
             fd = self._opened(name, nbytes) if again else None
             if fd is None:
                 fd = self._made(folder, name, nbytes)
         except OSError as error:
-            raise UserError(
-                f"the optimizer's state cannot be offloaded to {folder}, {in_words(nbytes)} a rank: "
-                f"{error.strerror}. Free some room, or give another folder to --offload."
-            ) from error
+            raise _cannot(folder, nbytes, error.strerror) from error
         try:
             self._map = mmap.mmap(fd, nbytes)
         finally:
@@ -172,3 +169,35 @@ class StateFile:
     def remove(self) -> None:
         """The run is over, and nobody will ask for it. Idempotent."""
         self.path.unlink(missing_ok=True)
+
+
+def file_bytes(elements: int) -> int:
+    """Bytes of a file with slots of so many float32 numbers."""
+    return mmap.PAGESIZE + SLOTS * _stride(elements)
+
+
+def require_folder(folder: Path, *, elements: int, ranks: int) -> None:
+    """Make `folder`, if need be. Raise `UserError` if it has no room for the files of so many ranks."""
+    nbytes = file_bytes(elements)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise _cannot(folder, nbytes, os.strerror(errno.EACCES))
+        disk = os.statvfs(folder)
+    except OSError as error:
+        raise _cannot(folder, nbytes, error.strerror) from error
+    free_bytes = disk.f_bavail * disk.f_frsize
+    there = sum(path.stat().st_blocks * 512 for path in folder.glob("*.state") if path.is_file())
+    if ranks * nbytes > free_bytes + there:  # those of a run before make room
+        raise _cannot(folder, nbytes, f"{ranks} ranks are here, and {in_words(free_bytes)} are free")
+
+
+def _stride(elements: int) -> int:
+    return -(-4 * elements // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _cannot(folder: Path, nbytes: int, why: str | None) -> UserError:
+    return UserError(
+        f"the optimizer's state cannot be offloaded to {folder}, {in_words(nbytes)} a rank: {why}. Free some "
+        "room, or give another folder to --offload."
+    )

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, assert_never
+from typing import Final, Protocol, assert_never
 
 import structlog
 
@@ -85,6 +85,13 @@ class Cancellation:
         self.checks += 1
         if self._cancelled:
             raise WorkCancelled("the epoch of this work is over")
+
+
+@dataclass(frozen=True, slots=True)
+class _Broken:
+    """What ends the run here, in its place among the events."""
+
+    error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +191,12 @@ class CommitDriver:
         self._machine = machine
         self._tap = Tap(node.recorder, STEP_COMMIT, ACTOR_NAME, machine, commit_config(machine))
         self._workload = workload
-        self._events: asyncio.Queue[cm.CommitEvent] = asyncio.Queue(QUEUED_EVENTS_MAX)
+        self._events: asyncio.Queue[cm.CommitEvent | _Broken] = asyncio.Queue()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="zbmd-compute")
         self._group: Group | None = None
         self._may_enter = asyncio.Event()
         self._cancellation = Cancellation()
-        self._work: asyncio.Future[None] | None = None
+        self._work: Future[cm.CommitEvent] | None = None
         self._finished = False
 
     async def run(self) -> None:
@@ -205,9 +212,12 @@ class CommitDriver:
         receiver = await self._node.system.spawn(_Receiver, self._take, name=ACTOR_NAME)
         forget = self._node.on_peer_lost(self._peer_lost)
         views = asyncio.create_task(self._follow_views(), name="zbmd-views")
+        views.add_done_callback(self._views_ended)
         try:
             while not self._finished:
-                event = await self._next_event(views)
+                event = await self._events.get()
+                if isinstance(event, _Broken):
+                    raise event.error
                 if isinstance(event, cm.EpochInstalled):
                     ranks = tuple(member.rank for member in event.members)
                     whole = self._machine.follows_commit(event.epoch)
@@ -222,32 +232,30 @@ class CommitDriver:
             await self._drain()
             await self._node.system.terminate(receiver)
 
-    async def _next_event(self, views: asyncio.Task[None]) -> cm.CommitEvent:
-        get = asyncio.ensure_future(self._events.get())
-        sources: set[asyncio.Future[Any]] = {get, views}
-        if self._work is not None:
-            sources.add(self._work)
-        while not get.done():
-            done, _ = await asyncio.wait(sources, return_when=asyncio.FIRST_COMPLETED)
-            for source in done - {get}:
-                sources.discard(source)
-                if source.exception() is not None:
-                    get.cancel()
-                    source.result()
-        return get.result()
-
     async def _drain(self) -> None:
         self._cancellation.cancel()
         if self._group is not None:
             await self._group.close()
         if self._work is not None:
-            await asyncio.gather(self._work, return_exceptions=True)
+            await asyncio.gather(asyncio.wrap_future(self._work), return_exceptions=True)
         await asyncio.to_thread(self._compute.shutdown)
 
     # ---- what comes in
 
     def _take(self, event: cm.CommitEvent) -> None:
+        if self._events.qsize() >= QUEUED_EVENTS_MAX:
+            raise asyncio.QueueFull
         self._events.put_nowait(event)
+
+    def _views_ended(self, views: asyncio.Task[None]) -> None:
+        error = None if views.cancelled() else views.exception()
+        if error is not None:
+            self._events.put_nowait(_Broken(error))
+
+    def _work_ended(self, work: Future[cm.CommitEvent]) -> None:
+        # Beyond the bound if need be: there is one at a time, and the run waits for it.
+        error = work.exception()
+        self._events.put_nowait(work.result() if error is None else _Broken(error))
 
     def _peer_lost(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
         member = cm.MemberId(rank=rank, incarnation=incarnation)
@@ -324,12 +332,10 @@ class CommitDriver:
         group = self._group
         assert group is not None, "work begins only in an epoch"
         self._cancellation = Cancellation()
-        loop, arguments = asyncio.get_running_loop(), (work, group, self._cancellation)
-        ending = loop.run_in_executor(self._compute, self._work_on, *arguments)  # at once, not a turn later
-        self._work = asyncio.ensure_future(self._take_end(ending))
-
-    async def _take_end(self, ending: asyncio.Future[cm.CommitEvent]) -> None:
-        self._take(await ending)
+        loop = asyncio.get_running_loop()
+        self._work = ending = self._compute.submit(self._work_on, work, group, self._cancellation)
+        # Straight from the thread into the queue: each turn of the loop in between would be the step's.
+        ending.add_done_callback(lambda done: loop.call_soon_threadsafe(self._work_ended, done))
 
     def _work_on(
         self, work: cm.RunStep | cm.Fetch | cm.Recall, group: Group, cancellation: Cancellation

@@ -58,15 +58,19 @@ class Journal:
         self._members: tuple[int, ...] = ()
         self._last_record: CommitRecord | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
+        """The last record: written before anything is handled that comes in on the loop later."""
 
     def _is_writer(self) -> bool:
         return self._members[0] == self._rank
 
-    def epoch_installed(self, epoch: int, members: tuple[int, ...], *, whole: bool) -> None:
+    async def epoch_installed(self, epoch: int, members: tuple[int, ...], *, whole: bool) -> None:
         """Write our last record if the last writer died before it had; let the next writer have the log.
 
-        whole: all members of the epoch before go on, so the last writer lives.
+        whole: all members of the epoch before go on, so the last writer lives. Raises `UserError` as
+        `committed`.
         """
+        await self._written()
         self._members = members
         if self._last_record is not None and epoch > self._last_record.epoch and not whole:
             self.log.append(self._last_record)
@@ -75,21 +79,35 @@ class Journal:
     async def committed(self, commit: cm.Commit, members: tuple[int, ...], slot: Slot) -> None:
         """Record a commit; the writer logs and reports it, and starts a checkpoint when one is due.
 
-        Raises `UserError` when the disk is full, also for the checkpoint begun at an earlier commit.
+        It logs a turn of the loop later, beside the beginning of the next step and before it can vote for
+        that one: if it dies in between, the others have this record as their last, and log it.
+
+        Raises `UserError` when the disk is full, also for the log of the commit before and the checkpoint
+        begun at an earlier one.
         """
         if not commit.parts:
             return  # learnt from a report: a member that has the votes logs it
+        await self._written()
         record, part_norm = _record_of(commit, members, self.log.header.seed)
         self._last_record = record
         if not self._is_writer():
             return
-        self.log.append(record)
-        self._report(step_report(record, part_norm))
+        self._writing = asyncio.create_task(self._write(record, part_norm))
         if self._saving is not None and self._saving.done():
             saved, self._saving = self._saving, None
             await saved  # if it failed, the run is to end now and not at the next checkpoint
         if self._checkpoint_every and commit.version % self._checkpoint_every == 0:
             await self._start_checkpoint(commit.version, slot)
+
+    async def _write(self, record: CommitRecord, grad_norm: float) -> None:
+        self.log.append(record)
+        self._report(step_report(record, grad_norm))
+
+    async def _written(self) -> None:
+        """Wait for the record under way. Raises what writing it raised, once."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
 
     def adopted(self, adopted: cm.Adopted) -> None:
         """Report that this rank has caught up by a pull or a recall."""
@@ -114,7 +132,8 @@ class Journal:
         await asyncio.to_thread(save_weights, path, weights, self._model, step=version)
 
     async def settle(self) -> None:
-        """Wait for the checkpoint under way and close the log. Raises what writing it raised."""
+        """Wait for record and checkpoint under way and close the log. Raises what writing them raised."""
+        await self._written()
         saving, self._saving = self._saving, None
         if saving is not None:
             await saving

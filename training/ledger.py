@@ -147,6 +147,8 @@ class CommitLog:
         self.header = header
         self._file: int | None = None
         self._digests: dict[int, str] = {}
+        self._last = header.base_version
+        """The highest version that is known to be in the log."""
         self._read = (0, 0)
         """The file that was read (its inode), and up to which offset: nothing before it changes any more."""
 
@@ -185,11 +187,14 @@ class CommitLog:
             raise LedgerBroken(f"version {record.version} is in {self.path} as {known}, now {record.digest}")
         if known is not None:
             return
-        last = max(self._digests, default=self.header.base_version)
-        if record.version != last + 1:
-            raise LedgerBroken(f"version {record.version} cannot follow {last} in {self.path}")
+        if record.version != self._last + 1:
+            raise LedgerBroken(f"version {record.version} cannot follow {self._last} in {self.path}")
         self._write(file, _pack(msgspec.to_builtins(record, str_keys=False)))
+        self._know(record)
+
+    def _know(self, record: CommitRecord) -> None:
         self._digests[record.version] = record.digest
+        self._last = max(self._last, record.version)
 
     def close(self) -> None:
         """Close the file; `append` opens it again."""
@@ -220,6 +225,7 @@ class CommitLog:
         inode, end = self._read
         if inode != status.st_ino or end > status.st_size:
             self._digests.clear()
+            self._last = self.header.base_version
             end = 0
         begin = end
         try:
@@ -228,7 +234,7 @@ class CommitLog:
                     self._check(msgspec.convert(value, LogHeader))
                 else:
                     record = msgspec.convert(value, CommitRecord)
-                    self._digests[record.version] = record.digest
+                    self._know(record)
                 end = offset
         except (msgspec.ValidationError, _Damaged) as error:
             raise UserError(

@@ -318,7 +318,7 @@ class TrainingWorkload:
 
     async def epoch_installed(self, epoch: int, members: tuple[int, ...], *, whole: bool) -> None:
         """Let the journal catch up with what the last writer may not have lived to write."""
-        self.journal.epoch_installed(epoch, members, whole=whole)
+        await self.journal.epoch_installed(epoch, members, whole=whole)
 
     async def committed(self, commit: cm.Commit, members: tuple[int, ...]) -> None:
         """Flip the slots and write the record."""

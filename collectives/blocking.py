@@ -10,22 +10,27 @@ yet, goes first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any, Final, TypeVar
 
 from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.device_arrays import given_back, taken
+from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.runs import NO_ROOT
 from zbmd.transport._native import now_ns
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import LocalProtocolError, UserError
 
 TIMEOUT_S_DEFAULT = 600.0
 """Until an operation that says nothing else gives up. A death ends it within a millisecond: this is for a
 member that lives and does not come, so it must exceed the longest that one may compute between two calls."""
 TIMEOUT_S_MAX = 30 * 24 * 3600.0
 """No operation waits longer than this."""
+LOOP_CHECK_S: Final = 1.0
+"""How often a thread that waits for the loop looks whether that has been closed: it would tell nobody."""
 
 ResultT = TypeVar("ResultT")
 Submit = Callable[[Callable[[Communicator], Any], int, int], "Future[Any]"]
@@ -43,6 +48,36 @@ def timeout_ns(timeout: float | None) -> int:
     if not 0 < timeout <= TIMEOUT_S_MAX:
         raise UserError(f"timeout={timeout!r} is not a number of seconds in 0..{TIMEOUT_S_MAX:g}")
     return round(timeout * 1e9)
+
+
+class OnLoop:
+    """The loop of the thread that makes this, for calls of other threads that pass it."""
+
+    def __init__(self) -> None:
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def wait_for(self, begin: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        """Have the loop run a coroutine; its result, or what it raises.
+
+        Raises `LocalProtocolError` on the loop's thread, which may not wait, and `OperationAborted` if the
+        loop ends first.
+        """
+        if threading.get_ident() == self._thread:
+            raise LocalProtocolError("this call passes the loop, and this is its thread: await it instead")
+        ended = OperationAborted("the loop that this call passes has ended, and took it along")
+        begun = begin()
+        try:
+            running = asyncio.run_coroutine_threadsafe(begun, self._loop)
+        except RuntimeError:  # it is closed
+            begun.close()
+            raise ended from None
+        while not wait([running], timeout=LOOP_CHECK_S).done:
+            if self._loop.is_closed():
+                raise ended
+        try:
+            return running.result()
+        except CancelledError:
+            raise ended from None
 
 
 class Blocking:

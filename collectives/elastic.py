@@ -23,6 +23,7 @@ from zbmd.collectives.capture_kinds import REPAIR, repair_config
 from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.elastic_asks import open_asks
+from zbmd.collectives.elastic_blocking import ElasticBlocking
 from zbmd.collectives.elastic_model import Measured, pinned
 from zbmd.collectives.elastic_operations import Result
 from zbmd.collectives.elastic_parts import ElasticParts, Home, Place
@@ -106,6 +107,8 @@ class ElasticGroup(ElasticParts):
         self._reached = 0
         """All operations below it are over here."""
         self._moved = asyncio.Event()
+        self.blocking: Final = ElasticBlocking(self, self._tagged.on_loop)
+        """Its calls for threads that may wait."""
         self._number = home.views.register(self)
         home.asks.add((place.channel, place.base), self)
 

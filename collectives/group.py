@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from zbmd.actors.member import Node
 from zbmd.actors.view import View
-from zbmd.collectives.blocking import Blocking, timeout_ns
+from zbmd.collectives.blocking import Blocking, OnLoop, timeout_ns
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.cost_model import is_far
 from zbmd.collectives.device_arrays import given_back, taken
@@ -457,9 +457,13 @@ class GroupBlocking(Blocking):
         super().__init__(group.communicator, group.submit)
         self._group = group
 
+    @property
+    def _on_loop(self) -> OnLoop:
+        return self._group.messages().on_loop
+
     def send(self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """As `Group.send`, on another thread than the loop's."""
-        self._wait(lambda: self._group.send(x, to, tag=tag, timeout=timeout))
+        self._on_loop.wait_for(lambda: self._group.send(x, to, tag=tag, timeout=timeout))
 
     def recv(
         self,
@@ -470,21 +474,15 @@ class GroupBlocking(Blocking):
         timeout: float | None = None,
     ) -> Received:
         """As `Group.recv`, on another thread than the loop's."""
-        return self._wait(lambda: self._group.recv(source, tag=tag, out=out, timeout=timeout))
+        return self._on_loop.wait_for(lambda: self._group.recv(source, tag=tag, out=out, timeout=timeout))
 
     def split(self, color: int | None, *, key: int = 0, timeout: float | None = None) -> Group | None:
         """As `Group.split`, on another thread than the loop's."""
-        return self._wait(lambda: self._group.split(color, key=key, timeout=timeout))
+        return self._on_loop.wait_for(lambda: self._group.split(color, key=key, timeout=timeout))
 
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Group:
         """As `Group.subgroup`, on another thread than the loop's."""
-        return self._wait(lambda: self._group.subgroup(ranks, timeout=timeout))
-
-    def _wait(self, begin: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
-        messages = self._group.messages()
-        if threading.get_ident() == messages.thread:
-            raise LocalProtocolError("a message passes the loop, and this is its thread: await it instead")
-        return asyncio.run_coroutine_threadsafe(begin(), messages.loop).result()
+        return self._on_loop.wait_for(lambda: self._group.subgroup(ranks, timeout=timeout))
 
 
 @dataclass(frozen=True, slots=True)

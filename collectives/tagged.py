@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import math
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -32,7 +31,7 @@ from zbmd.actors.errors import ActorError
 from zbmd.actors.member import Node
 from zbmd.actors.rank_names import rank_of
 from zbmd.collectives.arrays import Array, Target, as_array, as_bytes, packed, require_size
-from zbmd.collectives.blocking import timeout_ns
+from zbmd.collectives.blocking import OnLoop, timeout_ns
 from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.reductions import DTYPE_NAMES, dtype_code, itemsize
 from zbmd.collectives.tag_machine import (
@@ -157,7 +156,7 @@ class TaggedEnd(ABC):
     """
 
     def __init__(self, node: Node, *, stamp: int, channel: int) -> None:
-        self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
+        self.on_loop: Final = OnLoop()
         self._node = node
         self._stamp, self._channel = stamp, channel
         self._keys = itertools.count(1)

@@ -353,6 +353,56 @@ async def test_tagged_messages_while_a_rank_dies_and_comes_back(
     assert len(models) == 1 and not models & {str(ONE_HOST), str(MANY_HOSTS)}, models
 
 
+THREADS = """
+import asyncio
+from zbmd.transport.errors import LocalProtocolError
+
+def blocked(group, rank, k):
+    # On another thread than the loop's: this one waits, and the loop repairs the group meanwhile.
+    told, call = [], group.blocking
+    if k == 4 and rank != 2:
+        try:
+            call.recv(2, tag=7, timeout=40)  # which dies without a word
+        except zbmd.PeerLost as error:
+            told = list(error.ranks)
+    done = call.all_reduce(np.full(300, 10.0**rank * k), timeout=60, **MODE)
+    return done, [float(done.value.min()), float(done.value.max()), told]
+
+def parted(group, rank):
+    part = group.blocking.split(rank % 2, timeout=60)  # operation 1
+    if rank != 1:
+        part.blocking.send(np.full(3, rank), 2 - rank, tag=5)
+        got = part.blocking.recv(tag=5, timeout=40)
+        assert (got.source, int(got.array.sum())) == (2 - rank, 3 * (2 - rank)), got
+    return part
+
+async def operate(group, rank, k):
+    if k == 1:
+        try:
+            group.blocking.barrier()
+        except LocalProtocolError as error:
+            assert "await" in str(error), error
+        else:
+            raise AssertionError("a call that holds up the loop was taken")
+        await (await asyncio.to_thread(parted, group, rank)).close()
+    return await asyncio.to_thread(blocked, group, rank, k)
+"""
+
+
+async def test_calls_from_threads_outlive_a_death(tmp_path: Path) -> None:
+    kills: list[Kill] = [None, None, (1, 1, 3), (2, 1, 0), (0, 1, 5), None]
+    job = ElasticJob(tmp_path, THREADS, kills, {"inputs": "preserve"})
+    result = await job.run()
+    assert result.outcome is Outcome.SUCCEEDED, (result, job.lines[-LINES_MAX:])
+    assert job.end_of(1) == ((0, 1, 2), "") and {3, 4, 5} == {k for k in (3, 4, 5) if job.died_in(k)}
+    for k in (1, 3, 4, 5, 6):  # the first calls were the split, and operation 2
+        of, error = job.end_of(k)
+        total = k * sum(10.0**rank for rank in of)
+        assert not error and of, job.told[k]
+        assert all(found["value"][:2] == [total, total] for found in job.told[k].values()), job.told[k]
+    assert all(found["value"][2] == [2] for rank, found in job.told[4].items() if rank != 2), job.told[4]
+
+
 ROOTED = """
 async def operate(group, rank, k):
     x = zbmd.from_array(np.full(300, 10.0**rank * k))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from one_killed import run_and_kill_the_last
 
 import zbmd
+from zbmd.collectives.blocking import OnLoop
 from zbmd.collectives.errors import OperationAborted
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
 
@@ -148,3 +151,24 @@ async def test_a_receive_that_gives_up_leaves_the_message_for_the_next() -> None
             await late
         with pytest.raises(OperationAborted):
             await group.send(np.ones(1), 0)
+
+
+def test_a_call_that_passes_the_loop_ends_with_it() -> None:
+    async def leave_behind() -> tuple[OnLoop, Future[Any]]:
+        begun = asyncio.Event()
+
+        async def forever() -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        on_loop = OnLoop()
+        waits = threads.submit(on_loop.wait_for, forever)
+        await begun.wait()
+        return on_loop, waits
+
+    with ThreadPoolExecutor(1) as threads:
+        on_loop, waits = asyncio.run(leave_behind())
+        later = threads.submit(on_loop.wait_for, lambda: asyncio.sleep(0))
+        for call in (waits, later):
+            with pytest.raises(OperationAborted, match="the loop"):
+                call.result(timeout=30)

@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -17,7 +19,7 @@ from zbmd.actors.runtime_env import RankEnvironment
 from zbmd.collectives.commit import StepCommit
 from zbmd.collectives.commit_driver import CommitDriver, StepFailed
 from zbmd.training.bigram import bigram_loss, fit_bigram
-from zbmd.training.checkpoint import CHECKPOINT_NAME, load_checkpoint, no_checkpoint
+from zbmd.training.checkpoint import CHECKPOINT_NAME, no_checkpoint
 from zbmd.training.clip import TrainingDiverged
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.corpus import CORPUS_FILE, Corpus, prepare_corpus, require_data
@@ -33,7 +35,7 @@ from zbmd.training.precision import Storage
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room, too_large
-from zbmd.training.shard_files import require_state
+from zbmd.training.shard_files import open_state, require_state
 from zbmd.training.store import Store
 from zbmd.training.weights import save_weights
 from zbmd.training.workload import TrainingWorkload, arena_bytes_needed
@@ -288,13 +290,14 @@ def report_losses(node: Node) -> Callable[[], None]:
 
 def _initial_store(node: Node, recipe: Recipe, options: JobOptions, plan: str) -> tuple[Store, int]:
     """A store whose committed slot is filled, and its version: initial weights, or those of a checkpoint."""
-    arena, arrays = node.segment.arena, len(arrays_of(recipe.config.optimizer))
-    store = Store(recipe.model.layout, lambda size: arena.empty((size,), np.float32), arrays=arrays)
-    slot = store.current
+    arena, arrays, layout = node.segment.arena, arrays_of(recipe.config.optimizer), recipe.model.layout
+    store = Store(layout, lambda size: arena.empty((size,), np.float32), arrays=len(arrays))
+    state, asarray = store.current.state, recipe.model.xp.asarray
     if options.resume is None:
-        slot.state.weights[:] = recipe.model.xp.asarray(recipe.model.init(recipe.config.seed))
+        state.weights[:] = asarray(recipe.model.init(recipe.config.seed))
         return store, 0
-    checkpoint = load_checkpoint(options.resume, plan=plan, elements=len(slot.flat))
-    slot.flat[:] = recipe.model.xp.asarray(checkpoint.flat)
-    store.version = checkpoint.version
-    return store, checkpoint.version
+    with closing(open_state(options.resume, plan=plan, layout=layout, arrays=arrays)) as saved:
+        for name, slot in product(arrays, layout.slots):
+            getattr(state, name)[slot.span] = asarray(saved.parameter(name, slot))
+        store.version = saved.version
+    return store, store.version

@@ -149,6 +149,9 @@ def test_a_checkpoint_that_is_damaged_foreign_or_closed_is_not_gone_on_from(laun
     ):
         ended = train(launcher, "--resume", str(resume), *arguments, out="again")
         assert_one_paragraph(ended, what)
+    longer = ("--steps", "8", "--horizon", "6")
+    further = train(launcher, "--resume", str(checkpoint), *longer, out="further")
+    assert digest(further) == digest(train(launcher, *longer, out="undisturbed"))
     checkpoint.chmod(0)
     ended = train(launcher, "--resume", str(checkpoint), out="again")
     assert_one_paragraph(ended, "cannot be read as a checkpoint: Permission denied")

@@ -126,14 +126,12 @@ def test_the_job_alone_has_the_bits_of_the_plain_one(
     assert (out / "weights.safetensors").exists()
 
 
-async def test_a_run_goes_on_from_its_checkpoint_with_other_ranks(tmp_path: Path) -> None:
+async def test_a_run_goes_on_from_its_checkpoint_further_with_other_ranks(tmp_path: Path) -> None:
     """Killed while the second checkpoint is written; then another stage on two ranks, from the first."""
     data, storage = write_text(tmp_path / "text"), "bfloat16"
-    shared = (*SHAPE, "--steps", "6", "--shards", "4", "--data", str(data), "--storage", storage)
-    wanted = run_plain(
-        training.options_of(training.parser().parse_args([*shared, "--out", str(tmp_path / "plain")])),
-        storage="bfloat16",
-    )
+    shared = (*SHAPE, "--shards", "4", "--data", str(data), "--storage", storage, "--curve", "constant")
+    whole = [*shared, "--steps", "6", "--out", str(tmp_path / "plain")]
+    wanted = run_plain(training.options_of(training.parser().parse_args(whole)), storage="bfloat16")
 
     async def run(ranks: int, fault: str, *arguments: str) -> tuple[int, Lines]:
         output = Lines()
@@ -149,10 +147,14 @@ async def test_a_run_goes_on_from_its_checkpoint_with_other_ranks(tmp_path: Path
         return (await Host(config, output=output).run()).exit_code, output
 
     killed, out = tmp_path / "killed", tmp_path / "again"
-    exit_code, output = await run(3, "rank2:shards.written:2", "--zero", "3", "--out", str(killed))
+    exit_code, output = await run(
+        3, "rank2:shards.written:2", "--zero", "3", "--out", str(killed), "--steps", "5"
+    )
     names = read_names(killed / SHARDS_NAME)
     assert exit_code != 0 and (names.version, len(names.files)) == (2, 3), output.lines
-    exit_code, output = await run(2, "", "--zero", "1", "--out", str(out), "--resume", str(killed))
+    exit_code, output = await run(
+        2, "", "--zero", "1", "--out", str(out), "--resume", str(killed), "--steps", "6"
+    )
     assert exit_code == 0, "\n".join(output.lines)
     digest = hashlib.sha256(load_weights(out / "weights.safetensors")[0].data).hexdigest()
     assert digest == wanted.weights_sha256

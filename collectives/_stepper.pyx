@@ -370,9 +370,13 @@ cdef class NativeGroup:
         return address - base if base < address < base + self.peers[self.rank].total else 0
 
     cdef void _tell(self, int buffer, uint64_t address) noexcept:
-        """Tell peers where a buffer lies: its offset in the segment, or its address if they can read it there."""
+        """Tell peers where a buffer lies: its offset in the segment, or its address if they can read it there.
+
+        What lies in our inbox, as a slot of a ring of ours may, they do not map: it is read as memory of ours.
+        """
         cdef uint64_t offset = self._offset(address)
-        cdef bint foreign = offset == 0 and address != 0 and self.pids != NULL and (buffer == IN or buffer == OUT)
+        cdef bint mapped = offset >= self.peers[self.rank].inbox_end
+        cdef bint foreign = not mapped and address != 0 and self.pids != NULL and (buffer == IN or buffer == OUT)
         self.own.offsets[buffer] = address if foreign else offset
         self.own.foreign = self.own.foreign & ~(<uint32_t>1 << buffer) | <uint32_t>foreign << buffer
 

@@ -81,6 +81,26 @@ def test_every_operation_has_the_bits_of_arrays_in_the_arena(run_ranks: RunRanks
     run_ranks(n, body, arena_bytes=64 << 20)
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_arrays_in_the_own_inbox_are_read_as_ordinary_ones(run_ranks: RunRanks, n: int) -> None:
+    """As a stage of a pipeline has them, which computes on what lies in the slots of its rings."""
+
+    def body(p: Any) -> None:
+        c, arena, inbox = reading(p), p.segment.arena, p.segment.inbox
+
+        def received(x: Any) -> Any:
+            made = inbox.empty(x.shape, x.dtype)
+            made[...] = x
+            return made
+
+        x = np.random.default_rng(p.rank).standard_normal(1003).astype(np.float32)
+        assert every_operation(c, x, received, p.soon()) == every_operation(c, x, np.copy, p.soon())
+        mixed = (arena.from_array, received, np.copy)[p.rank]
+        assert every_operation(c, x, mixed, p.soon()) == every_operation(c, x, np.copy, p.soon())
+
+    run_ranks(n, body, arena_bytes=8 << 20)
+
+
 def test_nothing_is_staged_and_an_array_larger_than_the_arena_will_do(run_ranks: RunRanks) -> None:
     def body(p: Any) -> None:
         c = reading(p)

@@ -24,38 +24,42 @@ class ShardReduction:
     """The reductions of one step under way, of this rank's `buffers` into `total`, along the shard tree.
 
     `assignment[i]` are the shards of the i-th member of `group`, `plan` what this one does with its own. Who
-    is alone has the sum as soon as its shards are done: then nothing is sent on its way, nor copied.
+    is alone has the sum as soon as its shards are done: then nothing is sent on its way, nor copied, and it
+    needs neither `group` nor `total`.
     """
 
     def __init__(
         self,
-        group: Group,
+        group: Group | None,
         plan: AccumulationPlan,
         assignment: Assignment,
         buffers: list[Array],
-        total: Array,
+        total: Array | None,
     ) -> None:
         self.plan = plan
         self.buffers = buffers
-        self._group = group
+        self._group = None if is_alone(assignment) else group
         self._assignment = assignment
         self._shards = max(stop for _, stop in assignment)
         nodes = tuple(tuple(shard_tree_nodes(self._shards, *own)) for own in assignment)
         self._sums = ShardSum(self._shards, len(assignment), nodes)
-        self.total = total
+        self.total: Array
         """Where the sum is, once `finish` has returned."""
-        self._alone = len(assignment) == 1
-        if self._alone:
+        if self._group is None:
             (whole,) = plan.partials.values()
             self.total = buffers[whole]
+        else:
+            assert total is not None, "the sum of several has room of its own"
+            self.total = total
         self._futures: list[Future[object]] = []
 
     def submit(self, span: slice) -> None:
         """Queue the all-reduce of the flat elements `span`."""
-        if self._alone:
+        group = self._group
+        if group is None:
             return
         partials = {node: self.buffers[buffer][span] for node, buffer in self.plan.partials.items()}
-        out, end_ns = self.total[span], self._group.deadline_ns()
+        out, end_ns = self.total[span], group.deadline_ns()
 
         def reduce(communicator: Communicator) -> object:
             if is_narrow(out):
@@ -64,7 +68,7 @@ class ShardReduction:
                 partials, out, shards=self._shards, assignment=self._assignment, deadline_ns=end_ns
             )
 
-        self._futures.append(self._group.submit(reduce))
+        self._futures.append(group.submit(reduce))
 
     @property
     def done(self) -> bool:
@@ -80,6 +84,11 @@ class ShardReduction:
     def drain(self) -> None:
         """Return once nothing touches the buffers any more."""
         wait(self._futures)
+
+
+def is_alone(assignment: Assignment) -> bool:
+    """Whether one rank has all shards: then it needs no room for a sum beside its buffers."""
+    return len(assignment) == 1
 
 
 def reduce_rounded(

@@ -38,7 +38,7 @@ from zbmd.training.pipeline.simulate import Costs, simulate
 from zbmd.training.precision import SCALE_FIRST, LossScale, attempted, computing_dtype
 from zbmd.training.profiler.lines import HeldMost
 from zbmd.training.recipe import Recipe
-from zbmd.training.reduction import ShardReduction
+from zbmd.training.reduction import ShardReduction, is_alone
 from zbmd.training.rng import Noise
 from zbmd.training.room import told_by_step
 from zbmd.training.shard_files import Cut, Piece, SavedState, run_of, shared_out
@@ -121,11 +121,9 @@ class MeshTrainer:
 
         size = self.own.layout.size
         self._buffers = [zeros(size) for _ in range(self._plan.buffers)]
-        self._total = (
-            zeros(size)
-            if groups.data is not None
-            else self._buffers[next(iter(self._plan.partials.values()))]
-        )
+        self._room = None if is_alone(self._assignment) else zeros(size)
+        self._total = self._reduction().total
+        """The gradient, of this rank's part, once an attempt has computed it."""
         self.slots = [
             zeros(state_elements(size, dtype, config.optimizer), self.state_dtype) for _ in range(SLOTS)
         ]
@@ -333,10 +331,8 @@ class MeshTrainer:
                 self.close(gave_up=True)
                 raise
 
-    def _reduction(self) -> ShardReduction | None:
-        if self.groups.data is None:
-            return None
-        return ShardReduction(self.groups.data, self._plan, self._assignment, self._buffers, self._total)
+    def _reduction(self) -> ShardReduction:
+        return ShardReduction(self.groups.data, self._plan, self._assignment, self._buffers, self._room)
 
     def _run_step(self, watch: StepWatch) -> MeshStep:
         world = self.groups.world
@@ -368,26 +364,24 @@ class MeshTrainer:
         try:
             return self._differentiated(scale, held, reduction)
         finally:
-            if reduction is not None:
-                reduction.drain()
+            reduction.drain()
 
-    def _differentiated(self, scale: LossScale, held: _Held, reduction: ShardReduction | None) -> float:
+    def _differentiated(self, scale: LossScale, held: _Held, reduction: ShardReduction) -> float:
         started_ns = now_ns()
         if self._plan.leaves:
             self._passes.run(
                 self.params,
                 self._batches(),
                 deadline_ns=self.groups.world.deadline_ns(),
-                final=reduction.submit if reduction is not None and self.overlap else None,
+                final=reduction.submit if self.overlap else None,
                 between=held.look,
                 loss_scale=scale.scale,
             )
         computed_ns = now_ns()
-        if reduction is not None:
-            if not self.overlap or not self._plan.leaves:
-                for span in self._passes.spans:
-                    reduction.submit(span)
-            reduction.finish()
+        if not self.overlap or not self._plan.leaves:
+            for span in self._passes.spans:
+                reduction.submit(span)
+        reduction.finish()
         self._compute_ns += computed_ns - started_ns
         self._waited_ns += now_ns() - computed_ns
         return self._norm()

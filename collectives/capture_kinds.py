@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from zbmd.collectives.commit import StepCommit
 from zbmd.collectives.commit_messages import CommitAction, CommitEvent
+from zbmd.collectives.elastic_tag_machine import ElasticTagAction, ElasticTagEvent, ElasticTagMachine
 from zbmd.collectives.repair_machine import RepairMachine
 from zbmd.collectives.repair_messages import RepairAction, RepairEvent
 from zbmd.collectives.views_machine import ViewsAction, ViewsEvent, ViewsMachine
@@ -47,6 +48,25 @@ def _build_repair(config: Mapping[str, Any]) -> RepairMachine:
 
 REPAIR: MachineKind[RepairEvent, RepairAction] = register(
     "repair", 1, _build_repair, events=RepairEvent, actions=RepairAction, states=(RepairMachine,)
+)
+
+
+def tags_config(machine: ElasticTagMachine) -> dict[str, Any]:
+    """The arguments that make the like of an `ElasticTagMachine` that has taken no event yet."""
+    return {"rank": machine.rank}
+
+
+def _build_tags(config: Mapping[str, Any]) -> ElasticTagMachine:
+    return ElasticTagMachine(**config)
+
+
+ELASTIC_TAGS: MachineKind[ElasticTagEvent, ElasticTagAction] = register(
+    "elastic-tags",
+    1,
+    _build_tags,
+    events=ElasticTagEvent,
+    actions=ElasticTagAction,
+    states=(ElasticTagMachine,),
 )
 
 

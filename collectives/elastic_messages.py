@@ -9,11 +9,13 @@ from zbmd.actors.errors import ActorError
 from zbmd.actors.member import Node
 from zbmd.collectives import elastic_tag_machine as em
 from zbmd.collectives.arrays import Array
+from zbmd.collectives.capture_kinds import ELASTIC_TAGS, tags_config
 from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.elastic_tag_machine import Cause, ElasticTagMachine, Way
 from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.tag_machine import Match, TagEvent
 from zbmd.collectives.tagged import TaggedEnd, TaggedGreeting
+from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.region import RegionHandle
 
@@ -27,7 +29,10 @@ class ElasticTagged(TaggedEnd):
     def __init__(self, node: Node, *, ranks: tuple[int, ...], stamp: int, channel: int) -> None:
         super().__init__(node, stamp=stamp, channel=channel)
         self._ranks = frozenset(ranks)
-        self._machine = ElasticTagMachine(node.rank)
+        machine = self._machine = ElasticTagMachine(node.rank)
+        name = f"elastic{channel}.tags"
+        # Five events a message and its receipt, some 40 microseconds: for a log, and not for the ring.
+        self._tap = Tap(node.capture.whole, ELASTIC_TAGS, name, machine, tags_config(machine))
         self._members: dict[int, MemberId] = {}
 
     def settled(self, epoch: int, members: tuple[MemberId, ...]) -> None:
@@ -53,6 +58,11 @@ class ElasticTagged(TaggedEnd):
         if self._ended is None:
             self._end(error)
 
+    def _end(self, error: ZbmdError) -> None:
+        if self._ended is None:
+            self._tap.close(str(error))
+        super()._end(error)
+
     async def send(self, x: Any, to: int, tag: int) -> None:
         """See `ElasticGroup.send`."""
         self._require_rank(to)
@@ -63,8 +73,8 @@ class ElasticTagged(TaggedEnd):
             raise LocalProtocolError(f"rank {rank} can be no member of the group")
 
     def _handle(self, event: TagEvent | em.ElasticTagEvent) -> None:
-        actions = self._machine.handle(event, now_ns=time.monotonic_ns())
-        self._machine.check_invariants()
+        actions = self._tap.handle(event, now_ns=time.monotonic_ns())
+        self._tap.check_invariants()
         for action in actions:
             match action:
                 case em.Greet(to=to, epoch=epoch, since=since):

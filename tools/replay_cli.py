@@ -20,7 +20,14 @@ from zbmd.actors.actor_replay import allow_modules
 from zbmd.tools.replay_as_test import write_test
 from zbmd.tools.replay_hang import Hang, find_hang
 from zbmd.tools.replay_kinds import HELLO, secrets_for
-from zbmd.tools.replay_run import ProcessReplay, Replay, open_logs, records_of, replay_capture
+from zbmd.tools.replay_run import (
+    ProcessReplay,
+    Replay,
+    is_of_group,
+    open_logs,
+    records_of,
+    replay_capture,
+)
 from zbmd.tools.replay_story import clock_lines, clock_offsets, clock_time, story, story_text
 from zbmd.tools.replay_trace import write_trace
 from zbmd.transport.capture import (
@@ -121,12 +128,9 @@ class _Scope:
         """The entries of the story, in causal order."""
         wanted = Filter(since_ns=self.since_ns, until_ns=self.until_ns)
         for entry in merged(self.logs, wanted):
-            if self.group is None or self._is_of_group(entry):
+            declared = entry.log.streams.get(entry.record.stream)
+            if self.group is None or (declared is not None and is_of_group(declared.name, self.group)):
                 yield entry
-
-    def _is_of_group(self, entry: Entry) -> bool:
-        declared = entry.log.streams.get(entry.record.stream)
-        return declared is not None and declared.name == self.group
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
@@ -210,10 +214,10 @@ def _life_of(group: str, logs: Sequence[ProcessLog]) -> tuple[int, int | None]:
         anchor = log.segments[0].header.anchor
         for declared in log.streams.values():
             known.add(declared.name)
-            if declared.name == group:
+            if is_of_group(declared.name, group):
                 times.append(declared.at_ns + anchor.wall_ns - anchor.monotonic_ns)
     if not times:
-        groups = ", ".join(sorted(name for name in known if name.startswith("group"))) or "none"
+        groups = ", ".join(sorted(name for name in known if name.startswith(("group", "elastic")))) or "none"
         raise UserError(f"there is no group {group} in the capture. There are: {groups}.")
     return min(times), None
 

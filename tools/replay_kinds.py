@@ -14,7 +14,7 @@ from zbmd.actors.capture_kinds import (
     UPGRADE_LEDGER,
 )
 from zbmd.actors.cluster.cluster_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, ONE_JOB
-from zbmd.collectives.capture_kinds import OPERATIONS, REPAIR, STEP_COMMIT, VIEWS
+from zbmd.collectives.capture_kinds import ELASTIC_TAGS, OPERATIONS, REPAIR, STEP_COMMIT, VIEWS
 from zbmd.training.capture_kinds import MIRROR, STAGE, ZERO_STEP
 from zbmd.transport.cookie import cookie_path, load_or_create_cookie
 from zbmd.transport.hello_kind import HELLO
@@ -24,6 +24,7 @@ __all__ = [
     "CLUSTER",
     "DETECTOR",
     "DIRECTORY",
+    "ELASTIC_TAGS",
     "HELLO",
     "LOCAL_JOBS",
     "MEMBERSHIP",

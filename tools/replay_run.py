@@ -136,6 +136,11 @@ def records_of(logs: Sequence[ProcessLog]) -> int:
     return sum(block.records for log in logs for segment in log.segments for block in segment.index.blocks)
 
 
+def is_of_group(stream: str, group: str) -> bool:
+    """Whether a stream of this name is a group's: what it has beside its operations is `<group>.<what>`."""
+    return stream == group or stream.startswith(f"{group}.")
+
+
 def replay_capture(
     path: Path,
     logs: Sequence[ProcessLog],
@@ -145,7 +150,7 @@ def replay_capture(
     secrets: Mapping[str, Any],
     on_progress: OnProgress = lambda _: None,
 ) -> Replay:
-    """Replay the wanted machines of these logs; `stream`: only those of that name."""
+    """Replay the wanted machines of these logs; `stream`: only those of that group."""
     began_s = time.perf_counter()
     processes: list[ProcessReplay] = []
     for log in logs:
@@ -154,7 +159,7 @@ def replay_capture(
         verdicts = [
             StreamVerdict(kind=kinds.get(verdict.stream, ""), verdict=verdict)
             for verdict in replay_process(counted, wanted, secrets=secrets)
-            if stream is None or verdict.stream == stream
+            if stream is None or is_of_group(verdict.stream, stream)
         ]
         processes.append(
             ProcessReplay(

@@ -5,15 +5,20 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+from state_followers import follow_all
 
 from zbmd.collectives import elastic_tag_machine as em
 from zbmd.collectives import tag_machine as tm
+from zbmd.collectives.capture_kinds import ELASTIC_TAGS, tags_config
 from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.elastic_tag_machine import Cause, ElasticTagMachine, Way
+from zbmd.transport import capture
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.hlc import HybridClock
 
 FRESH = random.SystemRandom().randrange(2**32)
 RANKS = 3
@@ -28,6 +33,7 @@ class Process:
     """One life of a rank, and what it waits for."""
 
     machine: ElasticTagMachine
+    tap: capture.Tap[em.ElasticTagEvent, em.ElasticTagAction]
     epoch: int = 0
     notices: list[MemberId] = field(default_factory=list[MemberId])
     sends: dict[int, int] = field(default_factory=dict[int, int])
@@ -43,7 +49,8 @@ class Process:
 class World:
     """Processes, links that keep order, and the views that membership makes of them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, log: capture.Recorder | None = None) -> None:
+        self.log = log
         self.rng = random.Random(seed)
         self.keys = 0
         self.epoch = 0
@@ -61,7 +68,9 @@ class World:
 
     def start(self, rank: int, incarnation: int) -> None:
         member = MemberId(rank=rank, incarnation=incarnation)
-        self.processes[member] = Process(ElasticTagMachine(rank))
+        machine = ElasticTagMachine(rank)
+        tap = capture.Tap(self.log, ELASTIC_TAGS, f"{member}", machine, tags_config(machine))
+        self.processes[member] = Process(machine, tap)
         self.living[rank] = member
 
     def install(self) -> None:
@@ -75,8 +84,8 @@ class World:
 
     def put(self, me: MemberId, event: em.ElasticTagEvent) -> None:
         process = self.processes[me]
-        actions = process.machine.handle(event, now_ns=0)
-        process.machine.check_invariants()
+        actions = process.tap.handle(event, now_ns=0)
+        process.tap.check_invariants()
         for action in actions:
             self.perform(me, process, action)
 
@@ -272,6 +281,35 @@ def test_histories_of_deaths_returns_and_lost_links() -> None:
             assert not world.processes[me].here
         assert all(not world.processes[me].sends for me in world.living.values()), seed
     assert failed > 100 and taken > 1000, (failed, taken)
+
+
+def _tell_nobody(self: ElasticTagMachine, rank: int, cause: Cause) -> list[em.ElasticTagAction]:
+    return []
+
+
+def test_recorded_histories_replay_identical_from_any_state_and_a_mutant_diverges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    origin = capture.Origin(process="rank0", incarnation=1)
+    recorder = capture.LogRecorder(tmp_path, origin, capture.Clocks(hybrid=HybridClock()))
+    world = World(seed, recorder)
+    for victim in (1, 2):  # one who is waited for in vain, whatever else the history has
+        for _ in range(STEPS // 2):
+            world.step()
+        world.start_missing()
+        world.start_missing()
+        world.heal()
+        world.receive(world.living[0], victim, TAGS)
+        world.kill(world.living[victim])
+        world.heal()
+    recorder.close()
+    found = list(capture.replay_log(tmp_path, secrets={}))
+    assert len(found) == len(world.processes)
+    assert all(isinstance(verdict, capture.Identical) for verdict in found), found
+    (log,) = capture.open_log(tmp_path).processes
+    assert follow_all(log, random.Random(seed)) == {"elastic-tags"}
+    monkeypatch.setattr(ElasticTagMachine, "_lose", _tell_nobody)
+    assert any(isinstance(v, capture.Divergence) for v in capture.replay_log(tmp_path, secrets={}))
 
 
 def members(*ranks: int, incarnation: int = 1) -> tuple[MemberId, ...]:

@@ -1,4 +1,5 @@
-"""The repair machine is recorded and replayed: a simulated group's golden log, and a real job with kills.
+"""The machines of an elastic group are recorded and replayed: a simulated group's golden log of repairs, and
+a real job with kills, whose tagged messages are, too.
 
 The golden log was written once, and must be readable and replayable for ever:
 
@@ -92,9 +93,25 @@ def test_another_simulated_group_replays_identical(tmp_path: Path, monkeypatch: 
 
 
 SUM = """
+import asyncio
+
+async def exchange(group, rank, of, k):
+    for to in of:
+        await group.send(np.full(3, 10 * rank + k), to, tag=k)
+    return all([int((await group.recv(r, tag=k, timeout=40)).array[0]) == 10 * r + k for r in reversed(of)])
+
+async def lost(call):
+    try:
+        await call
+    except zbmd.PeerLost as error:
+        return list(error.ranks)
+
 async def operate(group, rank, k):
+    waits = lost(group.recv(1, tag=99, timeout=40)) if k == 2 and rank != 1 else asyncio.sleep(0)
+    waits = asyncio.ensure_future(waits)  # in vain: rank 1 dies in operation 2
     done = await group.all_reduce(zbmd.from_array(np.full(300, 10.0**rank * k)), timeout=60, **MODE)
-    return done, float(done.value[0])
+    right = k in (2, 3) or await exchange(group, rank, done.contributors, k)
+    return done, [right, await waits]
 """
 
 
@@ -107,16 +124,22 @@ async def test_a_real_group_with_kills_is_replayed_and_shown(
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines)
     assert job.died_in(2) and job.died_in(3)
+    assert all(found["value"][0] for by in job.told.values() for found in by.values()), job.told
+    assert {job.told[2][rank]["value"][1][0] for rank in (0, 2)} == {1}
     capsys.readouterr()
     assert cli.main(["replay", str(tmp_path / "run.zlog"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    verdicts = [v for process in found["processes"] for v in process["verdicts"] if v["kind"] == "repair"]
-    assert {v["verdict"] for v in verdicts} == {"identical"}, verdicts
-    # Of who was killed the log may lack its last moments.
-    assert {v["process"] for v in verdicts} >= {"rank0#1", "rank1#2", "rank2#2"}, verdicts
-    assert cli.main(["replay", str(tmp_path / "run.zlog"), "--show", "--rank", "0"]) == 0
+    for kind in ("repair", "elastic-tags"):
+        verdicts = [v for process in found["processes"] for v in process["verdicts"] if v["kind"] == kind]
+        assert {v["verdict"] for v in verdicts} == {"identical"}, verdicts
+        # Of who was killed the log may lack its last moments.
+        assert {v["process"] for v in verdicts} >= {"rank0#1", "rank1#2", "rank2#2"}, verdicts
+    of_group = ["--show", "--rank", "0", "--group", "elastic0"]
+    assert cli.main(["replay", str(tmp_path / "run.zlog"), *of_group]) == 0
     shown = capsys.readouterr().out
     assert "elastic0" in shown and "Rerun(" in shown and "Exchanged(" in shown, shown
+    assert "elastic0.tags" in shown and "MemberLost(" in shown and "FailReceive(" in shown, shown
+    assert "elastic-views" not in shown
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ from zbmd.actors.cluster.cluster_kinds import cluster_config
 from zbmd.actors.cluster.jobs import JobSpec, Submit
 from zbmd.actors.cluster.nodes import Node, NodeKey
 from zbmd.collectives import commit_messages as cm
+from zbmd.collectives import elastic_tag_machine as em
 from zbmd.collectives import repair_messages as rm
+from zbmd.collectives import tag_machine as tm
 from zbmd.collectives.capture_kinds import commit_config
 from zbmd.collectives.commit import StepCommit
 from zbmd.tools import cli
@@ -29,7 +31,16 @@ from zbmd.tools.fuzzing import wires
 from zbmd.tools.fuzzing.actors import Echo, Ping
 from zbmd.tools.fuzzing.script import Script
 from zbmd.tools.fuzzing.target import Broken, Target
-from zbmd.tools.replay_kinds import CLUSTER, HELLO, MEMBERSHIP, MIRROR, REPAIR, STAGE, STEP_COMMIT
+from zbmd.tools.replay_kinds import (
+    CLUSTER,
+    ELASTIC_TAGS,
+    HELLO,
+    MEMBERSHIP,
+    MIRROR,
+    REPAIR,
+    STAGE,
+    STEP_COMMIT,
+)
 from zbmd.training.capture_kinds import mirror_config, stage_config
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import programs_of
@@ -77,6 +88,7 @@ async def _record(directory: Path) -> None:
     _record_membership(log)
     _record_commit(log)
     _record_repair(log)
+    _record_tags(log)
     _record_cluster(log)
     _record_training(log)
     link = log.link("rank1", 3)
@@ -152,6 +164,27 @@ def _record_repair(log: capture.Recorder) -> capture.Tap[rm.RepairEvent, rm.Repa
         rm.Called(call=call),
         rm.Ended(epoch=1, outcome=rm.Outcome.HELD),
         rm.EpochEntered(epoch=2, members=members[:1]),
+    ]
+    for number, event in enumerate(events):
+        tap.handle(event, now_ns=number)
+    return tap
+
+
+def _record_tags(log: capture.Recorder) -> capture.Tap[em.ElasticTagEvent, em.ElasticTagAction]:
+    config = {"rank": 0}
+    tap = log.machine(ELASTIC_TAGS, "elastic0.tags", ELASTIC_TAGS.build(config), config)
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in range(2))
+    first = (1 << em.SESSION_BITS) + 1
+    events: list[em.ElasticTagEvent] = [
+        em.Settled(epoch=1, members=members),
+        tm.SendPosted(key=1, to=1, tag=3),
+        em.Greeted(source=1, epoch=1, since=1),
+        tm.Arrived(source=1, number=first, tag=3),
+        tm.Arrived(source=1, number=first + 1, tag=4),
+        tm.ReceivePosted(key=2, source=1, tag=4),
+        tm.ReceivePosted(key=3, source=None, tag=5),
+        em.MemberLost(member=members[1]),
+        em.Settled(epoch=2, members=members[:1]),
     ]
     for number, event in enumerate(events):
         tap.handle(event, now_ns=number)
@@ -281,6 +314,7 @@ def _machines() -> tuple[tuple[MachineKind[Any, Any], dict[str, Any], object], .
         (MEMBERSHIP, MEMBERSHIP_CONFIG, _record_membership(ring).machine),
         (STEP_COMMIT, COMMIT_CONFIG, _record_commit(ring).machine),
         (REPAIR, {"rank": 0}, _record_repair(ring).machine),
+        (ELASTIC_TAGS, {"rank": 0}, _record_tags(ring).machine),
     )
 
 

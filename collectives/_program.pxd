@@ -11,6 +11,7 @@ cdef extern from "run.h" nogil:
         WIDTH "ZBMD_WIDTH"
         WIDE_BYTES "ZBMD_WIDE_BYTES"
         LENGTH "ZBMD_LENGTH"
+        IN_STAGED "ZBMD_IN_STAGED"
         LAYOUT_ROWS "ZBMD_LAYOUT_ROWS"
         PUT "ZBMD_PUT"
         NOTIFY "ZBMD_NOTIFY"
@@ -79,7 +80,8 @@ cdef class NativeProgram:
     cdef const int32_t[:, ::1] code
     cdef int64_t length
     cdef int n, rank, blocks, chunks, scratch_slots, inbox_slots, used
-    cdef bint eager, head_only
+    cdef readonly bint eager
+    cdef bint head_only
     cdef uint64_t plan
     cdef NativeProgram other          # what is run instead if all arrays are in the arena and rank 0 says so
     cdef uint64_t *sent               # by rank

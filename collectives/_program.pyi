@@ -45,6 +45,9 @@ class NativeProgram:
         """other: what is run instead if `in` and `out` of all ranks lie in the arena, and rank 0, who times
         both, says so. It has the same buffers, and gives the same bits. `plan` tells the pair from others.
         """
+    eager: bool
+    """Whether inputs travel with the descriptors."""
+
     def __len__(self) -> int: ...
     @property
     def kill_points(self) -> int:

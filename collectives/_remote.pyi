@@ -55,8 +55,17 @@ class RemoteGroup(NativeGroup):
         """Offset in our segment and bytes of one of our buffers, as our descriptor tells it."""
     def extent(self, program: NativeProgram, rank: int, buffer: int) -> tuple[int, int]:
         """The same of a peer, once `meet` has found it to be within its segment."""
-    def descriptor(self, program: NativeProgram) -> bytes | memoryview:
-        """Our descriptor, for the others: for their mirrors, or of a wide run, in place, for their slots."""
+    def descriptor(self, program: NativeProgram) -> bytes:
+        """Our descriptor, for the others: its header, and behind it, but of a wide run, what it publishes."""
+    def published_extent(self, program: NativeProgram, first: int, end: int) -> tuple[int, int]:
+        """Where chunks first..end-1 lie in what the running operation publishes of us: offset and bytes."""
+    def input_part(self, at: int, nbytes: int) -> memoryview:
+        """Bytes of what it publishes, where the caller has them. It keeps nothing alive."""
+    def keep_input(self, at: int, nbytes: int) -> None:
+        """Copy those bytes behind our descriptor, in our own slot, which holds them until the one after next.
+
+        Of a wide run: no others are there, unless the run overwrites its own input. Twice is once.
+        """
     @property
     def descriptor_offset(self) -> int:
         """Where it belongs in a mirror, or behind the first of our slots."""

@@ -9,9 +9,10 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from zbmd.transport._slots cimport zbmd_base, zbmd_load64, zbmd_slots
+from zbmd.collectives._program cimport IN_STAGED, Run
 from zbmd.collectives._stepper cimport (
-    DESCRIPTOR_BYTES, HEADER_BYTES, PAYLOAD_BYTES, PUB, SCRATCH, S_ABORTED, S_DESYNCHRONISED, S_DONE, Header, NativeGroup, NativeProgram, extent, published,
-    zbmd_apply, zbmd_move, zbmd_move_of, zbmd_place_of
+    DESCRIPTOR_BYTES, HEADER_BYTES, LENGTH, OUT, PAYLOAD_BYTES, PUB, SCRATCH, S_ABORTED, S_DESYNCHRONISED, S_DONE, Header, NativeGroup, NativeProgram,
+    extent, published, zbmd_apply, zbmd_move, zbmd_move_of, zbmd_place_of
 )
 
 cdef extern from "native.h" nogil:
@@ -30,6 +31,17 @@ cdef extern from *:
     void zbmd_fence_acquire() nogil
 
 
+cdef inline uint64_t published_at(const Run *run, int chunk, bint end) noexcept nogil:
+    """Where a chunk begins in what its rank publishes, or where it ends; bytes."""
+    cdef int block = chunk // run.per_block
+    cdef uint64_t j = <uint64_t>(chunk % run.per_block) + end
+    cdef uint64_t base = 0, length = run.count
+    if run.layout != NULL:
+        length = run.layout[LENGTH * run.blocks + block]
+        base = run.layout[IN_STAGED * run.blocks + block]
+    return (base + j * length // run.per_block) * run.item
+
+
 cdef class RemoteGroup(NativeGroup):
     """A group some of whose members are on other hosts: the same run, one phase at a time. See _remote.pyi."""
 
@@ -43,6 +55,7 @@ cdef class RemoteGroup(NativeGroup):
     cdef public bint may_lag
     cdef readonly bint lags           # there are members whose part in the last run has not been looked at
     cdef uint64_t last_fingerprint    # of that run
+    cdef bint keeps_input             # our input of this run is behind our descriptor, too
 
     def __init__(self, list ranges not None, **settings):
         super().__init__(ranges, **settings)
@@ -85,7 +98,8 @@ cdef class RemoteGroup(NativeGroup):
         cdef int i
         for i in range(self.n):
             most = max(most, published(self.flying, i))
-        self.wide = program.eager and most > PAYLOAD_BYTES
+        self.wide = self.input_stays = program.eager and most > PAYLOAD_BYTES
+        self.keeps_input = not self.wide
         for i in range(self.n):
             self.peers[i].descriptors = self.narrow[i]
             if self.wide:
@@ -115,6 +129,50 @@ cdef class RemoteGroup(NativeGroup):
         self.needed[self.rank] = True
         self._choose_slots(program)
         self._publish(program, self.flying)
+        if self.wide and self._overwrites_input(program):
+            self._keep_input(0, published(self.flying, self.rank))
+            self.keeps_input = True
+
+    cdef bint _overwrites_input(self, NativeProgram program) noexcept:
+        """Whether this run writes to what it reads of our own input, before it has read it."""
+        cdef char *pub = self.flying.address[self.rank][PUB]
+        cdef char *out = self.flying.address[self.rank][OUT]
+        cdef uint64_t out_bytes = extent(program, self.flying, &self.own, self.rank, OUT, self.peers[self.rank].total)
+        if program.length == 0 or pub == NULL or out == NULL:
+            return False
+        if pub >= out + out_bytes or out >= pub + published(self.flying, self.rank):
+            return False
+        # Of two ranks, each element is read where its result goes, and once.
+        return not (pub == out and self.n == 2 and program.blocks == 1)
+
+    cdef void _keep_input(self, uint64_t at, uint64_t nbytes) noexcept:
+        if nbytes and self.flying.address[self.rank][PUB] != NULL:
+            memcpy(self._descriptor(self.rank) + HEADER_BYTES + at, self.flying.address[self.rank][PUB] + at, nbytes)
+
+    cdef bint _resolve(self, NativeProgram program, Run *run, int rank, int buffer) noexcept nogil:
+        if rank == self.rank and buffer == PUB and not self.keeps_input:
+            return True  # it is read where it lies
+        return NativeGroup._resolve(self, program, run, rank, buffer)
+
+    def published_extent(self, NativeProgram program not None, int first, int end):
+        cdef uint64_t at, nbytes
+        if not 0 <= first <= end <= program.chunks:
+            raise IndexError(first, end)
+        if first == end or self.flying.address[self.rank][PUB] == NULL:
+            return 0, 0
+        at, nbytes = published_at(self.flying, first, False), published(self.flying, self.rank)
+        return at, min(nbytes, published_at(self.flying, end - 1, True)) - at
+
+    def input_part(self, uint64_t at, uint64_t nbytes):
+        if at > published(self.flying, self.rank) or nbytes > published(self.flying, self.rank) - at:
+            raise IndexError(at, nbytes)
+        return PyMemoryView_FromMemory(self.flying.address[self.rank][PUB] + at, nbytes, PyBUF_READ)
+
+    def keep_input(self, uint64_t at, uint64_t nbytes):
+        if not self.wide or at > published(self.flying, self.rank) or nbytes > published(self.flying, self.rank) - at:
+            raise IndexError(at, nbytes)
+        if not self.keeps_input:
+            self._keep_input(at, nbytes)
 
     def own_extent(self, NativeProgram program not None, int buffer):
         return self.own.offsets[buffer], extent(program, self.flying, &self.own, self.rank, buffer, self.peers[self.rank].total)
@@ -126,10 +184,8 @@ cdef class RemoteGroup(NativeGroup):
     def descriptor(self, NativeProgram program not None):
         cdef char *mine = self._descriptor(self.rank)
         cdef uint64_t nbytes = HEADER_BYTES
-        if program.eager and self.flying.address[self.rank][PUB] != NULL:
+        if program.eager and not self.wide and self.flying.address[self.rank][PUB] != NULL:
             nbytes += published(self.flying, self.rank)
-        if self.wide:
-            return PyMemoryView_FromMemory(mine, nbytes, PyBUF_READ)
         return mine[:nbytes]
 
     @property

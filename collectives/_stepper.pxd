@@ -148,6 +148,7 @@ cdef class NativeGroup:
     cdef uint32_t channel, epoch, sequence, spins, yields
     cdef uint64_t identity
     cdef uint64_t payload_max         # bytes of input that travel with a descriptor
+    cdef bint input_stays             # not copied behind the descriptor by `_publish`
     cdef bint whole_headers           # always tell where all buffers are
     cdef readonly bint reads          # whether the last run was by the program's other
     cdef readonly int64_t pc

@@ -101,7 +101,7 @@ cdef class NativeGroup:
         self.n, self.rank, self.channel, self.epoch = len(ranges), rank, channel, epoch
         self.identity, self.spins, self.yields, self.sequence = identity, spins, yields, 0
         self.pc, self.culprit, self.met_ns = 0, -1, 0
-        self.payload_max, self.whole_headers = PAYLOAD_BYTES, False
+        self.payload_max, self.whole_headers, self.input_stays = PAYLOAD_BYTES, False, False
         self.reads, self.way_always = False, -1
         memset(self.choices, 0, sizeof(self.choices))
         self._allocate()
@@ -455,7 +455,7 @@ cdef class NativeGroup:
         self._propose(program, run)
         self._measure(program, run)
         memcpy(mine, &self.own, self._header_bytes(program))
-        if program.eager and run.address[self.rank][PUB] != NULL:
+        if program.eager and run.address[self.rank][PUB] != NULL and not self.input_stays:
             memcpy(mine + HEADER_BYTES, run.address[self.rank][PUB], run.pub_bytes)
         self.own.word = self._word()
         zbmd_store64(mine, 0, self.own.word)

@@ -314,7 +314,12 @@ class CollectiveWorld:
         case = draw_case(rng, len(members))
         programs = [build(case.request, rank) for rank in range(len(members))]
         simulation = Simulation(
-            programs, case.buffers, case.count, seed=rng.randrange(1 << 32), layout=case.layout
+            programs,
+            case.buffers,
+            case.count,
+            seed=rng.randrange(1 << 32),
+            layout=case.layout,
+            sent=spec_of(case.request).sent,
         )
         self._round = Round(number, members, case, simulation)
         self._note(f"round {number} of {', '.join(members)}: {case.request}, {case.count} elements")

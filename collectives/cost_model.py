@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -89,8 +90,17 @@ def _eager(case: Case) -> float:
 
 
 def _eager_blocks(case: Case) -> float:
+    """Of an operation whose `nbytes` is that of the result."""
     moved = case.n if case.hosts == 1 else (case.n - 1) / case.n
     return case.time_ns(steps=1, moved=moved)
+
+
+def _eager_shares(case: Case, *, reduces: bool = False) -> float:
+    """Between hosts each rank is sent its own share of an input alone."""
+    share = (case.n - 1) / case.n
+    return case.time_ns(
+        steps=1, moved=case.n if case.hosts == 1 else share, reduced=share if reduces else 0.0
+    )
 
 
 def _direct_all_reduce(case: Case) -> float:
@@ -178,9 +188,6 @@ def _blocks_by_bruck(case: Case) -> float:
     return case.time_ns(steps=1 + case.levels * case.n / 2, moved=case.levels)
 
 
-_GATHERING = frozenset((Operation.ALL_GATHER, Operation.GATHER))
-"""Their `nbytes` is that of the result."""
-
 FORMULAS: Mapping[tuple[Operation, str], Formula] = MappingProxyType(
     {
         (Operation.ALL_REDUCE, "direct"): _direct_all_reduce,
@@ -206,17 +213,14 @@ FORMULAS: Mapping[tuple[Operation, str], Formula] = MappingProxyType(
         (Operation.SCATTER, "direct"): _blocks_directly,
     }
     | {
-        (operation, "eager"): _eager_blocks if operation in _GATHERING else _eager
-        for operation in (
-            Operation.ALL_REDUCE,
-            Operation.REDUCE,
-            Operation.BROADCAST,
-            Operation.ALL_GATHER,
-            Operation.REDUCE_SCATTER,
-            Operation.GATHER,
-            Operation.SCATTER,
-            Operation.ALL_TO_ALL,
+        (operation, "eager"): formula
+        for formula, operations in (
+            (_eager, (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)),
+            (_eager_blocks, (Operation.ALL_GATHER, Operation.GATHER)),
+            (_eager_shares, (Operation.SCATTER, Operation.ALL_TO_ALL)),
+            (partial(_eager_shares, reduces=True), (Operation.REDUCE_SCATTER,)),
         )
+        for operation in operations
     }
 )
 """What each algorithm is predicted to take, ns."""

@@ -36,6 +36,7 @@ PLANS_MAX = 512
 class Plan:
     """A request and what this rank does for it. `exposed`: its buffers that peers read.
 
+    sent: of an eager one, which chunks of this rank's input each rank is sent, if it is on another host.
     encoding: the program as the stepper has it (`program.encode`). in_arena: what is run instead where the
     `in` and `out` of all ranks lie in the arena, and the first rank of the group finds it quicker: ranks read
     in each other's descriptors which of the two it is.
@@ -46,8 +47,13 @@ class Plan:
     native: NativeProgram
     encoding: NDArray[np.int32] = field(repr=False, compare=False)
     exposed: frozenset[int]
-    eager: bool
+    sent: tuple[range, ...] = ()
     in_arena: Plan | None = None
+
+    @property
+    def eager(self) -> bool:
+        """Whether inputs travel with the descriptors."""
+        return self.native.eager
 
     @property
     def kill_points(self) -> int:
@@ -63,6 +69,7 @@ def plan_of(request: Request, rank: int, in_arena: Request | None = None) -> Pla
     """
     other = None if in_arena is None else plan_of(in_arena, rank)
     algorithm = algorithm_of(request)
+    sends = algorithm.sends
     program = build(request, rank)
     encoding = encode(program)
     native = NativeProgram(
@@ -83,7 +90,7 @@ def plan_of(request: Request, rank: int, in_arena: Request | None = None) -> Pla
         native=native,
         encoding=encoding,
         exposed=algorithm.exposes(request, rank),
-        eager=algorithm.eager,
+        sent=() if sends is None else tuple(sends(request, rank, reader) for reader in range(request.n)),
         in_arena=other,
     )
 

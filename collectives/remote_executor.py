@@ -21,10 +21,15 @@ from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbmd.collectives._remote import RemoteGroup
-from zbmd.collectives._stepper import COUNTER_MAX, STATUS_ABORTED, STATUS_DONE, STATUS_LOST
+from zbmd.collectives._stepper import (
+    COUNTER_MAX,
+    DESCRIPTOR_HEADER_BYTES,
+    STATUS_ABORTED,
+    STATUS_DONE,
+    STATUS_LOST,
+)
 from zbmd.collectives.executor import (
     SPINS_REMOTE,
     Call,
@@ -265,8 +270,7 @@ class RemoteExecutor(Executor):
     def _enter(self, plan: Plan, kill_point: int) -> None:
         """Tell every member of our descriptor."""
         group = self._group
-        told, offset = group.descriptor(plan.native), group.descriptor_offset
-        data = self._slots.own(offset, told.nbytes) if isinstance(told, memoryview) else told
+        told = group.descriptor(plan.native)
         for k in range(1, len(self.members)):
             if kill_point == k:
                 group.die()
@@ -274,7 +278,7 @@ class RemoteExecutor(Executor):
             value = group.tell(place)
             memory = self._remote.get(place)
             if memory is not None:
-                self._try(place, partial(self._put_descriptor, place, memory, offset, data, value))
+                self._try(place, partial(self._tell, plan, place, memory, told, value))
         if self._gone:
             raise Ended(STATUS_LOST)
 
@@ -288,7 +292,7 @@ class RemoteExecutor(Executor):
         for place, memory in self._remote.items():
             memory.let_go(asked.get(place, ()))
             # A notification that is not awaited: the cell holds what it holds.
-            put = self._try(place, partial(self._put_descriptor, place, memory, at, word, 0))
+            put = self._try(place, partial(self._tell_withdrawn, place, memory, at, word))
             if put is not None and memory.one_sided:
                 told.append((memory, put))
         # Who reads our memory without us cannot be refused. It looks for this word after all that it has
@@ -296,19 +300,29 @@ class RemoteExecutor(Executor):
         for memory, put in told:
             memory.let_go((put,))
 
-    def _put_descriptor(
-        self, place: int, memory: RemoteMemory, offset: int, data: bytes | NDArray[np.uint8], value: int
-    ) -> Transfer:
-        """Put a part of our descriptor where the member at `place` reads it."""
-        if self._group.wide:
-            return self._slots.put(place, offset, data, channel=self._channel, value=value)
-        if not memory.one_sided or len(data) <= _WORD_BYTES:
-            return memory.describe(offset, data, channel=self._channel, value=value)
+    def _tell(self, plan: Plan, place: int, memory: RemoteMemory, told: bytes, value: int) -> Transfer:
+        """Put our descriptor where the member at `place` reads it, with what that reads of our input."""
+        group, at, nbytes = self._group, 0, 0
+        if plan.eager:
+            chunks = plan.sent[place]
+            at, nbytes = group.published_extent(plan.native, chunks.start, chunks.stop)
+        if group.wide:
+            return self._slots.send(place, at, nbytes, channel=self._channel, value=value)
+        # What is so short travels with what lies before it.
+        data = told[: DESCRIPTOR_HEADER_BYTES + (at + nbytes if nbytes else 0)]
+        if not memory.one_sided:
+            return memory.describe(group.descriptor_offset, data, channel=self._channel, value=value)
         kept = self._outgoing.take(len(data))  # which the device knows
         copy = kept.array[: len(data)]
         copy[:] = np.frombuffer(data, np.uint8)
-        kept.transfer = memory.describe(offset, copy, channel=self._channel, value=value)
+        kept.transfer = memory.describe(group.descriptor_offset, copy, channel=self._channel, value=value)
         return kept.transfer
+
+    def _tell_withdrawn(self, place: int, memory: RemoteMemory, at: int, word: bytes) -> Transfer:
+        """Have the member at `place` find there that we have given the operation up."""
+        if self._group.wide:
+            return self._slots.put(place, at, len(word), channel=self._channel, value=0)
+        return memory.describe(at, word, channel=self._channel, value=0)
 
     def _try(self, place: int, send: Callable[[], SentT]) -> SentT | None:
         """Send something to a member on another host, whose end ends none of what we do for the others."""

@@ -4,7 +4,9 @@ Each member of a group that shares memory with none of the others keeps two slot
 inbox, used in turn as descriptors are: a slot is not written again before its operation's successor's
 successor begins, when everybody has ended it. Where its slots begin every member says in its descriptors.
 So from the second operation of an epoch on an input of up to `slot_payload_bytes` travels with its
-descriptor, and an all-reduce of two hosts is one message each way.
+descriptor, and an all-reduce of two hosts is one message each way. A member is sent what it reads of an
+input (`Algorithm.sends`), to where all of it would have it; a long part as a message of its own, in front of
+the descriptor.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from numpy.typing import NDArray
 from zbmd.collectives._remote import RemoteGroup
 from zbmd.collectives._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.transport._native import address_of
+from zbmd.transport.checked_region import CheckedRegion
 from zbmd.transport.errors import ArenaFull
-from zbmd.transport.region import RegionHandle, RemoteRegion
+from zbmd.transport.region import RegionHandle
 from zbmd.transport.remote_memory import RemoteMemory
 from zbmd.transport.segment import Segment
 from zbmd.transport.transfer import Transfer
 
 SLOTS_BYTES: Final = 1 << 20
 """What all members together may send a member with their descriptors."""
+APART_BYTES_MIN: Final = 32 << 10
+"""Input of so many bytes is a message of its own, and not copied; less is copied behind its descriptor."""
 _ALIGNMENT: Final = 64
 
 
@@ -62,7 +67,7 @@ class Slots:
         """What the others write, each its own two, in the order of their places behind ours."""
         self._own: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._handle: RegionHandle | None = None
-        self._regions: dict[int, RemoteRegion] = {}
+        self._regions: dict[int, CheckedRegion] = {}
         self._learnt = False
         self.payload_max = PUB_BYTES_MAX
         if len(remote) == members - 1 > 0 and slot_payload_bytes(members) > PUB_BYTES_MAX:
@@ -91,15 +96,32 @@ class Slots:
         self._group.widen(addresses, self._slot_bytes)
         self.payload_max = self._slot_bytes - DESCRIPTOR_HEADER_BYTES
 
-    def own(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Bytes of what is put, as a part of its array: a device that must know memory knows it."""
-        return self._own[offset : offset + nbytes]
+    def send(self, place: int, at: int, nbytes: int, *, channel: int, value: int) -> Transfer:
+        """Send the member at `place` these bytes of what the operation publishes, then our descriptor.
 
-    def put(
-        self, place: int, offset: int, data: bytes | NDArray[np.uint8], *, channel: int, value: int
-    ) -> Transfer:
-        """Put `data` at `offset` of our slots at the member at `place`; as `RemoteMemory.describe`."""
+        They go from where the caller has them, if they have left when this returns, and else from our slot.
+        """
+        group, offset = self._group, self._group.descriptor_offset
+        behind = offset + DESCRIPTOR_HEADER_BYTES + at
+        # A notification that nobody waits for goes with what is sent in front: the cell holds more than 0.
+        if (at or nbytes >= APART_BYTES_MIN) and self._regions[place].put_now(
+            group.input_part(at, nbytes), self._at(self._place, place) + behind, channel=channel, value=0
+        ):
+            nbytes = 0
+        elif nbytes:
+            group.keep_input(at, nbytes)
+            if at:
+                self.put(place, behind, nbytes, channel=channel, value=0)
+                nbytes = 0
+        return self.put(place, offset, DESCRIPTOR_HEADER_BYTES + nbytes, channel=channel, value=value)
+
+    def put(self, place: int, offset: int, nbytes: int, *, channel: int, value: int) -> Transfer:
+        """Put a part of our slots to where the member at `place` has them; as `RemoteMemory.describe`.
+
+        It is a part of one array: a device that must know memory knows it.
+        """
         at = self._at(self._place, place) + offset
+        data = self._own[offset : offset + nbytes]
         return self._regions[place].put(data, at, channel=channel, value=value)
 
     def _at(self, writer: int, owner: int) -> int:

@@ -87,7 +87,8 @@ class Simulation:
     an array of `blocks * count` elements is the full vector, one of `count` a single block.
     `kills` maps a rank to the number of its steps after which it dies. `combine` is the reduction, as a
     ufunc. With `layout` the blocks of `in`, `out` and `pub` lie where it says, and `count` is the longest.
-    `history` tells what happened, one line a step; equal seeds give equal histories.
+    With `sent` (`Spec.sent`) a rank has no more of another's `pub` than that: to read more is a
+    `SimulationError`. `history` tells what happened, one line a step; equal seeds give equal histories.
     """
 
     def __init__(
@@ -100,10 +101,12 @@ class Simulation:
         kills: Mapping[int, int] | None = None,
         combine: Callable[..., Array] = np.add,
         layout: Layout | None = None,
+        sent: Callable[[int, int], range] | None = None,
     ) -> None:
         self._random = random.Random(seed)
         self._kills = dict(kills or {})
         self._combine = combine
+        self._sent = sent
         self._layout = None if layout is None else layout.pieces(max(1, layout.longest))[0].table
         self._count = count
         self._notices: list[int] = []
@@ -240,6 +243,9 @@ class Simulation:
             owner = self._ranks[operand.rank]
             if operand.buffer in owner.slots:
                 return owner.slots[operand.buffer][operand.number][: end - first][half]
+            sent = self._sent if operand.buffer == PUB and operand.rank != program.rank else None
+            if sent is not None and operand.number not in sent(operand.rank, program.rank):
+                raise SimulationError(f"rank {program.rank} reads {operand}, which is not sent to it")
             array = owner.buffers[operand.buffer]
             if layout is not None:
                 base = int(layout[3 if operand.buffer == OUT else 1, block])

@@ -28,7 +28,8 @@ class Output:
 class Spec:
     """The contract of one collective over `n` ranks.
 
-    `inputs` maps a place to the label it holds at entry. `aliases` maps a place to the one that lies in
+    `inputs` maps a place to the label it holds at entry. `sent(rank, reader)` gives the chunks of a rank's
+    `pub` that another has; None: it has all, in shared memory. `aliases` maps a place to the one that lies in
     the same memory (operations in place). With `synchronises` no rank may complete before every rank has
     begun, by the notifications of the programs alone.
     """
@@ -41,6 +42,7 @@ class Spec:
     outputs: tuple[Output, ...]
     aliases: Mapping[Operand, Operand] = field(default_factory=dict[Operand, Operand])
     synchronises: bool = False
+    sent: Callable[[int, int], range] | None = None
 
 
 def left_fold(labels: Iterable[int]) -> Tree:

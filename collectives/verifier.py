@@ -9,14 +9,14 @@ What is proved: each output holds each contribution exactly once, in the promise
 ranks; no deadlock; no data race under put / notify / wait, where the completion of a rank counts as a write
 to all its buffers but `pub`, since the caller may reuse them; no slot is overwritten before it was consumed;
 notifications balance, so counters of the next operation begin where these end; every operand is in bounds and
-accessible. A reduction writes `out` last of all on its chunk, for there averages are divided and 16-bit
-floats rounded.
+accessible, and what is read of another's `pub` is sent to the reader. A reduction writes `out` last of all on
+its chunk, for there averages are divided and 16-bit floats rounded.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -45,7 +45,7 @@ def verify(programs: Sequence[Program], spec: Spec) -> None:
     _check_headers(programs, spec)
     writable = {output.place for output in spec.outputs}
     for program in programs:
-        bounds = _Bounds(programs, program.rank, writable)
+        bounds = _Bounds(programs, program.rank, writable, spec.sent)
         for index, instruction in enumerate(program.instructions):
             bounds.check(index, instruction)
     run = _Run(programs, spec)
@@ -71,8 +71,15 @@ class _Bounds:
     """What the operands of one rank's instructions may be. Messages are made of what is wrong alone: most of
     what a sweep looks at is right."""
 
-    def __init__(self, programs: Sequence[Program], rank: int, writable: set[Operand]) -> None:
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        rank: int,
+        writable: set[Operand],
+        sent: Callable[[int, int], range] | None,
+    ) -> None:
         self._rank = rank
+        self._sent = None if sent is None else [sent(peer, rank) for peer in range(len(programs))]
         self._peers = range(len(programs))
         self._chunks = range(programs[rank].chunks)
         self._slots = [{SCRATCH: range(p.scratch_slots), INBOX: range(p.inbox_slots)} for p in programs]
@@ -125,6 +132,9 @@ class _Bounds:
         self._check_place(operand, chunk)
         if operand.rank != self._rank and operand.buffer in (SCRATCH, INBOX):
             raise self._fail(Flaw.NOT_ACCESSIBLE, f"{operand} is not readable from rank {self._rank}")
+        sent = None if self._sent is None or operand.rank == self._rank else self._sent[operand.rank]
+        if sent is not None and operand.buffer == PUB and operand.number not in sent:
+            raise self._fail(Flaw.NOT_ACCESSIBLE, f"{operand} is not sent to rank {self._rank}")
 
     def _check_target(self, dst: Operand, chunk: int) -> None:
         if dst.rank != self._rank or not (

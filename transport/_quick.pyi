@@ -82,19 +82,24 @@ class QuickPuts:
         at: int,
         channel: int,
         value: int,
-    ) -> memoryview | None:
+    ) -> tuple[memoryview, ...] | None:
         """The bytes that put `data`, flat, at `at` of the peer's region, with what is to be acknowledged.
 
-        They hold until the next call. None if it is empty, too long, or too many are not acknowledged. What
-        is asked for must have been checked (`CheckedRegion`).
+        They are in up to three pieces, one of which is `data` itself unless it is short, and hold until the
+        next call. None if it is empty, too long, or too many are not acknowledged. What is asked for must
+        have been checked (`CheckedRegion`).
         """
 
     def notify(self, channel: int, value: int) -> memoryview | None:
-        """The bytes that notify; as `put`."""
+        """The bytes that notify, in one piece; as `put`."""
 
     @property
-    def room(self) -> memoryview:
-        """Where what comes next on the lane is to be put. Empty only after `came` was False."""
+    def room(self) -> tuple[memoryview, ...]:
+        """Where what comes next on the lane is to be put, one piece behind the other.
+
+        A long payload is received straight into its region, the first of two. Empty only after `came` was
+        False.
+        """
 
     def came(self, nbytes: int) -> bool:
         """`nbytes` of `room` are filled: do what is whole. False if something there is the machine's."""

@@ -22,7 +22,9 @@ cdef enum:
     TAG = 16
     HEADER = 96
     PAYLOAD_MAX = 1 << 20         # whose tag is one (payload_tag.TAG_CHUNK_BYTES)
-    ROOM = PAYLOAD_MAX + (1 << 17)  # of what has come
+    COPIED_MAX = 1 << 13          # a payload so short is sent behind its header, as one piece of memory
+    LANDS_MIN = 1 << 14           # one so long, that is not here whole with its header, is received in its region
+    ROOM = 1 << 16                # of what has come, and is not received there
     STRIPE_MAX = 1 << 24
     AHEAD_MAX = 1 << 10           # bulk_records.PUTS_AHEAD_MAX
     # The kinds of bulk_records and, of tags, those of bulk_stream and payload_tag.
@@ -81,8 +83,13 @@ cdef class QuickPuts:
     cdef uint32_t slot
     cdef uint64_t tag_bytes, filled, begun_at, awaited
     cdef bint authentic                # the header at the beginning of what has come
-    cdef char *out
+    cdef char *out                     # a header with what is to be acknowledged, a short payload, a tag
     cdef char *come
+    # The put whose payload comes straight into the region.
+    cdef bint lands
+    cdef uint64_t landed               # bytes of it that have
+    cdef Head landing
+    cdef char landing_tag[TAG]
     cdef readonly uint64_t sent_records, come_records, acked, published, told
     cdef uint64_t puts
     # The region of the last put that came, for the next one there.
@@ -92,8 +99,8 @@ cdef class QuickPuts:
     cdef object region_version
 
     def __cinit__(self, *_, **__):
-        self.has_region = False
-        self.out = <char *>malloc(2 * (HEADER + TAG) + PAYLOAD_MAX + TAG)
+        self.has_region = self.lands = False
+        self.out = <char *>malloc(2 * (HEADER + TAG) + COPIED_MAX + TAG)
         self.come = <char *>malloc(ROOM)
         if self.out == NULL or self.come == NULL:
             raise MemoryError
@@ -120,7 +127,9 @@ cdef class QuickPuts:
 
     def end(self):
         cdef bytes rest = self.come[:self.filled]
-        self.filled, self.authentic = 0, False
+        if self.lands:
+            rest = (<char *>&self.landing)[:HEADER] + self.landing_tag[:self.tag_bytes] + self._place()[:self.landed] + rest
+        self.filled, self.authentic, self.lands = 0, False, False
         self._forget()
         return rest
 
@@ -165,7 +174,7 @@ cdef class QuickPuts:
 
     def put(self, handle, const uint8_t[::1] data not None, uint64_t at, uint32_t channel, uint64_t value):
         cdef Head head
-        cdef uint64_t nbytes = data.shape[0], end
+        cdef uint64_t nbytes = data.shape[0], end, tag_end
         if not 0 < nbytes <= PAYLOAD_MAX or self.puts - self.acked >= AHEAD_MAX:
             return None
         memset(&head, 0, HEADER)
@@ -174,12 +183,17 @@ cdef class QuickPuts:
         head.region_offset, head.region_nbytes = handle.offset, handle.nbytes
         head.incarnation, head.slot, head.transfer = handle.incarnation, handle.slot, self.puts
         end = self._write(self._write_ack(), &head)
-        memcpy(self.out + end, &data[0], nbytes)
-        self.sent_records -= 1  # a payload's tag has its header's number
-        end = self._tag(end + nbytes, TAG_OF_PAYLOAD, self.out + end, nbytes)
-        self.sent_records += 1
         self.puts += 1
-        return PyMemoryView_FromMemory(self.out, end, PyBUF_READ)
+        self.sent_records -= 1  # a payload's tag has its header's number
+        if nbytes <= COPIED_MAX:
+            memcpy(self.out + end, &data[0], nbytes)
+            end = self._tag(end + nbytes, TAG_OF_PAYLOAD, self.out + end, nbytes)
+            self.sent_records += 1
+            return (PyMemoryView_FromMemory(self.out, end, PyBUF_READ),)
+        tag_end = self._tag(end, TAG_OF_PAYLOAD, <char *>&data[0], nbytes)
+        self.sent_records += 1
+        return (PyMemoryView_FromMemory(self.out, end, PyBUF_READ), PyMemoryView_FromMemory(<char *>&data[0], nbytes, PyBUF_READ),
+                PyMemoryView_FromMemory(self.out + end, tag_end - end, PyBUF_READ))
 
     def notify(self, uint32_t channel, uint64_t value):
         cdef Head head
@@ -192,18 +206,28 @@ cdef class QuickPuts:
 
     # -- what comes ----------------------------------------------------------------------------------
 
+    cdef char *_place(self) noexcept:
+        """Where the payload that lands begins."""
+        return <char *>self.region.buf + self.landing.at
+
     @property
     def room(self):
-        return PyMemoryView_FromMemory(self.come + self.filled, ROOM - self.filled, PyBUF_WRITE)
+        cdef object rest = PyMemoryView_FromMemory(self.come + self.filled, ROOM - self.filled, PyBUF_WRITE)
+        if self.lands and self.landed < self.landing.nbytes:
+            return (PyMemoryView_FromMemory(self._place() + self.landed, self.landing.nbytes - self.landed, PyBUF_WRITE), rest)
+        return (rest,)
 
     def came(self, uint64_t nbytes):
         """`nbytes` of `room` are filled."""
-        cdef uint64_t at = 0, taken
+        cdef uint64_t at = 0, taken = min(nbytes, self.landing.nbytes - self.landed) if self.lands else 0
         cdef bint mine = True
-        if nbytes > ROOM - self.filled:
-            raise ValueError(f"{nbytes} bytes in room for {ROOM - self.filled}")
-        self.filled += nbytes
-        while self.filled - at >= HEADER + self.tag_bytes:
+        if nbytes - taken > ROOM - self.filled:
+            raise ValueError(f"{nbytes} bytes in room for {ROOM - self.filled + taken}")
+        self.landed += taken
+        self.filled += nbytes - taken
+        if self.lands:
+            at = self._end_landing(&mine)
+        while mine and not self.lands and self.filled - at >= HEADER + self.tag_bytes:
             taken = self._take(self.come + at, self.filled - at, &mine)
             if taken == 0:
                 break
@@ -212,6 +236,19 @@ cdef class QuickPuts:
             memmove(self.come, self.come + at, self.filled - at)
             self.filled -= at
         return mine
+
+    cdef uint64_t _end_landing(self, bint *mine) except? 0:
+        """Publish the put whose payload lands, if it is here whole; the bytes of its tag, or 0 if not, or not ours."""
+        cdef Head *head = &self.landing
+        if self.landed < head.nbytes or self.filled < self.tag_bytes:
+            return 0
+        if self.tag_bytes and not holds(self.seal_come, TAG_OF_PAYLOAD, head.sequence, self._place(), head.nbytes, self.come):
+            mine[0] = False
+            return 0
+        self.lands = False
+        self._publish(head)
+        self.come_records += 1
+        return self.tag_bytes
 
     cdef uint64_t _take(self, char *at, uint64_t filled, bint *mine) except? 0:
         """Perform one record; its bytes, or 0 if it is not whole, or (`mine` is set to False) not ours to judge."""
@@ -226,8 +263,18 @@ cdef class QuickPuts:
         if head.sequence != self.come_records or not self._is_plain(&head):
             return 0
         if head.kind == K_PUT and filled < begin + head.nbytes + self.tag_bytes:
-            mine[0] = True
-            return 0
+            if head.nbytes < LANDS_MIN:
+                mine[0] = True
+                return 0
+            if not self._find(&head):
+                return 0
+            # What a wrong tag follows is of no account there, as in `bulk_stream`: nobody is told of it.
+            memcpy(&self.landing, at, HEADER)
+            memcpy(self.landing_tag, at + HEADER, self.tag_bytes)
+            self.landed = min(filled - begin, head.nbytes)
+            memcpy(self._place(), at + begin, self.landed)
+            mine[0], self.lands, self.authentic = True, True, False
+            return begin + self.landed
         if head.kind == K_ACK:
             if self.acked < self.awaited and head.value > self.acked:
                 return 0  # a transfer of the machine may end by it

@@ -171,9 +171,7 @@ class BulkPeer:
         self, handle: RegionHandle, src: memoryview, at: int, *, channel: int, value: int, owner: object
     ) -> Transfer:
         """Put `src`, flat bytes of `owner`, which is kept alive. What can be checked has been."""
-        if len(src) <= QUICK_BYTES_MAX and self._plane.at_once(
-            lambda: self._go_quickly(lambda lane: lane.put(handle, src, at, channel, value))
-        ):
+        if self.put_now(handle, src, at, channel=channel, value=value):
             return DONE
         return self._ask(
             lambda n: PutAsked(
@@ -181,6 +179,12 @@ class BulkPeer:
             ),
             src,
             owner,
+        )
+
+    def put_now(self, handle: RegionHandle, src: memoryview, at: int, *, channel: int, value: int) -> bool:
+        """Put `src` past the machine: whether that was done. Then it may change at once."""
+        return len(src) <= QUICK_BYTES_MAX and self._plane.at_once(
+            lambda: self._go_quickly(lambda lane: lane.put(handle, src, at, channel, value))
         )
 
     def get(self, handle: RegionHandle, into: memoryview, at: int, *, owner: object) -> Transfer:

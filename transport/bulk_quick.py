@@ -78,7 +78,7 @@ class QuickLane:
         """Send it, as far as the socket takes it: whether that is whole. None if it must go another way."""
         assert self._puts is not None, "it has begun"
         sent = self._puts.put(handle, data, at, channel, value)
-        return None if sent is None else self._send(sent)
+        return None if sent is None else self._send(*sent)
 
     def notify(self, channel: int, value: int) -> bool | None:
         """As `put`."""
@@ -99,14 +99,14 @@ class QuickLane:
         for _ in range(CALLS_MAX):
             room = puts.room
             try:
-                nbytes = sock.recv_into(room)
+                nbytes = sock.recv_into(room[0]) if len(room) == 1 else sock.recvmsg_into(room)[0]
             except BlockingIOError:
                 return True
             except OSError:
                 return False  # the lane finds out what it is
             if not nbytes or not puts.came(nbytes):
                 return False
-            if nbytes < len(room):
+            if nbytes < sum(map(len, room)):
                 break
         return True
 
@@ -115,19 +115,22 @@ class QuickLane:
         """Whether the peer has not been told of all that is published."""
         return self._puts is not None and self._puts.told < self._puts.published
 
-    def _send(self, data: memoryview) -> bool:
-        """What the socket does not take, or fails on, is the lane's to send."""
+    def _send(self, *parts: memoryview) -> bool:
+        """What the socket does not take, or fails on, is the lane's to send, from a copy."""
         io, sock = self._io, self._sock
         assert io is not None and sock is not None, "it has begun"
         try:
-            sent = sock.send(data)
+            sent = sock.send(parts[0]) if len(parts) == 1 else sock.sendmsg(parts)
         except OSError:
             sent = 0
         io.owed = True
-        if sent == len(data):
-            return True
-        io.writer.behind(data[sent:])
-        return False
+        whole = True
+        for part in parts:
+            if sent < len(part):
+                io.writer.behind(part[sent:])
+                whole = False
+            sent = max(0, sent - len(part))
+        return whole
 
     def _resolve(self, slot: int, incarnation: int, offset: int, nbytes: int) -> memoryview | None:
         handle = RegionHandle(slot=slot, incarnation=incarnation, offset=offset, nbytes=nbytes, writable=True)

@@ -25,6 +25,9 @@ class BulkRegion(CheckedRegion):
     def _put(self, view: memoryview, offset: int, channel: int, value: int, owner: object) -> Transfer:
         return self._peer.put(self._handle, view, offset, channel=channel, value=value, owner=owner)
 
+    def _put_now(self, view: memoryview, offset: int, channel: int, value: int) -> bool:
+        return self._peer.put_now(self._handle, view, offset, channel=channel, value=value)
+
     def _get(self, view: memoryview, offset: int, owner: object) -> Transfer:
         return self._peer.get(self._handle, view, offset, owner=owner)
 

@@ -26,6 +26,10 @@ class CheckedRegion(ABC):
     def _put(self, view: memoryview, offset: int, channel: int, value: int, owner: object) -> Transfer:
         """Send the bytes of `view`, which are `owner`'s, and the notification behind them."""
 
+    def _put_now(self, view: memoryview, offset: int, channel: int, value: int) -> bool:
+        """Do so, if the bytes of `view` are needed no more when it returns; else nothing, and False."""
+        return False
+
     @abstractmethod
     def _get(self, view: memoryview, offset: int, owner: object) -> Transfer:
         """Fill `view`, whose bytes are `owner`'s."""
@@ -45,13 +49,14 @@ class CheckedRegion(ABC):
 
     def put(self, src: Buffer | NDArray[Any], offset: int = 0, *, channel: int, value: int) -> Transfer:
         """See `RemoteRegion.put`."""
-        self._check_usable()
-        require_cell(channel, value)
-        if not self._handle.writable:
-            raise read_only(self._handle)
-        view = flat_bytes(src)
-        require_range(self._handle, offset, view.nbytes)
-        return self._put(view, offset, channel, value, src)
+        return self._put(self._what_is_put(src, offset, channel, value), offset, channel, value, src)
+
+    def put_now(self, src: Buffer | NDArray[Any], offset: int = 0, *, channel: int, value: int) -> bool:
+        """As `put`, if `src` may be reused as soon as this returns, whatever becomes of the connection.
+
+        False: nothing has been put, since that cannot be had now. Raises as `put`.
+        """
+        return self._put_now(self._what_is_put(src, offset, channel, value), offset, channel, value)
 
     def get(self, into: Buffer | NDArray[Any], offset: int = 0) -> Transfer:
         """See `RemoteRegion.get`."""
@@ -76,6 +81,15 @@ class CheckedRegion(ABC):
     def close(self) -> None:
         """See `RemoteRegion.close`."""
         self._closed = True
+
+    def _what_is_put(self, src: Buffer | NDArray[Any], offset: int, channel: int, value: int) -> memoryview:
+        self._check_usable()
+        require_cell(channel, value)
+        if not self._handle.writable:
+            raise read_only(self._handle)
+        view = flat_bytes(src)
+        require_range(self._handle, offset, view.nbytes)
+        return view
 
     def _check_open(self) -> None:
         if self._closed:

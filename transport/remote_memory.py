@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from zbmd.transport import _native
 from zbmd.transport.bulk_peer import BulkPeerInfo
+from zbmd.transport.checked_region import CheckedRegion
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 from zbmd.transport.region import RegionHandle, RemoteRegion
 from zbmd.transport.segment import Segment
@@ -65,7 +66,7 @@ class RemotePeer(Protocol):
         """Whether our memory is read and written without us: it cannot be taken back by refusing."""
         ...
 
-    def open_region(self, handle: RegionHandle) -> RemoteRegion:
+    def open_region(self, handle: RegionHandle) -> CheckedRegion:
         """The peer's region behind `handle`. Raises `RemoteProtocolError` if it is forged or stale."""
         ...
 
@@ -161,7 +162,7 @@ class RemoteMemory:
         """Set the peer's cell of us, behind all puts; see `zbmd.transport.region.RemoteRegion.notify`."""
         self._theirs.notify(channel, value)
 
-    def lent(self, offset: int, nbytes: int, *, writable: bool) -> RemoteRegion:
+    def lent(self, offset: int, nbytes: int, *, writable: bool) -> CheckedRegion:
         """What the peer lends at these bytes of its segment: over TCP it refuses transfers if it does not."""
         handle = RegionHandle(
             slot=self.slot, incarnation=self.incarnation, offset=offset, nbytes=nbytes, writable=writable

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
 from zbmd.collectives.algorithms import (
     bruck,
@@ -25,7 +25,16 @@ from zbmd.collectives.algorithms import (
 from zbmd.collectives.algorithms.drafts import shared_drafts
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.errors import ProgramError
-from zbmd.collectives.program import IN, MAX_CHUNKS, MAX_RANKS, OUT, Program, hash_text, input_buffer
+from zbmd.collectives.program import (
+    IN,
+    MAX_CHUNKS,
+    MAX_RANKS,
+    OUT,
+    Program,
+    chunk_range,
+    hash_text,
+    input_buffer,
+)
 from zbmd.collectives.spec import (
     Spec,
     all_gather_spec,
@@ -104,23 +113,32 @@ PROGRAMS_VERSION = 2
 """Raised whenever an algorithm's programs change: it enters `Request.digest`."""
 
 
+Sends: TypeAlias = Callable[[Request, int, int], range]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """One entry of the catalogue.
 
     `exposes` gives the buffers of a rank that its peers read: these must lie in the arena. The full
     vector of a `blocked` one has a block a rank, or one a pair of ranks. An `eager` one reads inputs from the
-    descriptors. One that is `laid_out` always finds its blocks by a `Layout`. The programs of one that goes
-    `over_hosts` depend on who is where.
+    descriptors: `sends`, of (request, rank, reader), gives the chunks of a rank's input that a reader reads,
+    and between hosts is sent. One that is `laid_out` always finds its blocks by a `Layout`. The programs of
+    one that goes `over_hosts` depend on who is where.
     """
 
     build: Callable[[Request, int], Program]
     spec: Callable[[Request, bool], Spec]
     exposes: Callable[[Request, int], frozenset[int]]
     blocked: bool = False
-    eager: bool = False
+    sends: Sends | None = None
     laid_out: bool = False
     over_hosts: bool = False
+
+    @property
+    def eager(self) -> bool:
+        """Whether inputs travel with the descriptors."""
+        return self.sends is not None
 
 
 def _exposes(*buffers: int) -> Callable[[Request, int], frozenset[int]]:
@@ -134,6 +152,30 @@ def _exposes_at_root(buffer: int) -> Callable[[Request, int], frozenset[int]]:
 def _exposes_partials(request: Request, rank: int) -> frozenset[int]:
     nodes = shard_tree.shard_tree_nodes(request.shards, *request.assignment[rank])
     return frozenset((OUT, *(input_buffer(k) for k in range(len(nodes)))))
+
+
+def _sends_all(request: Request, rank: int, reader: int) -> range:
+    return range(request.chunks)
+
+
+def _sends_own_block(request: Request, rank: int, reader: int) -> range:
+    return chunk_range(rank, request.n, request.chunks)
+
+
+def _sends_block_of_reader(request: Request, rank: int, reader: int) -> range:
+    return chunk_range(reader, request.n, request.chunks)
+
+
+def _sends_block_of_pair(request: Request, rank: int, reader: int) -> range:
+    return chunk_range(rank * request.n + reader, request.n**2, request.chunks)
+
+
+def _from_root(sends: Sends) -> Sends:
+    return lambda request, rank, reader: sends(request, rank, reader) if rank == request.root else range(0)
+
+
+def _to_root(sends: Sends) -> Sends:
+    return lambda request, rank, reader: sends(request, rank, reader) if reader == request.root else range(0)
 
 
 def _plain(builder: Callable[[int, int, int], Program]) -> Callable[[Request, int], Program]:
@@ -253,7 +295,7 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
             build=_plain(direct.eager_all_reduce),
             spec=partial(_reduce_in_rank_order, eager=True),
             exposes=_exposes(),
-            eager=True,
+            sends=_sends_all,
         ),
         (Operation.ALL_REDUCE, "direct"): Algorithm(
             build=_plain(direct.direct_all_reduce), spec=_reduce_in_rank_order, exposes=_exposes(IN, OUT)
@@ -310,7 +352,7 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
             build=_rooted(direct.eager_broadcast),
             spec=partial(_broadcast, eager=True),
             exposes=_exposes(),
-            eager=True,
+            sends=_from_root(_sends_all),
         ),
         (Operation.BROADCAST, "direct"): Algorithm(
             build=_rooted(direct.direct_broadcast), spec=_broadcast, exposes=_exposes_at_root(OUT)
@@ -323,7 +365,7 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
             spec=partial(_gather, eager=True),
             exposes=_exposes(),
             blocked=True,
-            eager=True,
+            sends=_sends_own_block,
         ),
         (Operation.ALL_GATHER, "direct"): Algorithm(
             build=_plain(direct.direct_all_gather), spec=_gather, exposes=_exposes(IN), blocked=True
@@ -348,14 +390,14 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
             spec=partial(_scatter_in_rank_order, eager=True),
             exposes=_exposes(),
             blocked=True,
-            eager=True,
+            sends=_sends_block_of_reader,
             laid_out=True,
         ),
         (Operation.REDUCE, "eager"): Algorithm(
             build=_rooted(rooted.eager_reduce),
             spec=partial(_reduce_to_root, eager=True),
             exposes=_exposes(),
-            eager=True,
+            sends=_to_root(_sends_all),
         ),
         (Operation.REDUCE, "direct"): Algorithm(
             build=_rooted(rooted.direct_reduce), spec=_reduce_to_root, exposes=_exposes(IN)
@@ -365,7 +407,7 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
             spec=partial(_gather_to_root, eager=True),
             exposes=_exposes(),
             blocked=True,
-            eager=True,
+            sends=_to_root(_sends_own_block),
             laid_out=True,
         ),
         (Operation.GATHER, "direct"): Algorithm(
@@ -380,7 +422,7 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
             spec=partial(_scatter_from_root, eager=True),
             exposes=_exposes(),
             blocked=True,
-            eager=True,
+            sends=_from_root(_sends_block_of_reader),
             laid_out=True,
         ),
         (Operation.SCATTER, "direct"): Algorithm(
@@ -395,7 +437,7 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
             spec=partial(_all_to_all, eager=True),
             exposes=_exposes(),
             blocked=True,
-            eager=True,
+            sends=_sends_block_of_pair,
             laid_out=True,
         ),
         (Operation.ALL_TO_ALL, "direct"): Algorithm(
@@ -458,4 +500,6 @@ def build_all(request: Request) -> list[Program]:
 
 def spec_of(request: Request, *, in_place: bool = False) -> Spec:
     """What the request's programs must achieve, for `verify`."""
-    return algorithm_of(request).spec(request, in_place)
+    algorithm = algorithm_of(request)
+    spec = algorithm.spec(request, in_place)
+    return spec if algorithm.sends is None else replace(spec, sent=partial(algorithm.sends, request))

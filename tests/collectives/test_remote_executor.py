@@ -19,9 +19,10 @@ from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards,
 from zbmd.collectives.errors import Desynchronised, MembersLost, OperationAborted
 from zbmd.collectives.reductions import REDUCTIONS, dtypes, reduction_code
 from zbmd.collectives.remote_fetch import Ended, Fetcher
-from zbmd.collectives.remote_slots import slot_payload_bytes
+from zbmd.collectives.remote_slots import Slots, slot_payload_bytes
 from zbmd.collectives.remote_walk import Walk
 from zbmd.transport._native import now_ns
+from zbmd.transport.bulk_peer import BulkPeer
 from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
 from zbmd.transport.region import RegionHandle
 from zbmd.transport.remote_memory import RemoteMemory
@@ -372,6 +373,102 @@ def test_inputs_travel_with_the_descriptors(run_ranks: RunRanks, hosts: Sequence
     apart = len(set(hosts)) == len(hosts)
     assert first == PUB_BYTES_MAX
     assert then == (slot_payload_bytes(len(hosts)) if apart else PUB_BYTES_MAX)
+
+
+def wide_operations(p: Any, c: Any, count: int, dtype: type[Any], algorithm: str) -> list[bytes]:
+    """Each by this algorithm. Whoever returns changes what it gave at once."""
+    n, root = c.size, c.members[-1]
+    found: list[bytes] = []
+
+    def took(result: Array | None, *given: Array) -> None:
+        found.append(b"" if result is None else result.tobytes())
+        for array in given:
+            array.fill(77)
+
+    def fresh(size: int) -> Array:
+        return values(p.rank, size, np.dtype(dtype))
+
+    for _ in range(3):  # the last two by the lane
+        soon = {"algorithm": algorithm, "deadline_ns": p.soon()}
+        for out in (np.empty(count, dtype), None):  # apart, and in place
+            x = fresh(count)
+            took(c.all_reduce(x, out, **soon), x)
+            x = fresh(count)
+            took(c.reduce(x, root, out, **soon), x)
+        x = fresh(count)
+        took(c.broadcast(x, root, **soon), x)
+        x, whole = fresh(count // n), np.empty((n, count // n), dtype)
+        took(c.all_gather(x, whole, **soon), x)
+        whole[c.place] = x = fresh(count // n)
+        took(c.all_gather(whole[c.place], whole, **soon), x)
+        took(c.gather(x, root, **soon), x)
+        wide = fresh(count // n * n).reshape(n, count // n)
+        took(c.reduce_scatter(wide, **soon), wide)
+        wide = fresh(count // n * n).reshape(n, count // n)
+        took(c.all_to_all(wide, np.empty_like(wide), **soon), wide)
+        wide = fresh(count // n * n).reshape(n, count // n)
+        given = wide if p.rank == root else None
+        took(c.scatter(given, root, np.empty(count // n, dtype), **soon), wide)
+        counts = [[(s + 2 * d) % 3 * (count // (2 * n)) for d in range(n)] for s in range(n)]
+        x = fresh(sum(counts[c.place]))
+        took(c.all_to_all_v(x, counts[c.place], [counts[s][c.place] for s in range(n)], **soon), x)
+    return found
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 2)])
+def test_what_a_member_reads_of_an_input_is_what_it_is_sent(
+    run_ranks: RunRanks, hosts: Sequence[int], *, at_once: bool
+) -> None:
+    """The bits are those of another program, whether it leaves at once or not."""
+
+    def body(p: Any) -> None:
+        c = p.communicator()
+        c.barrier()
+        limit = c._executor.eager_bytes_max
+        with pytest.MonkeyPatch.context() as patch:
+            if not at_once:
+                patch.setattr(BulkPeer, "put_now", lambda *_, **__: False)
+            for count, dtype in ((190, np.float64), (9_001, np.float16), (limit // 4, np.float32)):
+                found = wide_operations(p, c, count, dtype, "eager")
+                assert found == wide_operations(p, c, count, dtype, "direct")
+        assert c.lane.taken > 0
+
+    run_ranks(len(hosts), body, hosts=hosts)
+
+
+def test_a_member_is_sent_its_own_block_alone(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> None:
+        c = p.communicator()
+        c.barrier()
+        sent: list[tuple[int, int]] = []
+        send = Slots.send
+
+        def count(self: Any, place: int, at: int, nbytes: int, **rest: Any) -> Transfer:
+            sent.append((place, nbytes))
+            return send(self, place, at, nbytes, **rest)
+
+        def told(nbytes: Callable[[int], int]) -> None:
+            others = [(c.place + k) % 3 for k in range(1, 3)]
+            assert sent == [(place, nbytes(place)) for place in others]
+            sent.clear()
+
+        x, block = np.zeros((3, 5_000), np.float32), 20_000
+        soon = {"algorithm": "eager", "deadline_ns": p.soon()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Slots, "send", count)
+            c.all_to_all(x, **soon)
+            told(lambda _: block)
+            c.reduce_scatter(x, **soon)
+            told(lambda _: block)
+            c.scatter(x if c.place == 1 else None, c.members[1], np.empty(5_000, np.float32), **soon)
+            told(lambda _: block if c.place == 1 else 0)
+            c.gather(x[0], c.members[1], **soon)
+            told(lambda place: block if place == 1 else 0)
+            c.reduce(x[0], c.members[1], np.empty_like(x[0]), **soon)
+            told(lambda place: block if place == 1 else 0)
+
+    run_ranks(3, body, hosts=(0, 1, 2))
 
 
 def test_who_differs_in_a_wide_operation_is_told_of(run_ranks: RunRanks) -> None:

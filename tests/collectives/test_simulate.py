@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.collectives.algorithms import ALGORITHMS, Operation, build
+from zbmd.collectives.algorithms import ALGORITHMS, Operation, build, spec_of
 from zbmd.collectives.collectives_scenario import draw_case
 from zbmd.collectives.program import Notify, Program, Wait
 from zbmd.collectives.simulate import Outcome, Result, Simulation, SimulationError
@@ -30,7 +30,15 @@ class Case:
         self, programs: list[Program], seed: int, kills: Mapping[int, int] | None = None
     ) -> Simulation:
         drawn = self.drawn
-        return Simulation(programs, drawn.buffers, drawn.count, seed=seed, kills=kills, layout=drawn.layout)
+        return Simulation(
+            programs,
+            drawn.buffers,
+            drawn.count,
+            seed=seed,
+            kills=kills,
+            layout=drawn.layout,
+            sent=spec_of(drawn.request).sent,
+        )
 
     def programs(self) -> list[Program]:
         return [build(self.request, rank) for rank in range(self.request.n)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -19,7 +21,7 @@ from zbmd.collectives.algorithms import (
 )
 from zbmd.collectives.algorithms.reduction_trees import two_trees
 from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
-from zbmd.collectives.errors import ProgramError, VerificationError
+from zbmd.collectives.errors import Flaw, ProgramError, VerificationError
 from zbmd.collectives.program import (
     MAX_RANKS,
     PUB,
@@ -143,6 +145,27 @@ def test_peers_read_only_what_an_algorithm_exposes(operation: Operation, algorit
                         if source.rank != program.rank and source.buffer != PUB:
                             exposed = algorithm_of(request).exposes(request, source.rank)
                             assert source.buffer in exposed, f"{program.rank}: {instruction}"
+
+
+@pytest.mark.parametrize("operation", [of for of, name in KINDS if name == "eager"])
+def test_nothing_that_is_sent_can_be_left_out(operation: Operation) -> None:
+    for request in requests_for(operation, "eager", 3):
+        programs, spec = programs_of(request), spec_of(request)
+        sends = spec.sent
+        assert sends is not None
+        for pair in itertools.permutations(range(3), 2):
+            chunks = sends(*pair)
+            for fewer in (chunks[1:], chunks[:-1]) if chunks else ():
+                less = partial(but_for, sends, pair, fewer)
+                with pytest.raises(VerificationError) as caught:
+                    verify(programs, replace(spec, sent=less))
+                assert caught.value.flaw is Flaw.NOT_ACCESSIBLE
+
+
+def but_for(
+    sends: Callable[[int, int], range], pair: tuple[int, int], fewer: range, rank: int, reader: int
+) -> range:
+    return fewer if (rank, reader) == pair else sends(rank, reader)
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), KINDS)

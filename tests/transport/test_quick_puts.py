@@ -28,6 +28,7 @@ from zbmd.transport.transfer import DONE
 KEY = bytes(range(32))
 REGION_BYTES = 1 << 12
 HANDLE = RegionHandle(slot=1, incarnation=2, offset=4096, nbytes=REGION_BYTES, writable=True)
+LARGE = RegionHandle(slot=1, incarnation=2, offset=8192, nbytes=1 << 18, writable=True)
 PEER, CHANNEL = 5, 3
 
 
@@ -36,9 +37,10 @@ class Side:
 
     version = 0
 
-    def __init__(self, segment: Segment, *, keyed: bool) -> None:
+    def __init__(self, segment: Segment, *, keyed: bool, handle: RegionHandle = HANDLE) -> None:
         self.segment = segment
-        self.memory = bytearray(REGION_BYTES)
+        self.handle = handle
+        self.memory = bytearray(handle.nbytes)
         self.asked = 0
         seal = RecordMac(KEY).seal if keyed else None
         self.quick = QuickPuts(
@@ -54,7 +56,8 @@ class Side:
     def _resolve(self, slot: int, incarnation: int, offset: int, nbytes: int) -> memoryview | None:
         self.asked += 1
         named = (slot, incarnation, offset, nbytes)
-        known = named == (HANDLE.slot, HANDLE.incarnation, HANDLE.offset, HANDLE.nbytes)
+        handle = self.handle
+        known = named == (handle.slot, handle.incarnation, handle.offset, handle.nbytes)
         return memoryview(self.memory) if known else None
 
     @property
@@ -62,8 +65,16 @@ class Side:
         return int(_native.load_cell(self.segment.mapping.address, PEER, CHANNEL))
 
     def hear(self, data: bytes) -> bool:
-        self.quick.room[: len(data)] = data
-        return self.quick.came(len(data))
+        while data:
+            room = self.quick.room
+            taken = 0
+            for piece in room:  # as a scattering receive fills them
+                part = data[: len(piece)]
+                piece[: len(part)], data = part, data[len(part) :]
+                taken += len(part)
+            if not self.quick.came(taken):
+                return False
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +89,11 @@ def keyed(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "tags")
 
 
-def put_record(number: int, data: bytes, *, at: int = 8, value: int | None = None) -> Put:
+def put_record(
+    number: int, data: bytes, *, at: int = 8, value: int | None = None, handle: RegionHandle = HANDLE
+) -> Put:
     return Put(
-        transfer=number, handle=HANDLE, at=at, total=len(data), stripe_bytes=1 << 24, offset=0,
+        transfer=number, handle=handle, at=at, total=len(data), stripe_bytes=1 << 24, offset=0,
         nbytes=len(data), channel=CHANNEL, value=number + 1 if value is None else value,
     )  # fmt: skip
 
@@ -103,7 +116,7 @@ def test_a_lane_reads_what_is_sent_quickly(segment: Segment, *, keyed: bool) -> 
     side.hear(written((Notify(transfer=0, channel=CHANNEL, value=1), b""), keyed=keyed))
     sent = b"".join(
         (
-            bytes(side.quick.put(HANDLE, memoryview(data), 8, CHANNEL, 1) or b""),
+            b"".join(side.quick.put(HANDLE, memoryview(data), 8, CHANNEL, 1) or ()),
             bytes(side.quick.notify(CHANNEL, 9) or b""),
             bytes(side.quick.acknowledge()),  # the put has told it already
         )
@@ -145,6 +158,65 @@ def test_what_a_lane_writes_is_taken_however_it_is_cut(
         k += 1
     assert side.quick.published == 3 and side.cell == base + 3 and side.asked == 1
     assert side.memory[8:108] == (b"x" * 12 + b"y" * 50 + b"x" * 38) and side.quick.end() == b""
+
+
+def long_puts(base: int) -> list[tuple[Record, bytes]]:
+    """One that lands where it belongs, one that is here whole, one that lands."""
+    draw = random.Random(3)
+    said: list[tuple[Record, bytes]] = []
+    for number, nbytes in enumerate((200_000, 300, 40_000)):
+        data = draw.randbytes(nbytes)
+        said.append((put_record(number, data, value=base + number + 1, handle=LARGE), data))
+    return said
+
+
+@settings(max_examples=25, deadline=None)
+@given(cuts=st.lists(st.integers(1, 90_000), min_size=1, max_size=8), keyed=st.booleans())
+def test_a_long_payload_is_received_where_it_belongs_however_it_is_cut(
+    segment: Segment, cuts: list[int], *, keyed: bool
+) -> None:
+    side = Side(segment, keyed=keyed, handle=LARGE)
+    base = side.cell
+    records = long_puts(base)
+    said, k, expected = written(*records, keyed=keyed), 0, bytearray(LARGE.nbytes)
+    while said:
+        part, said = said[: cuts[k % len(cuts)]], said[cuts[k % len(cuts)] :]
+        published, cell = side.quick.published, side.cell
+        assert side.hear(part) and side.cell - cell == side.quick.published - published
+        k += 1
+    for _, data in records:
+        expected[8 : 8 + len(data)] = data
+    assert side.quick.published == 3 and side.cell == base + 3
+    assert side.memory == expected and side.quick.end() == b""
+
+
+@pytest.mark.parametrize("cut", [0, 1, 20_000, 199_999])
+def test_one_that_is_under_way_is_left_as_it_came(segment: Segment, cut: int, *, keyed: bool) -> None:
+    """To the machine, which goes on; nobody has been told of it."""
+    side = Side(segment, keyed=keyed, handle=LARGE)
+    cell = side.cell
+    said = written(*long_puts(cell), keyed=keyed)[: HEADER_BYTES + TAG_BYTES * keyed + cut]
+    assert side.hear(said) and side.quick.end() == said and side.cell == cell
+
+
+def test_one_that_does_not_match_its_tag_is_left_too(segment: Segment) -> None:
+    side = Side(segment, keyed=True, handle=LARGE)
+    cell = side.cell
+    said = bytearray(written(long_puts(cell)[0], keyed=True))
+    said[100_000] ^= 1
+    assert side.hear(bytes(said[:-1])) and not side.hear(bytes(said[-1:]))
+    assert side.quick.end() == said and side.cell == cell
+
+
+@pytest.mark.parametrize("nbytes", [100, 8_192, 8_193, QUICK_BYTES_MAX])
+def test_what_is_long_is_sent_from_where_it_lies(segment: Segment, nbytes: int, *, keyed: bool) -> None:
+    side = Side(segment, keyed=keyed)
+    data = random.Random(nbytes).randbytes(nbytes)
+    record = put_record(0, data)
+    assert isinstance(record, Put)
+    pieces = side.quick.put(HANDLE, memoryview(data), 8, CHANNEL, 1)
+    assert pieces is not None and len(pieces) == (1 if nbytes <= 8_192 else 3)
+    assert b"".join(pieces) == written((record, data), keyed=keyed)
 
 
 def is_left(side: Side, said: bytes) -> bool:

@@ -43,6 +43,9 @@ LANES = 2
 OWN_GETS = 2
 REGION = RegionHandle(slot=1, incarnation=3, offset=4096, nbytes=1 << 16, writable=True)
 _SEQUENCE = slice(8, 16)
+LONG_BYTES = 20_000
+LONG_CUT = 50
+"""Where it is cut, by 256 bytes."""
 _scratch = bytearray(br.STRIPE_BYTES_MAX)
 
 
@@ -94,6 +97,15 @@ def _peer_seeds() -> tuple[bytes, ...]:
     )
     quick = _said(br.Notify(transfer=0, channel=0, value=1), small, br.Ack(puts=1), br.Ack(puts=2))
     return (quick, _said(*records), _said(*records[:5]), _said(*records[3:9]), _said(*reversed(records[:8])))
+
+
+def _quick_seeds() -> tuple[bytes, ...]:
+    """Also one whose payload is received in its region, as it comes in two parts."""
+    long = br.Put(
+        transfer=0, handle=REGION, at=8, total=LONG_BYTES, stripe_bytes=1 << 15, offset=0, nbytes=LONG_BYTES,
+        channel=1, value=1,
+    )  # fmt: skip
+    return (*_peer_seeds(), LONG_CUT.to_bytes(1) + _said(long)[1:])
 
 
 class _Driver:
@@ -212,19 +224,24 @@ class _Quick:
         named = RegionHandle(slot=slot, incarnation=incarnation, offset=offset, nbytes=nbytes, writable=True)
         return memoryview(self._memory) if named == REGION else None
 
-    def hear(self, record: bytearray) -> None:
-        """One record, its number put right."""
+    def hear(self, record: bytearray, cut: int) -> None:
+        """One record, its number put right, in two parts, the first of which has so many bytes."""
         puts, number = self.puts, self.puts.come_records
         record[_SEQUENCE] = number.to_bytes(8, "little")
-        puts.room[: len(record)] = record
-        puts.came(len(record))
+        given, goes_on = 0, True
+        while goes_on and given < len(record):
+            room = puts.room[0]  # of two, the first is filled first
+            end = min(len(record), given + len(room), cut if given < cut else len(record))
+            room[: end - given] = record[given:end]
+            goes_on = puts.came(end - given)
+            given = end
         taken = puts.come_records - number
         if taken and not isinstance(
             br.decode(record[: br.HEADER_BYTES], number), br.Put | br.Notify | br.Ack
         ):
             raise Broken("it has taken a record that it does not know")
         rest = puts.end()
-        if not taken and rest != bytes(record):
+        if not taken and rest != bytes(record[:given]):
             raise Broken("what it has left is not what came")
         puts.begin(puts.sent_records, puts.come_records, OWN_GETS, puts.acked, 1, puts.published, puts.told)
 
@@ -235,10 +252,10 @@ def _quick(data: bytes) -> None:
     for _ in range(RECORDS_MAX):
         if script.ended:
             break
-        script.number(1)
+        cut = script.number(1) << 8
         record = bytearray(script.block())
         if len(record) >= br.HEADER_BYTES:
-            quick.hear(record)
+            quick.hear(record, cut)
 
 
 TARGETS = (
@@ -260,7 +277,7 @@ TARGETS = (
         name="bulk.quick",
         what="a peer's records, past the machine",
         allowed=(),
-        seeds=_peer_seeds,
+        seeds=_quick_seeds,
         run=_quick,
     ),
 )

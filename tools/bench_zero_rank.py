@@ -23,7 +23,7 @@ from zbmd.training.zero.file_keeper import FileKeeper
 from zbmd.training.zero.keeper import COPIES, BuddyMirror
 from zbmd.training.zero.mirror import SLOTS
 from zbmd.training.zero.safekeeping import Digests
-from zbmd.training.zero.state_file import StateFile, StateName
+from zbmd.training.zero.state_file import NO_NOTE, StateFile, StateName
 from zbmd.training.zero.trainer import (
     ZeroDone,
     ZeroOptions,
@@ -70,6 +70,7 @@ def measured(node: Node, made: Group, recipe: Recipe, options: ZeroOptions, fold
         known=0,
         on_update=_ignore_update,
         on_commit=_ignore_commit,
+        note=lambda _: NO_NOTE,
     )
     kept = ZeroTrainer(node, made, recipe, options, keep_previous=True)
     mirror = BuddyMirror(

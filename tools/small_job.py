@@ -147,7 +147,11 @@ def _job_of(
 ) -> tuple[str, tuple[str, ...], str]:
     """Module, arguments, and what is imported ahead of them."""
     if mesh:
-        return "zbmd.training.tensor", (mesh_recipe(out, data, mesh, precision).encode(),), mesh_run.__name__
+        return (
+            "zbmd.training.tensor",
+            (mesh_recipe(out, data, mesh, precision, offload).encode(),),
+            mesh_run.__name__,
+        )
     arguments = (*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(out))
     if zero:
         shared = ("--zero", str(zero), *(() if offload is None else ("--offload", str(offload))))
@@ -155,13 +159,16 @@ def _job_of(
     return "zbmd.training", arguments, JOB_MODULE
 
 
-def mesh_recipe(out: Path, data: Path, mesh: str, precision: Precision = "float32") -> TrainOptions:
+def mesh_recipe(
+    out: Path, data: Path, mesh: str, precision: Precision = "float32", offload: Path | None = None
+) -> TrainOptions:
     """The small run on a mesh: a checkpoint and an evaluation are due on the way, and float16 overflows."""
     return TrainOptions(
         out=out,
         data=str(data),
         mesh=mesh,
         precision=precision,
+        offload=offload,
         loss_scale=SCALE_MOST,
         model=GPTConfig(width=32, heads=2, layers=2, context=16),
         training=TrainingConfig(steps=STEPS, shards=6),

@@ -144,6 +144,7 @@ SETTINGS: Final = (
     Entry("seed", "batch and schedule", _WHOLE, _TRAINING.seed, "seed"),
     Entry("out", "run", Path, _OPTIONS.out, "directory of the run"),
     Entry("resume", "run", Path, None, "checkpoint, or the run it is of, to go on from"),
+    Entry("offload", "run", Path, None, "folder of files with the ranks' states, not in memory"),
     Entry("evaluate_every", "run", _WHOLE, _OPTIONS.evaluate_every, "steps; 0: at the end"),
     Entry("evaluate_windows", "run", _WHOLE, _OPTIONS.evaluate_windows, "held-out sequences"),
     Entry("checkpoint_every", "run", _WHOLE, _OPTIONS.checkpoint_every, "steps; 0: at the end"),

@@ -1,4 +1,4 @@
-"""Masters and moments in files: the bits are the same, and the files outlive whoever is killed."""
+"""States in files, of ZeRO and meshes: the bits are the same, and the files outlive whoever is killed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ import pytest
 from zbmd.tools.small_job import SHAPE, STEPS, run_small_job, write_text
 from zbmd.training import __main__ as training
 from zbmd.training.job import run_plain
+from zbmd.training.precision import Precision
 from zbmd.training.zero.state_file import StateFile, StateName
 from zbmd.transport import faults
 from zbmd.transport.errors import UserError
 
 CASES = (
-    (3, "rank0:zero.updated:2,rank1:zero.updated:2,rank2:zero.update:3"),  # all of them, none has a buddy
+    (3, "rank0:zero.begin:3,rank1:zero.begin:3,rank2:zero.begin:3"),  # all of them, none has a buddy
     (1, "rank1:file.stamp:2"),
     (2, "rank2:file.stamped:3,rank2#2:zero.met"),
+)
+MESH_CASES: tuple[tuple[str, Precision, str], ...] = (
+    ("dp=2,pp=2", "float32", ",".join(f"rank{rank}:mesh.begin:3" for rank in range(4))),  # all of them
+    ("dp=2,tp=2", "float32", "rank1:file.stamp:2,rank1#2:mesh.met"),
+    ("dp=2", "float16", "rank0:file.stamped:3,rank1:pipeline.compute:9"),
 )
 NAME = StateName(run=7, place=1, ranks=2, elements=3000)
 
@@ -32,6 +38,30 @@ async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
         )
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
         assert found.digest == calm.weights_sha256, fault
+        assert not list((files / str(number)).iterdir()), "a run that is over leaves no state"
+
+
+async def test_kills_on_meshes_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
+    data, files = write_text(tmp_path / "text"), tmp_path / "files"
+    calm: dict[tuple[str, Precision], str] = {}
+    kinds: tuple[tuple[str, Precision], ...] = (("dp=1", "float32"), ("tp=2", "float32"), ("dp=1", "float16"))
+    for mesh, precision in kinds:
+        done = await run_small_job(
+            tmp_path / f"{mesh}-{precision}", data, mesh=mesh, world_size=int(mesh[-1]), precision=precision
+        )
+        calm[mesh, precision] = done.digest
+    for number, (mesh, precision, fault) in enumerate(MESH_CASES):
+        found = await run_small_job(
+            tmp_path / str(number),
+            data,
+            fault=fault,
+            mesh=mesh,
+            world_size=2 ** len(mesh.split(",")),
+            precision=precision,
+            offload=files / str(number),
+        )
+        assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
+        assert found.digest == calm["tp=2" if "tp" in mesh else "dp=1", precision], (mesh, fault)
         assert not list((files / str(number)).iterdir()), "a run that is over leaves no state"
 
 
@@ -50,7 +80,7 @@ def write(file: StateFile, version: int) -> None:
     for part in parts(file, slot):
         file.wrote(part)
         file.rest(part)
-    file.end(slot, version)
+    file.end(slot, version, np.array([version, 0.5]))
 
 
 def test_a_replacement_finds_what_was_whole(tmp_path: Path) -> None:
@@ -66,6 +96,7 @@ def test_a_replacement_finds_what_was_whole(tmp_path: Path) -> None:
     assert (found.version_in(0), found.version_in(1)) == (None, 5)
     assert found.digest_in(1) == file.digest_in(1)
     assert (found.slots[1] == 6.0).all()
+    assert (found.noted(0).tolist(), found.noted(1).tolist()) == ([], [5.0, 0.5])
     found.slots[1][2999] = 7.0
     found.drop_damaged(1, parts(found, 1))
     assert found.version_in(1) is None

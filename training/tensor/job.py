@@ -1,4 +1,4 @@
-"""A run on a mesh that outlives its ranks: each one's state is mirrored at a buddy at every step.
+"""A run on a mesh that outlives its ranks: each one's state is copied by a buddy at every step, or in a file.
 
 A rank that is killed is replaced, takes its state from there, and the step is run again: the run ends with
 the bits of one that nothing disturbed. What the run is for (`MeshTask`) is told of each step once it is safe.
@@ -7,6 +7,7 @@ the bits of one that nothing disturbed. What the run is for (`MeshTask`) is told
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -14,17 +15,22 @@ import numpy as np
 
 from zbmd.actors.member import Node
 from zbmd.actors.view import View
+from zbmd.collectives.commit_driver import StepFailed
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group import Group, group
+from zbmd.training.clip import TrainingDiverged
 from zbmd.training.journal import adopted_report
 from zbmd.training.mesh import Mesh
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.tensor.groups import MeshGroups
+from zbmd.training.tensor.stages import SLOTS
 from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
 from zbmd.training.zero.epochs import Ended, through_epochs
+from zbmd.training.zero.file_keeper import FileKeeper
 from zbmd.training.zero.keeper import BuddyMirror
 from zbmd.training.zero.safekeeping import Digests, Safekeeping
+from zbmd.training.zero.state_file import Note, StateFile
 from zbmd.transport import faults
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.liveness import DeathNotice
@@ -99,6 +105,9 @@ class MeshJob(Generic[ResultT]):
         """Train to the end. Raises `StepFailed` if the state is lost, and `TrainingDiverged`."""
         try:
             return await through_epochs(self._node, self._epoch)
+        except (StepFailed, TrainingDiverged):  # all ranks end, and nobody will ask for it
+            self._remove_state()
+            raise
         finally:
             await self._leave_groups()
             if self._keeper is not None:
@@ -173,17 +182,49 @@ class MeshJob(Generic[ResultT]):
         if self._trainer is None or self._keeper is None:
             trainer = self._trainer = self._task.trainer(groups)
             self._base = trainer.step
-            self._keeper = BuddyMirror(
+            if trainer.file is not None:
+                self._take_notes(trainer.file)
+            self._keeper = self._keeper_of(trainer, groups.world)
+        return self._trainer, self._keeper
+
+    def _keeper_of(self, trainer: MeshTrainer, world: Group) -> Safekeeping:
+        place, known = world.members.index(self._node.rank), max(0, self._task.known - self._base)
+        if trainer.file is not None:
+            return FileKeeper(
                 self._node,
                 trainer,
-                place=groups.world.members.index(self._node.rank),
-                ranks=groups.world.size,
-                copies=self._task.copies(trainer),
-                known=max(0, self._task.known - self._base),
+                trainer.file,
+                place=place,
+                ranks=world.size,
+                known=known,
                 on_update=self._keep,
                 on_commit=self._committed,
+                note=self._row_of,
             )
-        return self._trainer, self._keeper
+        return BuddyMirror(
+            self._node,
+            trainer,
+            place=place,
+            ranks=world.size,
+            copies=self._task.copies(trainer),
+            known=known,
+            on_update=self._keep,
+            on_commit=self._committed,
+        )
+
+    def _take_notes(self, file: StateFile) -> None:
+        """Know of a predecessor's file where the run began, and what its last steps reported.
+
+        All ranks may have been killed at once, and the checkpoint that the run began with been written over.
+        """
+        whole = ((file.version_in(slot), file.noted(slot)) for slot in range(SLOTS))
+        for version, row in sorted((v, row.tolist()) for v, row in whole if v and len(row) == _NUMBERS):
+            self._base = int(row[_BASE])
+            self._keep(_step_of(row, self._base + version - 1))
+
+    def _remove_state(self) -> None:
+        if self._trainer is not None and self._trainer.file is not None:
+            self._trainer.file.remove()
 
     def _train(self, groups: MeshGroups, trainer: MeshTrainer, keeper: Safekeeping) -> Ended[ResultT]:
         faults.hit(MEET_POINT)
@@ -207,6 +248,7 @@ class MeshJob(Generic[ResultT]):
         result = self._task.finish(trainer)
         faults.hit(SAVED_POINT)
         groups.world.blocking.barrier()
+        self._remove_state()
         return Ended(result)
 
     def _profiled(self, groups: MeshGroups, trainer: MeshTrainer) -> Profiler:
@@ -231,11 +273,7 @@ class MeshJob(Generic[ResultT]):
         A newcomer reads the checkpoint that the run began with, which the run may have written over since:
         the least step is the right one.
         """
-        mine, last = np.zeros(_NUMBERS), self._records.get(self._base + version - 1)
-        mine[_BASE] = self._base
-        if last is not None:
-            mine[_HAS:_SCALE] = 1.0, last.loss, last.grad_norm, last.compute_ns, last.waited_ns
-            mine[_SCALE:] = last.loss_scale, last.skipped
+        mine = self._row_of(self._records.get(self._base + version - 1))
         every = world.blocking.all_gather(mine)
         self._base = int(every[:, _BASE].min())
         step = self._base + version - 1
@@ -243,18 +281,29 @@ class MeshJob(Generic[ResultT]):
             del self._records[later]
         found = next((row for row in every if row[_HAS] and version), None)
         if found is not None and step not in self._records:
-            self._keep(
-                MeshStep(
-                    step=step,
-                    loss=float(found[_LOSS]),
-                    grad_norm=float(found[_NORM]),
-                    compute_ns=int(found[_COMPUTE]),
-                    waited_ns=int(found[_WAITED]),
-                    loss_scale=float(found[_SCALE]),
-                    skipped=int(found[_SKIPPED]),
-                )
-            )
+            self._keep(_step_of(found.tolist(), step))
+
+    def _row_of(self, done: MeshStep | None) -> Note:
+        row = np.zeros(_NUMBERS)
+        row[_BASE] = self._base
+        if done is not None:
+            row[_HAS:_SCALE] = 1.0, done.loss, done.grad_norm, done.compute_ns, done.waited_ns
+            row[_SCALE:] = done.loss_scale, done.skipped
+        return row
 
     def _committed(self, version: int, _: Digests) -> None:
         if version:
             self._task.committed(self._records[self._base + version - 1])
+
+
+def _step_of(row: Sequence[float], step: int) -> MeshStep:
+    """What `step` reported, from a row that has it."""
+    return MeshStep(
+        step=step,
+        loss=row[_LOSS],
+        grad_norm=row[_NORM],
+        compute_ns=int(row[_COMPUTE]),
+        waited_ns=int(row[_WAITED]),
+        loss_scale=row[_SCALE],
+        skipped=int(row[_SKIPPED]),
+    )

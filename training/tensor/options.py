@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.optim import MuonConfig
 from zbmd.training.precision import SCALE_FIRST, LossScale, Precision, storage_dtype
 from zbmd.training.tensor.stages import Stages
 from zbmd.transport.errors import UserError
@@ -21,7 +22,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A recipe. The vocabulary of `model` is that of the tokens; `*_every` are in steps, 0: only at the end.
 
     loss_scale: what float16 begins with; weights: a GPT-2 in Hugging Face's layout to begin with; resume: a
-    checkpoint to go on from.
+    checkpoint to go on from; offload: a folder, on a disk of each host, for files with the ranks' states.
     """
 
     out: Path
@@ -40,6 +41,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int = 1
     weights: Path | None = None
     resume: Path | None = None
+    offload: Path | None = None
     evaluate_every: int = 50
     evaluate_windows: int = 64
     checkpoint_every: int = 100
@@ -68,6 +70,10 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError("give --weights to begin with, or --resume to go on from: not both.")
         if self.precision == "float64" and (self.checkpoint_every or self.resume is not None):
             raise UserError("checkpoints hold float32: with --precision float64 give --checkpoint-every 0.")
+        if self.offload is not None and self.precision == "float64":
+            raise UserError("--offload keeps states in float32: choose another --precision.")
+        if self.offload is not None and isinstance(self.training.optimizer, MuonConfig):
+            raise UserError("Muon needs whole matrices, and --offload cuts them: choose another optimizer.")
         LossScale.of(storage_dtype(self.precision), first=self.loss_scale)
         for name in ("evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -50,6 +51,7 @@ from zbmd.training.token_corpus import TokenCorpus, prepare_tokens
 from zbmd.training.weights import save_weights
 from zbmd.training.xp import Array
 from zbmd.training.zero.safekeeping import Safekeeping
+from zbmd.training.zero.state_file import StateFile, StateName, require_folder
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import OutOfMemory, UserError
 
@@ -115,7 +117,11 @@ def check_recipe(options: TrainOptions, ranks: int) -> None:
 
     Its data is prepared on the way, once for all ranks.
     """
-    _, model, corpus = prepare(options, ranks)
+    mesh, model, corpus = prepare(options, ranks)
+    if options.offload is not None:
+        most, dtype = elements_most(model, mesh, options.stages), storage_dtype(options.precision)
+        elements = state_elements(most, dtype, options.training.optimizer)
+        require_folder(options.offload, elements=elements, ranks=ranks)
     _require_beginning(options, model, corpus)
 
 
@@ -171,7 +177,15 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
     ranks = mesh.size("tp")
     model = GPT(config) if ranks == 1 else PartOfGPT(config, 0, ranks)
     dtype = storage_dtype(options.precision)
-    return bytes_needed(model, options.training, mesh, options.stages, dtype=dtype, copies=SLOTS)
+    return bytes_needed(
+        model,
+        options.training,
+        mesh,
+        options.stages,
+        dtype=dtype,
+        copies=SLOTS,
+        offloaded=options.offload is not None,
+    )
 
 
 async def run(options: TrainOptions) -> TrainResult | None:
@@ -223,7 +237,7 @@ class _Run(MeshTask[TrainResult]):
         self.options, self.mesh, self.config, self.corpus = options, mesh, config, corpus
         self.steps, self.out = options.training.steps, options.out
         self.is_first = node.rank == 0
-        self._node = node
+        self._node, self._again = node, again
         self._records: Records | None = None
         if self.is_first:
             self._records = Records(options.out, tensorboard=options.tensorboard, again=again)
@@ -249,10 +263,23 @@ class _Run(MeshTask[TrainResult]):
             empty=self._empty,
             overlap=options.overlap,
             loss_scale=options.loss_scale,
+            offload=self._file_in(groups.world),
         )
         self._start(trainer)
         self._began_ns, self._first_step = now_ns(), trainer.step
         return trainer
+
+    def _file_in(self, world: Group) -> Callable[[int], StateFile] | None:
+        """What makes this rank's file, or opens that of a predecessor, where states are in files."""
+        folder, place, ranks = self.options.offload, world.members.index(self._node.rank), world.size
+        if folder is None:
+            return None
+
+        def made(elements: int) -> StateFile:
+            name = StateName(run=self._node.job, place=place, ranks=ranks, elements=elements)
+            return StateFile(folder, name, again=self._again)
+
+        return made
 
     def copies(self, trainer: MeshTrainer) -> list[np.ndarray]:
         """See `MeshTask`."""

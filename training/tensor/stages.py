@@ -78,10 +78,11 @@ def bytes_needed(
     *,
     dtype: np.dtype[np.floating] = FLOAT32,
     copies: int = 0,
+    offloaded: bool = False,
 ) -> RankBytes:
     """Of any rank of the mesh; `model` is the first part along `tp`, `copies`: of states kept for others.
 
-    `dtype` is that of weights and gradients.
+    `dtype` is that of weights and gradients. offloaded: whether states are in files.
 
     Raises `UserError` for layers or shards that cannot be shared out over the mesh.
     """
@@ -90,8 +91,8 @@ def bytes_needed(
     shares = assign_shards(training.shards, data_ranks)
     buffers = max(AccumulationPlan.of(training.shards, *share).buffers for share in shares)
     computing = computing_dtype(dtype)
-    stored = (buffers + 1 + (dtype != computing)) * most * dtype.itemsize
-    state = state_elements(most, dtype, training.optimizer) * computing.itemsize
+    stored = (buffers + 1 + (dtype != computing or offloaded)) * most * dtype.itemsize
+    state = 0 if offloaded else state_elements(most, dtype, training.optimizer) * computing.itemsize
     every = stages.programs(training, mesh)
     inbox = 0
     if count > 1:

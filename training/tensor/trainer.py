@@ -10,7 +10,7 @@ on the size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -28,7 +28,7 @@ from zbmd.training.layout import ParameterLayout, ParameterSlot
 from zbmd.training.lookout import Lookout
 from zbmd.training.mesh import Mesh
 from zbmd.training.non_finite import bad_gradient, bad_weights, where_it_began
-from zbmd.training.optim import arrays_of, optimizer_for
+from zbmd.training.optim import arrays_of
 from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.passes import StagePasses
 from zbmd.training.pipeline.program import Op
@@ -51,6 +51,8 @@ from zbmd.training.tensor.shards import cut_of
 from zbmd.training.tensor.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
 from zbmd.training.watch import ALONE, VOTE_NUMBERS, StepWatch
 from zbmd.training.xp import Array
+from zbmd.training.zero.paging import PagedUpdate
+from zbmd.training.zero.state_file import StateFile
 from zbmd.transport._native import now_ns
 
 COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT: 3}
@@ -82,7 +84,8 @@ class MeshTrainer:
     Of 16 bits, masters and moments are kept, and all is computed, in float32; `loss_scale` is what float16
     begins with. Arrays are made by `empty`, which may give memory that peers can read
     (`node.segment.arena`): that saves copies, and is needed where a mirror goes along. Without `overlap` the
-    reductions begin when the backward pass has ended.
+    reductions begin when the backward pass has ended. `offload` makes a file for slots of so many float32
+    numbers: they lie there, and hold the initial state only behind `begin_anew`.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class MeshTrainer:
         empty: Callable[[int, npt.DTypeLike], Array] = np.empty,
         overlap: bool = True,
         loss_scale: float = SCALE_FIRST,
+        offload: Callable[[int], StateFile] | None = None,
     ) -> None:
         self.recipe = recipe
         self.groups = groups
@@ -124,17 +128,21 @@ class MeshTrainer:
         self._room = None if is_alone(self._assignment) else zeros(size)
         self._total = self._reduction().total
         """The gradient, of this rank's part, once an attempt has computed it."""
-        self.slots = [
-            zeros(state_elements(size, dtype, config.optimizer), self.state_dtype) for _ in range(SLOTS)
-        ]
+        elements = state_elements(size, dtype, config.optimizer)
+        self.file = None if offload is None else offload(elements)
+        if self.file is None:
+            self.slots = [zeros(elements, self.state_dtype) for _ in range(SLOTS)]
+        else:
+            self.slots = self.file.slots
         """Versions of what this rank holds: weights and moments, one behind the other, and the loss scale, if
         it changes."""
-        self._narrow = zeros(size) if dtype != self.state_dtype else None
+        self._apart = zeros(size) if dtype != self.state_dtype or self.file is not None else None
+        """What is computed with, where that is not the state's own weights."""
         self.slot = 0
         """The one in use."""
         self._initial: Sequence[Array] = ()
-        self.begin_anew()
-        self._optimizer = optimizer_for(config.optimizer, self.own.layout)
+        self._optimizer = PagedUpdate(config.optimizer, self.own.layout, self.file)
+        self._begin()
         self._ring_memory: RingMemory | None = None
         self._passes_or_none: StagePasses | None = None
         self._compute_ns = self._waited_ns = 0
@@ -162,17 +170,17 @@ class MeshTrainer:
     @property
     def params(self) -> Array:
         """What is computed with: the weights, of 16 bits as they were rounded last."""
-        return self.state.weights if self._narrow is None else self._narrow
+        return self.state.weights if self._apart is None else self._apart
 
     def _round(self) -> None:
         """As behind every change of the slot in use."""
-        if self._narrow is not None:
-            self._narrow[:] = self.state.weights
+        if self._apart is not None:
+            self._apart[:] = self.state.weights
 
     def begin_with(self, weights: Array) -> None:
         """Begin with the whole model's weights, not with the seed's."""
         self._initial = [self._mine(weights).copy()]
-        self.begin_anew()
+        self._begin()
 
     def begin_from(self, saved: SavedState) -> None:
         """Begin with the state in a checkpoint, of any mesh. Raises `UserError` for one that is damaged."""
@@ -183,7 +191,7 @@ class MeshTrainer:
                 flat[own.span] = cut.of(saved.parameter(array, slot)).reshape(-1)
         self.step = self.base = saved.version
         self._initial, self._initial_scale = flats, self._initial_scale.read(np.array(saved.loss_scale))
-        self.begin_anew()
+        self._begin()
 
     def pieces(self) -> list[Piece]:
         """What this rank writes of a checkpoint: its part of what its replicas along `dp` hold alike.
@@ -201,6 +209,15 @@ class MeshTrainer:
         sizes = [sum(one.size for one in piece.arrays) for piece in pieces]
         mine = shared_out(sizes, self.groups.size(DATA_AXIS))[self.groups.place(DATA_AXIS)]
         return [pieces[at] for at in mine]
+
+    def _begin(self) -> None:
+        if self.file is None:  # else a predecessor's state may be there
+            self.begin_anew()
+
+    def parts_in(self, slot: int) -> Iterator[Sequence[Array]]:
+        """Views that together are all of a slot, run by run, the loss scale last."""
+        yield from self._optimizer.parts_of(self._state_in(slot))
+        yield [self._scale_room(slot)]
 
     def begin_anew(self) -> None:
         """Take the state that the training begins with, in slot 0."""
@@ -445,6 +462,7 @@ class MeshTrainer:
                 grad_scale=clip_scale(norm, limit=config.clip_norm) / scale.scale,
             )
         scale.after(finite=True).write(self._scale_room(target))
+        self._optimizer.paging.wrote(self._scale_room(target))
         self.slot = target
         self._round()
         self.step += 1

@@ -17,7 +17,7 @@ from zbmd.training.watch import VOTE_NUMBERS, Vote
 from zbmd.training.xp import Array
 from zbmd.training.zero import mirror as zm
 from zbmd.training.zero.safekeeping import Digests, Keeper, KeptState
-from zbmd.training.zero.state_file import NO_VERSION, StateFile
+from zbmd.training.zero.state_file import NO_VERSION, Note, StateFile
 from zbmd.transport import faults
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
@@ -36,7 +36,8 @@ class PartedState(KeptState, Protocol):
 class FileKeeper(Keeper):
     """`Safekeeping` of what `own` holds, at `place` of `ranks`, by `file`, where its slots lie.
 
-    known: the highest version that the run is known to have committed.
+    known: the highest version that the run is known to have committed; note: what the file is to say of a
+    step that is done, for whoever goes on if all ranks are killed at once.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class FileKeeper(Keeper):
         known: int,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
+        note: Callable[[Any], Note],
     ) -> None:
-        self._file, self._parted = file, own
+        self._file, self._parted, self._note = file, own, note
         for slot in range(zm.SLOTS):
             file.drop_damaged(slot, own.parts_in(slot))
         held = (file.version_in(0), file.version_in(1))
@@ -90,7 +92,7 @@ class FileKeeper(Keeper):
         """See `StepWatch`."""
         version = self._machine.version + 1
         faults.hit(STAMP_POINT)
-        self._file.end(version % zm.SLOTS, version)
+        self._file.end(version % zm.SLOTS, version, self._note(done))
         faults.hit(STAMPED_POINT)
         super().updated(done)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -48,9 +49,10 @@ from zbmd.training.weights import save_weights
 from zbmd.training.zero.epochs import Ended, through_epochs
 from zbmd.training.zero.file_keeper import FileKeeper
 from zbmd.training.zero.keeper import COPIES, BuddyMirror
+from zbmd.training.zero.mirror import SLOTS
 from zbmd.training.zero.rank import ZeroRank, slot_elements
 from zbmd.training.zero.safekeeping import Digests, Safekeeping
-from zbmd.training.zero.state_file import StateFile, StateName, require_folder
+from zbmd.training.zero.state_file import Note, StateFile, StateName, require_folder
 from zbmd.training.zero.trainer import ZeroDone, ZeroOptions, ZeroTrainer, arena_bytes_needed, shards_of
 from zbmd.transport import faults
 from zbmd.transport._native import now_ns
@@ -247,6 +249,7 @@ class ZeroJob:
     def _keeper_of(self, own: ZeroRank, group: Group) -> Safekeeping:
         known = self._log.last_version() - self._base
         if self._file is not None:
+            self._take_notes(self._file)
             return FileKeeper(
                 self._node,
                 own,
@@ -256,6 +259,7 @@ class ZeroJob:
                 known=known,
                 on_update=self._keep,
                 on_commit=self._committed,
+                note=self._row_of,
             )
         return BuddyMirror(
             self._node,
@@ -287,24 +291,24 @@ class ZeroJob:
         """Tell who has not done `step` what it reported: whoever logs it must know that."""
         for later in [one for one in self._records if one > step]:
             del self._records[later]
-        config, done = self._recipe.config, self._records.get(step)
-        mine = np.zeros(4 + config.shards)
-        if done is not None:
-            mine[:4] = 1.0, done.grad_norm, done.loss_scale, done.skipped
-            mine[4:] = [done.losses[shard] for shard in range(config.shards)]
-        for has, grad_norm, loss_scale, skipped, *losses in group.blocking.all_gather(mine).tolist():
-            if has and step not in self._records:
-                self._keep(
-                    ZeroDone(
-                        step=step,
-                        losses=dict(enumerate(losses)),
-                        grad_norm=grad_norm,
-                        loss_scale=loss_scale,
-                        skipped=int(skipped),
-                    )
-                )
+        for row in group.blocking.all_gather(self._row_of(self._records.get(step))).tolist():
+            if row[0] and step not in self._records:
+                self._keep(_done_of(row, step))
         if step > self._base:
             self._node.report(adopted_report(step, group.epoch))
+
+    def _take_notes(self, file: StateFile) -> None:
+        """Know of a predecessor's file what its last steps reported: all ranks may be new at once."""
+        whole = ((file.version_in(slot), file.noted(slot)) for slot in range(SLOTS))
+        for version, row in sorted((v, row.tolist()) for v, row in whole if v and len(row)):
+            self._keep(_done_of(row, self._base + version))
+
+    def _row_of(self, done: ZeroDone | None) -> Note:
+        row = np.zeros(4 + self._recipe.config.shards)
+        if done is not None:
+            row[:4] = 1.0, done.grad_norm, done.loss_scale, done.skipped
+            row[4:] = [done.losses[shard] for shard in range(len(row) - 4)]
+        return row
 
     def _committed(self, version: int, digests: Digests) -> None:
         """Every shard of `version` has its copy: the lowest rank logs it."""
@@ -349,3 +353,15 @@ class ZeroJob:
     def _remove_state(self) -> None:
         if self._file is not None:
             self._file.remove()
+
+
+def _done_of(row: Sequence[float], step: int) -> ZeroDone:
+    """What `step` reported, from a row that has it."""
+    _, grad_norm, loss_scale, skipped, *losses = row
+    return ZeroDone(
+        step=step,
+        losses=dict(enumerate(losses)),
+        grad_norm=grad_norm,
+        loss_scale=loss_scale,
+        skipped=int(skipped),
+    )

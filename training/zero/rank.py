@@ -28,6 +28,7 @@ from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.xp import Array
 from zbmd.training.zero.accountant import Accountant, Kind
 from zbmd.training.zero.layout import ShardLayout, Unit
+from zbmd.training.zero.paging import Paging, state_in
 from zbmd.training.zero.shard_sum import ShardSum
 from zbmd.training.zero.state_file import StateFile
 
@@ -83,7 +84,7 @@ class ZeroRank:
         self._initial_scale = LossScale.of(self.dtype, first=loss_scale)
         self._arrays = arrays_of(optimizer)
         size, take = slot_elements(shards, optimizer, self.dtype), self.memory.allocate
-        self._offload = offload
+        self._offload, self._paging = offload, Paging(offload, self._arrays)
         if offload is not None:
             self.slots = offload.slots
             for slot in self.slots:
@@ -202,11 +203,8 @@ class ZeroRank:
     def parts_in(self, slot: int) -> Iterator[Sequence[Array]]:
         """Views that together are all of a slot, unit by unit, the loss scale last."""
         for unit in self.shards.units:
-            yield self._arrays_of(_cut(self._state_in(slot), unit.in_shard))
+            yield self._paging.arrays(state_in(self._state_in(slot), unit.in_shard))
         yield [self.slots[slot][len(self._arrays) * self.shards.shard_size :]]
-
-    def _arrays_of(self, state: AdamWState) -> list[Array]:
-        return [getattr(state, name) for name in self._arrays]
 
     def _state_in(self, slot: int) -> AdamWState:
         return AdamWState.of(self.slots[slot], self.shards.shard_size, len(self._arrays))
@@ -406,8 +404,9 @@ class ZeroRank:
         scale = self.loss_scale if loss_scale is None else loss_scale
         target = (self.slot + 1) % len(self.slots)
         for number, unit in enumerate(self.shards.units):
-            old, new = (_cut(self._state_in(slot), unit.in_shard) for slot in (self.slot, target))
-            self._bring_in(number + 1, self.slot)
+            old, new = (state_in(self._state_in(slot), unit.in_shard) for slot in (self.slot, target))
+            for ahead in self.shards.units[number + 1 : number + 2]:
+                self._paging.bring_in(state_in(self._state_in(self.slot), ahead.in_shard))
             self._optimizers[number].update(
                 old,
                 new,
@@ -417,22 +416,10 @@ class ZeroRank:
                 grad_scale=grad_scale,
             )
             self._parts[number][:] = new.weights
-            self._let_go(old, new)
+            self._paging.let_go(old, new)
         self.slot = target
         scale.write(self._scale_room)
-        if self._offload is not None:
-            self._offload.wrote([self._scale_room])
-
-    def _bring_in(self, number: int, slot: int) -> None:
-        if self._offload is not None and number < len(self.shards.units):
-            unit = self.shards.units[number]
-            self._offload.will_need(self._arrays_of(_cut(self._state_in(slot), unit.in_shard)))
-
-    def _let_go(self, old: AdamWState, new: AdamWState) -> None:
-        """A unit is updated: what was written goes into the digest, and both versions go to disk."""
-        if self._offload is not None:
-            self._offload.wrote(self._arrays_of(new))
-            self._offload.rest([*self._arrays_of(old), *self._arrays_of(new)])
+        self._paging.wrote(self._scale_room)
 
     def round_weights(self) -> None:
         """Make this rank's parts of the weights from its masters, as behind every change of `state_flat`.
@@ -458,7 +445,3 @@ class ZeroRank:
 def slot_elements(shards: ShardLayout, optimizer: OptimizerConfig, dtype: np.dtype[np.generic]) -> int:
     """Float32 numbers of what one rank alone holds: masters, moments, and the loss scale, if it changes."""
     return len(arrays_of(optimizer)) * shards.shard_size + LossScale.of(dtype).numbers
-
-
-def _cut(state: AdamWState, span: slice) -> AdamWState:
-    return AdamWState(state.weights[span], state.mean[span], state.square[span])

@@ -21,6 +21,7 @@ from typing import Final
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from zbmd.training.xp import Array
 from zbmd.training.zero.mirror import SLOTS
@@ -33,6 +34,11 @@ MAGIC: Final = b"zbmdstate1\0\0\0\0\0\0"
 NO_VERSION: Final = -1
 _NAME: Final = struct.Struct("<16s4Q")  # magic, run, place, ranks, elements of a slot
 _STAMP: Final = struct.Struct("<qQ")  # version, digest
+Note = NDArray[np.float64]
+NO_NOTE: Final[Note] = np.zeros(0)
+NOTE_NUMBERS: Final = 220
+"""Two notes fit the page before the slots."""
+_NOTES_AT: Final = 256
 _WILL_NEED, _PAGE_OUT = 3, 21  # of madvise(2); Python has no name for the second
 
 
@@ -118,13 +124,25 @@ class StateFile:
         _STAMP.pack_into(self._map, self._stamp_at(slot), NO_VERSION, 0)
         self._hash.reset()
 
-    def end(self, slot: int, version: int) -> None:
-        """All of it is written. Digest first: a process may be killed between the two."""
+    def end(self, slot: int, version: int, note: Note = NO_NOTE) -> None:
+        """All of it is written. The version last: a process may be killed before it.
+
+        note: what is to be known of the version by whoever finds it; more than `NOTE_NUMBERS` are not kept.
+        """
         if version % SLOTS != slot:
             raise LocalProtocolError(f"version {version} does not lie in slot {slot}")
         at = self._stamp_at(slot)
         struct.pack_into("<Q", self._map, at + 8, self._hash.intdigest())
+        kept = note if len(note) <= NOTE_NUMBERS else NO_NOTE
+        struct.pack_into(f"<Q{len(kept)}d", self._map, _note_at(slot), len(kept), *kept.tolist())
         struct.pack_into("<q", self._map, at, version)
+
+    def noted(self, slot: int) -> Note:
+        """What `end` was told of the version that is whole there; empty if nothing was, or none is."""
+        (count,) = struct.unpack_from("<Q", self._map, _note_at(slot))
+        if self.version_in(slot) is None or count > NOTE_NUMBERS:
+            return NO_NOTE
+        return np.frombuffer(self._map, np.float64, count, _note_at(slot) + 8).copy()
 
     def drop_damaged(self, slot: int, parts: Iterable[Sequence[Array]]) -> None:
         """Look at what a predecessor has left: with other bits than were written it is not whole."""
@@ -169,6 +187,10 @@ class StateFile:
     def remove(self) -> None:
         """The run is over, and nobody will ask for it. Idempotent."""
         self.path.unlink(missing_ok=True)
+
+
+def _note_at(slot: int) -> int:
+    return _NOTES_AT + slot * 8 * (1 + NOTE_NUMBERS)
 
 
 def file_bytes(elements: int) -> int:

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 import uvloop
-from link_harness import Ear, Net
-from rdma_harness import RdmaHarness, rdma_offers
+from link_harness import COOKIE, Ear, Net, Who
+from rdma_harness import RdmaHarness, rdma_link_pair, rdma_offers
 from rdma_world import given_devices, interface_of
 
 from zbmd.transport import rdma_device, remote_link
+from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.link import LinkLimits
 from zbmd.transport.rdma_link import RdmaLink
@@ -24,6 +25,8 @@ from zbmd.transport.tcp_link import TcpLink
 
 FRAMES = 200
 LARGE = LinkLimits()
+PATIENCE_NS = 100 * 10**9
+"""A question takes a second until it is lost, and it is not asked again when half the time is gone."""
 
 
 @pytest.fixture
@@ -61,17 +64,20 @@ def test_a_peer_is_asked_for_again_when_the_question_was_lost(
 
     monkeypatch.setattr(rdma_device, "looks_up", healed_after_one)
 
-    async def scenario(net: Net) -> None:
-        a, b = await net.connect()
-        ear = Ear(b)
-        a.send(b"found")
-        assert await ear.frames(1) == [b"found"]
+    async def scenario() -> None:
+        ends = [Endpoint(identity=Who(name=name, limits=LARGE).identity, cookie=COOKIE) for name in "ab"]
+        async with rdma_link_pair(*ends, timeout_ns=PATIENCE_NS) as (a, b):
+            ear = Ear(b)
+            a.send(b"found")
+            assert await ear.frames(1) == [b"found"]
+            a.close()
+            assert await ear.end() is None
 
     subprocess.run(["ip", "link", "set", interface, "down"], check=True)  # forgets who has which address
     subprocess.run(["ip", "link", "set", interface, "up"], check=True)
     impair(interface, "loss 100%")
-    RdmaHarness("uvloop").run(scenario, ours=LARGE, theirs=LARGE)
-    assert asked[:2] == [errno.ETIMEDOUT, 0]
+    uvloop.run(scenario())
+    assert asked[0] == errno.ETIMEDOUT and asked[-1] == 0
 
 
 def test_packet_loss_loses_and_reorders_nothing(interface: str) -> None:

@@ -20,13 +20,20 @@ from zbmd.transport.segment import Segment
 
 
 @asynccontextmanager
-async def rdma_link_pair(dialer: Endpoint, listener: Endpoint) -> AsyncGenerator[tuple[RdmaLink, RdmaLink]]:
-    """A link from the first device to the last: its two ends, on the running loop, which users close."""
+async def rdma_link_pair(
+    dialer: Endpoint, listener: Endpoint, *, timeout_ns: int | None = None
+) -> AsyncGenerator[tuple[RdmaLink, RdmaLink]]:
+    """A link from the first device to the last: its two ends, on the running loop, which users close.
+
+    timeout_ns: for each side to set it up, by default as their endpoints have it.
+    """
     devices = [open_device(*at) for at in given_devices()]
     accepted: asyncio.Queue[RdmaLink] = asyncio.Queue()
-    listening = await rdma.listen("127.0.0.1:0", accepted.put_nowait, listener, devices[-1])
+    listening = await rdma.listen(
+        "127.0.0.1:0", accepted.put_nowait, listener, devices[-1], timeout_ns=timeout_ns
+    )
     try:
-        dialed = await rdma.dial(listening.address, dialer, devices[0])
+        dialed = await rdma.dial(listening.address, dialer, devices[0], timeout_ns=timeout_ns)
         yield dialed, await accepted.get()
     finally:
         listening.close()

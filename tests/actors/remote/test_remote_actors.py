@@ -131,10 +131,10 @@ async def test_one_ref_for_both_sides(pair: Pair) -> None:
     far = here.ref("rank1/counter")
     for i in range(100):
         await far.tell(Add(i))
-    assert (await far.ask(Add(0), timeout=5, reply=Total)).value == 10 + 4950
-    totals = await asyncio.gather(*(far.ask(Add(1), timeout=5, reply=Total) for _ in range(300)))
+    assert (await far.ask(Add(0), timeout=TIMEOUT_S, reply=Total)).value == 10 + 4950
+    totals = await asyncio.gather(*(far.ask(Add(1), timeout=TIMEOUT_S, reply=Total) for _ in range(300)))
     assert [t.value for t in totals] == list(range(4961, 5261))
-    assert (await ref.ask(Add(0), timeout=5, reply=Total)).value == 5260
+    assert (await ref.ask(Add(0), timeout=TIMEOUT_S, reply=Total)).value == 5260
 
 
 async def test_references_are_passed_on_and_deadlines_and_traces_with_them(pair: Pair) -> None:
@@ -150,20 +150,20 @@ async def test_rejections_are_typed(pair: Pair) -> None:
     await there.spawn(Counter, name="counter", mailbox=MailboxSpec(capacity=1))
     far = here.ref("rank1/counter")
     with pytest.raises(DeadActor, match="rank1/nobody"):
-        await here.ref("rank1/nobody").ask(Add(1), timeout=5)
+        await here.ref("rank1/nobody").ask(Add(1), timeout=TIMEOUT_S)
     with pytest.raises(PeerLost, match="rank9"):
         await here.ref("rank9/counter").tell(Add(1))
     with pytest.raises(NotUnderstood, match=r"remote.total/1"):
-        await far.ask(Total(1), timeout=5)
+        await far.ask(Total(1), timeout=TIMEOUT_S)
     with pytest.raises(InvalidMessage, match="Expected `int`, got `str`"):
-        await far.ask(Add("x"), timeout=5)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+        await far.ask(Add("x"), timeout=TIMEOUT_S)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidMessage, match="cannot be encoded"):
-        await far.ask(Add(object()), timeout=5)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+        await far.ask(Add(object()), timeout=TIMEOUT_S)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
     with pytest.raises(DeadlineExceeded):
         await far.ask(Hold(), timeout=0.01)
     await far.tell(Add(1))
     with pytest.raises(MailboxFull, match="1 messages waiting"):
-        await far.ask(Add(1), timeout=5)
+        await far.ask(Add(1), timeout=TIMEOUT_S)
 
 
 async def test_an_unknown_contract_is_answered_never_ignored(pair: Pair) -> None:
@@ -178,21 +178,21 @@ async def test_an_unknown_contract_is_answered_never_ignored(pair: Pair) -> None
     link.send(wire.encode(wire.Ask(call, "counter", 0, 10**9, "", body)))
     with pytest.raises(UnknownContract, match=r"remote.add/2 here; versions of it here: \[1\]"):
         await answer
-    assert (await counter.ask(Add(0), timeout=5, reply=Total)).value == 0
+    assert (await counter.ask(Add(0), timeout=TIMEOUT_S, reply=Total)).value == 0
 
 
 async def test_rejected_tells_come_back_to_the_sending_actor(pair: Pair) -> None:
     here, _there = pair
     heard: asyncio.Queue[object] = asyncio.Queue()
     listener = await here.spawn(Listener, heard)
-    await listener.ask(Through(here.ref("rank1/nobody")), timeout=5)
+    await listener.ask(Through(here.ref("rank1/nobody")), timeout=TIMEOUT_S)
     signal_ = await asyncio.wait_for(heard.get(), 5)
     assert isinstance(signal_, Undelivered)
     assert (signal_.ref.address, signal_.contract) == ("rank1/nobody", "remote.add/1")
     assert isinstance(signal_.error, DeadActor)
     await here.ref("rank1/nobody").tell(Add(1))
     with pytest.raises(DeadActor):  # an answer after it: the bounce has arrived
-        await here.ref("rank1/nobody").ask(Add(1), timeout=5)
+        await here.ref("rank1/nobody").ask(Add(1), timeout=TIMEOUT_S)
     assert here.undelivered == 2
 
 
@@ -204,14 +204,14 @@ async def test_a_crash_there_reaches_asker_and_monitor_here(pair: Pair) -> None:
     cancelled = here.monitor(far)
     cancelled.cancel()
     with pytest.raises(ActorFailed, match="rank1/counter failed: ValueError: boom"):
-        await far.ask(Crash(), timeout=5)
-    down = await monitor.down(timeout=5)
+        await far.ask(Crash(), timeout=TIMEOUT_S)
+    down = await monitor.down(timeout=TIMEOUT_S)
     assert down.reason == Reason(ReasonKind.FAILED, "ValueError: boom")
     assert down.ref.incarnation != 0 and down.ref.process_incarnation == 1
-    again = await here.monitor(far).down(timeout=5)
+    again = await here.monitor(far).down(timeout=TIMEOUT_S)
     assert again.reason.kind is ReasonKind.NO_ACTOR
     with pytest.raises(DeadActor):
-        await down.ref.ask(Add(1), timeout=5)
+        await down.ref.ask(Add(1), timeout=TIMEOUT_S)
     with pytest.raises(DeadlineExceeded):
         await cancelled.down(timeout=0.001)
 
@@ -221,24 +221,24 @@ async def test_links_cross_processes(pair: Pair) -> None:
     heard: asyncio.Queue[object] = asyncio.Queue()
     a = await there.spawn(Counter, name="a")
     far_a = Ref(here, *a.key())
-    b = await here.spawn_on("rank1", Counter, 5, name="b", timeout=5)
+    b = await here.spawn_on("rank1", Counter, 5, name="b", timeout=TIMEOUT_S)
     listener = await here.spawn(Listener, heard)
     plain = await here.spawn(Counter, name="plain")
     here.link(listener, far_a)
     here.link(plain, far_a)
     monitor = here.monitor(plain)
     with pytest.raises(ActorFailed):
-        await far_a.ask(Crash(), timeout=5)
+        await far_a.ask(Crash(), timeout=TIMEOUT_S)
     assert await asyncio.wait_for(heard.get(), 5) == Exited(
         far_a, Reason(ReasonKind.FAILED, "ValueError: boom")
     )
-    assert (await monitor.down(timeout=5)).reason.kind is ReasonKind.FAILED
+    assert (await monitor.down(timeout=TIMEOUT_S)).reason.kind is ReasonKind.FAILED
     # The other way round: an end here ends the linked actor there.
     local = await here.spawn(Counter, link_to=b)
     watch_b = here.monitor(b)
     with pytest.raises(ActorFailed):
-        await local.ask(Crash(), timeout=5)
-    assert "linked rank0/" in (await watch_b.down(timeout=5)).reason.text
+        await local.ask(Crash(), timeout=TIMEOUT_S)
+    assert "linked rank0/" in (await watch_b.down(timeout=TIMEOUT_S)).reason.text
     # A link to what does not live.
     here.link(listener, far_a)
     gone = await asyncio.wait_for(heard.get(), 5)
@@ -251,15 +251,15 @@ async def test_spawning_from_afar(pair: Pair) -> None:
     class Unregistered(Actor):
         pass
 
-    ref = await here.spawn_on("rank1", Counter, 5, name="far", timeout=5)
-    assert (await ref.ask(Add(1), timeout=5, reply=Total)).value == 6
+    ref = await here.spawn_on("rank1", Counter, 5, name="far", timeout=TIMEOUT_S)
+    assert (await ref.ask(Add(1), timeout=TIMEOUT_S, reply=Total)).value == 6
     assert [i.name for i in there.describe()] == ["far"] and ref.address == "rank1/far"
     with pytest.raises(UnknownActorClass, match="Unregistered"):
-        await here.spawn_on("rank1", Unregistered, timeout=5)
+        await here.spawn_on("rank1", Unregistered, timeout=TIMEOUT_S)
     with pytest.raises(ActorStartFailed, match="ValueError: negative"):
-        await here.spawn_on("rank1", Counter, -1, timeout=5)
+        await here.spawn_on("rank1", Counter, -1, timeout=TIMEOUT_S)
     with pytest.raises(ActorStartFailed, match="NameTaken"):
-        await here.spawn_on("rank1", Counter, name="far", timeout=5)
+        await here.spawn_on("rank1", Counter, name="far", timeout=TIMEOUT_S)
     assert (await here.terminate(ref)).reason.kind is ReasonKind.SHUTDOWN
     assert there.describe() == []
 
@@ -271,16 +271,16 @@ async def test_a_supervisor_with_a_child_in_another_process(pair: Pair) -> None:
     far = here.ref("rank1/far")
     monitor = here.monitor(far)
     with pytest.raises(ActorFailed):
-        await far.ask(Crash(), timeout=5)
-    await monitor.down(timeout=5)
+        await far.ask(Crash(), timeout=TIMEOUT_S)
+    await monitor.down(timeout=TIMEOUT_S)
     listed: list[tuple[str, str, int]] = []
     async with asyncio.timeout(5):
         while listed != [("far", "running", 2)]:
-            listed = (await sup.ask(WhichChildren(), timeout=5, reply=Children)).children
-    assert (await far.ask(Add(1), timeout=5, reply=Total)).value == 8
+            listed = (await sup.ask(WhichChildren(), timeout=TIMEOUT_S, reply=Children)).children
+    assert (await far.ask(Add(1), timeout=TIMEOUT_S, reply=Total)).value == 8
     again = here.monitor(far)
     here.exit(sup, Reason(ReasonKind.KILLED, "test"))
-    assert (await again.down(timeout=5)).reason.kind is ReasonKind.KILLED
+    assert (await again.down(timeout=TIMEOUT_S)).reason.kind is ReasonKind.KILLED
     assert there.describe() == []
 
 
@@ -322,7 +322,7 @@ async def test_answers_wait_for_room_and_keep_their_order(
     assert [reply.amount for reply in await asyncio.gather(*asks)] == list(range(300))
     assert len(answered) == 300 and answered == sorted(answered)
     for monitor in monitors:
-        assert (await monitor.down(timeout=5)).reason.kind is ReasonKind.NO_ACTOR
+        assert (await monitor.down(timeout=TIMEOUT_S)).reason.kind is ReasonKind.NO_ACTOR
 
 
 async def test_detaching_fails_at_once_all_that_waits(pair: Pair) -> None:
@@ -347,7 +347,7 @@ async def test_detaching_fails_at_once_all_that_waits(pair: Pair) -> None:
 async def test_a_newer_incarnation_of_a_process_replaces_the_older(system: ActorSystem, join: Join) -> None:
     old, new = ActorSystem("rank1", 1), ActorSystem("rank1", 2)
     join(system, old)
-    ref = await system.spawn_on("rank1", Counter, name="counter", timeout=5)
+    ref = await system.spawn_on("rank1", Counter, name="counter", timeout=TIMEOUT_S)
     ask = asyncio.create_task(ref.ask(Hold(), timeout=60))
     await asyncio.sleep(0)
     join(system, new)
@@ -356,7 +356,7 @@ async def test_a_newer_incarnation_of_a_process_replaces_the_older(system: Actor
     with pytest.raises(DeadActor, match="now incarnation 2"):
         await ref.tell(Add(1))
     await new.spawn(Counter, 3, name="counter")
-    assert (await system.ref("rank1/counter").ask(Add(0), timeout=5, reply=Total)).value == 3
+    assert (await system.ref("rank1/counter").ask(Add(0), timeout=TIMEOUT_S, reply=Total)).value == 3
     with pytest.raises(LocalProtocolError, match="already"):
         join(system, old)
     await old.stop(timeout=0.2)
@@ -389,7 +389,7 @@ async def test_garbage_ends_its_own_link_and_nothing_else(system: ActorSystem) -
         assert isinstance(await asyncio.wait_for(closed, 5), RemoteProtocolError)
         assert system.peers == {}
         stranger.close()
-    assert (await system.ref("counter").ask(Add(1), timeout=5, reply=Total)).value == 1
+    assert (await system.ref("counter").ask(Add(1), timeout=TIMEOUT_S, reply=Total)).value == 1
 
 
 # A real process, killed.
@@ -454,4 +454,4 @@ async def test_a_killed_process_is_told_to_everyone_who_depends_on_it(system: Ac
         assert isinstance(await asyncio.wait_for(heard.get(), 5), Down)
         with pytest.raises(PeerLost):
             await far.tell(Add(1))
-        assert (await bystander.ask(Add(1), timeout=5, reply=Total)).value == 1
+        assert (await bystander.ask(Add(1), timeout=TIMEOUT_S, reply=Total)).value == 1

@@ -17,7 +17,7 @@ COLLECTIVE: Final = "collective.point"
 RECOVERY_BOUNDARIES: Final = 30
 """Instruction boundaries of a replacement that are tried: its first barrier and its first step."""
 ZERO_STAGES: Final = (1, 2, 3)
-MESHES: Final = ("pp=2", "tp=2", "dp=2,pp=2", "dp=2,tp=2")
+MESHES: Final = ("pp=2", "tp=2", "dp=2,pp=2", "dp=2,tp=2", "pp=2,tp=2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

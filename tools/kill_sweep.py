@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the points and end")
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="stage; 0: none")
     parser.add_argument("--mesh", default="", help="of a run of zbmd train, such as dp=2,pp=2")
-    parser.add_argument("--every", action="store_true", help="every stage of ZeRO, and four meshes")
+    parser.add_argument("--every", action="store_true", help="every stage of ZeRO, and five meshes")
     parser.add_argument("-n", type=int, help=f"ranks ({RANKS_DEFAULT}, or those of the mesh)")
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="keep what was found, and go on from it")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="cases at a time (%(default)s)")

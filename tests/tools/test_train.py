@@ -48,7 +48,9 @@ def recipe(**changes: str) -> TrainOptions:
     return options_of({name: value for name, (value, _) in found.items()})
 
 
-async def run(options: TrainOptions, ranks: int, *, fault: str = "") -> tuple[int, list[str]]:
+async def run(
+    options: TrainOptions, ranks: int, *, fault: str = "", on_loss: OnLoss = OnLoss.STOP
+) -> tuple[int, list[str]]:
     lines: list[str] = []
 
     class Output:
@@ -60,7 +62,7 @@ async def run(options: TrainOptions, ranks: int, *, fault: str = "") -> tuple[in
         is_module=True,
         arguments=(options.encode(),),
         world_size=ranks,
-        on_loss=OnLoss.STOP,
+        on_loss=on_loss,
         environment={faults.FAULT_VARIABLE: fault},
         preload=("zbmd.training.tensor.run",),
     )
@@ -97,6 +99,24 @@ async def test_a_run_that_lost_a_rank_goes_on_further_with_another_mesh(tmp_path
     assert [one["step"] for one in records if "loss" in one][-6:] == [3, 4, 5, 6, 7, 8]
     last = [one for one in records if "loss" in one][-1]
     assert last["skipped"] > 0 and last["loss_scale"] == 2.0 ** (24 - last["skipped"])
+
+
+async def test_all_ranks_are_killed_once_their_beginning_is_written_over(tmp_path: Path) -> None:
+    """Their files say where the run began: its checkpoint is by then that of a later step."""
+    data, out = str(write_text(tmp_path / "text")), str(tmp_path / "run")
+    shared = {"data": data, "curve": "constant", "checkpoint_every": "1"}
+    _, lines = await run(recipe(out=str(tmp_path / "whole"), **shared), 1)
+    wanted = result(lines).weights_sha256
+    await run(recipe(out=out, steps="2", **shared), 1)
+    offloaded = {"resume": out, "offload": str(tmp_path / "files"), "ranks": "2", "mesh": "dp=2"}
+    fault = "rank0:mesh.begin:3,rank1:mesh.begin:3"  # of step 5, when the checkpoint is that of step 4
+    options = recipe(out=out, **shared, **offloaded)
+    exit_code, lines = await run(options, 2, fault=fault, on_loss=OnLoss.REPLACE)
+    assert exit_code == 0, lines
+    found = result(lines)
+    assert (found.weights_sha256, found.steps) == (wanted, 6), lines
+    records = [msgspec.json.decode(line) for line in (Path(out) / METRICS_NAME).read_bytes().splitlines()]
+    assert [one["step"] for one in records if "loss" in one] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_a_mesh_of_both_axes_trains_a_gpt2_on_byte_pairs(tmp_path: Path) -> None:

@@ -471,6 +471,27 @@ def test_a_member_is_sent_its_own_block_alone(run_ranks: RunRanks) -> None:
     run_ranks(3, body, hosts=(0, 1, 2))
 
 
+def test_who_dies_between_an_input_and_its_descriptor_is_lost(run_ranks: RunRanks) -> None:
+    """Nobody takes for a result what is in a slot without one."""
+
+    def body(p: Any) -> bool:
+        c = p.communicator()
+        c.barrier()
+        x = np.full((3, 30_000), p.rank, np.float32)
+        for _ in range(2):
+            c.all_to_all(x, algorithm="eager", deadline_ns=p.soon())
+        with pytest.MonkeyPatch.context() as patch:
+            if p.rank == 0:
+                patch.setattr(Slots, "put", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            out = np.full_like(x, 9)
+            with pytest.raises(MembersLost) as caught:
+                c.all_to_all(2 * x, out, algorithm="eager", deadline_ns=p.soon())
+        return caught.value.ranks == (0,) and bool((out == 9).all())
+
+    found = run_ranks(3, body, hosts=(0, 1, 2), dies=frozenset((0,)))
+    assert found == [None, True, True]
+
+
 def test_who_differs_in_a_wide_operation_is_told_of(run_ranks: RunRanks) -> None:
     def body(p: Any) -> str:
         c = p.communicator()

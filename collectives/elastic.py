@@ -464,6 +464,7 @@ class ElasticGroup(ElasticParts):
         """On the data-plane thread: what all tell, and the costs that they choose by in this epoch."""
         rows = c.all_gather(encoded, deadline_ns=self._end_ns)
         told = [decode_report(row, rank) for rank, row in zip(c.members, rows, strict=True)]
+        c.try_reading(deadline_ns=self._end_ns)
         return told, pinned(c, (one.measured for one in told), self._end_ns)
 
     async def _opened(
@@ -516,6 +517,7 @@ class ElasticGroup(ElasticParts):
             channel=self._place.mend,
             hosts=hosts_of(self._view, members),
         )
+        made.read_peers_as(self.group.communicator)
         if self._measured is not None and self._measured.fits(made.hosts):
             made.model = self._measured.model
         return made

@@ -14,7 +14,10 @@ from zbmd.collectives.cost_model import MANY_HOSTS, ONE_HOST
 SUM = """
 async def operate(group, rank, k):
     # Rank r brings 10^r * k, so a sum tells whose inputs it holds.
-    done = await group.all_reduce(zbmd.from_array(np.full(300, 10.0**rank * k)), timeout=60, **MODE)
+    x = np.full(300, 10.0**rank * k)
+    if k // 2 % 2:  # else peers read it where it lies
+        x = zbmd.from_array(x)
+    done = await group.all_reduce(x, timeout=60, **MODE)
     return done, [float(done.value.min()), float(done.value.max())]
 """
 
@@ -328,7 +331,8 @@ async def operate(group, rank, k):
         told += [await lost(group.send(np.ones(1), 2)), await lost(group.recv(tag=66, timeout=40))]
         told += [await exchange(group, rank, [1 - rank], 9)]  # who lives does not notice
     done = await group.barrier(on_loss="wait_for_replacement", timeout=60)
-    return done, [told, await exchange(group, rank, [0, 1, 2], k), str(group.group.communicator.model)]
+    known, right = group.group.communicator, await exchange(group, rank, [0, 1, 2], k)
+    return done, [told, right, str(known.model), known._executor.reads_peers]
 """
 
 
@@ -351,6 +355,8 @@ async def test_tagged_messages_while_a_rank_dies_and_comes_back(
     # What was measured when the group was founded is by what all choose, who came later, too.
     models = {found["value"][2] for by in job.told.values() for found in by.values()}
     assert len(models) == 1 and not models & {str(ONE_HOST), str(MANY_HOSTS)}, models
+    # And each view's members have tried whether they can read each other's memory, as a plain group's have.
+    assert {found["value"][3] for by in job.told.values() for found in by.values()} == {links == "auto"}
 
 
 THREADS = """

@@ -80,8 +80,8 @@ class Communicator(CoalescedOperations):
 
         Else, and between hosts, what peers read of arrays outside of the arena is copied there.
         """
-        if self.size > 1 and not self._executor.far and (pids := agree_on_reading(self, deadline_ns)):
-            self.read_peers(pids)
+        if self.size > 1 and not self._executor.far:
+            self.read_peers(agree_on_reading(self, deadline_ns))
 
     def all_reduce(
         self, x: Any, out: Any = None, *, op: str = "sum", algorithm: str = "auto", deadline_ns: int = 0

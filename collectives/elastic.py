@@ -17,14 +17,14 @@ import structlog
 from zbmd.actors.member import Node
 from zbmd.actors.view import View
 from zbmd.collectives import repair_messages as rm
-from zbmd.collectives.arrays import Array
 from zbmd.collectives.blocking import timeout_ns
 from zbmd.collectives.capture_kinds import REPAIR, repair_config
 from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.elastic_asks import open_asks
 from zbmd.collectives.elastic_blocking import ElasticBlocking
-from zbmd.collectives.elastic_model import Measured, pinned
+from zbmd.collectives.elastic_meeting import meet
+from zbmd.collectives.elastic_model import Measured
 from zbmd.collectives.elastic_operations import Result
 from zbmd.collectives.elastic_parts import ElasticParts, Home, Place
 from zbmd.collectives.elastic_splits import Split
@@ -40,13 +40,14 @@ from zbmd.collectives.errors import (
 from zbmd.collectives.group import OPERATIONS_IN_FLIGHT_MAX, Group, hosts_of, make_group
 from zbmd.collectives.group_channels import SUBGROUP_CHANNEL_FIRST, Agreed
 from zbmd.collectives.group_meeting import open_subgroups
+from zbmd.collectives.peer_reading import NOT_TRIED
 from zbmd.collectives.repair_adoption import Publication, Remains
 from zbmd.collectives.repair_estate import Bequest, Estate
 from zbmd.collectives.repair_jobs import Job
 from zbmd.collectives.repair_machine import RepairMachine, RepairState
 from zbmd.collectives.repair_messages import Inputs, Outcome
 from zbmd.collectives.repair_out import hand_over
-from zbmd.collectives.repair_wire import Told, decode_report, encode_report
+from zbmd.collectives.repair_wire import Told
 from zbmd.collectives.tagged import tagged_groups
 from zbmd.transport._native import now_ns
 from zbmd.transport.arena import Arena
@@ -92,6 +93,7 @@ class ElasticGroup(ElasticParts):
         self._publication: Publication | None = None
         self._remains = Remains()
         self._measured: Measured | None = None
+        self._reading = NOT_TRIED
         self._turn = asyncio.Lock()
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._job: Job | None = None
@@ -441,16 +443,22 @@ class ElasticGroup(ElasticParts):
     async def _exchange(self, action: rm.Exchange) -> rm.RepairEvent:
         """Exchange reports. A view without a member cuts it, and so does a member that is in a later one."""
         record_at = self._publication.at if self._publication else 0
-        mine = Told(report=action.report, record_at=record_at, measured=self._measured)
-        encoded = encode_report(mine, ranks=self._home.node.world_size)
+        mine = Told(
+            report=action.report,
+            record_at=record_at,
+            measured=self._measured,
+            reading=self._reading.number,
+        )
+        known, ranks, end_ns = self._reading, self._home.node.world_size, self._end_ns
         try:
-            everyone, self._measured = await self.group.run(lambda c: self._meet(c, encoded))
+            met = await self.group.run(lambda c: meet(c, mine, known, ranks=ranks, deadline_ns=end_ns))
         except _CUT:
             return rm.ExchangeCut(epoch=action.epoch)
         except ZbmdError as error:
             self._error = error
             await self._end()
             raise
+        everyone, self._measured, self._reading = met
         reports = [told.report for told in everyone]
         for member, said in zip(self._machine.members, everyone, strict=True):
             self._remains.records[member] = said.record_at
@@ -460,18 +468,11 @@ class ElasticGroup(ElasticParts):
             self._elders = tuple(rank for rank, report in told if report.born)
         return rm.Exchanged(epoch=action.epoch, reports=tuple(reports))
 
-    def _meet(self, c: Communicator, encoded: Array) -> tuple[list[Told], Measured | None]:
-        """On the data-plane thread: what all tell, and the costs that they choose by in this epoch."""
-        rows = c.all_gather(encoded, deadline_ns=self._end_ns)
-        told = [decode_report(row, rank) for rank, row in zip(c.members, rows, strict=True)]
-        c.try_reading(deadline_ns=self._end_ns)
-        return told, pinned(c, (one.measured for one in told), self._end_ns)
-
     async def _opened(
         self, place: Place, on_close: Callable[[ElasticGroup], None], timeout: float
     ) -> ElasticGroup:
         made = ElasticGroup(self._home, place, on_close)
-        made._measured = self._measured
+        made._measured, made._reading = self._measured, self._reading
         return await _founded(made, timeout)
 
     # ---- what the dead have left
@@ -517,7 +518,7 @@ class ElasticGroup(ElasticParts):
             channel=self._place.mend,
             hosts=hosts_of(self._view, members),
         )
-        made.read_peers_as(self.group.communicator)
+        made.read_peers(self._reading)
         if self._measured is not None and self._measured.fits(made.hosts):
             made.model = self._measured.model
         return made

@@ -411,7 +411,7 @@ class Group:
         over_hosts = [is_far(c.hosts) for c in (self.communicator, made)]
         if over_hosts[0] == over_hosts[1]:
             made.model = self.communicator.model
-            made.read_peers_as(self.communicator)
+            made.read_peers(self.communicator.reading)
             made.barrier(deadline_ns=end_ns)
         else:
             made.tune(deadline_ns=end_ns)

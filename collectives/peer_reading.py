@@ -11,8 +11,11 @@ the arena.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -21,10 +24,25 @@ from zbmd.collectives.arrays import Array
 from zbmd.transport._native import address_of
 
 NONCE_BYTES = 16
+NUMBER_BYTES = 6
 PID_MAX = 1 << 22
 """Linux gives no process a greater number (PID_MAX_LIMIT)."""
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 YAMA_DESCENDANTS_ONLY = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What members have found. number: of their trial, the same on all of them, and of no other; 0: of none.
+
+    pids: the process of each, by rank, if all can read all others' memory; else none.
+    """
+
+    number: int
+    pids: Mapping[int, int]
+
+
+NOT_TRIED: Final = Reading(0, {})
 
 
 class Asked(Protocol):
@@ -32,12 +50,13 @@ class Asked(Protocol):
 
     size: int
     place: int
+    members: tuple[int, ...]
 
     def all_gather(self, x: Array, *, algorithm: str = ..., deadline_ns: int = ...) -> Array: ...
 
 
-def agree_on_reading(c: Asked, deadline_ns: int) -> list[int]:
-    """The members' process numbers, in their order, if each can read all others' memory; else [].
+def agree_on_reading(c: Asked, deadline_ns: int) -> Reading:
+    """Whether each member can read all others' memory.
 
     The same on all members, all of whom must call this. Raises as their operations do.
     """
@@ -49,7 +68,9 @@ def agree_on_reading(c: Asked, deadline_ns: int) -> list[int]:
     able = all(_can_read(told[place]) for place in range(c.size) if place != c.place)
     # Nobody's nonce goes away before all have looked for it: that ends here.
     verdicts = c.all_gather(np.array([able]), deadline_ns=deadline_ns)
-    return [int(row[0]) for row in told] if verdicts.all() else []
+    pids = {rank: int(row[0]) for rank, row in zip(c.members, told, strict=True)}
+    number = int.from_bytes(blake2b(told.tobytes(), digest_size=NUMBER_BYTES).digest(), "little")
+    return Reading(number or 1, pids if verdicts.all() else {})
 
 
 def _can_read(told: Array) -> bool:

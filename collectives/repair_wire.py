@@ -67,6 +67,7 @@ class _Report(msgspec.Struct, array_like=True, frozen=True):
     failed: _Failed | None
     record_at: Number
     measured: _Measured | None
+    reading: Number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +75,13 @@ class Told:
     """What a member tells in an exchange.
 
     record_at: where it publishes, from its segment's base; 0: it does not. measured: by what it has chosen
-    algorithms, if that was measured.
+    algorithms, if that was measured. reading: the number of its last trial (`peer_reading.Reading`).
     """
 
     report: Report
     record_at: int = 0
     measured: Measured | None = None
+    reading: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -102,6 +104,7 @@ def encode_report(told: Told, *, ranks: int) -> Array:
             _Failed(failed.sequence, failed.failure, _cut(failed.reason), failed.ranks) if failed else None,
             told.record_at,
             _Measured(*_costs(measured.model), measured.model.cores, measured.far) if measured else None,
+            told.reading,
         )
     )
     nbytes = report_bytes(ranks)
@@ -133,7 +136,12 @@ def decode_report(encoded: Array, sender: int) -> Told:
         raise RemoteProtocolError(f"rank {sender} sent no report of a repair: {error}") from error
     if (report.call is None) != (report.phase is Phase.IDLE):
         raise RemoteProtocolError(f"rank {sender} reports {report.phase} of the call {report.call}")
-    return Told(report=report, record_at=found.record_at, measured=_measured(found.measured))
+    return Told(
+        report=report,
+        record_at=found.record_at,
+        measured=_measured(found.measured),
+        reading=found.reading,
+    )
 
 
 def _costs(model: Model) -> tuple[float, float, float]:

@@ -19,6 +19,7 @@ from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.executor import a_core_each
 from zbmd.collectives.executors import make_executor
 from zbmd.collectives.flight import FlightLog, FlightRecord
+from zbmd.collectives.peer_reading import NOT_TRIED, Reading
 from zbmd.collectives.pieces import Job, PieceRunner, Single
 from zbmd.collectives.program import IN, OUT, PUB
 from zbmd.collectives.remote_executor import RemoteExecutor
@@ -84,7 +85,7 @@ class Runs:
         self._runner = PieceRunner(segment, self._executor, self.place)
         self._turnstile = Turnstile()
         self._taught_inbox = self._executor.inbox
-        self._pids: list[int] = []
+        self.reading = NOT_TRIED
         self.lane = Lane(
             self._executor.native,
             self._turnstile,
@@ -160,20 +161,17 @@ class Runs:
         with contextlib.suppress(CudaFault):
             self._runner.devices.close()
 
-    def read_peers(self, pids: list[int]) -> None:
-        """From now on members read each other's ordinary arrays; `pids`: their processes, in their order.
+    def read_peers(self, found: Reading) -> None:
+        """From now on members, who were all in a trial, read each other's ordinary arrays, if all there can.
 
-        All have tried it (`peer_reading`). A second call changes nothing.
+        Where they do already, nothing changes.
         """
-        if not self._pids:
+        if self.reading.pids:
+            return
+        self.reading = found
+        if found.pids and self.size > 1 and not self._executor.far:
             with self._turnstile:
-                self._executor.read_peers(pids)
-                self._pids = pids
-
-    def read_peers_as(self, group: Runs) -> None:
-        """As members of `group`, all of whom have tried it, do; if they do."""
-        if group._pids:
-            self.read_peers([group._pids[group.members.index(member)] for member in self.members])
+                self._executor.read_peers([found.pids[member] for member in self.members])
 
     def kill_at(self, sequence: int, point: int) -> None:
         """Fault injection: this process dies by SIGKILL at `point` of the run numbered `sequence`.

@@ -15,6 +15,7 @@ from program_points import points_of
 from zbmd.collectives._stepper import read_memory
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.errors import MembersLost, OperationAborted
+from zbmd.collectives.peer_reading import NOT_TRIED, Reading
 from zbmd.transport._native import WAIT_OK, address_of, wait
 from zbmd.transport.errors import RemoteProtocolError
 
@@ -120,12 +121,23 @@ def test_a_subset_of_the_members_reads_as_all_do(run_ranks: RunRanks) -> None:
         if p.rank == 1:
             return False
         part: Communicator = p.communicator(members=(2, 0), channel=1)
-        part.read_peers_as(whole)
+        part.read_peers(whole.reading)
         x = np.full(COUNT, p.rank, np.float64)
         assert (part.broadcast(x, 2, deadline_ns=p.soon()) == 2).all()
         return part._executor.reads_peers
 
     assert run_ranks(3, body) == [True, False, True]
+
+
+def test_a_trial_has_a_number_of_its_own_which_all_of_its_members_know(run_ranks: RunRanks) -> None:
+    def body(p: Any) -> tuple[int, int]:
+        first, second = p.communicator(), p.communicator(members=(0, 1, 2), channel=1)
+        for c in (first, second):
+            c.try_reading(deadline_ns=p.soon())
+        return first.reading.number, second.reading.number
+
+    every = run_ranks(3, body)
+    assert every == [every[0]] * 3 and len({*every[0], NOT_TRIED.number}) == 3
 
 
 def test_where_one_cannot_be_read_all_are_staged(run_ranks: RunRanks) -> None:
@@ -188,7 +200,7 @@ def test_what_was_read_of_another_process_with_the_number_of_a_dead_one_does_not
             p.await_death(1)
             return ""
         c: Communicator = p.communicator(members=(0, 1))
-        c.read_peers([p.pids[0], p.pids[2]])
+        c.read_peers(Reading(1, {0: p.pids[0], 1: p.pids[2]}))
         x = np.frombuffer(SHARED_ADDRESS, np.float64)
         if p.rank == 1:
             c.broadcast(x, 1, deadline_ns=p.soon())

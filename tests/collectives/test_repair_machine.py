@@ -260,5 +260,5 @@ def test_the_longest_report_comes_as_it_was_sent(ranks: int) -> None:
         failed=failed,
     )
     model = Model(alpha_ns=1e11 / 3, beta_ns_per_byte=1e11 / 3, gamma_ns_per_byte=1e11 / 3, cores=65535)
-    told = Told(report=said, record_at=2**47, measured=Measured(model=model, far=True))
+    told = Told(report=said, record_at=2**47, measured=Measured(model=model, far=True), reading=2**47)
     assert decode_report(encode_report(told, ranks=ranks), 1) == told

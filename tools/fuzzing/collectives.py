@@ -163,8 +163,8 @@ def _report_seeds() -> tuple[bytes, ...]:
     )
     measured = (None, Measured(model=Model(cores=2), far=True), Measured(model=Model(), far=False))
     return tuple(
-        encode_report(Told(report=report, record_at=4096, measured=each), ranks=62).tobytes()
-        for report, each in zip(reports, measured, strict=True)
+        encode_report(Told(report=report, record_at=4096, measured=each, reading=k), ranks=62).tobytes()
+        for k, (report, each) in enumerate(zip(reports, measured, strict=True))
     )
 
 

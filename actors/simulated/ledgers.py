@@ -355,8 +355,19 @@ class Upgrades(Ledger):
                 for life in change.lives
                 if last[life] is change and (system := self._nodes.system(life)) is not None
             }
+            if change.kept is False and self._kept_elsewhere(change):
+                continue  # who was not in that one has it from the ledger: the trees tell whether all run one
             what = f"{change.old.__name__} to {change.new.__name__} (kept: {change.kept}): {runs}"
             told = change.kept is not None and (not change.silent or self._nodes.lives(change.leader))
             if (told and any(new is not change.kept for new in runs.values())) or len({*runs.values()}) > 1:
                 return what
         return ""
+
+    def _kept_elsewhere(self, change: Change) -> bool:
+        """Whether another change from and to the same versions was kept, or may have been."""
+        return any(
+            other is not change
+            and (other.old, other.new) == (change.old, change.new)
+            and other.kept is not False
+            for other in self.changes
+        )

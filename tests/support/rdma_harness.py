@@ -67,7 +67,7 @@ class RdmaHarness(RealHarness):
     """Who dials has the first device, who listens the last."""
 
     transport = "rdma"
-    guard_s = 120.0
+    guard_s = 300.0
     """The processor of the RDMA machine is an emulated one."""
 
     def __init__(self, loop: str) -> None:

@@ -75,7 +75,7 @@ class RdmaDevice:
         self._spinning = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._look_up = looks_up(name, at.port, at.gid_index)
+        self._look_up = looks_up(name, str(at.gid))
         attributes = context.query_port(at.port)
         self.mtu, self.lid = int(attributes.active_mtu), int(attributes.lid)
         self.domain = v.PD(context)

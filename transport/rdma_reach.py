@@ -27,33 +27,20 @@ LookUp = Callable[[QueuePairAt], int]
 """Blocks; 0, or an errno. See `_rdma_device.Device.look_up`."""
 
 
-def looks_up(name: str, port: int, gid_index: int) -> LookUp | None:
-    """By that port of a device; None where zbmd was built without libibverbs: connecting asks once, then.
+def looks_up(name: str, address: str) -> LookUp | None:
+    """By the port of a device that has this address; None where zbmd was built without libibverbs: connecting
+    asks once, then.
 
     Raises `UserError` if the device cannot be opened.
     """
     try:
-        from zbmd.transport._rdma_device import Device, Path
+        from zbmd.transport._rdma_device import Device
+        from zbmd.transport.rdma_port import choose_port
     except ImportError:
         return None
     device = Device(name)
-
-    def look_up(peer: QueuePairAt) -> int:
-        path = Path(
-            peer.gid,
-            number=peer.number,
-            first_psn=peer.first_psn,
-            own_psn=0,
-            lid=peer.lid,
-            mtu=peer.mtu,
-            port=port,
-            gid_index=gid_index,
-            timeout=0,
-            retries=0,
-        )
-        return device.look_up(path)
-
-    return look_up
+    at = choose_port(device, address)
+    return lambda peer: device.look_up(at.path_to(peer, 0))
 
 
 async def reach(device: str, look_up: LookUp, peer: QueuePairAt, deadline_ns: int) -> None:

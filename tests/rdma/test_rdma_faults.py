@@ -50,8 +50,8 @@ def test_a_peer_is_asked_for_again_when_the_question_was_lost(
 ) -> None:
     asked: list[int] = []
 
-    def healed_after_one(name: str, port: int, gid_index: int) -> LookUp:
-        look_up = looks_up(name, port, gid_index)
+    def healed_after_one(name: str, address: str) -> LookUp:
+        look_up = looks_up(name, address)
         assert look_up is not None
 
         def ask(peer: QueuePairAt) -> int:

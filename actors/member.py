@@ -76,7 +76,7 @@ from zbmd.transport.shm import Endpoint, dial
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
 
-INBOX_BYTES_DEFAULT = 16 << 20
+INBOX_BYTES_DEFAULT = 24 << 20
 REPORTS_WAITING_MAX = 256
 LOSS_CALLBACKS_MAX = 64
 

@@ -146,7 +146,7 @@ class RemoteExecutor(Executor):
 
     def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
         group, arguments = self._group, self.arguments(plan, call)
-        self._addresses[SCRATCH] = self._slots.address
+        self._addresses[SCRATCH] = self._slots.told
 
         def begin() -> None:
             group.begin(plan.native, self._addresses, **arguments)

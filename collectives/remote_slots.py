@@ -5,8 +5,11 @@ inbox, used in turn as descriptors are: a slot is not written again before its o
 successor begins, when everybody has ended it. Where its slots begin every member says in its descriptors.
 So from the second operation of an epoch on an input of up to `slot_payload_bytes` travels with its
 descriptor, and an all-reduce of two hosts is one message each way. A member is sent what it reads of an
-input (`Algorithm.sends`), to where all of it would have it; a long part as a message of its own, in front of
+input (`Algorithm.sends`), to where all of it would have it; a long part as messages of their own, in front of
 the descriptor.
+
+In a group of two over TCP slots are large if the inboxes of both have room for them and for others; which
+each says in the lowest bit of where its slots begin, and the shorter are used.
 """
 
 from __future__ import annotations
@@ -29,14 +32,26 @@ from zbmd.transport.transfer import Transfer
 
 SLOTS_BYTES: Final = 1 << 20
 """What all members together may send a member with their descriptors."""
+PAIR_BYTES: Final = 4 << 20
+"""The same in a group of two, where the inbox has room: longer inputs are asked for in less time."""
+PAIR_SPARE_BYTES: Final = 8 << 20
+"""What they must leave of the inbox to others."""
+PART_BYTES: Final = 1 << 20
+"""Input is sent in messages of so much: the tag of one is checked while the next is sent."""
 APART_BYTES_MIN: Final = 32 << 10
 """Input of so many bytes is a message of its own, and not copied; less is copied behind its descriptor."""
 _ALIGNMENT: Final = 64
 
 
-def slot_payload_bytes(members: int) -> int:
-    """The longest input that travels so, in a group of so many."""
-    return SLOTS_BYTES // max(1, members - 1) // _ALIGNMENT * _ALIGNMENT
+def slot_payload_bytes(members: int, *, large: bool = False) -> int:
+    """The longest input that travels so, in a group of so many. large: of two whose inboxes have room."""
+    in_all = PAIR_BYTES if large else SLOTS_BYTES
+    return in_all // max(1, members - 1) // _ALIGNMENT * _ALIGNMENT
+
+
+def _slot_bytes(members: int, *, large: bool) -> int:
+    nbytes = DESCRIPTOR_HEADER_BYTES + slot_payload_bytes(members, large=large)
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Slots:
@@ -60,9 +75,9 @@ class Slots:
         self._members = members
         self._place = place
         self._remote = remote
-        self._slot_bytes = (
-            -(-(DESCRIPTOR_HEADER_BYTES + slot_payload_bytes(members)) // _ALIGNMENT) * _ALIGNMENT
-        )
+        self._large = False
+        """Whether ours are large; they are used as such if all members' are."""
+        self._slot_bytes = 0
         self._array: NDArray[np.uint8] = np.empty(0, np.uint8)
         """What the others write, each its own two, in the order of their places behind ours."""
         self._own: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -74,9 +89,9 @@ class Slots:
             self._make()
 
     @property
-    def address(self) -> int:
-        """Of ours; 0 if there are none."""
-        return address_of(self._array) if self._array.nbytes else 0
+    def told(self) -> int:
+        """Where ours are, as members are told, and 1 behind that if they are large; 0 if there are none."""
+        return address_of(self._array) + self._large if self._array.nbytes else 0
 
     def learn(self) -> None:
         """Hear of the others' slots, after the first meeting of all."""
@@ -84,13 +99,19 @@ class Slots:
             return
         self._learnt = True
         offsets = {place: self._group.slots_of(place) for place in self._remote}
-        if not self.address or len(offsets) < self._members - 1 or not all(offsets.values()):
+        if not self._array.nbytes or len(offsets) < self._members - 1 or not all(offsets.values()):
             return
         for place, offset in offsets.items():
-            self._regions[place] = self._remote[place].lent(offset, self._nbytes, writable=True)
+            large = offset % _ALIGNMENT != 0
+            region = self._remote[place].lent(offset - large, self._nbytes(large=large), writable=True)
+            self._regions[place] = region
+        large = self._large and all(offset % _ALIGNMENT for offset in offsets.values())
+        self._slot_bytes = _slot_bytes(self._members, large=large)
         self._own = np.zeros(2 * self._slot_bytes, np.uint8)
         addresses = [
-            self.address + self._at(place, self._place) if place != self._place else address_of(self._own)
+            address_of(self._array) + self._at(place, self._place)
+            if place != self._place
+            else address_of(self._own)
             for place in range(self._members)
         ]
         self._group.widen(addresses, self._slot_bytes)
@@ -104,16 +125,23 @@ class Slots:
         group, offset = self._group, self._group.descriptor_offset
         behind = offset + DESCRIPTOR_HEADER_BYTES + at
         # A notification that nobody waits for goes with what is sent in front: the cell holds more than 0.
-        if (at or nbytes >= APART_BYTES_MIN) and self._regions[place].put_now(
-            group.input_part(at, nbytes), self._at(self._place, place) + behind, channel=channel, value=0
-        ):
-            nbytes = 0
-        elif nbytes:
-            group.keep_input(at, nbytes)
-            if at:
-                self.put(place, behind, nbytes, channel=channel, value=0)
+        sent = self._send_now(place, at, nbytes, channel) if at or nbytes >= APART_BYTES_MIN else 0
+        nbytes -= sent
+        if nbytes:
+            group.keep_input(at + sent, nbytes)
+            if at + sent:
+                self.put(place, behind + sent, nbytes, channel=channel, value=0)
                 nbytes = 0
         return self.put(place, offset, DESCRIPTOR_HEADER_BYTES + nbytes, channel=channel, value=value)
+
+    def _send_now(self, place: int, at: int, nbytes: int, channel: int) -> int:
+        """Send as much of it as leaves while we wait; how much that is."""
+        to = self._at(self._place, place) + self._group.descriptor_offset + DESCRIPTOR_HEADER_BYTES
+        for sent in range(0, nbytes, PART_BYTES):
+            part = self._group.input_part(at + sent, min(PART_BYTES, nbytes - sent))
+            if not self._regions[place].put_now(part, to + at + sent, channel=channel, value=0):
+                return sent
+        return nbytes
 
     def put(self, place: int, offset: int, nbytes: int, *, channel: int, value: int) -> Transfer:
         """Put a part of our slots to where the member at `place` has them; as `RemoteMemory.describe`.
@@ -135,13 +163,20 @@ class Slots:
             self._handle = None
         self._array = self._own = np.empty(0, np.uint8)
 
-    @property
-    def _nbytes(self) -> int:
-        return 2 * (self._members - 1) * self._slot_bytes
+    def _nbytes(self, *, large: bool) -> int:
+        return 2 * (self._members - 1) * _slot_bytes(self._members, large=large)
 
     def _make(self) -> None:
+        inbox = self._segment.inbox
+        if self._members == 2 and not any(memory.one_sided for memory in self._remote.values()):
+            try:
+                inbox.empty(self._nbytes(large=True) + PAIR_SPARE_BYTES, np.uint8)  # and given back
+            except ArenaFull:
+                self._large = False
+            else:
+                self._large = True
         try:
-            array = self._segment.inbox.empty(self._nbytes, np.uint8)
+            array = inbox.empty(self._nbytes(large=self._large), np.uint8)
         except ArenaFull:
             return  # then inputs are fetched, as without slots
         offset = self._segment.inbox.offset_of(array)

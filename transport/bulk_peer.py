@@ -263,6 +263,8 @@ class BulkPeer:
     def _sent_quickly(self, *, whole: bool) -> None:
         self._plane.check_silence_of(self)
         self._plane.flushed(self)
+        if whole and self._quick.owes:
+            self._plane.flush_later(self)  # it came while we waited to send
         if not whole:
             number = self._quick.lane
             self._leave_quick()

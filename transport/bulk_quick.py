@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 from typing import Final
@@ -16,6 +17,12 @@ from zbmd.transport.region import RegionHandle, Regions
 
 CALLS_MAX: Final = 4
 """Receives, each of many records, before others have their turn."""
+WAITED_FOR_MIN: Final = 1 << 16
+"""With so much not sent it is waited for that it may be: it would have to be copied."""
+ROOM_WAIT_MS: Final = 2
+"""How long nothing may move meanwhile."""
+ROOM_LOOKS_MAX: Final = 64
+"""How often something may come meanwhile, and no room with it."""
 
 
 class QuickLane:
@@ -119,18 +126,40 @@ class QuickLane:
         """What the socket does not take, or fails on, is the lane's to send, from a copy."""
         io, sock = self._io, self._sock
         assert io is not None and sock is not None, "it has begun"
-        try:
-            sent = sock.send(parts[0]) if len(parts) == 1 else sock.sendmsg(parts)
-        except OSError:
-            sent = 0
         io.owed = True
-        whole = True
-        for part in parts:
-            if sent < len(part):
-                io.writer.behind(part[sent:])
-                whole = False
-            sent = max(0, sent - len(part))
-        return whole
+        left = list(parts)
+        while True:
+            try:
+                sent = sock.send(left[0]) if len(left) == 1 else sock.sendmsg(left)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                break
+            left = _behind(left, sent)
+            if not left:
+                return True
+            if sum(map(len, left)) < WAITED_FOR_MIN or not self._wait_for_room(sock):
+                break
+        for part in left:
+            io.writer.behind(part)
+        return False
+
+    def _wait_for_room(self, sock: socket.socket) -> bool:
+        """Until the socket takes more; what comes meanwhile is received, as the peer may wait for that.
+
+        False if that takes too long, or something has come that is not ours.
+        """
+        for _ in range(ROOM_LOOKS_MAX):
+            poll = select.poll()
+            poll.register(sock, select.POLLOUT | select.POLLIN)
+            found = poll.poll(ROOM_WAIT_MS)
+            if not found:
+                return False
+            if found[0][1] & ~select.POLLOUT and not self.receive():
+                return False
+            if found[0][1] & select.POLLOUT:
+                return True
+        return False
 
     def _resolve(self, slot: int, incarnation: int, offset: int, nbytes: int) -> memoryview | None:
         handle = RegionHandle(slot=slot, incarnation=incarnation, offset=offset, nbytes=nbytes, writable=True)
@@ -138,3 +167,13 @@ class QuickLane:
             return self._regions.resolve(handle, 0, nbytes, write=True)
         except RemoteProtocolError:
             return None
+
+
+def _behind(parts: list[memoryview], sent: int) -> list[memoryview]:
+    """What is left of them without the first `sent` bytes."""
+    left: list[memoryview] = []
+    for part in parts:
+        if sent < len(part):
+            left.append(part[sent:])
+        sent = max(0, sent - len(part))
+    return left

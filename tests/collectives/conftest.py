@@ -112,13 +112,15 @@ def _run_ranks(
     dies: frozenset[int] = frozenset(),
     arena_bytes: int = ARENA_BYTES,
     hosts: Sequence[int] | None = None,
+    inbox_bytes: Sequence[int] = (),
 ) -> list[Any]:
     """Fork `n` ranks, run `body` in each; return what it returned (JSON), None for those in `dies`.
 
-    hosts: of each rank, the number of its host; by default all are on one.
+    hosts: of each rank, the number of its host; by default all are on one. inbox_bytes: of each rank.
     """
+    inboxes = inbox_bytes or [INBOX_BYTES] * n
     segments = [
-        Segment.create(slot=rank, incarnation=1, arena_bytes=arena_bytes, inbox_bytes=INBOX_BYTES)
+        Segment.create(slot=rank, incarnation=1, arena_bytes=arena_bytes, inbox_bytes=inboxes[rank])
         for rank in range(n)
     ]
     hosts = hosts or [0] * n

@@ -388,3 +388,29 @@ def test_a_death_behind_quick_puts_is_one() -> None:
         assert a.segment.lost_mask() == 1 << 1
         with pytest.raises(PeerLost):
             region.put(np.ones(8, np.uint8), channel=CHANNEL, value=value + 1)
+
+
+def test_a_long_put_waits_for_room_and_not_for_a_peer_that_does_not_read() -> None:
+    """What has not left is copied then, so that the source may change at once."""
+    with BulkHost(0, nbytes=1 << 26) as a, BulkHost(1, nbytes=1 << 26) as b:
+        end, _ = join(a, b)
+        nbytes, count = QUICK_BYTES_MAX, 24
+        inbox = b.segment.inbox.empty(nbytes * count, np.uint8)
+        inbox[:] = 0
+        region = end.open_region(b.regions.register(inbox))
+        with a.plane.driving():
+            value = put_quickly(a, region)
+            k = 0
+            with b.plane._turns:  # it reads nothing
+                for k in range(count):
+                    source = np.full(nbytes, k + 1, np.uint8)
+                    if not region.put_now(source, k * nbytes, channel=CHANNEL, value=value + k):
+                        break
+                    source.fill(0)
+            assert 0 < k < count, "more went than two sockets take"
+            assert end._quick.lane < 0
+            end.settled()
+            limit = deadline()
+            while b.wait(0, CHANNEL, value + k - 1) != 0 and _native.now_ns() < limit:
+                a.plane.drive()
+        assert (inbox[: k * nbytes].reshape(k, nbytes) == np.arange(1, k + 1, dtype=np.uint8)[:, None]).all()

@@ -27,7 +27,6 @@ from typing import Any, Final
 from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.algorithms.shard_tree import Assignment, Node, shard_tree_nodes
 from zbmd.collectives.arrays import (
-    Array,
     Placed,
     Target,
     as_bytes,
@@ -313,13 +312,13 @@ class Communicator(CoalescedOperations):
 
     def all_reduce_shards(
         self,
-        partials: Mapping[Node, Array],
-        out: Array,
+        partials: Mapping[Node, Any],
+        out: Any,
         *,
         shards: int,
         assignment: Assignment,
         deadline_ns: int = 0,
-    ) -> Array:
+    ) -> Any:
         """Sum logical shards along their fixed tree (see `algorithms.shard_tree`) into `out` on all ranks.
 
         `assignment[i]` is the range of shards of `members[i]`. `partials` maps each of this rank's
@@ -327,7 +326,8 @@ class Communicator(CoalescedOperations):
         none. `out` must be apart from all partials, which stay intact. The bits are those of
         `reduce_shards` over all shards.
         """
-        dtype = dtype_code(out.dtype)
+        result = as_placed(out, "out")
+        dtype = dtype_code(result.dtype)
         if len(assignment) != self.size:
             raise UserError(f"the assignment names {len(assignment)} ranks, the group has {self.size}")
         nodes = shard_tree_nodes(shards, *assignment[self.place])
@@ -335,15 +335,21 @@ class Communicator(CoalescedOperations):
             raise UserError(
                 f"rank {self.rank} must give the partial sums of {nodes}, not of {sorted(partials)}"
             )
-        target = Target(out, "out")
+        target = Target(result, "out")
         sides = [Side((OUT,), target.flat, 1, None, target.flat)]
         for k, node in enumerate(nodes):
-            flat = packed(require_size(partials[node], out.dtype, out.size, f"partial {node}"))
+            partial = as_placed(partials[node], f"partial {node}")
+            flat = packed(require_size(partial, result.dtype, result.size, f"partial {node}"))
             require_apart(flat, target.flat)
             sides.append(Side((input_buffer(k),), flat, 1, flat))
         ask = self._ask(
-            Operation.ALL_REDUCE_SHARDS, "auto", out.size, dtype, shards=shards, assignment=tuple(assignment)
+            Operation.ALL_REDUCE_SHARDS,
+            "auto",
+            result.size,
+            dtype,
+            shards=shards,
+            assignment=tuple(assignment),
         )
-        self._perform(Job(shape=shape_of(ask), sides=sides, count=out.size, dtype=dtype), deadline_ns)
+        self._perform(Job(shape=shape_of(ask), sides=sides, count=result.size, dtype=dtype), deadline_ns)
         target.bring_home()
         return out

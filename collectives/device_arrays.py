@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -188,6 +188,22 @@ def stream_address(stream: Any) -> int | None:
         if isinstance(found, int):
             return found
     raise UserError(f"stream is a {type(stream).__name__}; pass cupy's or torch's stream, or its address")
+
+
+def called_here(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call that another thread is to make: arrays of devices as they are on this one.
+
+    Raises `UserError`.
+    """
+    stream = kwargs.get("stream")
+
+    def here(x: Any) -> Any:
+        if not isinstance(x, list | tuple):
+            return taken(x, stream)
+        each = [taken(one, stream) for one in x]
+        return each if any(isinstance(one, CallersArray) for one in each) else x
+
+    return [here(x) for x in args], {name: here(x) for name, x in kwargs.items()}
 
 
 def given_back(x: Any) -> Any:

@@ -21,14 +21,20 @@ from zbmd.transport.segment import Segment
 Array: TypeAlias = NDArray[Any]
 PAGE_BYTES: Final = 4096
 BLOCKS_MAX: Final = 8
-"""Pieces of page-locked memory that are kept; an operation uses three at most."""
+"""Pieces of page-locked memory that are kept; most operations use three at most."""
 
 
 class DeviceStaging:
-    """One communicator's. For one thread at a time; `begin` to `end` is an operation."""
+    """One communicator's. For one thread at a time; `begin` to `end` is an operation.
 
-    def __init__(self, segment: Segment) -> None:
+    kept: pieces of memory that are kept for the next operation. spills: whether memory may lie elsewhere if
+    the arena is full.
+    """
+
+    def __init__(self, segment: Segment, *, kept: int = BLOCKS_MAX, spills: bool = False) -> None:
         self._segment = segment
+        self._kept = kept
+        self._spills = spills
         self._moves: dict[int, _Moves] = {}
 
     def begin(self, *arrays: object) -> None:
@@ -39,7 +45,11 @@ class DeviceStaging:
 
     def empty(self, like: DeviceArray, size: int) -> Array:
         """Memory of the arena for `size` elements of an array, until `end`. Raises `ArenaFull`."""
-        return self._of(like).take(self._segment, size * like.itemsize).view(like.dtype)
+        return self.memory(like, size * like.itemsize).view(like.dtype)
+
+    def memory(self, like: DeviceArray, nbytes: int) -> NDArray[np.uint8]:
+        """As `empty`, so many bytes."""
+        return self._of(like).take(self._segment, nbytes)
 
     def copy(self, into: Array | DeviceArray, src: Array | DeviceArray) -> None:
         """Ask for a copy of flat arrays of one size: done at once between arrays of the host.
@@ -75,15 +85,17 @@ class DeviceStaging:
         api: CudaApi = array.api
         found = self._moves.get(api.device)
         if found is None:
-            found = self._moves[api.device] = _Moves(api)
+            found = self._moves[api.device] = _Moves(api, self._kept, self._spills)
         return found
 
 
 class _Moves:
     """One device's: a stream for its copies, and the memory that it copies from and to."""
 
-    def __init__(self, api: CudaApi) -> None:
+    def __init__(self, api: CudaApi, kept: int, spills: bool) -> None:
         self._api = api
+        self._kept = kept
+        self._spills = spills
         self._stream = api.stream_create()
         self._event = api.event_create()
         self._under_way = False
@@ -114,35 +126,43 @@ class _Moves:
         return block.memory[:nbytes]
 
     def _new(self, segment: Segment, nbytes: int) -> _Block:
-        if len(self._idle) >= BLOCKS_MAX:
-            self._idle.pop(0).unlock(self._api)
+        self._keep(self._kept - 1)
+        pages = max(1, -(-nbytes // PAGE_BYTES)) + 1  # one more than are used: they begin on a page
         try:
-            return _Block(self._api, segment, nbytes)
+            whole = segment.arena.empty(pages * PAGE_BYTES, np.uint8)
         except ArenaFull:
-            while self._idle:
-                self._idle.pop().unlock(self._api)
-            return _Block(self._api, segment, nbytes)
+            self._keep(0)
+            try:
+                whole = segment.arena.empty(pages * PAGE_BYTES, np.uint8)
+            except ArenaFull:
+                if not self._spills:
+                    raise
+                whole = np.empty(pages * PAGE_BYTES, np.uint8)
+        return _Block(self._api, whole)
+
+    def _keep(self, blocks: int) -> None:
+        """No more than so many, the latest."""
+        while len(self._idle) > blocks:
+            self._idle.pop(0).unlock(self._api)
 
     def give_back(self) -> None:
         self._idle += self._used
         self._used.clear()
+        self._keep(self._kept)
 
     def close(self) -> None:
         self.give_back()
-        while self._idle:
-            self._idle.pop().unlock(self._api)
+        self._keep(0)
         self._api.event_destroy(self._event)
         self._api.stream_destroy(self._stream)
 
 
 class _Block:
-    """Whole pages of the arena, which the device reads and writes by itself where CUDA locks them."""
+    """The whole pages in some memory, which the device reads and writes by itself where CUDA locks them."""
 
-    def __init__(self, api: CudaApi, segment: Segment, nbytes: int) -> None:
-        pages = max(1, -(-nbytes // PAGE_BYTES))
-        whole = segment.arena.empty((pages + 1) * PAGE_BYTES, np.uint8)
+    def __init__(self, api: CudaApi, whole: NDArray[np.uint8]) -> None:
         begin = -address_of(whole) % PAGE_BYTES
-        self.memory: NDArray[np.uint8] = whole[begin : begin + pages * PAGE_BYTES]
+        self.memory: NDArray[np.uint8] = whole[begin : begin + whole.nbytes - PAGE_BYTES]
         self._locked = True
         try:
             api.host_register(address_of(self.memory), self.memory.nbytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any, Final, assert_never
+from typing import Final, assert_never
 
 import numpy as np
 import structlog
@@ -23,30 +23,24 @@ from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.elastic_asks import open_asks
 from zbmd.collectives.elastic_blocking import ElasticBlocking
+from zbmd.collectives.elastic_calls import ElasticCalls
 from zbmd.collectives.elastic_meeting import meet
 from zbmd.collectives.elastic_model import Measured
-from zbmd.collectives.elastic_operations import Result
-from zbmd.collectives.elastic_parts import ElasticParts, Home, Place
+from zbmd.collectives.elastic_parts import Home, Place
 from zbmd.collectives.elastic_splits import Split
 from zbmd.collectives.elastic_views import views_of
 from zbmd.collectives.errors import (
     CollectiveError,
-    Desynchronised,
-    InputsOverwritten,
-    MembersLost,
-    NotReplaced,
     OperationAborted,
 )
-from zbmd.collectives.group import OPERATIONS_IN_FLIGHT_MAX, Group, hosts_of, make_group
+from zbmd.collectives.group import Group, hosts_of, make_group
 from zbmd.collectives.group_channels import SUBGROUP_CHANNEL_FIRST, Agreed
 from zbmd.collectives.group_meeting import open_subgroups
 from zbmd.collectives.peer_reading import NOT_TRIED
-from zbmd.collectives.repair_adoption import Publication, Remains
+from zbmd.collectives.repair_adoption import Publication
 from zbmd.collectives.repair_estate import Bequest, Estate
-from zbmd.collectives.repair_jobs import Job
-from zbmd.collectives.repair_machine import RepairMachine, RepairState
+from zbmd.collectives.repair_machine import RepairState
 from zbmd.collectives.repair_messages import Inputs, Outcome
-from zbmd.collectives.repair_out import hand_over
 from zbmd.collectives.repair_wire import Told
 from zbmd.collectives.tagged import tagged_groups
 from zbmd.transport._native import now_ns
@@ -63,7 +57,7 @@ _CUT = (PeerLost, OperationAborted)
 """How an operation ends that another member's end has cut short."""
 
 
-class ElasticGroup(ElasticParts):
+class ElasticGroup(ElasticCalls):
     """The members of a job, or some ranks of it, through all of its views.
 
     Make it with `zbmd.elastic_group(node)`, and groups of some ranks with its `split` or `subgroup`.
@@ -83,24 +77,14 @@ class ElasticGroup(ElasticParts):
 
     def __init__(self, home: Home, place: Place, on_close: Callable[[ElasticGroup], None]) -> None:
         super().__init__(home, place)
-        node = self._node = home.node
+        node, machine = home.node, self._machine
         self._on_close = on_close
-        machine = self._machine = RepairMachine(rank=node.rank)
         self._tap = Tap(node.recorder, REPAIR, f"elastic{place.channel}", machine, repair_config(machine))
         self._group: Group | None = None
         self._view = View(epoch=0, members=())
         self._mend: Communicator | None = None
-        self._publication: Publication | None = None
-        self._remains = Remains()
         self._measured: Measured | None = None
         self._reading = NOT_TRIED
-        self._turn = asyncio.Lock()
-        self._in_flight: set[asyncio.Task[Any]] = set()
-        self._job: Job | None = None
-        self._end_ns = 0
-        self._repairs = 0
-        self._error: Exception | None = None
-        self._closed = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
         """Comes to a view that nobody has asked for here."""
         self._due = 0
@@ -176,6 +160,7 @@ class ElasticGroup(ElasticParts):
         if self._group is not None:
             await self._group.close()
         await self._tagged.close()
+        self._landings.close()
         self._remains.clear()
         self._home.views.closed(self._number)
         self._home.asks.remove((self._place.channel, self._place.base))
@@ -266,84 +251,6 @@ class ElasticGroup(ElasticParts):
             self._end_ns, self._job = now_ns() + timeout_ns(timeout), None
             await self._drive(rm.FollowAsked())
             self._move_on()
-
-    async def _do(self, make: Callable[[], Job], timeout: float | None) -> Result:
-        if self._closed.is_set() or self._error is not None:
-            raise OperationAborted(f"{self!r} has ended: {self._error or 'it is closed'}")
-        job, end_ns = make(), now_ns() + timeout_ns(timeout)
-        result: Result = await self._shielded(self._perform(job, end_ns))
-        return result
-
-    async def _shielded(self, work: Any) -> Any:
-        """A cancelled await leaves the operation running: it owns its arrays, and peers wait for its part."""
-        if len(self._in_flight) >= OPERATIONS_IN_FLIGHT_MAX:
-            work.close()
-            raise LocalProtocolError(
-                f"{OPERATIONS_IN_FLIGHT_MAX} operations are in flight on {self!r}: await some of them first"
-            )
-        task = asyncio.ensure_future(work)
-        self._in_flight.add(task)
-        task.add_done_callback(self._in_flight.discard)
-        return await asyncio.shield(task)
-
-    async def _perform(self, job: Job, end_ns: int) -> Result:
-        await self._wait_for_follower(end_ns)
-        async with self._turn:
-            if self._closed.is_set() or self._error is not None:
-                raise OperationAborted(f"{self!r} has ended: {self._error or 'it is closed'}")
-            self._job, self._end_ns, self._repairs = job, end_ns, 0
-            if job.published is not None:
-                if self._publication is None:
-                    raise LocalProtocolError("the group has no publication")
-                self._publication.publish(self._machine.sequence, job.published)
-            try:
-                end = await self._drive(rm.Called(call=job.call))
-            finally:
-                if self._publication is not None:
-                    self._publication.withdraw()
-                self._remains.clear()
-                self._job = None
-            try:
-                if isinstance(end, rm.Return):
-                    await hand_over(job)
-                return self._result(job, end)
-            finally:
-                self._move_on()
-
-    def _result(self, job: Job, end: rm.RepairAction) -> Result:
-        match end:
-            case rm.Return(contributors=contributors):
-                ranks = tuple(member.rank for member in contributors)
-                if self._repairs:
-                    log.warning(
-                        "operation repaired", operation=job.call.text, how=self._machine.reason, of=ranks
-                    )
-                job.returned(ranks)
-                return Result(
-                    value=job.value,
-                    contributors=ranks,
-                    epoch=self.epoch,
-                    repairs=self._repairs,
-                    rows=job.rows,
-                )
-            case rm.Raise(failed=failed):
-                raise self._told(job, failed)
-            case _:
-                raise LocalProtocolError(f"an operation ended with {end}")
-
-    def _told(self, job: Job, failed: rm.Failed) -> ZbmdError:
-        what = f"{job.call.text} #{failed.sequence}: {failed.reason}"
-        match failed.failure:
-            case rm.Failure.LOST:
-                return MembersLost(failed.ranks or (self.rank,), what)
-            case rm.Failure.SPOILED:
-                return InputsOverwritten(what)
-            case rm.Failure.NO_REPLACEMENT:
-                return NotReplaced(what)
-            case rm.Failure.DESYNCHRONISED:
-                return Desynchronised(what, {})
-            case _:
-                assert_never(failed.failure)
 
     async def _drive(self, event: rm.RepairEvent) -> rm.RepairAction:
         """Feed the machine until it has an answer for the caller."""

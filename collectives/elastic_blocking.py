@@ -11,6 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from zbmd.collectives.blocking import OnLoop
+from zbmd.collectives.device_arrays import called_here
 
 if TYPE_CHECKING:
     from zbmd.collectives.elastic import ElasticGroup
@@ -51,10 +52,11 @@ class ElasticBlocking:
         self.recv = self._waiting(group.recv)
 
     def _waiting(self, call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-        """`call`, begun on the loop, and waited for on the calling thread."""
+        """`call`, begun on the loop, and waited for on the calling thread, whose arrays of devices it has."""
 
         @wraps(call)
         def blocking(*args: P.args, **kwargs: P.kwargs) -> T:
-            return self._on_loop.wait_for(lambda: call(*args, **kwargs))
+            there: Any = called_here(args, kwargs)
+            return self._on_loop.wait_for(lambda: call(*there[0], **there[1]))
 
         return blocking

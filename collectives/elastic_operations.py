@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from zbmd.collectives.device_arrays import CallersArray, given_back, taken
+from zbmd.collectives.device_landing import taken_all
 from zbmd.collectives.repair_jobs import AllGather, AllReduce, Barrier, Broadcast, Job
 from zbmd.collectives.repair_many_jobs import AllReduceMany
 from zbmd.collectives.repair_messages import Inputs, OnLoss
@@ -32,7 +34,11 @@ class Result:
 
 
 class ElasticOperations(ABC):
-    """What an elastic group offers. `on_loss` and `inputs` as in `ElasticGroup`, timeouts in seconds."""
+    """What an elastic group offers. `on_loss` and `inputs` as in `ElasticGroup`, timeouts in seconds.
+
+    Arrays may lie on a device (`device_landing`), `x` and `out` each where it likes; what `stream` was asked
+    before the call comes before the operation. A result without `out` is a new array where `x` lies.
+    """
 
     rank: int
 
@@ -51,8 +57,13 @@ class ElasticOperations(ABC):
         """How many ranks may be members, there or not: so many rows has what is given by rank."""
 
     @abstractmethod
-    async def _do(self, make: Callable[[], Job], timeout: float | None) -> Result:
-        """Bring the operation to its end."""
+    async def _do(
+        self, make: Callable[[Any, Any], Job], timeout: float | None, x: Any = None, out: Any = None
+    ) -> Result:
+        """Bring the operation to its end that `make` gives of `x` and `out`, which lie on the host then.
+
+        x, out: as `taken` gives them; `x` may be a list.
+        """
 
     async def all_reduce(
         self,
@@ -64,6 +75,7 @@ class ElasticOperations(ABC):
         inputs: str | None = None,
         algorithm: str = "auto",
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Result:
         """Reduce `x` over the contributors. `inputs`: by default "preserve" with `out`, else "recompute".
 
@@ -74,7 +86,10 @@ class ElasticOperations(ABC):
         if mode is Inputs.RECOMPUTE and out is not None:
             raise UserError('inputs="recompute" is for operations in place: leave out `out`')
         return await self._do(
-            lambda: AllReduce(self._arena, x, out, op, on_loss_of(on_loss), mode, algorithm), timeout
+            lambda x, out: AllReduce(self._arena, x, out, op, on_loss_of(on_loss), mode, algorithm),
+            timeout,
+            taken(x, stream),
+            taken(out, stream),
         )
 
     async def all_reduce_many(
@@ -86,6 +101,7 @@ class ElasticOperations(ABC):
         inputs: str = "recompute",
         algorithm: str = "auto",
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Result:
         """`all_reduce` of every array in one operation; small ones travel together (`coalescing`).
 
@@ -93,9 +109,15 @@ class ElasticOperations(ABC):
         `arrays`; with "preserve" or "adopt" it is a list of new ones. "adopt" copies them into the arena.
         """
         mode = _inputs(inputs, in_place=True)
-        return await self._do(
-            lambda: AllReduceMany(self._arena, arrays, op, on_loss_of(on_loss), mode, algorithm), timeout
+        done = await self._do(
+            lambda given, _: AllReduceMany(self._arena, given, op, on_loss_of(on_loss), mode, algorithm),
+            timeout,
+            taken_all(arrays, stream),
         )
+        if mode is not Inputs.RECOMPUTE:
+            return done
+        by_thread = any(isinstance(x, CallersArray) for x in arrays)  # see `ElasticBlocking`
+        return replace(done, value=[given_back(x) for x in arrays] if by_thread else arrays)
 
     async def reduce(
         self,
@@ -107,6 +129,7 @@ class ElasticOperations(ABC):
         on_loss: str = "survivors",
         inputs: str = "preserve",
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Result:
         """Reduce `x` over the contributors at rank `root`, in `out` or in a new array; elsewhere the value is
         None, and `out` is not used.
@@ -116,7 +139,10 @@ class ElasticOperations(ABC):
         """
         mode = _kept(inputs)
         return await self._do(
-            lambda: Reduce(self._arena, x, root, out, op, on_loss_of(on_loss), mode, self.rank), timeout
+            lambda x, out: Reduce(self._arena, x, root, out, op, on_loss_of(on_loss), mode, self.rank),
+            timeout,
+            taken(x, stream),
+            taken(out, stream),
         )
 
     async def reduce_scatter(
@@ -128,6 +154,7 @@ class ElasticOperations(ABC):
         on_loss: str = "survivors",
         inputs: str = "preserve",
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Result:
         """Reduce `x`, (ranks, …), over the contributors: rank r gets row r in `out`, (…).
 
@@ -137,10 +164,12 @@ class ElasticOperations(ABC):
         """
         mode = _kept(inputs)
         return await self._do(
-            lambda: ReduceScatter(
+            lambda x, out: ReduceScatter(
                 self._arena, x, out, op, on_loss_of(on_loss), mode, self._row_of, self.rank
             ),
             timeout,
+            taken(x, stream),
+            taken(out, stream),
         )
 
     async def all_gather(
@@ -151,6 +180,7 @@ class ElasticOperations(ABC):
         on_loss: str = "survivors",
         inputs: str = "preserve",
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Result:
         """A new array, (contributors, *x.shape): each one's `x`, in rank order.
 
@@ -161,7 +191,10 @@ class ElasticOperations(ABC):
         """
         mode = _kept(inputs)
         return await self._do(
-            lambda: AllGather(self._arena, x, on_loss_of(on_loss), mode, out, self._ranks_max), timeout
+            lambda x, out: AllGather(self._arena, x, on_loss_of(on_loss), mode, out, self._ranks_max),
+            timeout,
+            taken(x, stream),
+            taken(out, stream),
         )
 
     async def gather(
@@ -173,6 +206,7 @@ class ElasticOperations(ABC):
         on_loss: str = "survivors",
         inputs: str = "preserve",
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Result:
         """As `all_gather`, at rank `root` alone; elsewhere the value is None, and `out` is not used.
 
@@ -180,12 +214,23 @@ class ElasticOperations(ABC):
         """
         mode = _kept(inputs)
         return await self._do(
-            lambda: Gather(self._arena, x, root, out, on_loss_of(on_loss), mode, self._ranks_max, self.rank),
+            lambda x, out: Gather(
+                self._arena, x, root, out, on_loss_of(on_loss), mode, self._ranks_max, self.rank
+            ),
             timeout,
+            taken(x, stream),
+            taken(out, stream),
         )
 
     async def scatter(
-        self, x: Any, root: int, *, out: Any = None, on_loss: str = "survivors", timeout: float | None = None
+        self,
+        x: Any,
+        root: int,
+        *,
+        out: Any = None,
+        on_loss: str = "survivors",
+        timeout: float | None = None,
+        stream: Any = None,
     ) -> Result:
         """Rank r gets row r of the `x`, (ranks, …), of rank `root` in `out`, (…).
 
@@ -193,7 +238,10 @@ class ElasticOperations(ABC):
         before all had their rows.
         """
         return await self._do(
-            lambda: Scatter(x, out, root, on_loss_of(on_loss), self._row_of, self.rank), timeout
+            lambda x, out: Scatter(x, out, root, on_loss_of(on_loss), self._row_of, self.rank),
+            timeout,
+            taken(x, stream),
+            taken(out, stream),
         )
 
     async def all_to_all(
@@ -204,24 +252,35 @@ class ElasticOperations(ABC):
         on_loss: str = "survivors",
         inputs: str = "preserve",
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Result:
         """Row d of `x`, (ranks, …), goes to rank d. A new array, (contributors, …), by rank; with `out`,
         (ranks, …), its first rows, as in `all_gather`.
         """
         mode = _kept(inputs)
         return await self._do(
-            lambda: AllToAll(
+            lambda x, out: AllToAll(
                 self._arena, x, out, on_loss_of(on_loss), mode, self._row_of, self._ranks_max, self.rank
             ),
             timeout,
+            taken(x, stream),
+            taken(out, stream),
         )
 
     async def all_gather_v(
-        self, x: Any, *, on_loss: str = "survivors", inputs: str = "preserve", timeout: float | None = None
+        self,
+        x: Any,
+        *,
+        on_loss: str = "survivors",
+        inputs: str = "preserve",
+        timeout: float | None = None,
+        stream: Any = None,
     ) -> Result:
         """A new array of each contributor's rows `x`, (rows, …), in rank order; `Result.rows` counts them."""
         mode = _kept(inputs)
-        return await self._do(lambda: AllGatherV(self._arena, x, on_loss_of(on_loss), mode), timeout)
+        return await self._do(
+            lambda x, _: AllGatherV(self._arena, x, on_loss_of(on_loss), mode), timeout, taken(x, stream)
+        )
 
     async def reduce_scatter_v(
         self,
@@ -233,6 +292,7 @@ class ElasticOperations(ABC):
         on_loss: str = "survivors",
         inputs: str = "preserve",
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Result:
         """Reduce `x`, (sum(rows), …), over the contributors: rank r gets its `rows[r]` rows, in `out` or in a
         new array.
@@ -242,10 +302,12 @@ class ElasticOperations(ABC):
         """
         mode = _kept(inputs)
         return await self._do(
-            lambda: ReduceScatterV(
+            lambda x, out: ReduceScatterV(
                 self._arena, x, rows, out, op, on_loss_of(on_loss), mode, self._row_of, self.rank
             ),
             timeout,
+            taken(x, stream),
+            taken(out, stream),
         )
 
     async def all_to_all_v(
@@ -258,6 +320,7 @@ class ElasticOperations(ABC):
         on_loss: str = "survivors",
         inputs: str = "preserve",
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Result:
         """Send `send_rows[d]` rows of `x` to rank d: a new array of the rows that came, by rank, of rank s
         `receive_rows[s]`; `Result.rows` has those of the contributors.
@@ -268,7 +331,7 @@ class ElasticOperations(ABC):
         """
         mode = _kept(inputs)
         return await self._do(
-            lambda: AllToAllV(
+            lambda x, out: AllToAllV(
                 self._arena,
                 x,
                 send_rows,
@@ -280,17 +343,25 @@ class ElasticOperations(ABC):
                 self.rank,
             ),
             timeout,
+            taken(x, stream),
+            taken(out, stream),
         )
 
     async def broadcast(
-        self, x: Any, root: int, *, on_loss: str = "survivors", timeout: float | None = None
+        self,
+        x: Any,
+        root: int,
+        *,
+        on_loss: str = "survivors",
+        timeout: float | None = None,
+        stream: Any = None,
     ) -> Result:
         """Every `x` becomes that of rank `root`; fails with `MembersLost` if that died and nobody has it."""
-        return await self._do(lambda: Broadcast(x, root, on_loss_of(on_loss)), timeout)
+        return await self._do(lambda x, _: Broadcast(x, root, on_loss_of(on_loss)), timeout, taken(x, stream))
 
     async def barrier(self, *, on_loss: str = "survivors", timeout: float | None = None) -> Result:
         """Return once every contributor has called it."""
-        return await self._do(lambda: Barrier(on_loss_of(on_loss)), timeout)
+        return await self._do(lambda *_: Barrier(on_loss_of(on_loss)), timeout)
 
 
 def on_loss_of(name: str) -> OnLoss:

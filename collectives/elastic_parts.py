@@ -10,6 +10,7 @@ from typing import Any, Self
 from zbmd.actors.member import Node
 from zbmd.collectives.blocking import timeout_ns
 from zbmd.collectives.commit_messages import MemberId
+from zbmd.collectives.device_arrays import taken
 from zbmd.collectives.elastic_asks import ElasticAsks
 from zbmd.collectives.elastic_messages import ElasticTagged
 from zbmd.collectives.elastic_operations import ElasticOperations, on_loss_of
@@ -85,7 +86,9 @@ class ElasticParts(ElasticOperations):
     def _ranks_max(self) -> int:
         return len(self._place.ranks) or self._home.node.world_size
 
-    async def send(self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None) -> None:
+    async def send(
+        self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None, stream: Any = None
+    ) -> None:
         """Send a copy of `x` to rank `to`; see `Group.send`. It is no operation: nobody else has to call.
 
         Messages between those who live are neither lost nor doubled, whoever else dies, and in whichever view
@@ -93,8 +96,9 @@ class ElasticParts(ElasticOperations):
         KiB, until an operation or `refresh` has brought the group to a view with its replacement;
         `OperationAborted` if it has closed the group. Neither harms anything.
         """
+        given = taken(x, stream)
         async with within(timeout, f"send to rank {to} with tag {tag}"):
-            await self._tagged.send(x, to, tag)
+            await self._tagged.send(given, to, tag)
 
     async def recv(
         self,
@@ -103,6 +107,7 @@ class ElasticParts(ElasticOperations):
         tag: int | None = None,
         out: Any = None,
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Received:
         """The first message that came from rank `source` (None: any) with `tag` (None: any).
 
@@ -110,8 +115,9 @@ class ElasticParts(ElasticOperations):
         of it is left. Who receives from any rank is told of each loss once, and may call again. What a rank
         sent before its end can be taken until the group comes to its next view.
         """
+        place = taken(out, stream)
         async with within(timeout, f"receive from {source} with tag {tag}"):
-            return await self._tagged.receive(source, tag, out)
+            return await self._tagged.receive(source, tag, place)
 
     def look(self) -> None:
         """Hear of members that are lost by now; see `zbmd.collectives.elastic_views.Follower`."""
@@ -162,7 +168,9 @@ class ElasticParts(ElasticOperations):
             if split is None:
                 offer = subgroups.channels.offer()
                 try:
-                    await self._do(lambda: SplitJob(self._arena, wish, offer, mode, number, ledger), timeout)
+                    await self._do(
+                        lambda *_: SplitJob(self._arena, wish, offer, mode, number, ledger), timeout
+                    )
                 except ZbmdError:
                     ledger.called -= 1
                     raise

@@ -312,15 +312,18 @@ class Group:
         """Return once every member has called this."""
         await self._call(lambda c, ns: c.barrier(deadline_ns=ns), timeout, priority)
 
-    async def send(self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None) -> None:
+    async def send(
+        self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None, stream: Any = None
+    ) -> None:
         """Send a copy of `x` to member `to`. Messages of one member to another stay in order.
 
         `x`: any shape, a dtype that can be reduced. Returns when `x` may be changed: for a small array at
         once, unless 64 messages to that member wait to be received; for one over 64 KiB when it is there.
         Raises as other operations do, but a timeout harms nothing but this message's caller.
         """
+        given = taken(x, stream)
         async with within(timeout, f"send to rank {to} with tag {tag} in epoch {self.epoch}"):
-            await self.messages().send(x, to, tag)
+            await self.messages().send(given, to, tag)
 
     async def recv(
         self,
@@ -329,14 +332,17 @@ class Group:
         tag: int | None = None,
         out: Any = None,
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Received:
         """The first message that came from member `source` (None: any) with `tag` (None: any).
 
-        Returns its array (in `out`, of the same dtype and size, or new), source and tag. A receive that is
-        cancelled, or whose `out` does not fit, leaves the message for the next.
+        Returns its array (in `out`, of the same dtype and size, wherever it lies, or in a new one of the
+        host), source and tag. A receive that is cancelled, or whose `out` does not fit, leaves the message
+        for the next.
         """
+        place = taken(out, stream)
         async with within(timeout, f"receive from {source} with tag {tag} in epoch {self.epoch}"):
-            return await self.messages().receive(source, tag, out)
+            return await self.messages().receive(source, tag, place)
 
     def messages(self) -> Tagged:
         """The group's tagged messages. Raises `LocalProtocolError` if it has none."""
@@ -463,6 +469,7 @@ class GroupBlocking(Blocking):
 
     def send(self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """As `Group.send`, on another thread than the loop's."""
+        x = taken(x)
         self._on_loop.wait_for(lambda: self._group.send(x, to, tag=tag, timeout=timeout))
 
     def recv(
@@ -474,6 +481,7 @@ class GroupBlocking(Blocking):
         timeout: float | None = None,
     ) -> Received:
         """As `Group.recv`, on another thread than the loop's."""
+        out = taken(out)
         return self._on_loop.wait_for(lambda: self._group.recv(source, tag=tag, out=out, timeout=timeout))
 
     def split(self, color: int | None, *, key: int = 0, timeout: float | None = None) -> Group | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from zbmd.collectives.arrays import Array, as_array
+from zbmd.collectives.arrays import Array, as_array, require_size
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.reductions import dtype_code, reduction_code
 from zbmd.collectives.repair_estate import Estate, summed
@@ -73,6 +73,8 @@ class AllReduce(Job):
         reduction_code(op, given.dtype)
         if inputs is not Inputs.RECOMPUTE and out is None:
             out = np.empty(given.shape, given.dtype)
+        elif out is not None:
+            require_size(as_array(out, "out"), given.dtype, given.size, "out")
         self.published = published_in(arena, given, inputs)
         self._x, self._out, self._op, self._algorithm = x, out, op, algorithm
         self._given = given

@@ -21,6 +21,24 @@ COPIED_ON_LOOP_BYTES_MAX: Final = 64 << 10
 """A longer result is copied to its `out` by another thread than the loop's."""
 
 
+class Awaiting:
+    """Whether a caller still awaits its operation: what is its own again is not written behind its back."""
+
+    def __init__(self) -> None:
+        self._cancelled = False
+        self._writing = False
+
+    def cancel(self) -> bool:
+        """The await is cancelled. False if what was given is being written: that ends by itself, soon."""
+        self._cancelled = True
+        return not self._writing
+
+    def write(self) -> bool:
+        """Whether what was given may be written, from now on until the operation has ended."""
+        self._writing = not self._cancelled
+        return self._writing
+
+
 class Out:
     """An array that takes a result of `shape` and `dtype`, or, of rows by rank, one that has fewer rows.
 
@@ -59,10 +77,10 @@ def out_of_ranks(out: Any, ranks: int, given: Array) -> Out | None:
     return None if out is None else Out(out, (ranks, *given.shape), given.dtype, rows)
 
 
-async def hand_over(job: Job) -> None:
-    """Put the result of an operation, which is over, to where its caller wants it."""
+async def hand_over(job: Job, awaiting: Awaiting) -> None:
+    """Put the result of an operation, which is over, to where its caller wants it, if it still does."""
     out, value = job.out, job.value
-    if out is None or value is None:
+    if out is None or value is None or not awaiting.write():
         return
     if value.nbytes <= COPIED_ON_LOOP_BYTES_MAX:
         job.value = out.take(value)

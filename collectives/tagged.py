@@ -30,8 +30,19 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import ActorError
 from zbmd.actors.member import Node
 from zbmd.actors.rank_names import rank_of
-from zbmd.collectives.arrays import Array, Target, as_array, as_bytes, packed, require_size
+from zbmd.collectives.arrays import (
+    Array,
+    Target,
+    as_array,
+    as_bytes,
+    as_placed,
+    packed,
+    require_size,
+    require_writeable,
+)
 from zbmd.collectives.blocking import OnLoop, timeout_ns
+from zbmd.collectives.device_arrays import CallersArray
+from zbmd.collectives.device_landing import Landings, drained
 from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.reductions import DTYPE_NAMES, dtype_code, itemsize
 from zbmd.collectives.tag_machine import (
@@ -165,6 +176,9 @@ class TaggedEnd(ABC):
         self._here: dict[tuple[int, int], TaggedMessage] = {}
         self._outbox: asyncio.Queue[tuple[int, Contract]] = asyncio.Queue()  # bounded by the machine
         self._ended: ZbmdError | None = None
+        self._landings = Landings(node.segment)
+        self._landing = asyncio.Lock()
+        """For one array of a device at a time, and so that messages stay in the order of their calls."""
         self._forget = node.on_peer_lost(self._lost)
         self._sender = asyncio.create_task(self._send_all(), name="zbmd-tagged")
 
@@ -193,26 +207,46 @@ class TaggedEnd(ABC):
         return self._ended is not None
 
     async def send(self, x: Any, to: int, tag: int) -> None:
-        """See `Group.send`."""
-        flat = packed(as_array(x, "x"))
-        dtype_code(flat.dtype)
+        """See `Group.send`. x: as `taken` gives it."""
         _require_tag(tag)
-        array = flat.reshape(np.shape(x))
-        key, done = next(self._keys), asyncio.get_running_loop().create_future()
-        small = array.nbytes <= INLINE_BYTES_MAX
-        send = _Send(array.copy() if small else self._in_arena(array), tag, done)
-        self._sends[key] = send
-        try:
-            self._put(SendPosted(key=key, to=to, tag=tag))
-        except ZbmdError:
-            self._sends.pop(key, None)
-            raise
+        async with self._landing:  # who is behind an array that is on its way from a device waits for it
+            send = await self._made(x, tag)
+            key = next(self._keys)
+            self._sends[key] = send
+            try:
+                self._put(SendPosted(key=key, to=to, tag=tag))
+            except ZbmdError:
+                self._sends.pop(key, None)
+                raise
         # A small one may be sent again by its caller at once, unless so many are under way that it waits.
-        if not small or not send.transmitted:
-            await asyncio.shield(done)
+        if send.array.nbytes > INLINE_BYTES_MAX or not send.transmitted:
+            await asyncio.shield(send.done)
+
+    async def _made(self, x: Any, tag: int) -> _Send:
+        """What is sent of `x`. Awaits nothing if it lies on the host."""
+        landing, done = self._landings.of(x), asyncio.get_running_loop().create_future()
+        if landing is None:
+            return _Send(self._own(as_array(x, "x"), lasts=True), tag, done)
+
+        def land() -> Array:
+            try:
+                return self._own(landing.land()[0], lasts=False)
+            finally:
+                landing.end()
+
+        return _Send(await drained(land), tag, done)
+
+    def _own(self, given: Array, *, lasts: bool) -> Array:
+        """A copy of it, or, if it lasts until it is there, itself where it is large and lies in the arena."""
+        flat, arena = packed(given), self._node.segment.arena
+        dtype_code(flat.dtype)
+        array = flat.reshape(given.shape)
+        if array.nbytes <= INLINE_BYTES_MAX:
+            return array.copy()
+        return array if lasts and arena.offset_of(array) is not None else arena.from_array(array)
 
     async def receive(self, source: int | None, tag: int | None, out: Any) -> Received:
-        """See `Group.recv`."""
+        """See `Group.recv`. out: as `taken` gives it."""
         if tag is not None:
             _require_tag(tag)
         key, matched = next(self._keys), asyncio.get_running_loop().create_future()
@@ -266,6 +300,8 @@ class TaggedEnd(ABC):
         await asyncio.wait([self._sender], timeout=CLOSE_S_MAX)
         self._sender.cancel()
         await asyncio.wait([self._sender])
+        async with self._landing:
+            self._landings.close()
 
     def take(self, source: int, message: TaggedMessage | TaggedTaken | TaggedClosed | TaggedGreeting) -> None:
         """A member's message."""
@@ -348,6 +384,12 @@ class TaggedEnd(ABC):
     async def _fetch(self, message: TaggedMessage, source: int, out: Any) -> Any:
         """The array of a message, in `out` or in a new one. Raises `RemoteProtocolError`, `UserError`."""
         size, dtype = described(message, source), _dtype(message.dtype)
+        if isinstance(out, CallersArray):
+            require_writeable(require_size(as_placed(out, "out"), dtype, size, "out"), "out")
+            host = await self._fetch(message, source, None)
+            async with self._landing:
+                await drained(lambda: self._landings.write(out, host))
+            return out.given
         result = np.empty(message.shape, dtype) if out is None else out
         target = Target(require_size(as_array(result, "out"), dtype, size, "out"), "out")
         flat = as_bytes(target.flat, "out")
@@ -375,10 +417,6 @@ class TaggedEnd(ABC):
             region.close()
         if xxhash.xxh3_64_digest(flat.data) != digest:
             raise self._ended or OperationAborted(f"rank {source} gave its message up as it was taken")
-
-    def _in_arena(self, array: Array) -> Array:
-        arena = self._node.segment.arena
-        return array if arena.offset_of(array) is not None else arena.from_array(array)
 
     def _let_go(self, send: _Send, error: ZbmdError | None) -> None:
         if send.handle is not None:

@@ -13,7 +13,9 @@ from device_worlds import Strided, library, model_host, of_device, on_device
 from numpy.typing import NDArray
 
 import zbmd
+from zbmd.collectives.algorithms.shard_tree import shard_tree_nodes
 from zbmd.collectives.device_kernels import KERNELS
+from zbmd.collectives.device_staging import BLOCKS_MAX
 from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.reductions import dtypes
 from zbmd.transport.cuda_api import CudaFault
@@ -91,6 +93,39 @@ def test_operations_on_devices_have_the_bits_of_the_hosts(
         host.drain()
 
     run_ranks(n, body, hosts=list(range(n)) if over_hosts else None)
+
+
+@pytest.mark.parametrize("over_hosts", [False, True])
+def test_logical_shards_on_devices_have_the_bits_of_the_hosts(run_ranks: RunRanks, over_hosts: bool) -> None:
+    """More partial sums than pieces of memory are kept; one is with strides, and one lies on the host."""
+
+    def body(p: Any) -> None:
+        process = model_host(seed=p.rank).process()
+        c = p.communicator()
+        shards, assignment = 23, ((0, 1), (1, 22), (22, 23))
+        nodes = shard_tree_nodes(shards, *assignment[p.rank])
+        assert len(nodes) > BLOCKS_MAX or p.rank != 1
+        for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+            for count in (7, 70_004):
+                host = {node: values(k + 100 * p.rank, count, dtype) for k, node in enumerate(nodes)}
+                partials: dict[Any, Any] = {node: on_device(process, x) for node, x in host.items()}
+                even = on_device(process, np.repeat(host[nodes[0]], 2))
+                span = replace(even.span, shape=(count,), strides=(2 * dtype.itemsize,))
+                partials[nodes[0]] = Strided(even, span)
+                partials[nodes[-1]] = host[nodes[-1]] if p.rank == 1 else partials[nodes[-1]]
+                wanted = c.all_reduce_shards(
+                    host, np.zeros(count, dtype), shards=shards, assignment=assignment, deadline_ns=p.soon()
+                )
+                out = on_device(process, np.zeros(count, dtype))
+                found = c.all_reduce_shards(
+                    partials, out, shards=shards, assignment=assignment, deadline_ns=p.soon()
+                )
+                assert found is out and of_device(out, dtype).tobytes() == wanted.tobytes()
+                assert len(process.registered) <= BLOCKS_MAX
+        c.close()
+        assert not process.registered, "memory stays locked"
+
+    run_ranks(3, body, hosts=[0, 1, 2] if over_hosts else None)
 
 
 def test_a_member_with_an_array_on_a_device_meets_one_with_an_array_of_the_host(run_ranks: RunRanks) -> None:

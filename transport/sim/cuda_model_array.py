@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zbmd.transport.cuda_array import DeviceSpan
 
 if TYPE_CHECKING:
     from zbmd.transport.sim.cuda_model import ModelProcess
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRows:
+    """Some rows of an array, which it keeps alive."""
+
+    base: ModelArray
+    span: DeviceSpan
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """See `DeviceSpan`."""
+        return self.span.__cuda_array_interface__
 
 
 class ModelArray:
@@ -24,6 +38,13 @@ class ModelArray:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """See `DeviceSpan`."""
         return self.span.__cuda_array_interface__
+
+    def __getitem__(self, rows: slice) -> ModelRows:
+        """Its first rows: `x[:n]`, as of any library's array."""
+        count = len(range(*rows.indices(self.span.shape[0])))
+        if rows.indices(self.span.shape[0])[::2] != (0, 1):
+            raise IndexError(f"{rows} are not the first rows")
+        return ModelRows(self, replace(self.span, shape=(count, *self.span.shape[1:])))
 
     def __del__(self) -> None:
         process = self._process

@@ -1,8 +1,8 @@
-"""`zbmd sim collectives`: all-reduce on up to 10,000 simulated ranks, beside what each algorithm can reach.
+"""`zbmd sim collectives`: operations on up to 10,000 simulated ranks, beside what each algorithm can reach.
 
 The ranks walk the programs that real groups run, by the same compiled stepper, on a model of a network: see
 `zbmd.collectives.scale`. With --deaths, ranks die in the middle of each operation, and the table tells how
-long after that the survivors have the result.
+long after that the survivors have the result. What does not fit has a line that says why.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ import msgspec
 import rich.box
 import rich.console
 import rich.table
+import rich.text
 
+from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.scale.fabric import Fabric
 from zbmd.collectives.scale.roles import AT_SCALE
-from zbmd.collectives.scale.scaling import Measured, Recovery, Repaired, all_reduce, repeat_after_deaths
+from zbmd.collectives.scale.scaling import (
+    Measured,
+    Recovery,
+    Repaired,
+    refusal,
+    repeat_after_deaths,
+    simulate,
+)
 from zbmd.tools.bench_plot import check_plot
 from zbmd.tools.bench_stats import parse_sizes, size_in_words
 from zbmd.tools.sim_collectives_plot import draw
@@ -39,18 +48,35 @@ SIZES_DEFAULT = "1M,64M,1G"
 EXAMPLES = """examples:
   zbmd sim collectives                             8 to 10,000 ranks, three sizes: some minutes
   zbmd sim collectives --ranks 1000 --sizes 64M --algorithms ring,hierarchical
+  zbmd sim collectives --operation all --sizes 1M  every operation
+  zbmd sim collectives --operation all_to_all --ranks 512 --algorithms bruck
   zbmd sim collectives --deaths 3 --seed 7         with three ranks dying in the middle of each operation
   zbmd sim collectives --ports 8 --plot scaling.svg  a port for each rank of a host; draw it
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One line of the table. `cpu_s`: what it took to simulate."""
+class Asked:
+    """What is to be simulated."""
 
-    whole: Measured
-    repaired: Repaired | None
-    cpu_s: float
+    operation: Operation
+    algorithm: str
+    n: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the table. `cpu_s`: what it took to simulate.
+
+    `why`: why it was not, and `whole` is None.
+    """
+
+    asked: Asked
+    whole: Measured | None
+    repaired: Repaired | None = None
+    cpu_s: float = 0.0
+    why: str = ""
 
 
 def ranks_up_to(most: int) -> list[int]:
@@ -61,20 +87,25 @@ def ranks_up_to(most: int) -> list[int]:
     return [count for count in ranks if count < most] + [most]
 
 
-def _simulate(algorithm: str, n: int, nbytes: int, fabric: Fabric, arguments: argparse.Namespace) -> Case:
+def _simulate(asked: Asked, fabric: Fabric, arguments: argparse.Namespace) -> Case:
+    operation, algorithm, n, nbytes = asked.operation, asked.algorithm, asked.n, asked.nbytes
+    if why := refusal(operation, algorithm, n, nbytes, fabric):
+        return Case(asked, None, why=why)
     began_s = time.thread_time()
-    whole = all_reduce(algorithm, n, nbytes, fabric, skew_ns=arguments.skew * 1e9, seed=arguments.seed)
+    whole = simulate(
+        operation, algorithm, n, nbytes, fabric, skew_ns=arguments.skew * 1e9, seed=arguments.seed
+    )
     repaired = None
     if 0 < arguments.deaths < n:
         recovery = Recovery(notice_ns=arguments.notice * 1e9)
         repaired = repeat_after_deaths(
             whole, fabric, deaths=arguments.deaths, recovery=recovery, seed=arguments.seed
         )
-    return Case(whole, repaired, time.thread_time() - began_s)
+    return Case(asked, whole, repaired, time.thread_time() - began_s)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    sizes, algorithms = parse_sizes(arguments.sizes), _algorithms(arguments.algorithms)
+    sizes, wanted = parse_sizes(arguments.sizes), _wanted(arguments.operation, arguments.algorithms)
     if not 2 <= arguments.ranks <= RANKS_MAX:
         raise UserError(f"--ranks {arguments.ranks}: give 2 to {RANKS_MAX:,}")
     if not 0 <= arguments.deaths < arguments.ranks:
@@ -82,13 +113,19 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_plot(arguments.plot)
     fabric = Fabric(ranks_per_host=arguments.ranks_per_host, ports=arguments.ports)
-    print(f"all-reduce, seed {arguments.seed}: {fabric}", file=sys.stderr)
-    asked = [(a, n, size) for size in sizes for n in ranks_up_to(arguments.ranks) for a in algorithms]
+    print(f"{arguments.operation}, seed {arguments.seed}: {fabric}", file=sys.stderr)
+    asked = [
+        Asked(operation, algorithm, n, size)
+        for operation, algorithms in wanted.items()
+        for size in (sizes if operation is not Operation.BARRIER else [0])
+        for n in ranks_up_to(arguments.ranks)
+        for algorithm in algorithms
+    ]
     cases: list[Case] = []
     with ThreadPoolExecutor(max_workers=usable_cpus()) as threads:  # the stepper runs without the GIL
         futures: list[Future[Case]] = []
         try:
-            futures += [threads.submit(_simulate, *one, fabric, arguments) for one in asked]
+            futures += [threads.submit(_simulate, one, fabric, arguments) for one in asked]
             for number, future in enumerate(futures, 1):
                 cases.append(future.result())
                 _tell(number, len(futures), cases[-1])
@@ -100,22 +137,31 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         _console().print(_table(cases))
     if arguments.plot is not None:
-        draw([case.whole for case in cases], arguments.plot)
+        draw([case.whole for case in cases if case.whole is not None], arguments.plot)
     return 0
 
 
-def _algorithms(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
+def _wanted(operation: str, algorithms: str) -> dict[Operation, list[str]]:
+    """The algorithms of each operation, of those that were named if any were."""
+    operations = {known.name.lower(): known for known in AT_SCALE}
+    if operation not in ("all", *operations):
+        raise UserError(f"--operation {operation!r}: choose from {', '.join(operations)}, or all")
+    chosen = list(AT_SCALE) if operation == "all" else [operations[operation]]
+    known = {name for of in chosen for name in AT_SCALE[of]}
+    names = [name.strip() for name in algorithms.split(",")] if algorithms else sorted(known)
     for name in names:
-        if name not in AT_SCALE:
-            raise UserError(f"{name!r} is not simulated at scale. Choose from {', '.join(AT_SCALE)}.")
-    return names
+        if name not in known:
+            raise UserError(f"{name!r} is not simulated at scale. Choose from {', '.join(sorted(known))}.")
+    return {of: [name for name in AT_SCALE[of] if name in names] for of in chosen}
 
 
 def _tell(number: int, of: int, case: Case) -> None:
-    whole = case.whole
-    what = f"{whole.algorithm}, {whole.n:,} ranks, {size_in_words(whole.nbytes)}"
-    print(f"{number}/{of} {what}: {whole.instructions:,} instructions in {case.cpu_s:.1f} s", file=sys.stderr)
+    asked, whole = case.asked, case.whole
+    what = (
+        f"{asked.operation.name.lower()}, {asked.algorithm}, {asked.n:,} ranks, {size_in_words(asked.nbytes)}"
+    )
+    done = case.why if whole is None else f"{whole.instructions:,} instructions in {case.cpu_s:.1f} s"
+    print(f"{number}/{of} {what}: {done}", file=sys.stderr)
 
 
 def _console() -> rich.console.Console:
@@ -125,39 +171,50 @@ def _console() -> rich.console.Console:
 
 def _table(cases: Sequence[Case]) -> rich.table.Table:
     table = rich.table.Table(box=rich.box.SIMPLE)
+    table.add_column("operation")
     table.add_column("algorithm")
     titles = ["ranks", "bytes", "time ms", "bound ms", "x bound", "busbw GB/s", "x any", "instructions", "by"]
     deaths = any(case.repaired is not None for case in cases)
     for title in titles + (["stalled", "recovered ms"] if deaths else []):
         table.add_column(title, justify="right")
+    left_out = dict.fromkeys(case.why for case in cases if case.whole is None)
+    notes = {why: number for number, why in enumerate(left_out, 1)}
     for case in cases:
-        whole, repaired = case.whole, case.repaired
-        row = [
-            whole.algorithm,
-            f"{whole.n:,}",
-            size_in_words(whole.nbytes),
-            f"{whole.time_ns / 1e6:.3f}",
-            f"{whole.bound_ns / 1e6:.3f}",
-            f"{whole.time_ns / whole.bound_ns:.2f}",
-            f"{whole.bus_bytes_per_ns:.2f}",
-            f"{whole.time_ns / whole.least_ns:.2f}",
-            f"{whole.instructions:,}",
-            "vectors" if whole.vectorised else "events",
-        ]
-        if deaths:
-            row += (
-                ["", ""]
-                if repaired is None
-                else [f"{repaired.stalled:,}", f"{repaired.recovered_ns / 1e6:.3f}"]
-            )
-        table.add_row(*row)
+        asked, whole, repaired = case.asked, case.whole, case.repaired
+        row = [asked.operation.name.lower(), asked.algorithm, f"{asked.n:,}", size_in_words(asked.nbytes)]
+        if whole is None:
+            row.append(f"[{notes[case.why]}]")
+        else:
+            row += [
+                f"{whole.time_ns / 1e6:.3f}",
+                f"{whole.bound_ns / 1e6:.3f}",
+                f"{whole.time_ns / whole.bound_ns:.2f}",
+                f"{whole.bus_bytes_per_ns:.2f}",
+                f"{whole.time_ns / whole.least_ns:.2f}",
+                f"{whole.instructions:,}",
+                "vectors" if whole.vectorised else "events",
+            ]
+        if repaired is not None:
+            row += [f"{repaired.stalled:,}", f"{repaired.recovered_ns / 1e6:.3f}"]
+        table.add_row(*(rich.text.Text(cell) for cell in row))
+    if notes:
+        told = "\n".join(f"[{number}] not simulated: {why}" for why, number in notes.items())
+        table.caption, table.caption_justify = rich.text.Text(told), "left"
     return table
 
 
 def _as_json(case: Case) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(case.whole)
-    told["bus_bytes_per_ns"] = case.whole.bus_bytes_per_ns
-    told["cpu_s"] = case.cpu_s
+    asked = case.asked
+    told: dict[str, Any] = {
+        "algorithm": asked.algorithm,
+        "n": asked.n,
+        "nbytes": asked.nbytes,
+        "why": case.why,
+    }
+    if case.whole is not None:
+        told |= msgspec.to_builtins(case.whole)
+        told["bus_bytes_per_ns"] = case.whole.bus_bytes_per_ns
+    told |= {"operation": asked.operation.name.lower(), "cpu_s": case.cpu_s}
     if case.repaired is not None:
         told["repaired"] = msgspec.to_builtins(case.repaired)
     return told
@@ -167,7 +224,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     """Add `collectives` to `sim`."""
     parser = actions.add_parser(
         "collectives",
-        help="all-reduce on thousands of ranks of a modelled network",
+        help="operations on thousands of ranks of a modelled network",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -176,7 +233,10 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--sizes", default=SIZES_DEFAULT, help="bytes a rank: A,B,C or FIRST:LAST (%(default)s)"
     )
-    parser.add_argument("--algorithms", default=",".join(AT_SCALE), help="(%(default)s)")
+    parser.add_argument(
+        "--operation", default="all_reduce", help="all_reduce, all_gather, ..., or all (%(default)s)"
+    )
+    parser.add_argument("--algorithms", default="", help="A,B,C (all that are simulated)")
     parser.add_argument("--ranks-per-host", type=int, default=Fabric().ranks_per_host, help="(%(default)s)")
     parser.add_argument("--ports", type=int, default=1, help="ports of 400 Gb/s a host (%(default)s)")
     parser.add_argument(

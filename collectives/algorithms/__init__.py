@@ -109,7 +109,7 @@ class Request:
         return hash_text(f"{self} v{PROGRAMS_VERSION}")
 
 
-PROGRAMS_VERSION = 2
+PROGRAMS_VERSION = 3
 """Raised whenever an algorithm's programs change: it enters `Request.digest`."""
 
 
@@ -315,12 +315,12 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
             exposes=_exposes(IN, OUT),
         ),
         (Operation.ALL_REDUCE, "tree"): Algorithm(
-            build=_plain(reduction_trees.tree_all_reduce), spec=_reduce_up_a_tree, exposes=_exposes(OUT)
+            build=_plain(reduction_trees.tree_all_reduce), spec=_reduce_up_a_tree, exposes=_exposes()
         ),
         (Operation.ALL_REDUCE, "double_tree"): Algorithm(
             build=_plain(reduction_trees.double_tree_all_reduce),
             spec=_reduce_up_two_trees,
-            exposes=_exposes(OUT),
+            exposes=_exposes(),
         ),
         (Operation.ALL_REDUCE, "hierarchical"): Algorithm(
             build=lambda request, rank: hierarchical.hierarchical_all_reduce(

@@ -48,10 +48,16 @@ class TreeReduction:
         return instructions
 
     def _evaluate(self, tree: Tree, chunk: int, leaf: Leaf, instructions: list[Reduce | Copy]) -> Operand:
-        if isinstance(tree, int):
-            return leaf(tree)
-        a = self._evaluate(tree[0], chunk, leaf, instructions)
-        b = self._evaluate(tree[1], chunk, leaf, instructions)
+        rights: list[Tree] = []  # a left fold over thousands of ranks is as deep
+        while not isinstance(tree, int):
+            rights.append(tree[1])
+            tree = tree[0]
+        a = leaf(tree)
+        for right in reversed(rights):
+            a = self._add(a, self._evaluate(right, chunk, leaf, instructions), chunk, instructions)
+        return a
+
+    def _add(self, a: Operand, b: Operand, chunk: int, instructions: list[Reduce | Copy]) -> Operand:
         if a.buffer == SCRATCH:
             dst = a
             self._release(b)

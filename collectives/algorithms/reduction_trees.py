@@ -2,8 +2,9 @@
 
 With two trees, in which nobody has children in both, every rank's bandwidth is used both ways (Sanders, Speck
 and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12),
-2009): the even chunks take the first tree, the odd ones the second. Sums go up through inbox slots; results
-are read downwards.
+2009): the even chunks take the first tree, the odd ones the second. Sums go up through inbox slots, and
+results
+come down through others: between hosts a put is one latency, where to announce, ask and be answered is three.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from zbmd.collectives.spec import Tree
 
 CHILD_SLOTS = 2
 """Inbox slots of a child's sums."""
+PARENT_SLOTS = 2
+"""Inbox slots of a parent's results."""
 TREES_KEPT = 64
 """Trees that are remembered: all ranks of a simulation share one."""
 
@@ -137,7 +140,7 @@ def _program(
         chunks,
         number_waits(draft_of, rank),
         scratch_slots=1,
-        inbox_slots=inbox_slots(trees),
+        inbox_slots=inbox_slots(trees) if down else _sums_slots(trees),
     )
 
 
@@ -148,7 +151,11 @@ def _part_from_root(tree: BinaryTree, n: int, rank: int) -> Draft:
 
 
 def inbox_slots(trees: tuple[BinaryTree, ...]) -> int:
-    """How many slots a rank's inbox has for the sums of its children."""
+    """How many slots a rank's inbox has: for sums of children, then for results of parents."""
+    return _sums_slots(trees) + len(trees) * PARENT_SLOTS
+
+
+def _sums_slots(trees: tuple[BinaryTree, ...]) -> int:
     return len(trees) * max(tree.most_children for tree in trees) * CHILD_SLOTS
 
 
@@ -168,19 +175,27 @@ class Climb:
     partial: Callable[[int], Operand]
 
     def both_ways(self) -> Draft:
-        """Up and down. A chunk's way down comes so much later than its way up that it need not wait.
+        """Up and down, in steps, of one chunk up and one down each.
 
-        At every node the ups are in one order and each down comes as long after its up, so no two nodes wait
-        for each other.
+        A node's ups come `CHILD_SLOTS` turns later than those of its children, and its downs
+        `PARENT_SLOTS` turns earlier:
+        about as long as a message takes, so that who is a leaf in one tree does not wait in each turn for its
+        part in the other. Nobody waits for itself: an up needs earlier steps of the children, and
+        of the parent
+        (a slot that it has freed) an up of the same step at most, where ups come first; a down needs an
+        earlier step of the parent, and of the children (a slot that they have freed) a down of the same step.
         """
-        lag = len(self.trees) * 2 * max(tree.height for tree in self.trees)
+        trees = len(self.trees)
+        places = [(tree.height, _depth(tree, self.node)) for tree in self.trees]
+        ups = [trees * CHILD_SLOTS * (height - depth) for height, depth in places]
+        downs = [trees * (CHILD_SLOTS * height + PARENT_SLOTS * depth) for height, depth in places]
         draft: Draft = []
-        for at in range(len(self.chunks) + lag):
-            if at < len(self.chunks):
-                draft += self._up(at)
-            if at >= lag:
-                draft += self._down(at - lag)
-        return draft + self._part()
+        for step in range(len(self.chunks) + max(downs)):
+            if 0 <= (k := step - ups[step % trees]) < len(self.chunks):
+                draft += self._up(k)
+            if 0 <= (k := step - downs[step % trees]) < len(self.chunks):
+                draft += self._down(k)
+        return draft
 
     def up_alone(self) -> Draft:
         """Up to the root, where the sums stay."""
@@ -217,23 +232,34 @@ class Climb:
         return (which * most + child) * CHILD_SLOTS + turn % CHILD_SLOTS
 
     def _down(self, k: int) -> Draft:
-        """Read the result from the parent, and tell the children that it is here."""
-        tree, chunk, rank = self.trees[k % len(self.trees)], self.chunks[k], self.ranks[self.node]
+        """Take the result from the parent, and put it into the children's inboxes, at once."""
+        which, turn = k % len(self.trees), k // len(self.trees)
+        tree, chunk, rank = self.trees[which], self.chunks[k], self.ranks[self.node]
         parent = tree.parents[self.node]
         draft: Draft = []
+        out = result = Operand(rank, OUT, chunk)
         if parent >= 0:
-            above = self.ranks[parent]
-            draft.append(Await(above, ("total", k)))
-            draft.append(Copy(chunk, Operand(rank, OUT, chunk), Operand(above, OUT, chunk)))
-        return draft + [Signal(Notify(self.ranks[child]), ("total", k)) for child in tree.children[self.node]]
-
-    def _part(self) -> Draft:
-        """End when the children have read all results here."""
-        draft: Draft = []
-        used = list(enumerate(self.trees[: len(self.chunks)]))
-        for i, tree in used:
-            if (parent := tree.parents[self.node]) >= 0:
-                draft.append(Signal(Notify(self.ranks[parent]), ("read", i)))
-        for i, tree in used:
-            draft += [Await(self.ranks[child], ("read", i)) for child in tree.children[self.node]]
+            result = Operand(rank, INBOX, self._slot_down(which, turn))
+            draft.append(Await(self.ranks[parent], ("total", which, turn)))
+        for child in tree.children[self.node]:
+            below = self.ranks[child]
+            if turn >= PARENT_SLOTS:
+                draft.append(Await(below, ("taken", which, turn - PARENT_SLOTS)))
+            put = Put(chunk, Operand(below, INBOX, self._slot_down(which, turn)), result)
+            draft.append(Signal(put, ("total", which, turn)))
+        if parent >= 0:
+            draft.append(Copy(chunk, out, result))
+            if k + len(self.trees) * PARENT_SLOTS < len(self.chunks):
+                draft.append(Signal(Notify(self.ranks[parent]), ("taken", which, turn)))
         return draft
+
+    def _slot_down(self, which: int, turn: int) -> int:
+        return _sums_slots(self.trees) + which * PARENT_SLOTS + turn % PARENT_SLOTS
+
+
+def _depth(tree: BinaryTree, node: int) -> int:
+    """Edges from the root."""
+    depth = 0
+    while (node := tree.parents[node]) >= 0:
+        depth += 1
+    return depth

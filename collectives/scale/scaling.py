@@ -1,22 +1,28 @@
-"""One all-reduce of thousands of ranks on a model of a network: undisturbed, or with deaths in it."""
+"""One operation of thousands of ranks on a model of a network: undisturbed, or with deaths in it."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zbmd.collectives._stepper import PUB_BYTES_MAX
 from zbmd.collectives._timeline import Timeline
-from zbmd.collectives.algorithms import Operation, Request
+from zbmd.collectives.algorithms import ALGORITHMS, ROOTED, Operation, Request
 from zbmd.collectives.algorithms.hierarchical import hosts_of
+from zbmd.collectives.algorithms.reduction_trees import CHILD_SLOTS
+from zbmd.collectives.errors import ProgramError
+from zbmd.collectives.remote_fetch import STAGING_BYTES_MAX
+from zbmd.collectives.remote_slots import slot_payload_bytes
 from zbmd.collectives.scale.bounds import bound_ns, least_ns
 from zbmd.collectives.scale.fabric import Fabric
 from zbmd.collectives.scale.flat_ring import RANKS_MIN, ring_ends, ring_instructions
 from zbmd.collectives.scale.placement import Placement, place
+from zbmd.collectives.scale.roles import check_at_scale, folds_in_rank_order, is_eager, is_pairwise
 from zbmd.collectives.scale.schedules import schedule_of
 
 Times = NDArray[np.float64]
@@ -25,6 +31,11 @@ CHUNK_BYTES = 1 << 20
 TREE_CHUNKS_MAX = 128
 FLAT_RING_FROM = 513
 """Rings of so many ranks are walked a vector at a time."""
+PAIRS_MAX = 20_000_000
+"""Pairs of ranks that exchange something: some 50 bytes each."""
+READS_AHEAD_MAX = 1 << 20
+BUILT_MAX = 4_000_000
+"""Instructions that are built, of programs no two of which are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +73,20 @@ class Measured:
     chunks: int
     instructions: int
     vectorised: bool
+    operation: Operation = Operation.ALL_REDUCE
 
     @property
     def bus_bytes_per_ns(self) -> float:
-        """nccl-tests' bus bandwidth, GB/s: 2 (n - 1) / n of the bytes over the time."""
-        return 2 * (self.n - 1) / self.n * self.nbytes / self.time_ns
+        """nccl-tests' bus bandwidth, GB/s: of the bytes over the time 2 (n - 1) / n for an all-
+        reduce, 1 for a
+        broadcast or reduce, else (n - 1) / n.
+        """
+        share = (self.n - 1) / self.n
+        if self.operation is Operation.ALL_REDUCE:
+            share *= 2
+        elif self.operation in (Operation.BROADCAST, Operation.REDUCE):
+            share = 1.0
+        return share * self.nbytes / self.time_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,33 +103,66 @@ class Repaired:
     again: Measured
 
 
-def all_reduce(
-    algorithm: str, n: int, nbytes: int, fabric: Fabric, *, skew_ns: float = 0, seed: int = 0
-) -> Measured:
-    """An all-reduce of `nbytes` a rank, by one of `roles.AT_SCALE`. Ranks come `skew_ns` apart at most.
+def refusal(operation: Operation, algorithm: str, n: int, nbytes: int, fabric: Fabric) -> str:
+    """Why this is not simulated, "" if it is. Raises `ProgramError` if it never is."""
+    check_at_scale(operation, algorithm)
+    request = Request(operation=operation, algorithm=algorithm, n=n)
+    if is_eager(request):
+        by_rank = operation in (Operation.ALL_GATHER, Operation.GATHER)
+        travels, most = -(-nbytes // n) if by_rank else nbytes, eager_bytes_max(n, fabric)
+        if travels > most:
+            return f"{travels:,} bytes: with descriptors travel {most:,} at most"
+    if is_pairwise(request) and n * (n - 1) > PAIRS_MAX:
+        return f"{n * (n - 1):,} pairs of ranks: {PAIRS_MAX:,} fit into memory"
+    if folds_in_rank_order(request) and 3 * n * n > BUILT_MAX:
+        return f"no two ranks' programs are equal: {3 * n * n:,} instructions, {BUILT_MAX:,} are built"
+    return ""
 
-    Raises `ProgramError` for another algorithm, `UserError` if the network is none.
+
+def eager_bytes_max(n: int, fabric: Fabric) -> int:
+    """What travels with a descriptor in production: more if no two ranks share a host (`remote_slots`)."""
+    return PUB_BYTES_MAX if fabric.ranks_per_host > 1 else max(PUB_BYTES_MAX, slot_payload_bytes(n))
+
+
+def simulate(
+    operation: Operation,
+    algorithm: str,
+    n: int,
+    nbytes: int,
+    fabric: Fabric,
+    *,
+    skew_ns: float = 0,
+    seed: int = 0,
+) -> Measured:
+    """An operation by one of `roles.AT_SCALE`, rank 0 its root. Ranks come `skew_ns` apart at most.
+
+    `nbytes`: of a rank's largest array. Raises `ProgramError` for another algorithm and for what `refusal`
+    has something to say about, `UserError` if the network is none.
     """
+    if why := refusal(operation, algorithm, n, nbytes, fabric):
+        raise ProgramError(f"{operation.name.lower()} by {algorithm!r} on {n} ranks is not simulated: {why}")
     placement = place(n, fabric)
-    return _measure(algorithm, placement, nbytes, _arrivals(n, skew_ns, seed))
+    return _measure(operation, algorithm, placement, nbytes, _arrivals(n, skew_ns, seed))
 
 
 def repeat_after_deaths(
     whole: Measured, fabric: Fabric, *, deaths: int, recovery: Recovery, seed: int = 0
 ) -> Repaired:
-    """The same with `deaths` random ranks that die at a random moment of it.
+    """The same with `deaths` random ranks that die at a random moment of it; not the root, if there is one.
 
-    The survivors agree on a view and repeat it with their inputs. Raises ValueError if nobody would be left.
+    (Without its root an operation is not repeated, but ends with `MembersLost`.) The survivors agree on a
+    view and repeat it with their inputs. Raises ValueError if nobody would be left.
     """
-    n, nbytes, algorithm = whole.n, whole.nbytes, whole.algorithm
+    n, nbytes, operation, algorithm = whole.n, whole.nbytes, whole.operation, whole.algorithm
     if not 0 < deaths < n:
         raise ValueError(f"{deaths} deaths among {n} ranks")
     rng = random.Random(f"{seed}/{algorithm}/{n}/{nbytes}/{deaths}")
     placement = place(n, fabric)
-    dead, died_ns = tuple(sorted(rng.sample(range(n), deaths))), rng.uniform(0, whole.time_ns)
-    stalled = _stalled(_request(algorithm, placement, nbytes), placement, nbytes, dead, died_ns)
+    mortal = range(1 if operation in ROOTED else 0, n)
+    dead, died_ns = tuple(sorted(rng.sample(mortal, deaths))), rng.uniform(0, whole.time_ns)
+    stalled = _stalled(_request(operation, algorithm, placement, nbytes), placement, nbytes, dead, died_ns)
     survivors = placement.without(dead)
-    again = _measure(algorithm, survivors, nbytes, np.zeros(survivors.n))
+    again = _measure(operation, algorithm, survivors, nbytes, np.zeros(survivors.n))
     recovered = recovery.agreed_ns(survivors.n) + again.time_ns if stalled else 0.0
     return Repaired(dead=dead, died_ns=died_ns, stalled=stalled, recovered_ns=recovered, again=again)
 
@@ -118,30 +171,51 @@ def _arrivals(n: int, skew_ns: float, seed: int) -> Times:
     return np.random.default_rng(seed).uniform(0, skew_ns, n) if skew_ns else np.zeros(n)
 
 
-def _measure(algorithm: str, placement: Placement, nbytes: int, begin: Times) -> Measured:
-    request = _request(algorithm, placement, nbytes)
-    entered, steps = _enter(placement, begin)
-    n, chunk_bytes = placement.n, nbytes / request.chunks
-    vectorised = algorithm == "ring" and n >= max(FLAT_RING_FROM, RANKS_MIN)
-    if vectorised:
-        turns = request.chunks // n
-        ends = ring_ends(placement, chunk_bytes=chunk_bytes, turns_a_hop=turns, begin=entered)
-        steps += ring_instructions(n, turns)
-    else:
-        ends, performed = walk(request, placement, chunk_bytes, entered, np.full(n, np.inf))
-        steps += performed
+def _measure(
+    operation: Operation, algorithm: str, placement: Placement, nbytes: int, begin: Times
+) -> Measured:
+    request = _request(operation, algorithm, placement, nbytes)
+    entered, steps = _enter(request, placement, begin)
+    ends, performed = _ends(request, placement, nbytes, entered, np.full(placement.n, np.inf))
+    if np.isnan(ends).any():
+        raise ProgramError(f"{request}: {int(np.isnan(ends).sum())} ranks never end: the programs are wrong")
     return Measured(
+        operation=operation,
         algorithm=algorithm,
-        n=n,
+        n=placement.n,
         nbytes=nbytes,
         time_ns=float(ends.max() - begin.min()),
         entered_ns=float(entered.max() - begin.min()),
         bound_ns=bound_ns(request, placement, nbytes),
-        least_ns=least_ns(placement, nbytes),
+        least_ns=least_ns(operation, placement, nbytes),
         chunks=request.chunks,
-        instructions=steps,
-        vectorised=vectorised,
+        instructions=steps + performed,
+        vectorised=_by_vectors(request),
     )
+
+
+def _by_vectors(request: Request) -> bool:
+    return request.algorithm == "ring" and request.n >= max(FLAT_RING_FROM, RANKS_MIN)
+
+
+def _ends(
+    request: Request, placement: Placement, nbytes: int, begin: Times, dies: Times
+) -> tuple[Times, int]:
+    """When each rank ends, ns (nan: never), and how many instructions were performed."""
+    # The full vector of an all-to-all is what all ranks have.
+    chunk_bytes = nbytes * (request.n if request.operation is Operation.ALL_TO_ALL else 1) / request.chunks
+    if not _by_vectors(request):
+        return walk(request, placement, chunk_bytes, begin, dies)
+    turns = request.chunks // request.n
+    ends = ring_ends(
+        request.operation,
+        placement,
+        chunk_bytes=chunk_bytes,
+        turns_a_hop=turns,
+        begin=begin,
+        dies=None if np.isinf(dies).all() else dies,
+    )
+    return ends, ring_instructions(request.operation, request.n, turns)
 
 
 def walk(
@@ -152,6 +226,7 @@ def walk(
     timeline = Timeline(
         schedule.codes,
         schedule.which,
+        schedule.first,
         schedule.peers,
         schedule.back,
         placement.host_array,
@@ -164,14 +239,15 @@ def walk(
         far_ns_per_byte=1 / fabric.far_bytes_per_ns,
         own_ns_per_byte=1 / fabric.own_bytes_per_ns,
         chunk_bytes=chunk_bytes,
+        reads_ahead=int(min(READS_AHEAD_MAX, STAGING_BYTES_MAX / max(1.0, chunk_bytes))),
     )
     ends, _ = timeline.run(begin, dies)
     return ends, timeline.steps
 
 
-def _enter(placement: Placement, begin: Times) -> tuple[Times, int]:
-    """Nobody begins before all have come: at this size by a barrier."""
-    if placement.n == 1:
+def _enter(request: Request, placement: Placement, begin: Times) -> tuple[Times, int]:
+    """Nobody begins before all have come: at this size by a barrier. Eager ranks, and a barrier's, do."""
+    if placement.n == 1 or request.operation is Operation.BARRIER or is_eager(request):
         return begin, 0
     barrier = Request(operation=Operation.BARRIER, algorithm="dissemination", n=placement.n)
     return walk(barrier, placement, 0.0, begin, np.full(placement.n, np.inf))
@@ -181,51 +257,53 @@ def _stalled(
     request: Request, placement: Placement, nbytes: int, dead: Collection[int], died_ns: float
 ) -> int:
     """How many survivors of the deaths do not end."""
-    n = placement.n
-    dies = np.full(n, np.inf)
+    dies = np.full(placement.n, np.inf)
     dies[list(dead)] = died_ns
-    entered, _ = _enter(placement, np.zeros(n))
-    if request.algorithm == "ring" and n >= FLAT_RING_FROM:
-        # Every rank needs every other's part and passes on all of them: who dies before its end stops all.
-        chunk_bytes = nbytes / request.chunks
-        ends = ring_ends(placement, chunk_bytes=chunk_bytes, turns_a_hop=request.chunks // n, begin=entered)
-        return n - len(dead) if died_ns < ends[list(dead)].max() else 0
-    ends, _ = walk(request, placement, nbytes / request.chunks, entered, dies)
+    entered, _ = _enter(request, placement, np.zeros(placement.n))
+    ends, _ = _ends(request, placement, nbytes, entered, dies)
     return int(np.isnan(np.delete(ends, list(dead))).sum())
 
 
-def _request(algorithm: str, placement: Placement, nbytes: int) -> Request:
+def _request(operation: Operation, algorithm: str, placement: Placement, nbytes: int) -> Request:
     """With as many chunks as keep the pipeline full, and blocks of equally many of them."""
-    n = placement.n
-    request = Request(operation=Operation.ALL_REDUCE, algorithm=algorithm, n=n, hosts=placement.hosts)
+    n, over_hosts = placement.n, ALGORITHMS[operation, algorithm].over_hosts
+    base = Request(operation=operation, algorithm=algorithm, n=n, hosts=placement.hosts if over_hosts else ())
     hosts = hosts_of(n, placement.hosts)
+    slices = min(map(len, hosts))
+    whole = nbytes * (n if operation is Operation.ALL_TO_ALL else 1)
     match algorithm:
+        case "tree" | "double_tree" | "hierarchical_tree":
+            return replace(base, chunks=_tree_chunks(base, placement, nbytes, slices, len(hosts)))
+        case "hierarchical":
+            blocks = slices * len(hosts)
+        case "eager" | "dissemination":
+            return replace(base, chunks=base.blocks)
         case "ring":
             blocks = n
-        case "hierarchical":
-            blocks = min(map(len, hosts)) * len(hosts)
         case _:
-            return _with_chunks(request, _tree_chunks(placement, nbytes, algorithm, hosts))
-    return _with_chunks(request, blocks * math.ceil(nbytes / blocks / CHUNK_BYTES))
+            blocks = n if operation is Operation.ALL_REDUCE else base.blocks
+    return replace(base, chunks=blocks * max(1, math.ceil(whole / blocks / CHUNK_BYTES)))
 
 
-def _with_chunks(request: Request, chunks: int) -> Request:
-    return Request(
-        operation=request.operation,
-        algorithm=request.algorithm,
-        n=request.n,
-        chunks=chunks,
-        hosts=request.hosts if request.algorithm.startswith("hierarchical") else (),
-    )
+def _tree_chunks(request: Request, placement: Placement, nbytes: int, slices: int, hosts: int) -> int:
+    """As many as make the way through the pipeline shortest: sqrt(steps x bytes x β / α) (Sanders et al.).
 
-
-def _tree_chunks(placement: Placement, nbytes: int, algorithm: str, hosts: list[list[int]]) -> int:
-    """As many as make the way through the pipeline shortest: sqrt(steps x bytes x β / α) (Sanders et al.)."""
+    α is what a chunk costs whoever passes it on, beyond its bytes: where chunks are put, the posts;
+    with two trees
+    also a share of the round trip in which a slot is given back, for each node has a turn of the other
+    tree to
+    wait for; where chunks are read (a broadcast), three latencies.
+    """
     fabric = placement.fabric
-    slices = min(map(len, hosts)) if algorithm == "hierarchical_tree" else 1
-    levels = math.ceil(math.log2(max(2, len(hosts))))
-    best = math.sqrt(2 * levels * nbytes / slices / fabric.far_bytes_per_ns / (3 * fabric.far_ns))
+    over_hosts = request.algorithm == "hierarchical_tree"
+    slices = slices if over_hosts else 1
+    levels = math.ceil(math.log2(max(2, hosts)))
+    reads = request.operation is Operation.BROADCAST
+    each_ns = 3 * fabric.far_ns if reads else 4 * fabric.post_ns
+    if request.algorithm == "double_tree":
+        each_ns += 2 * fabric.far_ns / CHILD_SLOTS
+    best = math.sqrt(2 * levels * nbytes / slices / fabric.far_bytes_per_ns / max(1.0, each_ns))
     chunks = min(TREE_CHUNKS_MAX, max(1, round(best)))
-    if algorithm == "double_tree":
+    if request.algorithm == "double_tree":
         chunks += chunks % 2
     return slices * chunks

@@ -1,4 +1,9 @@
-"""The programs of all ranks of a large group, in the form of the compiled timeline."""
+"""The programs of all ranks of a large group, in the form of the compiled timeline.
+
+An eager program reads inputs that came with the descriptors. So before it each rank puts to every other what
+that reads of its input, in the order in which a real group tells its descriptors (`RemoteExecutor._enter`),
+and waits for those whose input it reads, and for nobody else.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +18,14 @@ from zbmd.collectives.algorithms import ALGORITHMS, Request
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.program import (
     COPY_CODE,
+    ENCODING_WIDTH,
     NOTIFY_CODE,
+    PUB,
     PUT_CODE,
     REDUCE_CODE,
     WAIT_CODE,
     encode,
+    peers_after,
 )
 from zbmd.collectives.scale.roles import Roles, roles_of
 
@@ -35,6 +43,7 @@ class Schedule:
 
     codes: list[Code]
     which: NDArray[np.int32]
+    first: NDArray[np.int64]
     peers: NDArray[np.int32]
     back: NDArray[np.int32]
 
@@ -50,13 +59,15 @@ def schedule_of(request: Request) -> Schedule:
     numbers: dict[Hashable, int] = {}
     codes: list[Code] = []
     which = np.empty(request.n, np.int32)
+    built: set[int] = set()
     for rank, role in enumerate(roles):
         if role.key not in numbers:
             numbers[role.key] = len(codes)
             codes.append(code_of(request, rank, role))
+            built.add(rank)
         which[rank] = numbers[role.key]
     for rank in random.Random(request.n).sample(range(request.n), min(CHECKED_RANKS, request.n)):
-        if not np.array_equal(code_of(request, rank, roles[rank]), codes[which[rank]]):
+        if rank not in built and not np.array_equal(code_of(request, rank, roles[rank]), codes[which[rank]]):
             raise ProgramError(f"{request}: rank {rank} has another program than the ranks of its kind")
     return Schedule(codes, which, *_neighbours(roles))
 
@@ -67,10 +78,14 @@ def code_of(request: Request, rank: int, role: Roles) -> Code:
     Raises `ProgramError` if the program has a peer that is no neighbour.
     """
     # Not `build`: a group of memory has few ranks, and a simulated one many.
-    program = ALGORITHMS[request.operation, request.algorithm].build(request, rank)
-    encoding = encode(program)
+    algorithm = ALGORITHMS[request.operation, request.algorithm]
+    encoding = encode(algorithm.build(request, rank))
+    if algorithm.sends is not None:
+        encoding = np.concatenate([_meeting(request, rank, encoding), encoding])
+        for column in (FIRST, SECOND):  # it is here by now
+            encoding[encoding[:, column + 1] == PUB, column] = rank
     numbers = np.full(request.n, request.n, np.int32)
-    numbers[list(role.neighbours)] = np.arange(len(role.neighbours), dtype=np.int32)
+    numbers[role.neighbours] = np.arange(len(role.neighbours), dtype=np.int32)
     numbers[rank] = OWN
     kind = encoding[:, 0]
     code = np.zeros_like(encoding)
@@ -86,12 +101,40 @@ def code_of(request: Request, rank: int, role: Roles) -> Code:
     return code
 
 
-def _neighbours(roles: list[Roles]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    width = max(1, *(len(role.neighbours) for role in roles))
-    peers = np.full((len(roles), width), -1, np.int32)
-    back = np.full((len(roles), width), -1, np.int32)
-    places = [{peer: k for k, peer in enumerate(role.neighbours)} for role in roles]
-    for rank, role in enumerate(roles):
-        for k, peer in enumerate(role.neighbours):
-            peers[rank, k], back[rank, k] = peer, places[peer][rank]
-    return peers, back
+def _meeting(request: Request, rank: int, encoding: Code) -> Code:
+    """An eager operation's messages: a put for each chunk sent, a wait for each rank that is read of."""
+    sends = ALGORITHMS[request.operation, request.algorithm].sends
+    assert sends is not None, "it is eager"
+    rows: list[tuple[int, int, int]] = []
+    for peer in peers_after(rank, request.n):
+        rows += [(PUT_CODE, peer, 0)] * len(sends(request, rank, peer))
+    read = {
+        int(owner) for column in (FIRST, SECOND) for owner in encoding[encoding[:, column + 1] == PUB, column]
+    }
+    rows += [
+        (WAIT_CODE, peer, len(sends(request, peer, rank)))
+        for peer in peers_after(rank, request.n)
+        if peer in read
+    ]
+    meeting = np.zeros((len(rows), ENCODING_WIDTH), np.int32)
+    if rows:
+        meeting[:, 0], meeting[:, PEER], meeting[:, COUNT] = np.array(rows, np.int32).T
+    meeting[:, FIRST] = rank
+    return meeting
+
+
+def _neighbours(roles: list[Roles]) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
+    """(first, peers, back), see `Timeline`."""
+    n = len(roles)
+    counts = np.array([len(role.neighbours) for role in roles], np.int64)
+    first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    peers = np.concatenate([role.neighbours for role in roles]).astype(np.int32)
+    ranks = np.repeat(np.arange(n, dtype=np.int64), counts)
+    order = np.argsort(ranks * n + peers)
+    # Sorted by (neighbour, rank), pairs come in the order of the same pairs the other way round.
+    mirrored = np.argsort(peers.astype(np.int64) * n + ranks)
+    if not np.array_equal(peers[order], ranks[mirrored]) or not np.array_equal(ranks[order], peers[mirrored]):
+        raise ProgramError("a rank is not the neighbour of one of its neighbours")
+    back = np.empty(len(peers), np.int32)
+    back[mirrored] = order - first[ranks[order]]
+    return first, peers, back

@@ -217,14 +217,15 @@ def childs_slot_freed_before_it_was_added(p: Programs) -> Programs:
     return put_at(p, 1, at - 1, p[1].instructions[at], p[1].instructions[at - 1], drop=2)
 
 
-def total_announced_before_it_is_here(p: Programs) -> Programs:
+def results_slot_freed_before_it_was_taken(p: Programs) -> Programs:
     at = find(p[1], Copy)
     assert isinstance(p[1].instructions[at + 1], Notify)
     return put_at(p, 1, at, p[1].instructions[at + 1], p[1].instructions[at], drop=2)
 
 
 def sum_sent_up_the_other_tree(p: Programs) -> Programs:
-    parents = {put.dst.rank for put in p[2].instructions if isinstance(put, Put)}
+    ups = [put for put in p[2].instructions if isinstance(put, Put) and put.src.buffer in (IN, SCRATCH)]
+    parents = {put.dst.rank for put in ups}
     at = find(p[2], Put)
     put = p[2].instructions[at]
     assert isinstance(put, Put) and len(parents) == 2
@@ -442,8 +443,12 @@ PLANTS: list[tuple[Callable[[Programs], Programs], Request, set[Flaw]]] = [
     (read_before_the_neighbour_has_doubled, HALVING, {Flaw.RACE, Flaw.UNINITIALISED}),
     (second_child_left_out, UP_AND_DOWN, {Flaw.PARTIAL_OUTPUT}),
     (childs_slot_freed_before_it_was_added, UP_AND_DOWN, {Flaw.RACE, Flaw.OVERWRITTEN}),
-    (total_announced_before_it_is_here, UP_AND_DOWN, {Flaw.RACE, Flaw.UNINITIALISED}),
-    (sum_sent_up_the_other_tree, TWO_TREES, {Flaw.DEADLOCK, Flaw.OVERWRITTEN, Flaw.RACE, Flaw.WRONG_CHUNK}),
+    (results_slot_freed_before_it_was_taken, UP_AND_DOWN, {Flaw.RACE, Flaw.UNINITIALISED}),
+    (
+        sum_sent_up_the_other_tree,
+        TWO_TREES,
+        {Flaw.DEADLOCK, Flaw.OVERWRITTEN, Flaw.RACE, Flaw.WRONG_CHUNK, Flaw.UNINITIALISED},
+    ),
     (moved_on_from_the_input, BRUCK, {Flaw.UNINITIALISED}),
     (two_blocks_in_one_slot, BRUCK, {Flaw.OVERWRITTEN}),
     (host_adds_itself_alone, HOSTS, {Flaw.PARTIAL_OUTPUT}),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from zbmd.collectives.scale.roles import AT_SCALE
 from zbmd.tools.cli import main
 from zbmd.tools.sim_collectives import ranks_up_to
 
@@ -21,9 +22,18 @@ def test_ranks_grow_by_eights() -> None:
 def test_a_table_of_all_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "collectives", "--ranks", "64", "--sizes", "1M", "--deaths", "2", "--seed", "3"]) == 0
     out, err = capsys.readouterr()
-    for name in ("ring", "tree", "double_tree", "hierarchical", "hierarchical_tree"):
-        assert sum(line.split()[:1] == [name] for line in out.splitlines()) == 2
-    assert "recovered" in out and "seed 3: hosts of 8 ranks" in err and "10/10" in err
+    names = ("ring", "tree", "double_tree", "hierarchical", "hierarchical_tree", "direct", "eager")
+    for name in names:
+        assert sum(line.split()[:2] == ["all_reduce", name] for line in out.splitlines()) == 2
+    assert "recovered" in out and "seed 3: hosts of 8 ranks" in err and "14/14" in err
+    assert "[1] not simulated: 1,048,576 bytes: with descriptors travel 1,408 at most" in out
+
+
+def test_all_operations_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "collectives", "--operation", "all", "--ranks", "9", "--sizes", "1K", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["operation"] for one in found} == {of.name.lower() for of in AT_SCALE}
+    assert all(one["time_ns"] >= one["bound_ns"] and not one["why"] for one in found)
 
 
 def test_json_and_a_picture(tmp_path: Path) -> None:
@@ -46,6 +56,7 @@ def test_json_and_a_picture(tmp_path: Path) -> None:
         (["--ranks", "1"], "give 2 to 20,000"),
         (["--ranks", "8", "--deaths", "8"], "so that somebody is left"),
         (["--algorithms", "magic"], "'magic' is not simulated at scale"),
+        (["--operation", "send"], "choose from all_reduce"),
         (["--ports", "9"], "at most a port for each"),
         (["--plot", "picture.doc"], "no name for a picture"),
     ],

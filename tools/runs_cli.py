@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.tools.plot import FORMATS, PICTURE_NAME, plot_run
-from zbmd.training.config import VOCABULARY, GPTConfig, TrainingConfig
+from zbmd.training.config import VOCABULARY
 from zbmd.training.corpus import CORPUS_FILE, Corpus
 from zbmd.training.generate import generate, generate_tokens
 from zbmd.training.gpt import GPT
-from zbmd.training.journal import WEIGHTS_NAME
 from zbmd.training.ledger import LOG_NAME, Audit, audit, read_log
+from zbmd.training.plan import read_plan
 from zbmd.training.recipe import Recipe
 from zbmd.training.tokens import TOKENIZER_NAME, BPETokenizer
-from zbmd.training.weights import load_weights
+from zbmd.training.trained import load_trained
 from zbmd.transport.errors import UserError
 
 
@@ -47,26 +47,9 @@ def audit_run(directory: Path) -> Audit:
     )
 
 
-class Plan(msgspec.Struct, kw_only=True):
-    """What a commit log says of its run (`LogHeader.plan`)."""
-
-    model: GPTConfig
-    training: TrainingConfig
-    corpus: str
-    reduction: str
-
-
-def read_plan(text: str) -> Plan:
-    """The plan in a commit log. Raises `UserError`."""
-    try:
-        return msgspec.json.decode(text, type=Plan)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"the plan in the commit log cannot be read ({error}): restore the log.") from None
-
-
 def _generate(arguments: argparse.Namespace) -> int:
     path: Path = arguments.weights
-    params, config, step = load_weights(path / WEIGHTS_NAME if path.is_dir() else path)
+    params, config, step = load_trained(path)
     print(f"weights of step {step} from {path}", file=sys.stderr)
     sys.stdout.buffer.write(arguments.prompt.encode())
     for text in _sampled(path, GPT(config), params, arguments):
@@ -106,7 +89,7 @@ def _plot(arguments: argparse.Namespace) -> int:
 def add_generate(commands: Any) -> None:
     """Add `generate` to the commands of `zbmd`."""
     sample = commands.add_parser("generate", help="print text sampled from trained weights")
-    sample.add_argument("weights", type=Path, help="a weights file, or the directory of a run")
+    sample.add_argument("weights", type=Path, help="weights, a checkpoint, or the directory of a run")
     sample.add_argument("--prompt", default="import ", help="text to continue (%(default)r)")
     sample.add_argument("--length", type=int, default=400, help="tokens to add (%(default)s)")
     sample.add_argument(

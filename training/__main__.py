@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -128,8 +129,8 @@ def options_of(arguments: argparse.Namespace) -> JobOptions:
 
 def _zero_of(arguments: argparse.Namespace) -> ZeroOptions | None:
     """How the state is shared out, if it is. Raises `UserError` for options that have no effect."""
-    if arguments.plain and (arguments.zero is not None or arguments.resume is not None):
-        raise UserError("--plain begins from the seed, in one process: leave out --zero and --resume.")
+    if arguments.plain and arguments.zero is not None:
+        raise UserError("--plain is one process, which shares nothing out: leave out --zero, or --plain.")
     if arguments.zero is not None:
         return ZeroOptions(stage=arguments.zero, storage=arguments.storage, offload=arguments.offload)
     if arguments.offload is not None:
@@ -165,8 +166,9 @@ def check(argv: Sequence[str], *, ranks: int, data: str | None) -> None:
     arguments, is_named = parsed(parser(), argv, data=data)
     options, zero = options_of(arguments), _zero_of(arguments)
     if arguments.plain:
-        return
-    if zero is None:
+        plan = partial(plan_of, precision=arguments.storage)
+        check_data(options, plan=plan, is_named=is_named, has_log=False)
+    elif zero is None:
         check_memory(options, ranks=ranks)
         check_data(options, plan=plan_of, is_named=is_named)
     else:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from zbmd.training.files import write_atomically
+from zbmd.training.plan import require_plan
 from zbmd.transport.errors import UserError
 
 CHECKPOINT_FORMAT = "zbmd-checkpoint-1"
 CHECKPOINT_NAME = "checkpoint.safetensors"
-DIFFERENCES_MAX = 8
-VALUE_CHARACTERS_MAX = 16
-_HORIZON = "training.horizon"
 
 FlatState = npt.NDArray[np.float32]
 
@@ -106,71 +103,23 @@ def require_steps_left(path: Path, version: int, steps: int) -> None:
         )
 
 
-def require_plan(path: Path, there: str, here: str, *, alike: bool = True) -> None:
-    """Raise `UserError` unless the plan of the checkpoint at `path` is ours, and its state is `alike`.
-
-    How many steps a plan has may differ, where the learning rates of steps do not depend on it.
-    """
-    if there == here and alike:
-        return
-    wanted = _fixed_by(here)
+def metadata_of(path: Path) -> dict[str, str]:
+    """What a file of tensors says of itself, without reading them; nothing if it is none."""
     try:
-        known = _fixed_by(there)
-    except (ValueError, RecursionError):
-        known, differing = {}, ["its plan cannot be read"]
-    else:
-        differing = _differences(known, wanted)
-    if alike and not differing:
-        return
-    advice, horizon = "", known.get(_HORIZON)
-    if horizon is not None and horizon != wanted.get(_HORIZON, horizon):
-        advice = (
-            f" The learning rate of that run goes down over {horizon} steps: with --horizon {horizon} it "
-            "does so here, and is at its lowest behind them."
-        )
-    raise UserError(
-        f"{path} belongs to another run, so it cannot go on bit for bit. What differs (there, here): "
-        f"{', '.join(differing) or 'the size of its state'}.{advice} Give the options and data of that run, "
-        "or leave out --resume."
-    )
+        with safe_open(path, framework="numpy") as file:
+            return file.metadata() or {}
+    except (SafetensorError, OSError):
+        return {}
 
 
 def checkpoint_version(path: Path) -> int | None:
     """The version of the checkpoint at `path`, without reading its state; None if there is none."""
     try:
-        with safe_open(path, framework="numpy") as file:
-            return int((file.metadata() or {})["version"])
-    except (SafetensorError, OSError, KeyError, ValueError):
+        return int(metadata_of(path)["version"])
+    except (KeyError, ValueError):
         return None
 
 
-def _fixed_by(plan: str) -> dict[str, object]:
-    """The leaves of a plan, with the horizon of its learning rates in place of its steps."""
-    found = _leaves(msgspec.json.decode(plan))
-    steps, horizon = found.pop("training.steps", None), found.pop(_HORIZON, 0)
-    if found.get("training.curve") != "constant":
-        found[_HORIZON] = horizon or steps
-    return found
-
-
-def _differences(known: Mapping[str, object], wanted: Mapping[str, object]) -> list[str]:
-    """The leaves in which two plans differ, in words: at most `DIFFERENCES_MAX`, each short."""
-    names = sorted(name for name in {**known, **wanted} if known.get(name) != wanted.get(name))
-    return [
-        f"{name} ({_shortened(known.get(name))}, {_shortened(wanted.get(name))})"
-        for name in names[:DIFFERENCES_MAX]
-    ]
-
-
-def _leaves(value: object, name: str = "") -> dict[str, object]:
-    if not isinstance(value, dict):
-        return {name: value}
-    found: dict[str, object] = {}
-    for key, inner in value.items():
-        found |= _leaves(inner, f"{name}.{key}" if name else str(key))
-    return found
-
-
-def _shortened(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= VALUE_CHARACTERS_MAX else f"{text[:VALUE_CHARACTERS_MAX]}…"
+def checkpoint_plan(path: Path) -> str:
+    """The plan of the checkpoint at `path`, without reading its state; empty if there is none."""
+    return metadata_of(path).get("plan", "")

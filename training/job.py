@@ -8,10 +8,8 @@ import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from itertools import product
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from zbmd.actors.member import Node, join
@@ -31,11 +29,12 @@ from zbmd.training.ledger import LOG_FORMAT, LOG_NAME, LogHeader, loss_of, read_
 from zbmd.training.ml_actors.model_actors import ModelActors
 from zbmd.training.optim import arrays_of
 from zbmd.training.plain import PlainTrainer
-from zbmd.training.precision import Storage
+from zbmd.training.plan import plan_text
+from zbmd.training.precision import SCALE_FIRST, Precision, Storage
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
 from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room, too_large
-from zbmd.training.shard_files import open_state, require_state
+from zbmd.training.shard_files import open_state, require_state, take_state, write_alone
 from zbmd.training.store import Store
 from zbmd.training.weights import save_weights
 from zbmd.training.workload import TrainingWorkload, arena_bytes_needed
@@ -83,16 +82,15 @@ def open_recipe(options: JobOptions, *, prepare: bool = True) -> Recipe:
     return Recipe(GPT(options.model), Corpus(path, context=context), options.training)
 
 
-def plan_of(recipe: Recipe, **more: str | float) -> str:
-    """What fixes the bits of a run, as JSON: a log or checkpoint of another plan is never continued."""
-    plan = {
-        "model": asdict(recipe.model.config),
-        "training": asdict(recipe.config),
-        "corpus": recipe.corpus.header.digest,
-        "reduction": "shard-tree",
-        **more,
-    }
-    return msgspec.json.encode(plan, order="deterministic").decode()
+def plan_of(recipe: Recipe, *, precision: Precision = "float32", loss_scale: float = SCALE_FIRST) -> str:
+    """See `plan_text`."""
+    return plan_text(
+        recipe.model.config,
+        recipe.config,
+        corpus=recipe.corpus.header.digest,
+        precision=precision,
+        loss_scale=loss_scale,
+    )
 
 
 def weights_sha256(weights: Array) -> str:
@@ -115,12 +113,25 @@ def result_of(options: JobOptions, recipe: Recipe, weights: Array, loss_last: fl
 
 
 def run_plain(options: JobOptions, *, storage: Storage = "float32") -> JobResult:
-    """The job in this process, without any of the stack: the reference for its bits."""
-    recipe = open_recipe(options)
+    """The job in this process, without any of the stack: the reference for its bits.
+
+    Raises `UserError` for settings, data, and a checkpoint that it cannot go on from.
+    """
+    launched = RankEnvironment.read(os.environ)
+    recipe, loss = open_recipe(options), 0.0
+    plan, steps, every = plan_of(recipe, precision=storage), recipe.config.steps, options.checkpoint_every
+    require_beginning(options, recipe, plan)
     trainer = PlainTrainer(recipe, storage=storage)
-    loss = 0.0
-    for _ in range(recipe.config.steps):
+    if options.resume is not None:
+        layout, arrays = recipe.model.layout, arrays_of(recipe.config.optimizer)
+        with closing(open_state(options.resume, plan=plan, layout=layout, arrays=arrays)) as saved:
+            trainer.begin_from(saved)
+    while trainer.step < steps:
         loss = trainer.run_step().loss
+        is_due = trainer.step == steps or (every > 0 and trainer.step % every == 0)
+        if is_due and (launched is None or launched.rank == 0):
+            scale = trainer.loss_scale.said
+            write_alone(options.out, trainer.pieces(), version=trainer.step, plan=plan, loss_scale=scale)
     save_weights(options.out / WEIGHTS_NAME, trainer.state.weights, options.model, step=recipe.config.steps)
     return result_of(options, recipe, trainer.state.weights, loss)
 
@@ -173,11 +184,14 @@ def check_memory(options: JobOptions, *, ranks: int) -> None:
     require_room(model, needs, ranks=ranks, advice=advice)
 
 
-def check_data(options: JobOptions, *, plan: Callable[[Recipe], str], is_named: bool) -> None:
+def check_data(
+    options: JobOptions, *, plan: Callable[[Recipe], str], is_named: bool, has_log: bool = True
+) -> None:
     """Raise `UserError` for data or a checkpoint that will not do, before any rank is started.
 
     is_named: whether `options.out` is the run's directory: then the corpus is made there, once for all ranks.
     Where it is one that the launcher will name, nothing is made, and what a checkpoint holds is not compared.
+    has_log: whether the job writes a commit log, which must not be there yet.
     """
     if not is_named:
         require_data(options.data, context=options.model.context)
@@ -185,7 +199,8 @@ def check_data(options: JobOptions, *, plan: Callable[[Recipe], str], is_named: 
             raise no_checkpoint(options.resume)
         return
     recipe = open_recipe(options)
-    require_no_log(options.out / LOG_NAME)
+    if has_log:
+        require_no_log(options.out / LOG_NAME)
     require_beginning(options, recipe, plan(recipe))
 
 
@@ -292,12 +307,11 @@ def _initial_store(node: Node, recipe: Recipe, options: JobOptions, plan: str) -
     """A store whose committed slot is filled, and its version: initial weights, or those of a checkpoint."""
     arena, arrays, layout = node.segment.arena, arrays_of(recipe.config.optimizer), recipe.model.layout
     store = Store(layout, lambda size: arena.empty((size,), np.float32), arrays=len(arrays))
-    state, asarray = store.current.state, recipe.model.xp.asarray
+    state, xp = store.current.state, recipe.model.xp
     if options.resume is None:
-        state.weights[:] = asarray(recipe.model.init(recipe.config.seed))
+        state.weights[:] = xp.asarray(recipe.model.init(recipe.config.seed))
         return store, 0
     with closing(open_state(options.resume, plan=plan, layout=layout, arrays=arrays)) as saved:
-        for name, slot in product(arrays, layout.slots):
-            getattr(state, name)[slot.span] = asarray(saved.parameter(name, slot))
+        take_state(saved, state, layout, arrays, xp=xp)
         store.version = saved.version
     return store, store.version

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.adamw import AdamWState
 from zbmd.training.optim import arrays_of
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.recipe import Recipe
-from zbmd.training.xp import Array
+from zbmd.training.shard_files import Piece, SavedState, run_of, take_state
+from zbmd.training.xp import Array, to_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,24 @@ class PlainTrainer:
         self._everything = slice(0, layout.size)
         self._loss = 0.0
 
+    def begin_from(self, saved: SavedState) -> None:
+        """Begin with the state in a checkpoint, of any job. Raises `UserError` for one that is damaged."""
+        model, arrays = self.recipe.model, arrays_of(self.recipe.config.optimizer)
+        take_state(saved, self.state, model.layout, arrays, xp=model.xp)
+        self.step, self.loss_scale = saved.version, self.loss_scale.read(np.array(saved.loss_scale))
+        self._round()
+
+    def pieces(self) -> list[Piece]:
+        """What a checkpoint of this holds: every parameter, whole."""
+        views = (
+            self.recipe.model.layout.views(to_host(getattr(self.state, name)))
+            for name in arrays_of(self.recipe.config.optimizer)
+        )
+        return [
+            Piece(slot.name, run_of(slot.size, 0, slot.size), tuple(held))
+            for slot, *held in zip(self.recipe.model.layout.slots, *views, strict=True)
+        ]
+
     def run_step(self) -> PlainStep:
         """Do one step, attempted anew with a smaller loss scale where its gradients overflow.
 
@@ -63,10 +84,14 @@ class PlainTrainer:
         )
         self.state, self._spare = self._spare, self.state
         self.loss_scale = scale.after(finite=True)
-        if self._narrow is not None:
-            self._narrow[:] = self.state.weights
+        self._round()
         self.step += 1
         return PlainStep(step=self.step - 1, loss=self._loss, grad_norm=norm)
+
+    def _round(self) -> None:
+        """As behind every change of the state."""
+        if self._narrow is not None:
+            self._narrow[:] = self.state.weights
 
     @property
     def weights(self) -> Array:

@@ -13,7 +13,9 @@ import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -23,17 +25,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from zbmd.collectives.group import Group
-from zbmd.training.adamw import ARRAYS, StateArray
+from zbmd.training.adamw import ARRAYS, AdamWState, StateArray
 from zbmd.training.checkpoint import (
     CHECKPOINT_NAME,
+    checkpoint_version,
     load_checkpoint,
     no_checkpoint,
     require_checkpoint,
-    require_plan,
     require_steps_left,
 )
 from zbmd.training.files import write_atomically
 from zbmd.training.layout import ParameterLayout, ParameterSlot
+from zbmd.training.plan import require_plan
 from zbmd.training.xp import Array
 from zbmd.transport import faults
 from zbmd.transport.errors import UserError
@@ -147,10 +150,30 @@ def write_shards(
             "all ranks share. Name one with --out."
         )
     names = ShardNames(format=SHARDS_FORMAT, version=version, plan=plan, loss_scale=loss_scale, files=files)
+    _take_over(directory, names)
+
+
+def write_alone(
+    directory: Path,
+    pieces: Sequence[Piece],
+    *,
+    version: int,
+    plan: str,
+    loss_scale: tuple[float, ...] = (),
+) -> None:
+    """As `write_shards`, by one process that holds all of the state. Raises `UserError` for a full disk."""
+    name = f"checkpoint-{version}-{secrets.randbits(64):016x}-0.safetensors"
+    write_shard(directory / name, pieces)
+    names = ShardNames(format=SHARDS_FORMAT, version=version, plan=plan, loss_scale=loss_scale, files=(name,))
+    _take_over(directory, names)
+
+
+def _take_over(directory: Path, names: ShardNames) -> None:
+    """Name the shards that are there, and remove those of the checkpoint before."""
     write_names(directory, names)
     faults.hit(NAMED_POINT)
     for path in directory.glob("checkpoint-*.safetensors"):
-        if path.name not in files and _SHARD_NAME.fullmatch(path.name):
+        if path.name not in names.files and _SHARD_NAME.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
@@ -305,9 +328,15 @@ def read_names(path: Path) -> ShardNames:
 
 
 def checkpoint_in(directory: Path) -> Path | None:
-    """The checkpoint of a run in `directory`: of shards, or whole; None if there is none."""
-    found = (directory / name for name in (SHARDS_NAME, CHECKPOINT_NAME))
-    return next((path for path in found if path.exists()), None)
+    """The checkpoint of a run in `directory`, of shards or whole, the later one; None if there is none."""
+    shards, whole = (directory / name for name in (SHARDS_NAME, CHECKPOINT_NAME))
+    if not shards.exists() or not whole.exists():
+        return next((path for path in (shards, whole) if path.exists()), None)
+    try:
+        version = read_names(shards).version
+    except UserError:
+        return shards  # whoever opens it is told
+    return whole if (checkpoint_version(whole) or 0) > version else shards
 
 
 def open_state(
@@ -322,6 +351,19 @@ def open_state(
     if path.is_dir():
         path = checkpoint_in(path) or path / SHARDS_NAME
     return _Shards(path, plan) if path.suffix == ".json" else _Whole(path, plan, layout, arrays)
+
+
+def take_state(
+    saved: SavedState,
+    state: AdamWState,
+    layout: ParameterLayout,
+    arrays: Sequence[StateArray],
+    *,
+    xp: ModuleType,
+) -> None:
+    """Fill a whole state, of arrays of `xp`, with that in a checkpoint. Raises `UserError` for damage."""
+    for name, slot in product(arrays, layout.slots):
+        getattr(state, name)[slot.span] = xp.asarray(saved.parameter(name, slot))
 
 
 def require_state(

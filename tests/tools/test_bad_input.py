@@ -110,7 +110,8 @@ BAD_JOBS = [
     ),
     (["--offload", "state"], "--offload is for a state that is shared out", "add --zero"),
     (["--storage", "float16"], "--storage float16 is for --zero and --plain", "add one of them"),
-    (["--plain", "--resume", "run"], "--plain begins from the seed", "leave out --zero and --resume"),
+    (["--plain", "--zero", "3"], "--plain is one process", "leave out --zero"),
+    (["--plain", "--resume", "absent"], "no checkpoint at absent", "check the path given to --resume"),
 ]
 
 

@@ -27,7 +27,7 @@ from zbmd.collectives.program import (
     format_program,
     parse_program,
 )
-from zbmd.tools import runs_cli, settings
+from zbmd.tools import settings
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.tools.plot_metrics import picture_of_metrics, read_metrics
 from zbmd.tools.run_result import RESULT_NAME, load_result, save_result
@@ -39,6 +39,7 @@ from zbmd.training.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
 from zbmd.training.hugging_face import WEIGHTS_NAME as GPT2_WEIGHTS_NAME
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
+from zbmd.training.plan import read_plan
 from zbmd.training.precision import LossScale
 from zbmd.training.shard_files import (
     SHARDS_FORMAT,
@@ -446,7 +447,7 @@ TARGETS = (
         what="the plan in a commit log",
         allowed=(UserError,),
         seeds=lambda: (_PLAN.encode(),),
-        run=_text(runs_cli.read_plan),
+        run=_text(read_plan),
     ),
     Target(
         name="checkpoint",

@@ -132,7 +132,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/weights.py": ("weights",),
     "training/workload.py": ("commit.handle",),
     "training/zero/state_file.py": ("zero.state",),
-    "tools/runs_cli.py": ("ledger.plan",),
+    "training/plan.py": ("ledger.plan",),
     "tools/node_token.py": ("node.token",),
     "tools/plot_metrics.py": ("metrics",),
     "tools/replay_players.py": ("replay.command",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from zbmd.training.mesh import Mesh
 from zbmd.training.optim import MuonConfig, arrays_of
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import schedule_named
+from zbmd.training.plan import plan_text
 from zbmd.training.precision import storage_dtype
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.recipe import Recipe, learning_rate_of
@@ -139,14 +140,13 @@ def _require_beginning(options: TrainOptions, model: GPTConfig, corpus: Corpus) 
 
 def plan_of(options: TrainOptions, config: GPTConfig, corpus: Corpus) -> str:
     """What fixes the bits of a run, but for the mesh: it may go on with another one."""
-    plan = {
-        "model": asdict(config),
-        "training": asdict(options.training),
-        "corpus": corpus.header.digest,
-        "precision": options.precision,
-        "loss_scale": options.loss_scale,
-    }
-    return msgspec.json.encode(plan, order="deterministic").decode()
+    return plan_text(
+        config,
+        options.training,
+        corpus=corpus.header.digest,
+        precision=options.precision,
+        loss_scale=options.loss_scale,
+    )
 
 
 def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:

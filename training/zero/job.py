@@ -139,10 +139,8 @@ def _elements(model: GPT, options: JobOptions, zero: ZeroOptions, ranks: int) ->
 
 
 def zero_plan_of(recipe: Recipe, zero: ZeroOptions) -> str:
-    """As `plan_of`, which it is in float32; stages and the number of ranks change no bit."""
-    if zero.storage == "float32":
-        return plan_of(recipe)
-    return plan_of(recipe, storage=zero.storage, loss_scale=zero.loss_scale)
+    """As `plan_of`; stages and the number of ranks change no bit."""
+    return plan_of(recipe, precision=zero.storage, loss_scale=zero.loss_scale)
 
 
 class ZeroJob:

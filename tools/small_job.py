@@ -91,12 +91,13 @@ async def run_small_job(
     counts: Path | None = None,
     limit_s: float = RUN_S_MAX,
     template: EarlyTemplate | None = None,
+    more: Sequence[str] = (),
 ) -> Outcome:
     """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked. links: as `ZBMD_LINKS`.
     zero: the stage that shares its state out, 0 for none; offload: the folder of its files; mesh: a run of
     `zbmd train` on one, in `precision`; counts: a directory that ranks write to how often they pass each
     point (`kill_passes`), and none dies; limit_s: a run that takes longer has failed; template: one that was
-    forked for this job.
+    forked for this job; more: further options of a job that is on no mesh.
 
     Raises `UserError` if the run fails or the ledger does not balance.
     """
@@ -104,6 +105,7 @@ async def run_small_job(
     target, arguments, preload = _job_of(
         out, data, zero=zero, offload=offload, mesh=mesh, precision=precision
     )
+    arguments = (*arguments, *more)
     if counts is not None:
         target, arguments = kill_passes.__name__, (str(counts), target, *arguments)
     config = HostConfig(

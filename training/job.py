@@ -33,6 +33,7 @@ from zbmd.training.plan import plan_text
 from zbmd.training.precision import SCALE_FIRST, Precision, Storage
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
+from zbmd.training.repeated import raise_for
 from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room, too_large
 from zbmd.training.shard_files import open_state, require_state, take_state, write_alone
 from zbmd.training.store import Store
@@ -161,10 +162,7 @@ async def run(options: JobOptions, *, before_step: Callable[[int], None] | None 
     except TrainingDiverged as error:
         raise UserError(str(error)) from error
     except StepOutOfMemory as error:
-        if launched is not None:
-            raise  # its supervisor replaces it, and its peers have the state
-        again = "start again"
-        raise UserError(_advice(str(error), options, otherwise=again)) from error
+        raise_for(error, options.out, launched)
     except ArenaFull:
         raise
     except (OutOfMemory, MemoryError) as error:

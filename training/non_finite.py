@@ -18,18 +18,22 @@ _NOTHING = -1
 _NUMBERS = 6
 
 
-def where_it_began(group: Group, model: GPT, mine: Sighting | None) -> str:
+NOT_FOUND = "All gradients are finite on every rank, and their sum is not."
+
+
+def where_it_began(group: Group, model: GPT, mine: Sighting | None, *, otherwise: str = NOT_FOUND) -> str:
     """One sentence of the first of all sightings; all members of `group` together, each with its own.
 
     That is the first in the order of a step (weights, units forwards, units backwards, gradients), of those
     that did not come from another rank; of several alike, that of the lowest rank. `model` is the whole one,
-    or any rank's part of it. Raises `PeerLost` and `OperationAborted` as the group does.
+    or any rank's part of it. otherwise: what is said, on all alike, if nobody has seen anything. Raises
+    `PeerLost` and `OperationAborted` as the group does.
     """
     row = np.full(_NUMBERS, _NOTHING, np.int64) if mine is None else np.array(astuple(mine), np.int64)
     every = [_read(row.tolist()) for row in group.blocking.all_gather(row)]
     rank, first = first_of(list(zip(group.members, every, strict=True)))
     if first is None:
-        return "All gradients are finite on every rank, and their sum is not."
+        return otherwise
     return f"It began on rank {rank}, in {_described(first, model)}."
 
 

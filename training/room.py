@@ -16,6 +16,10 @@ _ITEM_BYTES = 4
 """Activations are float32, also in mixed precision."""
 
 
+_DONE: set[bool] = set()
+"""Not empty once this process has done a step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNeeds:
     """What one rank needs at least, bytes. state: weights, moments, gradients, copies; all in its arena."""
@@ -32,9 +36,17 @@ class RankNeeds:
 class StepOutOfMemory(ZbmdError):
     """There was no memory for an array of a step. The state before that step is as it was.
 
-    For a supervisor it is a failure like any: it replaces the rank, as often as it may, since memory that
-    others have taken may be there again.
+    For a supervisor it is a failure like any, and it replaces the rank: memory that others have taken may be
+    there again. Where it is not, `zbmd.training.repeated` ends the job. is_first: this process has done no
+    step before.
     """
+
+    def __init__(self, rank: int, step: int, asked: str, *, is_first: bool) -> None:
+        super().__init__(
+            f"rank {rank} ran out of memory at step {step}: {asked.rstrip('.')}. The state before that step "
+            "is as it was. Choose a smaller model or context, fewer sequences a shard, or more memory."
+        )
+        self.step, self.is_first = step, is_first
 
 
 def activation_bytes(
@@ -97,7 +109,5 @@ def told_by_step(rank: int, step: int) -> Generator[None]:
         yield
     except (MemoryError, OutOfMemory) as error:
         asked = str(error) or "a small allocation of Python's own"
-        raise StepOutOfMemory(
-            f"rank {rank} ran out of memory at step {step}: {asked.rstrip('.')}. The state before that step "
-            "is as it was. Choose a smaller model or context, fewer sequences a shard, or more memory."
-        ) from error
+        raise StepOutOfMemory(rank, step, asked, is_first=not _DONE) from error
+    _DONE.add(True)

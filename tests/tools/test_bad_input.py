@@ -28,7 +28,7 @@ SMALL = (
     *("--steps", "6", "--context", "16", "--width", "16", "--heads", "2", "--layers", "1"),
     *("--sequences-per-shard", "1", "--checkpoint-every", "2", "--evaluate-every", "3"),
 )
-CHECKPOINT_BYTES = 136_456  # of the small model; its corpus has fewer, its commit log far fewer
+CHECKPOINT_BYTES = 136_448  # of the small model; its corpus has fewer, its commit log far fewer
 
 # The superuser reads and writes what it likes; what is executed from here is no longer one in this respect.
 _OBEY_PERMISSIONS = """

@@ -13,12 +13,15 @@ from kept_lines import Lines
 
 from zbmd.actors.host import Host, HostConfig
 from zbmd.tools.small_job import SHAPE, write_text
+from zbmd.tools.train_cli import merged
+from zbmd.tools.train_cli import options_of as recipe_of
 from zbmd.training import __main__ as training
 from zbmd.training.config import GPTConfig
 from zbmd.training.gpt import GPT
 from zbmd.training.job import run_plain
 from zbmd.training.rng import Noise
 from zbmd.training.room import StepOutOfMemory, activation_bytes, told_by_step
+from zbmd.training.shard_files import checkpoint_in
 from zbmd.training.weights import load_weights
 from zbmd.transport.arena import Allocator
 
@@ -99,3 +102,59 @@ async def test_a_rank_that_is_short_of_memory_at_a_step_loses_nothing(tmp_path: 
     assert [down.rank for down in ended.failures] == [1]
     weights = load_weights(out / "weights.safetensors")[0]
     assert hashlib.sha256(weights.data).hexdigest() == plain.weights_sha256
+
+
+SHORT_AT_EVERY_STEP = """
+import os, sys
+import numpy as np
+from zbmd.training import __main__ as training, ops
+from zbmd.training.tensor import __main__ as mesh
+
+def activation(tape, x):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "1" and (os.environ["ZBMD_INCARNATION"] != "1" or calls > 6):
+        np.empty(1 << 50, np.uint8)
+    return original(tape, x)
+
+calls, original = 0, ops.squared_relu
+ops.squared_relu = activation
+sys.exit((mesh if len(sys.argv) == 2 else training).main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["job", "zero", "mesh"])
+async def test_a_rank_that_is_short_of_memory_each_time_ends_the_job_at_its_second_failure(
+    kind: str, tmp_path: Path
+) -> None:
+    """Once it is replaced, and not as often as it may be; what there is to go on from is named."""
+    script, output, out = tmp_path / "job.py", Lines(), tmp_path / "run"
+    script.write_text(SHORT_AT_EVERY_STEP)
+    data = str(write_text(tmp_path / "text"))
+    every = {"steps": "40", "data": data, "out": str(out), "evaluate_every": "0", "checkpoint_every": "1"}
+    shape = dict(zip((flag.removeprefix("--") for flag in SHAPE[::2]), SHAPE[1::2], strict=True))
+    if kind == "mesh":
+        found = merged({**every, **shape, "mesh": "dp=2", "ranks": "2"}, {}, None)
+        arguments: tuple[str, ...] = (
+            recipe_of({name: value for name, (value, _) in found.items()}).encode(),
+        )
+    else:
+        pairs = ((f"--{name.replace('_', '-')}", value) for name, value in every.items())
+        arguments = (*SHAPE, *(text for pair in pairs for text in pair))
+        arguments += ("--zero", "2") if kind == "zero" else ()
+    config = HostConfig(
+        target=str(script),
+        arguments=arguments,
+        world_size=2,
+        max_restarts=8,
+        preload=("zbmd.training.zero.job", "zbmd.training.tensor.run"),
+    )
+    ended = await Host(config, output=output).run()
+    told = "\n".join([*output.lines, ended.reason])
+    assert ended.exit_code != 0, told
+    assert [down.rank for down in ended.failures if down.rank == 1] == [1, 1], told
+    assert "rank 1 ran out of memory at step " in told and "Unable to allocate 1.00 PiB" in told, told
+    assert "It was replaced for that before, at step " in told, told
+    named = checkpoint_in(out)
+    assert named is not None and f"go on from it with --resume {named}" in told, told
+    assert not list(out.glob("out-of-memory-*"))

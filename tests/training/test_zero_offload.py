@@ -13,7 +13,7 @@ from zbmd.training.job import run_plain
 from zbmd.training.precision import Precision
 from zbmd.training.zero.state_file import StateFile, StateName
 from zbmd.transport import faults
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import LocalProtocolError, UserError
 
 CASES = (
     (3, "rank0:zero.begin:3,rank1:zero.begin:3,rank2:zero.begin:3"),  # all of them, none has a buddy
@@ -39,6 +39,29 @@ async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
         assert found.digest == calm.weights_sha256, fault
         assert not list((files / str(number)).iterdir()), "a run that is over leaves no state"
+
+
+async def test_all_ranks_of_a_job_with_many_shards_are_killed_at_once(tmp_path: Path) -> None:
+    """What the last step reported is in the files at any number of logical shards: here, of two pages."""
+    data, more = write_text(tmp_path / "text"), ("--shards", "600", "--sequences-per-shard", "1")
+    arguments = [*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(tmp_path / "plain"), *more]
+    calm = run_plain(training.options_of(training.parser().parse_args(arguments)))
+    fault, files = CASES[0][1], tmp_path / "files"
+    found = await run_small_job(tmp_path / "run", data, fault=fault, zero=1, offload=files, more=more)
+    assert (found.deaths, found.digest) == (3, calm.weights_sha256), found.told
+
+
+def test_a_note_that_is_too_long_is_refused_and_the_longest_is_kept(tmp_path: Path) -> None:
+    name = StateName(run=7, place=0, ranks=2, elements=3000, note=1000)
+    file = StateFile(tmp_path, name, again=False)
+    file.slots[0][:], file.slots[1][:] = 1.0, 2.0
+    file.end(0, 4, np.arange(1000.0))
+    file.end(1, 5, np.arange(1000.0) + 1.0)
+    found = StateFile(tmp_path, name, again=True)
+    assert [found.noted(slot).tolist()[-1] for slot in (0, 1)] == [999.0, 1000.0]
+    assert [set(slot.tolist()) for slot in found.slots] == [{1.0}, {2.0}]
+    with pytest.raises(LocalProtocolError, match="has 1001 numbers, and there is room for 1000"):
+        found.end(0, 6, np.arange(1001.0))
 
 
 async def test_kills_on_meshes_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
@@ -102,11 +125,11 @@ def test_a_replacement_finds_what_was_whole(tmp_path: Path) -> None:
     assert found.version_in(1) is None
 
 
-@pytest.mark.parametrize("other", [{"run": 8}, {"place": 0}, {"ranks": 3}, {"elements": 2999}])
+@pytest.mark.parametrize("other", [{"run": 8}, {"place": 0}, {"ranks": 3}, {"elements": 2999}, {"note": 219}])
 def test_a_file_of_another_run_is_not_taken_over(tmp_path: Path, other: dict[str, int]) -> None:
     there = StateFile(tmp_path, NAME, again=False)
     write(there, 5)
-    changed = {name: getattr(NAME, name) for name in ("run", "place", "ranks", "elements")} | other
+    changed = {name: getattr(NAME, name) for name in ("run", "place", "ranks", "elements", "note")} | other
     wanted = StateName(**changed)
     (tmp_path / f"zero-{wanted.place}-of-{wanted.ranks}.state").write_bytes(there.path.read_bytes())
     assert StateFile(tmp_path, wanted, again=True).version_in(1) is None

@@ -74,6 +74,62 @@ zbmd.run(main())
 """
 
 
+ERRS_ONCE = """
+import asyncio, sys
+import zbmd
+from zbmd.training.__main__ import options_of, parser
+from zbmd.training.clip import TrainingDiverged
+from zbmd.training.job import open_recipe
+from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
+
+def train(node, group, recipe, zero):
+    trainer = ZeroTrainer(node, group, recipe, zero)
+    trainer.run_step()
+    attempt, part = trainer._attempt, trainer.own.part(1)
+
+    def errs(scale):
+        trainer._attempt, kept = attempt, part[0]
+        part[0] = float("nan")
+        try:
+            return attempt(scale)
+        finally:
+            part[0] = kept
+
+    if node.rank == 1:
+        trainer._attempt = errs
+    try:
+        trainer.run_step()
+    except TrainingDiverged as error:
+        print(f"told {error}")
+
+async def main():
+    recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
+    zero = ZeroOptions(stage=1)
+    async with zbmd.join(arena=arena_bytes_needed(recipe.model, recipe.config, zero, ranks=2)) as node:
+        group = await zbmd.group(node)
+        await asyncio.to_thread(train, node, group, recipe, zero)
+        await group.close()
+
+zbmd.run(main())
+"""
+
+
+async def test_what_does_not_come_again_is_told_with_what_is_known_of_it(tmp_path: Path) -> None:
+    """The weights that rank 1 computes with err in one attempt at one step."""
+    data = write_text(tmp_path / "text")
+    arguments = (*SHAPE, "--steps", "3", "--shards", "8", "--data", str(data), "--out", str(tmp_path))
+    open_recipe(training.options_of(training.parser().parse_args(arguments)))
+    script, output = tmp_path / "job.py", Lines()
+    script.write_text(ERRS_ONCE)
+    preload = ("zbmd.training.zero.job",)
+    config = HostConfig(target=str(script), arguments=arguments, world_size=2, preload=preload)
+    ended = await Host(config, output=output).run()
+    assert ended.exit_code == 0, output.lines
+    first = "The first time the losses that rank 1 computed were not finite, of logical shard [4-7]"
+    said = re.compile(rf"told step 1: .* did not come again .* {first}")
+    assert sum(said.search(line) is not None for line in output.lines) == 2, output.lines
+
+
 def alone(recipe: Recipe, storage: Storage, steps: int) -> str:
     """What one plain process says at its end."""
     plain = PlainTrainer(recipe, storage=storage, loss_scale=2.0**24)

@@ -41,6 +41,7 @@ from zbmd.training.layout import ParameterLayout
 from zbmd.training.ledger import CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
 from zbmd.training.plan import read_plan
 from zbmd.training.precision import LossScale
+from zbmd.training.repeated import read_note
 from zbmd.training.shard_files import (
     SHARDS_FORMAT,
     SHARDS_NAME,
@@ -448,6 +449,13 @@ TARGETS = (
         allowed=(UserError,),
         seeds=lambda: (_PLAN.encode(),),
         run=_text(read_plan),
+    ),
+    Target(
+        name="memory.note",
+        what="the note of a rank that ran out of memory",
+        allowed=(),
+        seeds=lambda: (b'{"job":7,"rank":1,"incarnation":1,"step":3}',),
+        run=_on_file(read_note),
     ),
     Target(
         name="checkpoint",

@@ -133,6 +133,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/workload.py": ("commit.handle",),
     "training/zero/state_file.py": ("zero.state",),
     "training/plan.py": ("ledger.plan",),
+    "training/repeated.py": ("memory.note",),
     "tools/node_token.py": ("node.token",),
     "tools/plot_metrics.py": ("metrics",),
     "tools/replay_players.py": ("replay.command",),

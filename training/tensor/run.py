@@ -32,6 +32,7 @@ from zbmd.training.plan import plan_text
 from zbmd.training.precision import storage_dtype
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.recipe import Recipe, learning_rate_of
+from zbmd.training.repeated import raise_for
 from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room, too_large
 from zbmd.training.shard_files import checkpoint_in, open_state, require_state, write_shards
 from zbmd.training.tensor.axes import require_axes
@@ -207,9 +208,7 @@ async def run(options: TrainOptions) -> TrainResult | None:
     except TrainingDiverged as error:
         raise UserError(str(error)) from error
     except StepOutOfMemory as error:
-        if launched is not None:
-            raise  # its supervisor replaces it, and its buddy has the state
-        raise UserError(str(error)) from error
+        raise_for(error, options.out, launched)
     except (OutOfMemory, MemoryError) as error:
         raise UserError(f"{too_large(model)}: {error}") from error
     except StepFailed as error:

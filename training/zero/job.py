@@ -43,6 +43,7 @@ from zbmd.training.optim import arrays_of
 from zbmd.training.precision import storage_dtype
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.recipe import Recipe
+from zbmd.training.repeated import raise_for
 from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room
 from zbmd.training.shard_files import SavedState, checkpoint_in, open_state, write_shards
 from zbmd.training.weights import save_weights
@@ -63,6 +64,8 @@ MEET_POINT = faults.declare("zero.meet", "in a new epoch, before its members say
 MET_POINT = faults.declare("zero.met", "when they have agreed on what they go on from")
 SAVED_POINT = faults.declare("zero.saved", "when the weights are on disk, before the ranks part")
 
+NOTE_HEAD = 4
+"""Numbers of a step's record beside the losses of its logical shards."""
 RECORDS_KEPT = 3
 """Steps whose record a rank keeps, its last ones: the next one to be logged is among them."""
 
@@ -93,9 +96,7 @@ async def run_zero(options: JobOptions, zero: ZeroOptions) -> JobResult | None:
     except TrainingDiverged as error:
         raise UserError(str(error)) from error
     except StepOutOfMemory as error:
-        if launched is not None:
-            raise  # its supervisor replaces it, and its buddy has the state
-        raise UserError(str(error)) from error
+        raise_for(error, options.out, launched)
     except (OutOfMemory, MemoryError) as error:
         raise UserError(
             f"ZeRO-{zero.stage} of this model over {ranks} ranks does not fit into memory: {error}. "
@@ -130,7 +131,8 @@ def check_zero(options: JobOptions, zero: ZeroOptions, *, ranks: int, is_named: 
     check_memory(options, zero, ranks=ranks, ranks_here=ranks)
     if zero.offload is not None:
         elements = _elements(GPT(options.model), options, zero, ranks)
-        require_folder(zero.offload, elements=elements, ranks=ranks)
+        note = NOTE_HEAD + options.training.shards
+        require_folder(zero.offload, elements=elements, ranks=ranks, note=note)
     check_data(options, plan=lambda recipe: zero_plan_of(recipe, zero), is_named=is_named)
 
 
@@ -241,7 +243,8 @@ class ZeroJob:
     def _state_file(self, group: Group, folder: Path) -> StateFile:
         place = group.members.index(self._node.rank)
         elements = _elements(self._recipe.model, self._options, self._zero, group.size)
-        name = StateName(run=self._node.job, place=place, ranks=group.size, elements=elements)
+        note = NOTE_HEAD + self._recipe.config.shards
+        name = StateName(run=self._node.job, place=place, ranks=group.size, elements=elements, note=note)
         return StateFile(folder, name, again=self._again)
 
     def _keeper_of(self, own: ZeroRank, group: Group) -> Safekeeping:
@@ -302,10 +305,10 @@ class ZeroJob:
             self._keep(_done_of(row, self._base + version))
 
     def _row_of(self, done: ZeroDone | None) -> Note:
-        row = np.zeros(4 + self._recipe.config.shards)
+        row = np.zeros(NOTE_HEAD + self._recipe.config.shards)
         if done is not None:
-            row[:4] = 1.0, done.grad_norm, done.loss_scale, done.skipped
-            row[4:] = [done.losses[shard] for shard in range(len(row) - 4)]
+            row[:NOTE_HEAD] = 1.0, done.grad_norm, done.loss_scale, done.skipped
+            row[NOTE_HEAD:] = [done.losses[shard] for shard in range(len(row) - NOTE_HEAD)]
         return row
 
     def _committed(self, version: int, digests: Digests) -> None:

@@ -381,15 +381,26 @@ class ZeroRank:
 
         Raises `TrainingDiverged` if it is not finite.
         """
+        found = [(span, piece) for _, _, span, piece in self._apart(pieces)]
+        return norm_of(found, np.dtype(np.float32))
+
+    def not_finite(self, pieces: Sequence[Pieces]) -> tuple[int, int] | None:
+        """The first unit, as the backward pass goes, whose gradient is not finite, and a rank that sums it.
+
+        Of all ranks' `norm_pieces`; None if every piece is finite, and their sum alone is too large.
+        """
+        seen = [(unit, rank) for unit, rank, _, piece in self._apart(pieces) if not np.isfinite(piece).all()]
+        return max(seen, key=lambda one: (one[0], -one[1]), default=None)
+
+    def _apart(self, pieces: Sequence[Pieces]) -> Iterator[tuple[int, int, slice, Pieces]]:
+        """Unit, rank, span and piece of all of the gradient, from all ranks' `norm_pieces`."""
         at = [0] * self.shards.ranks
-        found: list[tuple[slice, Pieces]] = []
-        for unit in self.shards.units:
+        for number, unit in enumerate(self.shards.units):
             for rank in range(self.shards.ranks):
                 span = unit.of_rank(rank)
                 length = pieces_length(span)
-                found.append((span, pieces[rank][at[rank] : at[rank] + length]))
+                yield number, rank, span, pieces[rank][at[rank] : at[rank] + length]
                 at[rank] += length
-        return norm_of(found, np.dtype(np.float32))
 
     def _spans(self, rank: int) -> list[slice]:
         return [unit.of_rank(rank) for unit in self.shards.units]

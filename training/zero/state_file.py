@@ -30,30 +30,34 @@ from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.memory import in_words
 from zbmd.transport.smaps import counted
 
-MAGIC: Final = b"zbmdstate1\0\0\0\0\0\0"
+MAGIC: Final = b"zbmdstate2\0\0\0\0\0\0"
 NO_VERSION: Final = -1
-_NAME: Final = struct.Struct("<16s4Q")  # magic, run, place, ranks, elements of a slot
+_NAME: Final = struct.Struct("<16s5Q")  # magic, run, place, ranks, elements of a slot, numbers of a note
 _STAMP: Final = struct.Struct("<qQ")  # version, digest
 Note = NDArray[np.float64]
 NO_NOTE: Final[Note] = np.zeros(0)
 NOTE_NUMBERS: Final = 220
-"""Two notes fit the page before the slots."""
+"""Two notes of so many fit the page before the slots: for longer ones there are more pages."""
 _NOTES_AT: Final = 256
 _WILL_NEED, _PAGE_OUT = 3, 21  # of madvise(2); Python has no name for the second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateName:
-    """Whose state a file holds. run: tells this run from others; elements: float32 numbers of a slot."""
+    """Whose state a file holds. run: tells this run from others; elements: float32 numbers of a slot.
+
+    note: the most numbers that are noted of a version.
+    """
 
     run: int
     place: int
     ranks: int
     elements: int
+    note: int = NOTE_NUMBERS
 
     def encoded(self) -> bytes:
         """As in the file."""
-        return _NAME.pack(MAGIC, self.run, self.place, self.ranks, self.elements)
+        return _NAME.pack(MAGIC, self.run, self.place, self.ranks, self.elements, self.note)
 
 
 class StateFile:
@@ -65,7 +69,8 @@ class StateFile:
 
     def __init__(self, folder: Path, name: StateName, *, again: bool) -> None:
         self.path = folder / f"zero-{name.place}-of-{name.ranks}.state"
-        self._stride, nbytes = _stride(name.elements), file_bytes(name.elements)
+        self._stride, nbytes = _stride(name.elements), file_bytes(name.elements, note=name.note)
+        self._note, head = name.note, _head(name.note)
         try:
             fd = self._opened(name, nbytes) if again else None
             if fd is None:
@@ -77,10 +82,10 @@ class StateFile:
         finally:
             os.close(fd)
         self.slots: list[Array] = [
-            np.frombuffer(self._map, np.float32, name.elements, mmap.PAGESIZE + slot * self._stride)
+            np.frombuffer(self._map, np.float32, name.elements, head + slot * self._stride)
             for slot in range(SLOTS)
         ]
-        self._begin = address_of(self.slots[0]) - mmap.PAGESIZE
+        self._begin = address_of(self.slots[0]) - head
         self._hash = xxhash.xxh3_64()
 
     def _opened(self, name: StateName, nbytes: int) -> int | None:
@@ -127,22 +132,23 @@ class StateFile:
     def end(self, slot: int, version: int, note: Note = NO_NOTE) -> None:
         """All of it is written. The version last: a process may be killed before it.
 
-        note: what is to be known of the version by whoever finds it; more than `NOTE_NUMBERS` are not kept.
+        note: what is to be known of the version by whoever finds it, of no more numbers than the name says.
         """
         if version % SLOTS != slot:
             raise LocalProtocolError(f"version {version} does not lie in slot {slot}")
+        if len(note) > self._note:
+            raise LocalProtocolError(f"a note has {len(note)} numbers, and there is room for {self._note}")
         at = self._stamp_at(slot)
         struct.pack_into("<Q", self._map, at + 8, self._hash.intdigest())
-        kept = note if len(note) <= NOTE_NUMBERS else NO_NOTE
-        struct.pack_into(f"<Q{len(kept)}d", self._map, _note_at(slot), len(kept), *kept.tolist())
+        struct.pack_into(f"<Q{len(note)}d", self._map, self._note_at(slot), len(note), *note.tolist())
         struct.pack_into("<q", self._map, at, version)
 
     def noted(self, slot: int) -> Note:
         """What `end` was told of the version that is whole there; empty if nothing was, or none is."""
-        (count,) = struct.unpack_from("<Q", self._map, _note_at(slot))
-        if self.version_in(slot) is None or count > NOTE_NUMBERS:
+        (count,) = struct.unpack_from("<Q", self._map, self._note_at(slot))
+        if self.version_in(slot) is None or count > self._note:
             return NO_NOTE
-        return np.frombuffer(self._map, np.float64, count, _note_at(slot) + 8).copy()
+        return np.frombuffer(self._map, np.float64, count, self._note_at(slot) + 8).copy()
 
     def drop_damaged(self, slot: int, parts: Iterable[Sequence[Array]]) -> None:
         """Look at what a predecessor has left: with other bits than were written it is not whole."""
@@ -157,6 +163,9 @@ class StateFile:
 
     def _stamp_at(self, slot: int) -> int:
         return _NAME.size + slot * _STAMP.size
+
+    def _note_at(self, slot: int) -> int:
+        return _NOTES_AT + slot * 8 * (1 + self._note)
 
     # ---- what is in memory
 
@@ -189,18 +198,19 @@ class StateFile:
         self.path.unlink(missing_ok=True)
 
 
-def _note_at(slot: int) -> int:
-    return _NOTES_AT + slot * 8 * (1 + NOTE_NUMBERS)
+def _head(note: int) -> int:
+    """Bytes before the slots: whole pages."""
+    return -(-(_NOTES_AT + SLOTS * 8 * (1 + note)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def file_bytes(elements: int) -> int:
-    """Bytes of a file with slots of so many float32 numbers."""
-    return mmap.PAGESIZE + SLOTS * _stride(elements)
+def file_bytes(elements: int, *, note: int = NOTE_NUMBERS) -> int:
+    """Bytes of a file with slots of so many float32 numbers, and notes of at most `note`."""
+    return _head(note) + SLOTS * _stride(elements)
 
 
-def require_folder(folder: Path, *, elements: int, ranks: int) -> None:
+def require_folder(folder: Path, *, elements: int, ranks: int, note: int = NOTE_NUMBERS) -> None:
     """Make `folder`, if need be. Raise `UserError` if it has no room for the files of so many ranks."""
-    nbytes = file_bytes(elements)
+    nbytes = file_bytes(elements, note=note)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):

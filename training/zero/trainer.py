@@ -8,8 +8,9 @@ it hears between two computations, or when there is nothing to compute.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,9 @@ from zbmd.training.clip import TrainingDiverged, clip_scale
 from zbmd.training.config import TrainingConfig
 from zbmd.training.gpt import GPT
 from zbmd.training.lookout import Lookout, lookout
-from zbmd.training.non_finite import where_it_began
+from zbmd.training.non_finite import NOT_FOUND, where_it_began
 from zbmd.training.optim import arrays_of
+from zbmd.training.pipeline.norm import Pieces
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.recipe import Recipe
 from zbmd.training.rng import Noise
@@ -47,6 +49,7 @@ from zbmd.transport._native import now_ns
 from zbmd.transport.errors import UserError
 
 STAGES: Final = (1, 2, 3)
+RANKS_NAMED_MAX: Final = 4
 ARENA_SLACK: Final = 1.25
 """Holes between arrays that come and go."""
 ARENA_ROOM_BYTES: Final = 8 << 20
@@ -178,6 +181,8 @@ class ZeroTrainer:
         """What the attempt under way is done with, with the skips before it."""
         self._norm = 0.0
         self._losses: dict[int, float] = {}
+        self._pieces: list[Pieces] = []
+        """Of all ranks' gradients, of the last attempt."""
         self._lengths = self.own.pieces_lengths()
 
     # ---- steps
@@ -208,12 +213,39 @@ class ZeroTrainer:
 
     def _named(self, error: TrainingDiverged) -> TrainingDiverged:
         """`error` with where it began, on all ranks alike: all is computed once more, and looked at."""
-        watching = Lookout()
+        watching, step, known = Lookout(), self.step, self._known_of_attempt()
         self.own.look_at_weights(watching)
+        otherwise = NOT_FOUND
         with watching.on(), contextlib.suppress(TrainingDiverged):
             self._attempt(self._scale)
-        began = where_it_began(self.group, self.recipe.model, watching.first)
-        return TrainingDiverged(f"step {self.step}: {error} {began}")
+            otherwise = (
+                f"It did not come again when the step was computed once more. The first time {known}. "
+                "The same numbers give the same bits, so look for a processor or memory that errs there."
+            )
+        began = where_it_began(self.group, self.recipe.model, watching.first, otherwise=otherwise)
+        return TrainingDiverged(f"step {step}: {error} {began}")
+
+    def _known_of_attempt(self) -> str:
+        """What all ranks know of an attempt whose norm was not finite, in words, the same on all."""
+        bad = {shard for shard, loss in self._losses.items() if not math.isfinite(loss)}
+        ranks = [
+            member
+            for place, member in enumerate(self.group.members)
+            if bad & {leaf.shard for leaf in self.sums.plan(place).leaves}
+        ]
+        if bad:
+            return (
+                f"the losses that {_ranks(ranks)} computed were not finite, of logical shard {min(bad)} first"
+            )
+        first = self.own.not_finite(self._pieces)
+        if first is None:
+            return "all losses and all parts of the gradient were finite, and its norm was not"
+        unit, place = first
+        name = self.recipe.model.unit_names[unit]
+        return (
+            "the losses of all ranks were finite, and the summed gradient was not: of "
+            f"{name} first, in the part of {_ranks([self.group.members[place]])}"
+        )
 
     def _attempt(self, scale: LossScale) -> float:
         """Do the step, or, if its gradients overflow, nothing; the norm, times `scale`.
@@ -376,10 +408,10 @@ class ZeroTrainer:
         for rank, row in enumerate(every):
             shards = [leaf.shard for leaf in self.sums.plan(rank).leaves]
             self._losses |= dict(zip(shards, row[VOTE_NUMBERS:at].tolist(), strict=False))
-        pieces = [row[at : at + length] for row, length in zip(every, self._lengths, strict=True)]
+        self._pieces = [row[at : at + length] for row, length in zip(every, self._lengths, strict=True)]
         try:
             with spans.GRAD_CLIP:
-                self._norm = self.own.norm(pieces)
+                self._norm = self.own.norm(self._pieces)
         except TrainingDiverged:
             return zm.NormShared(usable=False)
         return zm.NormShared(usable=True)
@@ -433,3 +465,10 @@ class ZeroTrainer:
         mine = np.ascontiguousarray(self.own.state.weights)
         every = self.group.blocking.all_gather(mine)
         return self.own.shards.whole(list(every))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words: the first few by number."""
+    named = ", ".join(map(str, ranks[:RANKS_NAMED_MAX]))
+    more = len(ranks) - RANKS_NAMED_MAX
+    return f"rank{'s' * (len(ranks) > 1)} {named}{f' and {more} more' if more > 0 else ''}"

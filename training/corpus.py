@@ -16,6 +16,7 @@ import glob
 import hashlib
 import mmap
 import os
+import shutil
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ from zbmd.transport.errors import UserError
 
 CORPUS_FILE = "corpus.bin"
 CORPUS_FORMAT = 1
-CORPUS_BYTES_MAX = 64 << 20
+CORPUS_BYTES_MAX = 1 << 40
+STDLIB_BYTES_MAX = 64 << 20
 SOURCES_MAX = 100_000
 SEPARATOR = b"\0"
 BLOCK_WINDOWS = 64
@@ -72,34 +74,54 @@ class Source:
 
 
 def prepare_corpus(
-    data: str | None, directory: Path, *, context: int = 1, bytes_max: int = CORPUS_BYTES_MAX
+    data: str | None, directory: Path, *, context: int = 1, bytes_max: int | None = None
 ) -> Path:
     """Make sure `directory` holds the corpus file of `data` and return its path.
 
     `data` is a file, a directory (all files below it) or a glob (`**` crosses directories); None is the
     Python standard library's own source, without tests and third-party packages. Sources are joined in the
-    order of their paths. A file already there is used again if its sources have not changed; a corpus is
-    cut at `bytes_max` bytes. One process of a host at a time does this in a directory.
+    order of their paths, a piece in memory at a time. A file already there is used again if its sources have
+    not changed; a corpus is cut at `bytes_max` bytes where that is given, and the standard library at
+    `STDLIB_BYTES_MAX`. One process of a host at a time does this in a directory.
 
-    Raises `UserError` if nothing matches, a source cannot be read, the corpus is empty or too short for
-    windows of `context` bytes, or the disk is full; for data that will not do nothing is made on disk.
+    Raises `UserError` if nothing matches, a source cannot be read, the corpus is empty, too short for
+    windows of `context` bytes or longer than `CORPUS_BYTES_MAX`, or the disk is full or has too little room;
+    for data that will not do nothing is made on disk.
     """
-    sources, origin = _usable(data, context=context, bytes_max=bytes_max)
+    sources, origin = _usable(data, context=context)
+    if bytes_max is None:
+        bytes_max = STDLIB_BYTES_MAX if data is None else CORPUS_BYTES_MAX
+    _check_length(min(_joined_bytes(sources), bytes_max), origin, context)
     wanted = inputs_digest(sources, CORPUS_FORMAT, bytes_max)
     path = directory / CORPUS_FILE
     with locked_directory(directory):
         known = _read_header(path)
         if known is None or known.inputs_digest != wanted:
+            require_disk(directory, min(_joined_bytes(sources), bytes_max), origin)
             write_atomically(path, lambda file: write_corpus(file, sources, wanted, origin, bytes_max))
     return path
 
 
 def require_data(data: str | None, *, context: int) -> None:
     """Raise `UserError` for data that `prepare_corpus` would refuse; nothing is read or made."""
-    _usable(data, context=context, bytes_max=CORPUS_BYTES_MAX)
+    _usable(data, context=context)
 
 
-def _usable(data: str | None, *, context: int, bytes_max: int) -> tuple[list[Source], str]:
+def require_disk(directory: Path, nbytes: int, origin: str) -> None:
+    """Raise `UserError` unless the disk of `directory` has room for so many bytes more."""
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise UserError(
+            f"the dataset {origin} takes {nbytes:,} bytes in {directory}, and its disk has {free:,} left: "
+            "make room, or name a directory on another disk with --out."
+        )
+
+
+def _joined_bytes(sources: list[Source]) -> int:
+    return sum(source.nbytes for source in sources) + len(sources) - 1
+
+
+def _usable(data: str | None, *, context: int) -> tuple[list[Source], str]:
     """The sources of a corpus that is long enough, and what they are called."""
     sources = _stdlib_sources() if data is None else find_sources(data)
     origin = "the Python standard library" if data is None else data
@@ -108,8 +130,12 @@ def _usable(data: str | None, *, context: int, bytes_max: int) -> tuple[list[Sou
             f"the corpus {origin} is empty: all of its {len(sources)} files have no bytes. Give --data files "
             "with text in them."
         )
-    with_separators = sum(source.nbytes for source in sources) + len(sources) - 1
-    _check_length(min(with_separators, bytes_max), origin, context)
+    joined = _joined_bytes(sources)
+    if joined > CORPUS_BYTES_MAX:
+        raise UserError(
+            f"the corpus {origin} has {joined:,} bytes, more than {CORPUS_BYTES_MAX:,}: narrow it."
+        )
+    _check_length(joined, origin, context)
     return sources, origin
 
 

@@ -8,8 +8,9 @@ from the whole, wherever a text ends, so no token is padding. What is held out i
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -17,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.training.corpus import (
-    CORPUS_BYTES_MAX,
-    SOURCES_MAX,
     Corpus,
     CorpusHeader,
     Ids,
@@ -26,10 +25,11 @@ from zbmd.training.corpus import (
     Split,
     find_sources,
     inputs_digest,
+    require_disk,
     unreadable,
 )
 from zbmd.training.files import locked_directory, write_atomically
-from zbmd.training.tokens import TOKENIZER_NAME, BPETokenizer, Tokenizer, Tokens, pieces
+from zbmd.training.tokens import TOKENIZER_NAME, BPETokenizer, Tokenizer, Tokens, read_pieces
 from zbmd.transport.errors import UserError
 
 MANIFEST_NAME = "tokens.json"
@@ -38,6 +38,8 @@ SHARD_TOKENS = 1 << 25
 """A file of tokens has no more: 64 MiB."""
 PIECE_BYTES = 1 << 20
 """So much text is encoded at once."""
+TRAINED_ON_BYTES = 64 << 20
+"""So much text a tokenizer is trained on: of longer texts the same share of each."""
 MANIFEST_BYTES_MAX = 1 << 20
 SHARDS_MAX = 4096
 
@@ -119,20 +121,21 @@ def prepare_tokens(
 ) -> BPETokenizer:
     """Make sure `directory` holds the tokens of `data`, by byte pairs, and return their tokenizer.
 
-    data: as of `prepare_corpus`; at most its bound of text is taken. Without `tokenizer`, a file, one with
-    `vocabulary` tokens is trained on the text and kept in the directory. What is there is used again if the
-    sources have not changed. One process of a host at a time does this in a directory. Raises `UserError`.
+    data: files, as of `prepare_corpus`, of any length: no more than a shard is in memory. Without
+    `tokenizer`, a file, one with `vocabulary` tokens is trained on `TRAINED_ON_BYTES` of the text and kept in
+    the directory. What is there is used again if the sources have not changed. One process of a host at a
+    time does this in a directory. Raises `UserError`.
     """
     sources = find_sources(data)
     given = None if tokenizer is None else BPETokenizer.load(tokenizer)
     asked = given.digest if given is not None else f"vocabulary {vocabulary}"
-    wanted = inputs_digest(sources, FORMAT, CORPUS_BYTES_MAX, f"{asked} {shard_tokens}")
+    wanted = inputs_digest(sources, FORMAT, TRAINED_ON_BYTES, f"{asked} {shard_tokens}")
     with locked_directory(directory):
         known, path = read_manifest(directory), directory / TOKENIZER_NAME
         if known is not None and known.inputs_digest == wanted and path.exists():
             require_windows(sum(known.shards), known.origin, context)
             return BPETokenizer.load(path)
-        made = given or BPETokenizer.train(chain.from_iterable(_texts(sources)), vocabulary)
+        made = given or BPETokenizer.train(_sample(sources, TRAINED_ON_BYTES), vocabulary)
         manifest = _write(directory, made, sources, (wanted, data), shard_tokens, context)
         made.save(path)
         write_atomically(directory / MANIFEST_NAME, lambda file: file.write(msgspec.json.encode(manifest)))
@@ -151,7 +154,12 @@ def _write(
     held: list[Tokens] = []
 
     def put(size: int) -> None:
+        if len(lengths) == SHARDS_MAX:
+            raise UserError(
+                f"{asked[1]} is more than {SHARDS_MAX} files of {size} tokens: give less text at once."
+            )
         tokens = np.concatenate(held)
+        require_disk(directory, min(len(tokens), size) * tokens.itemsize, asked[1])
         shard, rest = tokens[:size], tokens[size:]
         data = shard.astype("<u2").tobytes()
         digest.update(data)
@@ -173,33 +181,34 @@ def _write(
         vocabulary=tokenizer.vocabulary,
         shards=lengths,
         sources=len(sources),
-        left_out_bytes=max(0, sum(source.nbytes for source in sources) - CORPUS_BYTES_MAX),
+        left_out_bytes=0,
         origin=asked[1][:512],
     )
 
 
 def _encoded(tokenizer: Tokenizer, sources: list[Source]) -> Iterator[Tokens]:
     separator = np.array([tokenizer.separator], np.uint16)
-    for number, text in enumerate(_texts(sources)):
+    for number, source in enumerate(sources):
         if number:
             yield separator
-        for piece in text:
+        for piece in _pieces_of(source):
             yield tokenizer.encode(piece)
 
 
-def _texts(sources: list[Source]) -> Iterator[Iterator[bytes]]:
-    """The pieces of each text, of no more than the bound altogether."""
-    room = CORPUS_BYTES_MAX
-    for source in sources[:SOURCES_MAX]:
-        if room <= 0:
-            return
-        try:
-            with source.path.open("rb") as file:
-                text = file.read(room)
-        except OSError as error:
-            raise unreadable(source.path, error.strerror) from error
-        room -= len(text)
-        yield pieces(text, PIECE_BYTES)
+def _sample(sources: list[Source], nbytes: int) -> Iterator[bytes]:
+    """Pieces of the texts: all of them, or about so many bytes, the same share of each text's beginning."""
+    share = min(1.0, nbytes / max(1, sum(source.nbytes for source in sources)))
+    for source in sources:
+        yield from _pieces_of(source, math.ceil(share * source.nbytes))
+
+
+def _pieces_of(source: Source, nbytes: int | None = None) -> Iterator[bytes]:
+    """The pieces of a text, or of its first `nbytes`. Raises `UserError` if it cannot be read."""
+    try:
+        with source.path.open("rb") as file:
+            yield from read_pieces(file, PIECE_BYTES, nbytes)
+    except OSError as error:
+        raise unreadable(source.path, error.strerror) from error
 
 
 def shard_name(number: int) -> str:

@@ -11,7 +11,7 @@ import importlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -139,16 +139,27 @@ class BPETokenizer:
         return decoded.encode()
 
 
-def pieces(text: bytes, size: int) -> Iterator[bytes]:
-    """Cut a text into pieces of about `size` bytes, behind a line's end where there is one, within none."""
-    start = 0
-    while start < len(text):
-        stop = min(start + size, len(text))
-        if stop < len(text):
-            line = text.rfind(b"\n", start, stop)
-            stop = stop if line < 0 else line + 1
-        yield text[start:stop]
-        start = stop
+def read_pieces(file: IO[bytes], size: int, nbytes: int | None = None) -> Iterator[bytes]:
+    """Read a text in pieces of up to `size` bytes: to a line's end, else to a space, where there is one.
+
+    nbytes: of the text's beginning alone. A piece is in memory at a time.
+    """
+    left, room = b"", nbytes
+    while True:
+        wanted = size - len(left)
+        more = file.read(wanted if room is None else min(wanted, room))
+        room = None if room is None else room - len(more)
+        text = left + more
+        if not more:  # its end
+            if text:
+                yield text
+            return
+        if len(text) < size:
+            left = text
+            continue
+        stop = text.rfind(b"\n") + 1 or max(0, text.rfind(b" ")) or size
+        yield text[:stop]
+        left = text[stop:]
 
 
 def _library() -> Any:

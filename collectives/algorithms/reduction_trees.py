@@ -3,8 +3,8 @@
 With two trees, in which nobody has children in both, every rank's bandwidth is used both ways (Sanders, Speck
 and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12),
 2009): the even chunks take the first tree, the odd ones the second. Sums go up through inbox slots, and
-results
-come down through others: between hosts a put is one latency, where to announce, ask and be answered is three.
+results come down through others: between hosts a put is one latency, where to announce, ask and be answered
+is three.
 """
 
 from __future__ import annotations
@@ -177,13 +177,12 @@ class Climb:
     def both_ways(self) -> Draft:
         """Up and down, in steps, of one chunk up and one down each.
 
-        A node's ups come `CHILD_SLOTS` turns later than those of its children, and its downs
-        `PARENT_SLOTS` turns earlier:
-        about as long as a message takes, so that who is a leaf in one tree does not wait in each turn for its
-        part in the other. Nobody waits for itself: an up needs earlier steps of the children, and
-        of the parent
-        (a slot that it has freed) an up of the same step at most, where ups come first; a down needs an
-        earlier step of the parent, and of the children (a slot that they have freed) a down of the same step.
+        A node's ups come `CHILD_SLOTS` turns later than those of its children, and its downs `PARENT_SLOTS`
+        turns earlier: about as long as a message takes, so that who is a leaf in one tree does not wait in
+        each turn for its part in the other. Nobody waits for itself: an up needs earlier steps of the
+        children, and of the parent (a slot that it has freed) an up of the same step at most, where ups come
+        first; a down needs an earlier step of the parent, and of the children (a slot that they have freed) a
+        down of the same step.
         """
         trees = len(self.trees)
         places = [(tree.height, _depth(tree, self.node)) for tree in self.trees]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +92,33 @@ def test_a_corpus_is_cut_at_its_bound_and_says_so(tmp_path: Path) -> None:
     corpus = Corpus(prepare_corpus(str(tmp_path / "[abc]"), tmp_path, bytes_max=15), context=3)
     assert bytes(corpus.data) == b"a" * 10 + b"\0" + b"b" * 4
     assert corpus.header.left_out_bytes == 16
+
+
+def test_a_long_text_is_taken_whole_a_piece_at_a_time(tmp_path: Path) -> None:
+    nbytes, source = 80 << 20, tmp_path / "long"
+    with source.open("wb") as file:  # of holes, but for its end
+        file.seek(nbytes - 3)
+        file.write(b"end")
+    tracemalloc.start()
+    try:
+        corpus = Corpus(prepare_corpus(str(source), tmp_path / "run"), context=64)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (corpus.header.nbytes, corpus.header.left_out_bytes) == (nbytes, 0)
+    assert bytes(corpus.data[-3:]) == b"end"
+    assert peak < 8 << 20
+
+
+def test_a_text_that_the_disk_has_no_room_for_is_told_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_bytes(b"text" * 1000)
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"takes 4,000 bytes in .*, and its disk has 100 left"):
+        prepare_corpus(str(tmp_path / "text"), tmp_path / "run")
+    assert not list((tmp_path / "run").glob("corpus*"))
 
 
 def test_missing_unmatched_and_empty_data_are_explained(tmp_path: Path) -> None:

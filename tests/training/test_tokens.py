@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zbmd.training import token_corpus
 from zbmd.training.token_corpus import (
     MANIFEST_NAME,
     TokenCorpus,
@@ -20,7 +24,7 @@ from zbmd.training.tokens import (
     TOKENIZER_NAME,
     BPETokenizer,
     ByteTokenizer,
-    pieces,
+    read_pieces,
 )
 from zbmd.transport.errors import UserError
 
@@ -52,11 +56,48 @@ def test_texts_come_back(tokenizer: BPETokenizer) -> None:
     assert tokenizer.separator not in tokenizer.encode(b"a " + END_OF_TEXT.encode() + b" b")
 
 
-@given(st.binary(max_size=60), st.integers(1, 20))
-def test_pieces_are_the_text(text: bytes, size: int) -> None:
-    cut = list(pieces(text, size))
-    assert b"".join(cut) == text
-    assert all(0 < len(piece) <= size for piece in cut)
+class Dribbling(io.BytesIO):
+    """A file that gives less than it is asked for, as pipes do."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(size if size is None or size < 0 else min(size, 3))
+
+
+@given(st.text(" \nab", max_size=60), st.integers(1, 20), st.none() | st.integers(0, 70))
+def test_pieces_are_the_text(text: str, size: int, nbytes: int | None) -> None:
+    for kind in (io.BytesIO, Dribbling):
+        cut = list(read_pieces(kind(text.encode()), size, nbytes))
+        assert b"".join(cut) == text.encode()[:nbytes]
+        assert all(0 < len(piece) <= size for piece in cut)
+        for piece, following in pairwise(cut):
+            assert piece.endswith(b"\n") or following.startswith(b" ") or piece[1:].isalpha() or size == 1
+
+
+def test_texts_longer_than_what_is_learnt_from_are_tokens_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_corpus, "TRAINED_ON_BYTES", 1 << 12)
+    monkeypatch.setattr(token_corpus, "PIECE_BYTES", 1 << 10)
+    texts = [b"one and two and three\n" * 900, b"four and five \xc3\xa4\n" * 900]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_bytes(text)
+    learnt: list[int] = []
+    train = BPETokenizer.train
+
+    def counting(given: Iterable[bytes], vocabulary: int) -> BPETokenizer:
+        kept = list(given)
+        learnt.append(sum(map(len, kept)))
+        return train(kept, vocabulary)
+
+    monkeypatch.setattr(BPETokenizer, "train", counting)
+    made = prepare_tokens(
+        str(tmp_path / "*.txt"), tmp_path / "tokens", vocabulary=300, context=8, shard_tokens=1000
+    )
+    assert 1 << 12 <= learnt[0] <= (1 << 12) + len(texts)
+    shards = sorted((tmp_path / "tokens").glob("tokens-*.bin"))
+    whole = np.concatenate([np.fromfile(shard, "<u2") for shard in shards])
+    found = np.split(whole, np.flatnonzero(whole == made.separator))
+    assert [made.decode(t[t != made.separator].tolist()) for t in found] == texts
 
 
 def test_windows_cross_shards(tmp_path: Path) -> None:

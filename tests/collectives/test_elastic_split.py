@@ -1,4 +1,7 @@
-"""Sub-groups of an elastic group under real kills: rows and columns of a mesh, each repaired alone."""
+"""Sub-groups of an elastic group under real kills: rows and columns of a mesh, each repaired alone.
+
+The mesh is on one host, on as many as it has ranks, or on two. Ranks of different hosts have but TCP.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +61,13 @@ def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MESH = """
+import os
+
 import numpy as np
 import zbmd
+from zbmd.actors.runtime_env import HOST_VARIABLE, LISTEN_LOCAL, LISTEN_VARIABLE
 
-ROUNDS, KILLS, MODE = {rounds}, {kills!r}, {mode!r}
+ROUNDS, KILLS, MODE, HOSTS = {rounds}, {kills!r}, {mode!r}, {hosts}
 COLUMNS = ((0, 2), (3, 1))
 
 async def total(node, name, group):
@@ -73,9 +79,12 @@ async def total(node, name, group):
     done = await group.all_reduce(zbmd.from_array(np.full(300, 10.0**node.rank * k)), timeout=60, **MODE)
     value = float(done.value.min()), float(done.value.max())
     told = dict(k=k, rank=node.rank, of=done.contributors, repairs=done.repairs, epoch=done.epoch)
-    node.report(told | dict(group=name, value=value, life=node.incarnation))
+    hosts = group.group.communicator.hosts
+    node.report(told | dict(group=name, value=value, life=node.incarnation, hosts=hosts))
 
 async def main():
+    if len(set(HOSTS)) > 1:  # as the nodes of several hosts tell it to their ranks
+        os.environ |= {{HOST_VARIABLE: str(HOSTS[int(os.environ["RANK"])]), LISTEN_VARIABLE: LISTEN_LOCAL}}
     async with zbmd.join() as node:
         me = node.rank
         group = await zbmd.elastic_group(node, timeout=60)
@@ -97,20 +106,30 @@ zbmd.run(main())
 """
 RANKS = {"row0": (0, 1), "row1": (2, 3), "column0": (0, 2), "column1": (1, 3), "all": (0, 1, 2, 3)}
 ROUNDS = 6
-KILLS = {("row0", 2): (1, 4), ("column1", 4): (3, 2)}
+ONE_HOST, OWN_HOSTS, ROWS_SHARE, COLUMNS_SHARE = (0, 0, 0, 0), (0, 1, 2, 3), (0, 0, 1, 1), (0, 1, 0, 1)
+SURVIVORS = {"inputs": "preserve"}
+WAIT = SURVIVORS | {"on_loss": "wait_for_replacement"}
+ADOPT = {"inputs": "adopt"}
+MODES = {"survivors": SURVIVORS, "wait": WAIT, "adopt": ADOPT}
+RING = {"algorithm": "ring"}  # which asks other hosts for what it reads
 
 
 @pytest.mark.parametrize(
-    "mode",
+    ("hosts", "mode", "points"),
     [
-        {"inputs": "preserve"},
-        {"inputs": "preserve", "on_loss": "wait_for_replacement"},
-        {"inputs": "adopt"},
+        *(pytest.param(ONE_HOST, mode, (4, 2), id=f"one host-{name}") for name, mode in MODES.items()),
+        *(pytest.param(OWN_HOSTS, mode, (1, 2), id=f"TCP-{name}") for name, mode in MODES.items()),
+        pytest.param(OWN_HOSTS, SURVIVORS | RING, (4, 3), id="TCP-survivors of a ring"),
+        pytest.param(ROWS_SHARE, ADOPT, (4, 2), id="columns over TCP-adopt"),
+        pytest.param(COLUMNS_SHARE, ADOPT, (2, 4), id="rows over TCP-adopt"),
     ],
-    ids=["survivors", "wait", "adopt"],
 )
-async def test_ranks_of_a_mesh_die_in_rows_and_columns(tmp_path: Path, mode: dict[str, Any]) -> None:
-    job = Job(tmp_path, MESH.format(rounds=ROUNDS, kills=KILLS, mode=mode), ranks=4)
+async def test_ranks_of_a_mesh_die_in_rows_and_columns(
+    tmp_path: Path, hosts: tuple[int, ...], mode: dict[str, Any], points: tuple[int, int]
+) -> None:
+    in_row, in_column = points
+    kills = {("row0", 2): (1, in_row), ("column1", 4): (3, in_column)}
+    job = Job(tmp_path, MESH.format(rounds=ROUNDS, kills=kills, mode=mode, hosts=hosts), ranks=4)
     await job.run()
     ends: dict[tuple[str, int], set[tuple[Any, ...]]] = {}
     for told in job.told:
@@ -130,4 +149,4 @@ async def test_ranks_of_a_mesh_die_in_rows_and_columns(tmp_path: Path, mode: dic
     calm = [t for t in job.told if t["group"] in ("row1", "column0") and t["k"] <= 3]
     assert calm and {(t["repairs"], t["epoch"]) for t in calm} == {(0, 1)}, calm
     last = [t for t in job.told if t["group"] == "all"]
-    assert {t["rank"] for t in last} == {0, 1, 2, 3}
+    assert {(t["rank"], tuple(t["hosts"])) for t in last} == {(rank, hosts) for rank in range(4)}, last

@@ -44,6 +44,19 @@ RANKS_MAX = 20_000
 RANKS_DEFAULT = 10_000
 RANKS_FACTOR = 8
 SIZES_DEFAULT = "1M,64M,1G"
+TITLES = (
+    "ranks",
+    "bytes",
+    "time\nms",
+    "bound\nms",
+    "x bound",
+    "busbw\nGB/s",
+    "x any",
+    "instructions",
+    "by",
+)
+WIDTH = 200
+"""Characters a line where there is no terminal: no table is wider."""
 
 EXAMPLES = """examples:
   zbmd sim collectives                             8 to 10,000 ranks, three sizes: some minutes
@@ -166,17 +179,16 @@ def _tell(number: int, of: int, case: Case) -> None:
 
 def _console() -> rich.console.Console:
     terminal = sys.stdout.isatty()
-    return rich.console.Console(width=None if terminal else 140)
+    return rich.console.Console(width=None if terminal else WIDTH)
 
 
 def _table(cases: Sequence[Case]) -> rich.table.Table:
-    table = rich.table.Table(box=rich.box.SIMPLE)
-    table.add_column("operation")
-    table.add_column("algorithm")
-    titles = ["ranks", "bytes", "time ms", "bound ms", "x bound", "busbw GB/s", "x any", "instructions", "by"]
+    table = rich.table.Table(box=rich.box.SIMPLE, collapse_padding=True, pad_edge=False)
+    table.add_column("operation", no_wrap=True)
+    table.add_column("algorithm", no_wrap=True)
     deaths = any(case.repaired is not None for case in cases)
-    for title in titles + (["stalled", "recovered ms"] if deaths else []):
-        table.add_column(title, justify="right")
+    for title in TITLES + (("stalled", "recovered\nms") if deaths else ()):
+        table.add_column(title, justify="right", overflow="fold")
     left_out = dict.fromkeys(case.why for case in cases if case.whole is None)
     notes = {why: number for number, why in enumerate(left_out, 1)}
     for case in cases:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -24,7 +24,6 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from zbmd.collectives.group import Group
 from zbmd.training.adamw import ARRAYS, AdamWState, StateArray
 from zbmd.training.checkpoint import (
     CHECKPOINT_NAME,
@@ -40,6 +39,9 @@ from zbmd.training.plan import require_plan
 from zbmd.training.xp import Array
 from zbmd.transport import faults
 from zbmd.transport.errors import UserError
+
+if TYPE_CHECKING:  # who reads what a run has left needs no groups
+    from zbmd.collectives.group import Group
 
 SHARDS_FORMAT: Final = "zbmd-checkpoint-shards-1"
 SHARDS_NAME: Final = "checkpoint.json"

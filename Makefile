@@ -29,11 +29,12 @@ DEMO_FLAGS := $(if $(filter-out 0 no false,$(VERIFY)),--verify) $(if $(KILL_SEED
 TEST_WORKERS := 4
 CHECKED := transport actors collectives training tools tests examples src setup.py
 
-.PHONY: rdma-headers help preflight setup demo test fuzz lint format clean bench-transport
+.PHONY: rdma-headers help preflight setup demo test test-rdma fuzz lint format clean bench-transport
 
 help:
 	@echo 'make demo    train, kill a worker, go on; VERIFY=1 compares digests, KILL_SEED=n picks the kill'
 	@echo 'make test    run the test suite; PYTEST_ARGS="-k name" narrows it'
+	@echo 'make test-rdma  the tests of RDMA, in a machine that has devices for it'
 	@echo 'make fuzz    any bytes at every decoder, for a minute; FUZZ_ARGS="wire --seconds 600" changes that'
 	@echo 'make lint    formatting, lints, types, layers, house rules'
 	@echo 'make format  reformat the sources'
@@ -51,7 +52,11 @@ demo: $(RUNTIME) $(NATIVE)
 
 test: $(DEV) $(NATIVE)
 	@$(PY) -m pytest --numprocesses=auto --maxprocesses=$(TEST_WORKERS) --dist=loadfile \
-		--no-loadscope-reorder $(PYTEST_ARGS)
+		--no-loadscope-reorder -m 'not machine' $(PYTEST_ARGS)
+
+# Wants apt's qemu-system-x86, libibverbs-dev and iproute2, and downloads a kernel the first time.
+test-rdma: $(DEV) $(NATIVE)
+	@$(PY) -m pytest -m machine tests/tools/test_rdma_vm.py $(PYTEST_ARGS)
 
 # Led by coverage where there is a wheel of atheris for this interpreter; without one the mutations go alone.
 fuzz: $(DEV) $(NATIVE)

@@ -94,7 +94,7 @@ def test_the_ring_by_vectors_is_the_ring_by_events(operation: Operation, n: int,
     vectors = ring_ends(operation, placement, chunk_bytes=chunk_bytes, turns_a_hop=turns, begin=begin)
     np.testing.assert_allclose(vectors, ends, rtol=1e-12)
     assert steps == ring_instructions(operation, n, turns) == schedule_of(request).instructions
-    for share in (0.2, 0.9, 0.999):
+    for share in (0.2, 0.9, 0.999) if n < 512 else (0.9,):
         dies = nobody_dies.copy()
         dies[rng.integers(n, size=2)] = share * ends.min()
         stopped, _ = walk(request, placement, chunk_bytes, begin, dies)
@@ -113,7 +113,7 @@ def test_a_small_ring_is_not_walked_by_vectors() -> None:
 @pytest.mark.parametrize("ports", (1, 8))
 def test_nothing_is_faster_than_its_bound(operation: Operation, algorithm: str, ports: int) -> None:
     fabric, simulated = Fabric(ports=ports), 0
-    for n in (2, 7, 8, 9, 24, 64, 200):
+    for n in (2, 7, 8, 9, 24, 64) if ports > 1 else (2, 9, 200):
         for nbytes in (1, 1024, MIB, 256 * MIB) if n < 64 else (1, 64 * MIB):
             if refusal(operation, algorithm, n, nbytes, fabric):
                 continue
@@ -122,7 +122,7 @@ def test_nothing_is_faster_than_its_bound(operation: Operation, algorithm: str, 
             assert found.time_ns >= found.entered_ns
             assert found.time_ns >= max(found.bound_ns, found.least_ns), (n, nbytes)
             assert found.bound_ns >= 0 and found.instructions > 0
-    assert simulated >= 7
+    assert simulated >= 3
 
 
 def test_trees_come_near_their_bound_in_latency() -> None:

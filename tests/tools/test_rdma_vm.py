@@ -171,6 +171,7 @@ def test_a_machine_that_takes_too_long_is_ended_and_told() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.machine
 @pytest.mark.timeout(2.5 * PATIENCE_S)
 @pytest.mark.usefixtures("machine_can_be_made")
 def test_the_rdma_tests_pass_in_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from zbmd.transport.errors import UserError
 FABRIC = Fabric()
 ALL = [(operation, name) for operation, names in AT_SCALE.items() for name in names]
 ALL_REDUCE = Operation.ALL_REDUCE
-SIZES = (2, 3, 5, 8, 9, 16, 24, 33)
+SIZES = (2, 3, 5, 8, 9, 16, 27)
 MIB = 1 << 20
 
 
@@ -82,7 +82,7 @@ def test_ranks_of_one_kind_have_one_program(n: int, seed: int) -> None:
                 assert schedule.peers[first[peer] + schedule.back[first[rank] + k]] == rank
 
 
-@pytest.mark.parametrize("n", (8, 16, 20, 64, 133, 512))
+@pytest.mark.parametrize("n", (8, 20, 133, 512))
 @pytest.mark.parametrize("turns", (1, 3))
 @pytest.mark.parametrize("operation", list(ROUNDS))
 def test_the_ring_by_vectors_is_the_ring_by_events(operation: Operation, n: int, turns: int) -> None:
@@ -113,7 +113,7 @@ def test_a_small_ring_is_not_walked_by_vectors() -> None:
 @pytest.mark.parametrize("ports", (1, 8))
 def test_nothing_is_faster_than_its_bound(operation: Operation, algorithm: str, ports: int) -> None:
     fabric, simulated = Fabric(ports=ports), 0
-    for n in (2, 7, 8, 9, 24, 64) if ports > 1 else (2, 9, 200):
+    for n in (2, 7, 8, 9, 24, 64) if ports > 1 else (2, 9, 120):
         for nbytes in (1, 1024, MIB, 256 * MIB) if n < 64 else (1, 64 * MIB):
             if refusal(operation, algorithm, n, nbytes, fabric):
                 continue

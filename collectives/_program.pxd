@@ -18,6 +18,7 @@ cdef extern from "run.h" nogil:
         WAIT "ZBMD_WAIT"
         REDUCE "ZBMD_REDUCE"
         COPY "ZBMD_COPY"
+        FINISH "ZBMD_FINISH"
         OUT "ZBMD_OUT"
         SCRATCH "ZBMD_SCRATCH"
         INBOX "ZBMD_INBOX"
@@ -33,7 +34,7 @@ cdef extern from "run.h" nogil:
         char *bounce
         char *scratch
         uint64_t count, slot_bytes, item, blocks, pub_bytes
-        int per_block, dtype, narrow, streams
+        int per_block, dtype, narrow, streams, results_stay
         uint32_t divisor
         const uint64_t *layout
         const uint64_t *extents
@@ -82,6 +83,7 @@ cdef class NativeProgram:
     cdef int n, rank, blocks, chunks, scratch_slots, inbox_slots, used
     cdef readonly bint eager
     cdef bint head_only
+    cdef bint reads_results           # of peers: their `out`
     cdef uint64_t plan
     cdef NativeProgram other          # what is run instead if all arrays are in the arena and rank 0 says so
     cdef uint64_t *sent               # by rank

@@ -23,7 +23,7 @@ cdef class Stepper:
             raise ValueError(f"an encoding has {WIDTH} columns, not {encoding.shape[1]}")
         self.ranks = 0
         for i in range(encoding.shape[0]):
-            if not PUT <= encoding[i, 0] <= COPY or not 0 <= encoding[i, 2] < RANKS:
+            if not PUT <= encoding[i, 0] <= FINISH or not 0 <= encoding[i, 2] < RANKS:
                 raise ValueError(f"row {i} encodes no instruction")
             self.ranks = max(self.ranks, encoding[i, 2] + 1)
         self.code = encoding
@@ -52,7 +52,7 @@ cdef class NativeProgram:
         self.code, self.length = encoding, encoding.shape[0]
         self.n, self.rank, self.blocks, self.chunks = n, rank, blocks, chunks
         self.scratch_slots, self.inbox_slots = scratch_slots, inbox_slots
-        self.eager, self.plan, self.used, self.head_only = eager, plan, 0, eager
+        self.eager, self.plan, self.used, self.head_only, self.reads_results = eager, plan, 0, eager, False
         self.sent = <uint64_t *>calloc(2 * n, sizeof(uint64_t))
         if self.sent == NULL:
             raise MemoryError
@@ -93,7 +93,7 @@ cdef class NativeProgram:
     cdef _take(self, int64_t i):
         cdef const int32_t *row = &self.code[i, 0]
         cdef int code = row[0]
-        if not PUT <= code <= COPY or not 0 <= row[2] < self.n or not 0 <= row[1] < self.chunks:
+        if not PUT <= code <= FINISH or not 0 <= row[2] < self.n or not 0 <= row[1] < self.chunks:
             raise ValueError(f"row {i} encodes no instruction of this program")
         if code == WAIT:
             self.awaited[row[2]] = max(self.awaited[row[2]], <uint64_t>row[3])
@@ -105,6 +105,8 @@ cdef class NativeProgram:
         self._check(i, row[2] if code == PUT else self.rank, row[4], row[5], row[1])
         if row[4] != (INBOX if code == PUT else row[4]) or (code != PUT and row[4] not in (OUT, SCRATCH)):
             raise ValueError(f"row {i} writes where it may not")
+        if code == FINISH and (row[4] != OUT or row[6] != self.rank or row[7] not in (SCRATCH, INBOX)):
+            raise ValueError(f"row {i} finishes what is in no slot")
         self._check(i, row[6], row[7], row[8], row[1])
         if code == REDUCE:
             self._check(i, row[9], row[10], row[11], row[1])
@@ -131,6 +133,8 @@ cdef class NativeProgram:
                 return
         if rank != self.rank and buffer != PUB:
             self.head_only = False
+        if rank != self.rank and buffer == OUT:
+            self.reads_results = True
         if self.used == self.uses_room:
             more = <Use *>realloc(self.uses, (2 * self.uses_room + 8) * sizeof(Use))
             if more == NULL:

@@ -7,7 +7,7 @@ from libc.stdlib cimport calloc, free
 from zbmd.transport._slots cimport zbmd_slots
 
 from zbmd.collectives._program cimport (
-    BUFFERS, COPY, IN, INBOX, LAYOUT_ROWS, LENGTH, NOTIFY, OUT, PUB, PUT, RANKS, REDUCE, SCRATCH, WAIT, WIDE_BYTES, WIDTH,
+    BUFFERS, COPY, FINISH, IN, INBOX, LAYOUT_ROWS, LENGTH, NOTIFY, OUT, PUB, PUT, RANKS, REDUCE, SCRATCH, WAIT, WIDE_BYTES, WIDTH,
     ZBMD_ADDRESS_MAX, ZBMD_ADDRESS_MIN, ZBMD_BOUNCE_BYTES, ZBMD_READ, ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_WAYS,
     NativeProgram, Run, last_point, step, zbmd_apply, zbmd_is_narrow, zbmd_kernel, zbmd_move, zbmd_move_of, zbmd_perform, zbmd_place,
     zbmd_place_of, zbmd_let_siblings_read, zbmd_read_peer, zbmd_store_choice, zbmd_store_next, zbmd_store_note
@@ -103,6 +103,7 @@ cdef inline void cut(NativeProgram program, Run *run) noexcept nogil:
     """The chunks of a run, and its slots, are those of the program."""
     cdef uint64_t longest
     run.per_block = program.chunks // program.blocks
+    run.results_stay = program.reads_results
     longest = (run.count + run.per_block - 1) // run.per_block
     run.slot_bytes = (longest * (WIDE_BYTES if run.narrow else run.item) + 63) // 64 * 64
 

@@ -425,9 +425,11 @@ cdef class NativeGroup:
             self.own.store = min(self.way_always, <int>ZBMD_STORE_STREAMED)
 
     cdef bint _in_arena(self, NativeProgram program, Run *run, int buffer) noexcept nogil:
-        """Whether all of this buffer of ours lies there."""
+        """Whether all of this buffer of ours lies there; there may be none, as `out` where another rank is the root."""
         cdef uint64_t high = self.peers[self.rank].total
         cdef uint64_t need = extent(program, run, &self.own, self.rank, buffer, high)
+        if run.address[self.rank][buffer] == NULL:
+            return True
         if self.own.foreign >> buffer & 1:
             return False
         return lies_within(self.own.offsets[buffer], need, self.peers[self.rank].inbox_end, high)

@@ -10,7 +10,7 @@ from libc.stdlib cimport calloc, free, malloc
 
 import numpy as np
 
-from zbmd.collectives._stepper cimport COPY, NOTIFY, PUT, REDUCE, WAIT, WIDTH, step
+from zbmd.collectives._stepper cimport COPY, FINISH, NOTIFY, PUT, REDUCE, WAIT, WIDTH, step
 
 cdef enum:
     PEER = 2
@@ -160,7 +160,7 @@ cdef class Timeline:
         if code.shape[1] != WIDTH:
             raise ValueError(f"an encoding has {WIDTH} columns, not {code.shape[1]}")
         for i in range(code.shape[0]):
-            if not PUT <= code[i, 0] <= COPY:
+            if not PUT <= code[i, 0] <= FINISH:
                 raise ValueError(f"row {i} encodes no instruction")
             for column in (PEER, FIRST, SECOND):
                 k = code[i, column]

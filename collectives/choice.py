@@ -14,10 +14,13 @@ from functools import lru_cache
 from zbmd.collectives._stepper import PUB_BYTES_MAX
 from zbmd.collectives.algorithms import ALGORITHMS, Operation
 from zbmd.collectives.cost_model import FORMULAS, Case, Model
+from zbmd.collectives.plan import CHUNK_BYTES
 from zbmd.transport.errors import UserError
 
 VARIABLE = "ZBMD_ALGORITHM"
 """`ring`, or `all_reduce=ring,broadcast=tree`: a name alone is for every operation that has it."""
+OF_ONE_HOST = ("swap", "shared")
+"""Their chunks are short, and between hosts each is a message."""
 CHOICES_MAX = 4096
 """Choices kept; the least recently used is dropped."""
 
@@ -70,7 +73,7 @@ def choose(
         for (of, name), formula in FORMULAS.items()
         if of is operation
         and (fits or name != "eager")
-        and not (far and name == "swap")  # its chunks are short, and between hosts each is a message
+        and not (far and name in OF_ONE_HOST)
         and (hosts > 1 or not ALGORITHMS[of, name].over_hosts)
     }
     ranked = tuple(sorted(costs.items(), key=lambda item: item[1]))
@@ -90,10 +93,25 @@ def choose(
             "where that has proved quicker",
             predicted_ns=ranked,
         )
+    if operation is Operation.REDUCE and (best == "shared" or _each_has_a_core_and_a_chunk(case, far=far)):
+        # Nor does it know that one core cannot take all that memory gives, and how much less that is.
+        return Choice(
+            algorithm="shared",
+            in_arena="direct",
+            reason="all ranks reduce for the root; in the arena it reads all of it by itself where that has "
+            "proved quicker",
+            predicted_ns=ranked,
+        )
     reason = f"predicted to take {cost / 1e3:.1f} us"
     if len(ranked) > 1:
         reason += f", before {ranked[1][0]} with {ranked[1][1] / 1e3:.1f} us"
     return Choice(algorithm=best, reason=reason, predicted_ns=ranked)
+
+
+def _each_has_a_core_and_a_chunk(case: Case, *, far: bool) -> bool:
+    """Whether all ranks, of one host, can reduce for another at once."""
+    alone = case.n == 1 or case.hosts > 1 or far
+    return not alone and case.crowding == 1.0 and case.nbytes >= case.n * CHUNK_BYTES
 
 
 def wish_of_environment() -> str:

@@ -10,9 +10,9 @@ An operation with `out` *preserves*: its inputs are intact until it returns. In 
 after an error the array holds neither input nor result.
 
 All ranks end with identical bits, and a run repeats bit for bit. The order of a reduction is the algorithm's:
-"eager", "direct" and "swap" fold ranks 0..n-1 from the left, "ring" goes round from a chunk-dependent rank,
-the shard tree is a function of the number of shards. 16-bit floats are reduced in float32 and rounded once
-(`reductions`).
+"eager", "direct", "shared" and "swap" fold ranks 0..n-1 from the left, "ring" goes round from a rank that
+depends on the chunk, the shard tree is a function of the number of shards. 16-bit floats are reduced in
+float32 and rounded once (`reductions`).
 
 All operations raise `UserError` on a bad argument (which harms nothing), `MembersLost` (a `PeerLost`),
 `OperationAborted`, `DeadlineExceeded`, `Desynchronised`; `ArenaFull` if staging does not fit. `deadline_ns`
@@ -131,7 +131,7 @@ class Communicator(CoalescedOperations):
         """Combine every rank's `x`; rank `root` (a member's rank) gets the result in `out` (default: `x`).
 
         Returns the result at the root and None elsewhere, where `x` stays intact and `out` is not used.
-        `algorithm`: auto, eager or direct.
+        `algorithm`: auto, eager, direct, shared or tree.
         """
         done = self.lane.run(_REDUCE, x, out, op, algorithm, root, deadline_ns)
         if done is not None:

@@ -176,6 +176,12 @@ def _one_root_reads(case: Case) -> float:
     return waits_ns + (case.time_ns(steps=2, moved=1, reduced=case.n - 1) - waits_ns) / case.crowding
 
 
+def _shared_by_all(case: Case) -> float:
+    """Beside its share of the sum, each rank but the root puts it, and the root takes it out of its slot."""
+    others = (case.n - 1) / case.n
+    return case.time_ns(steps=4, moved=1 / case.n + 2 * others, reduced=others)
+
+
 def _blocks_directly(case: Case) -> float:
     return case.time_ns(steps=2 if case.hosts == 1 else case.n, moved=(case.n - 1) / case.n)
 
@@ -200,6 +206,7 @@ FORMULAS: Mapping[tuple[Operation, str], Formula] = MappingProxyType(
         (Operation.ALL_REDUCE, "hierarchical"): _ring_of_hosts,
         (Operation.ALL_REDUCE, "hierarchical_tree"): _tree_of_hosts,
         (Operation.REDUCE, "direct"): _one_root_reads,
+        (Operation.REDUCE, "shared"): _shared_by_all,
         (Operation.REDUCE, "tree"): _up_a_tree,
         (Operation.BROADCAST, "direct"): _read_by_all,
         (Operation.BROADCAST, "tree"): _down_a_tree,

@@ -134,6 +134,17 @@ static void zbmd_reduce_narrow(int dtype, zbmd_kernel kernel, zbmd_place dst, zb
     }
 }
 
+/* dst = src / divisor, where `src` is wide. */
+static void zbmd_finish_narrow(int dtype, zbmd_place dst, zbmd_place src, size_t count, uint32_t divisor) {
+    float room[ZBMD_WIDE_BLOCK];
+    for (size_t first = 0; first < count; first += ZBMD_WIDE_BLOCK) {
+        size_t n = count - first < ZBMD_WIDE_BLOCK ? count - first : ZBMD_WIDE_BLOCK;
+        memcpy(room, (const float *)src.at + first, n * sizeof(float));
+        zbmd_divide_f32(room, n, divisor);
+        zbmd_narrow(dtype, (uint16_t *)dst.at + first, room, n);
+    }
+}
+
 static void zbmd_copy_narrow(int dtype, zbmd_place dst, zbmd_place src, size_t count) {
     if (dst.wide == src.wide)
         memmove(dst.at, src.at, count * (dst.wide ? 4 : 2));

@@ -103,7 +103,7 @@ def chunks_for(request: Request, block_bytes: int, chunk_bytes: int = CHUNK_BYTE
     algorithm = algorithm_of(request)
     if request.operation is Operation.BARRIER or (algorithm.eager and not algorithm.blocked):
         return 1
-    sliced = request.operation not in (Operation.BROADCAST, Operation.REDUCE)
+    sliced = request.operation not in (Operation.BROADCAST, Operation.REDUCE) or request.algorithm == "shared"
     parts = request.blocks if algorithm.blocked else request.n if sliced else 1
     part_bytes = block_bytes if algorithm.blocked else -(-block_bytes // parts)
     per_part = 1

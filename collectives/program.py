@@ -1,4 +1,4 @@
-"""Collective algorithms as data: programs of put, notify, wait, reduce and copy.
+"""Collective algorithms as data: programs of put, notify, wait, reduce, copy and finish.
 
 A program is one rank's part of a collective over `n` ranks. It speaks of *chunks*, never of bytes: the
 full vector of the operation is `blocks` blocks of equally many elements, each cut into
@@ -41,7 +41,7 @@ MAX_RANKS = RANKS_MAX
 MAX_CHUNKS = 1 << 16
 MAX_INSTRUCTIONS = 1 << 20
 
-PUT_CODE, NOTIFY_CODE, WAIT_CODE, REDUCE_CODE, COPY_CODE = range(5)
+PUT_CODE, NOTIFY_CODE, WAIT_CODE, REDUCE_CODE, COPY_CODE, FINISH_CODE = range(6)
 ENCODING_WIDTH = 12
 
 _NAMES = {OUT: "out", SCRATCH: "scratch", INBOX: "inbox", PUB: "pub", IN: "in"}
@@ -116,7 +116,23 @@ class Copy:
         return f"copy #{self.chunk} {self.dst} = {self.src}"
 
 
-Instruction = Put | Notify | Wait | Reduce | Copy
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """`dst`, in `out`, becomes the end result of `src`: a local slot with the reduction of all contributions.
+
+    A reduction into `out` does so by itself: averages are divided, and 16-bit floats rounded. This is for one
+    that another rank has reduced.
+    """
+
+    chunk: int
+    dst: Operand
+    src: Operand
+
+    def __str__(self) -> str:
+        return f"finish #{self.chunk} {self.dst} = {self.src}"
+
+
+Instruction = Put | Notify | Wait | Reduce | Copy | Finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +195,7 @@ _OPERAND = re.compile(
     r"(?P<name>out|scratch|inbox|pub|in(?P<k>\d{1,18})?)\[(?P<index>\d{1,18})\]@(?P<rank>\d{1,18})"
 )
 _DATA = re.compile(
-    r"(?P<word>put|reduce|copy) #(?P<chunk>\d{1,18}) (?P<dst>\S+) = (?P<a>\S+)(?: \+ (?P<b>\S+))?"
+    r"(?P<word>put|reduce|copy|finish) #(?P<chunk>\d{1,18}) (?P<dst>\S+) = (?P<a>\S+)(?: \+ (?P<b>\S+))?"
 )
 _WAIT = re.compile(r"wait (?P<peer>\d{1,18}) x(?P<count>\d{1,18})")
 _NOTIFY = re.compile(r"notify (?P<peer>\d{1,18})")
@@ -240,6 +256,8 @@ def _parse_line(text: str, line: int) -> Instruction:
         return Put(chunk, dst, a)
     if found["word"] == "copy":
         return Copy(chunk, dst, a)
+    if found["word"] == "finish":
+        return Finish(chunk, dst, a)
     return Reduce(chunk, dst, a, _parse_operand(found["b"], line))
 
 
@@ -266,6 +284,8 @@ def _encode_one(instruction: Instruction) -> tuple[int, ...]:
             return (REDUCE_CODE, chunk, 0, 0, dst.buffer, dst.number, *a, *b)
         case Copy(chunk, dst, src):
             return (COPY_CODE, chunk, 0, 0, dst.buffer, dst.number, *src, 0, 0, 0)
+        case Finish(chunk, dst, src):
+            return (FINISH_CODE, chunk, 0, 0, dst.buffer, dst.number, *src, 0, 0, 0)
         case _:
             assert_never(instruction)
 

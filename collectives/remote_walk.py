@@ -27,6 +27,7 @@ from zbmd.collectives.program import (
     PUB,
     SCRATCH,
     Copy,
+    Finish,
     Notify,
     Operand,
     Put,
@@ -48,9 +49,9 @@ ROWS_MAX: Final = 256
 
 @dataclass(slots=True)
 class _Move:
-    """A put, reduce or copy with its operands: addresses, or what is fetched. b: 0 but in a reduce."""
+    """What moves data, with its operands: addresses, or what is fetched. b: 0 but in a reduce."""
 
-    instruction: Put | Reduce | Copy
+    instruction: Put | Reduce | Copy | Finish
     dst: int
     a: int | Fetched
     b: int | Fetched
@@ -131,7 +132,7 @@ class Walk:
         moves = {
             index: _Move(instruction, *group.place(self._plan.native, index))
             for index in range(begin, end)
-            if isinstance(instruction := instructions[index], Put | Reduce | Copy)
+            if isinstance(instruction := instructions[index], Put | Reduce | Copy | Finish)
         }
         direct = self._may_land_directly(moves.values())
         while begin < end:
@@ -174,7 +175,7 @@ class Walk:
         """Bytes of so many elements: a 16-bit float is wider in a slot."""
         return count * (self._slot_itemsize if operand.buffer in (SCRATCH, INBOX) else self._itemsize)
 
-    def _lands(self, instruction: Put | Reduce | Copy) -> bool:
+    def _lands(self, instruction: Put | Reduce | Copy | Finish) -> bool:
         """Whether it is a copy from another host whose bytes are those of its destination."""
         if not isinstance(instruction, Copy) or not self._is_remote(instruction.src):
             return False
@@ -276,7 +277,7 @@ def reach(place: int, send: Callable[[], SentT]) -> SentT:
         raise Ended(STATUS_LOST, place) from None
 
 
-def _sources(instruction: Put | Reduce | Copy) -> tuple[tuple[str, Operand], ...]:
+def _sources(instruction: Put | Reduce | Copy | Finish) -> tuple[tuple[str, Operand], ...]:
     if isinstance(instruction, Reduce):
         return ("a", instruction.a), ("b", instruction.b)
     return (("a", instruction.src),)

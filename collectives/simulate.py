@@ -27,6 +27,7 @@ from zbmd.collectives.program import (
     PUB,
     SCRATCH,
     Copy,
+    Finish,
     Instruction,
     Notify,
     Operand,
@@ -218,7 +219,7 @@ class Simulation:
 
     def _perform(self, index: int, rank: _Rank, instruction: Instruction) -> bool:
         """Do one step of an instruction; True once it is finished."""
-        if isinstance(instruction, Put | Reduce | Copy):
+        if isinstance(instruction, Put | Reduce | Copy | Finish):
             self._move(rank, instruction)
             rank.half_done = not rank.half_done
             if rank.half_done:
@@ -229,7 +230,7 @@ class Simulation:
             self._ranks[instruction.dst.rank].received[index] += np.uint64(1)
         return True
 
-    def _move(self, rank: _Rank, instruction: Put | Reduce | Copy) -> None:
+    def _move(self, rank: _Rank, instruction: Put | Reduce | Copy | Finish) -> None:
         program, layout = rank.program, self._layout
         block = instruction.chunk // (program.chunks // program.blocks)
         length = self._count if layout is None else int(layout[0, block])

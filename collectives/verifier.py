@@ -10,7 +10,8 @@ ranks; no deadlock; no data race under put / notify / wait, where the completion
 to all its buffers but `pub`, since the caller may reuse them; no slot is overwritten before it was consumed;
 notifications balance, so counters of the next operation begin where these end; every operand is in bounds and
 accessible, and what is read of another's `pub` is sent to the reader. A reduction writes `out` last of all on
-its chunk, for there averages are divided and 16-bit floats rounded.
+its chunk, for there averages are divided and 16-bit floats rounded; what another rank has reduced is finished
+there, once, and lacks nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from zbmd.collectives.program import (
     PUB,
     SCRATCH,
     Copy,
+    Finish,
     Instruction,
     Notify,
     Operand,
@@ -98,6 +100,11 @@ class _Bounds:
             case Copy(chunk, dst, src):
                 self._check_source(src, chunk)
                 self._check_target(dst, chunk)
+            case Finish(chunk, dst, src):
+                self._check_source(src, chunk)
+                self._check_target(dst, chunk)
+                if dst.buffer != OUT or src.buffer not in (SCRATCH, INBOX):
+                    raise self._fail(Flaw.NOT_ACCESSIBLE, "what is finished goes from a slot to `out`")
             case Wait(peer, count):
                 self._check_peer(peer)
                 if count < 1:
@@ -328,6 +335,8 @@ class _Run:
                     value = self._read(rank, src, chunk)
                     if self._cell(dst) is not self._cell(src):  # in place, the executor copies nothing
                         self._write(rank, dst, value)
+                case Finish(chunk, dst, src):
+                    self._write(rank, dst, self._finish(rank, dst, self._read(rank, src, chunk)))
                 case Wait(peer, count):
                     sent = self._walkers[peer].sent.get(rank, ())
                     if len(sent) < count:
@@ -368,6 +377,8 @@ class _Run:
         held, wanted = self._values.members[total], self._values.members[self._expected[dst]]
         if held != wanted:
             raise self._fail(Flaw.PARTIAL_OUTPUT, rank, f"it lacks {self._values.names(wanted & ~held)}")
+        if self._values.is_result(total):
+            raise self._fail(Flaw.DUPLICATE, rank, "it is a result already, and would be divided twice")
         return self._values.result(total)
 
     def _read(self, rank: int, place: Operand, chunk: int) -> int:

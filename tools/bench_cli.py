@@ -32,6 +32,8 @@ EXAMPLES = """examples:
   zbmd bench p2p --vs openmpi --vs openmpi-c      beside Open MPI, from Python and from C
   zbmd bench put --sizes 1M:64M --vs memcpy --plot put.png
   zbmd bench put --transport tcp --sizes 16M --vs iperf3
+  zbmd bench collectives --vs openmpi,mpich,gloo  every operation, beside the same of its peers
+  zbmd bench collectives --explain                which algorithm is taken at each size, and why
   zbmd bench detect --trials 50 --json
   zbmd bench actors --vs xoscar,ray,monarch
 
@@ -84,7 +86,15 @@ def _fill_collectives(kind: argparse.ArgumentParser) -> None:
 
     kind.description = bench_collectives.__doc__
     bench_collectives.add_arguments(kind, rounds_default=ROUNDS_DEFAULT)
-    kind.set_defaults(run_command=bench_collectives.run)
+    _add_output(kind)
+
+    def run_command(arguments: argparse.Namespace) -> int:
+        if not arguments.explain:
+            return _report(arguments, lambda: bench_collectives.results(arguments, _command()))
+        print(bench_collectives.explanation(arguments))
+        return 0
+
+    kind.set_defaults(run_command=run_command)
 
 
 def _fill_actors(kind: argparse.ArgumentParser) -> None:

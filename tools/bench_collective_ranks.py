@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from zbmd.actors.prctl import end_with_parent
 from zbmd.collectives.blocking import Blocking
 from zbmd.collectives.communicator import Communicator
-from zbmd.tools.peers.collective_cases import CPU, FOREIGN, elements, measured
+from zbmd.tools.peers.collective_cases import CPU, FOREIGN, MODEL, elements, measured
 from zbmd.tools.peers.control import serve
 from zbmd.transport.arena import Arena
 from zbmd.transport.segment import PeerSegment, Segment
@@ -81,7 +81,7 @@ class Rank:
         return found
 
 
-def _rank(segments: list[Segment], rank: int) -> Rank:
+def _communicator(segments: list[Segment], rank: int) -> Communicator:
     own = segments[rank]
     peers = {
         place: PeerSegment.attach(segment.fd, slot=place)
@@ -91,13 +91,21 @@ def _rank(segments: list[Segment], rank: int) -> Rank:
     communicator = Communicator(
         segment=own, peers=peers, members=tuple(range(len(segments))), rank=rank, epoch=1, channel=0
     )
-    communicator.try_reading()
-    return Rank(communicator, own.arena, place=rank, size=len(segments))
+    communicator.tune()
+    return communicator
 
 
 def _serve(segments: list[Segment], rank: int, control: str) -> None:
     end_with_parent(os.getppid())
-    serve(control, rank, _rank(segments, rank).measure)
+    communicator = _communicator(segments, rank)
+    ours, model = Rank(communicator, segments[rank].arena, place=rank, size=len(segments)), communicator.model
+
+    def measure(what: str, nbytes: int, iterations: int) -> list[float]:
+        if what == MODEL:
+            return [model.alpha_ns, model.beta_ns_per_byte, model.gamma_ns_per_byte, float(model.cores)]
+        return ours.measure(what, nbytes, iterations)
+
+    serve(control, rank, measure)
 
 
 def main() -> None:

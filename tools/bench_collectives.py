@@ -1,7 +1,7 @@
 """`zbmd bench collectives`: blocking collectives among ranks of this host, with peers in the same run.
 
-With `--explain` nothing is timed but the link: it prints which algorithm "auto" stands for at each size, and
-why.
+With `--explain` nothing is timed but the link, by ranks as a group is made of them: it prints which algorithm
+"auto" stands for at each size, and why. Links between hosts (`--hosts`) are not timed here, but assumed.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.choice import choose, wish_of_environment
-from zbmd.collectives.cost_model import ONE_HOST, Model
+from zbmd.collectives.cost_model import MANY_HOSTS, Model
 from zbmd.tools.bench_peers import (
     ONE_THREAD,
-    PeerMissing,
     _first_line,
     _mpich_abi_library,
     _need_command,
     _need_module,
 )
 from zbmd.tools.bench_progress import progress
-from zbmd.tools.bench_result import Contestant, Row
+from zbmd.tools.bench_result import BenchResult, Contestant, Row, now_utc, this_machine
 from zbmd.tools.bench_run import rows_of
 from zbmd.tools.bench_stats import OURS, iterations_for, parse_sizes, size_in_words, turns
 from zbmd.tools.bench_workers import CONTROL, Workers
-from zbmd.tools.peers.collective_cases import CASES, CASES_FOREIGN, bus_factor
+from zbmd.tools.peers.collective_cases import CASES, CASES_FOREIGN, MODEL, bus_factor
 from zbmd.transport.errors import UserError
 
 PEERS: Final = ("openmpi", "mpich", "gloo")
@@ -46,7 +47,8 @@ EXPLAINED: Final = tuple(
 
 def explain(sizes: Sequence[int], ranks: int, hosts: int, model: Model) -> list[str]:
     """A line for each operation and size: the algorithm, why, and what the others were predicted to take."""
-    lines = [f"# {ranks} ranks on {hosts} hosts: {model}"]
+    how = "as the ranks have measured it" if hosts == 1 else "assumed"
+    lines = [f"# {ranks} ranks on {hosts} hosts, {how}: {model}"]
     wish = wish_of_environment()
     for operation in EXPLAINED:
         for nbytes in sizes:
@@ -54,7 +56,8 @@ def explain(sizes: Sequence[int], ranks: int, hosts: int, model: Model) -> list[
                 operation, n=ranks, nbytes=nbytes, published_bytes=nbytes, hosts=hosts, model=model, wish=wish
             )
             costs = ", ".join(f"{name} {cost / 1e3:.1f} us" for name, cost in choice.predicted_ns)
-            chosen = f"{choice.algorithm:18} {choice.reason}"
+            name = f"{choice.algorithm} or {choice.in_arena}" if choice.in_arena else choice.algorithm
+            chosen = f"{name:18} {choice.reason}"
             what = f"{operation.name.lower():14} {size_in_words(nbytes):>5}  {chosen}"
             lines.append(f"{what} [{costs}]" if costs else what)
     return lines
@@ -66,9 +69,7 @@ def measure(
     """Everyone in turn. Raises `PeerMissing` before anything has run, `ContenderFailed`."""
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
         contestants = [_contestant(name, ranks, Path(scratch), stack) for name in peers]
-        ours = [sys.executable, "-m", _RANKS, "--control", CONTROL, "--ranks", str(ranks)]
-        ours += ["--bytes-max", str(max(sizes))]
-        everyone = {OURS: stack.enter_context(Workers(OURS, [ours], ranks=ranks, environment=ONE_THREAD))}
+        everyone = {OURS: stack.enter_context(_our_ranks(ranks, max(sizes)))}
         everyone.update((told.name, workers) for told, workers in contestants)
         rows: list[Row] = []
         with progress(len(sizes) * len(cases) * rounds * (2 + len(peers))) as tell:
@@ -84,24 +85,24 @@ def measure(
     return rows, [told for told, _ in contestants]
 
 
-def table(rows: Sequence[Row], ranks: int) -> list[str]:
-    """The rows as text: times, bandwidths, and our time over theirs."""
-    lines: list[str] = []
-    case = ""
-    for row in rows:
-        if row.case != case:
-            case = row.case
-            lines += ["", f"{(CASES | CASES_FOREIGN)[case]}, {ranks} ranks"]
-            lines.append(f"{'size':>6} {'':8} {'p50 us':>11} {'p99 us':>11} {'busbw GB/s':>10}  ratio")
-        bus = (row.algbw_gbytes_per_s or 0.0) * bus_factor(case, ranks)
-        ratio = ""
-        if row.time_ratio is not None:
-            found = row.time_ratio
-            ratio = f"{found.value:.2f} ({found.low:.2f} … {found.high:.2f})"
-            ratio += " noise" if row.who == OURS else ""
-        who = f"{size_in_words(row.size_bytes):>6} {row.who:8}"
-        lines.append(f"{who} {row.time_us_p50:11.2f} {row.time_us_p99:11.2f} {bus:10.2f}  {ratio}".rstrip())
-    return lines
+def measured_model(ranks: int) -> Model:
+    """What a group of so many ranks of this host measures and agrees on. Raises `ContenderFailed`."""
+    with _our_ranks(ranks, 0) as workers:
+        alpha_ns, beta, gamma, cores = workers.ask(MODEL, 0, 1)[0]
+    return Model(alpha_ns=alpha_ns, beta_ns_per_byte=beta, gamma_ns_per_byte=gamma, cores=int(cores))
+
+
+def _our_ranks(ranks: int, bytes_max: int) -> Workers:
+    command = [sys.executable, "-m", _RANKS, "--control", CONTROL, "--ranks", str(ranks)]
+    command += ["--bytes-max", str(bytes_max)]
+    return Workers(OURS, [command], ranks=ranks, environment=ONE_THREAD)
+
+
+def titled(row: Row, ranks: int) -> Row:
+    """With the case in words, as every table has it, and its bus bandwidth."""
+    found = None if row.algbw_gbytes_per_s is None else row.algbw_gbytes_per_s * bus_factor(row.case, ranks)
+    words = f"{(CASES | CASES_FOREIGN)[row.case]}, {ranks} ranks"
+    return msgspec.structs.replace(row, case=words, busbw_gbytes_per_s=found)
 
 
 def _contestant(
@@ -159,23 +160,35 @@ def add_arguments(kind: argparse.ArgumentParser, *, rounds_default: int) -> None
     kind.add_argument("--hosts", type=int, default=1, metavar="H", help="of --explain (%(default)s)")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run it. Raises `UserError`."""
-    ranks, sizes = arguments.ranks, parse_sizes(arguments.sizes)
-    if not 1 <= ranks <= RANKS_MAX or not 1 <= arguments.rounds <= 100:
+def check(arguments: argparse.Namespace) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """(sizes, peers). Raises `UserError` for options that cannot be."""
+    if not 1 <= arguments.ranks <= RANKS_MAX or not 1 <= arguments.rounds <= 100:
         raise UserError(f"give 1 to {RANKS_MAX} ranks and 1 to 100 rounds")
-    if arguments.explain:
-        model = ONE_HOST if arguments.hosts == 1 else Model(alpha_ns=20_000.0, beta_ns_per_byte=0.8)
-        print("\n".join(explain(sizes, ranks, arguments.hosts, model)))
-        return 0
     peers = tuple(dict.fromkeys(filter(None, arguments.vs.split(","))))
     if unknown := set(peers) - set(PEERS):
         raise UserError(f"--vs {','.join(sorted(unknown))}: choose from {', '.join(PEERS)}")
-    try:
-        rows, contestants = measure(sizes, arguments.cases or list(CASES), ranks, peers, arguments.rounds)
-    except PeerMissing as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    lines = [f"# {told.name}: {told.version}: {told.command}" for told in contestants]
-    print("\n".join([*lines, *table(rows, ranks)]))
-    return 0
+    return parse_sizes(arguments.sizes), peers
+
+
+def explanation(arguments: argparse.Namespace) -> str:
+    """What `--explain` prints. Raises `UserError`, `ContenderFailed`."""
+    sizes, _ = check(arguments)
+    model = MANY_HOSTS if arguments.hosts > 1 else measured_model(arguments.ranks)
+    return "\n".join(explain(sizes, arguments.ranks, arguments.hosts, model))
+
+
+def results(arguments: argparse.Namespace, command: str) -> BenchResult:
+    """Everyone timed. Raises `UserError`, `PeerMissing`, `ContenderFailed`."""
+    sizes, peers = check(arguments)
+    began, machine = now_utc(), this_machine()
+    rows, told = measure(sizes, arguments.cases or list(CASES), arguments.ranks, peers, arguments.rounds)
+    return BenchResult(
+        benchmark="collectives",
+        command=command,
+        date=began,
+        machine=machine,
+        transport="shm",
+        rounds=arguments.rounds,
+        rows=[titled(row, arguments.ranks) for row in rows],
+        peers=told,
+    )

@@ -1,7 +1,8 @@
 """What a benchmark found: the schema of `--json`, and the table that a person reads.
 
-Columns are those of nccl-tests: size, time (p50 and p99), algbw, busbw. Two ranks exchange nothing twice, so
-busbw is algbw, as in its sendrecv test.
+Columns are those of nccl-tests: size, time (p50 and p99), algbw, busbw. Two ranks that send to each other
+exchange nothing twice, so their busbw is algbw, as in its sendrecv test; of collectives it is as in its
+PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON object that `--json` prints."""
 
     benchmark: str
-    """`p2p`, `put` or `detect`."""
+    """`p2p`, `put`, `collectives` or `detect`."""
     command: str
     date: str
     machine: Machine

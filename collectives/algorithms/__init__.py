@@ -19,6 +19,7 @@ from zbmd.collectives.algorithms import (
     ring,
     rooted,
     shard_tree,
+    shared_reduce,
     swap,
     tree,
 )
@@ -401,6 +402,9 @@ ALGORITHMS: Mapping[tuple[Operation, str], Algorithm] = MappingProxyType(
         ),
         (Operation.REDUCE, "direct"): Algorithm(
             build=_rooted(rooted.direct_reduce), spec=_reduce_to_root, exposes=_exposes(IN)
+        ),
+        (Operation.REDUCE, "shared"): Algorithm(
+            build=_rooted(shared_reduce.shared_reduce), spec=_reduce_to_root, exposes=_exposes(IN)
         ),
         (Operation.GATHER, "eager"): Algorithm(
             build=_rooted(rooted.eager_gather),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from zbmd.collectives.program import Copy, Instruction, Notify, Put, Reduce, Wait
+from zbmd.collectives.program import Copy, Finish, Instruction, Notify, Put, Reduce, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Await:
     tag: Hashable
 
 
-Draft = list[Signal | Await | Reduce | Copy]
+Draft = list[Signal | Await | Reduce | Copy | Finish]
 
 
 _shared: ContextVar[dict[int, tuple[Draft, dict[int, list[Hashable]]]] | None] = ContextVar(

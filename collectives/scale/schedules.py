@@ -19,6 +19,7 @@ from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.program import (
     COPY_CODE,
     ENCODING_WIDTH,
+    FINISH_CODE,
     NOTIFY_CODE,
     PUB,
     PUT_CODE,
@@ -92,7 +93,7 @@ def code_of(request: Request, rank: int, role: Roles) -> Code:
     code[:, 0], code[:, COUNT] = kind, encoding[:, COUNT]
     for column, kinds in (
         (PEER, (PUT_CODE, NOTIFY_CODE, WAIT_CODE)),
-        (FIRST, (PUT_CODE, REDUCE_CODE, COPY_CODE)),
+        (FIRST, (PUT_CODE, REDUCE_CODE, COPY_CODE, FINISH_CODE)),
         (SECOND, (REDUCE_CODE,)),
     ):
         code[:, column] = np.where(np.isin(kind, kinds), numbers[encoding[:, column]], OWN)

@@ -66,6 +66,12 @@ def shard_tree(p: Any, c: Communicator) -> Array:
     return c.all_reduce_shards(partials, out, shards=SHARDS, assignment=assignment, deadline_ns=p.soon())
 
 
+def shared_reduce(p: Any, c: Communicator) -> Array:
+    x = p.segment.arena.from_array(inputs(c.size)[c.place])
+    total = c.reduce(x, c.members[-1], algorithm="shared", deadline_ns=p.soon())
+    return np.zeros(0, np.float32) if total is None else total
+
+
 def tree_broadcast(p: Any, c: Communicator) -> Array:
     x = p.segment.arena.from_array(inputs(c.size)[c.place])
     return c.broadcast(x, c.members[-1], algorithm="tree", deadline_ns=p.soon())
@@ -89,6 +95,7 @@ OPERATIONS: dict[str, Callable[[Any, Communicator], Array]] = {
     "eager": eager,
     "shard_tree": shard_tree,
     "tree_broadcast": tree_broadcast,
+    "shared_reduce": shared_reduce,
     "ring_all_gather": ring_all_gather,
     "barrier": barrier,
 }

@@ -16,6 +16,7 @@ from zbmd.collectives.program import (
     MAX_RANKS,
     OUT,
     Copy,
+    Finish,
     Notify,
     Operand,
     Program,
@@ -37,6 +38,7 @@ instructions = st.one_of(
     st.builds(Wait, ranks, numbers),
     st.builds(Reduce, numbers, operands, operands, operands),
     st.builds(Copy, numbers, operands, operands),
+    st.builds(Finish, numbers, operands, operands),
 )
 programs = st.builds(
     Program,

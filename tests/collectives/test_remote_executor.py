@@ -114,7 +114,7 @@ def uneven(p: Any, c: Any, _: int) -> list[Array]:
             for algorithm in ("auto", "direct"):
                 found.append(c.gather(x, root, algorithm=algorithm))
                 found.append(c.scatter(x if p.rank == root else None, root, np.zeros(count, np.float16)))
-            for algorithm in ("auto", "direct", "tree"):
+            for algorithm in ("auto", "direct", "shared", "tree"):
                 found.append(c.reduce(x, root, np.zeros_like(x), algorithm=algorithm))
             rows = [[(s + 2 * d) % 3 * count for d in range(n)] for s in range(n)]
             sent = make(values(p.rank, sum(rows[c.place]), np.dtype(np.float64)))

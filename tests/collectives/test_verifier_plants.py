@@ -15,6 +15,7 @@ from zbmd.collectives.program import (
     OUT,
     SCRATCH,
     Copy,
+    Finish,
     Instruction,
     Notify,
     Operand,
@@ -49,6 +50,7 @@ BRUCK = Request(operation=Operation.ALL_TO_ALL, algorithm="bruck", n=5, chunks=2
 HOSTS = Request(
     operation=Operation.ALL_REDUCE, algorithm="hierarchical", n=5, chunks=8, hosts=(0, 0, 1, 1, 1)
 )
+SHARED = Request(operation=Operation.REDUCE, algorithm="shared", n=3, chunks=30)
 SWAP = Request(operation=Operation.ALL_REDUCE, algorithm="swap", n=2, chunks=20)
 BARRIER = Request(operation=Operation.BARRIER, algorithm="dissemination", n=5)
 SHARDS = Request(
@@ -221,6 +223,45 @@ def results_slot_freed_before_it_was_taken(p: Programs) -> Programs:
     at = find(p[1], Copy)
     assert isinstance(p[1].instructions[at + 1], Notify)
     return put_at(p, 1, at, p[1].instructions[at + 1], p[1].instructions[at], drop=2)
+
+
+def share_copied_and_not_finished(p: Programs) -> Programs:
+    at = find(p[0], Finish)
+    finish = p[0].instructions[at]
+    assert isinstance(finish, Finish)
+    return put_at(p, 0, at, Copy(finish.chunk, finish.dst, finish.src))
+
+
+def share_finished_before_all_is_in_it(p: Programs) -> Programs:
+    at = find(p[1], Put)
+    put, total = p[1].instructions[at], p[1].instructions[at - 1]
+    assert isinstance(put, Put) and isinstance(total, Reduce)
+    return put_at(p, 1, at - 1, replace(put, src=total.a), drop=2)
+
+
+def input_finished(p: Programs) -> Programs:
+    at = find(p[0], Finish)
+    finish = p[0].instructions[at]
+    assert isinstance(finish, Finish)
+    return put_at(p, 0, at, replace(finish, src=Operand(0, IN, finish.chunk)))
+
+
+def result_finished_again(p: Programs) -> Programs:
+    at = find(p[1], Copy)
+    copy = p[1].instructions[at]
+    assert isinstance(copy, Copy) and copy.src.buffer == INBOX
+    return put_at(p, 1, at, Finish(copy.chunk, copy.dst, copy.src))
+
+
+def shares_slot_freed_before_it_was_taken(p: Programs) -> Programs:
+    at = next(i for i, found in enumerate(p[0].instructions) if isinstance(found, Finish))
+    assert isinstance(p[0].instructions[at + 1], Notify)
+    return put_at(p, 0, at, p[0].instructions[at + 1], p[0].instructions[at], drop=2)
+
+
+def leaves_while_others_read_its_input(p: Programs) -> Programs:
+    waits = [i for i, found in enumerate(p[1].instructions) if isinstance(found, Wait) and found.peer == 2]
+    return put_at(p, 1, waits[-1])
 
 
 def sum_sent_up_the_other_tree(p: Programs) -> Programs:
@@ -444,6 +485,12 @@ PLANTS: list[tuple[Callable[[Programs], Programs], Request, set[Flaw]]] = [
     (second_child_left_out, UP_AND_DOWN, {Flaw.PARTIAL_OUTPUT}),
     (childs_slot_freed_before_it_was_added, UP_AND_DOWN, {Flaw.RACE, Flaw.OVERWRITTEN}),
     (results_slot_freed_before_it_was_taken, UP_AND_DOWN, {Flaw.RACE, Flaw.UNINITIALISED}),
+    (result_finished_again, UP_AND_DOWN, {Flaw.DUPLICATE}),
+    (share_copied_and_not_finished, SHARED, {Flaw.UNFINISHED}),
+    (share_finished_before_all_is_in_it, SHARED, {Flaw.PARTIAL_OUTPUT}),
+    (input_finished, SHARED, {Flaw.NOT_ACCESSIBLE}),
+    (shares_slot_freed_before_it_was_taken, SHARED, {Flaw.RACE, Flaw.OVERWRITTEN}),
+    (leaves_while_others_read_its_input, SHARED, {Flaw.RACE, Flaw.UNBALANCED}),
     (
         sum_sent_up_the_other_tree,
         TWO_TREES,

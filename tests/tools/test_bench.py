@@ -273,3 +273,34 @@ def _command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
         return b""
+
+
+def test_collectives_are_timed_and_have_their_bus_bandwidth() -> None:
+    chosen = ["--cases", "all-reduce", "--cases", "reduce", "--cases", "gather-foreign"]
+    result = bench("collectives", "--ranks", "3", "--sizes", "4,64K", *chosen, "--rounds", "1")
+    words = ("all-reduce in place", "reduce to rank 0", "gather to rank 0, of ordinary arrays")
+    expected = [(f"{case}, 3 ranks", OURS, size) for case in words for size in (4, 64 << 10)]
+    assert told(result.rows) == expected
+    for row, factor in zip(result.rows, (4 / 3, 4 / 3, 1, 1, 2 / 3, 2 / 3), strict=True):
+        assert row.algbw_gbytes_per_s and row.busbw_gbytes_per_s
+        assert abs(row.busbw_gbytes_per_s / row.algbw_gbytes_per_s - factor) < 1e-6
+
+
+def test_what_is_chosen_is_explained_by_what_the_ranks_have_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["bench", "collectives", "--explain", "--sizes", "4,16M"]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert "as the ranks have measured it" in heading and f"{len(os.sched_getaffinity(0))} cores" in heading
+    assert "1.00 us, β 0.100" not in heading, "those are the numbers of a group that has measured nothing"
+    found = {tuple(line.split()[:2]): line for line in lines}
+    assert "travel with the descriptor" in found["all_reduce", "4"]
+    assert "swap" in found["all_reduce", "16M"] and "tree" in found["reduce", "16M"]
+    assert cli.main(["bench", "collectives", "--explain", "--sizes", "4", "--hosts", "2"]) == 0
+    assert "assumed" in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("bad", [["--vs", "magic"], ["--ranks", "0"], ["--sizes", "x"], ["--rounds", "101"]])
+def test_bad_options_of_collectives_are_told(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "collectives", *bad]) == 2
+    assert "error" in capsys.readouterr().err

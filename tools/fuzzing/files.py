@@ -18,6 +18,7 @@ from zbmd.actors.runtime_env import RankEnvironment, host_memory_bytes, parse_ar
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.program import (
     Copy,
+    Finish,
     Notify,
     Operand,
     Program,
@@ -395,7 +396,14 @@ def _program_seeds() -> tuple[bytes, ...]:
         chunks=2,
         scratch_slots=1,
         inbox_slots=1,
-        instructions=(Put(1, b, a), Notify(1), Wait(1, 2), Reduce(0, a, a, b), Copy(1, a, b)),
+        instructions=(
+            Put(1, b, a),
+            Notify(1),
+            Wait(1, 2),
+            Reduce(0, a, a, b),
+            Copy(1, a, b),
+            Finish(1, a, b),
+        ),
     )
     return (format_program(program).encode(),)
 

@@ -34,6 +34,8 @@ CASES_FOREIGN: Final = {
 """More cases, which run when they are asked for."""
 
 
+MODEL: Final = "model"
+"""No case: what the group has measured of its link as it was made."""
 CPU: Final = "cpu-"
 """Before a case: not its time but the CPU that it takes a rank."""
 

@@ -71,6 +71,11 @@ class ShardReduction:
         self._futures.append(group.submit(reduce))
 
     @property
+    def is_alone(self) -> bool:
+        """Whether nothing is sent on its way."""
+        return self._group is None
+
+    @property
     def done(self) -> bool:
         """Whether all that was submitted has ended."""
         return all(future.done() for future in self._futures)

@@ -199,14 +199,14 @@ class TrainingWorkload:
     def _run_leaf(
         self, index: int, step: int, ids: np.ndarray, reduction: ShardReduction, cancellation: Cancellation
     ) -> float:
-        """Compute one shard; behind the last one, hand over each bucket as it becomes final."""
+        """Compute one shard; behind the last one, hand over each bucket as it becomes final.
+
+        Who is alone hands over nothing. Additions amid the backward pass would cost it its caches then.
+        """
         cancellation.check()
         leaf, last = reduction.plan.leaves[index], index == len(reduction.plan.leaves) - 1
-        buffers = reduction.buffers
+        hands_over, buffers = last and not reduction.is_alone, reduction.buffers
         self._buckets.begin()
-
-        def check(_: int) -> None:
-            cancellation.check()
 
         def send(parameter: int) -> None:
             cancellation.check()
@@ -216,10 +216,11 @@ class TrainingWorkload:
                 AccumulationPlan.perform(leaf.additions, buffers, span)
                 reduction.submit(span)
 
-        weights, on_grad_ready = self.actors.tensors.call(TensorActor.weights), send if last else check
+        weights = self.actors.tensors.call(TensorActor.weights)
+        on_grad_ready = send if hands_over else cancellation.check_between
         grads = buffers[leaf.buffer]
         loss = self.recipe.shard_gradient(weights, grads, ids, step=step, on_grad_ready=on_grad_ready)
-        if not last:
+        if not hands_over:
             everything = slice(0, self.recipe.model.layout.size)
             AccumulationPlan.perform(leaf.additions, buffers, everything)
         return loss

@@ -210,7 +210,9 @@ class Seat(Generic[SeatedT]):
         end_s = time.monotonic() + timeout
         behind: SeatedActor | None = None
         for _ in range(self._attempts_max):
-            life = await self._seated(behind, end_s)
+            life = self.life
+            if life is None or life is behind:
+                life = await self._seated(behind, end_s)
             left_s = max(1e-3, end_s - time.monotonic())
             try:
                 return await life.ref.ask(message, reply=reply, timeout=left_s)

@@ -8,7 +8,7 @@ them; each begins on a multiple of `ALIGNMENT` elements and the padding between 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zbmd.training.xp import Array
 
@@ -23,16 +23,16 @@ class ParameterSlot:
     shape: tuple[int, ...]
     offset: int
     decayed: bool
+    size: int = field(init=False, compare=False)
+    """Elements, without padding."""
+    span: slice = field(init=False, compare=False)
+    """The elements of the flat array that are this parameter."""
 
-    @property
-    def size(self) -> int:
-        """Elements, without padding."""
-        return math.prod(self.shape)
-
-    @property
-    def span(self) -> slice:
-        """The elements of the flat array that are this parameter."""
-        return slice(self.offset, self.offset + self.size)
+    def __post_init__(self) -> None:
+        # Once, not for each view: two times fifty of them are made for every shard.
+        size = math.prod(self.shape)
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "span", slice(self.offset, self.offset + size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,11 @@ def test_what_is_judged_a_fault() -> None:
     assert judge(dies, Outcome(died=True, ends={1: "MembersLost [1]"}, again={1: "right"}))
     assert judge(dies, Outcome(died=True, ends={1: "MembersLost [0]"}, again={1: "MembersLost [0]"}))
     assert not judge(dies, Outcome(died=True, ends={1: "MembersLost [0]"}, again={1: "right"}))
+    slower = Outcome(died=True, ends={1: "before: MembersLost [0]"}, again={1: "right"})
+    assert judge(dies, slower)
+    later = Kill(calm.family, 0, 1, AGAIN)
+    assert not judge(later, slower)
+    assert judge(later, Outcome(died=True, ends={1: "before: WRONG"}, again={1: "right"}))
 
 
 def test_who_ends_by_itself_breaks_the_pool() -> None:

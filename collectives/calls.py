@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,14 @@ class Calls(Runs):
             return made.given, Target(made.operand(), "out")
         result = np.empty(shape, dtype)
         return result, Target(result, "out")
+
+    @staticmethod
+    def _new(x: Any, like: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
+        """A new array for the result of a plain `x`; None for any other.
+
+        It is made before the lane is asked, which takes calls whose arrays are all there.
+        """
+        return np.empty(like(x.shape), x.dtype) if type(x) is np.ndarray else None
 
     def _is_readable(self, x: Placed) -> bool:
         """Whether peers can read it where it lies."""

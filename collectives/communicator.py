@@ -189,6 +189,8 @@ class Communicator(CoalescedOperations):
         `x` may be the rank's own part of `out`. Any dtype without objects. `algorithm`: auto, eager,
         direct or ring.
         """
+        if out is None:
+            out = self._new(x, lambda shape: (self.size, *shape))
         done = self.lane.run(_ALL_GATHER, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
         if done is not None:
             return out if done else self.lane_failed()
@@ -214,6 +216,8 @@ class Communicator(CoalescedOperations):
         Returns `out` at the root and None elsewhere, where `out` is not used. At the root `x` may be its part
         of `out`. Any dtype without objects. `algorithm`: auto, eager or direct.
         """
+        if out is None and root == self.rank:
+            out = self._new(x, lambda shape: (self.size, *shape))
         done = self.lane.run(_GATHER, x, out, "sum", algorithm, root, deadline_ns)
         if done is not None:
             return self._at_root(root, out) if done else self.lane_failed()
@@ -242,6 +246,8 @@ class Communicator(CoalescedOperations):
         others pass None for `x`, and an `out`, shape (…). Any dtype without objects. `algorithm`: auto, eager
         or direct. Returns `out`.
         """
+        if out is None and root == self.rank:
+            out = self._new(x, lambda shape: shape[1:])
         done = self.lane.run(_SCATTER, x, out, "sum", algorithm, root, deadline_ns)
         if done is not None:
             return out if done else self.lane_failed()
@@ -272,6 +278,8 @@ class Communicator(CoalescedOperations):
         `out` may be the rank's own block of `x`. `op` as in `all_reduce`. `algorithm`: auto, eager, direct or
         ring.
         """
+        if out is None:
+            out = self._new(x, lambda shape: shape[1:])
         done = self.lane.run(_REDUCE_SCATTER, x, out, op, algorithm, NO_ROOT, deadline_ns)
         if done is not None:
             return out if done else self.lane_failed()

@@ -35,6 +35,8 @@ class UnevenOperations(Calls):
 
         Any dtype without objects. `algorithm`: auto, eager or direct. Returns `out`, of the shape of `x`.
         """
+        if out is None:
+            out = self._new(x, lambda shape: shape)
         done = self.lane.run(_ALL_TO_ALL, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
         if done is not None:
             return out if done else self.lane_failed()

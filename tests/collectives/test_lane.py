@@ -66,6 +66,41 @@ def test_every_operation_is_numpys_on_the_lane(
     assert all(taken >= least for taken in run_ranks(n, body, hosts=hosts))
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_calls_that_leave_their_result_to_the_group_take_the_lane(run_ranks: RunRanks, n: int) -> None:
+    """As layers that are cut over ranks call them; each result is an array of its own."""
+
+    def body(p: Any) -> int:
+        c: Communicator = p.communicator()
+        small = p.segment.arena.from_array(np.zeros((5, 60), np.float32))
+        large = p.segment.arena.from_array(np.zeros((n, 5, 60), np.float32))
+        results: list[Any] = []
+        for turn in range(4):
+            small[:], large[:] = turn + p.rank, 10 * turn + p.rank
+            end, every = p.soon(), [turn + rank for rank in range(n)]
+            gathered, scattered = (
+                c.all_gather(small, deadline_ns=end),
+                c.reduce_scatter(large, deadline_ns=end),
+            )
+            exchanged, at_root = c.all_to_all(large, deadline_ns=end), c.gather(small, 1, deadline_ns=end)
+            out = None if p.rank == 1 else np.empty((5, 60), np.float32)
+            own = c.scatter(large if p.rank == 1 else None, 1, out, deadline_ns=end)
+            assert gathered.shape == (n, 5, 60) and (gathered[:, 0, 0] == every).all()
+            assert scattered.shape == (5, 60) and (scattered == 10 * n * turn + n * (n - 1) / 2).all()
+            assert (
+                exchanged.shape == large.shape
+                and (exchanged[:, 0, 0] == large[0, 0, 0] - p.rank + range(n)).all()
+            )
+            assert (at_root is None) == (p.rank != 1) and (at_root is None or (at_root == gathered).all())
+            assert own.shape == (5, 60) and (own == 10 * turn + 1).all()
+            results += [gathered, scattered, exchanged]
+        assert len({x.ctypes.data for x in results}) == len(results), "none is written again"
+        assert c.all_gather(np.zeros((), np.int32), deadline_ns=p.soon()).shape == (n,)
+        return c.lane.taken
+
+    assert all(taken >= 3 * 5 for taken in run_ranks(n, body))
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("root", [0, "last"])
 def test_a_call_in_place_teaches_nothing_about_the_call_on_two_arrays(

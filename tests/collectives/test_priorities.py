@@ -66,7 +66,8 @@ async def main():
         waiting = [group.all_reduce(np.ones(2), priority=k) for k in range(3)]
         ends = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(end, zbmd.ZbmdError) for end in ends), ends
-        assert any(isinstance(end, zbmd.PeerLost) and end.ranks == (2,) for end in ends), ends
+        # The other one, which was told sooner, may have left already, and is missing then, too.
+        assert any(isinstance(end, zbmd.PeerLost) and 2 in end.ranks for end in ends), ends
         await group.close()
         node.report({"done": node.rank})
 

@@ -11,6 +11,7 @@ yet, goes first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, wait
@@ -55,6 +56,11 @@ class OnLoop:
 
     def __init__(self) -> None:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Have the loop make a call, unless it is closed. From any thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)
 
     def wait_for(self, begin: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
         """Have the loop run a coroutine; its result, or what it raises.

@@ -435,6 +435,17 @@ class Group:
         """End the operations in flight; they raise `OperationAborted`. Callable from any thread."""
         self.communicator.abort()
 
+    def give_up(self) -> None:
+        """Take part in nothing more, and let all members know: who waits for this rank's part of an operation,
+        or for a message of it, ends as aborted. From any thread, while no operation runs here.
+
+        `close` is still to be called. It may be late: to enter the next view, a member has to be out of what
+        it waits for here.
+        """
+        self.communicator.give_up()
+        if self.tagged is not None:
+            self.tagged.give_up()
+
     async def close(self) -> None:
         """Abort what is in flight, return once it has drained, and give back the group's memory; idempotent.
 

@@ -289,12 +289,19 @@ class TaggedEnd(ABC):
         else:
             self._put(ReceiveWithdrawn(key=key))
 
-    async def close(self) -> None:
-        """End what waits with `OperationAborted`, here and on the members. Idempotent."""
+    def give_up(self) -> None:
+        """End what waits, as `close` does, soon. From any thread; `close` is still to be called."""
+        self.on_loop.soon(self._part)
+
+    def _part(self) -> None:
         if self._ended is None:
             for member in self._others():
                 self._outbox.put_nowait((member, TaggedClosed(epoch=self._stamp, channel=self._channel)))
             self._end(OperationAborted("the group is closed: use the next view's"))
+
+    async def close(self) -> None:
+        """End what waits with `OperationAborted`, here and on the members. Idempotent."""
+        self._part()
         self._forget()
         self._outbox.put_nowait((self._node.rank, TaggedClosed(epoch=0, channel=0)))  # the last
         await asyncio.wait([self._sender], timeout=CLOSE_S_MAX)

@@ -71,7 +71,7 @@ class MeshGroups:
         for group in groups:
             group.abort()
         for group in groups:
-            group.communicator.give_up()
+            group.give_up()
 
     async def close(self) -> None:
         """Close them, not the world's."""

@@ -20,7 +20,7 @@ CASES = (
     ("dp=2,tp=2", "auto", "rank3:mesh.backward:5"),
     ("dp=2,tp=2", "auto", "rank1:mesh.begin:3,rank1#2:collective.point:12"),  # as groups are made
     ("dp=2,pp=2", "auto", "rank1:mesh.begin:3,rank1#2:mirror.restore_middle"),
-    # Of two stages of two, rank 3 waits for a held-out message of rank 1, which has given up, as it lost rank 0.
+    # Rank 3 waits for a held-out message of rank 1, its stage before, which has given up, as it lost rank 0.
     ("pp=2,tp=2", "auto", "rank0:mirror.commit:2"),
     ("dp=2", "auto", "rank1:pipeline.compute:7"),
 )

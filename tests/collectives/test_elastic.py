@@ -201,8 +201,8 @@ async def test_operations_whose_results_differ_by_rank(tmp_path: Path, inputs: s
         if k in deaths:
             ways["all" if len(of) == 3 else "survivors"].add(name)
     assert len(deaths) > OPERATIONS and aborted, deaths
-    # A dead rank's input was still counted, in each of five operations if it is adopted, or was not. Whether all
-    # had read it before the death is then for the processors to say; in one of the five they often had.
+    # A dead rank's input was still counted, in each of five operations if it is adopted, or was not. Whether
+    # all had read it before the death is then for the processors to say; in one of the five they often had.
     found = (ways["all"] if inputs == "adopt" else ways["survivors"]) - {"scatter"}
     assert len(found) == 5 if inputs == "adopt" else len(found) >= 3, ways
 

@@ -20,16 +20,38 @@ LINES_MAX = 60
 PRELOAD = ("zbmd.collectives.elastic",)
 
 Kill = tuple[int, int, int] | None
-"""In an operation: the rank that dies, in which run of it, at which point."""
+"""In an operation: the rank that dies, in which run of it, at which point.
+
+It waits until all are done with the operation before, so that they lose it in this one, unless there is
+another view meanwhile: what a death at an operation's end began may be repaired in the next, so have a calm
+one follow.
+"""
+AT_END = -1
+"""The point at the end of a barrier, which commits an operation: all members have the result by then."""
 
 SCRIPT = """
+import asyncio
 import json
+import mmap
 import numpy as np
 import zbmd
 
 KILLS = json.loads({kills!r})
 MODE = json.loads({mode!r})
+AT_END = {at_end}
 {operation}
+
+with open({board!r}, "r+b") as file:
+    # By rank: the operation that it has come to.
+    REACHED = np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64)
+
+async def arm(node, group, k, run, point):
+    while (REACHED < k).any() and node.latest.epoch == group.epoch:
+        await asyncio.sleep(0)
+    communicator, n = group.group.communicator, group.size
+    if point == AT_END:
+        point = n + 2 * (n - 1).bit_length()  # the descriptors are read, then so many rounds
+    communicator.kill_at(communicator.sequence + run, point)
 
 async def main():
     global LIFE
@@ -40,9 +62,9 @@ async def main():
         while group.sequence <= len(KILLS):
             k = group.sequence
             kill = KILLS[k - 1]
+            REACHED[node.rank] = k
             if kill and kill[0] == node.rank and not new:
-                communicator = group.group.communicator
-                communicator.kill_at(communicator.sequence + kill[1], kill[2])
+                await arm(node, group, k, *kill[1:])
             told = {{"k": k, "rank": node.rank, "incarnation": node.incarnation}}
             try:
                 done, found = await operate(group, node.rank, k)
@@ -84,8 +106,17 @@ class ElasticJob:
     async def run(self) -> RunResult:
         """Run it to its end."""
         script = self.folder / "job.py"
-        kills, mode = json.dumps(self.kills), json.dumps(self.mode)
-        script.write_text(SCRIPT.format(kills=kills, mode=mode, operation=self.operation))
+        board = self.folder / "reached"
+        board.write_bytes(bytes(8 * self.world_size))
+        script.write_text(
+            SCRIPT.format(
+                kills=json.dumps(self.kills),
+                mode=json.dumps(self.mode),
+                operation=self.operation,
+                board=str(board),
+                at_end=AT_END,
+            )
+        )
         config = HostConfig(
             target=str(script),
             arena_bytes=1 << 20,

@@ -75,6 +75,14 @@ class Report(Contract, id="zbmd.host.report"):
     payload: bytes
 
 
+class ReportsAsk(Contract, id="zbmd.host.reports_ask"):
+    """A rank asks whether what it has reported is there; links keep the order, so the answer says it is."""
+
+
+class ReportsTaken(Contract, id="zbmd.host.reports_taken"):
+    """All reports of the rank that were sent before its question are there."""
+
+
 def read_report(payload: bytes) -> dict[str, Any]:
     """What a rank reports, plain data. Raises `RemoteProtocolError`."""
     if len(payload) > REPORT_BYTES_MAX:

@@ -23,6 +23,8 @@ from zbmd.actors.host_contracts import (
     LinkLost,
     NodeStatus,
     Report,
+    ReportsAsk,
+    ReportsTaken,
     StatusRequest,
 )
 from zbmd.actors.inside import INSIDE_ACTOR, Inside
@@ -118,6 +120,11 @@ class HostActor(Actor):
     async def report(self, message: Report) -> None:
         """Telemetry."""
         self._desk.reported(message)
+
+    @on(ReportsAsk)
+    async def reports(self, message: ReportsAsk) -> ReportsTaken:
+        """Whether reports have come: those before this question have."""
+        return ReportsTaken()
 
     @on(StatusRequest)
     async def status(self, message: StatusRequest) -> NodeStatus:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -42,6 +43,7 @@ from zbmd.actors.host_contracts import (
     LinkLost,
     MemberDown,
     Report,
+    ReportsAsk,
     ViewInstalled,
 )
 from zbmd.actors.inside import INSIDE_ACTOR, Inside
@@ -199,6 +201,8 @@ class Node:
         self._reports: deque[bytes] = deque()
         self._reports_dropped = 0
         self._reports_changed = asyncio.Event()
+        self._reports_sent = asyncio.Event()
+        self._loop_thread = threading.get_ident()
         self._leaving = False
         self._telling: set[asyncio.Task[None]] = set()
         """One for each member that is lost, at most."""
@@ -290,7 +294,7 @@ class Node:
         """Tell whoever runs the host: plain data, at most `REPORT_BYTES_MAX` encoded.
 
         Telemetry: never waits; when `REPORTS_WAITING_MAX` wait already, the oldest is dropped. Alone, it
-        goes nowhere.
+        goes nowhere. From any thread.
         """
         data = msgspec.msgpack.encode(payload)
         if len(data) > REPORT_BYTES_MAX:
@@ -301,7 +305,26 @@ class Node:
             self._reports.popleft()
             self._reports_dropped += 1
         self._reports.append(data)
-        self._reports_changed.set()
+        if threading.get_ident() == self._loop_thread:
+            self._reports_changed.set()
+        else:
+            self.system.loop.call_soon_threadsafe(self._reports_changed.set)
+
+    async def reported(self) -> bool:
+        """Whether the host has all that was reported until now; False once the time for a flush is over."""
+        if self.alone:
+            return True
+        try:
+            async with asyncio.timeout(self.deadlines.flush_ns / 1e9):
+                while self._reports:
+                    self._reports_sent.clear()
+                    await self._reports_sent.wait()
+                host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
+                await host.ask(ReportsAsk(), timeout=self.deadlines.flush_ns / 1e9)
+        except (TimeoutError, ZbmdError) as error:
+            log.info("the host does not say whether it has the reports", reason=str(error))
+            return False
+        return True
 
     async def leave(self) -> None:
         """Say goodbye and give back links, threads and descriptors. Idempotent."""
@@ -462,6 +485,7 @@ class Node:
                     log.info("report lost", reason=str(error))
                 if self._reports:
                     self._reports.popleft()
+            self._reports_sent.set()
 
 
 @asynccontextmanager

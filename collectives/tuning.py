@@ -65,9 +65,7 @@ def _measure(c: Measured, deadline_ns: int) -> tuple[float, float, float]:
     """
     block = np.ones(MOVED_BYTES // 4, np.float32)
     total = np.empty_like(block)
-    gathered = np.zeros(
-        (c.size, *block.shape), block.dtype
-    )  # its pages are there: it is links that are measured
+    gathered = np.ones((c.size, *block.shape), block.dtype)  # its pages are there: links are measured
     c.barrier(deadline_ns=deadline_ns)
     meetings = _times_ns(BARRIERS, lambda: c.barrier(deadline_ns=deadline_ns))
     alpha_ns = statistics.median(meetings) / (1 + (c.size - 1).bit_length())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,7 @@ def _fill_collectives(kind: argparse.ArgumentParser) -> None:
     def run_command(arguments: argparse.Namespace) -> int:
         if not arguments.explain:
             return _report(arguments, lambda: bench_collectives.results(arguments, _command()))
-        print(bench_collectives.explanation(arguments))
-        return 0
+        return _told(lambda: print(bench_collectives.explanation(arguments)))
 
     kind.set_defaults(run_command=run_command)
 
@@ -200,17 +200,26 @@ def _report(arguments: argparse.Namespace, measure: Any) -> int:
     """Measure and print. See the exit codes in `EXAMPLES`."""
     if arguments.plot is not None:
         check_plot(arguments.plot)
-    try:
+
+    def show() -> None:
         result: BenchResult = measure()
+        print(msgspec.json.encode(result).decode() if arguments.json else table(result))
+        if arguments.plot is not None:
+            save_plot(result, arguments.plot)
+
+    return _told(show)
+
+
+def _told(show: Callable[[], None]) -> int:
+    """Measure and print, or tell what failed; the exit code."""
+    try:
+        show()
     except PeerMissing as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_MISSING
     except ContenderFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    print(msgspec.json.encode(result).decode() if arguments.json else table(result))
-    if arguments.plot is not None:
-        save_plot(result, arguments.plot)
     return 0
 
 

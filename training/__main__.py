@@ -144,7 +144,10 @@ def _run(arguments: argparse.Namespace, options: JobOptions) -> JobResult | None
     zero = _zero_of(arguments)
     if arguments.plain:
         return run_plain(options, storage=arguments.storage)
-    return uvloop.run(run(options) if zero is None else run_zero(options, zero))
+    if zero is None:
+        return uvloop.run(run(options))
+    uvloop.run(run_zero(options, zero))
+    return None
 
 
 def parsed(

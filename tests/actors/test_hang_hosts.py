@@ -58,10 +58,10 @@ def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
 
 
-def hang(w: World, rank: int, on_hang: str) -> None:
+def hang(w: World, rank: int, on_hang: str, *, deadline: str = "400ms") -> None:
     """Submit a job whose `rank` never enters what the others wait in."""
     w.script.write_text(NEVER_ENTERS)
-    environment = (("HANGS", str(rank)), ("ZBMD_PROGRESS_DEADLINE", "400ms"), ("ZBMD_ON_HANG", on_hang))
+    environment = (("HANGS", str(rank)), ("ZBMD_PROGRESS_DEADLINE", deadline), ("ZBMD_ON_HANG", on_hang))
     w.submit(nodes_min=3, nodes_max=3, environment=environment)
 
 
@@ -94,7 +94,7 @@ async def test_the_root_is_named_by_one_host_wherever_it_is(tmp_path: Path, rank
 
 async def test_the_root_is_ended_on_its_host_and_the_job_goes_on(tmp_path: Path) -> None:
     async with world(tmp_path, 3) as w:
-        hang(w, 2, "replace")
+        hang(w, 2, "replace", deadline="3s")  # which a replacement has, too, until it enters
         job = await w.ended()
         assert job.restarts_total == 1 and job.ranks[2].incarnation == 2, job
         assert "every rank finished" in job.reason

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zbmd.collectives._stepper import PUB_BYTES_MAX
@@ -17,6 +17,7 @@ from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.cost_model import FORMULAS, MANY_HOSTS, ONE_HOST, Model
 from zbmd.collectives.errors import Desynchronised
 from zbmd.collectives.pieces import Ask, shape_of
+from zbmd.collectives.plan import CHUNK_BYTES
 from zbmd.collectives.reductions import dtype_code
 from zbmd.transport.errors import UserError
 
@@ -34,6 +35,7 @@ def test_every_algorithm_has_a_formula() -> None:
     assert {kind for kind in ALGORITHMS if kind[0] not in ONLY} == set(FORMULAS)
 
 
+@example(Operation.REDUCE, 1 << 25, 2, 1.0, 1e-3, False)
 @given(
     operation=st.sampled_from(Operation),
     nbytes=st.integers(0, 1 << 32),
@@ -51,6 +53,8 @@ def test_what_is_chosen_exists_and_is_the_cheapest(
     assert (operation, choice.algorithm) in ALGORITHMS and choice.reason
     if operation is Operation.ALL_REDUCE and n == 2 and hosts == 1 and nbytes > PUB_BYTES_MAX:
         assert choice.algorithm == "swap"
+    elif operation is Operation.REDUCE and n == 2 and hosts == 1 and nbytes >= n * CHUNK_BYTES:
+        assert choice.algorithm == "shared"  # each of the two has one of the model's cores
     elif operation not in ONLY and nbytes > PUB_BYTES_MAX:
         assert choice.algorithm == min(choice.predicted_ns, key=lambda item: item[1])[0] != "eager"
     assert all(cost >= 0 for _, cost in choice.predicted_ns)

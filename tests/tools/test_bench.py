@@ -300,6 +300,14 @@ def test_what_is_chosen_is_explained_by_what_the_ranks_have_measured(
     assert "assumed" in capsys.readouterr().out.splitlines()[0]
 
 
+def test_ranks_that_do_not_start_are_told_in_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert cli.main(["bench", "collectives", "--explain", "--sizes", "4"]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
 @pytest.mark.parametrize("bad", [["--vs", "magic"], ["--ranks", "0"], ["--sizes", "x"], ["--rounds", "101"]])
 def test_bad_options_of_collectives_are_told(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "collectives", *bad]) == 2

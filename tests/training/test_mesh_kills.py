@@ -22,6 +22,7 @@ CASES = (
     ("dp=2,pp=2", "auto", "rank1:mesh.begin:3,rank1#2:mirror.restore_middle"),
     # Rank 3 waits for a held-out message of rank 1, its stage before, which has given up, as it lost rank 0.
     ("pp=2,tp=2", "auto", "rank0:mirror.commit:2"),
+    ("tp=2", "auto", "rank0:mesh.parted"),  # it alone tells the result, and its peers are gone
     ("dp=2", "auto", "rank1:pipeline.compute:7"),
 )
 """The last one is in float16, while attempts overflow. All points:

@@ -11,10 +11,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import uvloop
 
@@ -35,6 +34,7 @@ from zbmd.training.pipeline.part import layers_in
 from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.profiler.lines import StepLine
 from zbmd.training.recipe import Recipe
+from zbmd.training.telling import tell_result
 from zbmd.training.tensor.axes import PIPELINE_AXIS
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.job import MeshJob, MeshTask
@@ -193,7 +193,7 @@ class _Task(MeshTask[PipelineResult]):
             bubble_of_times=bubble_of_times,
             weights_sha256=digest,
         )
-        self._node.report({"kind": "result", **asdict(result)})
+        tell_result(self._node, result)
         return result
 
 
@@ -202,14 +202,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parser().parse_args(argv)
         options = _options_of(arguments)
-        result = uvloop.run(run(options, schedule=arguments.schedule, chunks=arguments.chunks))
+        uvloop.run(run(options, schedule=arguments.schedule, chunks=arguments.chunks))
     except UserError as error:
         if RankEnvironment.read(os.environ) is not None:
             raise
         print(f"error: {error}", file=sys.stderr)
         return training.USER_ERROR_EXIT
-    if result is not None:
-        print(msgspec.json.encode(asdict(result)).decode(), flush=True)
     return 0
 
 

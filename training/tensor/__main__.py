@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import msgspec
 import uvloop
 
 from zbmd.training.tensor.options import TrainOptions
@@ -16,9 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the recipe that the one argument spells, as JSON; the first rank's last line is the result."""
     given = list(sys.argv[1:] if argv is None else argv)
     options = TrainOptions.decode("".join(given))
-    result = uvloop.run(run(options))
-    if result is not None:
-        print(msgspec.json.encode(result).decode(), flush=True)
+    uvloop.run(run(options))
     return 0
 
 

@@ -42,6 +42,7 @@ BEGIN_POINT = faults.declare("mesh.begin", "before a step on a mesh")
 MEET_POINT = faults.declare("mesh.meet", "in a new epoch on a mesh, before its members say what they hold")
 MET_POINT = faults.declare("mesh.met", "when they have agreed on what they go on from")
 SAVED_POINT = faults.declare("mesh.saved", "when what a run makes is on disk, before the ranks part")
+PARTED_POINT = faults.declare("mesh.parted", "when the ranks part, before this one has left")
 
 RECORDS_KEPT = 3
 """Steps whose values a rank keeps, its last ones: the next one to be told is among them."""
@@ -248,6 +249,7 @@ class MeshJob(Generic[ResultT]):
         result = self._task.finish(trainer)
         faults.hit(SAVED_POINT)
         groups.world.blocking.barrier()
+        faults.hit(PARTED_POINT)
         self._remove_state()
         return Ended(result)
 

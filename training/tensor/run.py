@@ -35,6 +35,7 @@ from zbmd.training.recipe import Recipe, learning_rate_of
 from zbmd.training.repeated import raise_for
 from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room, too_large
 from zbmd.training.shard_files import checkpoint_in, open_state, require_state, write_shards
+from zbmd.training.telling import tell_result
 from zbmd.training.tensor.axes import require_axes
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.job import MeshJob, MeshTask
@@ -190,7 +191,7 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
 
 
 async def run(options: TrainOptions) -> TrainResult | None:
-    """The recipe on this rank; the first returns the result.
+    """The recipe on this rank; the first tells the result, and returns it.
 
     Raises `UserError` for what only a person can mend: a divergence, or a rank and its buddy lost at once.
     """
@@ -347,7 +348,7 @@ class _Run(MeshTask[TrainResult]):
             weights_sha256=weights_sha256(weights),
             directory=str(self.options.out),
         )
-        self._node.report({"kind": "result", **msgspec.to_builtins(result)})
+        tell_result(self._node, result)
         return result
 
     @property

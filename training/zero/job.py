@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +45,7 @@ from zbmd.training.recipe import Recipe
 from zbmd.training.repeated import raise_for
 from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room
 from zbmd.training.shard_files import SavedState, checkpoint_in, open_state, write_shards
+from zbmd.training.telling import tell_result
 from zbmd.training.weights import save_weights
 from zbmd.training.zero.epochs import Ended, through_epochs
 from zbmd.training.zero.file_keeper import FileKeeper
@@ -63,6 +63,7 @@ BEGIN_POINT = faults.declare("zero.begin", "before a step")
 MEET_POINT = faults.declare("zero.meet", "in a new epoch, before its members say what they hold")
 MET_POINT = faults.declare("zero.met", "when they have agreed on what they go on from")
 SAVED_POINT = faults.declare("zero.saved", "when the weights are on disk, before the ranks part")
+PARTED_POINT = faults.declare("zero.parted", "when the ranks part, before this one has left")
 
 NOTE_HEAD = 4
 """Numbers of a step's record beside the losses of its logical shards."""
@@ -74,7 +75,7 @@ _SMALLER = "Choose a higher --zero stage, a smaller model, fewer sequences a sha
 
 
 async def run_zero(options: JobOptions, zero: ZeroOptions) -> JobResult | None:
-    """The job on this rank; the lowest rank returns the result, the others None.
+    """The job on this rank; the lowest rank tells and returns the result, the others return None.
 
     Raises `UserError` for what only a person can mend: settings, a state that was lost, a divergence.
     """
@@ -345,9 +346,10 @@ class ZeroJob:
             save_weights(self._options.out / WEIGHTS_NAME, weights, self._options.model, step=trainer.step)
             loss_last = self._records[trainer.step].loss
             result = result_of(self._options, self._recipe, weights, loss_last)
-            self._node.report({"kind": "result", **asdict(result)})
+            tell_result(self._node, result)
         faults.hit(SAVED_POINT)
         group.blocking.barrier()
+        faults.hit(PARTED_POINT)
         self._remove_state()
         return result
 

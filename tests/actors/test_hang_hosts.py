@@ -45,7 +45,7 @@ async def main():
             load_batch()
         try:
             await group.all_reduce(np.ones(4, np.float32))
-        except zbmd.PeerLost:
+        except (zbmd.PeerLost, zbmd.OperationAborted):  # aborted: the other has given up first
             group = await zbmd.group(node, after=group.epoch)
             await group.all_reduce(np.ones(4, np.float32))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,6 +63,7 @@ class Outcome:
 class _Run:
     """Observer and output of a run."""
 
+    see: Callable[[HostEvent], None] | None
     digest: str = ""
     lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=TOLD_LINES))
 
@@ -72,6 +73,8 @@ class _Run:
 
     async def __call__(self, event: HostEvent) -> None:
         """Keep the result."""
+        if self.see is not None:
+            self.see(event)
         if isinstance(event, RankReport) and event.payload.get("kind") == "result":
             self.digest = event.payload["weights_sha256"]
 
@@ -92,16 +95,17 @@ async def run_small_job(
     limit_s: float = RUN_S_MAX,
     template: EarlyTemplate | None = None,
     more: Sequence[str] = (),
+    see: Callable[[HostEvent], None] | None = None,
 ) -> Outcome:
     """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked. links: as `ZBMD_LINKS`.
     zero: the stage that shares its state out, 0 for none; offload: the folder of its files; mesh: a run of
     `zbmd train` on one, in `precision`; counts: a directory that ranks write to how often they pass each
     point (`kill_passes`), and none dies; limit_s: a run that takes longer has failed; template: one that was
-    forked for this job; more: further options of a job that is on no mesh.
+    forked for this job; more: further options of a job that is on no mesh; see: is given what the host tells.
 
     Raises `UserError` if the run fails or the ledger does not balance.
     """
-    run = _Run()
+    run = _Run(see)
     target, arguments, preload = _job_of(
         out, data, zero=zero, offload=offload, mesh=mesh, precision=precision
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol, assert_never
 
 import structlog
@@ -27,6 +27,7 @@ from zbmd.collectives.commit_wire import Finish, GaveUp, Message, Report, SendAc
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.flight_dump import FLIGHTS
 from zbmd.collectives.group import Group, group_of
+from zbmd.collectives.work_thread import WorkThread
 from zbmd.transport import faults
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
@@ -196,11 +197,11 @@ class CommitDriver:
         self._tap = Tap(node.recorder, STEP_COMMIT, ACTOR_NAME, machine, commit_config(machine))
         self._workload = workload
         self._events: asyncio.Queue[cm.CommitEvent | _Broken] = asyncio.Queue()
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="zbmd-compute")
+        self._loop = asyncio.get_running_loop()
+        self._compute = WorkThread[cm.CommitEvent]("zbmd-compute", self._hand_over)
         self._group: Group | None = None
         self._may_enter = asyncio.Event()
         self._cancellation = Cancellation()
-        self._work: Future[cm.CommitEvent] | None = None
         self._finished = False
 
     async def run(self) -> None:
@@ -240,9 +241,7 @@ class CommitDriver:
         self._cancellation.cancel()
         if self._group is not None:
             await self._group.close()
-        if self._work is not None:
-            await asyncio.gather(asyncio.wrap_future(self._work), return_exceptions=True)
-        await asyncio.to_thread(self._compute.shutdown)
+        await asyncio.to_thread(self._compute.close)
 
     # ---- what comes in
 
@@ -256,10 +255,13 @@ class CommitDriver:
         if error is not None:
             self._events.put_nowait(_Broken(error))
 
-    def _work_ended(self, work: Future[cm.CommitEvent]) -> None:
+    def _hand_over(self, end: cm.CommitEvent | BaseException) -> None:
+        # Straight from the thread into the queue: each turn of the loop in between would be the step's.
+        self._loop.call_soon_threadsafe(self._work_ended, end)
+
+    def _work_ended(self, end: cm.CommitEvent | BaseException) -> None:
         # Beyond the bound if need be: there is one at a time, and the run waits for it.
-        error = work.exception()
-        self._events.put_nowait(work.result() if error is None else _Broken(error))
+        self._events.put_nowait(_Broken(end) if isinstance(end, BaseException) else end)
 
     def _peer_lost(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
         member = cm.MemberId(rank=rank, incarnation=incarnation)
@@ -336,10 +338,7 @@ class CommitDriver:
         group = self._group
         assert group is not None, "work begins only in an epoch"
         self._cancellation = Cancellation()
-        loop = asyncio.get_running_loop()
-        self._work = ending = self._compute.submit(self._work_on, work, group, self._cancellation)
-        # Straight from the thread into the queue: each turn of the loop in between would be the step's.
-        ending.add_done_callback(lambda done: loop.call_soon_threadsafe(self._work_ended, done))
+        self._compute.submit(partial(self._work_on, work, group, self._cancellation))
 
     def _work_on(
         self, work: cm.RunStep | cm.Fetch | cm.Recall, group: Group, cancellation: Cancellation

@@ -7,8 +7,10 @@ bucket, since that is when buckets become final while the backward pass still ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -17,6 +19,8 @@ from zbmd.training import spans
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.xp import Array
 
+PLANS_MAX = 256
+"""Plans kept: each step asks for the one of the step before."""
 BUCKET_ELEMENTS = 1 << 18
 """A bucket is closed by the parameter that makes it at least this large: 1 MiB of float32."""
 
@@ -43,10 +47,11 @@ class AccumulationPlan:
     """What a rank that holds shards [lo, hi) does; `partials` maps its tree nodes to their buffers."""
 
     leaves: tuple[Leaf, ...]
-    partials: dict[Node, int]
+    partials: Mapping[Node, int]
     buffers: int
 
     @classmethod
+    @lru_cache(maxsize=PLANS_MAX)
     def of(cls, shards: int, lo: int, hi: int) -> AccumulationPlan:
         """The plan for the shards [lo, hi) of the tree over [0, shards). Raises `ProgramError` if invalid."""
         visits: list[tuple[int, int, list[Add]]] = []
@@ -69,7 +74,7 @@ class AccumulationPlan:
 
         partials = {node: visit(node) for node in shard_tree_nodes(shards, lo, hi)}
         leaves = tuple(Leaf(shard, buffer, tuple(adds)) for shard, buffer, adds in visits)
-        return cls(leaves, partials, buffers)
+        return cls(leaves, MappingProxyType(partials), buffers)
 
     @staticmethod
     def perform(additions: Sequence[Add], buffers: Sequence[Array], span: slice) -> None:

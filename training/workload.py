@@ -53,6 +53,9 @@ FETCH_LOOK_NS = 100_000_000
 COMMIT_S = 30.0
 """How long the actor that holds the state may take to change its slots."""
 
+AHEAD_NS = 20_000_000
+"""In steps that take longer, the samples of the next are drawn half-way, when the loop has nothing to do."""
+
 HELD_OUT_WINDOWS = 96
 """Held-out windows evaluated on the way, all ranks together."""
 
@@ -73,6 +76,10 @@ def arena_bytes_needed(layout: ParameterLayout, config: TrainingConfig) -> int:
     buffers = AccumulationPlan.of(shards, 0, shards).buffers
     flat_bytes = layout.size * np.dtype(np.float32).itemsize
     return Store.nbytes(layout, arrays=arrays) + (buffers + 2) * flat_bytes
+
+
+def _awake() -> None:
+    """Nothing: for who comes to it is awake."""
 
 
 class _Rehearsed(Exception):
@@ -104,12 +111,16 @@ class TrainingWorkload:
         self.profiler = profiler
         self._prepared_ns = 0
         """When the last step was ready to be voted for."""
+        self._took_ns = 0
+        """Until then, from its beginning."""
         self._evaluate_every = evaluate_every
         self._before_step = before_step
         self._buckets = Buckets(store.layout)
         self._buffers: list[Array] = []
         self._total: Array = node.segment.arena.empty((store.layout.size,), np.float32)
         self._total[:] = 0.0
+        self._ahead: tuple[int, np.ndarray] | None = None
+        """A step to come, and its samples."""
         self._settled = False
         """Whether a step has been committed since this rank is up."""
 
@@ -123,11 +134,13 @@ class TrainingWorkload:
 
     def run_step(self, work: cm.RunStep, group: Group, cancellation: Cancellation) -> StepOutcome:
         """Compute version `work.version` into `work.slot`; see `Workload`."""
+        began_ns = now_ns()
         self.profiler.follow(group)
         self.profiler.begin_step(work.version)
         with self.profiler.recording(), told_by_step(self.node.rank, work.version - 1):
             outcome = self._run_step(work, group, cancellation)
         self._prepared_ns = now_ns()
+        self._took_ns = self._prepared_ns - began_ns
         return outcome
 
     def _run_step(self, work: cm.RunStep, group: Group, cancellation: Cancellation) -> StepOutcome:
@@ -137,7 +150,7 @@ class TrainingWorkload:
         assignment = assign_to(shards, work.members, work.workers)
         plan = AccumulationPlan.of(shards, *assignment[work.members.index(self.node.rank)])
         reduction = ShardReduction(group, plan, assignment, self._buffers_for(plan), self._total)
-        ids = self.recipe.sample_ids(step)
+        ids = self._samples_of(step)
         held_out = self._evaluate(work)
         try:
             losses = {
@@ -167,10 +180,16 @@ class TrainingWorkload:
             grad_norm=norm,
             held_out=held_out,
         )
+        # A core that has slept for long takes 0.1 ms to wake up: have the loop's do so meanwhile.
+        self.node.system.loop.call_soon_threadsafe(_awake)
         with spans.DIGEST:
             digest = tensors.call(TensorActor.digest, work.slot)
         faults.hit(STEP_PREPARED)
         return StepOutcome(digest, msgspec.msgpack.encode(part))
+
+    def _samples_of(self, step: int) -> np.ndarray:
+        ahead = self._ahead
+        return ahead[1] if ahead is not None and ahead[0] == step else self.recipe.sample_ids(step)
 
     def _where_it_began(
         self,
@@ -313,9 +332,15 @@ class TrainingWorkload:
     # ---- on the event loop
 
     async def before_step(self, work: cm.RunStep) -> None:
-        """Call the hook that the job was given, if any."""
+        """Call the hook that the job was given, if any; and draw the next step's samples amid this one."""
         if self._before_step is not None:
             self._before_step(work.version)
+        if self._took_ns > AHEAD_NS:
+            self.node.system.loop.call_later(self._took_ns / 2e9, self._look_ahead, work.version)
+
+    def _look_ahead(self, step: int) -> None:
+        if step < self.recipe.config.steps:
+            self._ahead = step, self.recipe.sample_ids(step)
 
     async def epoch_installed(self, epoch: int, members: tuple[int, ...], *, whole: bool) -> None:
         """Let the journal catch up with what the last writer may not have lived to write."""

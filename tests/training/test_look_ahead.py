@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import numpy as np
 import numpy.typing as npt
 import pytest
 
@@ -35,7 +36,7 @@ async def test_samples_drawn_ahead_are_the_steps_own(
     drawn: list[tuple[int, bool]] = []
     draw, loop = SampleOrder.sample_ids, threading.get_ident()
 
-    def noted(self: SampleOrder, step: int) -> npt.NDArray[object]:
+    def noted(self: SampleOrder, step: int) -> npt.NDArray[np.int64]:
         drawn.append((step, threading.get_ident() == loop))
         return draw(self, step)
 

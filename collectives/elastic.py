@@ -144,7 +144,7 @@ class ElasticGroup(ElasticCalls):
         newest = np.array([self._node.latest.epoch])
         found = await self.all_reduce(newest, op="max", inputs="preserve", timeout=timeout)
         if int(found.value[0]) > self.epoch:
-            await self._shielded(self._follow(timeout))
+            await self._shielded(self._follow(int(found.value[0]), timeout))
         return self.epoch
 
     async def close(self) -> None:
@@ -246,8 +246,10 @@ class ElasticGroup(ElasticCalls):
             self.group.abort()
             raise self._error
 
-    async def _follow(self, timeout: float | None) -> None:
+    async def _follow(self, epoch: int, timeout: float | None) -> None:
         async with self._turn:
+            if self.epoch >= epoch:
+                return  # what had to follow anyway had the turn before
             self._end_ns, self._job = now_ns() + timeout_ns(timeout), None
             await self._drive(rm.FollowAsked())
             self._move_on()

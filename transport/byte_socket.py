@@ -127,7 +127,7 @@ class TlsSocket(ByteSocket):
                 ready = await readable(self.sock, deadline_ns)
             except ssl.SSLWantWriteError:
                 ready = await writable(self.sock, deadline_ns)
-            except (ssl.SSLEOFError, ConnectionError):
+            except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError):
                 raise HungUp(
                     f"{self.peer} ended the connection in the TLS handshake: it has ended, or does not speak "
                     "TLS (set the same ZBMD_PROTECTION on both sides)"

@@ -45,6 +45,22 @@ async def test_operations_without_a_death(tmp_path: Path) -> None:
         assert check_sum(job, k) == {"of": (0, 1, 2), "error": "", "ranks": [0, 1, 2]}
 
 
+REFRESHED = """
+async def operate(group, rank, k):
+    # As refresh does when its turn comes, and the group has been brought to that view by its follower.
+    await group._follow(group.epoch, 30)
+    assert await group.refresh(timeout=30) == group.epoch
+    return await group.all_reduce(np.ones(3), timeout=30), []
+"""
+
+
+async def test_a_refresh_waits_for_no_view_beyond_the_one_it_wants(tmp_path: Path) -> None:
+    job = ElasticJob(tmp_path, REFRESHED, [None] * 6)
+    result = await job.run()
+    assert result.outcome is Outcome.SUCCEEDED, (result, job.lines)
+    assert {tuple(told["of"]) for by in job.told.values() for told in by.values()} == {(0, 1, 2)}
+
+
 NOTHING: set[str] = set()
 MODES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
     "preserve": ({"inputs": "preserve"}, {"all", "survivors"}, NOTHING),

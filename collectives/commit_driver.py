@@ -203,6 +203,7 @@ class CommitDriver:
         self._may_enter = asyncio.Event()
         self._cancellation = Cancellation()
         self._finished = False
+        self._over = False
 
     async def run(self) -> None:
         """Go through all steps. Raises `StepFailed` when this rank cannot go on.
@@ -214,7 +215,8 @@ class CommitDriver:
             raise LocalProtocolError(
                 f"{self._node!r} has entered a view already: use zbmd.join(enter=False) for a run of steps"
             )
-        receiver = await self._node.system.spawn(_Receiver, self._take, name=ACTOR_NAME)
+        # It outlives the run: what others still send, who are not through or have not heard, goes nowhere.
+        await self._node.system.spawn(_Receiver, self._take, name=ACTOR_NAME)
         forget = self._node.on_peer_lost(self._peer_lost)
         views = asyncio.create_task(self._follow_views(), name="zbmd-views")
         views.add_done_callback(self._views_ended)
@@ -235,7 +237,7 @@ class CommitDriver:
             views.cancel()
             await asyncio.gather(views, return_exceptions=True)
             await self._drain()
-            await self._node.system.terminate(receiver)
+            self._over = True
 
     async def _drain(self) -> None:
         self._cancellation.cancel()
@@ -246,6 +248,8 @@ class CommitDriver:
     # ---- what comes in
 
     def _take(self, event: cm.CommitEvent) -> None:
+        if self._over:
+            return
         if self._events.qsize() >= QUEUED_EVENTS_MAX:
             raise asyncio.QueueFull
         self._events.put_nowait(event)

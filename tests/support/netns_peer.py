@@ -35,7 +35,9 @@ NUMBER_BYTES = 8
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    # In one piece, also where Python does not buffer: the log goes to the same pipe, from other threads.
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
 
 
 class Peer:

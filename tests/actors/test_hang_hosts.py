@@ -99,7 +99,7 @@ async def test_the_root_is_ended_on_its_host_and_the_job_goes_on(tmp_path: Path)
     async with world(tmp_path, 3) as w:
         hang(w, 2, "replace", deadline="3s")  # which a replacement has, too, until it enters
         job = await w.ended()
-        downs = [event for place in w.places for event in place.events if isinstance(event, RankDown)]
+        downs = [down for place in w.places for down in place.of(RankDown)]
         ends = [(down.rank, down.incarnation, down.reason, down.tail[-1:]) for down in downs]
         assert job.restarts_total == 1 and job.ranks[2].incarnation == 2, (job.restarts_total, ends)
         assert "every rank finished" in job.reason

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from memory_cluster import MemoryCluster, MemoryNode
@@ -20,6 +21,8 @@ from zbmd.actors.reaper import descendants
 from zbmd.transport.capture.recorder import Clocks, origin_of
 from zbmd.transport.capture.ring import RingRecorder
 from zbmd.transport.hlc import HybridClock
+
+EventT = TypeVar("EventT", bound=HostEvent)
 
 TIMEOUT_S = 60.0
 JOB = 11
@@ -89,12 +92,12 @@ class Place:
         self.events.append(event)
         self._changed()
 
-    def of(self, kind: type[HostEvent]) -> list[HostEvent]:
+    def of(self, kind: type[EventT]) -> list[EventT]:
         return [event for event in self.events if isinstance(event, kind)]
 
     def pid(self, rank: int) -> int:
         """Of the rank's newest process that was started here."""
-        started = [e for e in self.events if isinstance(e, RankStarted) and e.rank == rank]
+        started = [e for e in self.of(RankStarted) if e.rank == rank]
         return started[-1].pid
 
 

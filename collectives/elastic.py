@@ -223,9 +223,7 @@ class ElasticGroup(ElasticCalls):
             async with self._turn:
                 idle = self._machine.state is RepairState.IDLE and not self._closed.is_set()
                 if self._error is None and idle and self.epoch < self._due:
-                    self._end_ns, self._job = now_ns() + timeout_ns(None), None
-                    await self._drive(rm.FollowAsked())
-                    self._move_on()
+                    await self._come(None)
         except ZbmdError as error:
             self._error = self._error or error
             self._moved.set()
@@ -250,9 +248,13 @@ class ElasticGroup(ElasticCalls):
         async with self._turn:
             if self.epoch >= epoch:
                 return  # what had to follow anyway had the turn before
-            self._end_ns, self._job = now_ns() + timeout_ns(timeout), None
-            await self._drive(rm.FollowAsked())
-            self._move_on()
+            await self._come(timeout)
+
+    async def _come(self, timeout: float | None) -> None:
+        """To the next view; in this group's turn, with nothing under way."""
+        self._end_ns, self._job = now_ns() + timeout_ns(timeout), None
+        await self._drive(rm.FollowAsked())
+        self._move_on()
 
     async def _drive(self, event: rm.RepairEvent) -> rm.RepairAction:
         """Feed the machine until it has an answer for the caller."""

@@ -9,7 +9,6 @@ a process of the new one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 from collections import deque
@@ -25,6 +24,7 @@ import structlog
 
 from zbmd.actors.actor import Actor, on
 from zbmd.actors.actor_capture import CapturedSystem
+from zbmd.actors.callbacks import Callbacks, OnLeave, OnLinkEnded, OnPeerLost, register
 from zbmd.actors.capture import CaptureSettings, ProcessCapture
 from zbmd.actors.context import sender_process
 from zbmd.actors.contracts import fingerprints
@@ -81,9 +81,7 @@ log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
 INBOX_BYTES_DEFAULT = 24 << 20
 REPORTS_WAITING_MAX = 256
 LOSS_CALLBACKS_MAX = 64
-
-OnPeerLost = Callable[[int, int, DeathNotice], None]
-"""Takes the rank, the incarnation and the notice."""
+LEAVE_CALLBACKS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +192,11 @@ class Node:
             local_rank=environment.local_rank,
             on_confirmed=self._confirmed,
             on_lost=self._link_lost,
+            on_ended=self._link_ended,
         )
         self._view = View(epoch=0, members=())
         self._peers: dict[int, Peer] = {}
-        self._callbacks: list[OnPeerLost] = []
+        self._callbacks = Callbacks()
         self._reports: deque[bytes] = deque()
         self._reports_dropped = 0
         self._reports_changed = asyncio.Event()
@@ -280,15 +279,26 @@ class Node:
 
         Returns what undoes it.
         """
-        if len(self._callbacks) >= LOSS_CALLBACKS_MAX:
-            raise LocalProtocolError(f"{LOSS_CALLBACKS_MAX} callbacks for lost peers are registered already")
-        self._callbacks.append(callback)
+        return register(self._callbacks.peer_lost, callback, LOSS_CALLBACKS_MAX)
 
-        def undo() -> None:
-            with contextlib.suppress(ValueError):
-                self._callbacks.remove(callback)
+    def on_link_ended(self, callback: OnLinkEnded) -> Callable[[], None]:
+        """Have `callback` called on the loop when the link to a member, of whichever view, has ended.
 
-        return undo
+        All that had come over it is in the mailboxes by then, where a notice of `on_peer_lost` may be earlier
+        than what the dead sent last. Returns what undoes it.
+        """
+        return register(self._callbacks.link_ended, callback, LOSS_CALLBACKS_MAX)
+
+    def on_leave(self, callback: OnLeave) -> Callable[[], None]:
+        """Have `callback` awaited when this process leaves, first of all, in the order of the calls.
+
+        So others are told in good order of what they are not to wait for. Returns what undoes it.
+        """
+        return register(self._callbacks.leaving, callback, LEAVE_CALLBACKS_MAX)
+
+    def is_linked(self, rank: int, incarnation: int) -> bool:
+        """Whether the link to this member stands."""
+        return self._links.stands(rank, incarnation)
 
     def report(self, payload: dict[str, Any]) -> None:
         """Tell whoever runs the host: plain data, at most `REPORT_BYTES_MAX` encoded.
@@ -327,7 +337,15 @@ class Node:
         return True
 
     async def leave(self) -> None:
-        """Say goodbye and give back links, threads and descriptors. Idempotent."""
+        """Close what is open of this membership, say goodbye, and give back links, threads and descriptors.
+
+        Idempotent.
+        """
+        while self._callbacks.leaving:
+            try:
+                await self._callbacks.leaving.pop(0)()
+            except ZbmdError as error:  # what is left to be given back does not wait for its cause
+                log.warning("something was not closed in good order", reason=str(error))
         if self._reporter is not None:
             self._leaving = True
             self._reports_changed.set()
@@ -438,6 +456,10 @@ class Node:
         if peer is not None and peer.incarnation == incarnation:
             self.segment.end_proven(rank)
 
+    def _link_ended(self, rank: int, incarnation: int) -> None:
+        for callback in list(self._callbacks.link_ended):
+            callback(rank, incarnation)
+
     def _link_lost(self, rank: int, incarnation: int, clean: bool) -> None:
         """The link to a member on another host has ended: that is the notice of its death.
 
@@ -467,7 +489,7 @@ class Node:
     ) -> Callable[[int, DeathNotice], None]:
         def call(slot: int, notice: DeathNotice) -> None:
             self.recorder.death(child_id(slot), incarnation, clean=notice.clean, reason=reason)
-            for callback in list(self._callbacks):
+            for callback in list(self._callbacks.peer_lost):
                 callback(slot, incarnation, notice)
 
         return call

@@ -38,6 +38,8 @@ OnConfirmed = Callable[[int, int], None]
 """Takes the rank and incarnation of one that is proven gone, perhaps more than once."""
 OnLost = Callable[[int, int, bool], None]
 """Takes the rank and incarnation of one on another host whose link has ended, and whether in good order."""
+OnEnded = Callable[[int, int], None]
+"""Takes the rank and incarnation of one whose link has ended, wherever it is, behind all that it brought."""
 
 
 class MemberLinks:
@@ -53,6 +55,7 @@ class MemberLinks:
         local_rank: int,
         on_confirmed: OnConfirmed,
         on_lost: OnLost,
+        on_ended: OnEnded,
         on_guest: Callable[[Link], None] | None = None,
     ) -> None:
         self.code = CodeKeeper(system, lambda name: rank_of(name) is not None, self._heard)
@@ -64,6 +67,7 @@ class MemberLinks:
         self._endpoint = endpoint
         self._on_confirmed = on_confirmed
         self._on_lost = on_lost
+        self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
         self._listener: Listener | None = None
         self._links: dict[MemberKey, Link] = {}  # in use, by rank and incarnation
@@ -148,6 +152,10 @@ class MemberLinks:
         key = (rank, incarnation)
         link = self._links.get(key)
         return link is not None and (link.peer_segment or self._tcp.memory(key)) is memory
+
+    def stands(self, rank: int, incarnation: int) -> bool:
+        """Whether there is a link to this incarnation."""
+        return (rank, incarnation) in self._links
 
     async def ready(self, *, after: int) -> tuple[View, dict[int, PeerMemory]]:
         """Wait until all links of a view newer than `after` stand; the view and the members' memory.
@@ -350,9 +358,12 @@ class MemberLinks:
 
     def _closed(self, key: MemberKey, link: Link, error: ZbmdError | None) -> None:
         """On one host the socket's end is the kernel's word that the process closed its files: it is gone."""
-        if self._links.get(key) is not link:
+        is_current = self._links.get(key) is link
+        if is_current:
+            del self._links[key]
+        self._on_ended(*key)
+        if not is_current:
             return
-        del self._links[key]
         if isinstance(link, TcpLink | RdmaLink):
             self._on_lost(*key, error is None)
             self._dial_again(key)

@@ -85,6 +85,8 @@ class RemoteGroup(NativeGroup):
         """Wait until those have entered the last run that it did not wait for, and check that they called the
         same; returns a STATUS. Comes before `begin`, if the group `lags`.
         """
+    def has_closed(self, rank: int) -> bool:
+        """Whether the rank has given up or closed the group: it is owed nothing, and reads nothing more."""
     def has_told(self, peer: int, count: int) -> bool:
         """The same of `wait`."""
     @property

@@ -306,6 +306,12 @@ cdef class RemoteGroup(NativeGroup):
                 return False
         return True
 
+    def has_closed(self, int rank):
+        if not 0 <= rank < self.n or rank == self.rank:
+            raise IndexError(rank)
+        return (zbmd_load64(self.peers[self.rank].base, zbmd_cell_offset(self.peers[rank].slot, self.channel))
+                == (<uint64_t>self.epoch << 32 | 0xffffffff))
+
     def has_told(self, int peer, uint64_t count):
         if not 0 <= peer < self.n or peer == self.rank:
             raise IndexError(peer)

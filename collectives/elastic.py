@@ -42,7 +42,7 @@ from zbmd.collectives.repair_estate import Bequest, Estate
 from zbmd.collectives.repair_machine import RepairState
 from zbmd.collectives.repair_messages import Inputs, Outcome
 from zbmd.collectives.repair_wire import Told
-from zbmd.collectives.tagged import tagged_groups
+from zbmd.collectives.tagged_actor import tagged_groups
 from zbmd.transport._native import now_ns
 from zbmd.transport.arena import Arena
 from zbmd.transport.capture.tap import Tap
@@ -96,6 +96,7 @@ class ElasticGroup(ElasticCalls):
         self.blocking: Final = ElasticBlocking(self, self._tagged.on_loop)
         """Its calls for threads that may wait."""
         self._number = home.views.register(self)
+        self._stay = node.on_leave(self.close)
         home.asks.add((place.channel, place.base), self)
 
     def __repr__(self) -> str:
@@ -164,6 +165,7 @@ class ElasticGroup(ElasticCalls):
         self._remains.clear()
         self._home.views.closed(self._number)
         self._home.asks.remove((self._place.channel, self._place.base))
+        self._stay()
         on_close, self._on_close = self._on_close, lambda _: None
         on_close(self)
 

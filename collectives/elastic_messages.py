@@ -11,10 +11,12 @@ from zbmd.collectives import elastic_tag_machine as em
 from zbmd.collectives.arrays import Array
 from zbmd.collectives.capture_kinds import ELASTIC_TAGS, tags_config
 from zbmd.collectives.commit_messages import MemberId
-from zbmd.collectives.elastic_tag_machine import Cause, ElasticTagMachine, Way
+from zbmd.collectives.elastic_tag_machine import ElasticTagMachine, Way
 from zbmd.collectives.errors import MembersLost, OperationAborted
-from zbmd.collectives.tag_machine import Match, TagEvent
-from zbmd.collectives.tagged import TaggedEnd, TaggedGreeting
+from zbmd.collectives.tag_machine import Cause, Match, MemberLeft, TagEvent
+from zbmd.collectives.tagged import TaggedEnd, named
+from zbmd.collectives.tagged_actor import pass_on_end
+from zbmd.collectives.tagged_wire import TaggedGreeting
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.region import RegionHandle
@@ -39,19 +41,17 @@ class ElasticTagged(TaggedEnd):
         """This process has come to the view of `epoch`, and knows that all of `members` have."""
         if self._ended is not None:
             return
+        for process in list(self._ending):  # links of before: those that are new in this view are others
+            self.link_ended(*process)
         self._members = {member.rank: member for member in members}
         self._handle(em.Settled(epoch=epoch, members=members))
         self.look()
 
     def look(self) -> None:
-        """Hear of members that are lost by now, whatever notices have come."""
-        mask = self._node.segment.lost_mask()
+        """Hear of members whose links have ended by now: it may have been told before they were members."""
         for rank, member in self._members.items():
-            if rank == self._node.rank or self._ended is not None:
-                continue
-            peer = self._node.peers.get(rank)
-            if peer is None or peer.incarnation != member.incarnation or mask >> rank & 1:
-                self._handle(em.MemberLost(member=member))
+            if rank != self._node.rank and not self._node.is_linked(rank, member.incarnation):
+                pass_on_end(self._node, [self], rank, member.incarnation)
 
     def end(self, error: ZbmdError) -> None:
         """End what waits with this error: the group is of no use any more."""
@@ -72,7 +72,7 @@ class ElasticTagged(TaggedEnd):
         if rank not in self._ranks:
             raise LocalProtocolError(f"rank {rank} can be no member of the group")
 
-    def _handle(self, event: TagEvent | em.ElasticTagEvent) -> None:
+    def _handle(self, event: TagEvent | MemberLeft | em.ElasticTagEvent) -> None:
         actions = self._tap.handle(event, now_ns=time.monotonic_ns())
         self._tap.check_invariants()
         for action in actions:
@@ -80,23 +80,17 @@ class ElasticTagged(TaggedEnd):
                 case em.Greet(to=to, epoch=epoch, since=since):
                     place = {"epoch": self._stamp, "channel": self._channel}
                     self._say(to, TaggedGreeting(**place, view=epoch, since=since))
-                case em.FailSend(key=key, to=to, cause=cause):
-                    self._let_go(self._sends.pop(key), self._failure((to,), cause))
-                case em.FailReceive(key=key, ranks=ranks, cause=cause):
-                    if not self._receives[key].done():
-                        self._receives[key].set_exception(self._failure(ranks, cause))
                 case em.Dropped(source=source, number=number):
                     self._here.pop((source, number), None)
                 case _:
                     self._perform(action)
 
     def _failure(self, ranks: tuple[int, ...], cause: Cause) -> ZbmdError:
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
         match cause:
             case Cause.LOST:
                 return MembersLost(ranks, "the group's next operation brings it to the next view")
             case Cause.LEFT:
-                return OperationAborted(f"{who} closed the group")
+                return OperationAborted(f"{named(ranks)} closed the group")
             case Cause.ABSENT:
                 return MembersLost(ranks, "nobody is there under this rank in the group's view")
             case _:
@@ -105,13 +99,10 @@ class ElasticTagged(TaggedEnd):
     def _others(self) -> tuple[int, ...]:
         return self._machine.reachable
 
-    def _lost(self, rank: int, incarnation: int, notice: object) -> None:
+    def _lost(self, rank: int, incarnation: int) -> None:
         member = MemberId(rank=rank, incarnation=incarnation)
-        if self._ended is None and self._members.get(rank) == member:
+        if self._members.get(rank) == member:
             self._handle(em.MemberLost(member=member))
-
-    def _closed_by(self, source: int) -> None:
-        self._handle(em.MemberLeft(source=source))
 
     def _greeted(self, source: int, greeting: TaggedGreeting) -> None:
         if source in self._ranks:

@@ -11,10 +11,6 @@ that began; else they begin the one that has the number of this epoch. Both go b
 same order, so both come to the same. Who is sent anything knows of the session, for links keep the order: a
 newcomer is sent nothing before it has greeted. A message's number begins with its session's, so what is left
 over from an earlier one is told apart.
-
-A receive from anybody could wait for one who is dead. So each loss is told to who receives from anybody: to
-those that wait, else to the next that finds nothing. Called again, it waits for those who live. (As MPI's
-ULFM has it: Bland et al., "Post-failure recovery of MPI communication capability", IJHPCA 2013.)
 """
 
 from __future__ import annotations
@@ -25,12 +21,11 @@ from typing import TypeAlias
 
 from zbmd.collectives.commit_messages import MemberId
 from zbmd.collectives.tag_machine import (
-    WAITING_MAX,
     Arrived,
+    Cause,
     From,
     GaveBack,
-    ReceivePosted,
-    SendPosted,
+    MemberLeft,
     TagAction,
     TagEvent,
     TagMatcher,
@@ -47,17 +42,6 @@ SESSION_BITS = 32
 """Of a message's number those that count within its session."""
 
 
-class Cause(Enum):
-    """Why a send or a receive fails."""
-
-    LOST = "lost"
-    """The member, or the link to it, was lost."""
-    LEFT = "left"
-    """It has closed the group."""
-    ABSENT = "absent"
-    """It is not there."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
     """This member has come to the view of `epoch`, and knows that all `members`, it is one, have done so."""
@@ -71,13 +55,6 @@ class MemberLost:
     """A notice: the member has died, or the link to it has ended."""
 
     member: MemberId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberLeft:
-    """The member has closed the group."""
-
-    source: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,24 +87,6 @@ class Greet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailSend:
-    """The send under `key` fails, with what became of rank `to`."""
-
-    key: int
-    to: int
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailReceive:
-    """The receive under `key` fails, with what became of these ranks."""
-
-    key: int
-    ranks: tuple[int, ...]
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
     """This message, which nobody has asked for, is for nobody."""
 
@@ -135,7 +94,7 @@ class Dropped:
     number: int
 
 
-ElasticTagAction: TypeAlias = TagAction | Greet | FailSend | FailReceive | Dropped
+ElasticTagAction: TypeAlias = TagAction | Greet | Dropped
 Actions: TypeAlias = list[ElasticTagAction]
 
 
@@ -171,8 +130,6 @@ class ElasticTagMachine(TagMatcher):
         self._greetings: dict[int, Greeted] = {}
         """Of each rank that of a view to which this member has not come yet. There is one at most: nobody
         knows that all are in a view before this member has left the one before."""
-        self._untold: dict[int, Cause] = {}
-        """Losses that nobody who receives from anybody has been told of."""
 
     @property
     def reachable(self) -> tuple[int, ...]:
@@ -209,10 +166,6 @@ class ElasticTagMachine(TagMatcher):
             case Spoilt(source=source, number=number):
                 self._forget(source, number)
                 return []
-            case SendPosted():
-                return self._send_or_fail(event)
-            case ReceivePosted():
-                return self._receive_or_fail(event)
             case Arrived(source=source, number=number):
                 if not self._is_current(source, number):
                     return [Dropped(source=source, number=number)]
@@ -292,20 +245,12 @@ class ElasticTagMachine(TagMatcher):
         return [*actions, *self._transmit(rank)]
 
     def _lose(self, rank: int, cause: Cause) -> Actions:
-        """End what waits for a member. What came of it before may still be asked for."""
+        """A member can be reached no more."""
         peer = self._peers.get(rank)
         if peer is None or peer.way in (Way.LOST, Way.LEFT):
             return []
         peer.way = Way.LOST if cause is Cause.LOST else Way.LEFT
-        towards, self._towards[rank] = self._towards[rank], Towards()
-        keys = [*towards.untaken.values(), *towards.waiting]
-        actions: Actions = [FailSend(key=key, to=rank, cause=cause) for key in keys]
-        told = [posted for posted in self._receives if posted.source in (None, rank)]
-        self._receives = [posted for posted in self._receives if posted.source not in (None, rank)]
-        actions += [FailReceive(key=posted.key, ranks=(rank,), cause=cause) for posted in told]
-        if all(posted.source is not None for posted in told):
-            self._untold[rank] = cause
-        return actions
+        return [*self._fail_waits(rank, cause)]
 
     def _drop(self, rank: int) -> Actions:
         """Forget what came of a member: it is of a session that is over, and a view has come since."""
@@ -327,39 +272,13 @@ class ElasticTagMachine(TagMatcher):
     def _is_open(self, to: int) -> bool:
         return self._peers[to].way is Way.UP
 
-    def _send_or_fail(self, event: SendPosted) -> Actions:
-        way = self.way(event.to)
-        if way in (Way.OPENING, Way.UP):
-            return [*self._send(event)]
-        return [FailSend(key=event.key, to=event.to, cause=self._cause(event.to))]
-
-    def _receive_or_fail(self, event: ReceivePosted) -> Actions:
-        found = self._find(event)
-        if found is not None:
-            return [found]
-        if event.source is None and self._untold:
-            untold, self._untold = self._untold, {}
-            cause = Cause.LOST if Cause.LOST in untold.values() else Cause.LEFT
-            return [FailReceive(key=event.key, ranks=tuple(sorted(untold)), cause=cause)]
-        if event.source is not None and self.way(event.source) not in (Way.OPENING, Way.UP):
-            cause = self._cause(event.source)
-            return [FailReceive(key=event.key, ranks=(event.source,), cause=cause)]
-        if len(self._receives) >= WAITING_MAX:
-            raise LocalProtocolError(f"{WAITING_MAX} receives wait already")
-        self._receives.append(event)
-        return []
-
-    def _cause(self, rank: int) -> Cause:
-        """Why a rank cannot be reached."""
+    def _cause(self, rank: int) -> Cause | None:
         match self.way(rank):
+            case Way.OPENING | Way.UP:
+                return None
             case Way.LOST:
                 return Cause.LOST
             case Way.LEFT:
                 return Cause.LEFT
-            case _:
+            case None:
                 return Cause.ABSENT
-
-    def _forget(self, source: int, number: int) -> None:
-        """A message that was matched is not here any more."""
-        if source in self._from and self._from[source].matched.pop(number, None) is not None:
-            del self._order[source, number]

@@ -30,7 +30,8 @@ from zbmd.collectives.group_watch import GroupWatch
 from zbmd.collectives.operation_capture import record_operations
 from zbmd.collectives.priority_machine import PRIORITY_MAX
 from zbmd.collectives.priority_turns import PriorityTurns
-from zbmd.collectives.tagged import Received, Tagged, open_tagged, within
+from zbmd.collectives.tagged import Received, Tagged, within
+from zbmd.collectives.tagged_actor import open_tagged
 from zbmd.transport._native import now_ns
 from zbmd.transport.errors import LocalProtocolError, UserError
 
@@ -574,6 +575,9 @@ def make_group(
     def unwatch() -> None:
         forget()
         land()
+        stay()
         closed()
 
-    return Group(communicator, view, priorities=priorities, unwatch=unwatch)
+    made = Group(communicator, view, priorities=priorities, unwatch=unwatch)
+    stay = node.on_leave(made.close)
+    return made

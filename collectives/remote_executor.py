@@ -142,7 +142,8 @@ class RemoteExecutor(Executor):
         self._slots.release()
 
     def _lost(self) -> list[int]:
-        return sorted({*super()._lost(), *self._gone})
+        gone = {place for place in self._gone if not self._group.has_closed(place)}
+        return sorted({*super()._lost(), *gone})
 
     def _execute(self, plan: Plan, call: Call, *, deadline_ns: int, kill_point: int) -> int:
         group, arguments = self._group, self.arguments(plan, call)
@@ -216,6 +217,8 @@ class RemoteExecutor(Executor):
             status = ended.status
             if ended.gone is not None:
                 self._gone.add(ended.gone)
+            if status == STATUS_LOST and not self._lost():  # who could not be reached had closed the group
+                status = STATUS_ABORTED
         finally:
             for handle in lent:  # before copies are made of what is served: what is asked for now is refused
                 self._segment.regions.take_back(handle)
@@ -279,7 +282,7 @@ class RemoteExecutor(Executor):
             memory = self._remote.get(place)
             if memory is not None:
                 self._try(place, partial(self._tell, plan, place, memory, told, value))
-        if self._gone:
+        if self._gone and self._lost():
             raise Ended(STATUS_LOST)
 
     def _withdraw(self, asked: Mapping[int, Iterable[Transfer]]) -> None:

@@ -262,7 +262,11 @@ class Walk:
     def _notify(self, peer: int) -> None:
         value = self._group.tell(peer)
         if peer in self._remote:
-            reach(peer, lambda: self._remote[peer].notify(self._channel, value))
+            try:
+                reach(peer, lambda: self._remote[peer].notify(self._channel, value))
+            except Ended:
+                if not self._group.has_closed(peer):  # else its part is done, and it waits for nothing
+                    raise
 
     def _require(self, status: int) -> None:
         if status != STATUS_DONE:

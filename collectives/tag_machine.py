@@ -4,12 +4,20 @@ Messages of one member to another are numbered and stay in order; a receive take
 fits, and receives are served in the order in which they were posted (MPI's rule of non-overtaking). A sender
 has at most `UNTAKEN_MAX` messages with one member that it has not taken yet, so what a member holds unasked
 for is bounded: it is never the receiver's choice how much.
+
+One who can be reached no more fails the sends to it, and the receives from it that nothing which has come
+fits: what came before may still be taken. A receive from anybody could wait for one who is not there. So each
+such end is told to who receives from anybody: to those that wait, else to the next that finds nothing. Called
+again, it waits for the others. (As MPI's ULFM has it: Bland et al., "Post-failure recovery of MPI
+communication capability", IJHPCA 2013.)
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TypeAlias, assert_never
 
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
@@ -18,6 +26,17 @@ UNTAKEN_MAX = 64
 """Messages of one member to another that it has not taken."""
 WAITING_MAX = 4096
 """Sends, or receives, of one member that wait."""
+
+
+class Cause(Enum):
+    """Why a send or a receive fails."""
+
+    LOST = "lost"
+    """The member, or the link to it, was lost."""
+    LEFT = "left"
+    """It has closed the group."""
+    ABSENT = "absent"
+    """It is not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +97,13 @@ class TakenThere:
     number: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberLeft:
+    """The member has closed the group: all that it sent has come."""
+
+    source: int
+
+
 TagEvent: TypeAlias = SendPosted | ReceivePosted | ReceiveWithdrawn | Arrived | Took | GaveBack | TakenThere
 
 
@@ -114,7 +140,25 @@ class Sent:
     key: int
 
 
-TagAction: TypeAlias = Transmit | Match | TellTaken | Sent
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailSend:
+    """The send under `key` fails, with what became of rank `to`."""
+
+    key: int
+    to: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailReceive:
+    """The receive under `key` fails, with what became of these ranks."""
+
+    key: int
+    ranks: tuple[int, ...]
+    cause: Cause
+
+
+TagAction: TypeAlias = Transmit | Match | TellTaken | Sent | FailSend | FailReceive
 
 
 @dataclass(slots=True)
@@ -134,7 +178,7 @@ class From:
     matched: dict[int, Arrived] = field(default_factory=dict[int, Arrived])
 
 
-class TagMatcher:
+class TagMatcher(ABC):
     """What waits at one member's end; see `TagMachine`, and `elastic_tag_machine` for more than one epoch."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
@@ -145,6 +189,12 @@ class TagMatcher:
         self._arrivals = 0
         self._unexpected: list[Arrived] = []
         self._receives: list[ReceivePosted] = []
+        self._untold: dict[int, Cause] = {}
+        """Ends that nobody who receives from anybody has been told of."""
+
+    @abstractmethod
+    def _cause(self, rank: int) -> Cause | None:
+        """Why nothing can be sent to this rank, nor comes from it any more; None: it can, or may."""
 
     @property
     def unexpected(self) -> int:
@@ -187,9 +237,10 @@ class TagMatcher:
         assert not any(_fits(r, m) for r in self._receives for m in self._unexpected), "a match is missed"
 
     def _send(self, event: SendPosted) -> list[TagAction]:
-        towards = self._towards.get(event.to)
-        if towards is None:
-            raise LocalProtocolError(f"rank {event.to} is not a member of the group")
+        cause = self._cause(event.to)
+        if cause is not None:
+            return [FailSend(key=event.key, to=event.to, cause=cause)]
+        towards = self._towards[event.to]
         if len(towards.waiting) >= WAITING_MAX:
             raise LocalProtocolError(f"{WAITING_MAX} messages to rank {event.to} wait: it takes none")
         towards.waiting.append(event.key)
@@ -215,15 +266,37 @@ class TagMatcher:
         return [done, *self._transmit(event.by)]
 
     def _receive(self, event: ReceivePosted) -> list[TagAction]:
-        if event.source is not None and event.source not in self._from:
-            raise LocalProtocolError(f"rank {event.source} is not a member of the group")
-        if len(self._receives) >= WAITING_MAX:
-            raise LocalProtocolError(f"{WAITING_MAX} receives wait already")
+        cause = None if event.source is None else self._cause(event.source)
         found = self._find(event)
         if found is not None:
             return [found]
+        if event.source is None and self._untold:
+            untold, self._untold = self._untold, {}
+            worst = Cause.LOST if Cause.LOST in untold.values() else Cause.LEFT
+            return [FailReceive(key=event.key, ranks=tuple(sorted(untold)), cause=worst)]
+        if event.source is not None and cause is not None:
+            return [FailReceive(key=event.key, ranks=(event.source,), cause=cause)]
+        if len(self._receives) >= WAITING_MAX:
+            raise LocalProtocolError(f"{WAITING_MAX} receives wait already")
         self._receives.append(event)
         return []
+
+    def _fail_waits(self, rank: int, cause: Cause) -> list[TagAction]:
+        """Fail what waits for a member that can be reached no more. What came of it can still be taken."""
+        towards, self._towards[rank] = self._towards[rank], Towards()
+        keys = [*towards.untaken.values(), *towards.waiting]
+        actions: list[TagAction] = [FailSend(key=key, to=rank, cause=cause) for key in keys]
+        told = [posted for posted in self._receives if posted.source in (None, rank)]
+        self._receives = [posted for posted in self._receives if posted.source not in (None, rank)]
+        actions += [FailReceive(key=posted.key, ranks=(rank,), cause=cause) for posted in told]
+        if all(posted.source is not None for posted in told):
+            self._untold[rank] = cause
+        return actions
+
+    def _forget(self, source: int, number: int) -> None:
+        """A message that was matched is not here any more."""
+        if source in self._from and self._from[source].matched.pop(number, None) is not None:
+            del self._order[source, number]
 
     def _find(self, event: ReceivePosted) -> Match | None:
         """Match it with the first message that is here, and fits."""
@@ -260,16 +333,53 @@ class TagMatcher:
 
 
 class TagMachine(TagMatcher):
-    """One member's end.
+    """One member's end of a group of one epoch, which goes on without those who have closed it.
 
     Raises `LocalProtocolError` when too much waits here, and `RemoteProtocolError` when a member sends what
     it may not; after that the group is to be given up.
     """
 
-    def handle(self, event: TagEvent, *, now_ns: int) -> list[TagAction]:
+    def __init__(self, members: tuple[int, ...]) -> None:
+        super().__init__(members)
+        self._left: set[int] = set()
+
+    def handle(self, event: TagEvent | MemberLeft, *, now_ns: int) -> list[TagAction]:
         """Take an event; what is to be done about it, in this order."""
         del now_ns
-        return self.take(event)
+        match event:
+            case MemberLeft(source=source):
+                return self._leave(source)
+            case Took(source=source, number=number) if source in self._left:
+                self._forget(source, number)
+                return []
+            case Arrived(source=source) if source in self._left:
+                raise RemoteProtocolError(f"rank {source} sent a message behind its close")
+            case _:
+                return self.take(event)
+
+    def has_left(self, member: int) -> bool:
+        """Whether it has closed the group, and is owed no wait."""
+        return member in self._left
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the machine is in a state that cannot be."""
+        super().check_invariants()
+        for member in self._left:
+            assert not self._towards[member].untaken and not self._towards[member].waiting
+            assert all(posted.source != member for posted in self._receives), f"{member} has left"
+
+    def _leave(self, source: int) -> list[TagAction]:
+        if source not in self._towards:
+            raise RemoteProtocolError(f"rank {source} closes a group that it is not in")
+        if source in self._left:
+            return []
+        self._left.add(source)
+        return self._fail_waits(source, Cause.LEFT)
+
+    def _cause(self, rank: int) -> Cause | None:
+        if rank not in self._towards:
+            raise LocalProtocolError(f"rank {rank} is not a member of the group")
+        return Cause.LEFT if rank in self._left else None
 
 
 def _fits(posted: ReceivePosted, message: Arrived) -> bool:

@@ -10,26 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, NamedTuple, assert_never
-from weakref import WeakKeyDictionary
+from typing import Any, Final, NamedTuple, assert_never
 
-import msgspec
 import numpy as np
 import structlog
 import xxhash
 
-from zbmd.actors.actor import Actor, on
-from zbmd.actors.context import sender_process
 from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import ActorError
 from zbmd.actors.member import Node
-from zbmd.actors.rank_names import rank_of
 from zbmd.collectives.arrays import (
     Array,
     Target,
@@ -44,11 +38,15 @@ from zbmd.collectives.blocking import OnLoop, timeout_ns
 from zbmd.collectives.device_arrays import CallersArray
 from zbmd.collectives.device_landing import Landings, drained
 from zbmd.collectives.errors import MembersLost, OperationAborted
-from zbmd.collectives.reductions import DTYPE_NAMES, dtype_code, itemsize
+from zbmd.collectives.reductions import DTYPE_NAMES, dtype_code
 from zbmd.collectives.tag_machine import (
     Arrived,
+    Cause,
+    FailReceive,
+    FailSend,
     GaveBack,
     Match,
+    MemberLeft,
     ReceivePosted,
     ReceiveWithdrawn,
     SendPosted,
@@ -60,6 +58,13 @@ from zbmd.collectives.tag_machine import (
     TellTaken,
     Took,
     Transmit,
+)
+from zbmd.collectives.tagged_wire import (
+    TaggedClosed,
+    TaggedGreeting,
+    TaggedMessage,
+    TaggedTaken,
+    described,
 )
 from zbmd.transport.errors import (
     DeadlineExceeded,
@@ -79,62 +84,8 @@ ACTOR_NAME = "tagged"
 INLINE_BYTES_MAX = 64 << 10
 """A longer array is lent."""
 TAG_MAX = 2**31 - 1
-AXES_MAX = 32
-ARRAY_BYTES_MAX = 2**48
 CLOSE_S_MAX = 1.0
 """How long the members are told of a close, at most: one that does not read finds out by the next view."""
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-
-
-class TaggedMessage(Contract, id="zbmd.tagged.message"):
-    """An array: `data` if it is small, else where it lies. `digest`: XXH3 of its bytes if it is lent."""
-
-    epoch: Count
-    channel: Count
-    number: Count
-    tag: Count
-    dtype: Count
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=AXES_MAX)]
-    data: bytes
-    lent: RegionHandle | None
-    digest: bytes
-
-
-class TaggedTaken(Contract, id="zbmd.tagged.taken"):
-    """The receiver has all of a message."""
-
-    epoch: Count
-    channel: Count
-    number: Count
-
-
-class TaggedClosed(Contract, id="zbmd.tagged.closed"):
-    """The sender has closed the group: nothing more comes from it, and nothing is taken."""
-
-    epoch: Count
-    channel: Count
-
-
-class TaggedGreeting(Contract, id="zbmd.tagged.greeting"):
-    """A member of an elastic group is in the view of epoch `view`; see `elastic_tag_machine.Greeted`."""
-
-    epoch: Count
-    channel: Count
-    view: Annotated[int, msgspec.Meta(ge=1, lt=1 << 29)]
-    since: Annotated[int, msgspec.Meta(ge=0, lt=1 << 29)]
-
-
-def described(message: TaggedMessage, source: int) -> int:
-    """The elements of a message's array. Raises `RemoteProtocolError` if it does not fit its bytes."""
-    if message.dtype >= len(DTYPE_NAMES):
-        raise RemoteProtocolError(f"rank {source} sent an array of no dtype")
-    size = math.prod(message.shape)
-    nbytes = size * itemsize(message.dtype)
-    came = len(message.data) if message.lent is None else message.lent.nbytes
-    if came != nbytes or nbytes > ARRAY_BYTES_MAX:
-        raise RemoteProtocolError(f"rank {source} sent {came} bytes for an array of {nbytes}")
-    return size
 
 
 class Received(NamedTuple):
@@ -176,14 +127,15 @@ class TaggedEnd(ABC):
         self._here: dict[tuple[int, int], TaggedMessage] = {}
         self._outbox: asyncio.Queue[tuple[int, Contract]] = asyncio.Queue()  # bounded by the machine
         self._ended: ZbmdError | None = None
+        self._ending: set[tuple[int, int]] = set()
+        """Processes whose links have ended, with something that came over them still to be taken, perhaps."""
         self._landings = Landings(node.segment)
         self._landing = asyncio.Lock()
         """For one array of a device at a time, and so that messages stay in the order of their calls."""
-        self._forget = node.on_peer_lost(self._lost)
         self._sender = asyncio.create_task(self._send_all(), name="zbmd-tagged")
 
     @abstractmethod
-    def _handle(self, event: TagEvent) -> None:
+    def _handle(self, event: TagEvent | MemberLeft) -> None:
         """Give the machine an event, and perform what it answers."""
 
     @abstractmethod
@@ -191,12 +143,12 @@ class TaggedEnd(ABC):
         """The members that are told of the close."""
 
     @abstractmethod
-    def _lost(self, rank: int, incarnation: int, notice: object) -> None:
-        """A process has ended, or the link to it."""
+    def _lost(self, rank: int, incarnation: int) -> None:
+        """The link to a process has ended. All that came over it has been taken."""
 
     @abstractmethod
-    def _closed_by(self, source: int) -> None:
-        """A member has closed the group."""
+    def _failure(self, ranks: tuple[int, ...], cause: Cause) -> ZbmdError:
+        """What a call that needs these ranks fails with."""
 
     def _greeted(self, source: int, greeting: TaggedGreeting) -> None:
         raise RemoteProtocolError(f"rank {source} greets a group of one epoch: {greeting}")
@@ -302,13 +254,23 @@ class TaggedEnd(ABC):
     async def close(self) -> None:
         """End what waits with `OperationAborted`, here and on the members. Idempotent."""
         self._part()
-        self._forget()
         self._outbox.put_nowait((self._node.rank, TaggedClosed(epoch=0, channel=0)))  # the last
         await asyncio.wait([self._sender], timeout=CLOSE_S_MAX)
         self._sender.cancel()
         await asyncio.wait([self._sender])
         async with self._landing:
             self._landings.close()
+
+    def link_ends(self, rank: int, incarnation: int) -> None:
+        """The link to a process has ended: `link_ended` follows, behind what came over it."""
+        self._ending.add((rank, incarnation))
+
+    def link_ended(self, rank: int, incarnation: int) -> None:
+        """Nothing that came over the link to a process is still to be taken."""
+        if (rank, incarnation) in self._ending:
+            self._ending.remove((rank, incarnation))
+            if self._ended is None:
+                self._lost(rank, incarnation)
 
     def take(self, source: int, message: TaggedMessage | TaggedTaken | TaggedClosed | TaggedGreeting) -> None:
         """A member's message."""
@@ -322,7 +284,7 @@ class TaggedEnd(ABC):
                 case TaggedTaken(number=number):
                     self._put(TakenThere(by=source, number=number))
                 case TaggedClosed():
-                    self._closed_by(source)
+                    self._handle(MemberLeft(source=source))
                 case TaggedGreeting():
                     self._greeted(source, message)
         except RemoteProtocolError as error:
@@ -346,6 +308,11 @@ class TaggedEnd(ABC):
                 self._say(to, TaggedTaken(epoch=self._stamp, channel=self._channel, number=number))
             case Sent(key=key):
                 self._let_go(self._sends.pop(key), None)
+            case FailSend(key=key, to=to, cause=cause):
+                self._let_go(self._sends.pop(key), self._failure((to,), cause))
+            case FailReceive(key=key, ranks=ranks, cause=cause):
+                if not self._receives[key].done():
+                    self._receives[key].set_exception(self._failure(ranks, cause))
             case _:
                 assert_never(action)
 
@@ -457,15 +424,20 @@ class TaggedEnd(ABC):
                 matched.set_exception(error)
 
 
+def named(ranks: Sequence[int]) -> str:
+    """Ranks, for people."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
 class Tagged(TaggedEnd):
-    """Those of a group of one epoch: they end with the first loss."""
+    """Those of a group of one epoch: they end with the first loss, and outlast the close of a member."""
 
     def __init__(self, node: Node, members: tuple[int, ...], *, epoch: int, channel: int) -> None:
         super().__init__(node, stamp=epoch, channel=channel)
         self._members = members
         self._machine = TagMachine(members)
 
-    def _handle(self, event: TagEvent) -> None:
+    def _handle(self, event: TagEvent | MemberLeft) -> None:
         actions = self._machine.handle(event, now_ns=time.monotonic_ns())
         self._machine.check_invariants()
         for action in actions:
@@ -474,70 +446,13 @@ class Tagged(TaggedEnd):
     def _others(self) -> list[int]:
         return [member for member in self._members if member != self._node.rank]
 
-    def _lost(self, rank: int, incarnation: int, notice: object) -> None:
-        if rank in self._members and self._ended is None:
+    def _lost(self, rank: int, incarnation: int) -> None:
+        if rank in self._members and not self._machine.has_left(rank):
             self._end(MembersLost((rank,), f"incarnation {incarnation} ended; wait for the next view"))
 
-    def _closed_by(self, source: int) -> None:
-        self._end(OperationAborted(f"rank {source} has closed the group of epoch {self._stamp}"))
-
-
-class TaggedActor(Actor):
-    """`rankN/tagged`: hears from the other members of all groups of this process."""
-
-    captured = False
-
-    def __init__(self, groups: dict[tuple[int, int], TaggedEnd]) -> None:
-        self._groups = groups
-
-    @on(TaggedMessage)
-    async def message(self, message: TaggedMessage) -> None:
-        """An array."""
-        self._take(message)
-
-    @on(TaggedTaken)
-    async def taken(self, message: TaggedTaken) -> None:
-        """It has been taken."""
-        self._take(message)
-
-    @on(TaggedClosed)
-    async def closed(self, message: TaggedClosed) -> None:
-        """A member has left a group."""
-        self._take(message)
-
-    @on(TaggedGreeting)
-    async def greeting(self, message: TaggedGreeting) -> None:
-        """A member of an elastic group has come to a view."""
-        self._take(message)
-
-    def _take(self, message: TaggedMessage | TaggedTaken | TaggedClosed | TaggedGreeting) -> None:
-        group, source = self._groups.get((message.epoch, message.channel)), rank_of(sender_process())
-        if group is None or source is None:
-            log.debug("a message of no group is dropped", epoch=message.epoch, sender=sender_process())
-        else:
-            group.take(source, message)
-
-
-_groups: WeakKeyDictionary[Node, dict[tuple[int, int], TaggedEnd]] = WeakKeyDictionary()
-
-
-async def tagged_groups(node: Node) -> dict[tuple[int, int], TaggedEnd]:
-    """The ends of all groups of this process that have tagged messages, by stamp and channel."""
-    groups = _groups.get(node)
-    if groups is None:
-        groups = _groups[node] = {}
-        await node.system.spawn(TaggedActor, groups, name=ACTOR_NAME)
-    for old in [key for key, tagged in groups.items() if tagged.ended]:
-        del groups[old]
-    return groups
-
-
-async def open_tagged(node: Node, members: tuple[int, ...], *, epoch: int, channel: int) -> Tagged:
-    """This rank's end of a group's tagged messages. Members may send once all have called this."""
-    groups = await tagged_groups(node)
-    made = Tagged(node, members, epoch=epoch, channel=channel)
-    groups[epoch, channel] = made
-    return made
+    def _failure(self, ranks: tuple[int, ...], cause: Cause) -> ZbmdError:
+        assert cause is Cause.LEFT, "the first loss ends all"
+        return OperationAborted(f"{named(ranks)} closed the group of epoch {self._stamp}")
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from zbmd.collectives import elastic_tag_machine as em
 from zbmd.collectives import tag_machine as tm
 from zbmd.collectives.capture_kinds import ELASTIC_TAGS, tags_config
 from zbmd.collectives.commit_messages import MemberId
-from zbmd.collectives.elastic_tag_machine import Cause, ElasticTagMachine, Way
+from zbmd.collectives.elastic_tag_machine import ElasticTagMachine, Way
 from zbmd.transport import capture
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.hlc import HybridClock
@@ -109,17 +109,17 @@ class World:
             case tm.Sent(key=key):
                 assert key in self.taken, "nobody has it"
                 del process.sends[key]
-            case em.FailSend(key=key, to=to, cause=cause):
+            case tm.FailSend(key=key, to=to, cause=cause):
                 assert process.sends.pop(key) == to
                 self.check_failure(me, (to,), cause)
-            case em.FailReceive(key=key, ranks=ranks, cause=cause):
+            case tm.FailReceive(key=key, ranks=ranks, cause=cause):
                 source, _ = process.receives.pop(key)
                 assert source is None or ranks == (source,)
                 self.check_failure(me, ranks, cause)
             case em.Dropped(source=source, number=number):
                 process.here.pop((source, number), None)
 
-    def check_failure(self, me: MemberId, ranks: tuple[int, ...], cause: Cause) -> None:
+    def check_failure(self, me: MemberId, ranks: tuple[int, ...], cause: tm.Cause) -> None:
         self.failed += 1
         for rank in ranks:
             dead = any(m.rank == rank and m not in self.living.values() for m in self.processes)
@@ -283,7 +283,7 @@ def test_histories_of_deaths_returns_and_lost_links() -> None:
     assert failed > 100 and taken > 1000, (failed, taken)
 
 
-def _tell_nobody(self: ElasticTagMachine, rank: int, cause: Cause) -> list[em.ElasticTagAction]:
+def _tell_nobody(self: ElasticTagMachine, rank: int, cause: tm.Cause) -> list[em.ElasticTagAction]:
     return []
 
 
@@ -340,16 +340,16 @@ def test_a_loss_is_told_at_once_to_who_waits_and_once_to_who_receives_from_anybo
     machine.handle(tm.Arrived(source=2, number=first, tag=0), now_ns=0)
     lost = machine.handle(em.MemberLost(member=members(1)[0]), now_ns=0)
     assert lost == [
-        em.FailSend(key=3, to=1, cause=Cause.LOST),
-        em.FailReceive(key=1, ranks=(1,), cause=Cause.LOST),
+        tm.FailSend(key=3, to=1, cause=tm.Cause.LOST),
+        tm.FailReceive(key=1, ranks=(1,), cause=tm.Cause.LOST),
     ]
-    assert receive(machine, 4, None) == [em.FailReceive(key=4, ranks=(1,), cause=Cause.LOST)]
+    assert receive(machine, 4, None) == [tm.FailReceive(key=4, ranks=(1,), cause=tm.Cause.LOST)]
     assert receive(machine, 5, None) == [], "it has been told, and waits for who lives"
     (failed,) = machine.handle(tm.SendPosted(key=6, to=1, tag=0), now_ns=0)
-    assert failed == em.FailSend(key=6, to=1, cause=Cause.LOST)
-    assert receive(machine, 7, 3) == [em.FailReceive(key=7, ranks=(3,), cause=Cause.ABSENT)]
-    told = machine.handle(em.MemberLeft(source=2), now_ns=0)
-    assert told == [em.FailReceive(key=5, ranks=(2,), cause=Cause.LEFT)]
+    assert failed == tm.FailSend(key=6, to=1, cause=tm.Cause.LOST)
+    assert receive(machine, 7, 3) == [tm.FailReceive(key=7, ranks=(3,), cause=tm.Cause.ABSENT)]
+    told = machine.handle(tm.MemberLeft(source=2), now_ns=0)
+    assert told == [tm.FailReceive(key=5, ranks=(2,), cause=tm.Cause.LEFT)]
 
 
 def test_what_came_before_a_death_can_be_taken_until_the_next_view() -> None:

@@ -124,7 +124,7 @@ async def test_a_real_group_with_kills_is_replayed_and_shown(
     result = await job.run()
     assert result.outcome is Outcome.SUCCEEDED, (result, job.lines)
     assert job.died_in(2) and job.died_in(3)
-    assert all(found["value"][0] for by in job.told.values() for found in by.values()), job.told
+    assert all(found.get("value", [False])[0] for by in job.told.values() for found in by.values()), job.told
     assert {job.told[2][rank]["value"][1][0] for rank in (0, 2)} == {1}
     capsys.readouterr()
     assert cli.main(["replay", str(tmp_path / "run.zlog"), "--json"]) == 0

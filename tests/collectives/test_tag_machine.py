@@ -42,6 +42,8 @@ class World:
                     self.links[rank, to].append(tm.TakenThere(by=rank, number=number))
                 case tm.Sent(key=key):
                     self.sent.append(key)
+                case tm.FailSend() | tm.FailReceive():
+                    raise AssertionError(f"nobody has left, and {action}")
         machine.check_invariants()
 
     def settle(self, at: int, *, back: bool) -> None:
@@ -137,6 +139,36 @@ def test_messages_of_one_member_do_not_pass_each_other(tags: list[int], wants: l
                 world.put(0, world.links[1, 0].popleft())
         else:
             world.put(1, tm.ReceiveWithdrawn(key=key))
+
+
+def test_who_has_closed_the_group_is_waited_for_no_more_and_what_it_sent_can_be_taken() -> None:
+    machine = tm.TagMachine(RANKS)
+
+    def put(event: tm.TagEvent | tm.MemberLeft) -> list[tm.TagAction]:
+        actions = machine.handle(event, now_ns=0)
+        machine.check_invariants()
+        return actions
+
+    for key in range(tm.UNTAKEN_MAX + 1):  # the last one waits for room
+        put(tm.SendPosted(key=key, to=1, tag=0))
+    put(tm.Arrived(source=1, number=1, tag=7))
+    put(tm.ReceivePosted(key=100, source=1, tag=8))
+    put(tm.ReceivePosted(key=101, source=2, tag=None))
+    failed = put(tm.MemberLeft(source=1))
+    sends = [tm.FailSend(key=key, to=1, cause=tm.Cause.LEFT) for key in range(tm.UNTAKEN_MAX + 1)]
+    assert failed == [*sends, tm.FailReceive(key=100, ranks=(1,), cause=tm.Cause.LEFT)]
+    assert put(tm.MemberLeft(source=1)) == [] and machine.has_left(1)
+    assert put(tm.ReceivePosted(key=102, source=None, tag=None)) == [tm.Match(key=102, source=1, number=1)]
+    assert put(tm.Took(source=1, number=1)) == [], "nobody is there to be told"
+    told = put(tm.ReceivePosted(key=103, source=None, tag=None))
+    assert told == [tm.FailReceive(key=103, ranks=(1,), cause=tm.Cause.LEFT)]
+    assert put(tm.ReceivePosted(key=104, source=None, tag=None)) == [], "it has been told"
+    assert put(tm.SendPosted(key=105, to=1, tag=0)) == [tm.FailSend(key=105, to=1, cause=tm.Cause.LEFT)]
+    assert put(tm.Arrived(source=2, number=1, tag=0)) == [tm.Match(key=101, source=2, number=1)]
+    with pytest.raises(RemoteProtocolError, match="behind its close"):
+        put(tm.Arrived(source=1, number=2, tag=0))
+    with pytest.raises(RemoteProtocolError, match="not in"):
+        put(tm.MemberLeft(source=9))
 
 
 def test_what_breaks_the_rules_is_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 from one_killed import run_and_kill_the_last
 
 import zbmd
+from zbmd.actors.host_events import Outcome
 from zbmd.collectives.blocking import OnLoop
 from zbmd.collectives.errors import OperationAborted
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
@@ -111,6 +112,71 @@ async def test_ranks_exchange_and_one_is_killed(
             JOB, tmp_path, monkeypatch, ranks=3, links=links, arena_bytes=32 << 20
         )
     assert ended.said["ready"] == {0, 1, 2} and ended.said["after"] == {0, 1}, "\n".join(ended.lines)
+
+
+LEAVING = """
+import asyncio
+
+import numpy as np
+
+import zbmd
+
+
+async def main():
+    async with zbmd.join() as node:
+        gone = asyncio.Event()
+        node.on_peer_lost(lambda *notice: gone.set())
+        group = await zbmd.group(node)
+        total = await group.all_reduce(np.full(300_000, 1.0))  # who is slower in it than the one that leaves
+        assert (total == 3).all()
+        if node.rank == 2:
+            for to in (0, 1):
+                for k in range(50):
+                    await group.send(np.full(9, k), to, tag=k)
+            node.report({"left": node.rank})
+            return  # without a word, and closing nothing
+        await gone.wait()
+        for k in reversed(range(50)):
+            assert (await group.recv(2, tag=k)).array[0] == k, "what it sent before has come"
+        other = 1 - node.rank
+        await group.send(np.full(9, node.rank), other)
+        assert (await group.recv(other)).array[0] == other, "those who are there go on"
+        for call in (group.recv(2), group.send(np.ones(9), 2), group.recv(), group.barrier()):
+            try:
+                await call
+            except zbmd.OperationAborted:
+                pass
+            else:
+                raise AssertionError("nobody was there for it")
+        node.report({"stayed": node.rank})
+
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("links", ["auto", "tcp"])
+async def test_who_leaves_takes_nothing_with_it_that_was_sent_or_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: str
+) -> None:
+    async with asyncio.timeout(90):
+        ended = await run_and_kill_the_last(LEAVING, tmp_path, monkeypatch, ranks=3, links=links)
+    assert ended.result.outcome is Outcome.SUCCEEDED, "\n".join(ended.lines)
+    assert ended.said["left"] == {2} and ended.said["stayed"] == {0, 1}, "\n".join(ended.lines)
+
+
+async def test_leaving_closes_what_is_open() -> None:
+    async with zbmd.join() as node:
+        plain, elastic = await zbmd.group(node), await zbmd.elastic_group(node, channel=1)
+        closed = await zbmd.group(node, channel=2)
+        await closed.close()
+        waits = asyncio.create_task(plain.recv())
+        await asyncio.sleep(0)
+    with pytest.raises(OperationAborted, match="closed"):
+        await waits
+    for call in (plain.barrier(), elastic.barrier(), closed.barrier()):
+        with pytest.raises(OperationAborted, match="closed"):
+            await call
 
 
 async def test_a_receive_that_gives_up_leaves_the_message_for_the_next() -> None:

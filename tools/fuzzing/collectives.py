@@ -16,7 +16,7 @@ from zbmd.actors import wire
 from zbmd.actors.contracts import Contract
 from zbmd.actors.ref import Ref
 from zbmd.collectives import commit_messages as cm
-from zbmd.collectives import commit_wire, elastic_tag_machine, flight_dump, priority_machine, tagged
+from zbmd.collectives import commit_wire, elastic_tag_machine, flight_dump, priority_machine, tagged_wire
 from zbmd.collectives._program import READ
 from zbmd.collectives._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
 from zbmd.collectives.algorithms import Operation, Request
@@ -35,7 +35,7 @@ from zbmd.collectives.repair_messages import Inputs, OnLoss, Phase, Report
 from zbmd.collectives.repair_uneven_jobs import blocks_of
 from zbmd.collectives.repair_verdict import decide
 from zbmd.collectives.repair_wire import Told, decode_report, encode_report
-from zbmd.collectives.tag_machine import Arrived, SendPosted, TagMachine, TakenThere
+from zbmd.collectives.tag_machine import Arrived, MemberLeft, SendPosted, TagMachine, TakenThere
 from zbmd.tools import flight
 from zbmd.tools.fuzzing.actors import DECODED
 from zbmd.tools.fuzzing.script import Script, blocks, read_blocks
@@ -366,18 +366,18 @@ def _flight(data: bytes) -> None:
 
 
 def _tagged_seeds() -> tuple[bytes, ...]:
-    small = tagged.TaggedMessage(
+    small = tagged_wire.TaggedMessage(
         epoch=EPOCH, channel=0, number=1, tag=3, dtype=0, shape=(2, 3), data=bytes(24), lent=None, digest=b""
     )
     handle = RegionHandle(slot=1, incarnation=1, offset=4096, nbytes=1 << 20, writable=False)
     large = msgspec.structs.replace(small, number=2, shape=(1 << 18,), data=b"", lent=handle, digest=bytes(8))
-    taken = tagged.TaggedTaken(epoch=EPOCH, channel=0, number=1)
-    greeting = tagged.TaggedGreeting(epoch=0, channel=0, view=EPOCH, since=EPOCH)
+    taken = tagged_wire.TaggedTaken(epoch=EPOCH, channel=0, number=1)
+    greeting = tagged_wire.TaggedGreeting(epoch=0, channel=0, view=EPOCH, since=EPOCH)
     first = EPOCH << elastic_tag_machine.SESSION_BITS
     later = msgspec.structs.replace(small, number=first + 1)
     told = msgspec.structs.replace(taken, number=first + 1)
-    closed = tagged.TaggedClosed(epoch=0, channel=0)
-    plain = [_from(RANKS[1], message) for message in (small, large, taken)]
+    closed = tagged_wire.TaggedClosed(epoch=0, channel=0)
+    plain = [_from(RANKS[1], message) for message in (small, large, taken, closed)]
     elastic = [_from(RANKS[1], message) for message in (greeting, later, told, closed)]
     return tuple(blocks(each[:k]) for each in (plain, elastic) for k in range(1, len(each) + 1))
 
@@ -388,11 +388,13 @@ def _tagged(data: bytes) -> None:
     machine.handle(SendPosted(key=1, to=RANKS[1], tag=0), now_ns=0)
     for body in read_blocks(data, MESSAGES_MAX):
         message, source = _codec().decode_contract(body[1:]), body[0] if body else 0
-        if isinstance(message, tagged.TaggedMessage):
-            tagged.described(message, source)
+        if isinstance(message, tagged_wire.TaggedMessage):
+            tagged_wire.described(message, source)
             machine.handle(Arrived(source=source, number=message.number, tag=message.tag), now_ns=0)
-        elif isinstance(message, tagged.TaggedTaken):
+        elif isinstance(message, tagged_wire.TaggedTaken):
             machine.handle(TakenThere(by=source, number=message.number), now_ns=0)
+        elif isinstance(message, tagged_wire.TaggedClosed):
+            machine.handle(MemberLeft(source=source), now_ns=0)
         machine.check_invariants()
 
 
@@ -405,16 +407,16 @@ def _tagged_elastic(data: bytes) -> None:
     for body in read_blocks(data, MESSAGES_MAX):
         message, source = _codec().decode_contract(body[1:]), body[0] if body else 0
         match message:
-            case tagged.TaggedGreeting(view=view, since=since):
+            case tagged_wire.TaggedGreeting(view=view, since=since):
                 greeted = elastic_tag_machine.Greeted(source=source, epoch=view, since=since)
                 machine.handle(greeted, now_ns=0)
-            case tagged.TaggedMessage():
-                tagged.described(message, source)
+            case tagged_wire.TaggedMessage():
+                tagged_wire.described(message, source)
                 machine.handle(Arrived(source=source, number=message.number, tag=message.tag), now_ns=0)
-            case tagged.TaggedTaken(number=number):
+            case tagged_wire.TaggedTaken(number=number):
                 machine.handle(TakenThere(by=source, number=number), now_ns=0)
-            case tagged.TaggedClosed():
-                machine.handle(elastic_tag_machine.MemberLeft(source=source), now_ns=0)
+            case tagged_wire.TaggedClosed():
+                machine.handle(MemberLeft(source=source), now_ns=0)
             case _:
                 pass
         machine.check_invariants()

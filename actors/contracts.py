@@ -57,9 +57,11 @@ class ContractMeta(msgspec.StructMeta):
 
     Without `id` the class's qualified name is the id, shortened with its hash if it is too long.
     `telemetry=True`: only the latest matter, so a full mailbox may drop the oldest of them.
+    `parting=True`: the last of its sender; that its receiver has parted before is no news.
     """
 
     __zbmd_telemetry__: bool
+    __zbmd_parting__: bool
 
     def __new__(
         mcls,
@@ -71,6 +73,7 @@ class ContractMeta(msgspec.StructMeta):
         version: int = 1,
         compatible_from: int | None = None,
         telemetry: bool = False,
+        parting: bool = False,
     ) -> ContractMeta:
         qualified = f"{namespace['__module__']}:{namespace['__qualname__']}"
         contract_id = _checked_id(id, qualified)
@@ -81,6 +84,7 @@ class ContractMeta(msgspec.StructMeta):
             mcls, name, bases, namespace, tag=f"{contract_id}/{version}", array_like=True, frozen=True
         )
         cls.__zbmd_telemetry__ = telemetry
+        cls.__zbmd_parting__ = parting
         if any(isinstance(base, ContractMeta) for base in bases):
             _register(cls, contract_id, version, oldest)  # type: ignore[arg-type]
         return cls
@@ -121,6 +125,13 @@ def _register(cls: type[Contract], contract_id: str, version: int, oldest: int) 
 def contract_tag(contract: type[Contract] | Contract) -> str:
     """`"id/version"` of a contract or of a message."""
     return str(contract.__struct_config__.tag)
+
+
+def is_parting(tag: str) -> bool:
+    """Whether nobody has to know that a message of the contract `tag`, `"id/version"`, was not taken."""
+    contract_id, _, version = tag.rpartition("/")
+    contract = _registry.get((contract_id, int(version))) if version.isdecimal() else None
+    return contract is not None and contract.__zbmd_parting__
 
 
 def registered() -> Mapping[tuple[str, int], type[Contract]]:

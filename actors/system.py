@@ -25,7 +25,7 @@ from zbmd.actors.actor import (
     remote_class_id,
 )
 from zbmd.actors.cell import LINKS_MAX, ActorCell
-from zbmd.actors.contracts import check_fingerprints
+from zbmd.actors.contracts import check_fingerprints, is_parting
 from zbmd.actors.deadlines import Expired
 from zbmd.actors.errors import ActorError, DeadActor, NameTaken, SystemStopped, TooManyPending
 from zbmd.actors.loop_watch import unwatch_loop
@@ -578,6 +578,8 @@ class ActorSystem(Messaging):
 
     def bounced(self, ref: Ref, sender: str, contract: str, error: ActorError) -> None:
         """A told message was rejected: tell its sender if that is an actor that listens, or the log."""
+        if is_parting(contract):
+            return
         self.undelivered += 1
         cell = self._cells.get(sender)
         if cell is not None and Undelivered in cell.handlers:

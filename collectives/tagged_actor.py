@@ -12,7 +12,6 @@ import structlog
 
 from zbmd.actors.actor import Actor, on
 from zbmd.actors.context import sender_process
-from zbmd.actors.errors import ActorError
 from zbmd.actors.member import Node
 from zbmd.actors.rank_names import rank_of
 from zbmd.collectives.tagged import ACTOR_NAME, Tagged, TaggedEnd
@@ -23,6 +22,7 @@ from zbmd.collectives.tagged_wire import (
     TaggedMessage,
     TaggedTaken,
 )
+from zbmd.transport.errors import ZbmdError
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.tagged")
 
@@ -99,7 +99,7 @@ def pass_on_end(node: Node, groups: Iterable[TaggedEnd], rank: int, incarnation:
         group.link_ends(rank, incarnation)
 
     async def tell() -> None:
-        with contextlib.suppress(ActorError):  # this process has left by now
+        with contextlib.suppress(ZbmdError):  # this process has left by now
             ended = TaggedLinkEnded(rank=rank, incarnation=incarnation)
             await node.system.ref(f"{node.system.name}/{ACTOR_NAME}").tell(ended)
 

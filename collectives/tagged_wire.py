@@ -40,7 +40,7 @@ class TaggedTaken(Contract, id="zbmd.tagged.taken"):
     number: Count
 
 
-class TaggedClosed(Contract, id="zbmd.tagged.closed"):
+class TaggedClosed(Contract, id="zbmd.tagged.closed", parting=True):
     """The sender has closed the group: nothing more comes from it, and nothing is taken."""
 
     epoch: Count

@@ -27,9 +27,12 @@ class Setting:
     zero: int = 0
     mesh: str = ""
     ranks: int = RANKS_DEFAULT
+    optimizer: str = "adamw"
 
     @classmethod
-    def of(cls, *, zero: int = 0, mesh: str = "", ranks: int | None = None) -> Setting:
+    def of(
+        cls, *, zero: int = 0, mesh: str = "", ranks: int | None = None, optimizer: str = "adamw"
+    ) -> Setting:
         """The ranks of a mesh are those that it has. Raises `UserError` for what is no job."""
         if zero and mesh:
             raise UserError("a job has --zero or --mesh: not both.")
@@ -38,11 +41,12 @@ class Setting:
             if not all(size.isdecimal() and int(size) for size in sizes):
                 raise UserError(f"--mesh {mesh}: say the size of each axis, such as dp=2,pp=2.")
             ranks = math.prod(map(int, sizes)) if ranks is None else ranks
-        return cls(zero=zero, mesh=mesh, ranks=RANKS_DEFAULT if ranks is None else ranks)
+        ranks = RANKS_DEFAULT if ranks is None else ranks
+        return cls(zero=zero, mesh=mesh, ranks=ranks, optimizer=optimizer)
 
     def __str__(self) -> str:
         what = f"zero={self.zero}" if self.zero else self.mesh or "replicas"
-        return f"{what} n={self.ranks}"
+        return f"{what} n={self.ranks}{'' if self.optimizer == 'adamw' else f' {self.optimizer}'}"
 
     @property
     def recovery(self) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ from zbmd.tools.kill_ledger import Finding, Ledger, table
 from zbmd.tools.kill_passes import Passes, read_passes
 from zbmd.tools.kill_worker import Case, Ended, Worker
 from zbmd.tools.small_job import RANKS_DEFAULT, write_text
+from zbmd.training.optim import OPTIMIZERS
 from zbmd.transport import faults
 from zbmd.transport.errors import UserError
 
@@ -113,6 +114,7 @@ class Sweep:
             ranks=setting.ranks,
             zero=setting.zero,
             mesh=setting.mesh,
+            optimizer=setting.optimizer,
             counts=counts,
         )
         ended = worker.run(case)
@@ -155,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the points and end")
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="stage; 0: none")
     parser.add_argument("--mesh", default="", help="of a run of zbmd train, such as dp=2,pp=2")
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw", help="(%(default)s)")
     parser.add_argument("--every", action="store_true", help="every stage of ZeRO, and five meshes")
     parser.add_argument("-n", type=int, help=f"ranks ({RANKS_DEFAULT}, or those of the mesh)")
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="keep what was found, and go on from it")
@@ -187,7 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sweep(arguments: argparse.Namespace, ledger: Ledger) -> None:
-    one = Setting.of(zero=arguments.zero, mesh=arguments.mesh, ranks=arguments.n)
+    one = Setting.of(
+        zero=arguments.zero, mesh=arguments.mesh, ranks=arguments.n, optimizer=arguments.optimizer
+    )
     settings = every_setting() if arguments.every else [one]
     until_s = time.monotonic() + 60.0 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="zbmd-sweep-") as scratch:

@@ -39,6 +39,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     zero: int = 0
     mesh: str = ""
     precision: Precision = "float32"
+    optimizer: str = "adamw"
     on_loss: OnLoss = OnLoss.REPLACE
     links: str = "auto"
     counts: Path | None = None
@@ -110,6 +111,7 @@ def _run(case: Case) -> Ended:
             zero=case.zero,
             mesh=case.mesh,
             precision=case.precision,
+            optimizer=case.optimizer,
             on_loss=case.on_loss,
             links=case.links,
             counts=case.counts,

@@ -23,6 +23,7 @@ from zbmd.tools import kill_passes
 from zbmd.tools.runs_cli import audit_run
 from zbmd.training import job as training_job
 from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.optim import OPTIMIZERS
 from zbmd.training.precision import SCALE_MOST, Precision
 from zbmd.training.tensor import run as mesh_run
 from zbmd.training.tensor.options import TrainOptions
@@ -91,6 +92,7 @@ async def run_small_job(
     offload: Path | None = None,
     mesh: str = "",
     precision: Precision = "float32",
+    optimizer: str = "adamw",
     counts: Path | None = None,
     limit_s: float = RUN_S_MAX,
     template: EarlyTemplate | None = None,
@@ -99,15 +101,16 @@ async def run_small_job(
 ) -> Outcome:
     """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked. links: as `ZBMD_LINKS`.
     zero: the stage that shares its state out, 0 for none; offload: the folder of its files; mesh: a run of
-    `zbmd train` on one, in `precision`; counts: a directory that ranks write to how often they pass each
-    point (`kill_passes`), and none dies; limit_s: a run that takes longer has failed; template: one that was
-    forked for this job; more: further options of a job that is on no mesh; see: is given what the host tells.
+    `zbmd train` on one, in `precision`; optimizer: its name; counts: a directory that ranks write to how
+    often they pass each point (`kill_passes`), and none dies; limit_s: a run that takes longer has failed;
+    template: one that was forked for this job; more: further options of a job that is on no mesh; see: is
+    given what the host tells.
 
     Raises `UserError` if the run fails or the ledger does not balance.
     """
     run = _Run(see)
     target, arguments, preload = _job_of(
-        out, data, zero=zero, offload=offload, mesh=mesh, precision=precision
+        out, data, zero=zero, offload=offload, mesh=mesh, precision=precision, optimizer=optimizer
     )
     arguments = (*arguments, *more)
     if counts is not None:
@@ -149,16 +152,24 @@ def _failures(failures: Sequence[RankDown]) -> tuple[str, ...]:
 
 
 def _job_of(
-    out: Path, data: Path, *, zero: int, offload: Path | None, mesh: str, precision: Precision
+    out: Path,
+    data: Path,
+    *,
+    zero: int,
+    offload: Path | None,
+    mesh: str,
+    precision: Precision,
+    optimizer: str,
 ) -> tuple[str, tuple[str, ...], str]:
     """Module, arguments, and what is imported ahead of them."""
     if mesh:
         return (
             "zbmd.training.tensor",
-            (mesh_recipe(out, data, mesh, precision, offload).encode(),),
+            (mesh_recipe(out, data, mesh, precision, offload, optimizer).encode(),),
             mesh_run.__name__,
         )
-    arguments = (*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(out))
+    plain = ("--steps", str(STEPS), "--data", str(data), "--out", str(out), "--optimizer", optimizer)
+    arguments = (*SHAPE, *plain)
     if zero:
         shared = ("--zero", str(zero), *(() if offload is None else ("--offload", str(offload))))
         return "zbmd.training", (*arguments, *shared), zero_job.__name__
@@ -166,7 +177,12 @@ def _job_of(
 
 
 def mesh_recipe(
-    out: Path, data: Path, mesh: str, precision: Precision = "float32", offload: Path | None = None
+    out: Path,
+    data: Path,
+    mesh: str,
+    precision: Precision = "float32",
+    offload: Path | None = None,
+    optimizer: str = "adamw",
 ) -> TrainOptions:
     """The small run on a mesh: a checkpoint and an evaluation are due on the way, and float16 overflows."""
     return TrainOptions(
@@ -177,7 +193,7 @@ def mesh_recipe(
         offload=offload,
         loss_scale=SCALE_MOST,
         model=GPTConfig(width=32, heads=2, layers=2, context=16),
-        training=TrainingConfig(steps=STEPS, shards=6),
+        training=TrainingConfig(steps=STEPS, shards=6, optimizer=OPTIMIZERS[optimizer]),
         evaluate_every=2,
         evaluate_windows=4,
         checkpoint_every=3,

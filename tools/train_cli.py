@@ -20,7 +20,7 @@ from zbmd.tools import node_cli
 from zbmd.tools.settings import read_config
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.mesh import Mesh
-from zbmd.training.optim import AdamWConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
+from zbmd.training.optim import OPTIMIZERS
 from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.schedule import CURVES
 from zbmd.training.tensor.axes import require_axes
@@ -45,12 +45,6 @@ A recipe is a TOML file with the same names:
 
 PREFIX: Final = "ZBMD_TRAIN_"
 SHORT_PRECISIONS: Final = {"bf16": "bfloat16", "f16": "float16"}
-OPTIMIZERS: Final[Mapping[str, OptimizerConfig]] = {
-    "adamw": AdamWConfig(),
-    "lion": LionConfig(),
-    "muon": MuonConfig(),
-    "sgd": SGDConfig(),
-}
 ValueT = TypeVar("ValueT")
 
 

@@ -32,6 +32,7 @@ from zbmd.training.job import (
     run,
     run_plain,
 )
+from zbmd.training.optim import OPTIMIZERS
 from zbmd.training.schedule import CURVES
 from zbmd.training.zero.job import check_zero, run_zero
 from zbmd.training.zero.trainer import ZeroOptions
@@ -72,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--lr", type=float, default=training.learning_rate, help="peak rate (%(default)s)")
     made.add_argument("--warmup", type=int, default=training.warmup_steps, help="steps (%(default)s)")
     made.add_argument("--curve", choices=CURVES, default=training.curve, help="of the rate (%(default)s)")
+    made.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw", help="(%(default)s)")
     made.add_argument("--horizon", type=int, default=0, help="steps over which it goes down; 0: all")
     for name in ("context", "width", "heads", "layers"):
         made.add_argument(f"--{name}", type=int, default=getattr(model, name), help="model (%(default)s)")
@@ -121,6 +123,7 @@ def options_of(arguments: argparse.Namespace) -> JobOptions:
             warmup_steps=arguments.warmup,
             curve=arguments.curve,
             horizon=arguments.horizon,
+            optimizer=OPTIMIZERS[arguments.optimizer],
         ),
         checkpoint_every=arguments.checkpoint_every,
         evaluate_every=arguments.evaluate_every,

@@ -12,10 +12,11 @@ import numpy as np
 
 from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.adamw import AdamWState
+from zbmd.training.cut import run_of
 from zbmd.training.optim import arrays_of
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.recipe import Recipe
-from zbmd.training.shard_files import Piece, SavedState, run_of, take_state
+from zbmd.training.shard_files import Piece, SavedState, take_state
 from zbmd.training.xp import Array, to_host
 
 

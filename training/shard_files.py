@@ -33,6 +33,7 @@ from zbmd.training.checkpoint import (
     require_checkpoint,
     require_steps_left,
 )
+from zbmd.training.cut import Cut
 from zbmd.training.files import write_atomically
 from zbmd.training.layout import ParameterLayout, ParameterSlot
 from zbmd.training.plan import require_plan
@@ -53,37 +54,6 @@ _SHARD_NAME: Final = re.compile(r"checkpoint-\d+-[0-9a-f]{16}-\d+\.safetensors")
 WRITE_POINT = faults.declare("shards.write", "before a rank writes its shard of a checkpoint")
 WRITTEN_POINT = faults.declare("shards.written", "when its shard is durable, before all are named")
 NAMED_POINT = faults.declare("shards.named", "when a new checkpoint is named, before the old one's shards go")
-
-
-class Cut(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a parameter: [:, start:stop, :] of it in the shape (outer, each, inner)."""
-
-    outer: int
-    each: int
-    inner: int
-    start: int
-    stop: int
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """That of the part."""
-        return self.outer, self.stop - self.start, self.inner
-
-    def of(self, whole: Array) -> Array:
-        """The part of a whole parameter, of any shape: a view in the shape of the part."""
-        return whole.reshape(self.outer, self.each, self.inner)[:, self.start : self.stop]
-
-    def check(self, size: int) -> None:
-        """Raise `ValueError` unless it is a part of a parameter of `size` elements."""
-        if min(self.outer, self.each, self.inner) < 1 or self.outer * self.each * self.inner != size:
-            raise ValueError(f"{self} is no part of {size} elements")
-        if not 0 <= self.start < self.stop <= self.each:
-            raise ValueError(f"{self} is empty, or more than there is")
-
-
-def run_of(size: int, start: int, stop: int) -> Cut:
-    """Elements [start, stop) of a parameter of `size`, as they lie one behind the other."""
-    return Cut(1, size, 1, start, stop)
 
 
 @dataclass(frozen=True, slots=True)

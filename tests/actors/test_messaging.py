@@ -245,6 +245,19 @@ async def test_a_cast_to_a_dead_actor_of_another_process_comes_back(pair: Pair) 
     assert await alive.ask(Read(), timeout=5) == Notes([1])
 
 
+async def test_that_a_parting_word_was_not_taken_is_no_news(pair: Pair) -> None:
+    here, there = pair
+
+    class Farewell(Contract, id="messaging.farewell", parting=True):
+        pass
+
+    alive = here.ref((await there.spawn(Pad)).address)
+    for message in (Farewell(), Note(1)):
+        await here.ref("rank1/nobody").tell(message)
+    assert await alive.ask(Read(), timeout=5) == Notes([]), "all answers of before have come"
+    assert here.undelivered == 1, "the note"
+
+
 async def test_a_cast_serves_those_with_room_before_it_waits(system: ActorSystem) -> None:
     holding, journal = asyncio.Event(), list[str]()
     full = await system.spawn(Patient, holding, journal, mailbox=MailboxSpec(capacity=1))

@@ -31,6 +31,7 @@ class SmallJobs:
         zero: int = 0,
         mesh: str = "",
         precision: Precision = "float32",
+        optimizer: str = "adamw",
     ) -> Outcome:
         """As `zbmd.tools.small_job.run_small_job`, captured if this process's environment says so."""
         case = Case(
@@ -43,6 +44,7 @@ class SmallJobs:
             zero=zero,
             mesh=mesh,
             precision=precision,
+            optimizer=optimizer,
             variables={name: value for name, value in os.environ.items() if name == CAPTURE_VARIABLE},
         )
         ended = self._worker.run(case)

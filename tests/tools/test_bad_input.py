@@ -170,7 +170,6 @@ BAD_RECIPES = [
     (4, {"mesh": "tp=4"}, "2 heads cannot be divided over 4"),
     (2, {"mesh": "tp=2", "context": 9}, "9 positions cannot be divided over 2"),
     (8, {"mesh": "dp=4,pp=2", "layers": 2, "shards": 3}, "3 logical shards are too few for dp=4 pipelines"),
-    (2, {"mesh": "tp=2", "optimizer": "muon"}, "Muon needs whole matrices"),
     (2, {"width": 8192, "layers": 64}, "2 ranks need at least"),
     (1, {"data": "short"}, "short is too short"),
     (1, {"data": "short", "tokens": "bpe", "vocabulary": 300}, "the dataset short is too short"),

@@ -21,6 +21,7 @@ from zbmd.training.adamw import AdamWState
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.corpus import Corpus, prepare_corpus
 from zbmd.training.gpt import GPT, parameter_shapes
+from zbmd.training.optim import MuonConfig
 from zbmd.training.plain import PlainTrainer
 from zbmd.training.precision import Precision, Storage
 from zbmd.training.recipe import Recipe
@@ -118,6 +119,29 @@ async def test_a_model_that_is_cut_trains_as_a_whole_one(ranks: int, corpus: Pat
         off = distance(found[case.name][0], wanted[0])
         assert 0 < off <= limit, (case.name, off)
         np.testing.assert_allclose(found[case.name][1], wanted[1], rtol=10 * limit)
+
+
+async def test_muon_takes_whole_matrices_of_what_is_cut(corpus: Path, tmp_path: Path) -> None:
+    """Neither stages nor replicas change a bit, and tp no more than the order of its sums."""
+    few = replace(TRAINING, optimizer=MuonConfig())
+    limits: dict[Precision, float] = {"float32": 1e-6, "float64": 1e-12}
+    for dtype, limit in limits.items():
+        cube, plane = (
+            Case(
+                name=mesh,
+                mesh=mesh,
+                model=replace(OURS, layers=2),
+                training=few,
+                corpus=str(corpus),
+                dtype=dtype,
+            )
+            for mesh in ("dp=2,pp=2,tp=2", "tp=2")
+        )
+        weights, losses = (await on_ranks(tmp_path, 8, cube))[cube.name]
+        wanted = (await on_ranks(tmp_path, 2, plane))[plane.name]
+        assert (weights.tobytes(), losses) == (wanted[0].tobytes(), wanted[1]), dtype
+        off = distance(weights, alone(plane)[0])
+        assert 0 < off <= limit, dtype
 
 
 async def test_data_parallelism_changes_no_bit(corpus: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,11 +17,13 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools.small_job import write_text
 from zbmd.training import __main__ as training
 from zbmd.training.job import open_recipe, run_plain
+from zbmd.training.optim import MuonConfig, hidden_of
 from zbmd.training.plain import PlainTrainer
 from zbmd.training.precision import Storage
 from zbmd.training.recipe import Recipe
 from zbmd.training.shard_files import SHARDS_NAME, read_names
 from zbmd.training.weights import load_weights
+from zbmd.training.zero.trainer import shards_of
 from zbmd.transport import faults
 
 STEPS = 50
@@ -28,10 +31,13 @@ SHAPE = ("--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--
 
 EVERY_STAGE = """
 import asyncio, hashlib, os, sys
+from dataclasses import replace
 import zbmd
 from zbmd.training.__main__ import options_of, parser
 from zbmd.training.clip import TrainingDiverged
 from zbmd.training.job import open_recipe
+from zbmd.training.optim import MuonConfig
+from zbmd.training.recipe import Recipe
 from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
 
 
@@ -63,6 +69,8 @@ def train(node, group, recipe):
 
 async def main():
     recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
+    if os.environ["OPTIMIZER"] == "muon":
+        recipe = Recipe(recipe.model, recipe.corpus, replace(recipe.config, optimizer=MuonConfig()))
     ranks = int(os.environ["WORLD_SIZE"])
     sizes = [arena_bytes_needed(recipe.model, recipe.config, zero, ranks=ranks) for zero, _ in OPTIONS]
     async with zbmd.join(arena=sum(sizes) + sizes[0]) as node:
@@ -139,13 +147,26 @@ def alone(recipe: Recipe, storage: Storage, steps: int) -> str:
     return f"{done.loss!r} {done.grad_norm!r} {skipped} {digest}"
 
 
-@pytest.mark.parametrize(("ranks", "links"), [(2, "tcp"), (4, "auto")])
-async def test_every_stage_has_the_bits_of_one_process(ranks: int, links: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "links", "optimizer"), [(2, "tcp", "adamw"), (4, "auto", "adamw"), (5, "auto", "muon")]
+)
+async def test_every_stage_has_the_bits_of_one_process(
+    ranks: int, links: str, optimizer: str, tmp_path: Path
+) -> None:
+    """Muon's as well, which gathers the matrices that the shards cut."""
     data = write_text(tmp_path / "text")
     arguments = (*SHAPE, "--steps", str(STEPS), "--shards", "8", "--data", str(data), "--out", str(tmp_path))
     recipe = open_recipe(training.options_of(training.parser().parse_args(arguments)))
+    if optimizer == "muon":
+        recipe = Recipe(recipe.model, recipe.corpus, replace(recipe.config, optimizer=MuonConfig()))
+        cut = [
+            unit.cut_of(slot, 0)
+            for unit in shards_of(recipe.model, ranks).units
+            for slot in hidden_of(recipe.model.layout)
+        ]
+        assert any(one is not None and 0 < one.stop < one.each for one in cut), "no matrix is cut"
     wanted = {"float32": alone(recipe, "float32", STEPS)}
-    if ranks == 4:
+    if ranks > 2:
         wanted |= {storage: alone(recipe, storage, 6) for storage in ("bfloat16", "float16")}
 
     script, output = tmp_path / "job.py", Lines()
@@ -154,7 +175,7 @@ async def test_every_stage_has_the_bits_of_one_process(ranks: int, links: str, t
         target=str(script),
         arguments=arguments,
         world_size=ranks,
-        environment={LINKS_VARIABLE: links},
+        environment={LINKS_VARIABLE: links, "OPTIMIZER": optimizer},
         preload=("zbmd.training.zero.job",),
     )
     ended = await Host(config, output=output).run()

@@ -35,6 +35,7 @@ from zbmd.tools.run_result import RESULT_NAME, load_result, save_result
 from zbmd.training.checkpoint import Checkpoint, checkpoint_version, load_checkpoint, save_checkpoint
 from zbmd.training.config import GPTConfig
 from zbmd.training.corpus import CORPUS_FILE, Corpus, prepare_corpus
+from zbmd.training.cut import run_of
 from zbmd.training.gpt import parameter_shapes
 from zbmd.training.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
 from zbmd.training.hugging_face import WEIGHTS_NAME as GPT2_WEIGHTS_NAME
@@ -49,7 +50,6 @@ from zbmd.training.shard_files import (
     Piece,
     ShardNames,
     open_state,
-    run_of,
     write_names,
     write_shard,
 )

@@ -6,26 +6,36 @@ All but Muon are elementwise, so their bits do not depend on how the flat array 
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Protocol, assert_never
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
+from typing import Final, Protocol, assert_never
 
 import numpy as np
 
 from zbmd.training.adamw import ARRAYS, AdamW, AdamWConfig, AdamWState, Shard, StateArray
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.optim.lion import Lion, LionConfig
-from zbmd.training.optim.muon import Muon, MuonConfig
+from zbmd.training.optim.muon import Gather, HeldMatrices, HeldMatrix, Muon, MuonConfig, alone, hidden_of
 from zbmd.training.optim.sgd import SGD, SGDConfig
 from zbmd.training.xp import Array
 from zbmd.transport.errors import UserError
 
 OptimizerConfig = AdamWConfig | LionConfig | MuonConfig | SGDConfig
 
+OPTIMIZERS: Final[Mapping[str, OptimizerConfig]] = MappingProxyType(
+    {"adamw": AdamWConfig(), "lion": LionConfig(), "muon": MuonConfig(), "sgd": SGDConfig()}
+)
+"""By the names that command lines and recipes have for them."""
+
 __all__ = [
+    "OPTIMIZERS",
     "SGD",
     "AdamW",
     "AdamWConfig",
     "AdamWState",
+    "Gather",
+    "HeldMatrices",
+    "HeldMatrix",
     "Lion",
     "LionConfig",
     "Muon",
@@ -33,7 +43,9 @@ __all__ = [
     "Optimizer",
     "OptimizerConfig",
     "SGDConfig",
+    "alone",
     "arrays_of",
+    "hidden_of",
     "optimizer_for",
 ]
 
@@ -66,17 +78,21 @@ def optimizer_for(
     xp: ModuleType = np,
     dtype: type[np.floating] = np.float32,
     shard: Shard | None = None,
+    held: HeldMatrices | None = None,
 ) -> Optimizer:
-    """Return the optimizer that `config` is of; `shard` as in `AdamW`. Raises `UserError` for Muon of one."""
+    """Return the optimizer that `config` is of; `shard` as in `AdamW`, `held` as in `Muon`.
+
+    Raises `UserError` for Muon of a shard without `held`.
+    """
     match config:
         case AdamWConfig():
             return AdamW(config, layout, xp=xp, dtype=dtype, shard=shard)
         case LionConfig():
             return Lion(config, layout, xp=xp, shard=shard)
         case MuonConfig():
-            if shard is not None:
-                raise UserError("Muon needs whole matrices, and ZeRO cuts them: choose another optimizer.")
-            return Muon(config, layout, xp=xp, dtype=dtype)
+            if shard is not None and held is None:
+                raise UserError("Muon needs whole matrices, and --offload cuts them: choose another one.")
+            return Muon(config, layout, xp=xp, dtype=dtype, held=held, shard=shard)
         case SGDConfig():
             return SGD(config, layout, xp=xp, shard=shard)
         case _:

@@ -4,17 +4,25 @@ K. Jordan and others, "Muon: an optimizer for hidden layers in neural networks",
 (kellerjordan.github.io/posts/muon). The iteration is Newton and Schulz's, of fifth order, with coefficients
 that bring every singular value near 1 in a few rounds, none exactly. Everything that is no hidden matrix
 (embedding, head, gains) is AdamW's.
+
+The momentum is elementwise, but to be orthogonal a matrix has to be whole. Ranks that hold parts of one
+(ZeRO's shards, tensor parallelism's columns and rows) gather it; each that holds some works on all of it, and
+takes its own part of the result. It costs an all-gather of the matrix, and has the bits of one that is whole.
+(So do J. Liu and others, "Muon is scalable for LLM training", 2025, arXiv:2502.16982.)
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import msgspec
 import numpy as np
 
-from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState
+from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState, Shard
+from zbmd.training.cut import Cut, run_of
 from zbmd.training.layout import ParameterLayout, ParameterSlot
 from zbmd.training.xp import Array, widened
 
@@ -33,8 +41,54 @@ class MuonConfig(msgspec.Struct, frozen=True, kw_only=True, tag="muon"):
     adamw: AdamWConfig = msgspec.field(default_factory=AdamWConfig)
 
 
+def alone(piece: Array) -> Sequence[Array]:
+    """The pieces of a group of one."""
+    return [piece]
+
+
+Gather = Callable[[Array], Sequence[Array]]
+"""Takes this rank's piece, 1-D, as long as the others'; returns all, in order. All ranks call it together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldMatrix:
+    """What this rank holds of a hidden matrix.
+
+    shape: the whole matrix's. span: where its piece lies in the arrays that are updated. cuts: what each of
+    the ranks that hold it together has of it, by place; None: nothing. place: this rank's.
+    """
+
+    shape: tuple[int, ...]
+    span: slice
+    cuts: tuple[Cut | None, ...]
+    place: int = 0
+
+    @property
+    def held(self) -> Cut | None:
+        """This rank's part."""
+        return self.cuts[self.place]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it has to be gathered: more than one rank has some of it, and none has all."""
+        whole = math.prod(self.shape)
+        return all(cut is None or math.prod(cut.shape) < whole for cut in self.cuts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldMatrices:
+    """The hidden matrices of which ranks hold parts, the same and in the same order on all of them."""
+
+    matrices: tuple[HeldMatrix, ...]
+    gather: Gather = alone
+
+
 class Muon:
-    """The optimizer of one layout. Of a hidden matrix it keeps one moment, `mean`: the momentum."""
+    """The optimizer of one layout. Of a hidden matrix it keeps one moment, `mean`: the momentum.
+
+    With `held`, the ranks that hold parts of the matrices update together. `shard` as in `AdamW`: what of the
+    arrays is AdamW's.
+    """
 
     def __init__(
         self,
@@ -43,12 +97,15 @@ class Muon:
         *,
         xp: ModuleType = np,
         dtype: type[np.floating] = np.float32,
+        held: HeldMatrices | None = None,
+        shard: Shard | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
         self.xp = xp
-        self._hidden = tuple(slot for slot in layout.slots if is_hidden(slot))
-        self._rest = AdamW(config.adamw, layout, xp=xp, dtype=dtype, skipped=self._hidden)
+        hidden = hidden_of(layout)
+        self._held = HeldMatrices(matrices=_whole(hidden)) if held is None else held
+        self._rest = AdamW(config.adamw, layout, xp=xp, dtype=dtype, skipped=hidden, shard=shard)
 
     def update(
         self,
@@ -60,36 +117,71 @@ class Muon:
         learning_rate: float,
         grad_scale: float = 1.0,
     ) -> None:
-        """Write to `new` the state that follows `old` by `grad_scale * grads`; see `AdamW.update`."""
+        """Write to `new` the state that follows `old` by `grad_scale * grads`; see `AdamW.update`.
+
+        Raises what the gathering raises; then `new` is neither the one nor the other.
+        """
         rate = learning_rate * self.config.adamw_rate
         self._rest.update(old, new, grads, step=step, learning_rate=rate, grad_scale=grad_scale)
-        for slot in self._hidden:
-            self._update_matrix(old, new, grads, slot, learning_rate, grad_scale)
+        for matrix in self._held.matrices:
+            slope = self._momentum(old, new, grads, matrix.span, grad_scale)
+            move = self._orthogonal(matrix, slope)
+            if move is not None:
+                self._move(old, new, matrix, move, learning_rate)
 
-    def _update_matrix(
-        self,
-        old: AdamWState,
-        new: AdamWState,
-        grads: Array,
-        slot: ParameterSlot,
-        learning_rate: float,
-        grad_scale: float,
-    ) -> None:
-        momentum, span = self.config.momentum, slot.span
+    def _momentum(
+        self, old: AdamWState, new: AdamWState, grads: Array, span: slice, grad_scale: float
+    ) -> Array:
+        """Write the new momentum; what it looks ahead to (Nesterov's), of this rank's piece."""
+        momentum = self.config.momentum
         slope = widened(grads[span]) * grad_scale
         mean = new.mean[span]
         self.xp.multiply(old.mean[span], momentum, out=mean)
         slope *= 1.0 - momentum
         mean += slope
-        # Nesterov's look ahead: momentum * mean + (1 - momentum) * gradient.
+        # momentum * mean + (1 - momentum) * gradient
         slope += mean * momentum
-        inputs, outputs = slot.shape
-        move = orthogonalized(slope.reshape(slot.shape), xp=self.xp)
+        return slope
+
+    def _orthogonal(self, matrix: HeldMatrix, slope: Array) -> Array | None:
+        """This rank's part of the whole matrix made orthogonal; None if it holds none of it."""
+        if not matrix.is_apart:
+            return None if matrix.held is None else orthogonalized(slope.reshape(matrix.shape), xp=self.xp)
+        whole = self._gathered(matrix, slope)
+        return None if matrix.held is None else matrix.held.of(orthogonalized(whole, xp=self.xp))
+
+    def _gathered(self, matrix: HeldMatrix, slope: Array) -> Array:
+        xp, sizes = self.xp, [0 if cut is None else math.prod(cut.shape) for cut in matrix.cuts]
+        mine = xp.zeros(max(sizes), dtype=slope.dtype)
+        mine[: len(slope)] = slope
+        whole: Array = xp.empty(matrix.shape, dtype=slope.dtype)
+        for cut, size, piece in zip(matrix.cuts, sizes, self._held.gather(mine), strict=True):
+            if cut is not None:
+                cut.of(whole)[...] = piece[:size].reshape(cut.shape)
+        return whole
+
+    def _move(
+        self, old: AdamWState, new: AdamWState, matrix: HeldMatrix, move: Array, learning_rate: float
+    ) -> None:
+        inputs, outputs = matrix.shape
+        span, weights = matrix.span, new.weights[matrix.span]
         move *= learning_rate * math.sqrt(max(1.0, outputs / inputs))
-        weights = new.weights[span]
         self.xp.multiply(old.weights[span], 1.0 - learning_rate * self.config.weight_decay, out=weights)
         weights -= move.reshape(-1)
         new.square[span] = old.square[span]
+
+
+def _whole(slots: Sequence[ParameterSlot]) -> tuple[HeldMatrix, ...]:
+    """Matrices that this rank holds all of."""
+    return tuple(
+        HeldMatrix(shape=slot.shape, span=slot.span, cuts=(run_of(slot.size, 0, slot.size),))
+        for slot in slots
+    )
+
+
+def hidden_of(layout: ParameterLayout) -> tuple[ParameterSlot, ...]:
+    """The parameters that are matrices between hidden layers."""
+    return tuple(slot for slot in layout.slots if is_hidden(slot))
 
 
 def is_hidden(slot: ParameterSlot) -> bool:

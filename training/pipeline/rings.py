@@ -18,7 +18,7 @@ import numpy as np
 from zbmd.actors.member import Node
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group import Group
-from zbmd.training import spans
+from zbmd.training.gathering import gather_rows
 from zbmd.training.pipeline.program import StageProgram
 from zbmd.training.pipeline.stage_events import Await, Put, Release, Told
 from zbmd.training.pipeline.storage import Boundary, boundary_of, slots_of
@@ -257,14 +257,6 @@ class StageRings:
 
     def _value(self, count: int) -> int:
         return self._epoch << _EPOCH_SHIFT | count
-
-
-def gather_rows(group: Group, rows: Array) -> Array:
-    """The `rows` of all members of a group, one behind the other, in their order."""
-    end_ns = group.deadline_ns()
-    with spans.COMM:
-        every: Array = group.submit(lambda c: c.all_gather_v(rows, deadline_ns=end_ns)).result()
-        return every
 
 
 def _exchange(group: Group, data: bytes) -> list[bytes]:

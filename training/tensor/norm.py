@@ -12,9 +12,9 @@ import numpy as np
 from zbmd.collectives.group import Group
 from zbmd.training import spans
 from zbmd.training.clip import global_norm, norm_from
+from zbmd.training.gathering import gather_rows
 from zbmd.training.pipeline.norm import norm_of, pieces_length, pieces_of
 from zbmd.training.pipeline.own import OwnParts
-from zbmd.training.pipeline.rings import gather_rows
 from zbmd.training.precision import computing_dtype
 from zbmd.training.tensor.shards import cut_of
 from zbmd.training.xp import Array, widened

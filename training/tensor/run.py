@@ -25,7 +25,7 @@ from zbmd.training.job import weights_sha256
 from zbmd.training.journal import WEIGHTS_NAME
 from zbmd.training.layout import ParameterLayout
 from zbmd.training.mesh import Mesh
-from zbmd.training.optim import MuonConfig, arrays_of
+from zbmd.training.optim import arrays_of
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.plan import plan_text
@@ -89,8 +89,6 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
     model = options.model
     if options.weights is not None:
         model = load_gpt2(options.weights)[1]
-    if isinstance(options.training.optimizer, MuonConfig) and mesh.size("tp") > 1:
-        raise UserError("Muon needs whole matrices, and tp cuts them: choose another optimizer, or tp=1.")
     if options.tokens == "bpe":
         tokenizer = prepare_tokens(
             options.data,

@@ -14,9 +14,9 @@ from math import prod
 import numpy as np
 
 from zbmd.training.config import GPTConfig
+from zbmd.training.cut import Cut, run_of
 from zbmd.training.gpt import parameter_shapes
 from zbmd.training.layout import ParameterLayout, ParameterSlot
-from zbmd.training.shard_files import Cut, run_of
 from zbmd.training.xp import Array
 from zbmd.transport.errors import UserError
 

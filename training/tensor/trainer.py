@@ -23,16 +23,18 @@ from zbmd.training import spans
 from zbmd.training.accumulate import AccumulationPlan
 from zbmd.training.adamw import AdamWState
 from zbmd.training.clip import TrainingDiverged, clip_scale, non_finite
+from zbmd.training.cut import Cut, run_of
+from zbmd.training.gathering import gather_pieces, gather_rows
 from zbmd.training.gpt import GPT, Batch
 from zbmd.training.layout import ParameterLayout, ParameterSlot
 from zbmd.training.lookout import Lookout
 from zbmd.training.mesh import Mesh
 from zbmd.training.non_finite import bad_gradient, bad_weights, where_it_began
-from zbmd.training.optim import arrays_of
+from zbmd.training.optim import HeldMatrices, HeldMatrix, arrays_of, hidden_of
 from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.passes import StagePasses
 from zbmd.training.pipeline.program import Op
-from zbmd.training.pipeline.rings import RingMemory, StageRings, gather_rows
+from zbmd.training.pipeline.rings import RingMemory, StageRings
 from zbmd.training.pipeline.runnable import traffic_of
 from zbmd.training.pipeline.simulate import Costs, simulate
 from zbmd.training.precision import SCALE_FIRST, LossScale, attempted, computing_dtype
@@ -41,7 +43,7 @@ from zbmd.training.recipe import Recipe
 from zbmd.training.reduction import ShardReduction, is_alone
 from zbmd.training.rng import Noise
 from zbmd.training.room import told_by_step
-from zbmd.training.shard_files import Cut, Piece, SavedState, run_of, shared_out
+from zbmd.training.shard_files import Piece, SavedState, shared_out
 from zbmd.training.tensor.axes import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from zbmd.training.tensor.groups import MeshGroups
 from zbmd.training.tensor.model import ParallelGPT
@@ -141,13 +143,30 @@ class MeshTrainer:
         self.slot = 0
         """The one in use."""
         self._initial: Sequence[Array] = ()
-        self._optimizer = PagedUpdate(config.optimizer, self.own.layout, self.file)
+        self._optimizer = PagedUpdate(config.optimizer, self.own.layout, self.file, self._held_matrices())
         self._begin()
         self._ring_memory: RingMemory | None = None
         self._passes_or_none: StagePasses | None = None
         self._compute_ns = self._waited_ns = 0
         self._scale = self._initial_scale
         """Of the last attempt."""
+
+    def _held_matrices(self) -> HeldMatrices | None:
+        """What ranks along tp hold of the hidden matrices of this stage; None: all of each."""
+        if not isinstance(self.recipe.model, ParallelGPT):
+            return None
+        place, parts = self.groups.place(TENSOR_AXIS), self.groups.size(TENSOR_AXIS)
+        shards, hidden, held = self.recipe.model.shards, hidden_of(self.own.layout), list[HeldMatrix]()
+        for (slot, own), here in zip(self._cuts, self.own.layout.slots, strict=True):
+            is_cut = bool(cut_of(slot.name)[1])
+            cuts = tuple(shards.piece(slot, part) for part in range(parts)) if is_cut else (own,)
+            if here in hidden:
+                at = place if is_cut else 0
+                held.append(HeldMatrix(shape=slot.shape, span=here.span, cuts=cuts, place=at))
+        return HeldMatrices(matrices=tuple(held), gather=self._gathered)
+
+    def _gathered(self, piece: Array) -> Sequence[Array]:
+        return [piece] if self.groups.tensor is None else gather_pieces(self.groups.tensor, piece)
 
     # ---- the state
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zbmd.training.layout import ALIGNMENT, ParameterLayout
+from zbmd.training.cut import Cut, run_of
+from zbmd.training.layout import ALIGNMENT, ParameterLayout, ParameterSlot
 from zbmd.training.xp import Array
 from zbmd.transport.errors import UserError
 
@@ -47,6 +48,12 @@ class Unit:
     def in_shard(self) -> slice:
         """Where a rank's part lies in its shard."""
         return slice(self.shard_start, self.shard_start + self.part)
+
+    def cut_of(self, slot: ParameterSlot, rank: int) -> Cut | None:
+        """What of this parameter is in the part of `rank`; None: nothing."""
+        own = self.of_rank(rank)
+        start, stop = max(own.start, slot.span.start), min(own.stop, slot.span.stop)
+        return run_of(slot.size, start - slot.offset, stop - slot.offset) if start < stop else None
 
     def of_rank(self, rank: int) -> slice:
         """What of the flat array is in the part of `rank`: empty, or shorter than `part`, behind the end."""

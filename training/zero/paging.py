@@ -7,7 +7,7 @@ from typing import Final
 
 from zbmd.training.adamw import AdamWState, Shard, StateArray, update_blocks
 from zbmd.training.layout import ParameterLayout
-from zbmd.training.optim import OptimizerConfig, arrays_of, optimizer_for
+from zbmd.training.optim import HeldMatrices, OptimizerConfig, arrays_of, optimizer_for
 from zbmd.training.xp import Array
 from zbmd.training.zero.state_file import StateFile
 
@@ -50,14 +50,20 @@ class Paging:
 class PagedUpdate:
     """The optimizer of flat arrays of `layout`, run by run where they lie in `file`, else at once.
 
-    The bits are the same. Raises `UserError` for Muon of arrays in a file.
+    The bits are the same. `held` as in `Muon`. Raises `UserError` for Muon of arrays in a file.
     """
 
-    def __init__(self, config: OptimizerConfig, layout: ParameterLayout, file: StateFile | None) -> None:
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        layout: ParameterLayout,
+        file: StateFile | None,
+        held: HeldMatrices | None = None,
+    ) -> None:
         self.paging = Paging(file, arrays_of(config))
         if file is None:
             self._runs = [slice(0, layout.size)]
-            self._optimizers = [optimizer_for(config, layout)]
+            self._optimizers = [optimizer_for(config, layout, held=held)]
             return
         shards = list(_runs_of(layout))
         self._runs = [span for span, _ in shards]

@@ -17,13 +17,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbmd.training.adamw import AdamWState, Shard, update_blocks
+from zbmd.training.cut import Cut
 from zbmd.training.gpt import GPT, Batch
 from zbmd.training.layout import ParameterSlot
 from zbmd.training.lookout import Lookout, Where, lookout
-from zbmd.training.optim import OptimizerConfig, arrays_of, optimizer_for
+from zbmd.training.optim import (
+    Gather,
+    HeldMatrices,
+    HeldMatrix,
+    MuonConfig,
+    Optimizer,
+    OptimizerConfig,
+    alone,
+    arrays_of,
+    hidden_of,
+    optimizer_for,
+)
 from zbmd.training.pipeline.norm import Pieces, norm_of, pieces_length, pieces_of
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, storage_dtype
-from zbmd.training.shard_files import Cut, Piece, SavedState, run_of
+from zbmd.training.shard_files import Piece, SavedState
 from zbmd.training.tape import Parameter, Tape, Tensor
 from zbmd.training.xp import Array
 from zbmd.training.zero.accountant import Accountant, Kind
@@ -48,7 +60,8 @@ class ZeroRank:
 
     `loss_scale` is what float16 begins with. With `keep_previous` there are two slots of the shard, and an
     update writes the one that is not in use. With `offload`, the two slots lie in that file, of
-    `slot_elements`, and hold the initial state only behind `begin_anew`.
+    `slot_elements`, and hold the initial state only behind `begin_anew`. An optimizer that needs whole
+    matrices calls `gather` in `update`, on all ranks together.
     """
 
     def __init__(
@@ -66,6 +79,7 @@ class ZeroRank:
         keep_previous: bool = False,
         loss_scale: float = SCALE_FIRST,
         offload: StateFile | None = None,
+        gather: Gather = alone,
     ) -> None:
         self.model = model
         self.shards = shards
@@ -109,15 +123,26 @@ class ZeroRank:
             if stage == 1:
                 self._grads[number] = take(Kind.GRADIENTS, shards.ranks * unit.part, self.dtype)
                 self._grad_parts[number] = self._own(self._grads[number], unit)
-        blocks = update_blocks(model.layout)
-        self._optimizers = [
-            optimizer_for(optimizer, model.layout, shard=Shard(unit.part, self._blocks(unit, blocks)))
-            for unit in shards.units
-        ]
+        self._optimizers = self._optimizers_of(optimizer, gather)
         self._seed = seed
         self._initial: Array | None = None
         if offload is None:
             self.begin_anew()
+
+    def _optimizers_of(self, config: OptimizerConfig, gather: Gather) -> list[Optimizer]:
+        """That of each unit, for this rank's part of it."""
+        layout = self.model.layout
+        apart = hidden_of(layout) if isinstance(config, MuonConfig) else ()
+        blocks = update_blocks(layout, apart)
+        return [
+            optimizer_for(
+                config,
+                layout,
+                shard=Shard(unit.part, self._blocks(unit, blocks)),
+                held=HeldMatrices(matrices=self._matrices(unit), gather=gather),
+            )
+            for unit in self.shards.units
+        ]
 
     def begin_anew(self) -> None:
         """Take the initial state: that of the checkpoint, or weights of the seed, without moments.
@@ -170,11 +195,24 @@ class ZeroRank:
 
     def _held_in(self, unit: Unit) -> Iterator[tuple[ParameterSlot, Cut, int]]:
         """The same of one unit, and where in this rank's part of it."""
-        own = unit.of_rank(self.rank)
         for slot in self.model.layout.slots[unit.parameters]:
-            start, stop = max(own.start, slot.span.start), min(own.stop, slot.span.stop)
-            if start < stop:
-                yield slot, run_of(slot.size, start - slot.offset, stop - slot.offset), start - own.start
+            cut = unit.cut_of(slot, self.rank)
+            if cut is not None:
+                yield slot, cut, slot.offset + cut.start - unit.of_rank(self.rank).start
+
+    def _matrices(self, unit: Unit) -> tuple[HeldMatrix, ...]:
+        """What all ranks hold of a unit's hidden matrices."""
+        at = {slot.name: slice(at, at + cut.stop - cut.start) for slot, cut, at in self._held_in(unit)}
+        return tuple(
+            HeldMatrix(
+                shape=slot.shape,
+                span=at.get(slot.name, slice(0, 0)),
+                cuts=tuple(unit.cut_of(slot, rank) for rank in range(self.shards.ranks)),
+                place=self.rank,
+            )
+            for slot in hidden_of(self.model.layout)
+            if unit.span.start <= slot.offset < unit.span.stop
+        )
 
     def mirror_copies(self) -> list[Array]:
         """Room for both versions of another rank's shard."""

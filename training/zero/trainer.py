@@ -26,6 +26,7 @@ from zbmd.training import spans
 from zbmd.training.capture_kinds import ZERO_STEP, recorded
 from zbmd.training.clip import TrainingDiverged, clip_scale
 from zbmd.training.config import TrainingConfig
+from zbmd.training.gathering import gather_pieces
 from zbmd.training.gpt import GPT
 from zbmd.training.lookout import Lookout, lookout
 from zbmd.training.non_finite import NOT_FOUND, where_it_began
@@ -133,7 +134,7 @@ class ZeroTrainer:
     """Trains `recipe` on all members of `group`, its state shared out. For one thread, not the loop's.
 
     All members make it and call its methods together. `node` was joined with an arena of at least
-    `arena_bytes_needed`. keep_previous, offload: see `ZeroRank`. Raises `UserError` for Muon.
+    `arena_bytes_needed`. keep_previous, offload: see `ZeroRank`. Raises `UserError` for Muon with `offload`.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class ZeroTrainer:
             keep_previous=keep_previous,
             loss_scale=options.loss_scale,
             offload=offload,
+            gather=lambda piece: gather_pieces(self.group, piece),
         )
         self.base = 0
         """The step that version 0 of the shard begins: versions are counted from there."""

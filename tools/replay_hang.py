@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from zbmd.actors import view
 from zbmd.actors.host_contracts import NODE_NAME
@@ -22,6 +23,9 @@ from zbmd.collectives.commit_messages import SendFinish, SendReport, SendVote
 from zbmd.tools.replay_players import OpenAsk, Played, ProcessAtEnd, play_to_end
 from zbmd.tools.replay_story import clock_time
 from zbmd.transport.capture import ProcessLog, Skew
+
+TRANSIT_NS: Final = 250_000_000
+"""So long a message may be on its way, on a busy machine: who is stopped meanwhile has not taken it in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +275,10 @@ def _sent(machine: StepCommit, end: ProcessAtEnd, whom: str, sender: ProcessAtEn
         sent_ns = _frame_after(sender, end.process, at_ns)
         if sent_ns >= end.last_ns:
             return _Sent((), f"{whom} sent it at {clock_time(sent_ns)}, when {end.process}'s log had ended")
+        if sent_ns and sent_ns + TRANSIT_NS >= end.last_ns:
+            return _Sent(
+                (), f"{whom} sent it at {clock_time(sent_ns)}, as {end.process}'s log came to its end"
+            )
         if sent_ns:
             return _Sent((whom,), f"{said}, sent it at {clock_time(sent_ns)}, and it did not arrive", True)
         if sender.last_ns > at_ns:

@@ -163,11 +163,11 @@ def update_blocks(
     layout: ParameterLayout, skipped: tuple[ParameterSlot, ...] = ()
 ) -> list[tuple[slice, bool]]:
     """Cut the flat array, padding included, into spans of at most `UPDATE_BLOCK` that agree on decay."""
-    blocks: list[tuple[slice, bool]] = []
-    for slot in layout.slots:
-        if slot in skipped:
-            continue
-        stop = slot.offset + padded(slot.size)
-        for start in range(slot.offset, stop, UPDATE_BLOCK):
-            blocks.append((slice(start, min(start + UPDATE_BLOCK, stop)), slot.decayed))
-    return blocks
+    return [block for slot in layout.slots if slot not in skipped for block in slot_blocks(slot)]
+
+
+def slot_blocks(slot: ParameterSlot) -> list[tuple[slice, bool]]:
+    """The blocks of one parameter, with the padding behind it."""
+    stop = slot.offset + padded(slot.size)
+    starts = range(slot.offset, stop, UPDATE_BLOCK)
+    return [(slice(start, min(start + UPDATE_BLOCK, stop)), slot.decayed) for start in starts]

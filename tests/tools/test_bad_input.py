@@ -177,7 +177,6 @@ BAD_RECIPES = [
     (1, {"weights": "."}, "lie beside a config"),
     (1, {"resume": "absent"}, "no checkpoint at absent"),
     (2, {"offload": "closed/s"}, "cannot be offloaded to closed/s, .* a rank: Permission denied"),
-    (2, {"offload": "s", "optimizer": "muon"}, "Muon needs whole matrices, and --offload cuts them"),
     (2, {"offload": "s", "precision": "float64", "checkpoint_every": 0}, "--offload keeps states in float32"),
     (1, {"out": "closed/run"}, "cannot use closed/run for the run: Permission denied"),
 ]

@@ -9,8 +9,13 @@ import pytest
 
 from zbmd.tools.small_job import SHAPE, STEPS, run_small_job, write_text
 from zbmd.training import __main__ as training
+from zbmd.training.adamw import AdamWState
+from zbmd.training.config import GPTConfig
+from zbmd.training.gpt import GPT
 from zbmd.training.job import run_plain
+from zbmd.training.optim import OPTIMIZERS
 from zbmd.training.precision import Precision
+from zbmd.training.zero import paging
 from zbmd.training.zero.state_file import StateFile, StateName
 from zbmd.transport import faults
 from zbmd.transport.errors import LocalProtocolError, UserError
@@ -104,6 +109,29 @@ def write(file: StateFile, version: int) -> None:
         file.wrote(part)
         file.rest(part)
     file.end(slot, version, np.array([version, 0.5]))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_update_run_by_run_has_the_bits_of_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paging, "RUN_ELEMENTS", 1000)  # less than a matrix, which Muon takes whole
+    layout, luck = GPT(GPTConfig(context=8, width=32, heads=2, layers=2)).layout, np.random.default_rng(3)
+    elements = 3 * layout.size
+    file = StateFile(tmp_path, StateName(run=7, place=0, ranks=1, elements=elements, note=0), again=False)
+    arrays = [luck.random(elements, np.float32), np.zeros(elements, np.float32)]
+    file.slots[0][:] = arrays[0]
+    file.begin(1)
+    grads = luck.standard_normal(layout.size, np.float32)
+    for slots, kept in ((arrays, None), (file.slots, file)):
+        old, new = (AdamWState.of(slot, layout.size, 3) for slot in slots)
+        update = paging.PagedUpdate(OPTIMIZERS[name], layout, kept)
+        assert len(list(update.parts_of(old))) == 1 or kept is not None
+        update.update(old, new, grads, step=3, learning_rate=0.01, grad_scale=0.5)
+    for slot in layout.slots:
+        for place in range(3):
+            at = slice(place * layout.size + slot.span.start, place * layout.size + slot.span.stop)
+            assert file.slots[1][at].tobytes() == arrays[1][at].tobytes(), (slot.name, place)
 
 
 def test_a_replacement_finds_what_was_whole(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from zbmd.training.optim.lion import Lion, LionConfig
 from zbmd.training.optim.muon import Gather, HeldMatrices, HeldMatrix, Muon, MuonConfig, alone, hidden_of
 from zbmd.training.optim.sgd import SGD, SGDConfig
 from zbmd.training.xp import Array
-from zbmd.transport.errors import UserError
 
 OptimizerConfig = AdamWConfig | LionConfig | MuonConfig | SGDConfig
 
@@ -80,18 +79,13 @@ def optimizer_for(
     shard: Shard | None = None,
     held: HeldMatrices | None = None,
 ) -> Optimizer:
-    """Return the optimizer that `config` is of; `shard` as in `AdamW`, `held` as in `Muon`.
-
-    Raises `UserError` for Muon of a shard without `held`.
-    """
+    """Return the optimizer that `config` is of; `shard` as in `AdamW`, `held` as in `Muon`."""
     match config:
         case AdamWConfig():
             return AdamW(config, layout, xp=xp, dtype=dtype, shard=shard)
         case LionConfig():
             return Lion(config, layout, xp=xp, shard=shard)
         case MuonConfig():
-            if shard is not None and held is None:
-                raise UserError("Muon needs whole matrices, and --offload cuts them: choose another one.")
             return Muon(config, layout, xp=xp, dtype=dtype, held=held, shard=shard)
         case SGDConfig():
             return SGD(config, layout, xp=xp, shard=shard)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import msgspec
@@ -82,6 +82,27 @@ class HeldMatrices:
     matrices: tuple[HeldMatrix, ...]
     gather: Gather = alone
 
+    @classmethod
+    def whole(cls, layout: ParameterLayout) -> HeldMatrices:
+        """Those of a rank that holds all of each."""
+        return cls(
+            matrices=tuple(
+                HeldMatrix(shape=slot.shape, span=slot.span, cuts=(run_of(slot.size, 0, slot.size),))
+                for slot in hidden_of(layout)
+            )
+        )
+
+    def within(self, run: slice) -> HeldMatrices:
+        """Those that lie in this part of the arrays, for who updates it alone."""
+        found = [one for one in self.matrices if run.start <= one.span.start and one.span.stop <= run.stop]
+        return HeldMatrices(
+            matrices=tuple(
+                replace(one, span=slice(one.span.start - run.start, one.span.stop - run.start))
+                for one in found
+            ),
+            gather=self.gather,
+        )
+
 
 class Muon:
     """The optimizer of one layout. Of a hidden matrix it keeps one moment, `mean`: the momentum.
@@ -104,7 +125,7 @@ class Muon:
         self.layout = layout
         self.xp = xp
         hidden = hidden_of(layout)
-        self._held = HeldMatrices(matrices=_whole(hidden)) if held is None else held
+        self._held = HeldMatrices.whole(layout) if held is None else held
         self._rest = AdamW(config.adamw, layout, xp=xp, dtype=dtype, skipped=hidden, shard=shard)
 
     def update(
@@ -169,14 +190,6 @@ class Muon:
         self.xp.multiply(old.weights[span], 1.0 - learning_rate * self.config.weight_decay, out=weights)
         weights -= move.reshape(-1)
         new.square[span] = old.square[span]
-
-
-def _whole(slots: Sequence[ParameterSlot]) -> tuple[HeldMatrix, ...]:
-    """Matrices that this rank holds all of."""
-    return tuple(
-        HeldMatrix(shape=slot.shape, span=slot.span, cuts=(run_of(slot.size, 0, slot.size),))
-        for slot in slots
-    )
 
 
 def hidden_of(layout: ParameterLayout) -> tuple[ParameterSlot, ...]:

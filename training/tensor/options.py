@@ -8,7 +8,6 @@ from typing import Any, Literal
 import msgspec
 
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.optim import MuonConfig
 from zbmd.training.precision import SCALE_FIRST, LossScale, Precision, storage_dtype
 from zbmd.training.tensor.stages import Stages
 from zbmd.transport.errors import UserError
@@ -72,8 +71,6 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError("checkpoints hold float32: with --precision float64 give --checkpoint-every 0.")
         if self.offload is not None and self.precision == "float64":
             raise UserError("--offload keeps states in float32: choose another --precision.")
-        if self.offload is not None and isinstance(self.training.optimizer, MuonConfig):
-            raise UserError("Muon needs whole matrices, and --offload cuts them: choose another optimizer.")
         LossScale.of(storage_dtype(self.precision), first=self.loss_scale)
         for name in ("evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 0:

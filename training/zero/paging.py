@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from zbmd.training.adamw import AdamWState, Shard, StateArray, update_blocks
-from zbmd.training.layout import ParameterLayout
-from zbmd.training.optim import HeldMatrices, OptimizerConfig, arrays_of, optimizer_for
+from zbmd.training.adamw import AdamWState, Shard, StateArray, slot_blocks
+from zbmd.training.layout import ParameterLayout, ParameterSlot, padded
+from zbmd.training.optim import (
+    HeldMatrices,
+    MuonConfig,
+    OptimizerConfig,
+    arrays_of,
+    hidden_of,
+    optimizer_for,
+)
 from zbmd.training.xp import Array
 from zbmd.training.zero.state_file import StateFile
 
@@ -50,7 +57,7 @@ class Paging:
 class PagedUpdate:
     """The optimizer of flat arrays of `layout`, run by run where they lie in `file`, else at once.
 
-    The bits are the same. `held` as in `Muon`. Raises `UserError` for Muon of arrays in a file.
+    The bits are the same. `held` as in `Muon`.
     """
 
     def __init__(
@@ -65,9 +72,13 @@ class PagedUpdate:
             self._runs = [slice(0, layout.size)]
             self._optimizers = [optimizer_for(config, layout, held=held)]
             return
-        shards = list(_runs_of(layout))
+        whole = hidden_of(layout) if isinstance(config, MuonConfig) else ()
+        held = HeldMatrices.whole(layout) if held is None else held
+        shards = list(_runs_of(layout, whole))
         self._runs = [span for span, _ in shards]
-        self._optimizers = [optimizer_for(config, layout, shard=shard) for _, shard in shards]
+        self._optimizers = [
+            optimizer_for(config, layout, shard=shard, held=held.within(span)) for span, shard in shards
+        ]
 
     def parts_of(self, state: AdamWState) -> Iterator[list[Array]]:
         """Views of all of a state, in the order in which `update` writes them."""
@@ -100,11 +111,18 @@ class PagedUpdate:
             self.paging.let_go(before, behind)
 
 
-def _runs_of(layout: ParameterLayout) -> Iterator[tuple[slice, Shard]]:
-    """Runs of at least `RUN_ELEMENTS` parameters, but for the last, and what is to be done with each."""
+def _runs_of(layout: ParameterLayout, whole: Sequence[ParameterSlot]) -> Iterator[tuple[slice, Shard]]:
+    """Runs of at least `RUN_ELEMENTS` parameters, but for the last, and what is to be done with each.
+
+    No run ends within one of `whole`, nor are these among what is to be done: they are worked on as a whole.
+    """
     begin, held = 0, list[tuple[slice, bool]]()
-    for block, decayed in update_blocks(layout):
-        held.append((slice(block.start - begin, block.stop - begin), decayed))
-        if block.stop - begin >= RUN_ELEMENTS or block.stop == layout.size:
-            yield slice(begin, block.stop), Shard(block.stop - begin, held)
-            begin, held = block.stop, []
+    for slot in layout.slots:
+        for block, decayed in slot_blocks(slot):
+            if slot not in whole:
+                held.append((slice(block.start - begin, block.stop - begin), decayed))
+            at_end = block.stop == slot.offset + padded(slot.size)
+            is_long = block.stop - begin >= RUN_ELEMENTS and (at_end or slot not in whole)
+            if is_long or block.stop == layout.size:
+                yield slice(begin, block.stop), Shard(block.stop - begin, held)
+                begin, held = block.stop, []

@@ -134,7 +134,7 @@ class ZeroTrainer:
     """Trains `recipe` on all members of `group`, its state shared out. For one thread, not the loop's.
 
     All members make it and call its methods together. `node` was joined with an arena of at least
-    `arena_bytes_needed`. keep_previous, offload: see `ZeroRank`. Raises `UserError` for Muon with `offload`.
+    `arena_bytes_needed`. keep_previous, offload: see `ZeroRank`.
     """
 
     def __init__(

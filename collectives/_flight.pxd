@@ -17,6 +17,16 @@ cdef struct Flight:
     int32_t state
 
 
+cdef extern from "quick_clock.h" nogil:
+    ctypedef struct zbmd_quick_clock:
+        int trusted
+    uint64_t zbmd_quick_ns(zbmd_quick_clock *clock)
+
+
+cdef class QuickClock:
+    cdef zbmd_quick_clock clock
+
+
 cdef class FlightRing:
     cdef Flight *records
     cdef readonly uint64_t capacity

@@ -3,10 +3,22 @@
 
 from libc.stdint cimport int32_t, uint64_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 
 RUNNING = F_RUNNING
 COMPLETE = F_COMPLETE
 FAILED = F_FAILED
+
+
+cdef class QuickClock:
+    """Monotonic time. See quick_clock.h."""
+
+    def __cinit__(self, bint counts):
+        memset(&self.clock, 0, sizeof(self.clock))
+        self.clock.trusted = counts
+
+    def now_ns(self):
+        return zbmd_quick_ns(&self.clock)
 
 
 cdef class FlightRing:

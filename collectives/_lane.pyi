@@ -1,6 +1,6 @@
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,8 @@ class Lane:
     (`learn`), if its own arrays can be used where they lie too, and if nobody else has the turn.
 
     A small operation looks for the other members with the GIL held, for some microseconds: most often they
-    are there. `held`: whether every member has a core of its own, so that this is worth it.
+    are there. `held`: whether every member has a core of its own, so that this is worth it. `counts`: whether
+    the processor's counter can be gone by between readings of the clock (`quick_clock.h`).
     """
 
     open: bool
@@ -66,6 +67,7 @@ class Lane:
         arena_begin: int,
         arena_end: int,
         held: bool,
+        counts: bool,
     ) -> None: ...
     @property
     def taken(self) -> int:
@@ -130,3 +132,46 @@ class Lane:
         self, operation: int, x: object, out: object, op: str, algorithm: str, root: int, timeout_ns: int
     ) -> bool | None:
         """As `run`, unless operations wait for another thread: they come first."""
+
+class LaneCalls:
+    """The call that is made most often, with no frame of Python's between it and its lane."""
+
+    lane: Lane
+
+    def all_reduce(
+        self, x: Any, out: Any = None, *, op: str = "sum", algorithm: str = "auto", deadline_ns: int = 0
+    ) -> Any:
+        """Combine every rank's `x` element by element; all ranks get the result in `out` (default: `x`).
+
+        `x`: any shape, the same dtype and size on all ranks. `op`: sum, prod, min, max, avg, band, bor or
+        bxor, as far as the dtype has it (`reductions`). `algorithm`: auto, eager, direct, swap,
+        ring, bidirectional_ring, halving_doubling, tree, double_tree or hierarchical.
+        """
+    def _all_reduce(self, x: Any, out: Any, op: str, algorithm: str, deadline_ns: int) -> Any:
+        """A call that is not for the lane."""
+    def lane_failed(self) -> NoReturn:
+        """Raise what became of the lane's call."""
+
+class BlockingCalls:
+    """As `LaneCalls`, for `Group.blocking`. limit_ns: the time of a call that says nothing else."""
+
+    @property
+    def _lane(self) -> Lane: ...
+    def __init__(self, lane: Lane, limit_ns: int) -> None: ...
+    def all_reduce(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        op: str = "sum",
+        algorithm: str = "auto",
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Any:
+        """As `Group.all_reduce`."""
+    def _all_reduce(
+        self, x: Any, out: Any, op: str, algorithm: str, timeout: float | None, priority: int
+    ) -> Any:
+        """A call that is not for the lane, or says more."""
+    def lane_failed(self) -> NoReturn:
+        """Raise what became of the lane's call."""

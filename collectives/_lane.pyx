@@ -9,17 +9,18 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from zbmd.collectives._flight cimport F_COMPLETE, FlightRing
+from zbmd.collectives._flight cimport F_COMPLETE, FlightRing, QuickClock, zbmd_quick_ns
 from zbmd.collectives._stepper cimport (
     BUFFERS, IN, OUT, PUB, S_DONE, Header, NativeGroup, NativeProgram, Run, run_close, run_open
 )
 
+from zbmd.collectives.algorithms import Operation
 from zbmd.transport.errors import LocalProtocolError
 
-cdef extern from "native.h" nogil:
-    uint64_t zbmd_now_ns()
-
 cnp.import_array()
+
+cdef int ALL_REDUCE = Operation.ALL_REDUCE.value
+cdef object NO_ROOT = -1  # as runs.py has it
 
 WAITING_MAX = 1024
 SHAPES_MAX = SHAPES
@@ -136,14 +137,16 @@ cdef class Lane:
     cdef readonly Shape failed
     cdef readonly int status
     cdef int64_t kill_sequence, kill_point
+    cdef QuickClock clock
 
     def __init__(self, NativeGroup group not None, Turnstile turnstile not None, FlightRing ring not None, *,
-                 uint64_t arena_begin, uint64_t arena_end, bint held):
+                 uint64_t arena_begin, uint64_t arena_end, bint held, bint counts):
         self.group, self.turnstile, self.ring = group, turnstile, ring
         self.arena_begin, self.arena_end = arena_begin, arena_end
         self.shapes = [None] * SHAPES
         self.queued, self.taken, self.oldest, self.held, self.open, self.far = 0, 0, 0, held, True, None
         self.failed, self.status, self.kill_sequence, self.kill_point = None, 0, -1, -1
+        self.clock = QuickClock(counts)
 
     def kill_at(self, int64_t sequence, int64_t point):
         self.kill_sequence, self.kill_point = sequence, point
@@ -291,7 +294,7 @@ cdef class Lane:
 
     cdef object _fly(self, Shape shape, uint64_t deadline_ns, uint64_t timeout_ns):
         cdef NativeGroup group = self.group
-        cdef uint64_t now_ns = zbmd_now_ns()
+        cdef uint64_t now_ns = zbmd_quick_ns(&self.clock.clock)
         cdef int64_t point = -1
         cdef int status
         if self.kill_sequence == <int64_t>group.sequence + 1:
@@ -308,7 +311,7 @@ cdef class Lane:
             if status != S_DONE:
                 self.status, self.failed = status, shape
                 return False
-            self.ring.leave(F_COMPLETE, group.met_ns, zbmd_now_ns())
+            self._land(now_ns)
             self.turnstile._pass_on()
             return True
         group._announce(shape.program, shape.run, point)
@@ -322,6 +325,45 @@ cdef class Lane:
         if status != S_DONE:
             self.status, self.failed = status, shape
             return False
-        self.ring.leave(F_COMPLETE, group.met_ns, zbmd_now_ns())
+        self._land(now_ns)
         self.turnstile._pass_on()
         return True
+
+    cdef void _land(self, uint64_t began_ns) noexcept nogil:
+        """It is complete. Who met the others was told by another clock, which may be a microsecond off."""
+        cdef uint64_t met_ns = max(self.group.met_ns, began_ns) if self.group.met_ns else 0
+        self.ring.leave(F_COMPLETE, met_ns, max(met_ns, zbmd_quick_ns(&self.clock.clock)))
+
+
+cdef class LaneCalls:
+    """See _lane.pyi."""
+
+    cdef public Lane lane
+
+    def all_reduce(self, x, out=None, *, str op not None="sum", str algorithm not None="auto", uint64_t deadline_ns=0):
+        done = self.lane._run(ALL_REDUCE, x, out, op, algorithm, NO_ROOT, deadline_ns, 0)
+        if done is None:
+            return self._all_reduce(x, out, op, algorithm, deadline_ns)
+        if not done:
+            self.lane_failed()
+        return x if out is None else out
+
+
+cdef class BlockingCalls:
+    """See _lane.pyi."""
+
+    cdef readonly Lane _lane
+    cdef uint64_t _limit_ns
+
+    def __init__(self, Lane lane not None, uint64_t limit_ns):
+        self._lane, self._limit_ns = lane, limit_ns
+
+    def all_reduce(self, x, *, out=None, str op not None="sum", str algorithm not None="auto", timeout=None, int priority=0):
+        done = None
+        if timeout is None and priority == 0 and self._lane.queued == 0:
+            done = self._lane._run(ALL_REDUCE, x, out, op, algorithm, NO_ROOT, 0, self._limit_ns)
+        if done is None:
+            return self._all_reduce(x, out, op, algorithm, timeout, priority)
+        if not done:
+            self.lane_failed()
+        return x if out is None else out

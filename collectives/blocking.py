@@ -15,8 +15,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
+from zbmd.collectives._lane import BlockingCalls
 from zbmd.collectives.algorithms import Operation
 from zbmd.collectives.communicator import Communicator
 from zbmd.collectives.device_arrays import given_back, taken
@@ -86,25 +87,21 @@ class OnLoop:
             raise ended from None
 
 
-class Blocking:
+class Blocking(BlockingCalls):
     """`group.blocking`: the operations of `Group` with the same arguments, results and errors."""
 
     def __init__(self, communicator: Communicator, submit: Submit) -> None:
+        super().__init__(communicator.lane, _TIMEOUT_NS_DEFAULT)
         self._communicator = communicator
-        self._lane = communicator.lane
         self._submit = submit
 
-    def all_reduce(
-        self,
-        x: Any,
-        *,
-        out: Any = None,
-        op: str = "sum",
-        algorithm: str = "auto",
-        timeout: float | None = None,
-        priority: int = 0,
+    def lane_failed(self) -> NoReturn:
+        """Raise what became of the lane's call."""
+        self._communicator.lane_failed()
+
+    def _all_reduce(
+        self, x: Any, out: Any, op: str, algorithm: str, timeout: float | None, priority: int
     ) -> Any:
-        """As `Group.all_reduce`."""
         limit_ns = _TIMEOUT_NS_DEFAULT if timeout is None else timeout_ns(timeout)
         done = None if priority else self._lane.run_now(_ALL_REDUCE, x, out, op, algorithm, NO_ROOT, limit_ns)
         if done is None:

@@ -47,7 +47,6 @@ from zbmd.collectives.runs import NO_ROOT, Said
 from zbmd.collectives.tuning import agree_on_model
 from zbmd.transport.errors import UserError
 
-_ALL_REDUCE: Final = Operation.ALL_REDUCE.value
 _REDUCE: Final = Operation.REDUCE.value
 _BROADCAST: Final = Operation.BROADCAST.value
 _ALL_GATHER: Final = Operation.ALL_GATHER.value
@@ -82,18 +81,7 @@ class Communicator(CoalescedOperations):
         if self.size > 1 and not self._executor.far:
             self.read_peers(agree_on_reading(self, deadline_ns))
 
-    def all_reduce(
-        self, x: Any, out: Any = None, *, op: str = "sum", algorithm: str = "auto", deadline_ns: int = 0
-    ) -> Any:
-        """Combine every rank's `x` element by element; all ranks get the result in `out` (default: `x`).
-
-        `x`: any shape, the same dtype and size on all ranks. `op`: sum, prod, min, max, avg, band, bor or
-        bxor, as far as the dtype has it (`reductions`). `algorithm`: auto, eager, direct, swap,
-        ring, bidirectional_ring, halving_doubling, tree, double_tree or hierarchical.
-        """
-        done = self.lane.run(_ALL_REDUCE, x, out, op, algorithm, NO_ROOT, deadline_ns)
-        if done is not None:
-            return (x if out is None else out) if done else self.lane_failed()
+    def _all_reduce(self, x: Any, out: Any, op: str, algorithm: str, deadline_ns: int) -> Any:
         given = as_placed(x, "x")
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
         if out is None:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from zbmd.collectives._flight import COMPLETE, FAILED
-from zbmd.collectives._lane import Lane, Turnstile
+from zbmd.collectives._lane import Lane, LaneCalls, Turnstile
 from zbmd.collectives.arrays import Array
 from zbmd.collectives.choice import wish_of_environment
 from zbmd.collectives.cost_model import MANY_HOSTS, ONE_HOST, is_far
@@ -27,6 +27,7 @@ from zbmd.transport import faults
 from zbmd.transport._native import address_of, now_ns
 from zbmd.transport.cuda_api import CudaFault
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.kernel_files import clock_counts_ticks
 from zbmd.transport.peer_memory import PeerMemory
 from zbmd.transport.segment import Segment
 
@@ -48,7 +49,7 @@ class Said(NamedTuple):
     root: int
 
 
-class Runs:
+class Runs(LaneCalls):
     """One member's end of a group in one epoch; see `Communicator`, which adds the operations."""
 
     def __init__(
@@ -93,6 +94,7 @@ class Runs:
             arena_begin=segment.base + segment.nbytes - segment.arena.capacity_bytes,
             arena_end=segment.base + segment.nbytes,
             held=a_core_each(len(members)),
+            counts=clock_counts_ticks(),
         )
         if isinstance(self._executor, RemoteExecutor):
             self.lane.far = self._executor.resume

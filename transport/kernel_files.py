@@ -7,12 +7,14 @@ read on another machine may hold anything: so each reader takes what it can use 
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 TEXT_BYTES_MAX: Final = 1 << 20
 """No file that is read here is nearly as large."""
 CPUS_MAX: Final = 1 << 16
+CLOCK_SOURCE: Final = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
 ENTRIES_MAX: Final = 4096
 """Of a folder: more devices than any machine has."""
 
@@ -26,6 +28,12 @@ def read_text(path: Path) -> str | None:
             return file.read(TEXT_BYTES_MAX).decode(errors="replace").strip()
     except (OSError, ValueError):  # a name that another file gave, with a null character, say
         return None
+
+
+@cache
+def clock_counts_ticks() -> bool:
+    """Whether the kernel's clock goes by the processor's counter: it found it even, and alike everywhere."""
+    return read_text(CLOCK_SOURCE) == "tsc"
 
 
 def read_int(path: Path, base: int = 10) -> int | None:

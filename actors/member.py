@@ -81,7 +81,7 @@ log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
 INBOX_BYTES_DEFAULT = 24 << 20
 REPORTS_WAITING_MAX = 256
 LOSS_CALLBACKS_MAX = 64
-LEAVE_CALLBACKS_MAX = 256
+LEAVE_CALLBACKS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,7 +196,9 @@ async def connect(address: TcpAddress, deadline_ns: int, *, local_hosts: Sequenc
                     errors.append(error)
     finally:
         await _abandon(running)
-    raise _unreachable(address, errors)
+    refused = [error for error in errors if error.errno == errno.ECONNREFUSED]
+    most = (refused or errors)[-1]  # a refusal tells most: the host is there, and nobody listens
+    raise _unreachable(address, most) from most
 
 
 async def _abandon(tasks: set[asyncio.Task[socket.socket]]) -> None:
@@ -231,10 +233,8 @@ async def _attempt(
     return sock
 
 
-def _unreachable(address: TcpAddress, errors: list[OSError]) -> Exception:
-    """What to tell when no address answered. A refusal tells most: the host is there, and nobody listens."""
-    refused = [error for error in errors if error.errno == errno.ECONNREFUSED]
-    error = (refused or errors)[-1]
+def _unreachable(address: TcpAddress, error: OSError) -> Exception:
+    """What to tell when no address answered."""
     match error.errno:
         case errno.ECONNREFUSED | errno.ECONNRESET:
             return PeerLost(str(address), "nobody listens at its address")

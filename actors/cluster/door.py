@@ -7,6 +7,7 @@ has and whether anything stands against us is known before a life begins.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import socket
@@ -39,6 +40,7 @@ AGAIN_S: Final = 0.1
 AGAIN_S_MAX: Final = 1.0
 AGAIN_GROWTH: Final = 1.2
 ANSWER_S: Final = 2.0
+NOBODY_ERRNOS: Final = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN})
 _visitors: Final = itertools.count(1)
 
 
@@ -53,6 +55,8 @@ class NotLetInYet(JoinFailed):
 class _Shut(Enum):
     FOR_GOOD = auto()
     FOR_NOW = auto()
+    NOBODY = auto()
+    """For who founds: no member is behind it. Nobody listens there, or one who is in no cluster either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,7 @@ class Seeker:
     """Who looks for a door. host: where it listens, numeric; empty if everywhere.
 
     names_may_come: a host that no name server knows is tried again, as one that has not been started yet.
+    founds: it founds the cluster if there is none.
     """
 
     node_id: int
@@ -80,6 +85,7 @@ class Seeker:
     deadlines: Deadlines
     witnessed: bool = False
     names_may_come: bool = False
+    founds: bool = False
 
 
 def visitor(cookie: bytes, deadlines: Deadlines) -> Endpoint:
@@ -99,7 +105,8 @@ async def find_door(
 ) -> Doorway:
     """The first door that opens. tell: takes in words what stands in the way, each once.
 
-    Raises `JoinFailed` when all have refused for good, `NotLetInYet` when the time is up.
+    Raises `JoinFailed` when all have refused for good, `NotLetInYet` when the time is up. Who founds a
+    cluster where there is none (`Seeker.founds`) waits for no door but those that a member keeps.
     """
     failure = JoinFailed
     reasons: dict[TcpAddress, str] = {}
@@ -134,12 +141,15 @@ async def _try(
     door: TcpAddress, seeker: Seeker, stands: Callable[[TcpAddress, str], None], deadline_ns: int
 ) -> Doorway | _Shut:
     """Knock until the door opens, is shut for good, or the time is up."""
-    pause_s = AGAIN_S
+    pause_s, silent_ns = AGAIN_S, now_ns() + seeker.deadlines.view_ns
     while True:  # ends at the deadline
+        is_member = False
         try:
             found = await _knock(door, seeker)
         except (PeerLost, LinkClosed, DeadlineExceeded, ActorError) as error:
             stands(door, _advice(door, error))
+            if seeker.founds and (_says_nobody(error) or now_ns() >= silent_ns):
+                return _Shut.NOBODY
         except (ZbmdError, OSError) as error:
             stands(door, _advice(door, error))
             if not (seeker.names_may_come and isinstance(error, HostUnknown)):
@@ -150,8 +160,11 @@ async def _try(
             stands(door, found.refused or f"{found.node} is no member of a cluster itself yet")
             if found.refused and not found.passes:
                 return _Shut.FOR_GOOD
+            is_member = bool(found.refused)
+            if seeker.founds and not is_member:
+                return _Shut.NOBODY
         if now_ns() + pause_s * 1e9 >= deadline_ns:
-            return _Shut.FOR_NOW
+            return _Shut.FOR_NOW if is_member or not seeker.founds else _Shut.NOBODY
         await asyncio.sleep(pause_s)
         pause_s = min(AGAIN_S_MAX, pause_s * AGAIN_GROWTH)
 
@@ -177,6 +190,11 @@ async def _knock(door: TcpAddress, seeker: Seeker) -> Doorway | DoorReply:
     if reply.refused or not reply.member:
         return reply
     return Doorway(node=reply.node, own_host=own_host, recovery_budget_ns=reply.recovery_budget_ns)
+
+
+def _says_nobody(error: Exception) -> bool:
+    """Whether the network has answered that nobody listens there, or that there is no such host."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in NOBODY_ERRNOS
 
 
 def _advertised_host(own_host: str) -> str:

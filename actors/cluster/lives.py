@@ -23,6 +23,7 @@ from zbmd.actors.cluster.door import (
     DOORS_MAX,
     Doorway,
     JoinFailed,
+    NotLetInYet,
     Seeker,
     find_door,
     loopback_name,
@@ -81,8 +82,8 @@ class NodeConfig:
     """One node. name: what people call it; joins: members to join.
 
     Without `joins` it goes back to the cluster that it was in when it last ran; if there was none, or `anew`
-    is given, it founds one. founds: it also does so if none of `joins` lets it in at the first try; join_ns:
-    how long they are tried otherwise, None for as long as a view may take. recovery_budget_ns: None for the
+    is given, it founds one. founds: it also does so if no member is found behind `joins`; join_ns: how long
+    they are tried, None for as long as a view may take. recovery_budget_ns: None for the
     cluster's, or the default; witness: makes each life its own, if the cluster has one; capture: where lives
     are recorded, if they are; wall_clock: ns since 1970, only told to people.
     """
@@ -247,15 +248,15 @@ class Lives:
             settings=config.settings,
             deadlines=deadlines,
             witnessed=config.witness is not None,
-            names_may_come=config.join_ns is not None,
+            names_may_come=config.join_ns is not None and not config.founds,
+            founds=config.founds,
         )
+        tell = _unheard if config.founds else self._hindered
         try:
-            if config.founds:
-                found = await find_door(others, seeker, _unheard, 0)
-            else:
-                found = await find_door(others, seeker, self._hindered, config.join_ns or deadlines.view_ns)
+            found = await find_door(others, seeker, tell, config.join_ns or deadlines.view_ns)
         except JoinFailed as error:
-            if config.founds:
+            # A member that has us wait has a cluster: another one beside it would split the job.
+            if config.founds and not isinstance(error, NotLetInYet):
                 return None
             if remembered:
                 raise JoinFailed(

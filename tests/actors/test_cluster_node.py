@@ -19,7 +19,7 @@ from thread_nodes import COOKIE, LOOPBACK, Told, node
 from zbmd.actors.cluster import door
 from zbmd.actors.cluster.admission import Wish, advertised, has_namesake, refusal
 from zbmd.actors.cluster.cluster_contracts import PROTOCOL_VERSION, Hail
-from zbmd.actors.cluster.door import JoinFailed, Seeker, find_door, own_addresses
+from zbmd.actors.cluster.door import JoinFailed, NotLetInYet, Seeker, find_door, own_addresses
 from zbmd.actors.cluster.lives import Hindered, LifeOver, NodeConfig
 from zbmd.actors.cluster.local_deaths import LocalDeaths, boot_id, pid_space, started
 from zbmd.actors.cluster.members import ClusterView
@@ -289,6 +289,23 @@ async def test_nobody_there_and_a_name_that_nobody_knows() -> None:
         await find_door([empty, unknown], seeker(), lambda _: None, 1)
     assert f"{empty}: nobody listens at its address" in str(failed.value)
     assert "Check its spelling, DNS and /etc/hosts" in str(failed.value)
+
+
+async def test_who_founds_waits_for_a_member_and_for_nobody_else(tmp_path: Path) -> None:
+    """A founder that comes back, and is not let in at once, would split the cluster if it founded another."""
+    founds = seeker(founds=True)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        empty = TcpAddress(host="127.0.0.1", port=gone.getsockname()[1])
+    with pytest.raises(JoinFailed, match="nobody listens") as failed:
+        await find_door([empty], founds, lambda _: None, 3600 * SECOND_NS)
+    assert not isinstance(failed.value, NotLetInYet)
+    async with node(tmp_path, "n1") as (one, told):
+        await told.acts_on(1)
+        namesake = seeker(founds=True, name="n1")  # as if the one before it had not been missed yet
+        with pytest.raises(NotLetInYet, match="has the name 'n1' already"):
+            await find_door([empty, parse_address(one.me.address)], namesake, lambda _: None, SECOND_NS // 2)
+        found = await find_door([empty, parse_address(one.me.address)], founds, lambda _: None, SECOND_NS)
+        assert found.node == one.me
 
 
 async def test_contracts_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

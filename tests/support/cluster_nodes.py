@@ -70,7 +70,8 @@ class Run:
     async def ended(self) -> int:
         """Wait for the end; the exit code, or minus the signal."""
         async with asyncio.timeout(TIMEOUT_S):
-            await asyncio.gather(*self._readers)
+            if self._readers:  # which go on if this gives up
+                await asyncio.wait(self._readers)
             return await asyncio.shield(self.code)
 
     def signal(self, number: signal.Signals) -> None:

@@ -13,7 +13,7 @@ from typing import Final, Protocol, assert_never
 import numpy as np
 
 from zbmd.training.adamw import ARRAYS, AdamW, AdamWConfig, AdamWState, Shard, StateArray
-from zbmd.training.layout import ParameterLayout
+from zbmd.training.layout import ParameterLayout, ParameterSlot
 from zbmd.training.optim.lion import Lion, LionConfig
 from zbmd.training.optim.muon import Gather, HeldMatrices, HeldMatrix, Muon, MuonConfig, alone, hidden_of
 from zbmd.training.optim.sgd import SGD, SGDConfig
@@ -46,6 +46,7 @@ __all__ = [
     "arrays_of",
     "hidden_of",
     "optimizer_for",
+    "taken_whole",
 ]
 
 
@@ -68,6 +69,11 @@ class Optimizer(Protocol):
 def arrays_of(config: OptimizerConfig) -> tuple[StateArray, ...]:
     """What the state of an optimizer is made of: weights, and one moment or two."""
     return ARRAYS[:2] if isinstance(config, LionConfig | SGDConfig) else ARRAYS
+
+
+def taken_whole(config: OptimizerConfig, layout: ParameterLayout) -> tuple[ParameterSlot, ...]:
+    """The parameters that an optimizer works on as a whole, and not block by block."""
+    return hidden_of(layout) if isinstance(config, MuonConfig) else ()
 
 
 def optimizer_for(

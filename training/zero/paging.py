@@ -9,11 +9,10 @@ from zbmd.training.adamw import AdamWState, Shard, StateArray, slot_blocks
 from zbmd.training.layout import ParameterLayout, ParameterSlot, padded
 from zbmd.training.optim import (
     HeldMatrices,
-    MuonConfig,
     OptimizerConfig,
     arrays_of,
-    hidden_of,
     optimizer_for,
+    taken_whole,
 )
 from zbmd.training.xp import Array
 from zbmd.training.zero.state_file import StateFile
@@ -72,9 +71,8 @@ class PagedUpdate:
             self._runs = [slice(0, layout.size)]
             self._optimizers = [optimizer_for(config, layout, held=held)]
             return
-        whole = hidden_of(layout) if isinstance(config, MuonConfig) else ()
         held = HeldMatrices.whole(layout) if held is None else held
-        shards = list(_runs_of(layout, whole))
+        shards = list(_runs_of(layout, taken_whole(config, layout)))
         self._runs = [span for span, _ in shards]
         self._optimizers = [
             optimizer_for(config, layout, shard=shard, held=held.within(span)) for span, shard in shards

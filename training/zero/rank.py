@@ -25,13 +25,12 @@ from zbmd.training.optim import (
     Gather,
     HeldMatrices,
     HeldMatrix,
-    MuonConfig,
     Optimizer,
     OptimizerConfig,
     alone,
     arrays_of,
-    hidden_of,
     optimizer_for,
+    taken_whole,
 )
 from zbmd.training.pipeline.norm import Pieces, norm_of, pieces_length, pieces_of
 from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, storage_dtype
@@ -132,14 +131,14 @@ class ZeroRank:
     def _optimizers_of(self, config: OptimizerConfig, gather: Gather) -> list[Optimizer]:
         """That of each unit, for this rank's part of it."""
         layout = self.model.layout
-        apart = hidden_of(layout) if isinstance(config, MuonConfig) else ()
-        blocks = update_blocks(layout, apart)
+        whole = taken_whole(config, layout)
+        blocks = update_blocks(layout, whole)
         return [
             optimizer_for(
                 config,
                 layout,
                 shard=Shard(unit.part, self._blocks(unit, blocks)),
-                held=HeldMatrices(matrices=self._matrices(unit), gather=gather),
+                held=HeldMatrices(matrices=self._matrices(unit, whole), gather=gather),
             )
             for unit in self.shards.units
         ]
@@ -200,8 +199,8 @@ class ZeroRank:
             if cut is not None:
                 yield slot, cut, slot.offset + cut.start - unit.of_rank(self.rank).start
 
-    def _matrices(self, unit: Unit) -> tuple[HeldMatrix, ...]:
-        """What all ranks hold of a unit's hidden matrices."""
+    def _matrices(self, unit: Unit, slots: Sequence[ParameterSlot]) -> tuple[HeldMatrix, ...]:
+        """What all ranks hold of those of these parameters that are in a unit."""
         at = {slot.name: slice(at, at + cut.stop - cut.start) for slot, cut, at in self._held_in(unit)}
         return tuple(
             HeldMatrix(
@@ -210,7 +209,7 @@ class ZeroRank:
                 cuts=tuple(unit.cut_of(slot, rank) for rank in range(self.shards.ranks)),
                 place=self.rank,
             )
-            for slot in hidden_of(self.model.layout)
+            for slot in slots
             if unit.span.start <= slot.offset < unit.span.stop
         )
 

@@ -16,7 +16,8 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 # Compiled modules are built once, by the rule of $(NATIVE), and not with each installation.
 INSTALL := ZBMD_COMPILE=later $(PIP) --no-build-isolation --editable
 
-NATIVE_SOURCES := $(foreach layer,transport actors collectives training,$(wildcard $(addprefix $(layer)/*.,pyx pxd h)))
+COMPILED := transport actors collectives training
+NATIVE_SOURCES := $(shell find $(COMPILED) -name '*.pyx' -o -name '*.pxd' -o -name '*.h' 2>/dev/null)
 RUNTIME := $(VENV)/.stamp-runtime
 NATIVE := $(VENV)/.stamp-native
 DEV := $(VENV)/.stamp-dev
@@ -43,7 +44,7 @@ help:
 	@echo 'make clean   remove .venv and everything built'
 
 preflight:
-	@$(PYTHON) tools/preflight.py
+	@$(PYTHON) tools/dev/preflight.py
 
 setup: $(DEV) $(NATIVE)
 
@@ -62,7 +63,7 @@ test-rdma: $(DEV) $(NATIVE)
 fuzz: $(DEV) $(NATIVE)
 	@$(PY) -c 'import atheris' 2>/dev/null || $(PIP) --only-binary=:all: 'atheris>=2.3' >&2 || \
 		echo 'fuzz: there is no wheel of atheris for this interpreter' >&2
-	@$(PY) -m zbmd.tools.fuzz $(FUZZ_ARGS)
+	@$(PY) -m zbmd.tools.fuzzing $(FUZZ_ARGS)
 
 lint: $(DEV) $(NATIVE)
 	$(PY) -m ruff check $(CHECKED)
@@ -70,12 +71,12 @@ lint: $(DEV) $(NATIVE)
 	$(PY) -m mypy
 	$(PY) -m pyright
 	$(VENV)/bin/lint-imports
-	$(PY) tools/tidy.py
+	$(PY) tools/dev/tidy.py
 	$(PY) -m pytest -q tests/repo/test_planted_error.py
 
 # Wants a quiet machine, and apt's openmpi-bin and libopenmpi-dev; it says so if they are missing.
 bench-transport: $(BENCH) $(NATIVE)
-	@$(PY) -m zbmd.tools.bench_transport $(BENCH_ARGS)
+	@$(PY) -m zbmd.tools.bench.transport $(BENCH_ARGS)
 
 format: $(DEV)
 	$(PY) -m ruff check --fix-only $(CHECKED)
@@ -84,11 +85,12 @@ format: $(DEV)
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
-	rm -f $(addsuffix /*.so,transport actors collectives training) $(patsubst %.pyx,%.c,$(filter %.pyx,$(NATIVE_SOURCES)))
+	find $(COMPILED) -name '*.so' -delete
+	rm -f $(patsubst %.pyx,%.c,$(filter %.pyx,$(NATIVE_SOURCES)))
 	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
-	@$(PYTHON) tools/preflight.py >&2
+	@$(PYTHON) tools/dev/preflight.py >&2
 	@echo 'setup: making $(VENV)' >&2
 	@$(PYTHON) -m venv --clear $(VENV) >&2
 
@@ -101,7 +103,7 @@ $(RUNTIME): $(PY) pyproject.toml setup.py
 	@touch $@
 
 # libibverbs-dev that was installed since the last build: what needs it is built now.
-RDMA_SINCE := $(and $(wildcard /usr/include/infiniband/verbs.h),$(if $(wildcard transport/_rdma.*.so),,yes))
+RDMA_SINCE := $(and $(wildcard /usr/include/infiniband/verbs.h),$(if $(wildcard transport/rdma/native/_rdma.*.so),,yes))
 
 $(NATIVE): $(RUNTIME) setup.py $(NATIVE_SOURCES) $(if $(RDMA_SINCE),rdma-headers)
 	@echo 'setup: building the compiled modules' >&2

@@ -9,13 +9,14 @@ import numpy as np
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-LAYERS = [f"src/zbmd/{layer}" for layer in ("transport", "actors", "collectives", "training")]
+ROOT = "src/zbmd"
+LAYERS = ("transport", "actors", "collectives", "training")
 
 
 def headers(layer: str) -> list[str]:
     """Those of a layer and of the layers below it, which are all that it includes."""
-    own = LAYERS[: LAYERS.index(f"src/zbmd/{layer}") + 1]
-    return [str(header) for folder in own for header in sorted(Path(folder).glob("*.h"))]
+    own = LAYERS[: LAYERS.index(layer) + 1]
+    return [str(header) for folder in own for header in sorted(Path(ROOT, folder).rglob("*.h"))]
 
 
 def optimized() -> list[str]:
@@ -27,8 +28,8 @@ def extension(layer: str, name: str, *more_flags: str, libraries: tuple[str, ...
     """Describe `zbmd.<layer>.<name>`, built from the Cython source of that name."""
     return Extension(
         f"zbmd.{layer}.{name}",
-        [f"src/zbmd/{layer}/{name}.pyx"],
-        include_dirs=[*LAYERS, np.get_include()],
+        [f"{ROOT}/{layer}/{name.replace('.', '/')}.pyx"],
+        include_dirs=[ROOT, np.get_include()],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         depends=headers(layer),
         libraries=list(libraries),
@@ -41,7 +42,7 @@ def rdma_extensions() -> list[Extension]:
     """Those that need libibverbs, where its headers are: without them all works but memory over RDMA."""
     if not Path("/usr/include/infiniband/verbs.h").exists():
         return []
-    names = ("_rdma", "_rdma_beat", "_rdma_device")
+    names = ("rdma.native._rdma", "rdma.native._rdma_beat", "rdma.native._rdma_device")
     return [extension("transport", name, libraries=("ibverbs",)) for name in names]
 
 
@@ -51,29 +52,29 @@ def extensions() -> list[Extension]:
         return []
     return cythonize(
         [
-            extension("transport", "_native"),
-            extension("transport", "_region"),
-            extension("transport", "_quick"),
-            extension("transport", "_recording"),
-            extension("transport", "_hlc"),
-            extension("transport", "_link"),
-            extension("transport", "_spin"),
-            extension("transport", "_shm_link"),
+            extension("transport", "native._native"),
+            extension("transport", "memory._region"),
+            extension("transport", "bulk._fast_path"),
+            extension("transport", "capture.native._recording"),
+            extension("transport", "clock._hlc"),
+            extension("transport", "link._link"),
+            extension("transport", "link._spin"),
+            extension("transport", "shm._shm_link"),
             *rdma_extensions(),
-            extension("actors", "_heartbeat"),
-            extension("actors", "_mailbox"),
-            extension("actors", "_serving"),
-            extension("actors", "_asking"),
-            extension("actors", "_turns"),
-            extension("collectives", "_program"),
-            extension("collectives", "_stepper"),
-            extension("collectives", "_remote"),
-            extension("collectives", "_flight"),
-            extension("collectives", "_lane"),
-            extension("collectives", "_timeline"),
-            extension("training", "_spans"),
+            extension("actors", "cluster.heartbeats._heartbeat"),
+            extension("actors", "core.native._mailbox"),
+            extension("actors", "core.native._serving"),
+            extension("actors", "core.native._asking"),
+            extension("actors", "core.native._turns"),
+            extension("collectives", "native._program"),
+            extension("collectives", "native._stepper"),
+            extension("collectives", "native._remote_stepper"),
+            extension("collectives", "flight._flight"),
+            extension("collectives", "native._fast_path"),
+            extension("collectives", "scale._timeline"),
+            extension("training", "autograd._spans"),
             # So that square roots and choices become vectors too; neither changes a result.
-            extension("training", "_kernels", "-fno-math-errno", "-fno-trapping-math"),
+            extension("training", "native._kernels", "-fno-math-errno", "-fno-trapping-math"),
         ],
         language_level=3,
         include_path=["src"],

@@ -22,14 +22,14 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 import uvloop
 
-from zbmd.actors.actor import Actor, Down
 from zbmd.actors.contracts import Contract
-from zbmd.actors.mailbox import MailboxSpec
-from zbmd.actors.rank_log import log_to_stderr
-from zbmd.actors.ref import Ref
-from zbmd.actors.scopes import owner_of
-from zbmd.actors.supervisor import ChildSpec
-from zbmd.actors.system import STOP_S, ActorInfo, ActorSystem
+from zbmd.actors.core.actor import Actor, Down
+from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.scopes import owner_of
+from zbmd.actors.core.system import STOP_S, ActorInfo, ActorSystem
+from zbmd.actors.rank.log import log_to_stderr
+from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
 
 ASK_S = 30.0
@@ -95,7 +95,7 @@ class Session:
         `session.ref("rank0@1f/counter")`, rank 0 of job 1f, are addresses. Raises `UserError` if there is no
         such node, and `ZbmdError`.
         """
-        from zbmd.actors.cluster.session_ways import open_session
+        from zbmd.actors.cluster.session_routes import open_session
 
         session = cls(opens=partial(open_session, at))
         session.node = owner_of(session.system.name)

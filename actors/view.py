@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-RANKS_MAX = 1022  # slots 0..1021 of a segment (ZBMD_MAX_SLOTS in native.h); 1023 is the node's
+RANKS_MAX = (
+    1022  # slots 0..1021 of a segment (ZBMD_MAX_SLOTS in transport/native/segment.h); 1023 is the node's
+)
 EPOCH_MAX = 2**32 - 1
 USAGE_EXIT_CODE = 2  # as argparse: what was asked for cannot be done, and asking again will not help
 

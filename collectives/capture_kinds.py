@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from zbmd.collectives.commit import StepCommit
-from zbmd.collectives.commit_messages import CommitAction, CommitEvent
-from zbmd.collectives.elastic_tag_machine import ElasticTagAction, ElasticTagEvent, ElasticTagMachine
-from zbmd.collectives.repair_machine import RepairMachine
-from zbmd.collectives.repair_messages import RepairAction, RepairEvent
-from zbmd.collectives.views_machine import ViewsAction, ViewsEvent, ViewsMachine
+from zbmd.collectives.commit.events import CommitAction, CommitEvent
+from zbmd.collectives.commit.machine import StepCommit
+from zbmd.collectives.elastic.views_machine import ViewsAction, ViewsEvent, ViewsMachine
+from zbmd.collectives.p2p.elastic_machine import ElasticTagAction, ElasticTagEvent, ElasticTagMachine
+from zbmd.collectives.repair.events import RepairAction, RepairEvent
+from zbmd.collectives.repair.machine import RepairMachine
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 

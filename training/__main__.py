@@ -21,9 +21,11 @@ from typing import NoReturn
 import msgspec
 import uvloop
 
-from zbmd.actors.runtime_env import RankEnvironment
+from zbmd.actors.rank_env import RankEnvironment
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.job import (
+from zbmd.training.optim import OPTIMIZERS
+from zbmd.training.optim.lr_schedule import CURVES
+from zbmd.training.replicated.job import (
     JobOptions,
     JobResult,
     check_data,
@@ -32,8 +34,6 @@ from zbmd.training.job import (
     run,
     run_plain,
 )
-from zbmd.training.optim import OPTIMIZERS
-from zbmd.training.schedule import CURVES
 from zbmd.training.zero.job import check_zero, run_zero
 from zbmd.training.zero.trainer import ZeroOptions
 from zbmd.transport.errors import UserError

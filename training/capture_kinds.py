@@ -10,16 +10,17 @@ from zbmd.training.pipeline.stage import MessageOrder, StageMachine
 from zbmd.training.pipeline.stage_events import StageAction, StageEvent
 from zbmd.training.pipeline.storage import activations_peak
 from zbmd.training.pipeline.verifier import verify
-from zbmd.training.zero import machine, mirror
+from zbmd.training.redundancy import machine as mirror
+from zbmd.training.redundancy.machine import Mirror
+from zbmd.training.zero import machine
 from zbmd.training.zero.machine import ZeroStep
-from zbmd.training.zero.mirror import Mirror
 from zbmd.transport.capture.registry import ActionT, EventT, MachineKind, register
 from zbmd.transport.capture.thread_tap import ThreadTap
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.machine import Machine
 
 if TYPE_CHECKING:
-    from zbmd.actors.member import Node
+    from zbmd.actors.rank.member import Node
 
 
 def stage_config(programs: Sequence[StageProgram], stage: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zbmd.training.optim import AdamWConfig, OptimizerConfig
-from zbmd.training.schedule import CURVES, Curve
+from zbmd.training.optim.lr_schedule import CURVES, Curve
 from zbmd.transport.errors import UserError
 
 VOCABULARY = 256  # bytes: the default
@@ -16,7 +16,7 @@ EXTENT_MAX = 1 << 16
 
 Activation = Literal["relu2", "gelu"]
 Family = Literal["zbmd", "gpt2"]
-"""What a model is made of: see `zbmd.training.gpt`."""
+"""What a model is made of: see `zbmd.training.model.gpt`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,9 @@ class TrainingConfig:
 
     A step trains on `shards * sequences_per_shard` windows. Shards are logical: their number is that of
     the job, not of its ranks. The learning rate rises for `warmup_steps`, then follows `curve` down to
-    `learning_rate_floor` times its peak at the last of `horizon` steps (see `zbmd.training.schedule`); 0: of
-    `steps`. So a run that is to go on one day says its horizon at once.
+    `learning_rate_floor` times its peak at the last of `horizon` steps (see
+    `zbmd.training.optim.lr_schedule`); 0: of `steps`. So a run that is to go on one day says its horizon at
+    once.
     """
 
     steps: int

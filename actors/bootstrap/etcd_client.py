@@ -18,7 +18,7 @@ import msgspec
 
 from zbmd.actors.bootstrap.etcd_url import EtcdUrl
 from zbmd.transport.errors import RemoteProtocolError, UserError, ZbmdError
-from zbmd.transport.tcp_address import TcpAddress
+from zbmd.transport.tcp.address import TcpAddress
 
 REPLY_BYTES_MAX: Final = 1 << 20
 READ_BYTES: Final = 1 << 16

@@ -28,7 +28,7 @@ from zbmd.actors.bootstrap.etcd_client import (
 )
 from zbmd.actors.bootstrap.etcd_url import ClusterRecord, DoorRecord, read_record
 from zbmd.transport.errors import RemoteProtocolError, UserError
-from zbmd.transport.tcp_address import TcpAddress, parse_address
+from zbmd.transport.tcp.address import TcpAddress, parse_address
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.bootstrap")
 

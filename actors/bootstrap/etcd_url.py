@@ -16,7 +16,7 @@ import msgspec
 
 from zbmd.actors.bootstrap.readings import parse_door
 from zbmd.transport.errors import RemoteProtocolError, UserError
-from zbmd.transport.tcp_address import TcpAddress
+from zbmd.transport.tcp.address import TcpAddress
 
 ETCD_PORT = 2379
 ENDPOINTS_MAX = 16

@@ -11,8 +11,7 @@ import msgspec
 
 from zbmd.actors.bootstrap.etcd_client import EtcdClient, EtcdError, KeyValue, compare_revision, get, put
 from zbmd.actors.bootstrap.etcd_url import WitnessRecord, read_record
-from zbmd.actors.cluster.nodes import NodeKey
-from zbmd.actors.cluster.witness import (
+from zbmd.actors.cluster.membership.witness import (
     Event,
     Failed,
     Given,
@@ -26,6 +25,7 @@ from zbmd.actors.cluster.witness import (
     Wanted,
     WitnessMachine,
 )
+from zbmd.actors.cluster.node_id import NodeKey
 from zbmd.transport.errors import RemoteProtocolError
 
 ASKING_MAX: Final = 4

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Final
 
 from zbmd.actors.bootstrap.merge import Bootstrap, Role
-from zbmd.actors.cluster.door import own_addresses
-from zbmd.actors.cluster.lives import NodeConfig
-from zbmd.transport._native import now_ns
-from zbmd.transport.budget import derive
-from zbmd.transport.tcp_address import TcpAddress
-from zbmd.transport.tcp_socket import PortInUse, listen_on, resolve
+from zbmd.actors.cluster.node.join import own_addresses
+from zbmd.actors.cluster.node.lives import NodeConfig
+from zbmd.transport.clock.deadlines import derive
+from zbmd.transport.native._native import now_ns
+from zbmd.transport.tcp.address import TcpAddress
+from zbmd.transport.tcp.sockets import PortInUse, listen_on, resolve
 
 NAME_CHARACTERS_MAX: Final = 64
 RANDOM_BITS: Final = 32

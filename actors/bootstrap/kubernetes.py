@@ -22,7 +22,7 @@ from zbmd.actors.bootstrap.readings import (
     stated_text,
 )
 from zbmd.transport.errors import UserError
-from zbmd.transport.tcp_address import TcpAddress
+from zbmd.transport.tcp.address import TcpAddress
 
 POD_PORT = 29_400
 """Of a pod, which has its own address: all pods may have the same."""

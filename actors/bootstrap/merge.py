@@ -19,7 +19,7 @@ from zbmd.actors.bootstrap.readings import NodeRange, Reading, Stated, port_of_j
 from zbmd.actors.bootstrap.slurm import host_names, read_slurm
 from zbmd.actors.bootstrap.torchrun import read_env, read_torchrun
 from zbmd.transport.errors import UserError
-from zbmd.transport.tcp_address import TcpAddress
+from zbmd.transport.tcp.address import TcpAddress
 
 IN_A_RANK = "ZBMD_NODE"
 """Set in the ranks of a run: what their other variables say is about that run, not about one inside it."""

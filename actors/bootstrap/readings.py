@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.tcp_address import TcpAddress, parse_address
+from zbmd.transport.tcp.address import TcpAddress, parse_address
 
 NODES_MAX = 1 << 16
 PROCESSES_MAX = 1 << 12

@@ -27,7 +27,7 @@ from zbmd.actors.bootstrap.readings import (
     stated_text,
 )
 from zbmd.transport.errors import UserError
-from zbmd.transport.tcp_address import PORT_MAX, TcpAddress
+from zbmd.transport.tcp.address import PORT_MAX, TcpAddress
 
 TASKS_MAX = NODES_MAX * PROCESSES_MAX
 GROUPS_MAX = 1 << 16

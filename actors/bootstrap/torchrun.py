@@ -26,7 +26,7 @@ from zbmd.actors.bootstrap.readings import (
     stated_text,
 )
 from zbmd.transport.errors import UserError
-from zbmd.transport.tcp_address import PORT_MAX, TcpAddress
+from zbmd.transport.tcp.address import PORT_MAX, TcpAddress
 
 RANKS_MAX = NODES_MAX * PROCESSES_MAX
 WORKER = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")

@@ -25,7 +25,7 @@ cluster_contracts  what nodes say beside `messages`, and the check of all that t
 local_deaths       the kernel's word on nodes of this host
 node_state         what a node keeps from life to life
 door, admission    finding a member to join by, and what stands against it
-node_desk          what commands ask a node (`node_contracts`); `roll_call` has the answers
+node_desk          what commands ask a node (`cluster.node.contracts`); `roll_call` has the answers
 job_host           the jobs of one node, with real processes
 job_code           whether a host has the code that was submitted
 job_output         what ranks print, for whoever follows

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from zbmd.actors.cluster.nodes import Node
-from zbmd.transport.durations import format_duration
+from zbmd.actors.cluster.node_id import Node
+from zbmd.transport.clock.durations import format_duration
 
 CLOCKS_APART_NS_MAX: Final = 120_000_000_000
 """More than this between two clocks is told. Hosts that keep time are within a second of each other; what a

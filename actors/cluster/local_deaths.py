@@ -13,9 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from zbmd.actors.cluster.nodes import NodeKey
-from zbmd.transport.kernel_files import read_text
-from zbmd.transport.topology.pci import link_name
+from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.transport.host.topology.kernel_files import read_text
+from zbmd.transport.host.topology.pci import link_name
 
 WATCHED_MAX: Final = 256
 _START_FIELD: Final = 19

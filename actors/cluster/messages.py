@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from zbmd.actors.cluster.jobs import Command, Order
-from zbmd.actors.cluster.members import Change, ClusterView
-from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.jobs.table import Command, Order
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.view import Change, ClusterView
 from zbmd.actors.contracts import Contract
 
 

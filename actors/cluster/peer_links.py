@@ -18,18 +18,18 @@ from typing import Final, Protocol
 import msgspec
 import structlog
 
-from zbmd.actors.cluster.cluster_contracts import PROTOCOL_VERSION, Hail, NotUnderstood, decode
-from zbmd.actors.cluster.nodes import Node, NodeKey
-from zbmd.actors.cluster.parts import Assembly, Part, frames_of
+from zbmd.actors.cluster.contracts import PROTOCOL_VERSION, Hail, NotUnderstood, decode
+from zbmd.actors.cluster.fragments import Assembly, Part, frames_of
+from zbmd.actors.cluster.node_id import Node, NodeKey
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.errors import UnknownContract
-from zbmd.transport import tcp
-from zbmd.transport._native import now_ns
-from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import LinkClosed, LinkFull, RemoteProtocolError, ZbmdError
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.tcp_link import TcpLink
-from zbmd.transport.tcp_settings import TcpSettings
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.native._native import now_ns
+from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.link import TcpLink
+from zbmd.transport.tcp.settings import TcpSettings
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
 

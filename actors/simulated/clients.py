@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, TypeVar
 
-from zbmd.actors.actor import Actor
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import NameInUse, UpgradeRefused, UpgradeUndone
-from zbmd.actors.ref import Ref
 from zbmd.actors.simulated.ledgers import Change, Life
 from zbmd.actors.simulated.stand import ERRAND, GUESTS, Stand
+from zbmd.actors.simulated.supervision_scenario import NotingSupervisor, Watch
 from zbmd.actors.simulated.workers import (
     LATER,
     Answer,
@@ -29,8 +31,6 @@ from zbmd.actors.simulated.workers import (
     Who,
     Worker,
 )
-from zbmd.actors.supervision_scenario import NotingSupervisor, Watch
-from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, ZbmdError
 from zbmd.transport.sim import SimProcess
 

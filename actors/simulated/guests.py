@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
-from zbmd.actors.guest_stay import Stay
-from zbmd.actors.ref import Ref
-from zbmd.actors.scopes import owner_of
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.scopes import owner_of
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.routing.contracts import Enrol, Way
+from zbmd.actors.routing.guest_lease import Stay
+from zbmd.actors.routing.routes import AskedFinder, Ways
 from zbmd.actors.simulated.clients import CALM_ROUND_S, RETRY_S, ROUND_S, Client, Talker, Tormentor
 from zbmd.actors.simulated.node import accept_guests, dial_guest
 from zbmd.actors.simulated.stand import ERRAND, Stand
+from zbmd.actors.simulated.supervision_scenario import Watch
 from zbmd.actors.simulated.workers import Here, Who, Worker
-from zbmd.actors.supervision_scenario import Watch
-from zbmd.actors.system import ActorSystem
-from zbmd.actors.ways import AskedFinder, Ways
-from zbmd.actors.ways_contracts import Enrol, Way
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.link import Link
+from zbmd.transport.link.interface import Link
 from zbmd.transport.sim import SimProcess
 
 

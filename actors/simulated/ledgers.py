@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from zbmd.actors.actor import Actor, Down, ReasonKind
-from zbmd.actors.ref import Ref
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.core.actor import Actor, Down, ReasonKind
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
 from zbmd.transport.sim import SimProcess, World
 
 FAULTS_MAX: Final = 16

@@ -9,19 +9,19 @@ from typing import Final, assert_never
 
 import msgspec
 
-from zbmd.actors.cluster import detector as d
 from zbmd.actors.cluster import messages as m
-from zbmd.actors.cluster.cluster_contracts import decode
-from zbmd.actors.cluster.cluster_port import ClusterListener
-from zbmd.actors.cluster.jobs import Order
-from zbmd.actors.cluster.members import ClusterView
-from zbmd.actors.cluster.membership import ClusterMachine
-from zbmd.actors.cluster.membership_scenario import Cluster, name_of
-from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.contracts import decode
+from zbmd.actors.cluster.heartbeats import detector as d
+from zbmd.actors.cluster.jobs.table import Order
+from zbmd.actors.cluster.membership.machine import ClusterMachine
+from zbmd.actors.cluster.membership.scenario import Cluster, name_of
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.port import ClusterListener
+from zbmd.actors.cluster.view import ClusterView
 from zbmd.actors.contracts import Contract, fingerprints
-from zbmd.actors.scopes import guest_name
-from zbmd.actors.ways_contracts import Way
-from zbmd.transport.link import Link
+from zbmd.actors.core.scopes import guest_name
+from zbmd.actors.routing.contracts import Way
+from zbmd.transport.link.interface import Link
 from zbmd.transport.sim import SimProcess
 
 DIAL_TIMEOUT_S: Final = 0.2

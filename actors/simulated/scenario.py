@@ -21,18 +21,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from zbmd.actors.cluster.membership_scenario import Cluster, draw_plan, harms, name_of, protected_of
-from zbmd.actors.cluster.node_actors import NodeActors
-from zbmd.actors.cluster.nodes import Node
-from zbmd.actors.links_scenario import InTime
+from zbmd.actors.cluster.membership.scenario import Cluster, draw_plan, harms, name_of, protected_of
+from zbmd.actors.cluster.node.actors import NodeActors
+from zbmd.actors.cluster.node_id import Node
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.simulated.clients import CLIENTS
 from zbmd.actors.simulated.guests import Guest
+from zbmd.actors.simulated.links_scenario import InTime
 from zbmd.actors.simulated.node import SimDoor, SimNode
 from zbmd.actors.simulated.stand import GUESTS, Stand, StandWorld
+from zbmd.actors.simulated.supervision_scenario import Rules, ToldOnce, draw_tree
 from zbmd.actors.simulated.workers import Worker
-from zbmd.actors.supervision_scenario import Rules, ToldOnce, draw_tree
-from zbmd.actors.system import ActorSystem
-from zbmd.actors.upgrade import Coordinator
+from zbmd.actors.upgrade.driver import Coordinator
 from zbmd.transport import sim
 
 FIRST: Final = 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from zbmd.actors.cluster.membership_scenario import Cluster
-from zbmd.actors.scopes import owned_name
+from zbmd.actors.cluster.membership.scenario import Cluster
+from zbmd.actors.core.scopes import owned_name
 from zbmd.actors.simulated.ledgers import Groups, Life, Lives, Names, Nodes, Talks, Ties, Upgrades
 from zbmd.actors.simulated.node import SimNode
-from zbmd.actors.supervision_scenario import Board, Plan
+from zbmd.actors.simulated.supervision_scenario import Board, Plan
 from zbmd.transport.sim import SimProcess, World, current_process
 
 HOST: Final = "node1"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from zbmd.actors.actor import Actor, on
 from zbmd.actors.contracts import Contract
-from zbmd.actors.directory_contracts import GroupNews
-from zbmd.actors.mailbox import MailboxSpec
-from zbmd.actors.ref import Ref
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.directory.contracts import GroupNews
 from zbmd.actors.simulated.stand import Stand, here
 
 LINGER_S: Final = 0.02

@@ -26,7 +26,7 @@ from zbmd.collectives.algorithms import (
 from zbmd.collectives.algorithms.drafts import shared_drafts
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.errors import ProgramError
-from zbmd.collectives.program import (
+from zbmd.collectives.programs.program import (
     IN,
     MAX_CHUNKS,
     MAX_RANKS,
@@ -36,7 +36,7 @@ from zbmd.collectives.program import (
     hash_text,
     input_buffer,
 )
-from zbmd.collectives.spec import (
+from zbmd.collectives.programs.spec import (
     Spec,
     all_gather_spec,
     all_reduce_spec,

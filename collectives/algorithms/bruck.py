@@ -12,7 +12,7 @@ from functools import cache
 
 from zbmd.collectives.algorithms.compose import finish_program
 from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
-from zbmd.collectives.program import IN, INBOX, OUT, Copy, Operand, Program, Put, chunk_range
+from zbmd.collectives.programs.program import IN, INBOX, OUT, Copy, Operand, Program, Put, chunk_range
 
 
 def bruck_all_to_all(n: int, rank: int, chunks: int) -> Program:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from zbmd.collectives.program import (
+from zbmd.collectives.programs.program import (
     OUT,
     SCRATCH,
     Copy,
@@ -17,7 +17,7 @@ from zbmd.collectives.program import (
     chunk_range,
     peers_after,
 )
-from zbmd.collectives.spec import Tree
+from zbmd.collectives.programs.spec import Tree
 
 Leaf = Callable[[int], Operand]
 

@@ -12,7 +12,7 @@ from zbmd.collectives.algorithms.compose import (
     finish_program,
     part_from_all,
 )
-from zbmd.collectives.program import (
+from zbmd.collectives.programs.program import (
     IN,
     OUT,
     PUB,
@@ -25,7 +25,7 @@ from zbmd.collectives.program import (
     chunk_range,
     peers_after,
 )
-from zbmd.collectives.spec import left_fold
+from zbmd.collectives.programs.spec import left_fold
 
 
 def _input_at(chunk: int) -> Leaf:

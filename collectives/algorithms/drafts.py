@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from zbmd.collectives.program import Copy, Finish, Instruction, Notify, Put, Reduce, Wait
+from zbmd.collectives.programs.program import Copy, Finish, Instruction, Notify, Put, Reduce, Wait
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zbmd.collectives.algorithms.compose import finish_program, part_from_all
-from zbmd.collectives.program import (
+from zbmd.collectives.programs.program import (
     IN,
     OUT,
     PUB,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from zbmd.collectives.algorithms.compose import finish_program
 from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
-from zbmd.collectives.program import (
+from zbmd.collectives.programs.program import (
     IN,
     INBOX,
     OUT,
@@ -25,7 +25,7 @@ from zbmd.collectives.program import (
     Reduce,
     chunk_range,
 )
-from zbmd.collectives.spec import Tree
+from zbmd.collectives.programs.spec import Tree
 
 ROUND_SLOTS = 2
 """Inbox slots of a round. Both workers put one and take one in turn, so neither is more than one ahead."""

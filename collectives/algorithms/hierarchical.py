@@ -17,8 +17,18 @@ from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_wait
 from zbmd.collectives.algorithms.reduction_trees import Climb, balanced_tree, inbox_slots, tree_order
 from zbmd.collectives.algorithms.ring import WINDOW_SLOTS, Hop, Place, walk_ring
 from zbmd.collectives.errors import ProgramError
-from zbmd.collectives.program import IN, OUT, SCRATCH, Copy, Notify, Operand, Program, Reduce, chunk_range
-from zbmd.collectives.spec import Tree, left_fold
+from zbmd.collectives.programs.program import (
+    IN,
+    OUT,
+    SCRATCH,
+    Copy,
+    Notify,
+    Operand,
+    Program,
+    Reduce,
+    chunk_range,
+)
+from zbmd.collectives.programs.spec import Tree, left_fold
 
 PARTITIONS_KEPT = 8
 

@@ -15,8 +15,19 @@ from functools import lru_cache
 
 from zbmd.collectives.algorithms.compose import finish_program
 from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
-from zbmd.collectives.program import IN, INBOX, OUT, SCRATCH, Copy, Notify, Operand, Program, Put, Reduce
-from zbmd.collectives.spec import Tree
+from zbmd.collectives.programs.program import (
+    IN,
+    INBOX,
+    OUT,
+    SCRATCH,
+    Copy,
+    Notify,
+    Operand,
+    Program,
+    Put,
+    Reduce,
+)
+from zbmd.collectives.programs.spec import Tree
 
 CHILD_SLOTS = 2
 """Inbox slots of a child's sums."""

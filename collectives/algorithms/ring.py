@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 from zbmd.collectives.algorithms.compose import finish_program
 from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
-from zbmd.collectives.program import (
+from zbmd.collectives.programs.program import (
     IN,
     INBOX,
     OUT,
@@ -30,7 +30,7 @@ from zbmd.collectives.program import (
     Reduce,
     chunk_range,
 )
-from zbmd.collectives.spec import Tree, left_fold
+from zbmd.collectives.programs.spec import Tree, left_fold
 
 WINDOW_SLOTS = 4
 

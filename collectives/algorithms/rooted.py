@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zbmd.collectives.algorithms.compose import TreeReduction, finish_program
-from zbmd.collectives.program import (
+from zbmd.collectives.programs.program import (
     IN,
     OUT,
     PUB,
@@ -16,7 +16,7 @@ from zbmd.collectives.program import (
     chunk_range,
     peers_after,
 )
-from zbmd.collectives.spec import left_fold
+from zbmd.collectives.programs.spec import left_fold
 
 
 def direct_reduce(n: int, rank: int, chunks: int, root: int) -> Program:

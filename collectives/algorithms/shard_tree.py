@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from zbmd.collectives.algorithms.compose import Leaf, TreeReduction, exchange_slices
 from zbmd.collectives.errors import ProgramError
-from zbmd.collectives.program import (
+from zbmd.collectives.programs.program import (
     IN,
     OUT,
     Instruction,
@@ -30,7 +30,7 @@ from zbmd.collectives.program import (
     chunk_range,
     input_buffer,
 )
-from zbmd.collectives.spec import Output, Spec, Tree
+from zbmd.collectives.programs.spec import Output, Spec, Tree
 
 Node: TypeAlias = tuple[int, int]
 Assignment: TypeAlias = tuple[Node, ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from zbmd.collectives.algorithms.compose import TreeReduction, finish_program
 from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
-from zbmd.collectives.program import (
+from zbmd.collectives.programs.program import (
     IN,
     INBOX,
     OUT,
@@ -23,7 +23,7 @@ from zbmd.collectives.program import (
     Reduce,
     peers_after,
 )
-from zbmd.collectives.spec import left_fold
+from zbmd.collectives.programs.spec import left_fold
 
 WINDOW_SLOTS = 4
 """Inbox slots of the root for each peer."""

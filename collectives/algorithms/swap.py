@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from zbmd.collectives.algorithms.compose import TreeReduction, finish_program
 from zbmd.collectives.algorithms.drafts import Await, Draft, Signal, number_waits
-from zbmd.collectives.program import IN, INBOX, OUT, Operand, Program, Put, peers_after
-from zbmd.collectives.spec import left_fold
+from zbmd.collectives.programs.program import IN, INBOX, OUT, Operand, Program, Put, peers_after
+from zbmd.collectives.programs.spec import left_fold
 
 LAG = 3
 """How many chunks a rank puts before it takes the first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbmd.collectives.program import OUT, Copy, Instruction, Notify, Operand, Program, Wait
+from zbmd.collectives.programs.program import OUT, Copy, Instruction, Notify, Operand, Program, Wait
 
 
 def tree_broadcast(n: int, rank: int, chunks: int, root: int) -> Program:

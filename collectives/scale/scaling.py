@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives._stepper import PUB_BYTES_MAX
-from zbmd.collectives._timeline import Timeline
 from zbmd.collectives.algorithms import ALGORITHMS, ROOTED, Operation, Request
 from zbmd.collectives.algorithms.hierarchical import hosts_of
 from zbmd.collectives.algorithms.reduction_trees import CHILD_SLOTS
 from zbmd.collectives.errors import ProgramError
-from zbmd.collectives.remote_fetch import STAGING_BYTES_MAX
-from zbmd.collectives.remote_slots import slot_payload_bytes
+from zbmd.collectives.execution.remote_fetch import STAGING_BYTES_MAX
+from zbmd.collectives.execution.remote_slots import slot_payload_bytes
+from zbmd.collectives.native._stepper import PUB_BYTES_MAX
+from zbmd.collectives.scale._timeline import Timeline
 from zbmd.collectives.scale.bounds import bound_ns, least_ns
 from zbmd.collectives.scale.fabric import Fabric
 from zbmd.collectives.scale.flat_ring import RANKS_MIN, ring_ends, ring_instructions

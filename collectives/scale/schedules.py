@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from zbmd.collectives.algorithms import ALGORITHMS, Request
 from zbmd.collectives.errors import ProgramError
-from zbmd.collectives.program import (
+from zbmd.collectives.programs.program import (
     COPY_CODE,
     ENCODING_WIDTH,
     FINISH_CODE,

@@ -17,28 +17,28 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from zbmd.actors.actor import Actor, Down, Exited, Undelivered, on
-    from zbmd.actors.cluster.session_ways import connect
+    from zbmd.actors.cluster.session_routes import connect
     from zbmd.actors.contracts import Contract
+    from zbmd.actors.core.actor import Actor, Down, Exited, Undelivered, on
+    from zbmd.actors.core.ref import Ref
+    from zbmd.actors.core.system import ActorSystem
     from zbmd.actors.errors import ActorFailed, DeadActor, MailboxFull, UpgradeRefused, UpgradeUndone
-    from zbmd.actors.member import Node, join
-    from zbmd.actors.ref import Ref
+    from zbmd.actors.rank.member import Node, join
     from zbmd.actors.session import Session
-    from zbmd.actors.supervision_events import BackOff, Restart, Strategy
-    from zbmd.actors.supervisor import ChildSpec
-    from zbmd.actors.system import ActorSystem
-    from zbmd.collectives.elastic import ElasticGroup, elastic_group
+    from zbmd.actors.supervision.events import BackOff, Restart, Strategy
+    from zbmd.actors.supervision.supervisor import ChildSpec
+    from zbmd.collectives.elastic.group import ElasticGroup, elastic_group
     from zbmd.collectives.errors import InputsOverwritten, NotReplaced, OperationAborted
-    from zbmd.collectives.group import Group, group
-    from zbmd.training.ml_actors.layer_actor import LayerActor
-    from zbmd.training.ml_actors.model_actors import ModelActors
-    from zbmd.training.ml_actors.operator_actor import OperatorActor
-    from zbmd.training.ml_actors.optimizer_actor import OptimizerActor
-    from zbmd.training.ml_actors.seat import GivenUp, Seat, SeatedActor
-    from zbmd.training.ml_actors.supervisor_actor import SupervisorActor
-    from zbmd.training.ml_actors.tensor_actor import TensorActor
+    from zbmd.collectives.group.group import Group, group
+    from zbmd.training.model_actors.layer_actor import LayerActor
+    from zbmd.training.model_actors.model_actors import ModelActors
+    from zbmd.training.model_actors.operator_actor import OperatorActor
+    from zbmd.training.model_actors.optimizer_actor import OptimizerActor
+    from zbmd.training.model_actors.slot import GivenUp, Seat, SeatedActor
+    from zbmd.training.model_actors.supervisor_actor import SupervisorActor
+    from zbmd.training.model_actors.tensor_actor import TensorActor
     from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
-    from zbmd.transport.process_arena import empty, from_array
+    from zbmd.transport.memory.process_arena import empty, from_array
 
 __version__ = "0.1.0"
 
@@ -92,28 +92,28 @@ __all__ = [
 
 # A name is imported when it is first used: a tool that needs one layer does not load the others.
 _HOMES = {
-    "zbmd.actors.actor": ("Actor", "Down", "Exited", "Undelivered", "on"),
-    "zbmd.actors.cluster.session_ways": ("connect",),
+    "zbmd.actors.core.actor": ("Actor", "Down", "Exited", "Undelivered", "on"),
+    "zbmd.actors.cluster.session_routes": ("connect",),
     "zbmd.actors.contracts": ("Contract",),
     "zbmd.actors.errors": ("ActorFailed", "DeadActor", "MailboxFull", "UpgradeRefused", "UpgradeUndone"),
-    "zbmd.actors.member": ("Node", "join"),
-    "zbmd.actors.ref": ("Ref",),
+    "zbmd.actors.rank.member": ("Node", "join"),
+    "zbmd.actors.core.ref": ("Ref",),
     "zbmd.actors.session": ("Session",),
-    "zbmd.actors.supervision_events": ("BackOff", "Restart", "Strategy"),
-    "zbmd.actors.supervisor": ("ChildSpec",),
-    "zbmd.actors.system": ("ActorSystem",),
-    "zbmd.collectives.elastic": ("ElasticGroup", "elastic_group"),
+    "zbmd.actors.supervision.events": ("BackOff", "Restart", "Strategy"),
+    "zbmd.actors.supervision.supervisor": ("ChildSpec",),
+    "zbmd.actors.core.system": ("ActorSystem",),
+    "zbmd.collectives.elastic.group": ("ElasticGroup", "elastic_group"),
     "zbmd.collectives.errors": ("InputsOverwritten", "NotReplaced", "OperationAborted"),
-    "zbmd.collectives.group": ("Group", "group"),
-    "zbmd.training.ml_actors.layer_actor": ("LayerActor",),
-    "zbmd.training.ml_actors.model_actors": ("ModelActors",),
-    "zbmd.training.ml_actors.operator_actor": ("OperatorActor",),
-    "zbmd.training.ml_actors.optimizer_actor": ("OptimizerActor",),
-    "zbmd.training.ml_actors.seat": ("GivenUp", "Seat", "SeatedActor"),
-    "zbmd.training.ml_actors.supervisor_actor": ("SupervisorActor",),
-    "zbmd.training.ml_actors.tensor_actor": ("TensorActor",),
+    "zbmd.collectives.group.group": ("Group", "group"),
+    "zbmd.training.model_actors.layer_actor": ("LayerActor",),
+    "zbmd.training.model_actors.model_actors": ("ModelActors",),
+    "zbmd.training.model_actors.operator_actor": ("OperatorActor",),
+    "zbmd.training.model_actors.optimizer_actor": ("OptimizerActor",),
+    "zbmd.training.model_actors.slot": ("GivenUp", "Seat", "SeatedActor"),
+    "zbmd.training.model_actors.supervisor_actor": ("SupervisorActor",),
+    "zbmd.training.model_actors.tensor_actor": ("TensorActor",),
     "zbmd.transport.errors": ("DeadlineExceeded", "PeerLost", "UserError", "ZbmdError"),
-    "zbmd.transport.process_arena": ("empty", "from_array"),
+    "zbmd.transport.memory.process_arena": ("empty", "from_array"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -138,7 +138,7 @@ def run(main: Coroutine[Any, Any, _ResultT]) -> _ResultT:
 
     What zbmd has to warn of goes to standard error, unless the program has set structlog up itself.
     """
-    importlib.import_module("zbmd.actors.rank_log").log_to_stderr()
+    importlib.import_module("zbmd.actors.rank.log").log_to_stderr()
     uvloop = importlib.import_module("uvloop")
     result: _ResultT = uvloop.run(main)
     return result

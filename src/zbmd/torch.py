@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from zbmd.collectives.torch_backend import register
+from zbmd.collectives.torch.backend import register
 
 register()

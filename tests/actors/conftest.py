@@ -10,11 +10,11 @@ from rdma_harness import rdma_link_pair
 from rdma_world import given_devices
 
 from zbmd.actors.contracts import fingerprints
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.core.system import ActorSystem
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.hello import Identity
-from zbmd.transport.link import LinkLimits
-from zbmd.transport.shm import Endpoint, link_pair
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.shm.connect import Endpoint, link_pair
 
 Join = Callable[[ActorSystem, ActorSystem], None]
 

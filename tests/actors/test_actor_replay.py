@@ -17,15 +17,15 @@ from counting_actor import Add, Counter, Crash, Nap, Never, Throw, Thrown, Total
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbmd.actors.actor import STOPPING_S, Actor, Down, Exited, Reason, ReasonKind, Undelivered, on
-from zbmd.actors.actor_capture import CapturedSystem
-from zbmd.actors.actor_events import ref_data
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import STOPPING_S, Actor, Down, Exited, Reason, ReasonKind, Undelivered, on
+from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ActorFailed
-from zbmd.actors.mailbox import MailboxSpec
-from zbmd.actors.ref import Ref
-from zbmd.actors.supervisor import ChildSpec
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.replay.events import ref_data
+from zbmd.actors.replay.recording import CapturedSystem
+from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.transport import capture
 from zbmd.transport.errors import DeadlineExceeded, PeerLost
 

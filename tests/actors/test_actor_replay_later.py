@@ -11,14 +11,14 @@ import pytest
 import uvloop
 from actor_recordings import assert_identical, events_of, record, until
 
-from zbmd.actors.actor import Actor, on
-from zbmd.actors.actor_capture import CapturedSystem
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.deferred import Deferred, Later
+from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.timers import Timer
 from zbmd.actors.errors import ActorError, NoReply, StashFull
-from zbmd.actors.later import Deferred, Later
-from zbmd.actors.mailbox import MailboxSpec
-from zbmd.actors.ref import Ref
-from zbmd.actors.timers import Timer
+from zbmd.actors.replay.recording import CapturedSystem
 
 RUNS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 

@@ -20,16 +20,16 @@ from counting_actor import Add, Counter, Nap, Never, Throw, Thrown, Total
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.actor import Actor, ReasonKind, on
-from zbmd.actors.actor_arguments import NotPlain, pack_arguments, unpack_arguments
-from zbmd.actors.actor_capture import ACTOR, CapturedSystem
-from zbmd.actors.actor_events import SaidCodec, said
-from zbmd.actors.actor_replay import allow_modules, find_actor_class
-from zbmd.actors.ref import Ref
-from zbmd.actors.wire import ReasonData, RefData
+from zbmd.actors.core.actor import Actor, ReasonKind, on
+from zbmd.actors.core.constructor_args import NotPlain, pack_arguments, unpack_arguments
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.wire import ReasonData, RefData
+from zbmd.actors.replay.events import SaidCodec, said
+from zbmd.actors.replay.machine import allow_modules, find_actor_class
+from zbmd.actors.replay.recording import ACTOR, CapturedSystem
 from zbmd.transport import capture
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.hlc import HybridClock
 
 
 class Relay(Actor):
@@ -221,10 +221,10 @@ def test_a_log_does_not_make_us_import(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "replay_job").mkdir()
     (tmp_path / "replay_job" / "__init__.py").write_text("")
     (tmp_path / "replay_job" / "actors.py").write_text(
-        "from zbmd.actors.actor import Actor\nclass Lone(Actor): pass\nnothing = 1\n"
+        "from zbmd.actors.core.actor import Actor\nclass Lone(Actor): pass\nnothing = 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("zbmd.actors.actor_replay._allowed", set[str]())
+    monkeypatch.setattr("zbmd.actors.replay.machine._allowed", set[str]())
     for name in ("replay_job.actors:Lone", "os.path:join", "asyncio:Task", "counting_actor:Add", "nowhere:X"):
         with pytest.raises(capture.CaptureMismatch):
             find_actor_class(name)
@@ -248,7 +248,7 @@ def test_a_class_or_contract_that_has_changed(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patched:
         patched.delattr(counting_actor, "Counter")
         assert "no actor class Counter any more" in incomplete(tmp_path, "counter#1")
-    monkeypatch.setattr("zbmd.actors.actor_replay.fingerprint", lambda _: "another")
+    monkeypatch.setattr("zbmd.actors.replay.machine.fingerprint", lambda _: "another")
     assert "has changed since it was recorded" in incomplete(tmp_path, "counter#1")
 
 

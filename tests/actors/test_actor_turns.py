@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from actor_recordings import assert_identical, events_of, record
 
-from zbmd.actors.actor import Actor, on
-from zbmd.actors.actor_capture import CapturedSystem
 from zbmd.actors.contracts import Contract
-from zbmd.actors.ref import Ref
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.replay.recording import CapturedSystem
 from zbmd.transport import capture
 from zbmd.transport.capture.records import ActionsGiven, EventTaken
-from zbmd.transport.hlc import HybridClock
+from zbmd.transport.clock.hlc import HybridClock
 
 
 class Add(Contract, id="turns.add"):

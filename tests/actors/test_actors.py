@@ -6,9 +6,12 @@ import asyncio
 
 import pytest
 
-from zbmd.actors.actor import Actor, Down, Exited, Reason, ReasonKind, on
-from zbmd.actors.context import deadline_ns, trace_id
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, Down, Exited, Reason, ReasonKind, on
+from zbmd.actors.core.context import deadline_ns, trace_id
+from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import (
     ActorFailed,
     ActorStartFailed,
@@ -21,9 +24,6 @@ from zbmd.actors.errors import (
     NotUnderstood,
     SystemStopped,
 )
-from zbmd.actors.mailbox import MailboxSpec
-from zbmd.actors.ref import Ref
-from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError
 
 

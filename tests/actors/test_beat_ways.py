@@ -7,9 +7,9 @@ from collections import deque
 
 import pytest
 
-from zbmd.actors.cluster import beat_ways as w
-from zbmd.actors.cluster.beat_contracts import BeatsAt, BeatsOffer, BeatsSaid
-from zbmd.transport.rdma_setup import QueuePairAt
+from zbmd.actors.cluster.heartbeats import route_machine as w
+from zbmd.actors.cluster.heartbeats.contracts import BeatsAt, BeatsOffer, BeatsSaid
+from zbmd.transport.rdma.setup import QueuePairAt
 
 HISTORIES = 400
 WHY = "node2 has no RDMA device"

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from zbmd.actors.actor import Actor, on
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.errors import ActorFailed, DeadActor
 from zbmd.actors.session import Session
-from zbmd.actors.supervisor import ChildSpec
+from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.transport.errors import LocalProtocolError
 
 

@@ -14,7 +14,7 @@ from zbmd.actors.bootstrap.mpi import HYDRA, OPEN_MPI
 from zbmd.actors.bootstrap.readings import Reading, Stated, parse_door, parse_node_range, port_of_job
 from zbmd.actors.bootstrap.slurm import parse_tasks_per_node
 from zbmd.transport.errors import UserError
-from zbmd.transport.tcp_address import TcpAddress
+from zbmd.transport.tcp.address import TcpAddress
 
 NOTHING = Reading(launcher="zbmd-node run")
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from zbmd.actors.actor import Actor
-from zbmd.actors.capture import CRASHES_KEPT_MAX, CaptureSettings, ProcessCapture
-from zbmd.actors.capture_kinds import MEMBERSHIP, SUPERVISION
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import RunResult
-from zbmd.actors.host_output import OutputLine
-from zbmd.actors.supervisor import ChildSpec
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.core.actor import Actor
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.host.events import RunResult
+from zbmd.actors.host.output import OutputLine
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.replay.kinds import MEMBERSHIP, SUPERVISION
+from zbmd.actors.replay.process_capture import CRASHES_KEPT_MAX, CaptureSettings, ProcessCapture
+from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.actors.view import Outcome
 from zbmd.transport.capture import (
     CaptureExists,
@@ -32,15 +32,15 @@ from zbmd.transport.capture import (
     replay_log,
 )
 from zbmd.transport.capture.records import DeathSeen, FrameIn, FrameOut, Note, Record
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import OutOfMemory, PeerLost, UserError
-from zbmd.transport.hello import Identity
-from zbmd.transport.hlc import HybridClock
+from zbmd.transport.handshake.hello import Identity
 
 COOKIE = bytes(32).hex()
 
 ENDS_WELL = """
 import asyncio
-from zbmd.actors.member import join
+from zbmd.actors.rank.member import join
 
 async def main():
     async with join():

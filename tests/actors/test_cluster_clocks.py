@@ -15,7 +15,7 @@ from zbmd.actors.cluster.clocks import (
     ClockWatch,
     clocks_apart,
 )
-from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.node_id import Node, NodeKey
 
 HOUR_NS = 3_600_000_000_000
 HERE = Node(NodeKey(1, 1), "10.0.0.1:29400", "n1")

@@ -12,14 +12,14 @@ import pytest
 from tcp_certificates import job_tls
 from thread_nodes import node
 
-from zbmd.actors.cluster.heartbeats import CALM_PACE_BUDGETS, PACE_BUDGETS, Heartbeats, beat_keys
-from zbmd.actors.cluster.lives import Acting, LifeOver
-from zbmd.actors.cluster.node import ClusterNode
-from zbmd.transport.budget import MILLISECOND_NS, SECOND_NS
-from zbmd.transport.hello import PeerInfo, Side
-from zbmd.transport.session import Protection, Secrets, Session
-from zbmd.transport.session_setup import control_session, lane_session
-from zbmd.transport.tcp_settings import TcpSettings
+from zbmd.actors.cluster.heartbeats.driver import CALM_PACE_BUDGETS, PACE_BUDGETS, Heartbeats, beat_keys
+from zbmd.actors.cluster.node.lives import Acting, LifeOver
+from zbmd.actors.cluster.node.node import ClusterNode
+from zbmd.transport.clock.deadlines import MILLISECOND_NS, SECOND_NS
+from zbmd.transport.handshake.hello import PeerInfo, Side
+from zbmd.transport.handshake.session_setup import control_session, lane_session
+from zbmd.transport.secure.session_keys import Protection, Secrets, Session
+from zbmd.transport.tcp.settings import TcpSettings
 
 BUDGET_NS = 200 * MILLISECOND_NS
 LONG_BUDGET_NS = 60 * SECOND_NS

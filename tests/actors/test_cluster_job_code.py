@@ -7,11 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from zbmd.actors.cluster import job_code, job_output
-from zbmd.actors.cluster.job_code import REST, CodeDiffers, check_code, code_of
-from zbmd.actors.cluster.job_output import JobOutput
-from zbmd.actors.cluster.jobs import COMMAND_BYTES_MAX, JobSpec, Submit, order_bytes
-from zbmd.actors.host_output import OutputLine
+from zbmd.actors.cluster.jobs import code_digest as job_code
+from zbmd.actors.cluster.jobs import output as job_output
+from zbmd.actors.cluster.jobs.code_digest import REST, CodeDiffers, check_code, code_of
+from zbmd.actors.cluster.jobs.output import JobOutput
+from zbmd.actors.cluster.jobs.table import COMMAND_BYTES_MAX, JobSpec, Submit, order_bytes
+from zbmd.actors.host.output import OutputLine
 from zbmd.transport.errors import UserError
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.actors.cluster.job_rules import after_change
-from zbmd.actors.cluster.jobs import (
+from zbmd.actors.cluster.jobs.rules import after_change
+from zbmd.actors.cluster.jobs.table import (
     COMMAND_BYTES_MAX,
     JOBS_MAX,
     NO_JOBS,
@@ -29,7 +29,7 @@ from zbmd.actors.cluster.jobs import (
     Submit,
     problem_of,
 )
-from zbmd.actors.cluster.nodes import NodeKey
+from zbmd.actors.cluster.node_id import NodeKey
 from zbmd.actors.view import OnLoss, Outcome
 
 SECOND_NS = 10**9

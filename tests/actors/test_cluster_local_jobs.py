@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from zbmd.actors.cluster import local_events as e
-from zbmd.actors.cluster.job_contracts import HostLinked
-from zbmd.actors.cluster.jobs import Command, JobPhase, JobSpec, Order, RankDown, RankUp, Stop, Submit
-from zbmd.actors.cluster.local_events import RankKey
-from zbmd.actors.cluster.local_jobs import LocalJobs
-from zbmd.actors.cluster.members import Change, ClusterView
-from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.jobs import node_events as e
+from zbmd.actors.cluster.jobs.contracts import HostLinked
+from zbmd.actors.cluster.jobs.node_events import RankKey
+from zbmd.actors.cluster.jobs.node_machine import LocalJobs
+from zbmd.actors.cluster.jobs.table import Command, JobPhase, JobSpec, Order, RankDown, RankUp, Stop, Submit
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.view import Change, ClusterView
 from zbmd.actors.view import View
-from zbmd.transport.budget import derive
+from zbmd.transport.clock.deadlines import derive
 
 JOB = 5
 GRACE_NS = derive().stop_grace_ns

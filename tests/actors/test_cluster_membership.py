@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.actors.cluster import detector as d
-from zbmd.actors.cluster.jobs import CommandRefused, JobSpec, Stop, Submit
-from zbmd.actors.cluster.jobs_scenario import JobsScenario
-from zbmd.actors.cluster.members import ClusterView
-from zbmd.actors.cluster.membership import ClusterMachine
-from zbmd.actors.cluster.membership_exploration import STORIES, explore, explore_pairs
-from zbmd.actors.cluster.membership_scenario import (
+from zbmd.actors.cluster.heartbeats import detector as d
+from zbmd.actors.cluster.jobs.scenario import JobsScenario
+from zbmd.actors.cluster.jobs.table import CommandRefused, JobSpec, Stop, Submit
+from zbmd.actors.cluster.membership.exploration import STORIES, explore, explore_pairs
+from zbmd.actors.cluster.membership.machine import ClusterMachine
+from zbmd.actors.cluster.membership.member_report import COMMANDS_WAITING_MAX
+from zbmd.actors.cluster.membership.scenario import (
     LIVENESS_NS,
     SECOND_NS,
     Cluster,
@@ -40,11 +40,11 @@ from zbmd.actors.cluster.messages import (
     TimerFired,
     Trusted,
 )
-from zbmd.actors.cluster.nodes import Node, NodeKey
-from zbmd.actors.cluster.word import COMMANDS_WAITING_MAX
-from zbmd.tools.explore_membership import run_schedules
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.view import ClusterView
+from zbmd.tools.sim.explore_membership import run_schedules
 from zbmd.transport import sim
-from zbmd.transport.budget import MILLISECOND_NS, derive
+from zbmd.transport.clock.deadlines import MILLISECOND_NS, derive
 from zbmd.transport.sim import Options, Outcome, parse_plan, run_scenario
 
 World = tuple[sim.Simulation[Packet], Cluster]
@@ -101,7 +101,7 @@ def test_whom_the_cut_off_accuse_when_their_network_heals_stays(seed: int) -> No
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 @pytest.mark.parametrize("story", STORIES)
 def test_kills_at_any_point_of_any_story(story: str, size: int) -> None:
-    """A few of them; `python -m zbmd.tools.explore_membership kills` tries them all."""
+    """A few of them; `python -m zbmd.tools.sim.explore_membership kills` tries them all."""
     found = explore(story, size, points_max=15)
     assert found.points_all >= found.points >= 15
 

@@ -16,26 +16,26 @@ import msgspec
 import pytest
 from thread_nodes import COOKIE, LOOPBACK, Told, node
 
-from zbmd.actors.cluster import door
-from zbmd.actors.cluster.admission import Wish, advertised, has_namesake, refusal
-from zbmd.actors.cluster.cluster_contracts import PROTOCOL_VERSION, Hail
-from zbmd.actors.cluster.door import JoinFailed, NotLetInYet, Seeker, find_door, own_addresses
-from zbmd.actors.cluster.lives import Hindered, LifeOver, NodeConfig
+from zbmd.actors.cluster.contracts import PROTOCOL_VERSION, Hail
 from zbmd.actors.cluster.local_deaths import LocalDeaths, boot_id, pid_space, started
-from zbmd.actors.cluster.members import ClusterView
+from zbmd.actors.cluster.membership.admission import Wish, advertised, has_namesake, refusal
 from zbmd.actors.cluster.messages import Beat
-from zbmd.actors.cluster.node import ClusterNode
-from zbmd.actors.cluster.node_state import NodeState, StateBusy, StateError, state_path
-from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.node import join as door
+from zbmd.actors.cluster.node.join import JoinFailed, NotLetInYet, Seeker, find_door, own_addresses
+from zbmd.actors.cluster.node.lives import Hindered, LifeOver, NodeConfig
+from zbmd.actors.cluster.node.node import ClusterNode
+from zbmd.actors.cluster.node.persistent_state import NodeState, StateBusy, StateError, state_path
+from zbmd.actors.cluster.node_id import Node, NodeKey
 from zbmd.actors.cluster.peer_links import node_key
+from zbmd.actors.cluster.view import ClusterView
 from zbmd.actors.contracts import fingerprints
-from zbmd.transport import tcp
-from zbmd.transport.budget import SECOND_NS, derive
-from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.clock.deadlines import SECOND_NS, derive
 from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.hello import Identity
-from zbmd.transport.tcp_address import TcpAddress, parse_address
-from zbmd.transport.tcp_settings import TcpSettings
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.address import TcpAddress, parse_address
+from zbmd.transport.tcp.settings import TcpSettings
 
 OTHER_COOKIE = b"the cookie of another test's nodes"
 

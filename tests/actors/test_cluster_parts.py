@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from thread_nodes import node
 
-from zbmd.actors.cluster.cluster_contracts import decode
-from zbmd.actors.cluster.jobs import COMMAND_BYTES_MAX, TABLE_BYTES_MAX, JobSpec, Submit
-from zbmd.actors.cluster.lives import Acting, NodeEvent
-from zbmd.actors.cluster.parts import MESSAGE_BYTES_MAX, PART_BYTES, Assembly, Part, frames_of
+from zbmd.actors.cluster.contracts import decode
+from zbmd.actors.cluster.fragments import MESSAGE_BYTES_MAX, PART_BYTES, Assembly, Part, frames_of
+from zbmd.actors.cluster.jobs.table import COMMAND_BYTES_MAX, TABLE_BYTES_MAX, JobSpec, Submit
+from zbmd.actors.cluster.node.lives import Acting, NodeEvent
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 

@@ -9,15 +9,19 @@ from typing import Any, ClassVar
 import pytest
 from state_followers import follow_all
 
-from zbmd.actors.cluster import detector, jobs_scenario, local_events, membership_scenario, messages
-from zbmd.actors.cluster.cluster_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, cluster_config
-from zbmd.actors.cluster.jobs_scenario import JobsScenario
-from zbmd.actors.cluster.local_jobs import LocalJobs
-from zbmd.actors.cluster.membership import ClusterMachine
-from zbmd.actors.cluster.nodes import Node
+from zbmd.actors.cluster import messages
+from zbmd.actors.cluster.capture_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, cluster_config
+from zbmd.actors.cluster.heartbeats import detector
+from zbmd.actors.cluster.jobs import node_events as local_events
+from zbmd.actors.cluster.jobs import scenario as jobs_scenario
+from zbmd.actors.cluster.jobs.node_machine import LocalJobs
+from zbmd.actors.cluster.jobs.scenario import JobsScenario
+from zbmd.actors.cluster.membership import scenario as membership_scenario
+from zbmd.actors.cluster.membership.machine import ClusterMachine
+from zbmd.actors.cluster.node_id import Node
 from zbmd.transport import capture, sim
-from zbmd.transport.budget import Deadlines
-from zbmd.transport.hlc import HybridClock
+from zbmd.transport.clock.deadlines import Deadlines
+from zbmd.transport.clock.hlc import HybridClock
 
 
 class Recording:

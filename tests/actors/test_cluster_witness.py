@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from zbmd.actors.cluster import witness as w
-from zbmd.actors.cluster.membership_scenario import WitnessStore
-from zbmd.actors.cluster.nodes import NodeKey
+from zbmd.actors.cluster.membership import witness as w
+from zbmd.actors.cluster.membership.scenario import WitnessStore
+from zbmd.actors.cluster.node_id import NodeKey
 from zbmd.transport.errors import LocalProtocolError
 
 RETRY_NS = 10

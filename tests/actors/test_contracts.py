@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors import wire
 from zbmd.actors.contracts import (
     Contract,
     ContractDecoder,
@@ -22,13 +21,14 @@ from zbmd.actors.contracts import (
     fingerprints,
     registered,
 )
+from zbmd.actors.core import wire
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ContractError, ContractMismatch, InvalidMessage, UnknownContract
-from zbmd.actors.ref import Ref
-from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
-from zbmd.transport.hello import Identity
-from zbmd.transport.scattered import whole
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.memory.scattered import whole
 
 
 class Plain(Contract):

@@ -11,14 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.devices import CHECK, CheckDevice, DeviceChecked, DeviceSpec, DeviceWorker, Workers
-from zbmd.actors.hosts import NodeProcess, node_child
-from zbmd.actors.places import Place, PlacesMachine, PlaceState
-from zbmd.actors.process_actor import Places
-from zbmd.actors.ref import Ref
-from zbmd.actors.supervision_events import BackOff
-from zbmd.actors.supervisor import AddChild, Children, ChildrenFailed, WhichChildren
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.supervision.devices import (
+    CHECK,
+    CheckDevice,
+    DeviceChecked,
+    DeviceSpec,
+    DeviceWorker,
+    Workers,
+)
+from zbmd.actors.supervision.events import BackOff
+from zbmd.actors.supervision.placement import Place, PlacesMachine, PlaceState
+from zbmd.actors.supervision.process_actor import Places
+from zbmd.actors.supervision.remote_hosts import NodeProcess, node_child
+from zbmd.actors.supervision.supervisor import AddChild, Children, ChildrenFailed, WhichChildren
 from zbmd.transport.errors import UserError, ZbmdError
 
 SOON = BackOff(first_ns=1_000_000, max_ns=50_000_000)
@@ -31,9 +38,9 @@ async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     """One that supervises; its workers find `device_kinds`, a device that is healthy if a file says so."""
     (tmp_path / "device_kinds.py").write_text(
         "import os, pathlib\n"
-        "from zbmd.actors.actor import Actor, on\n"
+        "from zbmd.actors.core.actor import Actor, on\n"
         "from zbmd.actors.contracts import Contract\n"
-        "from zbmd.actors.devices import CpuCore\n"
+        "from zbmd.actors.supervision.devices import CpuCore\n"
         f"SICK = pathlib.Path({str(tmp_path)!r})\n"
         "class Core(CpuCore):\n"
         "    def __init__(self, index):\n"
@@ -116,7 +123,7 @@ async def test_a_device_that_is_not_healthy_takes_no_worker(system: ActorSystem,
 
 
 async def test_a_kind_of_device_that_is_not_there_is_told(system: ActorSystem) -> None:
-    cuda = DeviceSpec(name="cuda0", kind="zbmd.training.cuda_device:CudaDevice", index=0)
+    cuda = DeviceSpec(name="cuda0", kind="zbmd.training.model_actors.cuda_device:CudaDevice", index=0)
     missing = DeviceSpec(name="gone", kind="no_such_module:Device", index=0)
     for device, words in ((missing, "there is no kind of device 'no_such_module:Device'"), (cuda, "cuda")):
         workers = Workers(system, [device])
@@ -192,7 +199,7 @@ async def test_a_command_that_ends_before_it_is_ready_says_why(system: ActorSyst
 
 
 def test_a_device_without_hardware_says_so() -> None:
-    from zbmd.training.cuda_device import CudaDevice
+    from zbmd.training.model_actors.cuda_device import CudaDevice
 
     with pytest.raises(UserError, match=r"cupy|GPU"):
         CudaDevice(0).bind()

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from actor_recordings import until
 
-from zbmd.actors import directory_events as ev
-from zbmd.actors import wire
-from zbmd.actors.actor import Actor, Reason, ReasonKind, on
 from zbmd.actors.contracts import Contract
-from zbmd.actors.directory import NEWS_WAITING_MAX, GroupChange
-from zbmd.actors.directory_contracts import DIRECTORY, GroupNews
+from zbmd.actors.core import wire
+from zbmd.actors.core.actor import Actor, Reason, ReasonKind, on
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.directory import events as ev
+from zbmd.actors.directory.contracts import DIRECTORY, GroupNews
+from zbmd.actors.directory.driver import NEWS_WAITING_MAX, GroupChange
 from zbmd.actors.errors import DeadActor, InvalidMessage, NameInUse
-from zbmd.actors.ref import Ref
-from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError
 
 Join = Callable[[ActorSystem, ActorSystem], None]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors import directory_events as ev
-from zbmd.actors.directory_events import Key, Outcome, Process, What
-from zbmd.actors.directory_machine import DirectoryMachine
+from zbmd.actors.directory import events as ev
+from zbmd.actors.directory.events import Key, Outcome, Process, What
+from zbmd.actors.directory.machine import DirectoryMachine
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from kept_lines import Lines
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import HostEvent, RankReport
+from zbmd.actors.host.events import HostEvent, RankReport
+from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import OnLoss, Outcome
 
 JOB = '''
 import asyncio
 import contextlib
 
-from zbmd.actors.actor import Actor, Down, on
+from zbmd.actors.core.actor import Actor, Down, on
 from zbmd.actors.contracts import Contract
-from zbmd.actors.later import Later
-from zbmd.actors.member import join
+from zbmd.actors.core.deferred import Later
+from zbmd.actors.rank.member import join
 from zbmd.transport.errors import PeerLost
 
 
@@ -133,7 +133,7 @@ async def test_names_and_groups_of_a_job_go_with_a_rank_and_come_with_the_next(t
         world_size=3,
         on_loss=OnLoss.REPLACE,
         arena_bytes=1 << 20,
-        preload=("zbmd.actors.member",),
+        preload=("zbmd.actors.rank.member",),
     )
     host = Host(config, output=output, observer=observe)
     async with asyncio.timeout(60):

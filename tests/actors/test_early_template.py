@@ -8,17 +8,17 @@ import sys
 import threading
 from pathlib import Path
 
-from zbmd.actors.early_template import fork_template
+from zbmd.actors.host.early_template import fork_template
 
 LAUNCHER = """
 import os, sys
-from zbmd.tools import entry
-from zbmd.actors.early_template import fork_template
+from zbmd.tools.cli import entry
+from zbmd.actors.host.early_template import fork_template
 
 def main():
     import uvloop
-    from zbmd.actors.host import Host, HostConfig
-    template = fork_template(["zbmd.actors.member"], {**os.environ, "GIVEN": "yes"})
+    from zbmd.actors.host.supervisor import Host, HostConfig
+    template = fork_template(["zbmd.actors.rank.member"], {**os.environ, "GIVEN": "yes"})
     assert template is not None
     os.environ["GIVEN"] = "too late"
     config = HostConfig(target=sys.argv[1], world_size=1, max_restarts=0, arena_bytes=1 << 20)
@@ -53,7 +53,7 @@ def test_a_script_meets_what_a_new_interpreter_would_show_it(tmp_path: Path) -> 
 import atexit, os, sys
 atexit.register(print, "ended in order")
 print(os.environ["GIVEN"], sys.argv, sys.path.count(os.path.dirname(__file__)), __name__, os.read(0, 1))
-print("zbmd.actors.member" in sys.modules, os.getsid(0) == os.getpid())
+print("zbmd.actors.rank.member" in sys.modules, os.getsid(0) == os.getpid())
 """
     out = launch(tmp_path, script).stdout.splitlines()
     assert out[0] == f"[rank0]: yes ['{tmp_path}/script.py'] 1 __main__ b''", out

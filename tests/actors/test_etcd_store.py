@@ -22,10 +22,10 @@ from zbmd.actors.bootstrap.etcd_client import (
 from zbmd.actors.bootstrap.etcd_doors import EtcdDoors, Standing
 from zbmd.actors.bootstrap.etcd_url import parse_etcd_url
 from zbmd.actors.bootstrap.etcd_witness import EtcdWitness
-from zbmd.actors.cluster.nodes import NodeKey
-from zbmd.actors.cluster.witness import Given
+from zbmd.actors.cluster.membership.witness import Given
+from zbmd.actors.cluster.node_id import NodeKey
 from zbmd.transport.errors import UserError
-from zbmd.transport.tcp_address import TcpAddress
+from zbmd.transport.tcp.address import TcpAddress
 
 PATIENCE_S = 30.0
 RETRY_NS = 20_000_000

@@ -9,12 +9,12 @@ import time
 import pytest
 from actor_recordings import until
 
-from zbmd.actors._serving import LOOKS_PER_TURN, MESSAGES_PER_LOOK, TELLS_PER_TURN
-from zbmd.actors.actor import Actor, on
 from zbmd.actors.contracts import Contract
-from zbmd.actors.loop_watch import LOOK_S
-from zbmd.actors.mailbox import MailboxSpec
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.native._serving import LOOKS_PER_TURN, MESSAGES_PER_LOOK, TELLS_PER_TURN
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.hangs.loop_watch import LOOK_S
 
 PATIENCE_S = 20.0
 

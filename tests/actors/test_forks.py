@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.devices import DeviceWorker, Workers, cpu_cores
-from zbmd.actors.forks import Fork, Forks
-from zbmd.actors.reaper import descendants
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.host.reaper import descendants
+from zbmd.actors.supervision.devices import DeviceWorker, Workers, cpu_cores
+from zbmd.actors.supervision.forks import Fork, Forks
 from zbmd.transport.errors import LocalProtocolError
 
 SOON_S = 30.0
@@ -169,9 +169,9 @@ async def test_a_worker_is_forked_again_by_the_same_template() -> None:
 
 BOSS = """
 import asyncio, sys
-from zbmd.actors.devices import Workers, cpu_cores
-from zbmd.actors.rank_log import log_to_stderr
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.supervision.devices import Workers, cpu_cores
+from zbmd.actors.rank.log import log_to_stderr
+from zbmd.actors.core.system import ActorSystem
 
 async def main():
     log_to_stderr()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors import guest_book as b
+from zbmd.actors.routing import guest_registry as b
 
 NAMES = ["session-1@node1", "session-2@node1"]
 

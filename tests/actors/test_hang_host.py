@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from zbmd.actors.hang_verdict import HangNotice, OnHang
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_contracts import NodeStatus
-from zbmd.actors.host_events import HostEvent, RankReport, RunResult
-from zbmd.actors.host_output import OutputLine
+from zbmd.actors.hangs.verdict import HangNotice, OnHang
+from zbmd.actors.host.contracts import NodeStatus
+from zbmd.actors.host.events import HostEvent, RankReport, RunResult
+from zbmd.actors.host.output import OutputLine
+from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import Outcome
 
 TIMEOUT_S = 30.0
@@ -26,9 +26,9 @@ JOB = """
 import asyncio, ctypes, os, signal, threading, time
 import numpy as np
 import zbmd
-from zbmd.actors.actor import Actor, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.contracts import Contract
-from zbmd.actors.member import join
+from zbmd.actors.rank.member import join
 
 gate = threading.Event()
 meeting = None
@@ -95,7 +95,7 @@ class Job:
         options.setdefault("world_size", 2)
         options.setdefault("progress_deadline_ns", DEADLINE_NS)
         config = HostConfig(
-            target=str(self.script), arena_bytes=1 << 20, preload=("zbmd.collectives.group",), **options
+            target=str(self.script), arena_bytes=1 << 20, preload=("zbmd.collectives.group.group",), **options
         )
         self.host = Host(config, output=self, observer=self._observe)
 

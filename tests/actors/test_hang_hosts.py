@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from job_world import World, world
 
-from zbmd.actors.cluster.hang_relay import HangRelay, judge_of
-from zbmd.actors.cluster.job_contracts import HangAsk, HangBeats, HangEnd, HangSeen, HangStanding, HangWord
-from zbmd.actors.cluster.jobs import Job, JobSpec, RankEntry, RankState
-from zbmd.actors.cluster.nodes import NodeKey
-from zbmd.actors.hang_verdict import (
+from zbmd.actors.cluster.jobs.contracts import HangAsk, HangBeats, HangEnd, HangSeen, HangStanding, HangWord
+from zbmd.actors.cluster.jobs.hang_relay import HangRelay, judge_of
+from zbmd.actors.cluster.jobs.table import Job, JobSpec, RankEntry, RankState
+from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.hangs.verdict import (
     AskStanding,
     HangEvent,
     HangNotice,
@@ -25,8 +25,8 @@ from zbmd.actors.hang_verdict import (
     Replace,
     Ticked,
 )
-from zbmd.actors.hang_wire import Standing
-from zbmd.actors.host_events import RankDown
+from zbmd.actors.hangs.wire import Standing
+from zbmd.actors.host.events import RankDown
 
 NODES = tuple(NodeKey(i, 1) for i in range(3))
 STANDING = Standing((), ())

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from zbmd.actors.hang_verdict import (
+from zbmd.actors.hangs.progress import Looked, ProgressMachine, Sample, look_ns
+from zbmd.actors.hangs.verdict import (
     AskStanding,
     CaseState,
     HangAction,
@@ -26,8 +27,7 @@ from zbmd.actors.hang_verdict import (
     Tell,
     Ticked,
 )
-from zbmd.actors.hang_wire import Frame, Place, PlaceKind, Position, Standing
-from zbmd.actors.progress import Looked, ProgressMachine, Sample, look_ns
+from zbmd.actors.hangs.wire import Frame, Place, PlaceKind, Position, Standing
 
 DEADLINE_NS = 1_600_000_000
 LOOK_NS = look_ns(DEADLINE_NS)

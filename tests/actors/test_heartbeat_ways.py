@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 
 import pytest
 
-from zbmd.actors._heartbeat import BEAT_BYTES, NativeHeartbeats
+from zbmd.actors.cluster.heartbeats._heartbeat import BEAT_BYTES, NativeHeartbeats
 
 MS = 1_000_000
 PERIOD_NS = 2 * MS

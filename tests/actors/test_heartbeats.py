@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors._heartbeat import (
+from zbmd.actors.cluster.heartbeats._heartbeat import (
     BEAT_BYTES,
     BEAT_KEY_BYTES,
     PEERS_MAX,
@@ -26,8 +26,8 @@ from zbmd.actors._heartbeat import (
     NativeHeartbeats,
     siphash,
 )
-from zbmd.transport._native import now_ns
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+from zbmd.transport.native._native import now_ns
 
 MS = 1_000_000
 HOUR_NS = 3_600_000 * MS
@@ -197,7 +197,7 @@ async def test_any_traffic_is_a_sign_of_life(pair: tuple[Node, Node]) -> None:
 STOPPED_NS = 200 * MS
 WATCHES = f"""
 import select
-from zbmd.actors._heartbeat import NativeHeartbeats
+from zbmd.actors.cluster.heartbeats._heartbeat import NativeHeartbeats
 native = NativeHeartbeats(period_ns={PERIOD_NS}, lease_ns={HOUR_NS})
 native.observe(native.place(), {STOPPED_NS})
 print("watches", flush=True)

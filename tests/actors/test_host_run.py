@@ -15,8 +15,7 @@ import pytest
 from job_world import CUT_CONNECTIONS
 from kept_lines import Lines
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import (
+from zbmd.actors.host.events import (
     HostEvent,
     RankDown,
     RankReport,
@@ -24,7 +23,8 @@ from zbmd.actors.host_events import (
     RunResult,
     ViewChanged,
 )
-from zbmd.actors.member import join
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.rank.member import join
 from zbmd.actors.view import OnLoss, Outcome, RankState
 from zbmd.transport.errors import LocalProtocolError
 
@@ -32,7 +32,7 @@ TIMEOUT_S = 30.0
 
 JOB = """
 import asyncio, os, signal, sys
-from zbmd.actors.member import join
+from zbmd.actors.rank.member import join
 
 async def main():
     async with join() as node:
@@ -55,7 +55,7 @@ class Job:
         script = tmp_path / "job.py"
         script.write_text(JOB.format(body=textwrap.indent(textwrap.dedent(body), " " * 8)))
         config = HostConfig(
-            target=str(script), arena_bytes=1 << 20, preload=("zbmd.actors.member",), **options
+            target=str(script), arena_bytes=1 << 20, preload=("zbmd.actors.rank.member",), **options
         )
         self.events: list[HostEvent] = []
         self.output = Lines()

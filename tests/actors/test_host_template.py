@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.host_template import TemplateClient, TemplateLost
-from zbmd.actors.last_words import without_mark
-from zbmd.actors.template import REQUEST_BYTES_MAX, Exited, Forked, ForkFailed, ForkRequest
+from zbmd.actors.host.template import REQUEST_BYTES_MAX, Exited, Forked, ForkFailed, ForkRequest
+from zbmd.actors.host.template_client import TemplateClient, TemplateLost
+from zbmd.actors.rank.exit_reason import without_mark
 from zbmd.transport.errors import UserError
 
 TIMEOUT_S = 30.0

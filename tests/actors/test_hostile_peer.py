@@ -9,18 +9,18 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from zbmd.actors import peer as peer_module
-from zbmd.actors import wire
-from zbmd.actors.actor import Actor, on
 from zbmd.actors.contracts import Contract
-from zbmd.actors.host_contracts import REPORT_BYTES_MAX, read_report
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.core import peer as peer_module
+from zbmd.actors.core import wire
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.host.contracts import REPORT_BYTES_MAX, read_report
 from zbmd.transport.errors import PeerLost, RemoteProtocolError, ZbmdError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
-from zbmd.transport.hello import Identity
-from zbmd.transport.link import LinkLimits
-from zbmd.transport.shm import Endpoint, link_pair
-from zbmd.transport.shm_link import ShmLink
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.shm.connect import Endpoint, link_pair
+from zbmd.transport.shm.link import ShmLink
 
 
 class Ping(Contract, id="hostile.ping"):

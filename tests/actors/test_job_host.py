@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from job_world import FOLLOWS_VIEWS, JOB, world
 
-from zbmd.actors.cluster.jobs import Stop
-from zbmd.actors.host_events import RankDown, RankStarted, ViewChanged
-from zbmd.actors.reaper import descendants
+from zbmd.actors.cluster.jobs.table import Stop
+from zbmd.actors.host.events import RankDown, RankStarted, ViewChanged
+from zbmd.actors.host.reaper import descendants
 from zbmd.actors.view import OnLoss, Outcome
-from zbmd.transport.budget import RECOVERY_BUDGET_NS_MIN
+from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_MIN
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.actors.links_scenario import Board, InTime, LinksScenario, Number, Promises
+from zbmd.actors.simulated.links_scenario import Board, InTime, LinksScenario, Number, Promises
 from zbmd.transport.sim import Crash, Cut, FaultPlan, Options, Outcome, SimProcess, World, run_scenario
 
 MS = 1_000_000

@@ -13,21 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors import wire
-from zbmd.actors.actor import Actor, on
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core import wire
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.long_fields import LONG_BYTES, long_field
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import InvalidMessage
-from zbmd.actors.long_fields import LONG_BYTES, long_field
-from zbmd.actors.system import ActorSystem
-from zbmd.transport import capture, shm
+from zbmd.transport import capture
 from zbmd.transport.capture import records as rec
-from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
-from zbmd.transport.hello import Identity
-from zbmd.transport.hlc import HybridClock
-from zbmd.transport.scattered import Scattered, copied
-from zbmd.transport.segment import Segment
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.memory.scattered import Scattered, copied
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.shm import connect as shm
 
 MIB = 1 << 20
 TIMEOUT_S = 20.0

@@ -8,8 +8,13 @@ import gc
 import pytest
 from actor_recordings import until
 
-from zbmd.actors.actor import Actor, Reason, ReasonKind, Undelivered, on
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, Reason, ReasonKind, Undelivered, on
+from zbmd.actors.core.deferred import Deferred, Later
+from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.timers import TIMERS_PER_ACTOR_MAX, Timer
 from zbmd.actors.errors import (
     ActorFailed,
     DeadActor,
@@ -19,11 +24,6 @@ from zbmd.actors.errors import (
     StashFull,
     TooManyPending,
 )
-from zbmd.actors.later import Deferred, Later
-from zbmd.actors.mailbox import MailboxSpec
-from zbmd.actors.ref import Ref
-from zbmd.actors.system import ActorSystem
-from zbmd.actors.timers import TIMERS_PER_ACTOR_MAX, Timer
 from zbmd.transport.errors import LocalProtocolError, PeerLost
 
 Pair = tuple[ActorSystem, ActorSystem]

@@ -10,19 +10,19 @@ import pytest
 from actor_recordings import until
 from memory_cluster import MemoryCluster, MemoryNode
 
-from zbmd.actors.actor import Actor, Down, Exited, ReasonKind, on
-from zbmd.actors.cluster.node_actors import NodeActors
+from zbmd.actors.cluster.node.actors import NodeActors
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, Down, Exited, ReasonKind, on
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import UnknownActorClass
-from zbmd.actors.guest_door import GuestDoor
-from zbmd.actors.guest_stay import Stay
-from zbmd.actors.system import ActorSystem
-from zbmd.actors.ways import AskedFinder, Ways
-from zbmd.actors.ways_contracts import Enrol, Way
-from zbmd.transport.budget import derive
+from zbmd.actors.routing.contracts import Enrol, Way
+from zbmd.actors.routing.guest_dialer import GuestDoor
+from zbmd.actors.routing.guest_lease import Stay
+from zbmd.actors.routing.routes import AskedFinder, Ways
+from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import PeerLost
-from zbmd.transport.link import Link
-from zbmd.transport.tcp_settings import TcpSettings
+from zbmd.transport.link.interface import Link
+from zbmd.transport.tcp.settings import TcpSettings
 
 COOKIE = b"the cookie of all nodes with actors of a test"
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.actors.cluster import one_job as o
-from zbmd.actors.cluster.jobs import Command, JobPhase, JobSpec, Order, RankDown, RankState, Stop, Submit
-from zbmd.actors.cluster.members import Change, ClusterView
-from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.jobs import single_job as o
+from zbmd.actors.cluster.jobs.table import (
+    Command,
+    JobPhase,
+    JobSpec,
+    Order,
+    RankDown,
+    RankState,
+    Stop,
+    Submit,
+)
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.view import Change, ClusterView
 from zbmd.actors.view import USAGE_EXIT_CODE
 
 JOB = 9

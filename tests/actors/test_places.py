@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.places import (
+from zbmd.actors.supervision.placement import (
     Assigned,
     Place,
     PlacesMachine,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.progress import (
+from zbmd.actors.hangs.progress import (
     LATE_LOOKS,
     LOOKS,
     TRACKED_MAX,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_output import OutputLine
-from zbmd.actors.script_end import CALLBACKS_MAX, at_script_end, script_ended
+from zbmd.actors.host.output import OutputLine
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.rank.script_end import CALLBACKS_MAX, at_script_end, script_ended
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.transport.errors import LocalProtocolError
 
@@ -36,7 +36,7 @@ async def test_a_rank_calls_them_while_threads_may_still_be_started(
     script.write_text(f"""
 from concurrent.futures import ThreadPoolExecutor
 
-from zbmd.actors.script_end import at_script_end
+from zbmd.actors.rank.script_end import at_script_end
 
 def ended(failed):
     with ThreadPoolExecutor(1) as executor:

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from actor_recordings import until
 
-from zbmd.actors._serving import MESSAGES_PER_LOOK
-from zbmd.actors.actor import Actor, on
-from zbmd.actors.context import deadline_ns, trace_id
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.context import deadline_ns, trace_id
+from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.native._serving import MESSAGES_PER_LOOK
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ActorFailed, DeadActor, InvalidMessage
-from zbmd.actors.mailbox import MailboxSpec
-from zbmd.actors.ref import Ref
-from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded
 
 PATIENCE_S = 20.0

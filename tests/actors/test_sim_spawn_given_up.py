@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from zbmd.actors.actor import Actor, on
 from zbmd.actors.contracts import Contract, fingerprints
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ActorError
-from zbmd.actors.supervision_events import Restart, Strategy
-from zbmd.actors.supervisor import Children, ChildSpec, WhichChildren
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.supervision.events import Restart, Strategy
+from zbmd.actors.supervision.supervisor import Children, ChildSpec, WhichChildren
 from zbmd.transport.errors import DeadlineExceeded, PeerLost
-from zbmd.transport.link import Link
+from zbmd.transport.link.interface import Link
 from zbmd.transport.sim import Clog, SimProcess, World
 
 MS = 1_000_000

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from supervision_world import ALL, ONE, REST, SECOND_NS, E, World, world
 
-from zbmd.actors.supervision import ChildState, Phase, SupervisionMachine
-from zbmd.actors.supervision_events import (
+from zbmd.actors.supervision.events import (
     Action,
     AddRequested,
     AutoShutdown,
@@ -40,6 +39,7 @@ from zbmd.actors.supervision_events import (
     TerminateRequested,
     TimerFired,
 )
+from zbmd.actors.supervision.machine import ChildState, Phase, SupervisionMachine
 from zbmd.transport.errors import LocalProtocolError
 
 # (restart types of a, b, c …; strategy; who dies; how; what follows)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from supervision_world import ALL, ONE, REST, SECOND_NS, E, P, T, world
 
-from zbmd.actors.supervision import ChildState, SupervisionMachine
-from zbmd.actors.supervision_events import (
+from zbmd.actors.supervision.events import (
     AddRequested,
     BackOff,
     ChildExited,
@@ -20,6 +19,7 @@ from zbmd.actors.supervision_events import (
     TerminateRequested,
     TimerFired,
 )
+from zbmd.actors.supervision.machine import ChildState, SupervisionMachine
 from zbmd.transport.errors import LocalProtocolError
 
 # (restart types; strategy; what is asked or happens, one after the other; what follows from the last)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.actors.supervision_events import (
+from zbmd.actors.simulated.supervision_scenario import Judge, SupervisionScenario, Worker
+from zbmd.actors.supervision.events import (
     Action,
     ChildExited,
     ChildStarted,
@@ -20,8 +21,7 @@ from zbmd.actors.supervision_events import (
     StopRequested,
     Strategy,
 )
-from zbmd.actors.supervision_scenario import Judge, SupervisionScenario, Worker
-from zbmd.actors.supervisor import ChildSpec
+from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.transport.sim import Options, Outcome, run_scenario
 
 PERIOD_NS = 1_000

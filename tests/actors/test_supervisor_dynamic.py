@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
-from zbmd.actors.actor import Actor, ReasonKind, on, remote_class_id
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, ReasonKind, on, remote_class_id
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import (
     ActorFailed,
     ActorStartFailed,
@@ -16,9 +18,8 @@ from zbmd.actors.errors import (
     NoSuchChild,
     UnknownActorClass,
 )
-from zbmd.actors.ref import Ref
-from zbmd.actors.supervision_events import BackOff, Restart
-from zbmd.actors.supervisor import (
+from zbmd.actors.supervision.events import BackOff, Restart
+from zbmd.actors.supervision.supervisor import (
     AddChild,
     Children,
     ChildSpec,
@@ -28,7 +29,6 @@ from zbmd.actors.supervisor import (
     TerminateChild,
     WhichChildren,
 )
-from zbmd.actors.system import ActorSystem
 
 Pair = tuple[ActorSystem, ActorSystem]
 TIMEOUT_S = 10.0

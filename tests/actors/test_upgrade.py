@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from zbmd.actors.actor import Actor, Reason, ReasonKind, on
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, Reason, ReasonKind, on
+from zbmd.actors.core.deferred import Deferred, Later
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ActorFailed, UpgradeRefused, UpgradeUndone
-from zbmd.actors.later import Deferred, Later
-from zbmd.actors.ref import Ref
-from zbmd.actors.supervisor import ChildSpec
-from zbmd.actors.system import ActorSystem
-from zbmd.actors.upgrade import Upgraded
+from zbmd.actors.supervision.supervisor import ChildSpec
+from zbmd.actors.upgrade.driver import Upgraded
 
 Pair = tuple[ActorSystem, ActorSystem]
 PROBATION_S = 0.02

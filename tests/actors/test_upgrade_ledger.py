@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kept_lines import Lines
 
-from zbmd.actors import upgrade_ledger as u
-from zbmd.actors.actor import Actor, on
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import UnknownActorClass
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import HostEvent, RankReport
-from zbmd.actors.system import ActorSystem
-from zbmd.actors.upgrade_local import adopt
+from zbmd.actors.host.events import HostEvent, RankReport
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.upgrade import ledger as u
+from zbmd.actors.upgrade.local import adopt
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.transport import capture
 from zbmd.transport.errors import RemoteProtocolError
@@ -215,7 +215,7 @@ JOB = """
 import asyncio
 
 import zbmd
-from zbmd.actors.actor import Actor, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.contracts import Contract
 
 
@@ -289,7 +289,7 @@ async def test_a_replacement_runs_the_new_version_from_its_first_message_on(
         world_size=3,
         on_loss=OnLoss.REPLACE,
         arena_bytes=1 << 20,
-        preload=("zbmd.actors.member",),
+        preload=("zbmd.actors.rank.member",),
     )
     host = Host(config, output=output, observer=observe)
     async with asyncio.timeout(60):

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors import upgrade_events as ev
-from zbmd.actors.upgrade_agent import COORDINATOR, Step, UpgradeAgent
-from zbmd.actors.upgrade_events import Fate, Order
-from zbmd.actors.upgrade_machine import Phase, UpgradeMachine
+from zbmd.actors.upgrade import events as ev
+from zbmd.actors.upgrade.agent import COORDINATOR, Step, UpgradeAgent
+from zbmd.actors.upgrade.coordinator import Phase, UpgradeMachine
+from zbmd.actors.upgrade.events import Fate, Order
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 ANSWER_NS = 1000

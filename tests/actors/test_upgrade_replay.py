@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from state_followers import follow_all
 
-from zbmd.actors import upgrade_events as ev
-from zbmd.actors import upgrade_ledger as u
-from zbmd.actors.actor import Actor, on
-from zbmd.actors.capture_kinds import UPGRADE_AGENT, UPGRADE_LEDGER
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import UpgradeUndone
-from zbmd.actors.system import ActorSystem
-from zbmd.actors.upgrade_agent import COORDINATOR, UpgradeAgent
+from zbmd.actors.replay.kinds import UPGRADE_AGENT, UPGRADE_LEDGER
+from zbmd.actors.upgrade import events as ev
+from zbmd.actors.upgrade import ledger as u
+from zbmd.actors.upgrade.agent import COORDINATOR, UpgradeAgent
 from zbmd.transport import capture
 from zbmd.transport.capture.tap import Tap
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.hlc import HybridClock
 
 PATIENCE_S = 20.0
 

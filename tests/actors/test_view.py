@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.actors import view as v
-from zbmd.actors.membership import MembershipMachine
+from zbmd.actors.host.membership import MembershipMachine
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.transport.errors import LocalProtocolError
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors import ways_machine as w
-from zbmd.actors.cluster.members import ClusterView
-from zbmd.actors.cluster.nodes import Node, NodeKey
-from zbmd.actors.cluster.way_finder import WayFinder
-from zbmd.actors.scopes import abroad, at_home, guest_name, is_global, of_guest, owner_of, scope_of
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.route_table import WayFinder
+from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.core.scopes import abroad, at_home, guest_name, is_global, of_guest, owner_of, scope_of
+from zbmd.actors.routing import machine as w
 
 NAMES = ("node1", "rank0@1f", "rank1@1f")
 

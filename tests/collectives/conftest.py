@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from remote_peers import Wiring
 
-from zbmd.collectives.communicator import Communicator
-from zbmd.transport._native import Watch, now_ns
-from zbmd.transport.bulk_peer import BulkPeer
+from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.errors import ZbmdError
-from zbmd.transport.liveness import LifeThread
-from zbmd.transport.peer_memory import PeerMemory
-from zbmd.transport.segment import PeerSegment, Segment
+from zbmd.transport.memory.peer_memory import PeerMemory
+from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.native._native import Watch, now_ns
+from zbmd.transport.shm.death_notice import LifeThread
 
 ARENA_BYTES = 8 << 20
 INBOX_BYTES = 4 << 20

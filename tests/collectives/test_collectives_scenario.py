@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.collectives.algorithms import Operation
-from zbmd.collectives.collectives_scenario import (
+from zbmd.collectives.programs.program import IN, OUT, PUB
+from zbmd.collectives.programs.simulate import Outcome as End
+from zbmd.collectives.scenarios.collectives import (
     CollectivesScenario,
     CollectiveWorld,
     RightOrNothing,
     draw_case,
 )
-from zbmd.collectives.program import IN, OUT, PUB
-from zbmd.collectives.simulate import Outcome as End
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.sim import (
     Crash,
@@ -132,7 +132,7 @@ def test_a_wrong_or_a_missing_result_is_seen() -> None:
 
 def test_a_deadlock_is_a_failure_of_liveness(monkeypatch: pytest.MonkeyPatch) -> None:
     world = CollectiveWorld(5, 2, 1)
-    monkeypatch.setattr("zbmd.collectives.simulate.Simulation.step", lambda self, held: False)
+    monkeypatch.setattr("zbmd.collectives.programs.simulate.Simulation.step", lambda self, held: False)
     with pytest.raises(SimulationFailure, match="wait for ever") as failure:
         world.run()
     assert failure.value.kind is FailureKind.LIVENESS

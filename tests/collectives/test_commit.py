@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from zbmd.collectives import commit_messages as cm
-from zbmd.collectives.commit import CommitState, StepCommit
-from zbmd.collectives.commit_scenario import build, run
-from zbmd.collectives.commit_world import CommitOptions, oracle
+from zbmd.collectives.commit import events as cm
+from zbmd.collectives.commit.machine import CommitState, StepCommit
+from zbmd.collectives.scenarios.commit import build, run
+from zbmd.collectives.scenarios.commit_world import CommitOptions, oracle
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.sim import KillPoint
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from zbmd.collectives import pieces as module
-from zbmd.collectives._lane import Turnstile
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
-from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.communicator import pieces as module
+from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.errors import Desynchronised, OperationAborted
-from zbmd.collectives.flight import FLIGHT_RECORDS_MAX, FlightState
-from zbmd.transport._native import now_ns
+from zbmd.collectives.flight.recorder import FLIGHT_RECORDS_MAX, FlightState
+from zbmd.collectives.native._fast_path import Turnstile
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
-from zbmd.transport.segment import Segment
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.native._native import now_ns
 
 RunRanks = Callable[..., list[Any]]
 Array = NDArray[Any]

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 import zbmd
 from zbmd.collectives.algorithms.shard_tree import shard_tree_nodes
-from zbmd.collectives.device_kernels import KERNELS
-from zbmd.collectives.device_staging import BLOCKS_MAX
+from zbmd.collectives.device.kernels import KERNELS
+from zbmd.collectives.device.staging import BLOCKS_MAX
 from zbmd.collectives.errors import MembersLost, OperationAborted
-from zbmd.collectives.reductions import dtypes
-from zbmd.transport.cuda_api import CudaFault
+from zbmd.collectives.programs.reductions import dtypes
+from zbmd.transport.cuda.api import CudaFault
 from zbmd.transport.errors import UserError
 
 RunRanks = Callable[..., list[Any]]

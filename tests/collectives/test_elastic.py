@@ -9,7 +9,7 @@ import pytest
 from elastic_job import AT_END, LINES_MAX, ElasticJob, Kill
 
 from zbmd.actors.view import OnLoss, Outcome
-from zbmd.collectives.cost_model import MANY_HOSTS, ONE_HOST
+from zbmd.collectives.communicator.cost_model import MANY_HOSTS, ONE_HOST
 
 SUM = """
 async def operate(group, rank, k):

@@ -16,13 +16,13 @@ from elastic_job import LINES_MAX, ElasticJob, Kill
 
 import zbmd
 from zbmd.actors.view import Outcome
-from zbmd.collectives.device_arrays import taken
-from zbmd.collectives.device_kernels import KERNELS
-from zbmd.collectives.device_landing import Landings
+from zbmd.collectives.device.arrays import taken
+from zbmd.collectives.device.host_copy import Landings
+from zbmd.collectives.device.kernels import KERNELS
 from zbmd.collectives.errors import OperationAborted
-from zbmd.transport.cuda_api import CudaFault
+from zbmd.transport.cuda.api import CudaFault
 from zbmd.transport.errors import UserError
-from zbmd.transport.segment import Segment
+from zbmd.transport.memory.segment import Segment
 
 SUPPORT = str(Path(device_worlds.__file__).parent)
 F4, F8 = np.dtype("f4"), np.dtype("f8")
@@ -38,7 +38,7 @@ DEVICES = f"""
 import sys
 sys.path.insert(0, {SUPPORT!r})
 from device_worlds import model_host, of_device, on_device
-from zbmd.transport.sim.cuda_model import ModelArray
+from zbmd.transport.sim.parts.cuda_model import ModelArray
 
 DEVICE = None
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import zbmd
-from zbmd.collectives import parts_scenario
-from zbmd.collectives import views_machine as vm
-from zbmd.collectives.commit_messages import MemberId
-from zbmd.collectives.commit_world import CommitOptions
-from zbmd.collectives.elastic_splits import (
+from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.elastic import views_machine as vm
+from zbmd.collectives.errors import Desynchronised, OperationAborted
+from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, SUBGROUPS_MAX, Channels, Offer
+from zbmd.collectives.repair.splits import (
     Split,
     SplitLedger,
     SplitsTold,
@@ -24,8 +24,8 @@ from zbmd.collectives.elastic_splits import (
     check_repeated,
     row_of,
 )
-from zbmd.collectives.errors import Desynchronised, OperationAborted
-from zbmd.collectives.group_channels import SUBGROUP_CHANNEL_FIRST, SUBGROUPS_MAX, Channels, Offer
+from zbmd.collectives.scenarios import subgroups as parts_scenario
+from zbmd.collectives.scenarios.commit_world import CommitOptions
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
 
 FRESH = random.SystemRandom().randrange(2**32)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import HostEvent, RankReport
-from zbmd.actors.host_output import OutputLine
+from zbmd.actors.host.events import HostEvent, RankReport
+from zbmd.actors.host.output import OutputLine
+from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import OnLoss, Outcome
 
 TIMEOUT_S = 60.0
@@ -29,7 +29,7 @@ class Job:
         self._config = HostConfig(
             target=str(target),
             arena_bytes=1 << 20,
-            preload=("zbmd.collectives.elastic",),
+            preload=("zbmd.collectives.elastic.group",),
             world_size=ranks,
             on_loss=on_loss,
             max_restarts=1000,
@@ -65,7 +65,7 @@ import os
 
 import numpy as np
 import zbmd
-from zbmd.actors.runtime_env import HOST_VARIABLE, LISTEN_LOCAL, LISTEN_VARIABLE
+from zbmd.actors.rank_env import HOST_VARIABLE, LISTEN_LOCAL, LISTEN_VARIABLE
 
 ROUNDS, KILLS, MODE, HOSTS = {rounds}, {kills!r}, {mode!r}, {hosts}
 COLUMNS = ((0, 2), (3, 1))

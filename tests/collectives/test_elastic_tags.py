@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from state_followers import follow_all
 
-from zbmd.collectives import elastic_tag_machine as em
-from zbmd.collectives import tag_machine as tm
 from zbmd.collectives.capture_kinds import ELASTIC_TAGS, tags_config
-from zbmd.collectives.commit_messages import MemberId
-from zbmd.collectives.elastic_tag_machine import ElasticTagMachine, Way
+from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.p2p import elastic_machine as em
+from zbmd.collectives.p2p import tag_machine as tm
+from zbmd.collectives.p2p.elastic_machine import ElasticTagMachine, Way
 from zbmd.transport import capture
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.hlc import HybridClock
 
 FRESH = random.SystemRandom().randrange(2**32)
 RANKS = 3

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import zbmd
-from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.errors import Desynchronised
-from zbmd.collectives.flight import FLIGHT_RECORDS_MAX, FlightLog, FlightState
-from zbmd.collectives.flight_dump import (
+from zbmd.collectives.flight.recorder import FLIGHT_RECORDS_MAX, FlightLog, FlightState
+from zbmd.collectives.group.flight_dump import (
     DIRECTORY_VARIABLE,
     FILES_MAX,
     FLIGHTS,
@@ -25,8 +25,8 @@ from zbmd.collectives.flight_dump import (
     dump_path,
     read_dump,
 )
-from zbmd.tools.flight import read_dumps, text, trace
-from zbmd.tools.node_dump import collect, listens
+from zbmd.tools.cli.flights import read_dumps, text, trace
+from zbmd.tools.node.dump import collect, listens
 from zbmd.transport.errors import UserError
 
 RunRanks = Callable[..., list[Any]]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import zbmd
-from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.errors import OperationAborted
 from zbmd.transport.errors import ArenaFull, DeadlineExceeded, UserError
 

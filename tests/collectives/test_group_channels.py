@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.collectives.group_channels import (
+from zbmd.collectives.programs.channels import (
     STAMP_MAX,
     SUBGROUP_CHANNEL_FIRST,
     SUBGROUPS_MAX,

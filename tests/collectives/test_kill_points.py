@@ -15,10 +15,10 @@ import pytest
 from numpy.typing import NDArray
 from program_points import points_of
 
-from zbmd.collectives._program import READ
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
-from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.errors import MembersLost, OperationAborted
+from zbmd.collectives.native._program import READ
 
 RunRanks = Callable[..., list[Any]]
 Array = NDArray[np.float32]

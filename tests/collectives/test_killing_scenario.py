@@ -7,9 +7,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.collectives.commit_scenario import CommitScenario, build
-from zbmd.collectives.commit_world import CommitOptions
-from zbmd.collectives.killing_scenario import draw_kills, names_of
+from zbmd.collectives.scenarios.commit import CommitScenario, build
+from zbmd.collectives.scenarios.commit_world import CommitOptions
+from zbmd.collectives.scenarios.killing import draw_kills, names_of
 from zbmd.transport.sim import (
     Crash,
     Fault,

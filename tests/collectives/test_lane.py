@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import zbmd
-from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.errors import Desynchronised, MembersLost, OperationAborted
-from zbmd.collectives.flight import FlightState
-from zbmd.transport._native import now_ns
+from zbmd.collectives.flight.recorder import FlightState
 from zbmd.transport.errors import DeadlineExceeded, UserError
+from zbmd.transport.native._native import now_ns
 
 RunRanks = Callable[..., list[Any]]
 WAIT_S_MAX = 60.0

@@ -11,12 +11,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from zbmd.collectives._stepper import COUNTER_MAX, DESCRIPTOR_HEADER_BYTES
 from zbmd.collectives.errors import MembersLost, OperationAborted
-from zbmd.collectives.remote_slots import PAIR_BYTES, PAIR_SPARE_BYTES, PART_BYTES, Slots, slot_payload_bytes
-from zbmd.transport._native import now_ns
-from zbmd.transport.bulk_peer import BulkPeer
+from zbmd.collectives.execution.remote_slots import (
+    PAIR_BYTES,
+    PAIR_SPARE_BYTES,
+    PART_BYTES,
+    Slots,
+    slot_payload_bytes,
+)
+from zbmd.collectives.native._stepper import COUNTER_MAX, DESCRIPTOR_HEADER_BYTES
+from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.errors import DeadlineExceeded
+from zbmd.transport.native._native import now_ns
 
 RunRanks = Callable[..., list[Any]]
 Array = NDArray[np.float32]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.collectives import meeting_machine as mm
-from zbmd.collectives.group_channels import SUBGROUPS_MAX, Offer
-from zbmd.collectives.meeting_machine import MeetingMachine
+from zbmd.collectives.group import subgroup_machine as mm
+from zbmd.collectives.group.subgroup_machine import MeetingMachine
+from zbmd.collectives.programs.channels import SUBGROUPS_MAX, Offer
 from zbmd.transport.errors import LocalProtocolError
 
 RANKS = (0, 1, 2)

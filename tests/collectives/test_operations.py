@@ -11,12 +11,12 @@ import pytest
 from numpy.typing import NDArray
 
 from zbmd.collectives.algorithms import ALGORITHMS, Operation
-from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.errors import Desynchronised, OperationAborted
-from zbmd.collectives.plan import PIECE_BYTES
-from zbmd.collectives.reductions import DTYPE_NAMES, REDUCTIONS, dtypes, reduction_code
+from zbmd.collectives.programs.plan import PIECE_BYTES
+from zbmd.collectives.programs.reductions import DTYPE_NAMES, REDUCTIONS, dtypes, reduction_code
 from zbmd.transport.errors import UserError
-from zbmd.transport.segment import Segment
+from zbmd.transport.memory.segment import Segment
 
 RunRanks = Callable[..., list[Any]]
 Array = NDArray[Any]

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from program_points import points_of
 
-from zbmd.collectives._stepper import read_memory
-from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.communicator.peer_reading import NOT_TRIED, Reading
 from zbmd.collectives.errors import MembersLost, OperationAborted
-from zbmd.collectives.peer_reading import NOT_TRIED, Reading
-from zbmd.transport._native import WAIT_OK, address_of, wait
+from zbmd.collectives.native._stepper import read_memory
 from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.native._native import WAIT_OK, address_of, wait
 
 RunRanks = Callable[..., list[Any]]
 COUNT = 100_003
@@ -147,7 +147,7 @@ def test_where_one_cannot_be_read_all_are_staged(run_ranks: RunRanks) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if p.rank == 1:
                 refused = OSError(1, "Operation not permitted")
-                patch.setattr("zbmd.collectives.peer_reading.read_memory", _raise(refused))
+                patch.setattr("zbmd.collectives.communicator.peer_reading.read_memory", _raise(refused))
             c: Communicator = p.communicator()
             c.tune(deadline_ns=p.soon())
         x = np.full(COUNT, p.rank, np.float64)
@@ -179,7 +179,7 @@ def test_an_array_that_has_gone_is_told_and_ends_the_group(run_ranks: RunRanks) 
         x = np.zeros(COUNT)
         if p.rank == 1:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("zbmd.collectives.pieces.address", lambda array: 1 << 40)
+                patch.setattr("zbmd.collectives.communicator.pieces.address", lambda array: 1 << 40)
                 with pytest.raises((OperationAborted, RemoteProtocolError)):
                     c.broadcast(x, 1, deadline_ns=p.soon())
             return ""

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.collectives import priority_machine as pm
-from zbmd.collectives.priority_machine import WINDOW, PriorityMachine
+from zbmd.collectives.group import priority_machine as pm
+from zbmd.collectives.group.priority_machine import WINDOW, PriorityMachine
 from zbmd.transport.errors import LocalProtocolError
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.collectives._program import BLOCKED, DONE, NativeProgram, Stepper
 from zbmd.collectives.errors import ProgramError
-from zbmd.collectives.program import (
+from zbmd.collectives.native._program import BLOCKED, DONE, NativeProgram, Stepper
+from zbmd.collectives.programs.program import (
     BUFFERS,
     ENCODING_WIDTH,
     IN,

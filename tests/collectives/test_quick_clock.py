@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from zbmd.collectives._flight import QuickClock
-from zbmd.transport._native import now_ns
-from zbmd.transport.kernel_files import clock_counts_ticks
+from zbmd.collectives.flight._flight import QuickClock
+from zbmd.transport.host.topology.kernel_files import clock_counts_ticks
+from zbmd.transport.native._native import now_ns
 
 OFF_NS_MAX = 10_000
 """It is a microsecond at most by design; a machine may be moved to another host meanwhile."""

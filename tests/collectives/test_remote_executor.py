@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from zbmd.collectives._remote import RemoteGroup
-from zbmd.collectives._stepper import COUNTER_MAX, PUB_BYTES_MAX, STATUS_ABORTED
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
 from zbmd.collectives.errors import Desynchronised, MembersLost, OperationAborted
-from zbmd.collectives.reductions import REDUCTIONS, dtypes, reduction_code
-from zbmd.collectives.remote_fetch import Ended, Fetcher
-from zbmd.collectives.remote_slots import Slots, slot_payload_bytes
-from zbmd.collectives.remote_walk import Walk
-from zbmd.transport._native import now_ns
-from zbmd.transport.bulk_peer import BulkPeer
+from zbmd.collectives.execution.remote_fetch import Ended, Fetcher
+from zbmd.collectives.execution.remote_slots import Slots, slot_payload_bytes
+from zbmd.collectives.execution.remote_walk import Walk
+from zbmd.collectives.native._remote_stepper import RemoteGroup
+from zbmd.collectives.native._stepper import COUNTER_MAX, PUB_BYTES_MAX, STATUS_ABORTED
+from zbmd.collectives.programs.reductions import REDUCTIONS, dtypes, reduction_code
+from zbmd.transport.bulk.peer import BulkPeer
+from zbmd.transport.connect.remote_memory import RemoteMemory
 from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
-from zbmd.transport.region import RegionHandle
-from zbmd.transport.remote_memory import RemoteMemory
-from zbmd.transport.transfer import Transfer
+from zbmd.transport.memory.region import RegionHandle
+from zbmd.transport.memory.transfer import Transfer
+from zbmd.transport.native._native import now_ns
 
 RunRanks = Callable[..., list[Any]]
 Array = NDArray[Any]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zbmd.collectives.remote_outgoing import PLACE_BYTES_MIN, PLACES_MAX, Outgoing, Place
-from zbmd.transport.transfer import Transfer
+from zbmd.collectives.execution.remote_outgoing import PLACE_BYTES_MIN, PLACES_MAX, Outgoing, Place
+from zbmd.transport.memory.transfer import Transfer
 
 
 def test_memory_is_taken_again_once_its_put_is_done_and_not_before() -> None:

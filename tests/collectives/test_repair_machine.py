@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 
 from zbmd.actors.view import RANKS_MAX
-from zbmd.collectives import repair_messages as rm
-from zbmd.collectives.commit_messages import MemberId
-from zbmd.collectives.commit_world import CommitOptions
-from zbmd.collectives.cost_model import Model
-from zbmd.collectives.elastic_model import Measured
-from zbmd.collectives.repair_machine import RepairMachine, RepairState
-from zbmd.collectives.repair_messages import Failure, Inputs, OnLoss, Outcome, Phase
-from zbmd.collectives.repair_scenario import build, run
-from zbmd.collectives.repair_verdict import Kind, decide
-from zbmd.collectives.repair_wire import Told, decode_report, encode_report
+from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.communicator.cost_model import Model
+from zbmd.collectives.repair import events as rm
+from zbmd.collectives.repair.events import Failure, Inputs, OnLoss, Outcome, Phase
+from zbmd.collectives.repair.machine import RepairMachine, RepairState
+from zbmd.collectives.repair.measured_model import Measured
+from zbmd.collectives.repair.verdict import Kind, decide
+from zbmd.collectives.repair.wire import Told, decode_report, encode_report
+from zbmd.collectives.scenarios.commit_world import CommitOptions
+from zbmd.collectives.scenarios.repair import build, run
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 FRESH = random.SystemRandom().randrange(2**32)

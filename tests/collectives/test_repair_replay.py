@@ -19,15 +19,15 @@ from elastic_job import ElasticJob
 from state_followers import follow_all
 
 from zbmd.actors.view import Outcome
-from zbmd.collectives import repair_messages as rm
-from zbmd.collectives import repair_scenario
 from zbmd.collectives.capture_kinds import REPAIR, repair_config
-from zbmd.collectives.commit_world import CommitOptions
-from zbmd.collectives.killing_scenario import draw_kills
-from zbmd.collectives.repair_machine import RepairMachine, RepairState
-from zbmd.tools import cli
+from zbmd.collectives.repair import events as rm
+from zbmd.collectives.repair.machine import RepairMachine, RepairState
+from zbmd.collectives.scenarios import repair as repair_scenario
+from zbmd.collectives.scenarios.commit_world import CommitOptions
+from zbmd.collectives.scenarios.killing import draw_kills
+from zbmd.tools.cli import zbmd as cli
 from zbmd.transport import capture
-from zbmd.transport.hlc import HybridClock
+from zbmd.transport.clock.hlc import HybridClock
 
 GOLDEN = Path(__file__).parent / "golden_repair_1.txt"
 GOLDEN_SEED, OTHER_SEED = 17, 51

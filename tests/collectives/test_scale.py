@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zbmd.collectives._stepper import PUB_BYTES_MAX
-from zbmd.collectives._timeline import Timeline
 from zbmd.collectives.algorithms import ROOTED, Operation, Request
 from zbmd.collectives.errors import ProgramError
-from zbmd.collectives.remote_slots import slot_payload_bytes
+from zbmd.collectives.execution.remote_slots import slot_payload_bytes
+from zbmd.collectives.native._stepper import PUB_BYTES_MAX
+from zbmd.collectives.scale._timeline import Timeline
 from zbmd.collectives.scale.bounds import bound_ns, least_ns
 from zbmd.collectives.scale.fabric import Fabric
 from zbmd.collectives.scale.flat_ring import ROUNDS, ring_ends, ring_instructions

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zbmd.collectives._program import CACHED, READ, STREAMED
 from zbmd.collectives.algorithms import Operation
-from zbmd.collectives.choice import choose
-from zbmd.collectives.communicator import Communicator
-from zbmd.collectives.cost_model import Model
+from zbmd.collectives.communicator.algorithm_choice import choose
+from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.communicator.cost_model import Model
+from zbmd.collectives.native._program import CACHED, READ, STREAMED
 
 RunRanks = Callable[..., list[Any]]
 

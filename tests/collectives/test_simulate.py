@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.collectives.algorithms import ALGORITHMS, Operation, build, spec_of
-from zbmd.collectives.collectives_scenario import draw_case
-from zbmd.collectives.program import Notify, Program, Wait
-from zbmd.collectives.simulate import Outcome, Result, Simulation, SimulationError
+from zbmd.collectives.programs.program import Notify, Program, Wait
+from zbmd.collectives.programs.simulate import Outcome, Result, Simulation, SimulationError
+from zbmd.collectives.scenarios.collectives import draw_case
 
 KINDS = sorted(ALGORITHMS, key=str)
 

@@ -10,9 +10,9 @@ from kept_lines import Lines
 from one_killed import run_and_kill_the_last
 
 import zbmd
-from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import Outcome
-from zbmd.collectives.group_channels import SUBGROUPS_MAX
+from zbmd.collectives.programs.channels import SUBGROUPS_MAX
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
 
 JOB = '''
@@ -22,7 +22,7 @@ import numpy as np
 
 import zbmd
 from zbmd.collectives.errors import Desynchronised, OperationAborted
-from zbmd.collectives.flight_dump import FLIGHTS
+from zbmd.collectives.group.flight_dump import FLIGHTS
 
 
 async def rows_and_columns(group):

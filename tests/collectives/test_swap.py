@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zbmd.collectives._program import CACHED, READ, STREAMED, StoreChoice
-from zbmd.collectives.communicator import Communicator
+from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.native._program import CACHED, READ, STREAMED, StoreChoice
 
 RunRanks = Callable[..., list[Any]]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.collectives import tag_machine as tm
+from zbmd.collectives.p2p import tag_machine as tm
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 RANKS = (0, 1, 2)

@@ -12,8 +12,8 @@ import pytest
 from one_killed import run_and_kill_the_last
 
 import zbmd
-from zbmd.actors.host_events import Outcome
-from zbmd.collectives.blocking import OnLoop
+from zbmd.actors.host.events import Outcome
+from zbmd.collectives.communicator.blocking import OnLoop
 from zbmd.collectives.errors import OperationAborted
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError
 

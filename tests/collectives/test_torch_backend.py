@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from kept_lines import Lines
 
-from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import OnLoss, Outcome
-from zbmd.tools.launch import free_port
+from zbmd.tools.cli.launch import free_port
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional

@@ -22,7 +22,7 @@ from zbmd.collectives.algorithms import (
 from zbmd.collectives.algorithms.reduction_trees import two_trees
 from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.collectives.errors import Flaw, ProgramError, VerificationError
-from zbmd.collectives.program import (
+from zbmd.collectives.programs.program import (
     MAX_RANKS,
     PUB,
     Copy,
@@ -32,7 +32,7 @@ from zbmd.collectives.program import (
     format_program,
     parse_program,
 )
-from zbmd.collectives.verifier import verify
+from zbmd.collectives.programs.verifier import verify
 
 KINDS = sorted(ALGORITHMS, key=str)
 SAMPLED = (14, 15, 16, 17, 19, 22, 24, 29, 31, 32, 33, 47)
@@ -82,7 +82,7 @@ def test_every_algorithm_is_right(operation: Operation, algorithm: str, n: int) 
 
 @pytest.mark.parametrize(("operation", "algorithm"), KINDS)
 def test_every_algorithm_is_right_for_more_ranks(operation: Operation, algorithm: str) -> None:
-    """Some numbers of ranks up to 64, some chunk counts: `tools/verify_sweep.py` goes through all."""
+    """Some numbers of ranks up to 64, some chunk counts: `tools/sim/verify_sweep.py` goes through all."""
     for n in SAMPLED[len(algorithm) % 3 :: 3]:
         requests = list(requests_for(operation, algorithm, n))
         request = requests[n % len(requests)]

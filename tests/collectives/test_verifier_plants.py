@@ -9,7 +9,7 @@ import pytest
 
 from zbmd.collectives.algorithms import Operation, Request, build, build_all, spec_of
 from zbmd.collectives.errors import Flaw, VerificationError
-from zbmd.collectives.program import (
+from zbmd.collectives.programs.program import (
     IN,
     INBOX,
     OUT,
@@ -24,7 +24,7 @@ from zbmd.collectives.program import (
     Reduce,
     Wait,
 )
-from zbmd.collectives.verifier import verify
+from zbmd.collectives.programs.verifier import verify
 
 
 def programs_of(request: Request) -> list[Program]:

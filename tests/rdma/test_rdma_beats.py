@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from rdma_world import RdmaAt, given_devices, interface_of
 
-from zbmd.actors._heartbeat import NativeHeartbeats
-from zbmd.transport._rdma_beat import BeatEnd
-from zbmd.transport._rdma_device import Device
-from zbmd.transport.rdma_port import choose_port
-from zbmd.transport.rdma_setup import TIMEOUT
+from zbmd.actors.cluster.heartbeats._heartbeat import NativeHeartbeats
+from zbmd.transport.rdma.native._rdma_beat import BeatEnd
+from zbmd.transport.rdma.native._rdma_device import Device
+from zbmd.transport.rdma.port import choose_port
+from zbmd.transport.rdma.setup import TIMEOUT
 
 MS = 1_000_000
 PERIOD_NS = 50 * MS

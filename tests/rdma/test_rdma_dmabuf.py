@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from rdma_world import given_devices
 
-from zbmd.transport._rdma_device import Device
-from zbmd.transport.cuda_facts import DeviceFacts
-from zbmd.transport.rdma_dmabuf import DmaBufRefused, Staged, register_device_memory
-from zbmd.transport.sim.cuda_model import ModelHost, ModelProcess
+from zbmd.transport.cuda.facts import DeviceFacts
+from zbmd.transport.rdma.dmabuf import DmaBufRefused, Staged, register_device_memory
+from zbmd.transport.rdma.native._rdma_device import Device
+from zbmd.transport.sim.parts.cuda_model import ModelHost, ModelProcess
 
 NBYTES = 1 << 16
 

@@ -13,15 +13,16 @@ from link_harness import COOKIE, Ear, Net, Who
 from rdma_harness import RdmaHarness, rdma_link_pair, rdma_offers
 from rdma_world import given_devices, interface_of
 
-from zbmd.transport import rdma_device, remote_link
-from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.connect import rdma_or_tcp as remote_link
+from zbmd.transport.connect.rdma_or_tcp import RemoteLink
 from zbmd.transport.errors import LinkClosed, PeerLost
-from zbmd.transport.link import LinkLimits
-from zbmd.transport.rdma_link import RdmaLink
-from zbmd.transport.rdma_reach import LookUp, looks_up
-from zbmd.transport.rdma_setup import QueuePairAt
-from zbmd.transport.remote_link import RemoteLink
-from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.rdma import message_device as rdma_device
+from zbmd.transport.rdma.link import RdmaLink
+from zbmd.transport.rdma.neighbour_lookup import LookUp, looks_up
+from zbmd.transport.rdma.setup import QueuePairAt
+from zbmd.transport.tcp.link import TcpLink
 
 FRAMES = 200
 LARGE = LinkLimits()

@@ -19,13 +19,13 @@ from forked import Fork
 from rdma_world import given_devices
 from thread_nodes import Told, node
 
-from zbmd.actors.cluster.lives import Acting, Suspecting
-from zbmd.actors.cluster.node import ClusterNode
-from zbmd.actors.cluster.node_life import NodeLife
-from zbmd.actors.cluster.node_state import NodeState
-from zbmd.actors.cluster.nodes import NodeKey
-from zbmd.actors.runtime_env import LINKS_VARIABLE
-from zbmd.transport.rdma_use import DEVICES_VARIABLE
+from zbmd.actors.cluster.node.life import NodeLife
+from zbmd.actors.cluster.node.lives import Acting, Suspecting
+from zbmd.actors.cluster.node.node import ClusterNode
+from zbmd.actors.cluster.node.persistent_state import NodeState
+from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.rank_env import LINKS_VARIABLE
+from zbmd.transport.host.rdma_device_choice import DEVICES_VARIABLE
 
 BUDGET_NS = 5_000_000_000
 SILENCES_HELD = 2

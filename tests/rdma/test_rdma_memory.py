@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 from region_harness import FAR, GUARD_NS, NEAR, Ends, RdmaEnds, RdmaHarness
 
-from zbmd.transport import _native
-from zbmd.transport._rdma import CREDITS, INLINE_BYTES
-from zbmd.transport.rdma_counts import TransferCounts
-from zbmd.transport.rdma_peer import RdmaRegion
-from zbmd.transport.rdma_plane import RdmaPlane
+from zbmd.transport.native import _native
+from zbmd.transport.rdma.counts import TransferCounts
+from zbmd.transport.rdma.native._rdma import CREDITS, INLINE_BYTES
+from zbmd.transport.rdma.peer import RdmaRegion
+from zbmd.transport.rdma.plane import RdmaPlane
 
 PUTS = 100
 NBYTES = 4 * INLINE_BYTES

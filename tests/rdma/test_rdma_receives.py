@@ -14,14 +14,14 @@ from rdma_world import given_devices
 from region_harness import FAR, Ends, RdmaEnds
 from region_harness import RdmaHarness as RegionsOverRdma
 
-from zbmd.transport._rdma_beat import BeatEnd
-from zbmd.transport._rdma_device import Device
-from zbmd.transport.bulk_peer import BulkPeerInfo
+from zbmd.transport.bulk.peer import BulkPeerInfo
 from zbmd.transport.errors import LinkClosed, PeerLost
-from zbmd.transport.link import LinkLimits
-from zbmd.transport.rdma_device import RdmaDevice
-from zbmd.transport.rdma_flow import CREDITS, MESSAGE_BYTES
-from zbmd.transport.rdma_setup import MemoryAt
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.rdma.credit import CREDITS, MESSAGE_BYTES
+from zbmd.transport.rdma.message_device import RdmaDevice
+from zbmd.transport.rdma.native._rdma_beat import BeatEnd
+from zbmd.transport.rdma.native._rdma_device import Device
+from zbmd.transport.rdma.setup import MemoryAt
 
 FRAMES = 2 * CREDITS
 LARGE = LinkLimits()

@@ -15,15 +15,15 @@ WALL_CLOCK = re.compile(r"(.*\.)?(time\.time(_ns)?|datetime\.(now|utcnow|today)|
 NATIVE_WALL_CLOCK = re.compile(r"CLOCK_REALTIME|gettimeofday|time\.time(_ns)?\(")
 # Each reads it for a stamp or for people; none waits by it, or measures with it.
 READERS = {
-    "actors/actor_capture.py": "what a recorded actor is told the time is",
+    "actors/replay/recording.py": "what a recorded actor is told the time is",
     "actors/cluster/clocks.py": "how far a node's clock is from another's, to be told",
-    "actors/heartbeat.h": "makes the kernel's stamp of an arrival a monotonic one, between bounds",
-    "actors/context.py": "an actor's own wall clock",
-    "actors/rank_log.py": "the time of a line of the log",
-    "collectives/flight_dump.py": "when a dump was taken, to be told beside the monotonic clock",
+    "actors/cluster/heartbeats/heartbeat.h": "makes the kernel's stamp monotonic, between bounds",
+    "actors/core/context.py": "an actor's own wall clock",
+    "actors/rank/log.py": "the time of a line of the log",
+    "collectives/group/flight_dump.py": "when a dump was taken, to be told beside the monotonic clock",
     "training/profiler/profiler.py": "when a run began, to be told beside the monotonic clock",
-    "transport/_link.pyx": "the stamp of a frame",
-    "transport/link_side.py": "that clock, as its default",
+    "transport/link/_link.pyx": "the stamp of a frame",
+    "transport/link/base.py": "that clock, as its default",
     "transport/capture/recorder.py": "the anchor of a log",
 }
 
@@ -40,7 +40,7 @@ def sources(suffix: str) -> list[str]:
         path.relative_to(ROOT).as_posix()
         for layer in LAYERS
         for path in (ROOT / layer).rglob(f"*{suffix}")
-        if not path.name.startswith("bench")
+        if "bench" not in path.parts
     )
 
 

@@ -25,8 +25,8 @@ def make(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def fresh_clone(tmp_path: Path) -> Path:
     """The parts of a checkout that set-up reads before it installs anything, with no `.venv`."""
-    (tmp_path / "tools").mkdir()
-    for path in ("Makefile", "pyproject.toml", "setup.py", "tools/preflight.py"):
+    (tmp_path / "tools" / "dev").mkdir(parents=True)
+    for path in ("Makefile", "pyproject.toml", "setup.py", "tools/dev/preflight.py"):
         (tmp_path / path).write_bytes((ROOT / path).read_bytes())
     return tmp_path
 

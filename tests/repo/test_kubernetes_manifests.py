@@ -13,11 +13,11 @@ import yaml
 
 from zbmd.actors.bootstrap.kubernetes import POD_PORT, Pod
 from zbmd.actors.bootstrap.merge import Bootstrap, Role
-from zbmd.tools import launch
-from zbmd.tools.launch_settings import service, stated
-from zbmd.tools.node_cli import parser
-from zbmd.tools.settings import SETTINGS, merge
-from zbmd.transport.cookie import CookieError, load_or_create_cookie
+from zbmd.tools.cli import launch
+from zbmd.tools.cli.launch_settings import service, stated
+from zbmd.tools.cli.settings import SETTINGS, merge
+from zbmd.tools.node.cli import parser
+from zbmd.transport.handshake.cookie import CookieError, load_or_create_cookie
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "deploy" / "kubernetes"

@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.tools import tidy
+from zbmd.tools.dev import tidy
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
     ("planted", "verdict"),
-    [("import zbmd.transport.errors", "1 kept, 0 broken"), ("import zbmd.tools.tidy", "0 kept, 1 broken")],
+    [
+        ("import zbmd.transport.errors", "1 kept, 0 broken"),
+        ("import zbmd.tools.dev.tidy", "0 kept, 1 broken"),
+    ],
     ids=["downwards", "upwards"],
 )
 def test_import_linter_reports_an_upward_import(tmp_path: Path, planted: str, verdict: str) -> None:

@@ -12,33 +12,37 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from zbmd.tools import tidy
+from zbmd.tools.dev import tidy
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = {
-    "transport/_hlc",
-    "transport/_link",
-    "transport/_native",
-    "transport/_quick",
-    "transport/_recording",
-    "transport/_region",
-    "transport/_shm_link",
-    "transport/_spin",
-    "actors/_asking",
-    "actors/_heartbeat",
-    "actors/_mailbox",
-    "actors/_serving",
-    "actors/_turns",
-    "collectives/_flight",
-    "collectives/_lane",
-    "collectives/_program",
-    "collectives/_remote",
-    "collectives/_stepper",
-    "collectives/_timeline",
-    "training/_kernels",
-    "training/_spans",
+    "transport/clock/_hlc",
+    "transport/link/_link",
+    "transport/native/_native",
+    "transport/bulk/_fast_path",
+    "transport/capture/native/_recording",
+    "transport/memory/_region",
+    "transport/shm/_shm_link",
+    "transport/link/_spin",
+    "actors/core/native/_asking",
+    "actors/cluster/heartbeats/_heartbeat",
+    "actors/core/native/_mailbox",
+    "actors/core/native/_serving",
+    "actors/core/native/_turns",
+    "collectives/flight/_flight",
+    "collectives/native/_fast_path",
+    "collectives/native/_program",
+    "collectives/native/_remote_stepper",
+    "collectives/native/_stepper",
+    "collectives/scale/_timeline",
+    "training/native/_kernels",
+    "training/autograd/_spans",
 }
-WITH_VERBS = {"transport/_rdma", "transport/_rdma_beat", "transport/_rdma_device"}
+WITH_VERBS = {
+    "transport/rdma/native/_rdma",
+    "transport/rdma/native/_rdma_beat",
+    "transport/rdma/native/_rdma_device",
+}
 """Built where libibverbs is, and only there."""
 SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}
 
@@ -49,16 +53,17 @@ import zbmd
 
 assert "site-packages" in zbmd.__file__, zbmd.__file__
 behind_an_extra = (
-    "zbmd.collectives.torch_backend", "zbmd.tools.peers.xoscar_pair", "zbmd.torch", "zbmd.transport._rdma",
-    "zbmd.transport.rdma_p", "zbmd.transport.rdma_registrations", "zbmd.tools.bench_rdma",
+    "zbmd.collectives.torch.",
+    "zbmd.tools.bench.peers.xoscar_pair", "zbmd.torch", "zbmd.transport.rdma.native._rdma",
+    "zbmd.transport.rdma.p", "zbmd.transport.rdma.registrations", "zbmd.tools.bench.transport.rdma",
 )
 for found in pkgutil.walk_packages(zbmd.__path__, "zbmd."):
     if not found.name.startswith(behind_an_extra):
         importlib.import_module(found.name)
 assert not {"torch", "cupy", "pyverbs"} & sys.modules.keys()
 
-from zbmd.collectives import _stepper
-from zbmd.transport import _native
+from zbmd.collectives.native import _stepper
+from zbmd.transport.native import _native
 
 assert _stepper.__file__.endswith(".so") and _native.__file__.endswith(".so")
 first_ns = _native.now_ns()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.tools import tidy
+from zbmd.tools.dev import tidy
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = '''"""A machine."""
@@ -41,8 +41,8 @@ PLANTED = [
     ("transport/walk.h", LONG_C, 1, "function-lines"),
     ("training/model.py", "def f():\n    import torch.nn\n", 2, "import-ban"),
     ("training/model.py", "from cupy import array\n", 1, "import-ban"),
-    ("transport/shm.py", 'import_module("pyverbs.device")\n', 1, "import-ban"),
-    ("actors/wire.py", "import json, pickle\n", 1, "import-ban"),
+    ("transport/shm/connect.py", 'import_module("pyverbs.device")\n', 1, "import-ban"),
+    ("actors/core/wire.py", "import json, pickle\n", 1, "import-ban"),
     ("tests/actors/test_wire.py", "from marshal import loads\n", 1, "import-ban"),
     ("tools/wire.py", '__import__("shelve")\n', 1, "import-ban"),
     ("training/data.py", "np.load(path, allow_pickle=True)\n", 1, "import-ban"),
@@ -73,9 +73,9 @@ ALLOWED = [
     ("actors/walk.py", "def walk(n):\n" + "    n += 1\n" * 69),
     ("transport/walk.pyx", "cdef int walk(int n) noexcept nogil:\n" + "    n += 1\n" * 69),
     ("transport/walk.pyx", "cdef class Walk(Base):\n" + "    cdef int n\n" * 90),
-    ("collectives/torch_backend.py", "import torch\n"),
-    ("training/xp.py", "def f():\n    import cupy\n"),
-    ("transport/rdma_verbs.py", "import pyverbs.device\n"),
+    ("collectives/torch/backend.py", "import torch\n"),
+    ("training/autograd/array_module.py", "def f():\n    import cupy\n"),
+    ("transport/rdma/pyverbs_compat.py", "import pyverbs.device\n"),
     ("tests/training/test_torch.py", 'torch = import_module("torch")\n'),
     ("actors/view.py", MACHINE.format(imports="import enum")),
     ("actors/view.py", MACHINE.format(imports="if TYPE_CHECKING:\n    from random import Random")),
@@ -128,7 +128,7 @@ def test_test_modules_have_names_of_their_own() -> None:
 
 def test_the_command_prints_each_breach_and_fails(tmp_path: Path) -> None:
     def run_tidy() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "tools/tidy.py", str(tmp_path)]
+        command = [sys.executable, "tools/dev/tidy.py", str(tmp_path)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 import uvloop
 
-from zbmd.actors.actor_capture import CapturedSystem
+from zbmd.actors.replay.recording import CapturedSystem
 from zbmd.transport import capture
 from zbmd.transport.capture.records import EventTaken, StreamDeclared
-from zbmd.transport.hlc import HybridClock
+from zbmd.transport.clock.hlc import HybridClock
 
 Scenario = Callable[[CapturedSystem], Awaitable[None]]
 

@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from zbmd.transport import _native
-from zbmd.transport.bulk_limits import BulkLimits
-from zbmd.transport.bulk_peer import BulkPeer, BulkPeerInfo
-from zbmd.transport.bulk_plane import DataPlane
-from zbmd.transport.hello import Identity, Side
-from zbmd.transport.lane import Lane
-from zbmd.transport.segment import Segment
-from zbmd.transport.session import Keys, Protection, Purpose, Session
+from zbmd.transport.bulk.lane import Lane
+from zbmd.transport.bulk.limits import BulkLimits
+from zbmd.transport.bulk.peer import BulkPeer, BulkPeerInfo
+from zbmd.transport.bulk.plane import DataPlane
+from zbmd.transport.handshake.hello import Identity, Side
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.native import _native
+from zbmd.transport.secure.session_keys import Keys, Protection, Purpose, Session
 
 PATIENCE_NS = 30 * 10**9
 """Far more than anything here takes; a test that waits so long has failed."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from zbmd.transport.bulk_events import (
+from zbmd.transport.bulk.events import (
     BulkAction,
     BulkEvent,
     CloseLane,
@@ -36,13 +36,13 @@ from zbmd.transport.bulk_events import (
     ShutLane,
     Unserve,
 )
-from zbmd.transport.bulk_limits import BulkLimits
-from zbmd.transport.bulk_machine import BulkMachine
-from zbmd.transport.bulk_records import BulkError
-from zbmd.transport.bulk_stream import Arrived, LaneReader, LaneWriter
+from zbmd.transport.bulk.limits import BulkLimits
+from zbmd.transport.bulk.machine import BulkMachine
+from zbmd.transport.bulk.records import BulkError
+from zbmd.transport.bulk.stream import Arrived, LaneReader, LaneWriter
 from zbmd.transport.errors import PeerLost, ZbmdError
-from zbmd.transport.record_mac import RecordMac
-from zbmd.transport.region import RegionHandle
+from zbmd.transport.memory.region import RegionHandle
+from zbmd.transport.secure.record_mac import RecordMac
 
 REGION_BYTES = 1 << 16
 Tamper = Callable[[bytes], bytes]

@@ -18,14 +18,19 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from zbmd.actors.one_thread import default_to_one_thread
-from zbmd.tools import entry
+from zbmd.actors.host.blas_threads import default_to_one_thread
+from zbmd.tools.cli import entry
 
 REQUEST_BYTES_MAX = 1 << 16
-COMMAND = "zbmd.tools.node_cli"
+COMMAND = "zbmd.tools.node.cli"
 ALSO_LOADED = (
-    *("zbmd.tools.node_cluster", "zbmd.tools.node_run_many", "zbmd.tools.launch"),
-    *("zbmd.collectives.group", "zbmd.training.job", "zbmd.training.zero.job", "zbmd.training.tensor.run"),
+    *("zbmd.tools.node.cluster", "zbmd.tools.node.run_many", "zbmd.tools.cli.launch"),
+    *(
+        "zbmd.collectives.group.group",
+        "zbmd.training.replicated.job",
+        "zbmd.training.zero.job",
+        "zbmd.training.sharded.run",
+    ),
 )
 """What its commands, and the jobs of tests, import once they are chosen: each fork would do so for itself."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from asyncio import sleep as real_sleep  # nobody waits for it: actors' timers are what is tried
 
-from zbmd.actors.actor import Actor, on
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, on
 
 
 class Add(Contract, id="counting.add"):

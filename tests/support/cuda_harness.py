@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from region_harness import GUARD_NS, End, RegionHarness, Scenario, ShmEnd, ShmEnds, Sizes, run_between
 
-from zbmd.transport import _native
-from zbmd.transport._native import address_of
-from zbmd.transport.cuda_exports import DeviceExports
-from zbmd.transport.cuda_handle import DeviceHandle
-from zbmd.transport.cuda_peer import CudaPeer
-from zbmd.transport.cuda_region import CudaRegion
-from zbmd.transport.region import RegionHandle, RemoteRegion
-from zbmd.transport.sim.cuda_model import Clock, ModelHost, ModelProcess
+from zbmd.transport.cuda.exports import DeviceExports
+from zbmd.transport.cuda.handle import DeviceHandle
+from zbmd.transport.cuda.peer import CudaPeer
+from zbmd.transport.cuda.region import CudaRegion
+from zbmd.transport.memory.region import RegionHandle, RemoteRegion
+from zbmd.transport.native import _native
+from zbmd.transport.native._native import address_of
+from zbmd.transport.sim.parts.cuda_model import Clock, ModelHost, ModelProcess
 
 ANY_SIZE = Sizes()
 _SEEDS = itertools.count(1)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import HostEvent, RankReport, RunResult
-from zbmd.actors.host_output import OutputLine
+from zbmd.actors.host.events import HostEvent, RankReport, RunResult
+from zbmd.actors.host.output import OutputLine
+from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import OnLoss
 
 TIMEOUT_S = 60.0
 LINES_MAX = 60
-PRELOAD = ("zbmd.collectives.elastic",)
+PRELOAD = ("zbmd.collectives.elastic.group",)
 
 Kill = tuple[int, int, int] | None
 """In an operation: the rank that dies, in which run of it, at which point.

@@ -6,9 +6,9 @@ import sys
 
 from flaky_operators import Flaky
 
-from zbmd.training import job
 from zbmd.training.__main__ import main
-from zbmd.training.recipe import Recipe
+from zbmd.training.replicated import job
+from zbmd.training.step.recipe import Recipe
 
 if __name__ == "__main__":
     SEED = int(sys.argv[1])

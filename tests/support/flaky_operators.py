@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from random import Random
 
-from zbmd.tools.soak_operators import FlakyTape
-from zbmd.training.gpt import Operator, Operators
-from zbmd.training.tape import Tape, Tensor
+from zbmd.tools.chaos.soak_operators import FlakyTape
+from zbmd.training.autograd.tape import Tape, Tensor
+from zbmd.training.model.gpt import Operator, Operators
 
 
 class Broken(RuntimeError):

@@ -12,15 +12,15 @@ from typing import TypeVar
 import pytest
 from memory_cluster import MemoryCluster, MemoryNode
 
-from zbmd.actors.cluster.job_host import JobHost
-from zbmd.actors.cluster.jobs import Job, JobPhase, JobSpec, Submit
-from zbmd.actors.host_events import HostEvent, RankStarted
-from zbmd.actors.host_links import host_identity
-from zbmd.actors.host_output import OutputLine
-from zbmd.actors.reaper import descendants
+from zbmd.actors.cluster.jobs.node_driver import JobHost
+from zbmd.actors.cluster.jobs.table import Job, JobPhase, JobSpec, Submit
+from zbmd.actors.host.events import HostEvent, RankStarted
+from zbmd.actors.host.links import host_identity
+from zbmd.actors.host.output import OutputLine
+from zbmd.actors.host.reaper import descendants
 from zbmd.transport.capture.recorder import Clocks, origin_of
 from zbmd.transport.capture.ring import RingRecorder
-from zbmd.transport.hlc import HybridClock
+from zbmd.transport.clock.hlc import HybridClock
 
 EventT = TypeVar("EventT", bound=HostEvent)
 
@@ -46,7 +46,7 @@ FOLLOWS_VIEWS = (
     CUT_CONNECTIONS
     + """
 import asyncio, os, signal
-from zbmd.actors.member import join
+from zbmd.actors.rank.member import join
 
 async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, cut_connections)
@@ -79,7 +79,7 @@ class Place:
             recorder=recorder,
             clock=clock,
             output=self,
-            preload=("zbmd.collectives.group",),
+            preload=("zbmd.collectives.group.group",),
             on_event=self._on_event,
         )
 

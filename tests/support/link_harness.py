@@ -21,23 +21,23 @@ from unittest.mock import patch
 
 import uvloop
 
-from zbmd.transport import frame_loans, shm, shm_link
 from zbmd.transport.errors import LinkFull, ZbmdError
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.hello import Identity
-from zbmd.transport.link import Link, LinkLimits
-from zbmd.transport.link_side import LinkSide
-from zbmd.transport.segment import Segment
-from zbmd.transport.shm import Endpoint
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.base import LinkSide
+from zbmd.transport.link.interface import Link, LinkLimits
+from zbmd.transport.link.spin import SpinChoice, SpinPolicy
+from zbmd.transport.memory import frame_loans
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.shm import connect as shm
+from zbmd.transport.shm import link as shm_link
 from zbmd.transport.sim import SimProcess, World
-from zbmd.transport.spin import SpinChoice, SpinPolicy
 
 SMALL = LinkLimits(ring_bytes=1 << 12, queue_bytes_max=1 << 14, queue_frames_max=64, frames_per_wake=4)
 COOKIE = b"a cookie of the tests, 32 bytes "
 JOB = 7
 INCARNATION = 3
-GUARD_S = 20.0
-"""A scenario that has not ended by then hangs."""
+GUARD_S = 20.0  # a scenario that has not ended by then hangs
 
 Fork = Callable[[Callable[[], None]], int]
 Run = Callable[[Coroutine[None, None, None]], None]
@@ -444,14 +444,14 @@ class ShmHarness(RealHarness):
 
         shm._send = counted  # type: ignore[assignment]
 
-    def _endpoint(self, who: Who) -> Endpoint:
+    def _endpoint(self, who: Who) -> shm.Endpoint:
         segment = None
         if self._lends:
             slot = 0 if who.name in ("a", "us") else 1
             nbytes, life = ARENA_BYTES, who.incarnation
             segment = Segment.create(slot=slot, incarnation=life, arena_bytes=nbytes, inbox_bytes=0)
             self._scenario.callback(segment.close)
-        return Endpoint(identity=who.identity, cookie=COOKIE, limits=who.limits, segment=segment)
+        return shm.Endpoint(identity=who.identity, cookie=COOKIE, limits=who.limits, segment=segment)
 
 
 # --- the simulator --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from rdma_world import given_devices
 from tcp_harness import TcpHarness
 from tcp_machine import has_ipv6
 
-from zbmd.transport.session import Protection
+from zbmd.transport.secure.session_keys import Protection
 
 OVER_RDMA: tuple[LinkHarness, ...] = (RdmaHarness("uvloop"),)
 WITHOUT_DEVICES: tuple[LinkHarness, ...] = (

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import assert_never
 
 from zbmd.actors.cluster import messages as m
-from zbmd.actors.cluster.cluster_port import ClusterListener
-from zbmd.actors.cluster.jobs import Order
-from zbmd.actors.cluster.members import ClusterView
-from zbmd.actors.cluster.membership import ClusterMachine
-from zbmd.actors.cluster.nodes import Node, NodeKey
+from zbmd.actors.cluster.jobs.table import Order
+from zbmd.actors.cluster.membership.machine import ClusterMachine
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.port import ClusterListener
+from zbmd.actors.cluster.view import ClusterView
 from zbmd.actors.contracts import Contract
-from zbmd.transport.budget import derive
+from zbmd.transport.clock.deadlines import derive
 
 NO_VIEW = ClusterView(epoch=0, nodes=())
 

@@ -15,19 +15,19 @@ import msgspec
 import numpy as np
 import uvloop
 
-from zbmd.actors.member import Node, join
-from zbmd.collectives.group import Group, group
+from zbmd.actors.rank.member import Node, join
+from zbmd.collectives.group.group import Group, group
 from zbmd.training import ops
+from zbmd.training.autograd.tape import Tape, Tensor
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.corpus import Corpus
-from zbmd.training.gpt import Operator
-from zbmd.training.mesh import Mesh
-from zbmd.training.precision import SCALE_FIRST, Precision, storage_dtype
-from zbmd.training.recipe import Recipe
-from zbmd.training.tape import Tape, Tensor
-from zbmd.training.tensor.groups import MeshGroups
-from zbmd.training.tensor.stages import Stages
-from zbmd.training.tensor.trainer import MeshTrainer
+from zbmd.training.data.corpus import Corpus
+from zbmd.training.model.gpt import Operator
+from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision, storage_dtype
+from zbmd.training.sharded.groups import MeshGroups
+from zbmd.training.sharded.mesh import Mesh
+from zbmd.training.sharded.stages import Stages
+from zbmd.training.sharded.trainer import MeshTrainer
+from zbmd.training.step.recipe import Recipe
 
 
 class Case(msgspec.Struct, kw_only=True):

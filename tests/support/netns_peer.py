@@ -18,15 +18,15 @@ import numpy as np
 import uvloop
 from bulk_host import BulkHost
 
-from zbmd.transport import tcp
-from zbmd.transport.budget import derive, parse_recovery_budget
-from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.clock.deadlines import derive, parse_recovery_budget
 from zbmd.transport.errors import LinkFull, ZbmdError
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.hello import Identity
-from zbmd.transport.region import RegionHandle
-from zbmd.transport.tcp_bulk import join_bulk
-from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.memory.region import RegionHandle
+from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.link import TcpLink
+from zbmd.transport.tcp.regions import join_bulk
 
 REGION_BYTES = 16 << 20
 LANES = 4

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from kept_lines import Lines
 
-from zbmd.actors.host import ARENA_BYTES_DEFAULT, PRELOAD, Host, HostConfig
-from zbmd.actors.host_events import HostEvent, RankReport, RunResult
+from zbmd.actors.host.events import HostEvent, RankReport, RunResult
+from zbmd.actors.host.supervisor import ARENA_BYTES_DEFAULT, PRELOAD, Host, HostConfig
 from zbmd.actors.view import OnLoss
 
-MODULES = (*PRELOAD, "zbmd.actors.system", "zbmd.collectives.group", "numpy.random")
+MODULES = (*PRELOAD, "zbmd.actors.core.system", "zbmd.collectives.group.group", "numpy.random")
 """What the ranks of these jobs import: once, in the template, not in each of them."""
 
 

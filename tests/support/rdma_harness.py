@@ -10,13 +10,13 @@ from link_harness import COOKIE, INCARNATION, SMALL, Listening, OnLink, RealHarn
 from rdma_world import given_devices
 from tcp_harness import TcpHarness
 
-from zbmd.transport import rdma
-from zbmd.transport.endpoint import Endpoint
-from zbmd.transport.link_side import LinkSide
-from zbmd.transport.rdma_device import RdmaDevice, open_device
-from zbmd.transport.rdma_link import RdmaLink
-from zbmd.transport.remote_link import Rdma
-from zbmd.transport.segment import Segment
+from zbmd.transport.connect import rdma
+from zbmd.transport.connect.rdma_or_tcp import Rdma
+from zbmd.transport.link.base import LinkSide
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.rdma.link import RdmaLink
+from zbmd.transport.rdma.message_device import RdmaDevice, open_device
 
 
 @asynccontextmanager

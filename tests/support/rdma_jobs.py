@@ -11,14 +11,14 @@ import pytest
 from one_killed import run_and_kill_the_last
 
 from zbmd.actors.view import Outcome
-from zbmd.tools.small_job import SHAPE, STEPS, run_small_job, write_text
+from zbmd.tools.chaos.small_job import SHAPE, STEPS, run_small_job, write_text
 from zbmd.training import __main__ as training
-from zbmd.training.job import run_plain
-from zbmd.transport.rdma_counts import TransferCounts
+from zbmd.training.replicated.job import run_plain
+from zbmd.transport.rdma.counts import TransferCounts
 
 EXPECTED_VARIABLE = "ZBMD_TEST_DIGESTS"
 """Digests of collectives on one host, for a machine that would take long to find them out; with commas."""
-RDMA_MODULES = ("zbmd.transport.rdma_device", "zbmd.transport.rdma_plane")
+RDMA_MODULES = ("zbmd.transport.rdma.message_device", "zbmd.transport.rdma.plane")
 """Which import libibverbs and pyverbs."""
 TRAINING_RANKS = 2
 RANKS = 3
@@ -26,7 +26,7 @@ JOB = """
 import asyncio, hashlib
 import numpy as np
 import zbmd
-from zbmd.actors.actor import Actor, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.contracts import Contract
 from zbmd.transport.errors import PeerLost
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Final
 
-from zbmd.actors.one_thread import default_to_one_thread
-from zbmd.tools.rdma_vm import guest
-from zbmd.transport.rdma_verbs import verbs
+from zbmd.actors.host.blas_threads import default_to_one_thread
+from zbmd.tools.lab.rdma_vm import guest
+from zbmd.transport.rdma.pyverbs_compat import verbs
 
 JOBS: Final = ("tests/rdma/test_rdma_ranks.py", "tests/rdma/test_rdma_heartbeats.py")
 CABLES: Final = ("tests/rdma/test_rdma_beats.py", "tests/rdma/test_rdma_faults.py")
@@ -38,11 +38,11 @@ SHARED: Final = (
     "pytest",
     "pytest_asyncio.plugin",
     "uvloop",
-    "zbmd.actors.cluster.node",
-    "zbmd.actors.host",
-    "zbmd.collectives.group",
-    "zbmd.tools.small_job",
-    "zbmd.transport.rdma_plane",
+    "zbmd.actors.cluster.node.node",
+    "zbmd.actors.host.supervisor",
+    "zbmd.collectives.group.group",
+    "zbmd.tools.chaos.small_job",
+    "zbmd.transport.rdma.plane",
 )
 """Modules that more than one session imports."""
 READ_BYTES: Final = 1 << 16

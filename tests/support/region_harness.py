@@ -21,23 +21,25 @@ import uvloop
 from numpy.typing import NDArray
 from rdma_world import given_devices
 
-from zbmd.transport import _native, rdma, tcp
-from zbmd.transport.arena import Arena
-from zbmd.transport.bulk_plane import DataPlane
-from zbmd.transport.hello import Identity
-from zbmd.transport.link import Link
-from zbmd.transport.liveness import DeathNotice, DeathWatch, LifeThread
-from zbmd.transport.rdma_device import RdmaDevice, open_device
-from zbmd.transport.rdma_link import RdmaLink
-from zbmd.transport.region import Regions, RemoteRegion
-from zbmd.transport.segment import Segment
-from zbmd.transport.shm import Endpoint, link_pair
+from zbmd.transport.bulk.plane import DataPlane
+from zbmd.transport.connect import rdma
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.interface import Link
+from zbmd.transport.memory.arena import Arena
+from zbmd.transport.memory.region import Regions, RemoteRegion
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.native import _native
+from zbmd.transport.rdma.link import RdmaLink
+from zbmd.transport.rdma.message_device import RdmaDevice, open_device
+from zbmd.transport.shm.connect import Endpoint, link_pair
+from zbmd.transport.shm.death_notice import DeathNotice, DeathWatch, LifeThread
 from zbmd.transport.sim import SimProcess, World
-from zbmd.transport.tcp_bulk import join_bulk
-from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.link import TcpLink
+from zbmd.transport.tcp.regions import join_bulk
 
 if TYPE_CHECKING:
-    from zbmd.transport.rdma_plane import RdmaPlane
+    from zbmd.transport.rdma.plane import RdmaPlane
 
 GUARD_NS = 60_000_000_000
 """A wait of a scenario that is not over by then hangs."""

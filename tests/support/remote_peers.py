@@ -8,12 +8,12 @@ from itertools import combinations
 
 from bulk_host import lane_of, tcp_pair
 
-from zbmd.transport.bulk_peer import BulkPeer, BulkPeerInfo
-from zbmd.transport.bulk_plane import DataPlane
-from zbmd.transport.hello import Side
-from zbmd.transport.remote_memory import Mirror, RemoteMemory
-from zbmd.transport.segment import Segment
-from zbmd.transport.session import Protection
+from zbmd.transport.bulk.peer import BulkPeer, BulkPeerInfo
+from zbmd.transport.bulk.plane import DataPlane
+from zbmd.transport.connect.remote_memory import Mirror, RemoteMemory
+from zbmd.transport.handshake.hello import Side
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.secure.session_keys import Protection
 
 
 class Wiring:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from zbmd.actors.capture import CAPTURE_VARIABLE
+from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE
 from zbmd.actors.view import OnLoss
-from zbmd.tools.kill_worker import Case, Worker
-from zbmd.tools.small_job import RANKS_DEFAULT, Outcome
-from zbmd.training.precision import Precision
+from zbmd.tools.chaos.small_job import RANKS_DEFAULT, Outcome
+from zbmd.tools.chaos.sweep.worker import Case, Worker
+from zbmd.training.optim.mixed_precision import Precision
 from zbmd.transport.errors import UserError
 
 
@@ -33,7 +33,7 @@ class SmallJobs:
         precision: Precision = "float32",
         optimizer: str = "adamw",
     ) -> Outcome:
-        """As `zbmd.tools.small_job.run_small_job`, captured if this process's environment says so."""
+        """As `zbmd.tools.chaos.small_job.run_small_job`, captured if this process's environment says so."""
         case = Case(
             out=out,
             data=data,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zbmd.actors.supervision import SupervisionMachine
-from zbmd.actors.supervision_events import (
+from zbmd.actors.supervision.events import (
     Action,
     AutoShutdown,
     CancelTimer,
@@ -27,6 +26,7 @@ from zbmd.actors.supervision_events import (
     Strategy,
     TimerFired,
 )
+from zbmd.actors.supervision.machine import SupervisionMachine
 
 SECOND_NS = 1_000_000_000
 P, T, E = Restart.PERMANENT, Restart.TRANSIENT, Restart.TEMPORARY

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from zbmd.transport.tls import Tls, TlsFiles
+from zbmd.transport.secure.tls import Tls, TlsFiles
 
 JOB_NAME = "training-7.job"
 DAY = dt.timedelta(days=1)

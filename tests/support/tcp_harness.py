@@ -8,13 +8,13 @@ import signal
 from link_harness import COOKIE, SMALL, Fork, Listening, OnLink, Other, PeerScenario, RealHarness, Who
 from tcp_certificates import job_tls
 
-from zbmd.transport import tcp
-from zbmd.transport.byte_socket import ByteSocket
-from zbmd.transport.endpoint import Endpoint
-from zbmd.transport.link import LinkLimits
-from zbmd.transport.link_side import LinkSide
-from zbmd.transport.session import Protection
-from zbmd.transport.tcp_settings import TcpSettings
+from zbmd.transport.handshake.byte_socket import ByteSocket
+from zbmd.transport.link.base import LinkSide
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.settings import TcpSettings
 
 
 class TcpHarness(RealHarness):

@@ -6,8 +6,8 @@ import asyncio
 import struct
 from collections.abc import Callable
 
-from zbmd.transport.secure_stream import RECORD_HEADER_BYTES
-from zbmd.transport.tcp_address import TcpAddress
+from zbmd.transport.secure.record_stream import RECORD_HEADER_BYTES
+from zbmd.transport.tcp.address import TcpAddress
 
 Tamper = Callable[[list[bytes]], list[bytes]]
 """Takes all records of a direction so far, and gives what the other side should have got so far."""

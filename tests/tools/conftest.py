@@ -121,7 +121,7 @@ class Launcher:
         }
 
     def _command(self, arguments: Sequence[str], marker: str) -> tuple[list[str], dict[str, str]]:
-        command = [sys.executable, "-m", "zbmd.tools.node_cli", *arguments]
+        command = [sys.executable, "-m", "zbmd.tools.node.cli", *arguments]
         return command, {**self._environment, MARKER: marker}
 
     def run(

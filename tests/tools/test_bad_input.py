@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from cluster_nodes import node_template
 
-from zbmd.tools.train_cli import merged, options_of
+from zbmd.tools.cli.train import merged, options_of
 
 if TYPE_CHECKING:
     from conftest import Ended, Launcher
@@ -195,7 +195,7 @@ def test_a_recipe_that_cannot_be_is_told_before_any_rank_is_started(
     # `zbmd train` looks at the mesh itself, too.
     values = {name: value for name, (value, _) in found.items()} | {"mesh": "dp=1"}
     recipe = msgspec.structs.replace(options_of(values), mesh=str(changes.get("mesh", "dp=-1")))
-    ended = launcher.run("run", "-n", str(ranks), *RECORDED, "-m", "zbmd.training.tensor", recipe.encode())
+    ended = launcher.run("run", "-n", str(ranks), *RECORDED, "-m", "zbmd.training.sharded", recipe.encode())
     assert_one_paragraph(ended, what)
     assert not started(launcher), "it was told by a rank"
 
@@ -332,7 +332,7 @@ LIMITED = """
 import resource, sys
 import uvloop
 from zbmd.training.__main__ import options_of, parser
-from zbmd.training.job import run
+from zbmd.training.replicated.job import run
 
 first_limited, most_bytes, *arguments = sys.argv[1:]
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from zbmd.tools import bench_cli, cli
-from zbmd.tools.bench_peers import OF_TCP, PEERS, PeerMissing, Site, find_peer
-from zbmd.tools.bench_result import FORMAT, BenchResult, Row, table
-from zbmd.tools.bench_run import MEMCPY
-from zbmd.tools.bench_stats import OURS
-from zbmd.tools.bench_workers import CONTROL, ContenderFailed, Workers
+from zbmd.tools.bench import command as bench_cli
+from zbmd.tools.bench.peer_catalogue import OF_TCP, PEERS, PeerMissing, Site, find_peer
+from zbmd.tools.bench.result import FORMAT, BenchResult, Row, table
+from zbmd.tools.bench.run import MEMCPY
+from zbmd.tools.bench.stats import OURS
+from zbmd.tools.bench.workers import CONTROL, ContenderFailed, Workers
+from zbmd.tools.cli import zbmd as cli
 
 TIMEOUT_S = 120
 NO_RANKS = (*MEMCPY, *OF_TCP)
@@ -30,7 +31,7 @@ CHUNKED = 300 << 10
 def bench(*arguments: str) -> BenchResult:
     """Run the command to its end, and read its JSON by the documented schema."""
     done = subprocess.run(
-        [sys.executable, "-m", "zbmd.tools.cli", "bench", *arguments, "--json"],
+        [sys.executable, "-m", "zbmd.tools.cli.zbmd", "bench", *arguments, "--json"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=TIMEOUT_S,
@@ -219,7 +220,7 @@ def test_bad_input_is_told_before_anything_runs(
     ],
 )
 def test_a_program_that_fails_is_told_with_its_last_words(script: str, said: str) -> None:
-    code = f"import sys\nfrom zbmd.tools.peers import control as peer\n{script}"
+    code = f"import sys\nfrom zbmd.tools.bench.peers import control as peer\n{script}"
     with (
         pytest.raises(ContenderFailed, match=f"(?s){said}"),
         Workers("peer", [[sys.executable, "-c", code, CONTROL]], ranks=1) as workers,
@@ -238,7 +239,7 @@ def test_a_program_that_does_not_start_is_told(tmp_path: Path) -> None:
 
 def test_a_killed_benchmark_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     """The benchmark is killed while its ranks measure; each of them ends."""
-    command = [sys.executable, "-m", "zbmd.tools.cli", "bench", "p2p", "--cases", "p2p-arena"]
+    command = [sys.executable, "-m", "zbmd.tools.cli.zbmd", "bench", "p2p", "--cases", "p2p-arena"]
     command += ["--sizes", "8", "--rounds", "1000"]
     with subprocess.Popen(
         command,
@@ -249,7 +250,7 @@ def test_a_killed_benchmark_leaves_no_process_and_no_file(tmp_path: Path) -> Non
         ranks: set[int] = set()
         while len(ranks) < 2 or any(tmp_path.iterdir()):
             assert process.poll() is None
-            ranks = {pid for pid in _children(process.pid) if b"bench_rank" in _command_line(pid)}
+            ranks = {pid for pid in _children(process.pid) if b"bench.transport.rank" in _command_line(pid)}
         descriptors = [os.pidfd_open(pid) for pid in ranks]
         process.send_signal(signal.SIGKILL)
     try:

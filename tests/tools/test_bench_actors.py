@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.system import ActorSystem
-from zbmd.tools import bench_actors
-from zbmd.tools.bench_actor_life import fairness, restarting, restarting_process, spawning
-from zbmd.tools.bench_row import Row, percentile, table
-from zbmd.tools.peers.actor_asks import EXIT_MISSING
+from zbmd.actors.core.system import ActorSystem
+from zbmd.tools.bench.actors import command as bench_actors
+from zbmd.tools.bench.actors.lifecycle import fairness, restarting, restarting_process, spawning
+from zbmd.tools.bench.peers.actor_asks import EXIT_MISSING
+from zbmd.tools.bench.row import Row, percentile, table
 from zbmd.transport.errors import UserError
 
 

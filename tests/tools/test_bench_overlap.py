@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zbmd.tools.bench_overlap import REDUCTION, hidden_of, hideable, shared, union
-from zbmd.training._spans import CATEGORIES, TRACK_OPERATION, TRACK_STEP
+from zbmd.tools.bench.training.overlap import REDUCTION, hidden_of, hideable, shared, union
+from zbmd.training.autograd._spans import CATEGORIES, TRACK_OPERATION, TRACK_STEP
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT
+from zbmd.training.model.gpt import GPT
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.profiler.ring import RECORD, Spans
 from zbmd.transport.errors import UserError

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from zbmd.tools import bench_scaling
-from zbmd.tools.bench_scaling import MANY, PLAIN_MANY, PLAIN_ONE, Scaling, evaluated
-from zbmd.tools.bench_stats import OURS
-from zbmd.tools.small_job import write_text
+from zbmd.tools.bench.stats import OURS
+from zbmd.tools.bench.training import scaling as bench_scaling
+from zbmd.tools.bench.training.scaling import MANY, PLAIN_MANY, PLAIN_ONE, Scaling, evaluated
+from zbmd.tools.chaos.small_job import write_text
 
 TINY = ["--context", "8", "--width", "8", "--heads", "2", "--layers", "1", "--shards", "2"]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.tools.bench_run import rows_of
-from zbmd.tools.bench_stats import (
+from zbmd.tools.bench.run import rows_of
+from zbmd.tools.bench.stats import (
     ITERATIONS_LEAST,
     OURS,
     SIZE_MAX,

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from cluster_nodes import TIMEOUT_S, Nodes
 
-from zbmd.actors.hosts import NodeProcess, node_child
-from zbmd.actors.places import Place, PlacesMachine
-from zbmd.actors.process_actor import Places
 from zbmd.actors.session import Session
-from zbmd.actors.supervision_events import BackOff
+from zbmd.actors.supervision.events import BackOff
+from zbmd.actors.supervision.placement import Place, PlacesMachine
+from zbmd.actors.supervision.process_actor import Places
+from zbmd.actors.supervision.remote_hosts import NodeProcess, node_child
 
 
 async def healthy(_: str) -> str:
@@ -30,7 +30,7 @@ async def test_a_node_that_stands_still_is_replaced_on_another_host(
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(nodes.directory / "cookie"))
     monkeypatch.setenv("ZBMD_STATE_DIR", str(nodes.directory / "n1"))
     runs = await nodes.form("n1", "n2")
-    zbmd_node = (sys.executable, "-c", "import sys; from zbmd.tools.entry import node; sys.exit(node())")
+    zbmd_node = (sys.executable, "-c", "import sys; from zbmd.tools.cli.entry import node; sys.exit(node())")
     command = (*zbmd_node, "up", "--name", "{host}", "--listen", "127.0.0.1:0", "--join", nodes.address("n1"))
     state = {"ZBMD_STATE_DIR": str(nodes.directory / "{host}")}
     session = await asyncio.to_thread(Session.connect)

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from cluster_nodes import BUDGET, Nodes, Run
 
-from zbmd.actors.actor import ReasonKind
-from zbmd.actors.monitor import Monitor
-from zbmd.actors.ref import Ref
+from zbmd.actors.core.actor import ReasonKind
+from zbmd.actors.core.monitor import Monitor
+from zbmd.actors.core.ref import Ref
 from zbmd.actors.session import Session
-from zbmd.tools.node_inside import once
+from zbmd.tools.node.top import once
 from zbmd.transport.errors import UserError, ZbmdError
 
 APP = '''
-from zbmd.actors.actor import Actor, Down, Exited, on
+from zbmd.actors.core.actor import Actor, Down, Exited, on
 from zbmd.actors.contracts import Contract
-from zbmd.actors.ref import Ref
+from zbmd.actors.core.ref import Ref
 
 
 class Where(Contract, id="refs.where"):
@@ -101,7 +101,7 @@ JOB = """
 import asyncio
 
 import zbmd
-from zbmd.actors.actor import allow_remote_modules
+from zbmd.actors.core.actor import allow_remote_modules
 from app import Caller
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import netns
 import pytest
 
-from zbmd.tools import demo_hosts
-from zbmd.transport.budget import derive
+from zbmd.tools.demo import hosts as demo_hosts
+from zbmd.transport.clock.deadlines import derive
 
 BUDGET = "2s"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import netns
 import pytest
 
-from zbmd.tools import demo_hosts_job
+from zbmd.tools.demo import hosts_job as demo_hosts_job
 
 STEPS = 300
 STEPS_SPARE = 200

@@ -21,20 +21,21 @@ from typing import Any
 import machines
 import pytest
 
-from zbmd.tools import doctor, node_cli
-from zbmd.tools.doctor_checks import accelerator_findings, limit_findings, machine_findings
-from zbmd.tools.doctor_extras import extra_findings, find_extras
-from zbmd.tools.doctor_network import link_findings, local_link, network_findings
-from zbmd.tools.doctor_peers import Answer, Way, attempt, examine, find_ways, parse_peer
-from zbmd.tools.doctor_rdma import rdma_findings
-from zbmd.tools.doctor_report import Finding, Section, State
-from zbmd.transport.budget import derive
+from zbmd.tools.doctor import command as doctor
+from zbmd.tools.doctor.checks import accelerator_findings, limit_findings, machine_findings
+from zbmd.tools.doctor.extras import extra_findings, find_extras
+from zbmd.tools.doctor.network import link_findings, local_link, network_findings
+from zbmd.tools.doctor.peers import Answer, Way, attempt, examine, find_ways, parse_peer
+from zbmd.tools.doctor.rdma import rdma_findings
+from zbmd.tools.doctor.report import Finding, Section, State
+from zbmd.tools.node import cli as node_cli
+from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import UserError
-from zbmd.transport.host_facts import HostFacts, read_host_facts
-from zbmd.transport.link_choice import Capabilities, InterfaceFilter, Transport, parse_interface_filter
-from zbmd.transport.topology import Interface, InterfaceKind, Topology, affinities, read_topology
+from zbmd.transport.host.facts import HostFacts, read_host_facts
+from zbmd.transport.host.link_choice import Capabilities, InterfaceFilter, Transport, parse_interface_filter
+from zbmd.transport.host.topology import Interface, InterfaceKind, Topology, affinities, read_topology
 
-COMMAND = [sys.executable, "-m", "zbmd.tools.node_cli", "doctor"]
+COMMAND = [sys.executable, "-m", "zbmd.tools.node.cli", "doctor"]
 TIMEOUT_S = 60.0
 SECTIONS = ["MACHINE", "ACCELERATORS", "NETWORK", "RDMA", "LINKS", "DEADLINES", "LIMITS", "OPTIONAL PARTS"]
 
@@ -462,7 +463,7 @@ def test_named_interfaces_are_the_only_ways() -> None:
 async def test_the_verdicts_on_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     # 127.0.0.2 stands for another host: what is loopback would be taken for this one.
-    monkeypatch.setattr("zbmd.tools.doctor_peers._is_own", lambda *_: False)
+    monkeypatch.setattr("zbmd.tools.doctor.peers._is_own", lambda *_: False)
     here, can = facts(lo("127.0.0.1")), Capabilities()
     named = Capabilities(interfaces=parse_interface_filter("lo"))
     with socket.create_server(("127.0.0.2", 0)) as listener:
@@ -484,7 +485,7 @@ async def test_the_verdicts_on_peers(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 async def test_without_a_port_it_is_enough_that_the_host_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zbmd.tools.doctor_peers._is_own", lambda *_: False)
+    monkeypatch.setattr("zbmd.tools.doctor.peers._is_own", lambda *_: False)
     with socket.socket() as held:
         held.bind(("127.0.0.2", 0))
         peer = dataclasses.replace(parse_peer("127.0.0.2"), port=held.getsockname()[1])

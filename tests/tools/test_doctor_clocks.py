@@ -10,10 +10,10 @@ import pytest
 from thread_nodes import COOKIE, node
 
 from zbmd.actors.cluster.clocks import wall_ns
-from zbmd.tools.doctor_clocks import compare_clocks
-from zbmd.tools.doctor_report import Section, State
-from zbmd.transport.cookie import store_cookie
-from zbmd.transport.tcp_address import TcpAddress, parse_address
+from zbmd.tools.doctor.clocks import compare_clocks
+from zbmd.tools.doctor.report import Section, State
+from zbmd.transport.handshake.cookie import store_cookie
+from zbmd.transport.tcp.address import TcpAddress, parse_address
 
 DAY_NS = 86_400_000_000_000
 COOKIE_HERE = COOKIE.replace(b" ", b"-")

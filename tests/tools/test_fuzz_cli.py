@@ -1,4 +1,5 @@
-"""`python -m zbmd.tools.fuzz`: it finds what is planted, saves it, repeats it; one seed is one sequence."""
+"""`python -m zbmd.tools.fuzzing`: it finds what is planted, saves it, repeats it; one seed is one
+sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.tools import fuzz
+from zbmd.tools.fuzzing import __main__ as fuzz
 from zbmd.tools.fuzzing import coverage, registry
 from zbmd.tools.fuzzing.mutate import mutate
 from zbmd.tools.fuzzing.target import (
@@ -62,7 +63,7 @@ def test_a_planted_bug_is_found_saved_and_repeated(
     assert fuzz.main(["planted", "--seconds", "30", "--seed", "7", "--save", str(found)]) == 1
     told = capsys.readouterr()
     (saved,) = found.iterdir()
-    assert f"again: python -m zbmd.tools.fuzz planted --input {saved}" in told.out
+    assert f"again: python -m zbmd.tools.fuzzing planted --input {saved}" in told.out
     assert "planted: IndexError: the bug" in told.out and "1 findings with seed 7" in told.out
     assert fuzz.main(["planted", "--input", str(saved)]) == 1
     assert "IndexError: the bug" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """Every fuzz target, held to its promise by hypothesis: only documented errors, bounded memory, nothing left.
 
-`python -m zbmd.tools.fuzz` runs the same targets for as long as one likes.
+`python -m zbmd.tools.fuzzing` runs the same targets for as long as one likes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from zbmd.tools.fuzzing.mutate import INTERESTING, MSGPACK_HEADS, TEXTS, mutate
 from zbmd.tools.fuzzing.registry import TARGETS
 from zbmd.tools.fuzzing.target import Target, bounded_in_memory, refuses
-from zbmd.tools.sim_scenarios import quietly
+from zbmd.tools.sim.scenarios import quietly
 
 EXAMPLES = 25
 every_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

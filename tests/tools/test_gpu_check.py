@@ -1,4 +1,4 @@
-"""`gpu_check` where there is no GPU, its verdicts, and the checks' own parts that need none."""
+"""`tools.lab.gpu` where there is no GPU, its verdicts, and the checks' own parts that need none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from device_worlds import model_host, of_device, on_device
 
 import zbmd
-from zbmd.tools.gpu_check import (
+from zbmd.tools.lab.gpu.__main__ import (
     EXIT_FAILED,
     EXIT_NONE_RAN,
     EXIT_OK,
@@ -22,9 +22,9 @@ from zbmd.tools.gpu_check import (
     main,
     run_checks,
 )
-from zbmd.tools.gpu_check_list import CHECKS
-from zbmd.tools.gpu_check_ranks import compare
-from zbmd.transport.cuda_runtime import visible_devices
+from zbmd.tools.lab.gpu.checks import CHECKS
+from zbmd.tools.lab.gpu.ranks import compare
+from zbmd.transport.cuda.runtime import visible_devices
 from zbmd.transport.errors import UserError
 
 

@@ -12,16 +12,16 @@ import netns
 import pytest
 from netns import Process
 
-from zbmd.tools.netns_lab import Lab, LabHost
-from zbmd.tools.small_job import SHAPE, STEPS, write_text
+from zbmd.tools.chaos.small_job import SHAPE, STEPS, write_text
+from zbmd.tools.lab.netns import Lab, LabHost
 from zbmd.training.__main__ import options_of, parser
-from zbmd.training.job import run_plain
+from zbmd.training.replicated.job import run_plain
 
 PORT = 29400
 HELD_UP = """
 import os, sys, threading
 from importlib import import_module
-from zbmd.training.zero.keeper import BuddyMirror
+from zbmd.training.redundancy.buddy import BuddyMirror
 
 votes, vote, module = 0, BuddyMirror.vote, sys.argv.pop(1)
 

@@ -33,7 +33,7 @@ JOB = f"""
 import os, signal, subprocess
 import uvloop
 from zbmd.training.__main__ import options_of, parser
-from zbmd.training.job import run
+from zbmd.training.replicated.job import run
 
 def before_step(version):
     if version == {HANG_AT} and os.environ["RANK"] == "{RANKS - 1}":

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from zbmd.collectives.algorithms import ALGORITHMS, Operation
-from zbmd.tools import kill_programs, kill_rank
-from zbmd.tools.kill_families import AGAIN, FIRST, RANKS, RUNS, Family, Kill, families, kills_of
-from zbmd.tools.kill_pool import KillPool, Outcome, PoolBroken, judge
-from zbmd.tools.kill_program_ledger import Ledger, entry_of
+from zbmd.tools.chaos.programs import __main__ as kill_programs
+from zbmd.tools.chaos.programs import rank as kill_rank
+from zbmd.tools.chaos.programs.families import AGAIN, FIRST, RANKS, RUNS, Family, Kill, families, kills_of
+from zbmd.tools.chaos.programs.ledger import Ledger, entry_of
+from zbmd.tools.chaos.programs.pool import KillPool, Outcome, PoolBroken, judge
 from zbmd.transport.errors import UserError
 
 RING = Family(Operation.REDUCE_SCATTER, "ring", 2)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from zbmd.actors.host_events import RankDown, RankStarted
-from zbmd.tools import kill_storm
-from zbmd.tools.kill_storm import Victims, kinds, main
-from zbmd.tools.small_job import Outcome
-from zbmd.training.zero.mirror import LOST_WITH_BUDDY
+from zbmd.actors.host.events import RankDown, RankStarted
+from zbmd.tools.chaos import storm as kill_storm
+from zbmd.tools.chaos.small_job import Outcome
+from zbmd.tools.chaos.storm import Victims, kinds, main
+from zbmd.training.redundancy.machine import LOST_WITH_BUDDY
 from zbmd.transport.errors import UserError
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.tools.kill_cases import Setting, every_setting, in_order, second_kills, single_kills, spread
-from zbmd.tools.kill_ledger import Finding, Ledger, table
-from zbmd.tools.kill_sweep import main
-from zbmd.transport import faults
+from zbmd.tools.chaos.sweep.__main__ import main
+from zbmd.tools.chaos.sweep.cases import Setting, every_setting, in_order, second_kills, single_kills, spread
+from zbmd.tools.chaos.sweep.ledger import Finding, Ledger, table
+from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
 

@@ -9,9 +9,9 @@ import pytest
 from etcd_server import free_ports
 
 from zbmd.actors.bootstrap.merge import Role
-from zbmd.tools import launch
-from zbmd.tools.launch_settings import IGNORED, stated
-from zbmd.tools.settings import gpus, merge, parse_ranks
+from zbmd.tools.cli import launch
+from zbmd.tools.cli.launch_settings import IGNORED, stated
+from zbmd.tools.cli.settings import gpus, merge, parse_ranks
 from zbmd.transport.errors import UserError
 
 if TYPE_CHECKING:

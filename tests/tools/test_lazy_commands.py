@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from zbmd.tools import cli, node_cli
+from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.node import cli as node_cli
 from zbmd.transport.errors import UserError
 
 CHOSEN = "import sys; from {module} import main; main({words})"
@@ -31,20 +32,20 @@ def imported(module: str, *words: str) -> set[str]:
     [
         (
             ("bench", "p2p", "--help"),
-            ("training.gpt", "actors.system", "tools.sim_cli"),
+            ("training.model.gpt", "actors.core.system", "tools.sim.command"),
         ),
-        (("plot", "--help"), ("tools.bench_cli", "actors.system", "tools.train_cli")),
-        (("plan", "--help"), ("tools.bench_cli", "training.gpt", "transport.segment")),
+        (("plot", "--help"), ("tools.bench.command", "actors.core.system", "tools.cli.train")),
+        (("plan", "--help"), ("tools.bench.command", "training.model.gpt", "transport.memory.segment")),
     ],
 )
 def test_a_command_of_zbmd_imports_no_other(words: tuple[str, ...], others: tuple[str, ...]) -> None:
-    found = imported("zbmd.tools.cli", *words)
-    assert "zbmd.tools.cli" in found and not {f"zbmd.{name}" for name in others} & found
+    found = imported("zbmd.tools.cli.zbmd", *words)
+    assert "zbmd.tools.cli.zbmd" in found and not {f"zbmd.{name}" for name in others} & found
 
 
 def test_a_command_of_a_node_imports_no_other() -> None:
-    found = imported("zbmd.tools.node_cli", "status", "--help")
-    assert not {"zbmd.tools.doctor", "zbmd.actors.host", "zbmd.tools.node_run"} & found
+    found = imported("zbmd.tools.node.cli", "status", "--help")
+    assert not {"zbmd.tools.doctor.command", "zbmd.actors.host.supervisor", "zbmd.tools.node.run"} & found
 
 
 def choices(complaint: str) -> set[str]:

@@ -8,9 +8,9 @@ from cluster_nodes import BUDGET, Nodes
 APP = '''
 import contextlib
 
-from zbmd.actors.actor import Actor, Down, on
+from zbmd.actors.core.actor import Actor, Down, on
 from zbmd.actors.contracts import Contract
-from zbmd.actors.directory_contracts import GroupNews
+from zbmd.actors.directory.contracts import GroupNews
 from zbmd.actors.errors import NameInUse
 from zbmd.transport.errors import PeerLost
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster_nodes import BUDGET, Nodes
 from etcd_server import free_ports
 
-from zbmd.tools.replay_kinds import secrets_for
+from zbmd.tools.replay.kinds import secrets_for
 from zbmd.transport import capture
 
 JOINS = """

@@ -25,7 +25,7 @@ MARKER = "ZBMD_TEST_NODE_CLI"
 
 JOIN = """
 import asyncio, os, signal, sys
-from zbmd.actors.member import join
+from zbmd.actors.rank.member import join
 
 def say(*words):
     print(*words, flush=True)
@@ -163,7 +163,7 @@ def start(environment: dict[str, str], tmp_path: Path) -> Start:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "zbmd.tools.node_cli",
+            "zbmd.tools.node.cli",
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -484,7 +484,7 @@ async def test_status_shows_nodes_ranks_and_actors(
 ) -> None:
     path = script(
         """
-        from zbmd.actors.actor import Actor
+        from zbmd.actors.core.actor import Actor
         class Counter(Actor):
             pass
         await node.system.spawn(Counter, name="counter")

@@ -97,7 +97,7 @@ def command_line(pid: int) -> bytes:
 
 JOB = """
 import asyncio, os, sys
-from zbmd.actors.member import join
+from zbmd.actors.rank.member import join
 
 async def main():
     async with join() as node:
@@ -154,7 +154,7 @@ async def test_a_host_with_other_code_says_which_files_differ(nodes: Nodes) -> N
 
 def package(directory: Path, text: str) -> Path:
     (directory / "job").mkdir(parents=True)
-    (directory / "job" / "__main__.py").write_text("import time\nfrom zbmd.actors.member import join\n")
+    (directory / "job" / "__main__.py").write_text("import time\nfrom zbmd.actors.rank.member import join\n")
     (directory / "job" / "__init__.py").write_text("")
     (directory / "job" / "part.py").write_text(f"PART = {text}\n")
     return directory

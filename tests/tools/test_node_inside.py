@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import rich.console
 
-from zbmd.actors.inside import ActorRow, InsideReply, SupervisorRow
-from zbmd.tools.node_inside import Rates, main, top_table, tree_of
-from zbmd.tools.node_looks import Look
+from zbmd.actors.core.introspection import ActorRow, InsideReply, SupervisorRow
+from zbmd.tools.node.snapshots import Look
+from zbmd.tools.node.top import Rates, main, top_table, tree_of
 from zbmd.transport.errors import UserError
 
 JOB = """
 import asyncio
 import zbmd
-from zbmd.actors.supervisor import Supervisor
+from zbmd.actors.supervision.supervisor import Supervisor
 
 class Note(zbmd.Contract):
     pass
@@ -67,7 +67,7 @@ zbmd.run(main())
 
 
 def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zbmd.tools.node_cli", *arguments]
+    command = [sys.executable, "-m", "zbmd.tools.node.cli", *arguments]
     wide = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=wide)
 
@@ -77,7 +77,7 @@ def job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A job of two ranks with a busy worker each, below two supervisors."""
     script = tmp_path / "watched_job.py"
     script.write_text(JOB)
-    command = [sys.executable, "-m", "zbmd.tools.node_cli", "run", "-n", "2", str(script)]
+    command = [sys.executable, "-m", "zbmd.tools.node.cli", "run", "-n", "2", str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         ready = 0

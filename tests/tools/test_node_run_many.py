@@ -29,7 +29,7 @@ print(*(os.environ[name] for name in "{VARIABLES}".split()), flush=True)
 """
 WAIT = """
 import asyncio, os, sys
-from zbmd.actors.member import join
+from zbmd.actors.rank.member import join
 
 async def follow(node):
     while True:
@@ -70,7 +70,7 @@ MEET = """
 import asyncio, os
 import zbmd
 from app import Greeter, Here, Where
-from zbmd.actors.inside import INSIDE_ACTOR, InsideReply, InsideRequest
+from zbmd.actors.core.introspection import INSIDE_ACTOR, InsideReply, InsideRequest
 
 async def main():
     ranks = ["rank0", "rank1"]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.runtime_env import RankEnvironment, parse_size
-from zbmd.tools.progress import Progress, Recovery, format_progress, format_recovery
-from zbmd.tools.settings import SETTINGS, merge
-from zbmd.transport.durations import parse_duration
+from zbmd.actors.rank_env import RankEnvironment, parse_size
+from zbmd.tools.cli.progress import Progress, Recovery, format_progress, format_recovery
+from zbmd.tools.cli.settings import SETTINGS, merge
+from zbmd.transport.clock.durations import parse_duration
 from zbmd.transport.errors import UserError
 
 

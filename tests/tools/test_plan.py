@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.tools.cli import main
-from zbmd.tools.plan_cli import PipelinePlan
-from zbmd.tools.plan_grid import grid, text_of
+from zbmd.tools.cli.plan import PipelinePlan
+from zbmd.tools.cli.plan_grid import grid, text_of
+from zbmd.tools.cli.zbmd import main
 from zbmd.training.pipeline.program import Op, Shape
 from zbmd.training.pipeline.schedules import SCHEDULES, programs_of
 from zbmd.training.pipeline.simulate import Costs, simulate

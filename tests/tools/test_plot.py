@@ -22,14 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib import font_manager
 
-from zbmd.tools.cli import main
-from zbmd.tools.demo_watch import Kill
-from zbmd.tools.plot import DARK, PICTURE_NAME, headline, plot_run, render, subline, told
-from zbmd.tools.plot_data import POINTS_MAX, RunPicture, Stay, picture_of
-from zbmd.tools.plot_read import read_picture
-from zbmd.tools.run_result import RESULT_NAME, Death, RunResult, load_result, save_result
-from zbmd.training.ledger import LOG_FORMAT, LOG_NAME, CommitLog, CommitRecord, LogHeader
-from zbmd.training.tensor.records import METRICS_NAME
+from zbmd.tools.cli.run_result import RESULT_NAME, Death, RunResult, load_result, save_result
+from zbmd.tools.cli.zbmd import main
+from zbmd.tools.demo.watch import Kill
+from zbmd.tools.runs.plot_data import POINTS_MAX, RunPicture, Stay, picture_of
+from zbmd.tools.runs.plot_draw import DARK, PICTURE_NAME, headline, plot_run, render, subline, told
+from zbmd.tools.runs.plot_read import read_picture
+from zbmd.training.run.ledger import LOG_FORMAT, LOG_NAME, CommitLog, CommitRecord, LogHeader
+from zbmd.training.sharded.records import METRICS_NAME
 from zbmd.transport.errors import UserError
 
 MS = 1_000_000
@@ -252,7 +252,15 @@ def test_losses_of_samples_and_a_proof_of_the_bits_are_told() -> None:
 def test_the_same_run_gives_the_same_bytes_in_any_process(run: Path) -> None:
     pictures: list[bytes] = []
     for seed in ("1", "2"):
-        command = [sys.executable, "-m", "zbmd.tools.cli", "plot", str(run), "-o", str(run / f"{seed}.svg")]
+        command = [
+            sys.executable,
+            "-m",
+            "zbmd.tools.cli.zbmd",
+            "plot",
+            str(run),
+            "-o",
+            str(run / f"{seed}.svg"),
+        ]
         subprocess.run(
             command, check=True, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.DEVNULL
         )
@@ -339,7 +347,7 @@ def test_without_matplotlib_the_error_says_what_to_install(
 
 
 def test_the_command_loads_matplotlib_only_to_draw() -> None:
-    check = "import sys, zbmd.tools.runs_cli; sys.exit('matplotlib' in sys.modules)"
+    check = "import sys, zbmd.tools.runs.commands; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
 
 

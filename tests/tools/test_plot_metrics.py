@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from zbmd.tools.plot import headline, told
-from zbmd.tools.plot_metrics import picture_of_metrics, read_metrics
-from zbmd.tools.plot_read import read_picture
+from zbmd.tools.runs.plot_draw import headline, told
+from zbmd.tools.runs.plot_metrics import picture_of_metrics, read_metrics
+from zbmd.tools.runs.plot_read import read_picture
 from zbmd.training.profiler.lines import Life, RunLine, StepLine, lines_path
 from zbmd.training.profiler.peak import Machine
-from zbmd.training.tensor.records import METRICS_NAME
+from zbmd.training.sharded.records import METRICS_NAME
 from zbmd.transport.errors import UserError
 
 MS = 1_000_000

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from kept_lines import Lines
 
-from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import OnLoss
-from zbmd.tools import cli
-from zbmd.tools.plot_read import read_picture
-from zbmd.tools.profile_trace import clocks_of
-from zbmd.tools.small_job import write_text
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.runs.plot_read import read_picture
+from zbmd.tools.runs.trace import clocks_of
 from zbmd.training.profiler.lines import Life, read_lives
 from zbmd.training.profiler.ring import RECORD, GroupLine, Spans, read_ring, ring_path
-from zbmd.transport import faults
+from zbmd.transport import kill_points as faults
 
 MODEL = ("--context", "8", "--width", "16", "--heads", "2", "--layers", "1")
 SIZES = (*MODEL, "--shards", "4", "--sequences-per-shard", "2", "--warmup", "2", "--steps", "6")

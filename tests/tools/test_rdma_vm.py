@@ -19,14 +19,15 @@ from pathlib import Path
 import pytest
 from rdma_jobs import EXPECTED_VARIABLE, digests_on_one_host
 
-from zbmd.actors.runtime_env import LINKS_VARIABLE
-from zbmd.tools.rdma_vm import at_hand, bytecode
-from zbmd.tools.rdma_vm.initrd import Archive
-from zbmd.tools.rdma_vm.modules import load_order, module_name
-from zbmd.tools.rdma_vm.packages import PackagesMissing, candidates, merged, require_programs
+from zbmd.actors.rank_env import LINKS_VARIABLE
+from zbmd.tools.lab.rdma_vm import bytecode
+from zbmd.tools.lab.rdma_vm import preloaded_files as at_hand
+from zbmd.tools.lab.rdma_vm.initrd import Archive
+from zbmd.tools.lab.rdma_vm.modules import load_order, module_name
+from zbmd.tools.lab.rdma_vm.packages import PackagesMissing, candidates, merged, require_programs
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = [sys.executable, "-m", "zbmd.tools.rdma_vm"]
+TOOL = [sys.executable, "-m", "zbmd.tools.lab.rdma_vm"]
 SESSIONS = "tests/support/rdma_sessions.py"
 PYTEST_OPTIONS = ("-q", "--assert=plain", "-p", "no:cacheprovider", "-o", "timeout=0")
 """To rewrite assertions takes the machine longer than the tests; the tool bounds its time as a whole."""
@@ -175,8 +176,10 @@ def test_a_machine_that_takes_too_long_is_ended_and_told() -> None:
 @pytest.mark.timeout(2.5 * PATIENCE_S)
 @pytest.mark.usefixtures("machine_can_be_made")
 def test_the_rdma_tests_pass_in_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("zbmd.transport._rdma") is None:
-        pytest.skip("transport/_rdma is not built: apt-get install libibverbs-dev, then make setup")
+    if find_spec("zbmd.transport.rdma.native._rdma") is None:
+        pytest.skip(
+            "transport/rdma/native/_rdma is not built: apt-get install libibverbs-dev, then make setup"
+        )
     monkeypatch.setenv("ZBMD_STRICT_SKIPS", "1")
     expected = asyncio.run(digests_on_one_host(tmp_path, monkeypatch))
     monkeypatch.setenv(EXPECTED_VARIABLE, ",".join(expected))

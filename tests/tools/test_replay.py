@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from zbmd.collectives import commit_messages as cm
-from zbmd.collectives.commit import StepCommit
-from zbmd.tools import cli
-from zbmd.tools.small_job import run_small_job, write_text
+from zbmd.collectives.commit import events as cm
+from zbmd.collectives.commit.machine import StepCommit
+from zbmd.tools.chaos.small_job import run_small_job, write_text
+from zbmd.tools.cli import zbmd as cli
 from zbmd.transport.capture import open_log
 
 KILLED_IN_STEP = 3

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import uvloop
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_output import OutputLine
+from zbmd.actors.host.output import OutputLine
+from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import Outcome
-from zbmd.tools import cli
-from zbmd.tools.small_job import SHAPE, write_text
+from zbmd.tools.chaos.small_job import SHAPE, write_text
+from zbmd.tools.cli import zbmd as cli
 from zbmd.transport.capture import CaptureError, Record, open_log
 from zbmd.transport.capture.records import EventTaken, FrameOut, Mark
 
@@ -29,8 +29,8 @@ SETTLED_NS = 300_000_000
 
 LOSES_A_VOTE = """
 import runpy
-from zbmd.collectives import commit_messages as cm
-from zbmd.collectives.commit_driver import CommitDriver
+from zbmd.collectives.commit import events as cm
+from zbmd.collectives.commit.driver import CommitDriver
 
 send = CommitDriver._send
 
@@ -46,9 +46,9 @@ runpy.run_module("zbmd.training", run_name="__main__", alter_sys=True)
 NEVER_ANSWERS = """
 import asyncio, contextlib
 from zbmd.actors.errors import DeadActor
-from zbmd.actors.actor import Actor, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.contracts import Contract
-from zbmd.actors.member import join
+from zbmd.actors.rank.member import join
 
 class Question(Contract, id="test.question"):
     number: int
@@ -112,7 +112,7 @@ def training(tmp_path: Path, target: str, *, is_module: bool) -> HostConfig:
         arguments=(*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(out)),
         world_size=3,
         environment={"ZBMD_CAPTURE": str(tmp_path / "run.zlog")},
-        preload=("zbmd.training.job",),
+        preload=("zbmd.training.replicated.job",),
     )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from zbmd.collectives.scale.roles import AT_SCALE
-from zbmd.tools.cli import main
-from zbmd.tools.sim_collectives import ranks_up_to
+from zbmd.tools.cli.zbmd import main
+from zbmd.tools.sim.collectives import ranks_up_to
 
 
 def test_ranks_grow_by_eights() -> None:
@@ -40,7 +40,16 @@ def test_json_and_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "scaling.svg"
     asked = ["--ranks", "24", "--sizes", "64K,1M", "--algorithms", "ring,hierarchical", "--json"]
     # A process of its own: matplotlib keeps its fonts open.
-    command = [sys.executable, "-m", "zbmd.tools.cli", "sim", "collectives", *asked, "--plot", str(picture)]
+    command = [
+        sys.executable,
+        "-m",
+        "zbmd.tools.cli.zbmd",
+        "sim",
+        "collectives",
+        *asked,
+        "--plot",
+        str(picture),
+    ]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert [(one["algorithm"], one["n"], one["nbytes"]) for one in found][:2] == [
         ("ring", 8, 1 << 16),

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from zbmd.tools import sim_cli
-from zbmd.tools.cli import main
+from zbmd.tools.cli.zbmd import main
+from zbmd.tools.sim import command as sim_cli
 from zbmd.transport.sim import Outcome, parse_plan, shrink
 
 SHRINK_RUNS = 10
@@ -67,16 +67,16 @@ class Mutation:
     seed: int = field(kw_only=True)
 
 
-COMMIT = "zbmd.collectives.commit:StepCommit"
-REPAIR = "zbmd.collectives.repair_machine:RepairMachine"
-VERDICT = "zbmd.collectives.repair_verdict:_Case"
-VIEWS = "zbmd.collectives.views_machine:ViewsMachine"
-SUPERVISION = "zbmd.actors.supervision:SupervisionMachine"
-PEER = "zbmd.actors.peer:Peer"
-CLUSTER = "zbmd.actors.cluster.membership:ClusterMachine"
-DIRECTORY = "zbmd.actors.directory_machine:DirectoryMachine"
-UPGRADE = "zbmd.actors.upgrade_local:LocalUpgrade"
-LOCAL_JOBS = "zbmd.actors.cluster.local_jobs:LocalJobs"
+COMMIT = "zbmd.collectives.commit.machine:StepCommit"
+REPAIR = "zbmd.collectives.repair.machine:RepairMachine"
+VERDICT = "zbmd.collectives.repair.verdict:_Case"
+VIEWS = "zbmd.collectives.elastic.views_machine:ViewsMachine"
+SUPERVISION = "zbmd.actors.supervision.machine:SupervisionMachine"
+PEER = "zbmd.actors.core.peer:Peer"
+CLUSTER = "zbmd.actors.cluster.membership.machine:ClusterMachine"
+DIRECTORY = "zbmd.actors.directory.machine:DirectoryMachine"
+UPGRADE = "zbmd.actors.upgrade.local:LocalUpgrade"
+LOCAL_JOBS = "zbmd.actors.cluster.jobs.node_machine:LocalJobs"
 BROKEN = (Outcome.SAFETY, Outcome.CRASH)
 ANY = (Outcome.SAFETY, Outcome.CRASH, Outcome.LIVENESS)
 
@@ -184,7 +184,7 @@ MUTATIONS = [
         "membership",
         (
             Edit(
-                "zbmd.actors.cluster.reports:Reports._agreed",
+                "zbmd.actors.cluster.membership.reports:Reports._agreed",
                 "2 * says > len(sound)",
                 "2 * says >= len(sound)",
             ),
@@ -251,7 +251,7 @@ MUTATIONS = [
         "jobs",
         (
             Edit(
-                "zbmd.actors.cluster.job_rules:_started",
+                "zbmd.actors.cluster.jobs.rules:_started",
                 "incarnation=entry.incarnation + 1",
                 "incarnation=max(1, entry.incarnation)",
             ),
@@ -264,7 +264,7 @@ MUTATIONS = [
         "commit",
         (
             Edit(
-                "zbmd.actors.membership:MembershipMachine._on_end",
+                "zbmd.actors.host.membership:MembershipMachine._on_end",
                 "self._view_wanted = True",
                 "self._view_wanted = self._view_wanted or not normal or bool(self._unlinked)",
             ),
@@ -385,7 +385,7 @@ MUTATIONS = [
         "links",
         (
             Edit(
-                "zbmd.actors.system:ActorSystem._create",
+                "zbmd.actors.core.system:ActorSystem._create",
                 "Ref(self, self.name, self.incarnation, actor_name, incarnation)",
                 "Ref(self, self.name, self.incarnation, actor_name, 1)",
             ),
@@ -426,7 +426,7 @@ MUTATIONS = [
     Mutation(
         "everybody takes itself for the owner of all scripts",
         "actors",
-        (Edit("zbmd.actors.ways:Ways._finder_of", "if self.owns(process):", "if True:"),),
+        (Edit("zbmd.actors.routing.routes:Ways._finder_of", "if self.owns(process):", "if True:"),),
         (Outcome.LIVENESS,),
         CALM_PAIR,
         seed=1,

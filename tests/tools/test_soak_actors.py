@@ -11,13 +11,13 @@ import sys
 
 import pytest
 
-from zbmd.tools.soak_ledger import Bookkeeper, Books, Written
+from zbmd.tools.chaos.soak_ledger import Bookkeeper, Books, Written
 
 TIMEOUT_S = 200.0
 
 
 def test_every_message_is_accounted_for() -> None:
-    command = [sys.executable, "-m", "zbmd.tools.soak_actors", "--processes", "4", "--minutes", "0.08"]
+    command = [sys.executable, "-m", "zbmd.tools.chaos.soak_actors", "--processes", "4", "--minutes", "0.08"]
     done = subprocess.run(
         [*command, "--kill-every", "0.3"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )

@@ -14,7 +14,7 @@ SECONDS = 4
 
 def test_nobody_is_accused_under_full_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
-    command = [sys.executable, "-m", "zbmd.tools.soak_detector", "--minutes", f"{SECONDS / 60}"]
+    command = [sys.executable, "-m", "zbmd.tools.chaos.soak_detector", "--minutes", f"{SECONDS / 60}"]
     done = subprocess.run(
         [*command, "--ranks", "3", "--nodes", "2"],
         capture_output=True,

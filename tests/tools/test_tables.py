@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from zbmd.actors.cluster.node_contracts import MemberInfo, MembersReply
-from zbmd.actors.cluster.nodes import Node, NodeKey
-from zbmd.tools import node_members
-from zbmd.tools.console import screen_for_tables
+from zbmd.actors.cluster.node.contracts import MemberInfo, MembersReply
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.tools.cli.console import screen_for_tables
+from zbmd.tools.node import members as node_members
 
 
 def test_no_name_or_address_is_cut(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_output import OutputLine
+from zbmd.actors.host.output import OutputLine
+from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import OnLoss
-from zbmd.tools import cli
-from zbmd.tools.small_job import write_text
-from zbmd.tools.train_cli import SETTINGS, merged, options_of
-from zbmd.training.gpt import GPT
-from zbmd.training.hugging_face import load_gpt2
-from zbmd.training.journal import WEIGHTS_NAME
-from zbmd.training.shard_files import checkpoint_in, read_names
-from zbmd.training.tensor.options import TrainOptions
-from zbmd.training.tensor.records import METRICS_NAME, TENSORBOARD_NAME
-from zbmd.training.tensor.run import HUGGING_FACE_DIRECTORY, TrainResult
-from zbmd.training.weights import load_weights
-from zbmd.transport import faults
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.cli.train import SETTINGS, merged, options_of
+from zbmd.training.checkpoint.sharded import checkpoint_in, read_names
+from zbmd.training.model.gpt import GPT
+from zbmd.training.model.hugging_face import load_gpt2
+from zbmd.training.model.weights import load_weights
+from zbmd.training.run.journal import WEIGHTS_NAME
+from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.records import METRICS_NAME, TENSORBOARD_NAME
+from zbmd.training.sharded.run import HUGGING_FACE_DIRECTORY, TrainResult
+from zbmd.transport import kill_points as faults
 
 SMALL = {
     "context": "8",
@@ -58,13 +58,13 @@ async def run(
             lines.append(line.text.decode(errors="replace"))
 
     config = HostConfig(
-        target="zbmd.training.tensor",
+        target="zbmd.training.sharded",
         is_module=True,
         arguments=(options.encode(),),
         world_size=ranks,
         on_loss=on_loss,
         environment={faults.FAULT_VARIABLE: fault},
-        preload=("zbmd.training.tensor.run",),
+        preload=("zbmd.training.sharded.run",),
     )
     return (await Host(config, output=Output()).run()).exit_code, lines
 

@@ -8,8 +8,8 @@ import pytest
 from captures import Captures
 from small_jobs import SmallJobs
 
-from zbmd.actors.system import ActorSystem
-from zbmd.tools.kill_worker import Worker
+from zbmd.actors.core.system import ActorSystem
+from zbmd.tools.chaos.sweep.worker import Worker
 
 
 @pytest.fixture

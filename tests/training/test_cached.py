@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zbmd.training.cached import CachedGPT
 from zbmd.training.config import GPTConfig
-from zbmd.training.generate import generate_tokens
-from zbmd.training.gpt import GPT
+from zbmd.training.model.generate import generate_tokens
+from zbmd.training.model.gpt import GPT
+from zbmd.training.model.kv_cache import CachedGPT
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 CONFIGS = [

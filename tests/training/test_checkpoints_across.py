@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from kept_lines import Lines
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.tools import cli
-from zbmd.tools.small_job import write_text
-from zbmd.tools.train_cli import merged
-from zbmd.tools.train_cli import options_of as recipe_of
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.cli.train import merged
+from zbmd.tools.cli.train import options_of as recipe_of
 from zbmd.training import __main__ as training
-from zbmd.training.journal import WEIGHTS_NAME
-from zbmd.training.shard_files import checkpoint_in
-from zbmd.training.trained import load_trained
-from zbmd.training.weights import load_weights
+from zbmd.training.checkpoint.sharded import checkpoint_in
+from zbmd.training.model.weights import load_weights
+from zbmd.training.run.journal import WEIGHTS_NAME
+from zbmd.training.run.load_weights import load_trained
 
 SHAPE = {
     **{"width": "16", "heads": "2", "layers": "2", "context": "8", "shards": "4"},
@@ -49,7 +49,7 @@ async def go_on(
         ours = {name.replace("-", "_"): value for name, value in shared.items()}
         ours |= {"mesh": mesh, "ranks": str(ranks), "precision": STORAGES[storage]}
         found = merged(ours, {}, None)
-        target = "zbmd.training.tensor"
+        target = "zbmd.training.sharded"
         arguments = (recipe_of({name: value for name, (value, _) in found.items()}).encode(),)
     output = Lines()
     config = HostConfig(
@@ -57,7 +57,7 @@ async def go_on(
         is_module=True,
         arguments=arguments,
         world_size=ranks,
-        preload=("zbmd.training.zero.job", "zbmd.training.tensor.run"),
+        preload=("zbmd.training.zero.job", "zbmd.training.sharded.run"),
     )
     ended = await Host(config, output=output).run()
     assert ended.exit_code == 0, (kind, number, output.lines)

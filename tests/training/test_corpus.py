@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.training.corpus import (
+from zbmd.training.autograd.rng import Permutation, Purpose, stream
+from zbmd.training.data.corpus import (
     CORPUS_FILE,
     Corpus,
     SampleOrder,
@@ -20,7 +21,6 @@ from zbmd.training.corpus import (
     find_sources,
     prepare_corpus,
 )
-from zbmd.training.rng import Permutation, Purpose, stream
 from zbmd.transport.errors import UserError
 
 

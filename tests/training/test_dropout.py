@@ -12,11 +12,12 @@ from array_modules import Witness
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.training import _kernels, ops
+from zbmd.training import ops
+from zbmd.training.autograd.rng import Noise, random_run, random_words
+from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT
-from zbmd.training.rng import Noise, random_run, random_words
-from zbmd.training.tape import Parameter, Tape, Tensor
+from zbmd.training.model.gpt import GPT
+from zbmd.training.native import _kernels
 from zbmd.transport.errors import UserError
 
 Floats = npt.NDArray[np.float64]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from zbmd.training.config import GPTConfig
-from zbmd.training.generate import generate
-from zbmd.training.gpt import GPT
+from zbmd.training.model.generate import generate
+from zbmd.training.model.gpt import GPT
 from zbmd.transport.errors import UserError
 
 MODEL = GPT(GPTConfig(context=5, width=8, heads=2, layers=1))

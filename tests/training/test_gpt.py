@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from zbmd.training.config import Activation, GPTConfig
-from zbmd.training.gpt import GPT
+from zbmd.training.model.gpt import GPT
 from zbmd.transport.errors import UserError
 
 SMALL = GPTConfig(context=6, width=8, heads=2, layers=2)

@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT
-from zbmd.training.hugging_face import CONFIG_NAME, WEIGHTS_NAME, load_gpt2, save_gpt2
-from zbmd.training.weights import load_weights, save_weights
+from zbmd.training.model.gpt import GPT
+from zbmd.training.model.hugging_face import CONFIG_NAME, WEIGHTS_NAME, load_gpt2, save_gpt2
+from zbmd.training.model.weights import load_weights, save_weights
 from zbmd.transport.errors import UserError
 
 CONFIG = GPTConfig(family="gpt2", activation="gelu", vocabulary=97, context=12, width=24, heads=3, layers=2)

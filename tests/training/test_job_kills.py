@@ -8,8 +8,8 @@ import pytest
 from small_jobs import SmallJobs
 
 from zbmd.actors.view import OnLoss
-from zbmd.tools.small_job import write_text
-from zbmd.transport import faults
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.transport import kill_points as faults
 
 CASES = (
     "rank0:step.backward",

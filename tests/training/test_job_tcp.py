@@ -7,8 +7,8 @@ from pathlib import Path
 from small_jobs import SmallJobs
 
 from zbmd.actors.view import OnLoss
-from zbmd.tools.small_job import write_text
-from zbmd.transport import faults
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.transport import kill_points as faults
 
 CASES = (
     "rank0:step.backward",

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from zbmd.collectives.commit_messages import Commit
+from zbmd.collectives.commit.events import Commit
+from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import GPTConfig
-from zbmd.training.journal import Journal, Report
-from zbmd.training.layout import ParameterLayout
-from zbmd.training.ledger import LOG_FORMAT, LogHeader, VotePart, read_log
-from zbmd.training.store import Store, own_memory
+from zbmd.training.run.journal import Journal, Report
+from zbmd.training.run.ledger import LOG_FORMAT, LogHeader, VotePart, read_log
+from zbmd.training.run.two_slot_store import Store, own_memory
 from zbmd.transport.errors import UserError
 
 HEADER = LogHeader(format=LOG_FORMAT, run_id="run", base_version=0, plan="{}", seed=1)

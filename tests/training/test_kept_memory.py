@@ -9,8 +9,8 @@ FAULTS_PER_PASS = """
 import resource
 import numpy as np
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT
-from zbmd.training.memory import keep_freed_memory
+from zbmd.training.model.gpt import GPT
+from zbmd.training.step.malloc_tuning import keep_freed_memory
 
 keep_freed_memory()
 model = GPT(GPTConfig(layers=2))

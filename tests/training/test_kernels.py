@@ -13,9 +13,10 @@ from array_modules import Witness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.training import _kernels, ops
+from zbmd.training import ops
+from zbmd.training.autograd.tape import Parameter, Tape, Tensor
+from zbmd.training.native import _kernels
 from zbmd.training.ops.native import has_kernels
-from zbmd.training.tape import Parameter, Tape, Tensor
 
 Array = npt.NDArray[Any]
 Op = Callable[[Tape, Tensor, list[Parameter]], Tensor]

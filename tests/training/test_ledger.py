@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.training.ledger import (
+from zbmd.training.run.ledger import (
     LOG_FORMAT,
     Audit,
     CommitLog,

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zbmd.tools.small_job import write_text
-from zbmd.training import job, workload
+from zbmd.tools.chaos.small_job import write_text
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.corpus import SampleOrder
+from zbmd.training.data.corpus import SampleOrder
+from zbmd.training.replicated import job, workload
 
 
 def options_of(directory: Path, data: Path) -> job.JobOptions:

@@ -8,9 +8,9 @@ import pytest
 from captures import Captures
 from small_jobs import SmallJobs
 
-from zbmd.tools.small_job import write_text
-from zbmd.training.precision import Precision
-from zbmd.transport import faults
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.training.optim.mixed_precision import Precision
+from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
 CASES = (
@@ -26,7 +26,7 @@ CASES = (
     ("dp=2", "auto", "rank1:pipeline.compute:7"),
 )
 """The last one is in float16, while attempts overflow. All points:
-`python -m zbmd.tools.kill_sweep --mesh dp=2,pp=2 -n 4 --second`, and so for other meshes."""
+`python -m zbmd.tools.chaos.sweep --mesh dp=2,pp=2 -n 4 --second`, and so for other meshes."""
 
 OF_RUNS = {"membership", "hello", "directory", "upgrade-ledger", "operations", "pipeline-stage", "mirror"}
 """The machines of a run on a mesh: played again, each answers as it did, kills included."""

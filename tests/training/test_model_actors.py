@@ -11,26 +11,26 @@ import numpy as np
 import pytest
 from flaky_operators import Flaky
 
-from zbmd.actors.actor import Reason, ReasonKind
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import HostEvent, RankReport
-from zbmd.actors.supervisor import Children, WhichChildren
-from zbmd.actors.system import ActorSystem
-from zbmd.training import job
-from zbmd.training.clip import TrainingDiverged
+from zbmd.actors.core.actor import Reason, ReasonKind
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.host.events import HostEvent, RankReport
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.supervision.supervisor import Children, WhichChildren
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.tape import Tensor
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.gpt import GPT, Operators
-from zbmd.training.ml_actors.arrays import ArrayData, pack, unpack
-from zbmd.training.ml_actors.layer_actor import Activations, Forward, LayerActor
-from zbmd.training.ml_actors.model_actors import ModelActors
-from zbmd.training.ml_actors.operator_actor import OperatorActor
-from zbmd.training.ml_actors.seat import GivenUp
-from zbmd.training.ml_actors.tensor_actor import CommitSlot, Committed, TensorActor, read_tensor
-from zbmd.training.recipe import Recipe
-from zbmd.training.store import Store, own_memory
-from zbmd.training.tape import Tensor
-from zbmd.training.training_scenario import plain_job
-from zbmd.training.xp import Array
+from zbmd.training.model.gpt import GPT, Operators
+from zbmd.training.model_actors.arrays import ArrayData, pack, unpack
+from zbmd.training.model_actors.layer_actor import Activations, Forward, LayerActor
+from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.model_actors.operator_actor import OperatorActor
+from zbmd.training.model_actors.slot import GivenUp
+from zbmd.training.model_actors.tensor_actor import CommitSlot, Committed, TensorActor, read_tensor
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.replicated import job
+from zbmd.training.replicated.scenario import plain_job
+from zbmd.training.run.two_slot_store import Store, own_memory
+from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import RemoteProtocolError, UserError
 
 TEXT = " ".join(str(n) for n in range(2000))

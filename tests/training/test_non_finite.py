@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from kept_lines import Lines
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.tools.small_job import SHAPE, write_text
-from zbmd.training.lookout import Lookout, Sighting, Where, given, lookout, taken
-from zbmd.training.non_finite import first_of
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.tools.chaos.small_job import SHAPE, write_text
+from zbmd.training.autograd.first_non_finite import Lookout, Sighting, Where, given, lookout, taken
+from zbmd.training.step.non_finite import first_of
 
 NAN = np.array([1.0, np.nan])
 FINE = np.ones(2)
@@ -79,7 +79,7 @@ async def test_the_job_names_layer_rank_and_step(tmp_path: Path) -> None:
         target=str(script),
         arguments=(*SHAPE, "--steps", "2", "--data", str(data), "--out", str(tmp_path / "run")),
         world_size=2,
-        preload=("zbmd.training.job",),
+        preload=("zbmd.training.replicated.job",),
     )
     ended = await Host(config, output=output).run()
     assert ended.exit_code != 0

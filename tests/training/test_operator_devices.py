@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.system import ActorSystem
-from zbmd.tools import soak_operators as soak
-from zbmd.training.gpt import GPT
-from zbmd.training.ml_actors.device_choice import (
+from zbmd.actors.core.system import ActorSystem
+from zbmd.tools.chaos import soak_operators as soak
+from zbmd.training.autograd.tape import Tape, Tensor
+from zbmd.training.model.gpt import GPT
+from zbmd.training.model_actors.device_choice import (
     RETRIES_MAX,
     Action,
     Check,
@@ -26,19 +27,18 @@ from zbmd.training.ml_actors.device_choice import (
     Use,
     Worked,
 )
-from zbmd.training.ml_actors.model_actors import ModelActors
-from zbmd.training.ml_actors.operator_devices import (
+from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.model_actors.operator_devices import (
     DeviceFault,
     HostDevice,
     ModuleDevice,
     OperatorDevice,
     check_product,
 )
-from zbmd.training.ml_actors.seat import DescribeSeat, SeatDescribed
-from zbmd.training.recipe import Recipe
-from zbmd.training.store import Store, own_memory
-from zbmd.training.tape import Tape, Tensor
-from zbmd.training.training_scenario import plain_job
+from zbmd.training.model_actors.slot import DescribeSeat, SeatDescribed
+from zbmd.training.replicated.scenario import plain_job
+from zbmd.training.run.two_slot_store import Store, own_memory
+from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import LocalProtocolError
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.training import ops
-from zbmd.training.tape import Parameter, Tape, Tensor
+from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 
 Floats = npt.NDArray[np.float64]
 Op = Callable[[Tape, Tensor, list[Parameter]], Tensor]

@@ -9,17 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zbmd.training.adamw import AdamWConfig, AdamWState
-from zbmd.training.clip import TrainingDiverged, non_finite
+from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.corpus import Corpus, prepare_corpus
-from zbmd.training.gpt import GPT
-from zbmd.training.layout import ParameterLayout
+from zbmd.training.data.corpus import Corpus, prepare_corpus
+from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import LionConfig, MuonConfig, OptimizerConfig, SGDConfig, optimizer_for
+from zbmd.training.optim.adamw import AdamWConfig, AdamWState
+from zbmd.training.optim.clip import TrainingDiverged, non_finite
+from zbmd.training.optim.lr_schedule import WSD_DECAY, Curve, learning_rate
 from zbmd.training.optim.muon import orthogonalized
-from zbmd.training.plain import PlainTrainer
-from zbmd.training.recipe import Recipe
-from zbmd.training.schedule import WSD_DECAY, Curve, learning_rate
+from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError
 
 LAYOUT = ParameterLayout.of(

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.training.adamw import UPDATE_BLOCK, AdamW, AdamWConfig, AdamWState
-from zbmd.training.clip import NORM_BLOCK, TrainingDiverged, clip_scale, global_norm
-from zbmd.training.layout import ALIGNMENT, ParameterLayout
-from zbmd.training.schedule import learning_rate
+from zbmd.training.autograd.parameter_layout import ALIGNMENT, ParameterLayout
+from zbmd.training.optim.adamw import UPDATE_BLOCK, AdamW, AdamWConfig, AdamWState
+from zbmd.training.optim.clip import NORM_BLOCK, TrainingDiverged, clip_scale, global_norm
+from zbmd.training.optim.lr_schedule import learning_rate
 
 LAYOUT = ParameterLayout.of({"matrix": (130, 257), "gain": (37,), "small": (3, 5), "bias": (1,)})
 

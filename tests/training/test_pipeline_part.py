@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.training.clip import NORM_BLOCK, TrainingDiverged, global_norm
 from zbmd.training.config import Activation, GPTConfig
-from zbmd.training.gpt import GPT
-from zbmd.training.pipeline.held import held_bytes
+from zbmd.training.model.gpt import GPT
+from zbmd.training.optim.clip import NORM_BLOCK, TrainingDiverged, global_norm
+from zbmd.training.pipeline.activation_bytes import held_bytes
 from zbmd.training.pipeline.norm import norm_of, pieces_of
 from zbmd.training.pipeline.part import GPTPart, Pass, layers_in
 from zbmd.transport.errors import RemoteProtocolError

@@ -8,16 +8,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.host_events import HostEvent
-from zbmd.actors.host_output import OutputLine
-from zbmd.actors.runtime_env import LINKS_VARIABLE
+from zbmd.actors.host.events import HostEvent
+from zbmd.actors.host.output import OutputLine
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.rank_env import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
-from zbmd.tools.small_job import write_text
+from zbmd.tools.chaos.small_job import write_text
 from zbmd.training import __main__ as training
-from zbmd.training.job import JobResult, run_plain
 from zbmd.training.pipeline.__main__ import PipelineResult, main
-from zbmd.transport import faults
+from zbmd.training.replicated.job import JobResult, run_plain
+from zbmd.transport import kill_points as faults
 
 SHAPE = ("--width", "32", "--heads", "2", "--layers", "3", "--context", "16", "--shards", "5", "--steps", "3")
 
@@ -52,7 +52,7 @@ async def pipeline(
         world_size=ranks,
         on_loss=OnLoss.REPLACE,
         environment={faults.FAULT_VARIABLE: fault, LINKS_VARIABLE: links},
-        preload=("zbmd.training.tensor.trainer",),
+        preload=("zbmd.training.sharded.trainer",),
     )
     heard.deaths = len((await Host(config, output=heard, observer=heard).run()).failures)
     return heard

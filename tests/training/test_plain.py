@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from zbmd.collectives.algorithms.shard_tree import reduce_shards
-from zbmd.training.adamw import AdamWState
-from zbmd.training.bigram import bigram_loss, fit_bigram
-from zbmd.training.clip import TrainingDiverged
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.corpus import Corpus, prepare_corpus
-from zbmd.training.gpt import GPT
-from zbmd.training.plain import PlainTrainer
-from zbmd.training.recipe import Recipe
+from zbmd.training.data.bigram_baseline import bigram_loss, fit_bigram
+from zbmd.training.data.corpus import Corpus, prepare_corpus
+from zbmd.training.model.gpt import GPT
+from zbmd.training.optim.adamw import AdamWState
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError
 
 MODEL = GPTConfig(context=16, width=16, heads=4, layers=2)

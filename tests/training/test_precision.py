@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.tools.small_job import write_text
-from zbmd.training.clip import TrainingDiverged
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.training.autograd.tape import Parameter
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.corpus import Corpus, prepare_corpus
-from zbmd.training.gpt import GPT
-from zbmd.training.plain import PlainStep, PlainTrainer
-from zbmd.training.precision import (
+from zbmd.training.data.corpus import Corpus, prepare_corpus
+from zbmd.training.model.gpt import GPT
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.optim.mixed_precision import (
     GROWTH_STEPS,
     SCALE_FIRST,
     SCALE_LEAST,
@@ -27,8 +27,8 @@ from zbmd.training.precision import (
     Storage,
     storage_dtype,
 )
-from zbmd.training.recipe import Recipe
-from zbmd.training.tape import Parameter
+from zbmd.training.replicated.plain import PlainStep, PlainTrainer
+from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError
 
 SMALL = GPTConfig(context=8, width=16, heads=2, layers=2)

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from zbmd.training import spans
+from zbmd.training.autograd import spans
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT
+from zbmd.training.model.gpt import GPT
 from zbmd.training.profiler import lines, peak, profiler
 from zbmd.training.profiler.flops import unit_flops
 from zbmd.training.profiler.lines import IDLE, StepLine, lines_path, old_path, read_lives

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from zbmd.tools.small_job import write_text
+from zbmd.tools.chaos.small_job import write_text
 from zbmd.training import __main__ as training
+from zbmd.training.checkpoint.plan import require_plan
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.job import run_plain
-from zbmd.training.plan import require_plan
+from zbmd.training.replicated.job import run_plain
 from zbmd.transport.errors import UserError
 
 SHAPE = ("--width", "16", "--heads", "2", "--layers", "1", "--context", "8", "--shards", "3", "--warmup", "2")

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from kept_lines import Lines
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.tools.small_job import SHAPE, write_text
-from zbmd.tools.train_cli import merged
-from zbmd.tools.train_cli import options_of as recipe_of
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.tools.chaos.small_job import SHAPE, write_text
+from zbmd.tools.cli.train import merged
+from zbmd.tools.cli.train import options_of as recipe_of
 from zbmd.training import __main__ as training
+from zbmd.training.autograd.rng import Noise
+from zbmd.training.checkpoint.sharded import checkpoint_in
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT
-from zbmd.training.job import run_plain
-from zbmd.training.rng import Noise
-from zbmd.training.room import StepOutOfMemory, activation_bytes, told_by_step
-from zbmd.training.shard_files import checkpoint_in
-from zbmd.training.weights import load_weights
-from zbmd.transport.arena import Allocator
+from zbmd.training.model.gpt import GPT
+from zbmd.training.model.weights import load_weights
+from zbmd.training.replicated.job import run_plain
+from zbmd.training.step.memory_estimate import StepOutOfMemory, activation_bytes, told_by_step
+from zbmd.transport.memory.arena import Allocator
 
 OURS = GPTConfig(context=32, width=64, heads=4, layers=3)
 GPT2 = replace(OURS, family="gpt2", activation="gelu")
@@ -60,7 +60,8 @@ def test_an_arena_that_is_full_at_a_step_is_told_by_rank_and_step() -> None:
 SHORT_OF_MEMORY = """
 import os, resource, sys
 import numpy as np, uvloop
-from zbmd.training import __main__ as training, job, ops
+from zbmd.training import __main__ as training, ops
+from zbmd.training.replicated import job
 
 def limited(version):
     global short
@@ -93,7 +94,7 @@ async def test_a_rank_that_is_short_of_memory_at_a_step_loses_nothing(tmp_path: 
         target=str(script),
         arguments=(*shared, "--out", str(out)),
         world_size=2,
-        preload=("zbmd.training.job",),
+        preload=("zbmd.training.replicated.job",),
     )
     ended = await Host(config, output=output).run()
     told = "\n".join(output.lines)
@@ -108,7 +109,7 @@ SHORT_AT_EVERY_STEP = """
 import os, sys
 import numpy as np
 from zbmd.training import __main__ as training, ops
-from zbmd.training.tensor import __main__ as mesh
+from zbmd.training.sharded import __main__ as mesh
 
 def activation(tape, x):
     global calls
@@ -147,7 +148,7 @@ async def test_a_rank_that_is_short_of_memory_each_time_ends_the_job_at_its_seco
         arguments=arguments,
         world_size=2,
         max_restarts=8,
-        preload=("zbmd.training.zero.job", "zbmd.training.tensor.run"),
+        preload=("zbmd.training.zero.job", "zbmd.training.sharded.run"),
     )
     ended = await Host(config, output=output).run()
     told = "\n".join([*output.lines, ended.reason])

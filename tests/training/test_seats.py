@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from zbmd.actors.actor import Reason, ReasonKind, on
 from zbmd.actors.contracts import Contract
-from zbmd.actors.supervision_events import BackOff, Restart
-from zbmd.actors.system import ActorSystem
-from zbmd.training.ml_actors.seat import DescribeSeat, GivenUp, Seat, SeatDescribed, SeatedActor
-from zbmd.training.ml_actors.supervisor_actor import SupervisorActor
+from zbmd.actors.core.actor import Reason, ReasonKind, on
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.supervision.events import BackOff, Restart
+from zbmd.training.model_actors.slot import DescribeSeat, GivenUp, Seat, SeatDescribed, SeatedActor
+from zbmd.training.model_actors.supervisor_actor import SupervisorActor
 from zbmd.transport.errors import UserError
 
 SOON = BackOff(first_ns=1_000_000, max_ns=4_000_000)

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zbmd.collectives._flight import COMPLETE, FlightRing
-from zbmd.training import spans
-from zbmd.training._spans import CATEGORIES, RECORD_BYTES, TRACK_STEP, SpanRecorder
-from zbmd.training.accumulate import AccumulationPlan, Add
+from zbmd.collectives.flight._flight import COMPLETE, FlightRing
+from zbmd.training.autograd import spans
+from zbmd.training.autograd._spans import CATEGORIES, RECORD_BYTES, TRACK_STEP, SpanRecorder
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT
+from zbmd.training.model.gpt import GPT
 from zbmd.training.profiler.ring import RECORD
-from zbmd.transport._native import now_ns
+from zbmd.training.step.accumulate import AccumulationPlan, Add
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.native._native import now_ns
 
 MODEL = GPTConfig(context=8, width=16, heads=2, layers=2)
 

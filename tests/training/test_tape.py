@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zbmd.training import ops
-from zbmd.training.tape import Parameter, Tape, Tensor
+from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.transport.errors import LocalProtocolError
 
 

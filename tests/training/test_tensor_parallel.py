@@ -13,18 +13,18 @@ import pytest
 from kept_lines import Lines
 from mesh_ranks import Case
 
-from zbmd.actors.host import Host, HostConfig
+from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import OnLoss
-from zbmd.tools.small_job import write_text
-from zbmd.training.accumulate import AccumulationPlan
-from zbmd.training.adamw import AdamWState
+from zbmd.tools.chaos.small_job import write_text
 from zbmd.training.config import GPTConfig, TrainingConfig
-from zbmd.training.corpus import Corpus, prepare_corpus
-from zbmd.training.gpt import GPT, parameter_shapes
+from zbmd.training.data.corpus import Corpus, prepare_corpus
+from zbmd.training.model.gpt import GPT, parameter_shapes
 from zbmd.training.optim import MuonConfig
-from zbmd.training.plain import PlainTrainer
-from zbmd.training.precision import Precision, Storage
-from zbmd.training.recipe import Recipe
+from zbmd.training.optim.adamw import AdamWState
+from zbmd.training.optim.mixed_precision import Precision, Storage
+from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.step.accumulate import AccumulationPlan
+from zbmd.training.step.recipe import Recipe
 from zbmd.training.tensor.shards import TensorShards
 from zbmd.transport.errors import UserError
 
@@ -49,7 +49,7 @@ async def on_ranks(out: Path, ranks: int, *cases: Case) -> dict[str, Result]:
         world_size=ranks,
         on_loss=OnLoss.SHRINK,
         environment={"MESH_OUT": str(out), "MESH_CASES": msgspec.json.encode(cases).decode()},
-        preload=("zbmd.training.tensor.trainer",),
+        preload=("zbmd.training.sharded.trainer",),
     )
     exit_code = (await Host(config, output=lines).run()).exit_code
     assert exit_code == 0, "\n".join(lines.lines)

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.training import token_corpus
-from zbmd.training.token_corpus import (
+from zbmd.training.data import token_corpus
+from zbmd.training.data.token_corpus import (
     MANIFEST_NAME,
     TokenCorpus,
     prepare_tokens,
     shard_name,
 )
-from zbmd.training.tokens import (
+from zbmd.training.data.tokenizers import (
     END_OF_TEXT,
     TOKENIZER_NAME,
     BPETokenizer,

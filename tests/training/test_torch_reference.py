@@ -12,16 +12,16 @@ import numpy.typing as npt
 import pytest
 
 from zbmd.training import ops
-from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState
-from zbmd.training.clip import clip_scale, global_norm
+from zbmd.training.autograd.parameter_layout import ParameterLayout
+from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.config import Activation, GPTConfig, TrainingConfig
-from zbmd.training.corpus import Corpus, prepare_corpus
-from zbmd.training.gpt import GPT
-from zbmd.training.layout import ParameterLayout
+from zbmd.training.data.corpus import Corpus, prepare_corpus
+from zbmd.training.model.gpt import GPT
 from zbmd.training.ops.norm import EPSILON
-from zbmd.training.plain import PlainTrainer
-from zbmd.training.recipe import Recipe
-from zbmd.training.tape import Parameter, Tape, Tensor
+from zbmd.training.optim.adamw import AdamW, AdamWConfig, AdamWState
+from zbmd.training.optim.clip import clip_scale, global_norm
+from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.step.recipe import Recipe
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 functional: Any = torch.nn.functional

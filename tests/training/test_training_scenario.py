@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.collectives.commit_scenario import build
-from zbmd.collectives.commit_world import CommitOptions
-from zbmd.collectives.simulate import Outcome as End
-from zbmd.training.plain import PlainTrainer
-from zbmd.training.training_scenario import Training, TrainingScenario, TrainingSlots, plain_job
+from zbmd.collectives.programs.simulate import Outcome as End
+from zbmd.collectives.scenarios.commit import build
+from zbmd.collectives.scenarios.commit_world import CommitOptions
+from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.replicated.scenario import Training, TrainingScenario, TrainingSlots, plain_job
 from zbmd.transport.sim import Options, Outcome, Simulation, SimulationFailure, run_scenario
 
 SCENARIO = TrainingScenario()

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from array_modules import Witness
 
-from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState
-from zbmd.training.clip import global_norm
+from zbmd.training.autograd.array_module import to_host, xp_for
 from zbmd.training.config import Activation, GPTConfig
-from zbmd.training.gpt import GPT
-from zbmd.training.xp import to_host, xp_for
+from zbmd.training.model.gpt import GPT
+from zbmd.training.optim.adamw import AdamW, AdamWConfig, AdamWState
+from zbmd.training.optim.clip import global_norm
 from zbmd.transport.errors import UserError
 
 # What cupy's reference lists with the same meaning; its einsum takes no `out`.

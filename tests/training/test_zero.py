@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState
-from zbmd.training.clip import clip_scale, global_norm
+from zbmd.training.autograd.parameter_layout import ALIGNMENT, ParameterLayout
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT
-from zbmd.training.layout import ALIGNMENT, ParameterLayout
+from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import LionConfig, OptimizerConfig, SGDConfig
-from zbmd.training.precision import Storage
+from zbmd.training.optim.adamw import AdamW, AdamWConfig, AdamWState
+from zbmd.training.optim.clip import clip_scale, global_norm
+from zbmd.training.optim.mixed_precision import Storage
+from zbmd.training.step.shard_sum import ShardSum
 from zbmd.training.zero import machine as zm
-from zbmd.training.zero.accountant import Kind
 from zbmd.training.zero.layout import ShardLayout
+from zbmd.training.zero.memory_accounting import Kind
 from zbmd.training.zero.rank import ZeroRank
-from zbmd.training.zero.shard_sum import ShardSum
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 MODEL = GPTConfig(context=8, width=32, heads=2, layers=4)

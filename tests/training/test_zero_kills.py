@@ -8,10 +8,10 @@ import pytest
 from captures import Captures
 from small_jobs import SmallJobs
 
-from zbmd.tools.small_job import SHAPE, STEPS, write_text
+from zbmd.tools.chaos.small_job import SHAPE, STEPS, write_text
 from zbmd.training import __main__ as training
-from zbmd.training.job import run_plain
-from zbmd.transport import faults
+from zbmd.training.replicated.job import run_plain
+from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
 CASES = (
@@ -21,7 +21,7 @@ CASES = (
     (3, "tcp", "rank1:zero.saved"),
     (2, "auto", "rank0:zero.parted"),  # it alone tells the result, and its peers are gone
 )
-"""All of them: `python -m zbmd.tools.kill_sweep --zero 3 --second`."""
+"""All of them: `python -m zbmd.tools.chaos.sweep --zero 3 --second`."""
 
 
 def test_kills_leave_no_trace_in_the_weights(

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.training.capture_kinds import MIRROR, mirror_config
-from zbmd.training.zero import mirror as zm
-from zbmd.training.zero.mirror_row import ROW_NUMBERS, Row
+from zbmd.training.redundancy import machine as zm
+from zbmd.training.redundancy.wire import ROW_NUMBERS, Row
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-from zbmd.transport.region import RegionHandle
+from zbmd.transport.memory.region import RegionHandle
 
 MOVES_MAX = 20_000
 TORN = -1

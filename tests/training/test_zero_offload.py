@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zbmd.tools.small_job import SHAPE, STEPS, run_small_job, write_text
+from zbmd.tools.chaos.small_job import SHAPE, STEPS, run_small_job, write_text
 from zbmd.training import __main__ as training
-from zbmd.training.adamw import AdamWState
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT
-from zbmd.training.job import run_plain
+from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import OPTIMIZERS
-from zbmd.training.precision import Precision
-from zbmd.training.zero import paging
-from zbmd.training.zero.state_file import StateFile, StateName
-from zbmd.transport import faults
+from zbmd.training.optim.adamw import AdamWState
+from zbmd.training.optim.mixed_precision import Precision
+from zbmd.training.redundancy import paging
+from zbmd.training.redundancy.state_file import StateFile, StateName
+from zbmd.training.replicated.job import run_plain
+from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 CASES = (

@@ -11,20 +11,20 @@ import msgspec
 import pytest
 from kept_lines import Lines
 
-from zbmd.actors.host import Host, HostConfig
-from zbmd.actors.runtime_env import LINKS_VARIABLE
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.rank_env import LINKS_VARIABLE
 from zbmd.actors.view import OnLoss
-from zbmd.tools.small_job import write_text
+from zbmd.tools.chaos.small_job import write_text
 from zbmd.training import __main__ as training
-from zbmd.training.job import open_recipe, run_plain
+from zbmd.training.checkpoint.sharded import SHARDS_NAME, read_names
+from zbmd.training.model.weights import load_weights
 from zbmd.training.optim import MuonConfig, hidden_of
-from zbmd.training.plain import PlainTrainer
-from zbmd.training.precision import Storage
-from zbmd.training.recipe import Recipe
-from zbmd.training.shard_files import SHARDS_NAME, read_names
-from zbmd.training.weights import load_weights
+from zbmd.training.optim.mixed_precision import Storage
+from zbmd.training.replicated.job import open_recipe, run_plain
+from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.trainer import shards_of
-from zbmd.transport import faults
+from zbmd.transport import kill_points as faults
 
 STEPS = 50
 SHAPE = ("--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--sequences-per-shard", "1")
@@ -34,10 +34,10 @@ import asyncio, hashlib, os, sys
 from dataclasses import replace
 import zbmd
 from zbmd.training.__main__ import options_of, parser
-from zbmd.training.clip import TrainingDiverged
-from zbmd.training.job import open_recipe
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.replicated.job import open_recipe
 from zbmd.training.optim import MuonConfig
-from zbmd.training.recipe import Recipe
+from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
 
 
@@ -86,8 +86,8 @@ ERRS_ONCE = """
 import asyncio, sys
 import zbmd
 from zbmd.training.__main__ import options_of, parser
-from zbmd.training.clip import TrainingDiverged
-from zbmd.training.job import open_recipe
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.replicated.job import open_recipe
 from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
 
 def train(node, group, recipe, zero):

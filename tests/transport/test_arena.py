@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from zbmd.transport import arena as arena_module
-from zbmd.transport.arena import Allocator
 from zbmd.transport.errors import ArenaFull, LocalProtocolError, OutOfMemory
-from zbmd.transport.segment import Segment
+from zbmd.transport.memory import arena as arena_module
+from zbmd.transport.memory.arena import Allocator
+from zbmd.transport.memory.segment import Segment
 
 ARENA = 1 << 16
 

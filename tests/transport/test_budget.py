@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zbmd.transport import budget
-from zbmd.transport.budget import Deadlines, Kind, derive, parse_recovery_budget
-from zbmd.transport.durations import format_duration, parse_duration
+from zbmd.transport.clock import deadlines as budget
+from zbmd.transport.clock.deadlines import Deadlines, Kind, derive, parse_recovery_budget
+from zbmd.transport.clock.durations import format_duration, parse_duration
 from zbmd.transport.errors import UserError
 
 BUDGETS_NS = st.integers(budget.RECOVERY_BUDGET_NS_MIN, budget.RECOVERY_BUDGET_NS_MAX)

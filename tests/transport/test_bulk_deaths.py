@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from bulk_host import BulkHost, deadline, lane_of, tcp_pair
 
-from zbmd.transport import _native
-from zbmd.transport.bulk_limits import BulkLimits
-from zbmd.transport.bulk_peer import BulkPeer
+from zbmd.transport.bulk.limits import BulkLimits
+from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.errors import DeadlineExceeded, LinkFull, PeerLost
-from zbmd.transport.hello import Side
-from zbmd.transport.region import RegionHandle
-from zbmd.transport.session import Protection
-from zbmd.transport.transfer import Transfer
+from zbmd.transport.handshake.hello import Side
+from zbmd.transport.memory.region import RegionHandle
+from zbmd.transport.memory.transfer import Transfer
+from zbmd.transport.native import _native
+from zbmd.transport.secure.session_keys import Protection
 
 Fork = Callable[[Callable[[], None]], int]
 PUT_BYTES = 2 << 20

@@ -9,7 +9,7 @@ from bulk_pair import REGION_BYTES, BulkEnd, BulkPair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.transport.bulk_events import (
+from zbmd.transport.bulk.events import (
     CloseAsked,
     GetAsked,
     LaneEnded,
@@ -21,9 +21,9 @@ from zbmd.transport.bulk_events import (
     RecordsSent,
     TimerFired,
 )
-from zbmd.transport.bulk_limits import BulkLimits
-from zbmd.transport.bulk_machine import BulkMachine, State
-from zbmd.transport.bulk_records import (
+from zbmd.transport.bulk.limits import BulkLimits
+from zbmd.transport.bulk.machine import BulkMachine, State
+from zbmd.transport.bulk.records import (
     GETS_MAX,
     PUTS_AHEAD_MAX,
     Ack,
@@ -38,7 +38,7 @@ from zbmd.transport.bulk_records import (
     Refusal,
 )
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost
-from zbmd.transport.region import RegionHandle
+from zbmd.transport.memory.region import RegionHandle
 
 KEY = bytes(range(32))
 SMALL = BulkLimits(stripe_bytes=512, stripe_bytes_min=64, lane_bytes_max=1024)

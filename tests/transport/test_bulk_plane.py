@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from bulk_host import BulkHost, deadline, join, lane_of, tcp_pair
 
-from zbmd.transport import _native, bulk_lane
-from zbmd.transport.bulk_limits import BulkLimits
-from zbmd.transport.bulk_peer import BulkPeer
-from zbmd.transport.bulk_records import BulkError, Error, Forged, Goodbye, Put
-from zbmd.transport.bulk_stream import LaneReader, LaneWriter
+from zbmd.transport.bulk import lane_io as bulk_lane
+from zbmd.transport.bulk.limits import BulkLimits
+from zbmd.transport.bulk.peer import BulkPeer
+from zbmd.transport.bulk.records import BulkError, Error, Forged, Goodbye, Put
+from zbmd.transport.bulk.stream import LaneReader, LaneWriter
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LinkClosed,
@@ -28,10 +28,11 @@ from zbmd.transport.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from zbmd.transport.hello import Side
-from zbmd.transport.region import RegionHandle
-from zbmd.transport.session import Protection
-from zbmd.transport.silence import Progress
+from zbmd.transport.handshake.hello import Side
+from zbmd.transport.host.tcp_silence import Progress
+from zbmd.transport.memory.region import RegionHandle
+from zbmd.transport.native import _native
+from zbmd.transport.secure.session_keys import Protection
 
 
 @pytest.fixture

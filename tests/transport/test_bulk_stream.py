@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.transport._native import CHANNELS
-from zbmd.transport.bulk_records import (
+from zbmd.transport.bulk.records import (
     HEADER_BYTES,
     STRIPE_BYTES_MAX,
     STRIPES_MAX,
@@ -33,11 +32,12 @@ from zbmd.transport.bulk_records import (
     decode,
     encode,
 )
-from zbmd.transport.bulk_stream import CHUNK_BYTES, Arrived, LaneReader, LaneWriter
+from zbmd.transport.bulk.stream import CHUNK_BYTES, Arrived, LaneReader, LaneWriter
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.payload_tag import TAG_CHUNK_BYTES, TagHelper
-from zbmd.transport.record_mac import TAG_BYTES, RecordMac
-from zbmd.transport.region import RegionHandle
+from zbmd.transport.memory.region import RegionHandle
+from zbmd.transport.native._native import CHANNELS
+from zbmd.transport.secure.payload_mac import TAG_CHUNK_BYTES, TagHelper
+from zbmd.transport.secure.record_mac import TAG_BYTES, RecordMac
 
 KEY = bytes(range(32))
 

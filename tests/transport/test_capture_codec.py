@@ -18,12 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors import supervision, view
-from zbmd.collectives import commit_messages as cm
-from zbmd.transport import hello
+from zbmd.actors import view
+from zbmd.actors.supervision import machine as supervision
+from zbmd.collectives.commit import events as cm
 from zbmd.transport.capture.codec import UnionCodec
 from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.handshake import hello
 
 UNIONS = {
     "view.Event": view.Event,

@@ -23,10 +23,10 @@ from zbmd.transport.capture import records as rec
 from zbmd.transport.capture.files import DiskLimits
 from zbmd.transport.capture.log import LogLimits, LogRecorder, Overflow
 from zbmd.transport.capture.records import RawRecord
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.frames import FrameHeader, pack_header
-from zbmd.transport.hello import Identity
-from zbmd.transport.hlc import HybridClock
+from zbmd.transport.handshake.hello import Identity
 
 ORIGIN = capture.Origin(process="rank0", incarnation=1, job=7, contracts={"a/1": "f"}, hosts=("here",))
 HEADER = pack_header(FrameHeader(payload_bytes=3, job=7, incarnation=1, hlc=5))
@@ -292,7 +292,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 from zbmd.transport import capture
-from zbmd.transport.hlc import HybridClock
+from zbmd.transport.clock.hlc import HybridClock
 
 directory = Path(sys.argv[1])
 origin = capture.Origin(process="rank0", incarnation=1)

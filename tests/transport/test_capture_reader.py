@@ -21,8 +21,8 @@ from zbmd.transport.capture.format import BlockInfo
 from zbmd.transport.capture.merge import Filter, filtered, merged, skews
 from zbmd.transport.capture.reader import ProcessLog
 from zbmd.transport.capture.records import Kind, RawRecord
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.frames import FrameHeader, pack_header
-from zbmd.transport.hlc import HybridClock
 
 ANCHOR = fmt.Anchor(wall_ns=1_000_000_000, monotonic_ns=1_000)
 

@@ -20,17 +20,20 @@ import msgspec
 import pytest
 from state_followers import follow_all
 
-from zbmd.actors import supervision, view
-from zbmd.actors.membership import MembershipMachine
-from zbmd.actors.supervision import SupervisionMachine
-from zbmd.actors.supervision_events import ChildPolicy
-from zbmd.collectives import commit_messages as cm
-from zbmd.collectives import commit_scenario, commit_world
-from zbmd.collectives.commit import StepCommit
-from zbmd.transport import capture, hello
+from zbmd.actors import view
+from zbmd.actors.host.membership import MembershipMachine
+from zbmd.actors.supervision import machine as supervision
+from zbmd.actors.supervision.events import ChildPolicy
+from zbmd.actors.supervision.machine import SupervisionMachine
+from zbmd.collectives.commit import events as cm
+from zbmd.collectives.commit.machine import StepCommit
+from zbmd.collectives.scenarios import commit as commit_scenario
+from zbmd.collectives.scenarios import commit_world
+from zbmd.transport import capture
 from zbmd.transport.capture.records import Mark
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.hlc import HybridClock
+from zbmd.transport.handshake import hello
 
 GOLDEN = Path(__file__).parent / "golden_hello_2.txt"
 GOLDEN_OLD = Path(__file__).parent / "golden_hello_1.txt"

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from zbmd.transport import capture
-from zbmd.transport._recording import PACKED_FRAME_BYTES_MAX, PackedFrames
 from zbmd.transport.capture import records as rec
+from zbmd.transport.capture.native._recording import PACKED_FRAME_BYTES_MAX, PackedFrames
 from zbmd.transport.capture.recorder import RECORD_WEIGHT_BYTES
 from zbmd.transport.capture.ring import RING_PARTS
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.hlc import HybridClock
-from zbmd.transport.scattered import Scattered
+from zbmd.transport.memory.scattered import Scattered
 
 ORIGIN = capture.Origin(process="rank0", incarnation=1)
 RING_BYTES = RING_PARTS * RECORD_WEIGHT_BYTES * 4
@@ -168,7 +168,7 @@ CHILD = """
 import os, signal, sys, threading
 from pathlib import Path
 from zbmd.transport import capture
-from zbmd.transport.hlc import HybridClock
+from zbmd.transport.clock.hlc import HybridClock
 
 origin = capture.Origin(process="rank0", incarnation=1)
 ring = capture.RingRecorder(origin, capture.Clocks(hybrid=HybridClock()))

@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors import directory_events as de
-from zbmd.actors.capture_kinds import DIRECTORY
-from zbmd.actors.directory_machine import DirectoryMachine
-from zbmd.tools import replay_kinds
+from zbmd.actors.directory import events as de
+from zbmd.actors.directory.machine import DirectoryMachine
+from zbmd.actors.replay.kinds import DIRECTORY
+from zbmd.tools.replay import kinds as replay_kinds
 from zbmd.transport import capture
 from zbmd.transport.capture import thread_tap
 from zbmd.transport.capture.records import EventTaken, StateTaken
 from zbmd.transport.capture.registry import MachineKind
 from zbmd.transport.capture.state import STATE_BYTES_MAX, StateCodec, What
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.hlc import HybridClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

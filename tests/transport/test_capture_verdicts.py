@@ -11,8 +11,8 @@ import pytest
 
 from zbmd.transport import capture
 from zbmd.transport.capture.records import Lost
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.hlc import HybridClock
 
 
 def recorder(directory: Path, **options: Any) -> capture.LogRecorder:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.transport.cookie import (
+from zbmd.transport.handshake.cookie import (
     COOKIE_BYTES_MAX,
     COOKIE_BYTES_MIN,
     CookieError,
@@ -19,7 +19,7 @@ from zbmd.transport.cookie import (
     load_or_create_cookie,
 )
 
-LOAD = "import sys; from zbmd.transport.cookie import load_or_create_cookie as load; "
+LOAD = "import sys; from zbmd.transport.handshake.cookie import load_or_create_cookie as load; "
 
 
 def test_it_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from region_harness import FAR, NEAR, Ends
 
-from zbmd.transport import _native
-from zbmd.transport.cuda_api import CudaFault
-from zbmd.transport.cuda_array import span_of
-from zbmd.transport.cuda_copies import (
+from zbmd.transport.cuda.api import CudaFault
+from zbmd.transport.cuda.array import span_of
+from zbmd.transport.cuda.copies import (
     CloseAsked,
     CopyAsked,
     CudaCopies,
@@ -34,10 +33,10 @@ from zbmd.transport.cuda_copies import (
     SignalAsked,
     Tell,
 )
-from zbmd.transport.cuda_exports import DeviceExports
-from zbmd.transport.cuda_facts import DeviceFacts, Way, choose_way
-from zbmd.transport.cuda_handle import DeviceHandle, EventHandle, decode, encode
-from zbmd.transport.cuda_opened import (
+from zbmd.transport.cuda.exports import DeviceExports
+from zbmd.transport.cuda.facts import DeviceFacts, Way, choose_way
+from zbmd.transport.cuda.handle import DeviceHandle, EventHandle, decode, encode
+from zbmd.transport.cuda.opened import (
     AllGone,
     Close,
     Disuse,
@@ -48,7 +47,8 @@ from zbmd.transport.cuda_opened import (
     Use,
 )
 from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, UserError
-from zbmd.transport.sim.cuda_model import DeviceRace, ModelHost, ModelProcess, Undefined
+from zbmd.transport.native import _native
+from zbmd.transport.sim.parts.cuda_model import DeviceRace, ModelHost, ModelProcess, Undefined
 
 CHANNEL = 3
 steps = st.sampled_from(["copy", "told copy", "notify", "drain", "drain", "drain"])

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.transport import cuda_api, cuda_runtime
+from zbmd.transport.cuda import api as cuda_api
+from zbmd.transport.cuda import runtime as cuda_runtime
 
 RECORDED = Path(__file__).with_name("cupy_calls.txt")
 CONSTANTS = {
@@ -80,7 +81,9 @@ def test_the_list_is_what_the_installed_cupy_has() -> None:
 
 
 def test_device_memory_is_imported_without_cupy() -> None:
-    names = [f"zbmd.transport.{path.stem}" for path in Path(cuda_runtime.__file__).parent.glob("cuda_*.py")]
+    names = [
+        f"zbmd.transport.cuda.{path.stem}" for path in Path(cuda_runtime.__file__).parent.glob("[a-z]*.py")
+    ]
     program = (
         f"import importlib, sys; [importlib.import_module(name) for name in {names}]\n"
         "assert not [name for name in sys.modules if name.startswith('cupy')]"

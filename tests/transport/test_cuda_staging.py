@@ -11,14 +11,14 @@ from cuda_harness import ModelArray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.transport import _native
-from zbmd.transport.cuda_api import CudaFault
-from zbmd.transport.cuda_pieces import Action, Begin, Event, Load, Loaded, Pieces, Stored
-from zbmd.transport.cuda_staging import PIECE_BYTES, SLOTS, DevicePipe
+from zbmd.transport.cuda.api import CudaFault
+from zbmd.transport.cuda.pieces import Action, Begin, Event, Load, Loaded, Pieces, Stored
+from zbmd.transport.cuda.staging import PIECE_BYTES, SLOTS, DevicePipe
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, RemoteProtocolError
-from zbmd.transport.segment import PeerSegment, Segment
-from zbmd.transport.sim.cuda_model import ModelHost, ModelProcess
-from zbmd.transport.staging import RING_BYTES, StagedPipe
+from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.memory.staging import RING_BYTES, StagedPipe
+from zbmd.transport.native import _native
+from zbmd.transport.sim.parts.cuda_model import ModelHost, ModelProcess
 
 Side = tuple[ModelProcess, DevicePipe]
 SIZES = (0, 1, PIECE_BYTES, SLOTS * PIECE_BYTES + 1, 5 * PIECE_BYTES - 7)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from bulk_host import BulkHost, deadline, join
 
-from zbmd.transport import _native
-from zbmd.transport.bulk_peer import BulkPeer
-from zbmd.transport.bulk_plane import DataPlane
-from zbmd.transport.bulk_region import BulkRegion
+from zbmd.transport.bulk.peer import BulkPeer
+from zbmd.transport.bulk.plane import DataPlane
+from zbmd.transport.bulk.region import BulkRegion
+from zbmd.transport.native import _native
 
 
 def drive_until_told(host: BulkHost, slot: int, value: int) -> None:

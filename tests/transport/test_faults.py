@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.transport import faults
+from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, UserError
-from zbmd.transport.faults import Fault, Point, arm, declare, declared, hit, parse, reserve
+from zbmd.transport.kill_points import Fault, Point, arm, declare, declared, hit, parse, reserve
 
 HERE = declare("test_faults.here", "in this file")
 THERE = declare("test_faults.there", "also in this file")
@@ -21,7 +21,7 @@ THERE = declare("test_faults.there", "also in this file")
 # The real thing: passes both points in turn and prints what it survived.
 VICTIM = """
 import sys
-from zbmd.transport import faults
+from zbmd.transport import kill_points as faults
 here, there = faults.declare("a.here", "one"), faults.declare("a.there", "two")
 faults.arm(sys.argv[1], int(sys.argv[2]))
 for turn in range(4):

@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Generator
 import pytest
 from structlog.testing import capture_logs
 
-from zbmd.transport._native import now_ns
 from zbmd.transport.errors import (
     LocalProtocolError,
     OutOfDescriptors,
@@ -22,11 +21,12 @@ from zbmd.transport.errors import (
     ZbmdError,
 )
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.hello import Identity
-from zbmd.transport.memory import SEALS
-from zbmd.transport.segment import PeerSegment, Segment
-from zbmd.transport.shm import Endpoint, Listener, dial, link_pair, listen
-from zbmd.transport.shm_link import ShmLink
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.memory.memfd import SEALS
+from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.native._native import now_ns
+from zbmd.transport.shm.connect import Endpoint, Listener, dial, link_pair, listen
+from zbmd.transport.shm.link import ShmLink
 
 SECONDS = 1_000_000_000
 

@@ -16,18 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from link_harness import COOKIE, INCARNATION, JOB, Ear
 
-from zbmd.transport import capture, shm
-from zbmd.transport._native import RING_BLOCKS
+from zbmd.transport import capture
 from zbmd.transport.capture.records import FrameIn
-from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.frame_loans import BLOCK_BYTES_MIN, process_ended
 from zbmd.transport.frames import HEADER_BYTES, FrameHeader, pack_header
-from zbmd.transport.hello import Identity
-from zbmd.transport.hlc import HybridClock
-from zbmd.transport.link import LinkLimits
-from zbmd.transport.segment import Segment
-from zbmd.transport.shm_link import ShmLink
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.memory.frame_loans import BLOCK_BYTES_MIN, process_ended
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.native._native import RING_BLOCKS
+from zbmd.transport.shm import connect as shm
+from zbmd.transport.shm.link import ShmLink
 
 Fork = Callable[[Callable[[], None]], int]
 ARENA_BYTES = 16 << 20

@@ -9,9 +9,9 @@ from link_harness import Ear, LinkHarness, Net, RealHarness
 from link_harnesses import HARNESSES
 
 from zbmd.transport.errors import LinkClosed, PeerLost, ZbmdError
-from zbmd.transport.link_side import LinkSide
-from zbmd.transport.shm_link import ShmLink
-from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.link.base import LinkSide
+from zbmd.transport.shm.link import ShmLink
+from zbmd.transport.tcp.link import TcpLink
 
 pytestmark = pytest.mark.parametrize(
     "harness", [each for each in HARNESSES if isinstance(each, RealHarness)], ids=lambda each: each.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.transport.half_open import Admit, HalfOpen, Wait
+from zbmd.transport.handshake.half_open import Admit, HalfOpen, Wait
 
 FAIR_NS = 100
 

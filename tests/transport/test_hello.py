@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.hello import (
+from zbmd.transport.handshake.hello import (
     HELLO_VERSION,
     MAX_BODY_BYTES,
     NONCE_BYTES,

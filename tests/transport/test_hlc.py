@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.hlc import (
+from zbmd.transport.clock.hlc import (
     LOGICAL_MASK,
     MAX_DRIFT_NS,
     STAMP_MAX,
@@ -17,6 +16,7 @@ from zbmd.transport.hlc import (
     logical,
     physical_ns,
 )
+from zbmd.transport.errors import LocalProtocolError
 
 NOW_NS = 1_790_000_000_000_000_000
 walls = st.integers(0, 2**62)

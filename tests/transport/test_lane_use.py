@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.transport.lane_use import BUSY_US_MIN, LaneReason, LaneUse, LaneWork, read_work
+from zbmd.transport.bulk.lane_scaling import BUSY_US_MIN, LaneReason, LaneUse, LaneWork, read_work
 
 LANES = 8
 

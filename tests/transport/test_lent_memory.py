@@ -9,10 +9,10 @@ import pytest
 from bulk_host import BulkHost, deadline, join
 from msgspec.structs import replace
 
-from zbmd.transport.arena import Arena
+from zbmd.transport.connect.remote_memory import MIRROR_BYTES, Mirror, RemoteMemory
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.remote_memory import MIRROR_BYTES, Mirror, RemoteMemory
-from zbmd.transport.session import Protection
+from zbmd.transport.memory.arena import Arena
+from zbmd.transport.secure.session_keys import Protection
 
 NBYTES = 6 << 20
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.host_facts import HostFacts, read_host_facts
-from zbmd.transport.link_choice import (
+from zbmd.transport.host.facts import HostFacts, read_host_facts
+from zbmd.transport.host.link_choice import (
     Capabilities,
     InterfaceFilter,
     Transport,
@@ -20,9 +20,9 @@ from zbmd.transport.link_choice import (
     parse_interface_filter,
     rank_interfaces,
 )
-from zbmd.transport.rdma_use import parse_wanted_devices, rdma_paths, share_of, why_no_rdma
-from zbmd.transport.topology import Interface, InterfaceKind, Place, RdmaDevice, RdmaPort
-from zbmd.transport.topology.rdma import Gid
+from zbmd.transport.host.rdma_device_choice import parse_wanted_devices, rdma_paths, share_of, why_no_rdma
+from zbmd.transport.host.topology import Interface, InterfaceKind, Place, RdmaDevice, RdmaPort
+from zbmd.transport.host.topology.rdma import Gid
 
 
 def interface(

@@ -24,8 +24,8 @@ from zbmd.transport.errors import (
     ZbmdError,
 )
 from zbmd.transport.frames import HEADER_BYTES, MAX_FRAME_BYTES, FrameHeader, pack_header
-from zbmd.transport.link import RING_BYTES_MAX, RING_BYTES_MIN, LinkLimits
-from zbmd.transport.link_side import LinkSide
+from zbmd.transport.link.base import LinkSide
+from zbmd.transport.link.interface import RING_BYTES_MAX, RING_BYTES_MIN, LinkLimits
 
 pytestmark = pytest.mark.parametrize("harness", HARNESSES, ids=lambda harness: harness.name)
 

@@ -23,9 +23,9 @@ from link_harnesses import HARNESSES
 
 from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError
 from zbmd.transport.frames import FrameHeader, pack_header
-from zbmd.transport.hello import HelloError
-from zbmd.transport.link import LinkLimits
-from zbmd.transport.link_side import LinkSide
+from zbmd.transport.handshake.hello import HelloError
+from zbmd.transport.link.base import LinkSide
+from zbmd.transport.link.interface import LinkLimits
 
 pytestmark = pytest.mark.parametrize("harness", HARNESSES, ids=lambda harness: harness.name)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zbmd.transport._link import LinkCore
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.frames import (
     HEADER_BYTES,
@@ -19,9 +19,9 @@ from zbmd.transport.frames import (
     unpack_frame,
     unpack_header,
 )
-from zbmd.transport.hello import Identity
-from zbmd.transport.hlc import HybridClock
-from zbmd.transport.link import LinkLimits
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link._link import LinkCore
+from zbmd.transport.link.interface import LinkLimits
 
 WALL_NS = 1_790_000_000_000_000_000
 JOB, OURS, THEIRS = 0xFEDC_BA98_7654_3210, 5, 0x7FFF_FFFF_FFFF_FFFF

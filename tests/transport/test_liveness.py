@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from zbmd.transport import _native
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-from zbmd.transport.liveness import DeathNotice, DeathWatch, LifeThread
-from zbmd.transport.segment import PeerSegment, Segment
+from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.native import _native
+from zbmd.transport.shm.death_notice import DeathNotice, DeathWatch, LifeThread
 
 Fork = Callable[[Callable[[], None]], int]
 

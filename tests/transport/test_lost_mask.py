@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.actors.view import RANKS_MAX
-from zbmd.transport import _native
-from zbmd.transport._native import Watch
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-from zbmd.transport.liveness import LifeThread
-from zbmd.transport.segment import NODE_SLOT, PeerSegment, Segment
+from zbmd.transport.memory.segment import NODE_SLOT, PeerSegment, Segment
+from zbmd.transport.native import _native
+from zbmd.transport.native._native import Watch
+from zbmd.transport.shm.death_notice import LifeThread
 
 Fork = Callable[[Callable[[], None]], int]
 

@@ -15,11 +15,11 @@ from structlog.testing import capture_logs
 
 from zbmd.transport.errors import OutOfDescriptors, PeerLost
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.hello import Identity
-from zbmd.transport.link import LinkLimits
-from zbmd.transport.link_side import LinkSide
-from zbmd.transport.shm import Endpoint, link_pair, listen
-from zbmd.transport.shm_link import link_memory_bytes
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.base import LinkSide
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.shm.connect import Endpoint, link_pair, listen
+from zbmd.transport.shm.link import link_memory_bytes
 
 Fork = Callable[[Callable[[], None]], int]
 LINKS = 1000

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.transport import memory
 from zbmd.transport.errors import LocalProtocolError, OutOfMemory, RemoteProtocolError
+from zbmd.transport.memory import memfd as memory
 
 MIB = 1 << 20
 
@@ -122,7 +122,7 @@ def test_memory_from_a_peer_must_be_sealed_and_must_be_memory(tmp_path: Path) ->
 TOO_MANY_MAPPINGS = """
 import ctypes, mmap, pathlib
 from zbmd.transport.errors import OutOfMemory
-from zbmd.transport.memory import create_memfd, map_own
+from zbmd.transport.memory.memfd import create_memfd, map_own
 
 most = int(pathlib.Path("/proc/sys/vm/max_map_count").read_text())
 libc = ctypes.CDLL(None, use_errno=True)

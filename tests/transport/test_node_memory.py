@@ -8,12 +8,12 @@ import os
 import pytest
 from link_harness import COOKIE, Ear
 
-from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import LinkFull, LocalProtocolError
-from zbmd.transport.hello import Identity
-from zbmd.transport.node_memory import NodeMemory
-from zbmd.transport.tcp import dial, listen
-from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.memory_budget import NodeMemory
+from zbmd.transport.tcp.connect import dial, listen
+from zbmd.transport.tcp.link import TcpLink
 
 MIB = 1 << 20
 

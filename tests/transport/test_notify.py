@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from zbmd.transport import _native
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.segment import PeerSegment, Segment
+from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.native import _native
 
 Fork = Callable[[Callable[[], None]], int]
 

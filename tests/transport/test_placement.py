@@ -9,10 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zbmd.transport import _native
-from zbmd.transport._native import HUGE_BYTES, Mapping
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.placement import (
+from zbmd.transport.memory.placement import (
     ARENA_BYTES_MIN,
     PAGE_BYTES,
     Offer,
@@ -23,7 +21,9 @@ from zbmd.transport.placement import (
     place,
     probe,
 )
-from zbmd.transport.segment import Segment
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.native import _native
+from zbmd.transport.native._native import HUGE_BYTES, Mapping
 
 POOL = "sys/kernel/mm/hugepages/hugepages-2048kB"
 SHMEM = "sys/kernel/mm/transparent_hugepage/shmem_enabled"

@@ -12,18 +12,18 @@ from bulk_host import BulkHost, deadline, join
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.transport import _native
-from zbmd.transport._quick import QUICK_BYTES_MAX, QuickPuts
-from zbmd.transport.bulk_peer import BulkPeer
-from zbmd.transport.bulk_records import HEADER_BYTES, PUTS_AHEAD_MAX, Ack, Notify, Put, Record
-from zbmd.transport.bulk_region import BulkRegion
-from zbmd.transport.bulk_stream import Arrived, LaneReader, LaneWriter
+from zbmd.transport.bulk._fast_path import QUICK_BYTES_MAX, QuickPuts
+from zbmd.transport.bulk.peer import BulkPeer
+from zbmd.transport.bulk.records import HEADER_BYTES, PUTS_AHEAD_MAX, Ack, Notify, Put, Record
+from zbmd.transport.bulk.region import BulkRegion
+from zbmd.transport.bulk.stream import Arrived, LaneReader, LaneWriter
 from zbmd.transport.errors import PeerLost
-from zbmd.transport.record_mac import TAG_BYTES, RecordMac
-from zbmd.transport.region import RegionHandle
-from zbmd.transport.segment import Segment
-from zbmd.transport.session import Protection
-from zbmd.transport.transfer import DONE
+from zbmd.transport.memory.region import RegionHandle
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.memory.transfer import DONE
+from zbmd.transport.native import _native
+from zbmd.transport.secure.record_mac import TAG_BYTES, RecordMac
+from zbmd.transport.secure.session_keys import Protection
 
 KEY = bytes(range(32))
 REGION_BYTES = 1 << 12

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.rdma_flow import (
+from zbmd.transport.rdma.credit import (
     BUFFERS,
     CREDITS,
     MESSAGE_BYTES,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.transport.errors import LinkClosed, PeerLost, RemoteProtocolError
-from zbmd.transport.rdma_life import (
+from zbmd.transport.rdma.closing import (
     CloseAsked,
     End,
     Failed,

@@ -6,10 +6,10 @@ import errno
 
 import pytest
 
-from zbmd.transport._native import now_ns
 from zbmd.transport.errors import UserError
-from zbmd.transport.rdma_reach import LOOK_UPS, reach
-from zbmd.transport.rdma_setup import QueuePairAt
+from zbmd.transport.native._native import now_ns
+from zbmd.transport.rdma.neighbour_lookup import LOOK_UPS, reach
+from zbmd.transport.rdma.setup import QueuePairAt
 
 HOUR_NS = 3600 * 10**9
 PEER = QueuePairAt(gid=bytes(10) + b"\xff\xff\x0a\x00\x00\x02", lid=0, number=7, first_psn=1, mtu=5)

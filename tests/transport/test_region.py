@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from zbmd.transport import _native
 from zbmd.transport.errors import ArenaFull, LocalProtocolError, PeerLost, RemoteProtocolError
-from zbmd.transport.liveness import LifeThread
-from zbmd.transport.region import RegionHandle, RemoteRegion
-from zbmd.transport.segment import PeerSegment, Segment
-from zbmd.transport.transfer import Transfer
+from zbmd.transport.memory.region import RegionHandle, RemoteRegion
+from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.memory.transfer import Transfer
+from zbmd.transport.native import _native
+from zbmd.transport.shm.death_notice import LifeThread
 
 Fork = Callable[[Callable[[], None]], int]
 Pair = tuple[Segment, Segment]

@@ -1,4 +1,4 @@
-"""What every transport's regions promise: `zbmd.transport.region.RemoteRegion`."""
+"""What every transport's regions promise: `zbmd.transport.memory.region.RemoteRegion`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rdma_world import given_devices
 from region_harness import FAR, NEAR, Ends, RegionHarness, Sizes
 from region_harness import HARNESSES as OF_THE_HOST
 
-from zbmd.transport import _native
 from zbmd.transport.errors import (
     LocalProtocolError,
     OutOfMemory,
@@ -24,11 +23,12 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
     ZbmdError,
 )
-from zbmd.transport.memory import HEADROOM_BYTES, available_memory
-from zbmd.transport.region import RegionHandle, RemoteRegion
-from zbmd.transport.segment import Segment
-from zbmd.transport.sim.memory import SimMemory
-from zbmd.transport.transfer import Transfer
+from zbmd.transport.memory.memfd import HEADROOM_BYTES, available_memory
+from zbmd.transport.memory.region import RegionHandle, RemoteRegion
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.memory.transfer import Transfer
+from zbmd.transport.native import _native
+from zbmd.transport.sim.parts.memory import SimMemory
 
 THREADS = 4
 LATER_EPOCH = 1 << 32

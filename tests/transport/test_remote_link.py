@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 from link_harness import COOKIE, SMALL, Ear, Who
 
-from zbmd.transport import remote_link, tcp
-from zbmd.transport.endpoint import Endpoint
-from zbmd.transport.hello import PeerInfo
-from zbmd.transport.rdma_setup import MemoryAt, Offer, QueuePairAt, RdmaRefused, Ready, decode, encode
-from zbmd.transport.remote_link import NoRdma, RemoteLink
-from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.connect import rdma_or_tcp as remote_link
+from zbmd.transport.connect.rdma_or_tcp import NoRdma, RemoteLink
+from zbmd.transport.handshake.hello import PeerInfo
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.rdma.setup import MemoryAt, Offer, QueuePairAt, RdmaRefused, Ready, decode, encode
+from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.link import TcpLink
 
 MS = 1_000_000
 AT = QueuePairAt(gid=bytes(16), lid=0, number=17, first_psn=1, mtu=3)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.transport._native import RING_HEADER_BYTES, Mapping, RingReader, RingWriter
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-from zbmd.transport.memory import create_memfd
+from zbmd.transport.memory.memfd import create_memfd
+from zbmd.transport.native._native import RING_HEADER_BYTES, Mapping, RingReader, RingWriter
 
 CAPACITY = 4096
 FRAME_MAX = 3 * CAPACITY

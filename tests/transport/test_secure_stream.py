@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.frames import HEADER_BYTES, MAX_FRAME_BYTES
-from zbmd.transport.record_mac import TAG_BYTES, RecordMac
-from zbmd.transport.secure_stream import (
+from zbmd.transport.secure.record_mac import TAG_BYTES, RecordMac
+from zbmd.transport.secure.record_stream import (
     JOINED_BYTES_MAX,
     RECORD_HEADER_BYTES,
     SCRATCH_BYTES,
@@ -28,7 +28,7 @@ from zbmd.transport.secure_stream import (
     Sealer,
     SecureStream,
 )
-from zbmd.transport.session import Keys
+from zbmd.transport.secure.session_keys import Keys
 
 A, B = b"a" * 32, b"b" * 32
 DIALER, LISTENER = Keys(send=A, receive=B), Keys(send=B, receive=A)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from zbmd.transport import _native
-from zbmd.transport._native import Mapping
 from zbmd.transport.errors import LocalProtocolError, OutOfMemory, RemoteProtocolError
-from zbmd.transport.memory import create_memfd
-from zbmd.transport.segment import PAGE_BYTES, PeerSegment, Segment
+from zbmd.transport.memory.memfd import create_memfd
+from zbmd.transport.memory.segment import PAGE_BYTES, PeerSegment, Segment
+from zbmd.transport.native import _native
+from zbmd.transport.native._native import Mapping
 
 Fork = Callable[[Callable[[], None]], int]
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.hello import (
+from zbmd.transport.handshake.hello import (
     BytesReceived,
     HelloMachine,
     Identity,
@@ -22,8 +22,7 @@ from zbmd.transport.hello import (
     SendBytes,
     Side,
 )
-from zbmd.transport.session import LANES_MAX, Keys, Protection, Purpose, Secrets, Session, join_token
-from zbmd.transport.session_setup import (
+from zbmd.transport.handshake.session_setup import (
     Answer,
     Decline,
     JoinRefused,
@@ -38,6 +37,15 @@ from zbmd.transport.session_setup import (
     accept_offer,
     control_session,
     make_offer,
+)
+from zbmd.transport.secure.session_keys import (
+    LANES_MAX,
+    Keys,
+    Protection,
+    Purpose,
+    Secrets,
+    Session,
+    join_token,
 )
 
 COOKIE = b"0123456789abcdef" * 4

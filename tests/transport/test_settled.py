@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from bulk_host import BulkHost, deadline, join
 
-from zbmd.transport import _native
 from zbmd.transport.errors import PeerLost
+from zbmd.transport.native import _native
 
 
 def test_all_that_was_put_has_arrived_by_then() -> None:

@@ -16,11 +16,11 @@ from zbmd.transport.errors import (
     PeerLost,
     ZbmdError,
 )
-from zbmd.transport.hello import Identity
-from zbmd.transport.link import Link
-from zbmd.transport.segment import Segment
-from zbmd.transport.shm import Endpoint, dial, listen
-from zbmd.transport.shm_link import ShmLink
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.interface import Link
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.shm.connect import Endpoint, dial, listen
+from zbmd.transport.shm.link import ShmLink
 
 Fork = Callable[[Callable[[], None]], int]
 Run = Callable[[Coroutine[None, None, None]], None]
@@ -128,7 +128,7 @@ def test_a_listener_that_never_answers_is_left_at_the_deadline(run: Run, address
 def test_a_full_backlog_is_retried_until_the_deadline(
     run: Run, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zbmd.transport.shm.BACKLOG", 0)
+    monkeypatch.setattr("zbmd.transport.shm.connect.BACKLOG", 0)
 
     async def main() -> None:
         listener = listen(address, lambda link: None, endpoint("node"))

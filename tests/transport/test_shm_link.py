@@ -10,6 +10,7 @@ import pytest
 from link_harness import Ear
 from structlog.testing import capture_logs
 
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import (
     LinkClosed,
     LocalProtocolError,
@@ -17,13 +18,12 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
 )
 from zbmd.transport.frames import HEADER_BYTES, FrameHeader, pack_header
-from zbmd.transport.hello import Identity
-from zbmd.transport.hlc import HybridClock
-from zbmd.transport.link import LinkLimits
-from zbmd.transport.segment import Segment
-from zbmd.transport.shm import Endpoint, link_pair
-from zbmd.transport.shm_link import ShmLink
-from zbmd.transport.spin import SpinChoice, SpinPolicy
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.link.spin import SpinChoice, SpinPolicy
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.shm.connect import Endpoint, link_pair
+from zbmd.transport.shm.link import ShmLink
 
 BLOCKED_S = 20
 """Whoever takes so long is blocked for ever."""

@@ -1,4 +1,5 @@
-"""Simulated links: the promises of `zbmd.transport.link.Link` under everything that may happen to them."""
+"""Simulated links: the promises of `zbmd.transport.link.interface.Link` under everything that may happen to
+them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zbmd.transport.clock.hlc import physical_ns
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LinkClosed,
@@ -18,8 +20,7 @@ from zbmd.transport.errors import (
     ZbmdError,
 )
 from zbmd.transport.frames import FrameHeader
-from zbmd.transport.hlc import physical_ns
-from zbmd.transport.link import Link, LinkLimits
+from zbmd.transport.link.interface import Link, LinkLimits
 from zbmd.transport.sim import (
     NETWORK_FAULTS,
     SIM_START_NS,

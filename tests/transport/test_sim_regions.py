@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from zbmd.transport import _native
 from zbmd.transport.errors import LinkFull, LocalProtocolError, OutOfMemory
-from zbmd.transport.region import RemoteRegion
+from zbmd.transport.memory.region import RemoteRegion
+from zbmd.transport.native import _native
 from zbmd.transport.sim import SIM_START_NS, Crash, Cut, SimLink, SimProcess, World
-from zbmd.transport.sim.regions import TRANSFERS_MAX
-from zbmd.transport.sim.segment import SimSegment
+from zbmd.transport.sim.parts.regions import TRANSFERS_MAX
+from zbmd.transport.sim.parts.segment import SimSegment
 
 MS = 1_000_000
 NBYTES = 100_000

@@ -43,8 +43,8 @@ from zbmd.transport.sim import (
     parse_faults,
     run_scenario,
     shrink,
-    shrinker,
 )
+from zbmd.transport.sim.scenarios import shrinker
 
 MS = 1_000_000
 EVERY_NS = 1 * MS

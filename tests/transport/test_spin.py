@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.transport.spin import (
+from zbmd.transport.link.spin import (
     BUSY_CHECK_NS,
     CORES_CHECK_NS,
     WAIT_SPINS_MAX,

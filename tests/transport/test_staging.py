@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from zbmd.transport import _native
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, RemoteProtocolError
-from zbmd.transport.liveness import LifeThread
-from zbmd.transport.segment import PeerSegment, Segment
-from zbmd.transport.staging import (
+from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.memory.staging import (
     CHUNK_BYTES_MAX,
     CHUNK_BYTES_MIN,
     CHUNKS,
@@ -21,6 +19,8 @@ from zbmd.transport.staging import (
     StagedPipe,
     chunk_bytes,
 )
+from zbmd.transport.native import _native
+from zbmd.transport.shm.death_notice import LifeThread
 
 Fork = Callable[[Callable[[], None]], int]
 Pipes = tuple[StagedPipe, StagedPipe]

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from zbmd.transport.hello import (
+from zbmd.transport.handshake.hello import (
     HELLO_MAGIC,
     HELLO_VERSION,
     MAX_BODY_BYTES,
@@ -26,10 +26,10 @@ from zbmd.transport.hello import (
     WrongUser,
     WrongVersion,
 )
-from zbmd.transport.memory import create_memfd
-from zbmd.transport.segment import Segment
-from zbmd.transport.shm import Endpoint, Listener, _hello, dial, listen
-from zbmd.transport.shm_link import ShmLink, link_memory_bytes
+from zbmd.transport.memory.memfd import create_memfd
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.shm.connect import Endpoint, Listener, _hello, dial, listen
+from zbmd.transport.shm.link import ShmLink, link_memory_bytes
 
 Fork = Callable[[Callable[[], None]], int]
 COOKIE = b"a cookie of the tests, 32 bytes "

@@ -16,21 +16,21 @@ from link_harness import COOKIE, Ear, fill
 from structlog.testing import capture_logs
 from tcp_machine import has_ipv6
 
-from zbmd.transport import tcp
-from zbmd.transport._native import now_ns
-from zbmd.transport.budget import derive
-from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.bulk.lane import Lane
+from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, UserError, ZbmdError
-from zbmd.transport.hello import Identity
-from zbmd.transport.lane import Lane
-from zbmd.transport.link_choice import parse_interface_filter
-from zbmd.transport.session import LANES_MAX, Protection, Purpose
-from zbmd.transport.session_setup import JoinRefused, ProtectionDiffers
-from zbmd.transport.silence import Progress, Silence, read_progress
-from zbmd.transport.tcp_address import TcpAddress, parse_address, source_of
-from zbmd.transport.tcp_link import TcpLink
-from zbmd.transport.tcp_settings import TcpSettings
-from zbmd.transport.tcp_socket import connect, listen_on, resolve
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.handshake.session_setup import JoinRefused, ProtectionDiffers
+from zbmd.transport.host.link_choice import parse_interface_filter
+from zbmd.transport.host.tcp_silence import Progress, Silence, read_progress
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.native._native import now_ns
+from zbmd.transport.secure.session_keys import LANES_MAX, Protection, Purpose
+from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.address import TcpAddress, parse_address, source_of
+from zbmd.transport.tcp.link import TcpLink
+from zbmd.transport.tcp.settings import TcpSettings
+from zbmd.transport.tcp.sockets import connect, listen_on, resolve
 
 ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 
@@ -137,7 +137,7 @@ async def test_a_name_that_has_several_addresses_is_tried_in_turn() -> None:
         return [(socket.AF_INET, ("127.0.0.2", port)), (socket.AF_INET, (address.host, address.port))]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zbmd.transport.tcp_socket.resolve", two)
+        patch.setattr("zbmd.transport.tcp.sockets.resolve", two)
         link, other = await server.pair()
     await server.stop(link, other)
 
@@ -158,11 +158,11 @@ async def test_an_address_that_does_not_answer_does_not_hold_up_the_next() -> No
         return [(socket.AF_INET, full.getsockname()), (socket.AF_INET, (at.host, at.port))]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zbmd.transport.tcp_socket.resolve", two)
+        patch.setattr("zbmd.transport.tcp.sockets.resolve", two)
         sock = await connect(at, now_ns() + 10 * 10**9)
         assert sock.getpeername() == (at.host, at.port)
         sock.close()
-        patch.setattr("zbmd.transport.tcp_socket.resolve", lambda *_: two_full())
+        patch.setattr("zbmd.transport.tcp.sockets.resolve", lambda *_: two_full())
 
         async def two_full() -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
             return [(socket.AF_INET, full.getsockname())]
@@ -246,7 +246,7 @@ async def test_a_reader_may_pause_for_longer_than_a_dead_host_is_waited_for() ->
         return checks[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zbmd.transport.tcp_link.read_progress", noted)
+        patch.setattr("zbmd.transport.tcp.link.read_progress", noted)
         while len(checks) < 6:  # each comes a quarter of a user timeout after the one before
             await asyncio.wait([asyncio.ensure_future(ours.flush())], timeout=0.05)
             assert not ours.closed
@@ -283,7 +283,7 @@ def test_what_silence_is() -> None:
 
 async def test_a_silent_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = Progress(unacknowledged=1, unanswered_probes=0, quiet_ms=1 << 20)
-    monkeypatch.setattr("zbmd.transport.tcp_link.read_progress", lambda sock: dead)
+    monkeypatch.setattr("zbmd.transport.tcp.link.read_progress", lambda sock: dead)
     server = await Server.start()
     ours = await tcp.dial(server.listener.address, endpoint(budget_ns=100_000_000))
     theirs = await server.links.get()

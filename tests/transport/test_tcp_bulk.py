@@ -11,16 +11,17 @@ import pytest
 from bulk_host import BulkHost
 from tcp_certificates import job_tls
 
-from zbmd.transport import _native, tcp
-from zbmd.transport.bulk_lanes import LANES_DEFAULT_MAX, buffer_bytes_max, lanes_for
-from zbmd.transport.bulk_peer import BulkPeer
-from zbmd.transport.endpoint import Endpoint
+from zbmd.transport.bulk.lane_count import LANES_DEFAULT_MAX, buffer_bytes_max, lanes_for
+from zbmd.transport.bulk.peer import BulkPeer
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, ZbmdError
-from zbmd.transport.hello import Identity
-from zbmd.transport.session import Protection
-from zbmd.transport.tcp_bulk import join_bulk
-from zbmd.transport.tcp_link import TcpLink
-from zbmd.transport.tcp_settings import TcpSettings
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.native import _native
+from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.link import TcpLink
+from zbmd.transport.tcp.regions import join_bulk
+from zbmd.transport.tcp.settings import TcpSettings
 
 NBYTES = 3 << 20
 

@@ -11,11 +11,11 @@ from link_harness import COOKIE, Ear
 from zbmd.transport import capture
 from zbmd.transport.capture.reader import ProcessLog
 from zbmd.transport.capture.records import FrameIn
-from zbmd.transport.endpoint import Endpoint
-from zbmd.transport.hello import Identity
-from zbmd.transport.hlc import HybridClock
-from zbmd.transport.tcp import dial, listen, open_lane
-from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.tcp.connect import dial, listen, open_lane
+from zbmd.transport.tcp.link import TcpLink
 
 PAYLOADS = [b"", b"small", bytes(300_000)]
 

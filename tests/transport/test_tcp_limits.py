@@ -15,13 +15,13 @@ import pytest
 from link_harness import COOKIE, Ear
 from structlog.testing import capture_logs
 
-from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import OutOfDescriptors, PeerLost, RemoteProtocolError
-from zbmd.transport.hello import HELLO_VERSION, MAX_BODY_BYTES, Identity
-from zbmd.transport.link import LinkLimits
-from zbmd.transport.session_setup import PeerBusy
-from zbmd.transport.tcp import Listener, dial, listen
-from zbmd.transport.tcp_link import TcpLink
+from zbmd.transport.handshake.hello import HELLO_VERSION, MAX_BODY_BYTES, Identity
+from zbmd.transport.handshake.session_setup import PeerBusy
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.tcp.connect import Listener, dial, listen
+from zbmd.transport.tcp.link import TcpLink
 
 HOUR_NS = 3600 * 10**9
 LINK_BYTES_MAX = 256 * 1024

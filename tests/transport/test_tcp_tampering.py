@@ -9,11 +9,11 @@ import pytest
 from link_harness import COOKIE, Ear
 from tcp_middle import Middle, Tamper
 
-from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import PeerLost, ZbmdError
-from zbmd.transport.hello import Identity
-from zbmd.transport.record_mac import TAG_BYTES
-from zbmd.transport.secure_stream import (
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.secure.record_mac import TAG_BYTES
+from zbmd.transport.secure.record_stream import (
     DuplicatedRecord,
     ForgedRecord,
     OversizedRecord,
@@ -21,10 +21,10 @@ from zbmd.transport.secure_stream import (
     ReplayedRecord,
     TruncatedRecord,
 )
-from zbmd.transport.session import Protection
-from zbmd.transport.tcp import dial, listen
-from zbmd.transport.tcp_link import TcpLink
-from zbmd.transport.tcp_settings import TcpSettings
+from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.tcp.connect import dial, listen
+from zbmd.transport.tcp.link import TcpLink
+from zbmd.transport.tcp.settings import TcpSettings
 
 FRAMES = [b"zero", b"one", b"two", b"three", bytes(300_000)]
 

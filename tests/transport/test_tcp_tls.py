@@ -13,14 +13,11 @@ from link_harness import COOKIE, Ear
 from structlog.testing import capture_logs
 from tcp_certificates import DAY, JOB_NAME, Authority, make_authority
 
-from zbmd.transport.endpoint import Endpoint
 from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.hello import HelloError, HungUp, Identity, WrongCookie
-from zbmd.transport.session import Protection
-from zbmd.transport.tcp import dial, listen
-from zbmd.transport.tcp_link import TcpLink
-from zbmd.transport.tcp_settings import TcpSettings, tcp_settings
-from zbmd.transport.tls import (
+from zbmd.transport.handshake.hello import HelloError, HungUp, Identity, WrongCookie
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.secure.session_keys import Protection
+from zbmd.transport.secure.tls import (
     ExpiredCertificate,
     NoCertificate,
     Tls,
@@ -29,6 +26,9 @@ from zbmd.transport.tls import (
     UntrustedCertificate,
     tls_files,
 )
+from zbmd.transport.tcp.connect import dial, listen
+from zbmd.transport.tcp.link import TcpLink
+from zbmd.transport.tcp.settings import TcpSettings, tcp_settings
 
 
 @pytest.fixture(scope="module")

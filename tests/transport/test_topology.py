@@ -13,8 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zbmd.transport.kernel_files import format_cpu_list, natural, parse_cpu_list, read_int, read_text
-from zbmd.transport.topology import (
+from zbmd.transport.host.topology import (
     Distance,
     InterfaceKind,
     Place,
@@ -23,9 +22,16 @@ from zbmd.transport.topology import (
     nvidia_driver_version,
     read_topology,
 )
-from zbmd.transport.topology.cpus import cpu_quota, read_cpus, usable_cpus
-from zbmd.transport.topology.netlink import interface_addresses, parse_addresses
-from zbmd.transport.topology.rdma import FREE_GIDS_MAX
+from zbmd.transport.host.topology.cpus import cpu_quota, read_cpus, usable_cpus
+from zbmd.transport.host.topology.kernel_files import (
+    format_cpu_list,
+    natural,
+    parse_cpu_list,
+    read_int,
+    read_text,
+)
+from zbmd.transport.host.topology.netlink import interface_addresses, parse_addresses
+from zbmd.transport.host.topology.rdma import FREE_GIDS_MAX
 
 
 def test_a_laptop(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zbmd.transport.errors import DeadlineExceeded, PeerLost
-from zbmd.transport.transfer import DONE, Transfer
+from zbmd.transport.memory.transfer import DONE, Transfer
 
 
 def in_thread(transfer: Transfer) -> threading.Thread:

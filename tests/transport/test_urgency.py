@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from zbmd.transport.urgency import Urgency, ask_for_priority
+from zbmd.transport.host.thread_priority import Urgency, ask_for_priority
 
 
 def policy_here() -> int:

@@ -5,8 +5,8 @@ If zbmd were invisible to a checker, its names would be `Any` and these lines wo
 
 from __future__ import annotations
 
-from zbmd.transport._native import now_ns
 from zbmd.transport.errors import PeerLost
+from zbmd.transport.native._native import now_ns
 
 peer: bytes = PeerLost(3, "planted").peer  # planted: a plain module behind a link in src/zbmd
 moment: str = now_ns()  # planted: a compiled module, seen through its stub

@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> NoReturn:
         registry = importlib.import_module("zbmd.tools.fuzzing.registry")
     from zbmd.tools.fuzzing.mutate import mutate
     from zbmd.tools.fuzzing.target import INPUT_BYTES_MAX, INPUT_S_MAX, refuses
-    from zbmd.tools.sim_scenarios import quietly
+    from zbmd.tools.sim.scenarios import quietly
 
     targets = [registry.TARGETS[name] for name in names]
     corpora = [target.seeds() for target in targets]

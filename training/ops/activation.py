@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from zbmd.training import _kernels
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.tape import Backward, Tape, Tensor
+from zbmd.training.native import _kernels
 from zbmd.training.ops.native import has_kernels
-from zbmd.training.tape import Backward, Tape, Tensor
-from zbmd.training.xp import Array
 
 GELU_SCALE = math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715

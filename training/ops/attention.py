@@ -8,10 +8,10 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.training import _kernels
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.tape import Backward, Tape, Tensor
+from zbmd.training.native import _kernels
 from zbmd.training.ops.native import has_kernels
-from zbmd.training.tape import Backward, Tape, Tensor
-from zbmd.training.xp import Array
 
 NEAR_HEADS_MAX = 4
 NEAR_SLOPE = 2.0
@@ -42,8 +42,8 @@ def causal_attention(tape: Tape, qkv: Tensor, bias: Array, *, batch: int, heads:
     (heads, at least T), by the key's distance from the query; result: (batch * T, features). No query sees a
     key behind it.
 
-    The numpy device computes in blocks and keeps nothing of (T, T) (training/attention.h); elsewhere the
-    whole matrix is kept for the way back.
+    The numpy device computes in blocks and keeps nothing of (T, T) (training/native/attention.h); elsewhere
+    the whole matrix is kept for the way back.
     """
     if has_kernels(tape.xp, qkv.data, bias):
         return _by_kernel(tape, qkv, bias, batch, heads)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zbmd.training.rng import Noise, random_run
-from zbmd.training.tape import Tape, Tensor
-from zbmd.training.xp import Array
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.rng import Noise, random_run
+from zbmd.training.autograd.tape import Tape, Tensor
 
 
 def dropout(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from zbmd.training import _kernels
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.tape import Parameter, Tape, Tensor
+from zbmd.training.native import _kernels
 from zbmd.training.ops.native import as_indices, has_kernels
-from zbmd.training.tape import Parameter, Tape, Tensor
-from zbmd.training.xp import Array
 
 
 def embedding(tape: Tape, tokens: Array, table: Parameter) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zbmd.training.tape import Parameter, Tape, Tensor
-from zbmd.training.xp import Array
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 
 
 def add(tape: Tape, x: Tensor, y: Tensor) -> Tensor:

@@ -7,12 +7,12 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.training import _kernels
-from zbmd.training.xp import Array
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.native import _kernels
 
 
 def has_kernels(xp: ModuleType, *arrays: Array) -> bool:
-    """Tell whether `zbmd.training._kernels` computes on `arrays`, of the array module `xp`."""
+    """Tell whether `zbmd.training.native._kernels` computes on `arrays`, of the array module `xp`."""
     return xp is np and _kernels.fits(*arrays)
 
 

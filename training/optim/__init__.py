@@ -12,12 +12,12 @@ from typing import Final, Protocol, assert_never
 
 import numpy as np
 
-from zbmd.training.adamw import ARRAYS, AdamW, AdamWConfig, AdamWState, Shard, StateArray
-from zbmd.training.layout import ParameterLayout, ParameterSlot
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot
+from zbmd.training.optim.adamw import ARRAYS, AdamW, AdamWConfig, AdamWState, Shard, StateArray
 from zbmd.training.optim.lion import Lion, LionConfig
 from zbmd.training.optim.muon import Gather, HeldMatrices, HeldMatrix, Muon, MuonConfig, alone, hidden_of
 from zbmd.training.optim.sgd import SGD, SGDConfig
-from zbmd.training.xp import Array
 
 OptimizerConfig = AdamWConfig | LionConfig | MuonConfig | SGDConfig
 

@@ -10,9 +10,9 @@ from types import ModuleType
 import msgspec
 import numpy as np
 
-from zbmd.training.adamw import AdamWState, Shard, update_blocks
-from zbmd.training.layout import ParameterLayout
-from zbmd.training.xp import Array, widened
+from zbmd.training.autograd.array_module import Array, widened
+from zbmd.training.autograd.parameter_layout import ParameterLayout
+from zbmd.training.optim.adamw import AdamWState, Shard, update_blocks
 
 
 class LionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="lion"):

@@ -21,10 +21,10 @@ from types import ModuleType
 import msgspec
 import numpy as np
 
-from zbmd.training.adamw import AdamW, AdamWConfig, AdamWState, Shard
-from zbmd.training.cut import Cut, run_of
-from zbmd.training.layout import ParameterLayout, ParameterSlot
-from zbmd.training.xp import Array, widened
+from zbmd.training.autograd.array_module import Array, widened
+from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot
+from zbmd.training.checkpoint.parameter_cut import Cut, run_of
+from zbmd.training.optim.adamw import AdamW, AdamWConfig, AdamWState, Shard
 
 ROUNDS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

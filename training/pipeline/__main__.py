@@ -17,30 +17,30 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from zbmd.actors.member import INBOX_BYTES_DEFAULT, Node, join
-from zbmd.actors.runtime_env import RankEnvironment
-from zbmd.collectives.commit_driver import StepFailed
-from zbmd.collectives.group import Group
+from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, Node, join
+from zbmd.actors.rank_env import RankEnvironment
+from zbmd.collectives.commit.driver import StepFailed
+from zbmd.collectives.group.group import Group
 from zbmd.training import __main__ as training
-from zbmd.training.accumulate import AccumulationPlan
-from zbmd.training.clip import TrainingDiverged
-from zbmd.training.gpt import GPT
-from zbmd.training.job import JobOptions, check_data, open_recipe, plan_of, weights_sha256
-from zbmd.training.mesh import Mesh
+from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import arrays_of
+from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.pipeline.layers import balanced_cuts
 from zbmd.training.pipeline.measure import measured_costs
 from zbmd.training.pipeline.part import layers_in
 from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.profiler.lines import StepLine
-from zbmd.training.recipe import Recipe
-from zbmd.training.telling import tell_result
-from zbmd.training.tensor.axes import PIPELINE_AXIS
-from zbmd.training.tensor.groups import MeshGroups
-from zbmd.training.tensor.job import MeshJob, MeshTask
-from zbmd.training.tensor.stages import SLOTS, RankBytes, Stages, bytes_needed
-from zbmd.training.tensor.trainer import MeshStep, MeshTrainer
-from zbmd.training.zero.safekeeping import Safekeeping
+from zbmd.training.redundancy.interface import Safekeeping
+from zbmd.training.replicated.job import JobOptions, check_data, open_recipe, plan_of, weights_sha256
+from zbmd.training.run.result import tell_result
+from zbmd.training.sharded.axes import PIPELINE_AXIS
+from zbmd.training.sharded.groups import MeshGroups
+from zbmd.training.sharded.job import MeshJob, MeshTask
+from zbmd.training.sharded.mesh import Mesh
+from zbmd.training.sharded.stages import SLOTS, RankBytes, Stages, bytes_needed
+from zbmd.training.sharded.trainer import MeshStep, MeshTrainer
+from zbmd.training.step.accumulate import AccumulationPlan
+from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError
 
 REPORT_EVERY_STEPS = 10

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from zbmd.training.autograd.array_module import Array
 from zbmd.training.pipeline.part import GPTPart, layers_in
-from zbmd.training.recipe import Recipe
-from zbmd.training.xp import Array
-from zbmd.transport._native import now_ns
+from zbmd.training.step.recipe import Recipe
+from zbmd.transport.native._native import now_ns
 
 REPEATS = 4
 """The first finds cold caches; the shortest counts."""

@@ -1,4 +1,4 @@
-"""The global norm of a gradient that lies in parts, with the bits of `zbmd.training.clip.global_norm`.
+"""The global norm of a gradient that lies in parts, with the bits of `zbmd.training.optim.clip.global_norm`.
 
 That sums squares in blocks of the whole flat array, and parts do not end where blocks do. So a part hands
 over the sums of the blocks that it holds whole, and the elements themselves of those that it holds in part.
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.training.clip import NORM_BLOCK, norm_from
-from zbmd.training.xp import Array, widened
+from zbmd.training.autograd.array_module import Array, widened
+from zbmd.training.optim.clip import NORM_BLOCK, norm_from
 from zbmd.transport.errors import RemoteProtocolError
 
 Pieces = NDArray[np.float64]

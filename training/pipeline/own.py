@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zbmd.training.gpt import GPT
-from zbmd.training.layout import ParameterLayout
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.parameter_layout import ParameterLayout
+from zbmd.training.model.gpt import GPT
 from zbmd.training.pipeline.part import GPTPart
 from zbmd.training.pipeline.program import Shape
-from zbmd.training.xp import Array
 
 
 class OwnParts:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.parameter_layout import ParameterLayout
+from zbmd.training.autograd.tape import GradReady, Tape, Tensor
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT, Batch
-from zbmd.training.layout import ParameterLayout
-from zbmd.training.tape import GradReady, Tape, Tensor
-from zbmd.training.xp import Array
+from zbmd.training.model.gpt import GPT, Batch
 
 
 @dataclass(frozen=True, slots=True)

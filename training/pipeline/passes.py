@@ -10,14 +10,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
-from zbmd.actors.member import Node
-from zbmd.collectives.group import Group
-from zbmd.training import lookout, spans
-from zbmd.training.accumulate import AccumulationPlan, Buckets, Leaf
+from zbmd.actors.rank.member import Node
+from zbmd.collectives.group.group import Group
+from zbmd.training.autograd import first_non_finite as lookout
+from zbmd.training.autograd import spans
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.first_non_finite import Where
+from zbmd.training.autograd.tape import GradReady
 from zbmd.training.capture_kinds import STAGE, recorded, stage_config
-from zbmd.training.gpt import Batch
-from zbmd.training.lookout import Where
-from zbmd.training.pipeline.held import held_bytes
+from zbmd.training.model.gpt import Batch
+from zbmd.training.pipeline.activation_bytes import held_bytes
 from zbmd.training.pipeline.own import OwnParts
 from zbmd.training.pipeline.part import Pass
 from zbmd.training.pipeline.program import Instruction, Message, Op, StageProgram
@@ -40,11 +42,10 @@ from zbmd.training.pipeline.stage_events import (
 )
 from zbmd.training.pipeline.storage import Boundary
 from zbmd.training.profiler.lines import HeldMost
-from zbmd.training.tape import GradReady
-from zbmd.training.xp import Array
-from zbmd.transport import faults
-from zbmd.transport._native import now_ns
+from zbmd.training.step.accumulate import AccumulationPlan, Buckets, Leaf
+from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, PeerLost
+from zbmd.transport.native._native import now_ns
 
 COMPUTE_POINT = faults.declare("pipeline.compute", "before a stage computes one of its instructions")
 BACKWARD_POINT = faults.declare("mesh.backward", "in a backward pass on a mesh, before a bucket is sent")

@@ -15,16 +15,14 @@ from math import prod
 import msgspec
 import numpy as np
 
-from zbmd.actors.member import Node
+from zbmd.actors.rank.member import Node
 from zbmd.collectives.errors import OperationAborted
-from zbmd.collectives.group import Group
-from zbmd.training.gathering import gather_rows
+from zbmd.collectives.group.group import Group
+from zbmd.training.autograd.array_module import Array
 from zbmd.training.pipeline.program import StageProgram
 from zbmd.training.pipeline.stage_events import Await, Put, Release, Told
 from zbmd.training.pipeline.storage import Boundary, boundary_of, slots_of
-from zbmd.training.xp import Array
-from zbmd.transport import _native
-from zbmd.transport._native import now_ns
+from zbmd.training.step.gathering import gather_rows
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LinkClosed,
@@ -32,9 +30,11 @@ from zbmd.transport.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from zbmd.transport.region import RegionHandle, RemoteRegion
-from zbmd.transport.segment import Segment
-from zbmd.transport.transfer import Transfer
+from zbmd.transport.memory.region import RegionHandle, RemoteRegion
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.memory.transfer import Transfer
+from zbmd.transport.native import _native
+from zbmd.transport.native._native import now_ns
 
 CHANNEL_DEFAULT = 4
 """The first of as many notify channels as there are kinds of `Told`; no group may use one of them."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbmd.training.gpt import GPT
+from zbmd.training.model.gpt import GPT
 
 TABLES = frozenset({"embed.weight", "positions.weight"})
 """Parameters that the first unit looks up; in a tied head the first of them is a matrix."""

@@ -13,8 +13,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from zbmd.training.json_lines import read_json_lines
 from zbmd.training.profiler.peak import Machine
+from zbmd.training.run.json_lines import read_json_lines
 from zbmd.transport.errors import UserError
 
 PROFILE_DIRECTORY: Final = "profile"

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 
-from zbmd.training.files import write_atomically
+from zbmd.training.run.atomic_files import write_atomically
 from zbmd.transport.errors import UserError
 
 ORDER: Final = 1024

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
-from zbmd.actors.runtime_env import RankEnvironment
-from zbmd.collectives.group import Group
-from zbmd.training._spans import CATEGORIES, PER_UNIT, SpanRecorder
-from zbmd.training.gpt import GPT
+from zbmd.actors.rank_env import RankEnvironment
+from zbmd.collectives.group.group import Group
+from zbmd.training.autograd._spans import CATEGORIES, PER_UNIT, SpanRecorder
+from zbmd.training.autograd.spans import Span
+from zbmd.training.model.gpt import GPT
 from zbmd.training.profiler.flops import unit_flops
 from zbmd.training.profiler.lines import (
     IDLE,
@@ -43,12 +44,11 @@ from zbmd.training.profiler.ring import (
     forget_rings,
     ring_path,
 )
-from zbmd.training.spans import Span
 from zbmd.transport.errors import UserError
-from zbmd.transport.kernel_files import read_text
+from zbmd.transport.host.topology.kernel_files import read_text
 
 if TYPE_CHECKING:
-    from zbmd.training._spans import EndedStep
+    from zbmd.training.autograd._spans import EndedStep
 
 log: Final = structlog.stdlib.get_logger("zbmd.training.profiler")
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.actors.view import RANKS_MAX
-from zbmd.training._spans import CATEGORIES, RECORD_BYTES, TRACK_OPERATION, TRACK_STEP
+from zbmd.training.autograd._spans import CATEGORIES, RECORD_BYTES, TRACK_OPERATION, TRACK_STEP
 from zbmd.training.profiler.lines import PROFILE_DIRECTORY, Count, Name, Rank, RunLine
 from zbmd.transport.errors import UserError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zbmd.training._spans import CATEGORIES
+from zbmd.training.autograd._spans import CATEGORIES
 from zbmd.training.profiler.lines import IDLE, HeldMost, Life, Overlap, StepLine
 from zbmd.training.profiler.peak import Machine
 from zbmd.transport.errors import UserError

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.collectives.group import Group
+from zbmd.collectives.group.group import Group
 from zbmd.training import ops
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.config import GPTConfig
-from zbmd.training.gpt import GPT, Batch, Tokens
-from zbmd.training.tape import Parameter, Tape, Tensor
+from zbmd.training.model.gpt import GPT, Batch, Tokens
 from zbmd.training.tensor.ops import (
     SharedParameter,
     gather_rows,
@@ -20,7 +21,6 @@ from zbmd.training.tensor.ops import (
     vocabulary_embedding,
 )
 from zbmd.training.tensor.shards import TensorShards, cut_of, span_of
-from zbmd.training.xp import Array
 from zbmd.transport.errors import UserError
 
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from zbmd.collectives.group import Group
-from zbmd.training import ops, spans
-from zbmd.training.lookout import given, taken
-from zbmd.training.tape import Parameter, Tape, Tensor
-from zbmd.training.xp import Array
+from zbmd.collectives.group.group import Group
+from zbmd.training import ops
+from zbmd.training.autograd import spans
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.first_non_finite import given, taken
+from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 
 
 class SharedParameter(Parameter):

@@ -13,11 +13,11 @@ from math import prod
 
 import numpy as np
 
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot
+from zbmd.training.checkpoint.parameter_cut import Cut, run_of
 from zbmd.training.config import GPTConfig
-from zbmd.training.cut import Cut, run_of
-from zbmd.training.gpt import parameter_shapes
-from zbmd.training.layout import ParameterLayout, ParameterSlot
-from zbmd.training.xp import Array
+from zbmd.training.model.gpt import parameter_shapes
 from zbmd.transport.errors import UserError
 
 # By the end of a parameter's name: the axis that is cut, and how many matrices lie side by side along it.

@@ -15,17 +15,28 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from zbmd.actors.member import Node, join
-from zbmd.actors.runtime_env import RankEnvironment
+from zbmd.actors.rank.member import Node, join
+from zbmd.actors.rank_env import RankEnvironment
 from zbmd.actors.view import View
 from zbmd.collectives.algorithms.shard_tree import assign_shards
-from zbmd.collectives.commit_driver import StepFailed
+from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.errors import OperationAborted
-from zbmd.collectives.group import Group, group_of
-from zbmd.training import spans
-from zbmd.training.clip import TrainingDiverged
-from zbmd.training.gpt import GPT
-from zbmd.training.job import (
+from zbmd.collectives.group.group import Group, group_of
+from zbmd.training.autograd import spans
+from zbmd.training.checkpoint.sharded import SavedState, checkpoint_in, open_state, write_shards
+from zbmd.training.model.gpt import GPT
+from zbmd.training.model.weights import save_weights
+from zbmd.training.optim import arrays_of
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.optim.mixed_precision import storage_dtype
+from zbmd.training.profiler.profiler import open_profiler
+from zbmd.training.redundancy.buddy import COPIES, BuddyMirror
+from zbmd.training.redundancy.epochs import Ended, through_epochs
+from zbmd.training.redundancy.file import FileKeeper
+from zbmd.training.redundancy.interface import Digests, Safekeeping
+from zbmd.training.redundancy.machine import SLOTS
+from zbmd.training.redundancy.state_file import Note, StateFile, StateName, require_folder
+from zbmd.training.replicated.job import (
     JobOptions,
     JobResult,
     check_data,
@@ -36,28 +47,17 @@ from zbmd.training.job import (
     require_beginning,
     result_of,
 )
-from zbmd.training.journal import WEIGHTS_NAME, adopted_report, step_report
-from zbmd.training.ledger import LOG_NAME, CommitLog, CommitRecord, read_log
-from zbmd.training.optim import arrays_of
-from zbmd.training.precision import storage_dtype
-from zbmd.training.profiler.profiler import open_profiler
-from zbmd.training.recipe import Recipe
-from zbmd.training.repeated import raise_for
-from zbmd.training.room import RankNeeds, StepOutOfMemory, activation_bytes, require_room
-from zbmd.training.shard_files import SavedState, checkpoint_in, open_state, write_shards
-from zbmd.training.telling import tell_result
-from zbmd.training.weights import save_weights
-from zbmd.training.zero.epochs import Ended, through_epochs
-from zbmd.training.zero.file_keeper import FileKeeper
-from zbmd.training.zero.keeper import COPIES, BuddyMirror
-from zbmd.training.zero.mirror import SLOTS
+from zbmd.training.run.journal import WEIGHTS_NAME, adopted_report, step_report
+from zbmd.training.run.ledger import LOG_NAME, CommitLog, CommitRecord, read_log
+from zbmd.training.run.repeated_oom import raise_for
+from zbmd.training.run.result import tell_result
+from zbmd.training.step.memory_estimate import RankNeeds, StepOutOfMemory, activation_bytes, require_room
+from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.rank import ZeroRank, slot_elements
-from zbmd.training.zero.safekeeping import Digests, Safekeeping
-from zbmd.training.zero.state_file import Note, StateFile, StateName, require_folder
 from zbmd.training.zero.trainer import ZeroDone, ZeroOptions, ZeroTrainer, arena_bytes_needed, shards_of
-from zbmd.transport import faults
-from zbmd.transport._native import now_ns
+from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import OutOfMemory, PeerLost, UserError
+from zbmd.transport.native._native import now_ns
 
 BEGIN_POINT = faults.declare("zero.begin", "before a step")
 MEET_POINT = faults.declare("zero.meet", "in a new epoch, before its members say what they hold")

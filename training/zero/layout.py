@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zbmd.training.cut import Cut, run_of
-from zbmd.training.layout import ALIGNMENT, ParameterLayout, ParameterSlot
-from zbmd.training.xp import Array
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.parameter_layout import ALIGNMENT, ParameterLayout, ParameterSlot
+from zbmd.training.checkpoint.parameter_cut import Cut, run_of
 from zbmd.transport.errors import UserError
 
 RANKS_MAX = 1 << 16

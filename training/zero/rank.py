@@ -16,11 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zbmd.training.adamw import AdamWState, Shard, update_blocks
-from zbmd.training.cut import Cut
-from zbmd.training.gpt import GPT, Batch
-from zbmd.training.layout import ParameterSlot
-from zbmd.training.lookout import Lookout, Where, lookout
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.first_non_finite import Lookout, Where, lookout
+from zbmd.training.autograd.parameter_layout import ParameterSlot
+from zbmd.training.autograd.tape import Parameter, Tape, Tensor
+from zbmd.training.checkpoint.parameter_cut import Cut
+from zbmd.training.checkpoint.sharded import Piece, SavedState
+from zbmd.training.model.gpt import GPT, Batch
 from zbmd.training.optim import (
     Gather,
     HeldMatrices,
@@ -32,16 +34,14 @@ from zbmd.training.optim import (
     optimizer_for,
     taken_whole,
 )
+from zbmd.training.optim.adamw import AdamWState, Shard, update_blocks
+from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, storage_dtype
 from zbmd.training.pipeline.norm import Pieces, norm_of, pieces_length, pieces_of
-from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, storage_dtype
-from zbmd.training.shard_files import Piece, SavedState
-from zbmd.training.tape import Parameter, Tape, Tensor
-from zbmd.training.xp import Array
-from zbmd.training.zero.accountant import Accountant, Kind
+from zbmd.training.redundancy.paging import Paging, state_in
+from zbmd.training.redundancy.state_file import StateFile
+from zbmd.training.step.shard_sum import ShardSum
 from zbmd.training.zero.layout import ShardLayout, Unit
-from zbmd.training.zero.paging import Paging, state_in
-from zbmd.training.zero.shard_sum import ShardSum
-from zbmd.training.zero.state_file import StateFile
+from zbmd.training.zero.memory_accounting import Accountant, Kind
 
 
 @dataclass(slots=True)

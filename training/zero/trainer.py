@@ -19,35 +19,35 @@ from typing import Any, Final, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.actors.member import Node
-from zbmd.collectives.communicator import Communicator
-from zbmd.collectives.group import Group
-from zbmd.training import spans
+from zbmd.actors.rank.member import Node
+from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.group.group import Group
+from zbmd.training.autograd import spans
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.first_non_finite import Lookout, lookout
+from zbmd.training.autograd.rng import Noise
 from zbmd.training.capture_kinds import ZERO_STEP, recorded
-from zbmd.training.clip import TrainingDiverged, clip_scale
+from zbmd.training.checkpoint.sharded import SavedState
 from zbmd.training.config import TrainingConfig
-from zbmd.training.gathering import gather_pieces
-from zbmd.training.gpt import GPT
-from zbmd.training.lookout import Lookout, lookout
-from zbmd.training.non_finite import NOT_FOUND, where_it_began
+from zbmd.training.model.gpt import GPT
 from zbmd.training.optim import arrays_of
+from zbmd.training.optim.clip import TrainingDiverged, clip_scale
+from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
 from zbmd.training.pipeline.norm import Pieces
-from zbmd.training.precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
-from zbmd.training.recipe import Recipe
-from zbmd.training.rng import Noise
-from zbmd.training.room import told_by_step
-from zbmd.training.shard_files import SavedState
-from zbmd.training.watch import ALONE, VOTE_NUMBERS, StepWatch
-from zbmd.training.xp import Array
+from zbmd.training.redundancy.state_file import StateFile
+from zbmd.training.step.gathering import gather_pieces
+from zbmd.training.step.memory_estimate import told_by_step
+from zbmd.training.step.non_finite import NOT_FOUND, where_it_began
+from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.shard_sum import ShardSum
+from zbmd.training.step.step_hook import ALONE, VOTE_NUMBERS, StepWatch
 from zbmd.training.zero import machine as zm
-from zbmd.training.zero.accountant import Accountant, Kind
 from zbmd.training.zero.layout import ShardLayout
+from zbmd.training.zero.memory_accounting import Accountant, Kind
 from zbmd.training.zero.rank import ZeroRank
-from zbmd.training.zero.shard_sum import ShardSum
-from zbmd.training.zero.state_file import StateFile
-from zbmd.transport import faults
-from zbmd.transport._native import now_ns
+from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
+from zbmd.transport.native._native import now_ns
 
 STAGES: Final = (1, 2, 3)
 RANKS_NAMED_MAX: Final = 4
@@ -194,7 +194,7 @@ class ZeroTrainer:
 
         Raises `PeerLost` when a rank has ended, `OperationAborted` when one has given up, `DeadlineExceeded`
         when one stands still, `StepOutOfMemory` on this rank, and `TrainingDiverged` on all alike. Behind any
-        but the last, ranks may be at two versions: see `zbmd.training.zero.mirror`.
+        but the last, ranks may be at two versions: see `zbmd.training.redundancy.machine`.
         """
         self._watch, self._told, self._voted = watch, False, False
         with told_by_step(self.group.rank, self.step):

@@ -4,7 +4,7 @@ Order: by hybrid logical clock, so that what caused something always stands befo
 stands in the order of the processes' wall clocks, as far as those agree.
 
 Skew: each frame that both ends recorded gives one delay, from the sender's wall clock to the receiver's, and
-delays bound offsets (`zbmd.transport.clock_offsets`). Processes on one monotonic clock need no estimate.
+delays bound offsets (`zbmd.transport.clock.offsets`). Processes on one monotonic clock need no estimate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import count, islice
 from zbmd.transport.capture.format import BlockInfo, Origin
 from zbmd.transport.capture.reader import Entry, ProcessLog, Segment
 from zbmd.transport.capture.records import FrameIn, FrameOut, Kind, Mark
-from zbmd.transport.clock_offsets import Delay, Offset, offset_between, offsets_from_first
+from zbmd.transport.clock.offsets import Delay, Offset, offset_between, offsets_from_first
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import HEADER_BYTES, unpack_header
 

@@ -20,16 +20,16 @@ from typing import Any
 import msgspec
 import xxhash
 
-from zbmd.transport._recording import RECORD_WEIGHT_BYTES as RECORD_WEIGHT_BYTES
-from zbmd.transport._recording import Taking
 from zbmd.transport.capture.codec import UnionCodec, encode
 from zbmd.transport.capture.errors import CaptureMismatch
 from zbmd.transport.capture.format import Anchor, Origin
+from zbmd.transport.capture.native._recording import RECORD_WEIGHT_BYTES as RECORD_WEIGHT_BYTES
+from zbmd.transport.capture.native._recording import Taking
 from zbmd.transport.capture.records import PROCESS_STREAM, Kind, RawRecord
 from zbmd.transport.capture.registry import LINK, ActionT, EventT, MachineKind
 from zbmd.transport.capture.tap import Tap
-from zbmd.transport.hello import Identity
-from zbmd.transport.hlc import HybridClock
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.handshake.hello import Identity
 from zbmd.transport.machine import Machine
 
 STREAMS_OPEN_MAX = 65_536

@@ -57,9 +57,6 @@ from zbmd.transport.sim.clock import (
     WALL_START_NS,
     LocalClock,
 )
-from zbmd.transport.sim.disk import (
-    SimDisk,
-)
 from zbmd.transport.sim.errors import (
     Deadlock,
     Livelock,
@@ -109,10 +106,6 @@ from zbmd.transport.sim.loop import (
 from zbmd.transport.sim.machines import (
     Simulation,
 )
-from zbmd.transport.sim.memory import (
-    Allocation,
-    SimMemory,
-)
 from zbmd.transport.sim.model import (
     CALM,
     SIM_START_NS,
@@ -143,10 +136,17 @@ from zbmd.transport.sim.model import (
 from zbmd.transport.sim.network import (
     Datagram,
 )
+from zbmd.transport.sim.parts.disk import (
+    SimDisk,
+)
+from zbmd.transport.sim.parts.memory import (
+    Allocation,
+    SimMemory,
+)
 from zbmd.transport.sim.process import (
     current_process,
 )
-from zbmd.transport.sim.scenario import (
+from zbmd.transport.sim.scenarios.scenario import (
     Checker,
     Options,
     Outcome,
@@ -157,7 +157,7 @@ from zbmd.transport.sim.scenario import (
     parse_faults,
     run_scenario,
 )
-from zbmd.transport.sim.shrinker import (
+from zbmd.transport.sim.scenarios.shrinker import (
     AdmitsPlans,
     Shrunk,
     admitted,

@@ -1,4 +1,4 @@
-"""`SimLink`: a `zbmd.transport.link.Link` between two simulated processes."""
+"""`SimLink`: a `zbmd.transport.link.interface.Link` between two simulated processes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, ZbmdError
-from zbmd.transport.hello import Identity, PeerInfo
-from zbmd.transport.link import LinkLimits
-from zbmd.transport.link_side import LinkSide
-from zbmd.transport.region import RegionHandle, RemoteRegion, require_owner
-from zbmd.transport.sim.regions import Operations, SimRegion
-from zbmd.transport.transfer import Transfer
+from zbmd.transport.handshake.hello import Identity, PeerInfo
+from zbmd.transport.link.base import LinkSide
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.memory.region import RegionHandle, RemoteRegion, require_owner
+from zbmd.transport.memory.transfer import Transfer
+from zbmd.transport.sim.parts.regions import Operations, SimRegion
 
 if TYPE_CHECKING:
     from zbmd.transport.sim.network import Network
-    from zbmd.transport.sim.segment import SimSegment
+    from zbmd.transport.sim.parts.segment import SimSegment
     from zbmd.transport.sim.world import SimProcess
 
 
@@ -35,7 +35,7 @@ class LinkOptions:
 
 
 class SimLink(LinkSide):
-    """See `zbmd.transport.link.Link`. Made by `SimProcess.listen` and `dial`.
+    """See `zbmd.transport.link.interface.Link`. Made by `SimProcess.listen` and `dial`.
 
     Frames keep their order and none is lost: what the network loses is sent again, what it cuts waits. The
     peer's death shows as `PeerLost` after the last frame of its that still arrives. What a process opened of
@@ -125,7 +125,7 @@ class SimLink(LinkSide):
         return self._memory
 
     def open_region(self, handle: RegionHandle) -> RemoteRegion:
-        """See `zbmd.transport.link.Link.open_region`."""
+        """See `zbmd.transport.link.interface.Link.open_region`."""
         theirs = self.far._memory
         if self._memory is None or theirs is None:
             raise LocalProtocolError(f"no memory came with the link to {self._peer.name}: nothing to open")

@@ -1,8 +1,8 @@
 """Simulations of protocol machines: `Simulation` and what it is made of (see the package's text).
 
-The loop in `Simulation.run` is the simulator's hot path (`python -m zbmd.tools.bench_sim`): events under way
-are plain tuples in one heap, the history is appended to as plain tuples, and random numbers come from
-`random()` alone, `randint` costing ten times as much.
+The loop in `Simulation.run` is the simulator's hot path (`python -m zbmd.tools.bench.actors.sim`): events
+under way are plain tuples in one heap, the history is appended to as plain tuples, and random numbers come
+from `random()` alone, `randint` costing ten times as much.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from zbmd.transport.sim.faults import (
 )
 from zbmd.transport.sim.history import History
 from zbmd.transport.sim.hosts import Entry, Factory, Flying, Host
-from zbmd.transport.sim.kills import Kills
 from zbmd.transport.sim.model import (
     CALM,
     MAX_EVENTS_DEFAULT,
@@ -59,6 +58,7 @@ from zbmd.transport.sim.model import (
     Stimulus,
     TimerFired,
 )
+from zbmd.transport.sim.scenarios.kills import Kills
 from zbmd.transport.sim.weather import Lane, LaneFlooded, Weather
 
 BEFORE_ALL = -1.0

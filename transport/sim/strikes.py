@@ -24,8 +24,8 @@ from zbmd.transport.sim.faults import (
     UnsupportedFault,
     names_of,
 )
-from zbmd.transport.sim.memory import MEMORY_BYTES_DEFAULT
 from zbmd.transport.sim.model import SIM_START_NS
+from zbmd.transport.sim.parts.memory import MEMORY_BYTES_DEFAULT
 
 if TYPE_CHECKING:
     from zbmd.transport.sim.world import SimProcess, World

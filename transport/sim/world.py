@@ -10,18 +10,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
 
+from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import LocalProtocolError
-from zbmd.transport.hello import Identity
-from zbmd.transport.hlc import HybridClock
-from zbmd.transport.link import LinkLimits
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.interface import LinkLimits
 from zbmd.transport.sim.clock import LocalClock
-from zbmd.transport.sim.disk import SimDisk
 from zbmd.transport.sim.errors import Deadlock, Livelock
 from zbmd.transport.sim.faults import WORLD_FAULTS, Fault
 from zbmd.transport.sim.history import History
 from zbmd.transport.sim.links import LinkOptions, SimLink
 from zbmd.transport.sim.loop import SimLoop
-from zbmd.transport.sim.memory import MEMORY_BYTES_DEFAULT, SimMemory
 from zbmd.transport.sim.model import (
     CALM,
     MAX_EVENTS_DEFAULT,
@@ -33,8 +31,10 @@ from zbmd.transport.sim.model import (
     SimulationFailure,
 )
 from zbmd.transport.sim.network import Datagram, Network, OnLink
+from zbmd.transport.sim.parts.disk import SimDisk
+from zbmd.transport.sim.parts.memory import MEMORY_BYTES_DEFAULT, SimMemory
+from zbmd.transport.sim.parts.segment import SimSegment
 from zbmd.transport.sim.process import LoopProcess
-from zbmd.transport.sim.segment import SimSegment
 from zbmd.transport.sim.strikes import Strikes
 from zbmd.transport.sim.weather import LaneFlooded, Weather
 

@@ -13,10 +13,14 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from zbmd.actors import wire
-from zbmd.actors.actor import Actor, Down, Exited, Reason, ReasonKind, Undelivered, on
-from zbmd.actors.context import deadline_ns, trace_id
 from zbmd.actors.contracts import Contract, fingerprints
+from zbmd.actors.core import wire
+from zbmd.actors.core.actor import Actor, Down, Exited, Reason, ReasonKind, Undelivered, on
+from zbmd.actors.core.context import deadline_ns, trace_id
+from zbmd.actors.core.mailbox import MailboxSpec
+from zbmd.actors.core.peer import Peer
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import (
     ActorFailed,
     ActorStartFailed,
@@ -28,11 +32,7 @@ from zbmd.actors.errors import (
     UnknownActorClass,
     UnknownContract,
 )
-from zbmd.actors.mailbox import MailboxSpec
-from zbmd.actors.peer import Peer
-from zbmd.actors.ref import Ref
-from zbmd.actors.supervisor import Children, ChildSpec, WhichChildren
-from zbmd.actors.system import ActorSystem
+from zbmd.actors.supervision.supervisor import Children, ChildSpec, WhichChildren
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LocalProtocolError,
@@ -40,10 +40,10 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
     ZbmdError,
 )
-from zbmd.transport.hello import Identity
-from zbmd.transport.link import LinkLimits
-from zbmd.transport.shm import Endpoint, link_pair, listen
-from zbmd.transport.shm_link import ShmLink
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.shm.connect import Endpoint, link_pair, listen
+from zbmd.transport.shm.link import ShmLink
 
 Pair = tuple[ActorSystem, ActorSystem]
 Join = Callable[..., None]
@@ -407,7 +407,7 @@ def child_main(address: str) -> None:
     """The other process: dials, serves a counter, and lives until it is killed."""
 
     async def main() -> None:
-        from zbmd.transport.shm import dial
+        from zbmd.transport.shm.connect import dial
 
         system = ActorSystem("rank1", 4)
         await system.spawn(Counter, name="counter")

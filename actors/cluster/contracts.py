@@ -1,0 +1,180 @@
+"""What nodes send one another beside `messages`, and the check of all that comes from them.
+
+What a schema cannot say is checked here, so that nothing reaches the machine that no node would send.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final
+
+import msgspec
+
+from zbmd.actors.cluster import messages as m
+from zbmd.actors.cluster.jobs.table import Command, problem_of
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.view import EPOCH_MAX, Change, ClusterView
+from zbmd.actors.contracts import Contract, ContractDecoder
+from zbmd.actors.errors import InvalidMessage
+from zbmd.transport.errors import RemoteProtocolError
+
+ID_MAX: Final = (1 << 63) - 1
+TEXT_CHARS_MAX: Final = 4096
+ADDRESS_CHARS_MAX: Final = 300
+NAME_CHARS_MAX: Final = 64
+PROTOCOL_VERSION: Final = 2
+"""Of what nodes say to one another beyond the schemas of their contracts, which are compared at hello."""
+
+_Short = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")
+
+
+class Hail(Contract, id="zbmd.cluster.hail"):
+    """The first frame of either end of a link between nodes.
+
+    wall_ns: since 1970, only to be told to people; boot_id, pid_space, pid, started: name the process on its
+    host, so that another process there can ask the kernel for its end.
+    """
+
+    node: Node
+    protocol: int
+    release: _Short
+    wall_ns: Annotated[int, msgspec.Meta(ge=0)]
+    boot_id: _Short
+    pid_space: _Short
+    pid: Annotated[int, msgspec.Meta(ge=0)]
+    started: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class NotUnderstood(Contract, id="zbmd.cluster.not_understood"):
+    """The answer to a contract that the receiver does not know."""
+
+    text: Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
+
+
+def _no_hook(wanted: type, _: object) -> object:
+    raise NotImplementedError(f"{wanted.__name__} is no part of what nodes say")
+
+
+_decoder = ContractDecoder(_no_hook)
+
+
+def decode(payload: bytes | memoryview) -> Contract:
+    """The contract in a frame of a node; of those in this module, checked.
+
+    Raises `RemoteProtocolError`, and `UnknownContract` if this process has none of its id and version.
+    """
+    try:
+        contract = _decoder.decode(payload)
+        check(contract)
+    except InvalidMessage as error:
+        raise RemoteProtocolError(f"not what a node would say: {error}") from error
+    return contract
+
+
+def check(contract: Contract) -> None:
+    """Raise `RemoteProtocolError` for what fits its schema and yet no node would send."""
+    match contract:
+        case Hail(node=node) | m.Join(node=node):
+            _node(node)
+        case m.Report():
+            _report(contract)
+        case m.Cast():
+            _cast(contract)
+        case m.Echo():
+            _epoch(contract.epoch)
+            _ids(contract.missing)
+            if contract.accepted is not None:
+                _change(contract.accepted.change, contract.epoch + 1)
+        case m.Behind(epoch=epoch):
+            _epoch(epoch)
+        case m.Excluded(epoch=epoch, reason=reason):
+            _epoch(epoch)
+            _require(len(reason) <= TEXT_CHARS_MAX, "a reason that is too long")
+        case m.Learn(view=view):
+            _view(view)
+        case m.Beat(known=known, entered=entered):
+            _epoch(known)
+            _require(0 <= entered <= known, f"it acts on view {entered} and knows {known}")
+        case _:
+            pass
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise RemoteProtocolError(f"not what a node would say: {what}")
+
+
+def _epoch(epoch: int) -> None:
+    _require(0 <= epoch < EPOCH_MAX, f"epoch {epoch}")
+
+
+def _key(key: NodeKey) -> None:
+    _require(0 <= key.id <= ID_MAX and 1 <= key.incarnation <= ID_MAX, f"the key {key}")
+
+
+def _keys(keys: tuple[NodeKey, ...]) -> None:
+    for key in keys:
+        _key(key)
+    _require(list(keys) == sorted(set(keys)), "keys that are not sorted")
+
+
+def _ids(ids: tuple[int, ...]) -> None:
+    _require(list(ids) == sorted(set(ids)), "ids that are not sorted")
+    _require(not ids or (ids[0] >= 0 and ids[-1] <= ID_MAX), "ids out of range")
+
+
+def _node(node: Node) -> None:
+    _key(node.key)
+    fits = len(node.address) <= ADDRESS_CHARS_MAX and node.address.isprintable()
+    _require(fits, f"the address {node.address[:80]!r}")
+    _require(not node.name or is_name(node.name), f"the name {node.name[:80]!r}")
+
+
+def _report(report: m.Report) -> None:
+    _epoch(report.epoch)
+    _keys(report.down)
+    _keys(report.proven)
+    for node in report.joins:
+        _node(node)
+    _commands(report.commands)
+
+
+def _commands(commands: tuple[Command, ...]) -> None:
+    for command in commands:
+        _key(command.origin)
+        _require(1 <= command.number <= ID_MAX, f"command {command.number}")
+        _require(not (problem := problem_of(command.order)), f"an order that nobody takes: {problem}")
+
+
+def _view(view: ClusterView) -> None:
+    _epoch(view.epoch)
+    for node in view.nodes:
+        _node(node)
+
+
+def _change(change: Change, epoch: int) -> None:
+    _require(change.epoch == epoch, f"a change to view {change.epoch} where {epoch} is next")
+    _keys(change.removed)
+    for node in change.added:
+        _node(node)
+    _commands(change.commands)
+    _require(change.elapsed_ns >= 0, "a view that lasted less than no time")
+    ids = [node.id for node in change.added]
+    _require(ids == sorted(set(ids)), "added nodes that are not sorted")
+
+
+def _cast(cast: m.Cast) -> None:
+    _epoch(cast.epoch)
+    _key(cast.root)
+    _ids(cast.excluded)
+    _require(cast.root.id not in cast.excluded, "a round without its root")
+    if cast.phase is m.Phase.ACCEPT:
+        _require(cast.change is not None, "a round that has nothing to accept")
+    if cast.change is not None:
+        _change(cast.change, cast.epoch + (1 if cast.phase is m.Phase.ACCEPT else 0))
+
+
+def is_name(text: str) -> bool:
+    """Whether a node may be called so: 1 to 64 letters, digits or `_.@-`, a letter or digit first."""
+    return len(text) <= NAME_CHARS_MAX and _NAME.fullmatch(text) is not None

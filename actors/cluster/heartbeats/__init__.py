@@ -1,0 +1,1 @@
+"""The package `heartbeats` of `zbmd.actors.cluster`."""

@@ -1,0 +1,350 @@
+"""The heartbeats of one life: a native thread beats and listens, the detector judges what it brings.
+
+The thread (`zbmd.actors.cluster.heartbeats._heartbeat`) sends this node's beats and takes in those of others
+on *lanes*, TCP connections beside the links to them, without Python: neither the GIL nor a busy loop delays a
+beat. It wakes the loop here when the silence of a member has reached the limit that the detector has set,
+when a beat says something else than ours do, and while the machine is at work, for it counts on hearing who
+is there. Else it is looked at once a pace. Whatever comes over a link counts as a beat, and spares one where
+it goes out.
+
+A beat over a lane proves that the peer's process runs, and that the way between the hosts is open. That its
+Python runs is proved by the **lease**: beats cease when the loop here has not renewed it for so long. And a
+lane ends with the last link to its peer, so that nobody is heard who cannot be spoken to. Beats go by TCP, to
+the port that links have already, since a firewall that drops UDP would look like the death of everybody.
+Where a peer that observes us has no lane (yet), its beats go over the link.
+
+Beside a lane a peer may have a *way* (`rdma`), by which beats are written into its memory; the lane
+stands by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from typing import Final, Protocol, assert_never
+
+import structlog
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
+from zbmd.actors.cluster.capture_kinds import DETECTOR
+from zbmd.actors.cluster.heartbeats import detector as d
+from zbmd.actors.cluster.heartbeats._heartbeat import BEAT_KEY_BYTES, PEERS_MAX, NativeHeartbeats
+from zbmd.actors.cluster.membership.overlay import OBSERVERS_MAX
+from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.transport.bulk.lane import Lane
+from zbmd.transport.capture.recorder import Recorder
+from zbmd.transport.capture.tap import Tap
+from zbmd.transport.clock.deadlines import Deadlines
+from zbmd.transport.handshake.hello import Side
+from zbmd.transport.native._native import now_ns
+from zbmd.transport.secure.session_keys import Keys, Session
+
+log: Final = structlog.stdlib.get_logger("zbmd.cluster")
+
+PACE_BUDGETS: Final = 2
+CALM_PACE_BUDGETS: Final = 4
+"""Recovery budgets from one look at a quiet cluster to the next, with a job and without one: a look costs as
+much as all else that the loop of an idle node does."""
+PAUSE_BUDGETS: Final = 3
+"""For so much longer than from one look to the next a node beats without a sign of the loop: longer than any
+pause of a busy process, and, all in all, fewer beats than a table keeps."""
+
+LANE_LABEL: Final = b"zbmd beat 1"
+WAY_LABEL: Final = b"zbmd beat way 1"
+assert 2 * OBSERVERS_MAX < PEERS_MAX, "there is a place for everybody who is watched"
+
+
+class BeatsDesk(Protocol):
+    """What a life does with what is heard. Called on its loop; must not block."""
+
+    def suspected(self, key: NodeKey, reason: str) -> None:
+        """A member that we observe is silent."""
+        ...
+
+    def trusted(self, key: NodeKey) -> None:
+        """It is not, after all."""
+        ...
+
+    def beaten(self, key: NodeKey, known: int, entered: int) -> None:
+        """What the last beat of a peer says."""
+        ...
+
+    def beat_by_link(self, key: NodeKey) -> None:
+        """Send a beat over the link: there is no lane."""
+        ...
+
+    def lane_ended(self, key: NodeKey) -> None:
+        """A peer has no lane any more, and no way beside it."""
+        ...
+
+    def way_ended(self, key: NodeKey, reason: str) -> None:
+        """A peer's way is used no more; its lane is."""
+        ...
+
+    def paced(self) -> None:
+        """Once a pace: time to tidy up."""
+        ...
+
+
+def beat_keys(control: Session, lane: Session, label: bytes = LANE_LABEL) -> Keys:
+    """The keys of the two directions for beats over a lane, or by a way beside it, under any protection.
+
+    label: which of the two; control: the session of the link; lane: of the lane that has joined it. By
+    HKDF-Expand (RFC 5869) from what only both ends of the link have; a lane's session id is never used twice.
+    """
+    of_dialer, of_listener = (
+        HKDFExpand(
+            algorithm=SHA256(),
+            length=BEAT_KEY_BYTES,
+            info=b"\0".join((label, by.value.encode(), lane.session_id)),
+        ).derive(control.join_key)
+        for by in (Side.DIALER, Side.LISTENER)
+    )
+    if lane.side is Side.DIALER:
+        return Keys(send=of_dialer, receive=of_listener)
+    return Keys(send=of_listener, receive=of_dialer)
+
+
+class Heartbeats:
+    """Made on the life's loop, whose thread must renew the lease. recorder: the detector's."""
+
+    def __init__(
+        self, me: NodeKey, deadlines: Deadlines, desk: BeatsDesk, recorder: Recorder | None = None
+    ) -> None:
+        self.detector = d.Detector(deadlines)
+        config = {"recovery_budget_ns": deadlines.recovery_budget_ns}
+        self._tap = Tap(recorder, DETECTOR, "detector", self.detector, config)
+        self._me = me
+        self._deadlines = deadlines
+        self._beat_ns = deadlines.heartbeat_ns
+        self._desk = desk
+        self._pace_ns = PACE_BUDGETS * deadlines.recovery_budget_ns
+        self._native = NativeHeartbeats(period_ns=deadlines.heartbeat_ns, lease_ns=self._lease_ns)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._native.fd, self._woken)
+        self._places: dict[NodeKey, int] = {}
+        self._lanes: dict[NodeKey, bool] = {}
+        """Of peers that have a lane: whether it is the one that both ends prefer."""
+        self._subjects: frozenset[NodeKey] = frozenset()
+        self._observers: frozenset[NodeKey] = frozenset()
+        self._says = (False, 0, 0)
+        self._attentive = False
+        self._by_link: asyncio.Handle | None = None
+        self._pacing = self._loop.call_later(self._pace_ns / 1e9, self._pace)
+        self._closed = False
+
+    def close(self) -> None:
+        """Beat no more, and end all lanes. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pacing.cancel()
+        if self._by_link is not None:
+            self._by_link.cancel()
+        self._loop.remove_reader(self._native.fd)
+        self._native.close()
+        self._tap.close("this life is over")
+
+    # -- what the machine wants --------------------------------------------------------------------------
+
+    def watch(self, subjects: Iterable[NodeKey], observers: Iterable[NodeKey], *, busy: bool) -> None:
+        """Observe these and let those hear us, and nobody else. busy: whether the view has a job."""
+        self._subjects, self._observers = frozenset(subjects), frozenset(observers)
+        self._beat_ns = d.beat_ns(self._deadlines, busy=busy)
+        self._set_period()
+        self._set_pace((PACE_BUDGETS if busy else CALM_PACE_BUDGETS) * self._deadlines.recovery_budget_ns)
+        for key in self._subjects | self._observers:
+            self._place(key)
+        for key, place in list(self._places.items()):
+            self._native.beat_to(place, key in self._observers)
+            if key not in self._subjects:
+                self._native.observe(place, 0)
+        observed = tuple(sorted(self._subjects))
+        self._feed(d.Observe(subjects=observed, beat_ns=self._beat_ns), now_ns())
+        self._tap.check_invariants()
+        self._tidy()
+        self._beat_where_no_lane_is()
+
+    def say(self, on: bool, known: int, entered: int) -> None:
+        """What beats say from now on; on: whether there are any."""
+        if self._says != (on, known, entered):
+            self._says = on, known, entered
+            self._native.say(on, known, entered)
+            self._beat_where_no_lane_is()
+
+    def attend(self, attentive: bool) -> None:
+        """Whether every beat is to be told of."""
+        if self._attentive != attentive:
+            self._attentive = attentive
+            self._native.attend(attentive)
+            self._set_period()
+
+    def _set_period(self) -> None:
+        """While the machine is at work it counts on every beat; so may those of others."""
+        self._native.set_period(self._deadlines.heartbeat_ns if self._attentive else self._beat_ns)
+
+    # -- links and lanes ---------------------------------------------------------------------------------
+
+    def heard(self, key: NodeKey) -> None:
+        """A frame came over a link."""
+        place = self._places.get(key)
+        if place is not None and self._native.heard(place):
+            self.look()
+
+    def sent(self, key: NodeKey) -> None:
+        """A frame goes out over a link."""
+        place = self._places.get(key)
+        if place is not None:
+            self._native.sent(place)
+
+    def adopt(self, key: NodeKey, lane: Lane, control: Session) -> bool:
+        """Take a lane over, unless there is a better one: that which the lower key has dialed. Whether so."""
+        preferred = (lane.session.side is Side.DIALER) == (self._me < key)
+        if self._closed or (self._lanes.get(key) and not preferred):
+            lane.sock.close()
+            return False
+        place = self._place(key)
+        keys = beat_keys(control, lane.session)
+        self._native.adopt(place, lane.sock.detach(), keys.send, keys.receive, lane.surplus)
+        self._native.beat_to(place, key in self._observers)
+        self._lanes[key] = preferred
+        return True
+
+    def drop_lane(self, key: NodeKey) -> None:
+        """The last link to this peer has ended."""
+        if key in self._lanes and not self._closed:
+            self._native.drop_lane(self._places[key])
+            self._no_lane(key)
+            self._tidy()
+            self._beat_where_no_lane_is()
+
+    def add_way(self, key: NodeKey, way: object, keys: Keys) -> bool:
+        """Take beats of this peer by a way beside its lane; False if that has ended.
+
+        way: see `NativeHeartbeats.add_way`.
+        """
+        return key in self._lanes and self._native.add_way(self._places[key], way, keys.send, keys.receive)
+
+    def use_way(self, key: NodeKey) -> None:
+        """Send beats by it, too."""
+        if key in self._lanes:
+            self._native.use_way(self._places[key])
+
+    def drop_way(self, key: NodeKey) -> None:
+        """Nothing of it is touched from now on; the lane stays."""
+        if key in self._places and not self._closed:
+            self._native.drop_way(self._places[key])
+
+    def _no_lane(self, key: NodeKey) -> None:
+        if self._lanes.pop(key, None) is not None:
+            self._desk.lane_ended(key)
+
+    def lacking(self) -> list[NodeKey]:
+        """Peers that should have a lane, and have none."""
+        return sorted((self._subjects | self._observers) - self._lanes.keys())
+
+    def _place(self, key: NodeKey) -> int:
+        place = self._places.get(key)
+        if place is None and len(self._places) == PEERS_MAX:
+            self._vacate(min(self._places.keys() - self._subjects - self._observers))
+        if place is None:
+            place = self._places[key] = self._native.place()
+        return place
+
+    def _tidy(self) -> None:
+        """Give back the places of those who are not watched and have no lane."""
+        for key in self._places.keys() - self._subjects - self._observers - self._lanes.keys():
+            self._vacate(key)
+
+    def _vacate(self, key: NodeKey) -> None:
+        self._native.vacate(self._places.pop(key))
+        self._no_lane(key)
+
+    # -- what has come -----------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Take what the thread has, and have it judged."""
+        judged_ns = self._native.judged_ns
+        news = [(key, self._native.take(place)) for key, place in self._places.items()]
+        for key, new in news:
+            if new is not None and new[0]:
+                self._feed(d.Beats(key=key, arrivals_ns=new[0]), judged_ns)
+        self._feed(d.Looked(), judged_ns)
+        self._tap.check_invariants()  # once: each event is about another member
+        for key, new in news:
+            if new is None:
+                continue
+            _, said, ended, way_ended = new
+            if ended:
+                log.debug("a lane for heartbeats ended", peer=str(key), reason=ended)
+                self._no_lane(key)
+            elif way_ended:
+                self._desk.way_ended(key, way_ended)
+            if said is not None:
+                self._desk.beaten(key, *said)
+        if any(new is not None and new[2] for _, new in news) and not self._closed:
+            self._tidy()
+            self._beat_where_no_lane_is()
+
+    def silence(self, key: NodeKey) -> tuple[int | None, int]:
+        """For how long `key` was not heard, and the silence that is suspect; None and 0 if not observed."""
+        self._native.read_now()
+        self.look()
+        return self.detector.silence(key, now_ns())
+
+    def _woken(self) -> None:
+        os.eventfd_read(self._native.fd)
+        self.look()
+
+    def _feed(self, event: d.Event, at_ns: int) -> None:
+        actions = self._tap.handle(event, now_ns=at_ns)
+        for action in actions:
+            match action:
+                case d.Limit(key=key, limit_ns=limit_ns):
+                    place = self._places.get(key)
+                    if place is not None:
+                        self._native.observe(place, limit_ns)
+                case d.Silent(key=key, reason=reason):
+                    self._desk.suspected(key, reason)
+                case d.Audible(key=key):
+                    self._desk.trusted(key)
+                case _:
+                    assert_never(action)
+
+    # -- timers ------------------------------------------------------------------------------------------
+
+    @property
+    def _lease_ns(self) -> int:
+        return self._pace_ns + PAUSE_BUDGETS * self._deadlines.recovery_budget_ns
+
+    def _set_pace(self, pace_ns: int) -> None:
+        if self._pace_ns != pace_ns:
+            self._pace_ns = pace_ns
+            self._renew()
+
+    def _renew(self) -> None:
+        """This loop lives: beat for another lease, which it has renewed once more long before its end."""
+        self._pacing.cancel()
+        self._pacing = self._loop.call_later(self._pace_ns / 1e9, self._pace)
+        if self._native.renew(self._lease_ns):
+            log.warning("the cluster's thread stood still for so long that heartbeats were withheld")
+
+    def _pace(self) -> None:
+        self._renew()
+        self.look()
+        self._desk.paced()
+
+    def _beat_where_no_lane_is(self) -> None:
+        if self._by_link is None and not self._closed:
+            self._by_link = self._loop.call_soon(self._beat_by_link)
+
+    def _beat_by_link(self) -> None:
+        self._by_link = None
+        on, _, _ = self._says
+        without = sorted(self._observers - self._lanes.keys())
+        if on and without:
+            self._by_link = self._loop.call_later(self._beat_ns / 1e9, self._beat_by_link)
+            for key in without:
+                self._desk.beat_by_link(key)

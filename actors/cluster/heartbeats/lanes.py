@@ -1,0 +1,101 @@
+"""Lanes for heartbeats: opened beside links that we have dialed, accepted beside those that others have."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import structlog
+
+from zbmd.actors.cluster.heartbeats.driver import Heartbeats
+from zbmd.actors.cluster.heartbeats.rdma import RdmaBeats
+from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.transport.bulk.lane import Lane
+from zbmd.transport.errors import ZbmdError
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.secure.session_keys import LANES_MAX
+from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.link import TcpLink
+
+log: Final = structlog.stdlib.get_logger("zbmd.cluster")
+
+
+@dataclass(slots=True)
+class _Dialed:
+    """A link that we may open lanes beside. lanes: how many have been; each has a number of its own."""
+
+    link: TcpLink
+    lanes: int = 0
+    opening: asyncio.Task[None] | None = None
+
+
+class HeartbeatLanes:
+    """Sees to it that every peer that we watch, or that watches us, has a lane. Use on the life's loop."""
+
+    def __init__(self, beats: Heartbeats, ways: RdmaBeats, endpoint: Endpoint) -> None:
+        self._beats = beats
+        self._ways = ways
+        self._endpoint = endpoint
+        self._dialed: dict[NodeKey, _Dialed] = {}
+        self._opening: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def linked(self, key: NodeKey, link: TcpLink) -> None:
+        """A link to this life stands."""
+        link.on_lane = partial(self._accept, key, link)
+        if link.dialed is not None:
+            self._dialed[key] = _Dialed(link)
+            self.open_missing()
+
+    def unlinked(self, key: NodeKey) -> None:
+        """The last link to this life has ended: nobody is heard who cannot be spoken to."""
+        self._dialed.pop(key, None)
+        self._beats.drop_lane(key)
+
+    def open_missing(self) -> None:
+        """Open the lanes that are wanted and not there; call it from time to time.
+
+        Beside a link that has no numbers left it cannot be done: it ends, and another takes its place.
+        """
+        for key in self._beats.lacking() if not self._closed else ():
+            dialed = self._dialed.get(key)
+            if dialed is None or dialed.opening is not None or dialed.link.closed:
+                continue
+            if dialed.lanes == LANES_MAX:
+                log.warning("no lane for heartbeats holds: another link is tried", peer=str(key))
+                dialed.link.close()
+                continue
+            task = asyncio.get_running_loop().create_task(self._open(key, dialed), name=f"lane to {key}")
+            dialed.opening = task
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def close(self) -> None:
+        """Open no more. Idempotent."""
+        self._closed = True
+        for task in self._opening:
+            task.cancel()
+        if self._opening:
+            await asyncio.wait(self._opening)
+
+    async def _open(self, key: NodeKey, dialed: _Dialed) -> None:
+        number, dialed.lanes = dialed.lanes, dialed.lanes + 1
+        try:
+            lane = await tcp.open_lane(dialed.link, number, self._endpoint)
+        except (ZbmdError, OSError) as error:
+            log.debug("no lane for heartbeats", peer=str(key), reason=str(error))
+            return
+        finally:
+            dialed.opening = None
+        self._adopt(key, dialed.link, lane)
+
+    def _accept(self, key: NodeKey, link: TcpLink, lane: Lane) -> None:
+        self._adopt(key, link, lane)
+
+    def _adopt(self, key: NodeKey, link: TcpLink, lane: Lane) -> None:
+        if self._closed or link.closed:
+            lane.sock.close()
+        elif self._beats.adopt(key, lane, link.session):
+            self._ways.lane_stands(key, lane.session, link.session)

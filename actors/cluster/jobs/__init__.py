@@ -1,0 +1,1 @@
+"""The package `jobs` of `zbmd.actors.cluster`."""

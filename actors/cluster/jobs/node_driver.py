@@ -1,0 +1,400 @@
+"""The jobs of a node, as its driver: processes forked, killed and told as the machine (`node_machine`)
+says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, assert_never
+
+import structlog
+
+from zbmd.actors.cluster.capture_kinds import LOCAL_JOBS
+from zbmd.actors.cluster.jobs import node_events as e
+from zbmd.actors.cluster.jobs.code_digest import check_code
+from zbmd.actors.cluster.jobs.contracts import HangWord, HostLinked
+from zbmd.actors.cluster.jobs.hosted_job import HostedJob
+from zbmd.actors.cluster.jobs.node_events import RankKey
+from zbmd.actors.cluster.jobs.node_machine import LocalJob, LocalJobs
+from zbmd.actors.cluster.jobs.table import REASON_CHARACTERS_MAX, CommandRefused, JobSpec, Order, RankUp, Stop
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.port import ClusterPort
+from zbmd.actors.cluster.route_table import WayFinder
+from zbmd.actors.cluster.view import ClusterView, host_of_first_rank
+from zbmd.actors.contracts import Contract
+from zbmd.actors.host.contracts import EnterView, MemberDown, ViewInstalled
+from zbmd.actors.host.early_template import EarlyTemplate
+from zbmd.actors.host.events import HostEvent, RankStarted, ViewChanged
+from zbmd.actors.host.output import LineWriter, OutputSink
+from zbmd.actors.host.process import RankProcess, describe_exit
+from zbmd.actors.host.processes import RankProcesses
+from zbmd.actors.host.supervisor import PRELOAD
+from zbmd.actors.host.template_client import TemplateLost
+from zbmd.transport.capture.recorder import Recorder
+from zbmd.transport.capture.tap import Tap
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.errors import ZbmdError
+from zbmd.transport.shm.death_notice import DeathNotice
+
+log: Final = structlog.stdlib.get_logger("zbmd.cluster.job")
+
+TEMPLATES_LOST_MAX: Final = 3
+"""In a row, with no rank that has joined in between: then this node makes no processes any more."""
+DRAIN_S_MAX: Final = 1.0
+OnJobEvent = Callable[[int, HostEvent], None]
+"""Takes the job's id and what happened to it on this node."""
+
+
+class JobHost:
+    """Runs a node's part of the cluster's jobs, on the running loop. A `ClusterListener`.
+
+    Use on the main thread: the template and all ranks die with it. port: the node; output: takes the ranks'
+    lines (default: our own standard output and error); recorder, clock: the process's; listen_host: where
+    ranks listen for other hosts; on_event: called on the loop, must not block;
+    template: the first one, if it was forked already; captures: where
+    the ranks of each job record, in a folder of its own; without it their environment says; finder: knows the
+    ways to processes beyond a job.
+    """
+
+    def __init__(
+        self,
+        port: ClusterPort,
+        *,
+        recorder: Recorder,
+        clock: HybridClock,
+        output: OutputSink | None = None,
+        listen_host: str = "127.0.0.1",
+        preload: Sequence[str] = PRELOAD,
+        environment: Mapping[str, str] | None = None,
+        on_event: OnJobEvent | None = None,
+        template: EarlyTemplate | None = None,
+        captures: Path | None = None,
+        finder: WayFinder | None = None,
+    ) -> None:
+        self.recorder = recorder
+        self.clock = clock
+        self._port = port
+        self._own_output = LineWriter() if output is None else None
+        self._output: OutputSink = output if output is not None else self._own_output  # type: ignore[assignment]
+        self._listen = f"{listen_host}:0"
+        self._preload = preload
+        self._environment = dict(os.environ if environment is None else environment)
+        self._on_event = on_event
+        self._early = template
+        self._captures = captures
+        self._finder = finder
+        self._loop = asyncio.get_running_loop()
+        self._machine = LocalJobs()
+        self._tap = Tap(recorder, LOCAL_JOBS, "jobs", self._machine, {})
+        self._events: deque[e.Event] = deque()
+        self._busy = False
+        self._me: NodeKey | None = None
+        self._jobs: dict[int, HostedJob] = {}
+        self._opened: dict[int, asyncio.Task[None]] = {}
+        self._forks: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._processes: RankProcesses | None = None
+        self._template: asyncio.Task[RankProcesses] | None = None
+        self._templates_lost = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+        self._closed = False
+
+    async def open(self) -> None:
+        """Start the template, then listen to the cluster. Raises `TemplateLost`, `UserError`."""
+        self._start_template()
+        assert self._template is not None
+        await asyncio.shield(self._template)
+        self._port.listen(self)
+
+    async def settle(self) -> None:
+        """Wait until ranks that were told to end have, and all that they printed is delivered; bounded."""
+        if self._processes is not None:
+            with contextlib.suppress(TimeoutError):  # a terminal that does not move is not waited for
+                async with asyncio.timeout(DRAIN_S_MAX):
+                    await self._processes.empty()
+                    await self._processes.settle()
+
+    async def failed(self) -> None:
+        """Wait until a bug in the machine or here has ended this; raises it."""
+        await asyncio.shield(self._failed)
+
+    async def close(self) -> None:
+        """Kill all that runs, and give back processes, sockets, descriptors, threads. Idempotent."""
+        if self._closed:
+            return
+        self.stopped("the node ends")
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks: list[asyncio.Task[Any]] = [*self._forks, *self._opened.values()]
+        tasks += [self._template] if self._template is not None else []
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._processes is not None:
+            await self._processes.close()
+        for hosted in self._jobs.values():
+            await hosted.close()
+        if self._closing:
+            await asyncio.wait(self._closing)
+        self._tap.close("the node ends")
+        if self._own_output is not None:
+            await self._own_output.close()
+        self._failed.cancel()
+
+    # -- `ClusterListener` -------------------------------------------------------------------------------
+
+    def began(self, me: Node) -> None:
+        """See `ClusterListener`."""
+        self._me = me.key
+        self.put(e.LifeBegan(me=me.key))
+
+    def acts_on(self, view: ClusterView, reason: str) -> None:
+        """See `ClusterListener`."""
+        self.put(e.ViewActedOn(view=view))
+        for hosted in self._jobs.values():
+            self._place(hosted, view)
+
+    def received(self, sender: NodeKey, message: Contract) -> None:
+        """See `ClusterListener`."""
+        if isinstance(message, HostLinked):
+            self.put(e.HostSaid(sender=sender, word=message))
+        elif isinstance(message, HangWord):
+            hosted = self._jobs.get(message.job)
+            if hosted is not None and self._port.view.holds(sender):
+                hosted.told(sender, message)
+
+    def stopped(self, reason: str) -> None:
+        """See `ClusterListener`."""
+        self.put(e.LifeEnded(reason=reason))
+
+    # -- the machine -------------------------------------------------------------------------------------
+
+    def put(self, event: e.Event) -> None:
+        """Put events to the machine one after the other, also those that follow from its actions."""
+        self._events.append(event)
+        if self._busy or self._closed:
+            return
+        self._busy = True
+        try:
+            while self._events:
+                now_ns = time.monotonic_ns()
+                actions = self._tap.handle(self._events.popleft(), now_ns=now_ns)
+                self._tap.check_invariants()
+                for action in actions:
+                    self._perform(action)
+        except Exception as error:
+            if self._failed.done():
+                log.error("error after a failure", exc_info=error)
+            else:
+                self._failed.set_exception(error)
+        finally:
+            self._busy = False
+
+    def _perform(self, action: e.Action) -> None:
+        match action:
+            case e.Open(spec=spec):
+                self._open(spec)
+            case e.Close(job=job):
+                self._close_job(job)
+            case e.Fork(key=key):
+                self._task(self._forks, self._fork(key))
+            case e.InstallView(job=job, view=view, to=to):
+                self._jobs[job].links.send(to, ViewInstalled(view=view))
+            case e.EnterView(job=job, epoch=epoch, to=to):
+                self._jobs[job].links.send(to, EnterView(epoch=epoch))
+                local = self._machine.jobs[job]
+                self.tell(job, ViewChanged(view=local.view, at_ns=time.monotonic_ns()))
+            case e.AnnounceDown(key=key, reason=reason, confirmed=confirmed, to=to):
+                down = MemberDown(
+                    rank=key.rank, incarnation=key.incarnation, reason=reason, confirmed=confirmed
+                )
+                self._jobs[key.job].links.send(to, down)
+            case e.Terminate(key=key):
+                self._signal(key, signal.SIGTERM)
+            case e.Kill(key=key):
+                self._signal(key, signal.SIGKILL)
+            case e.Ask(order=order):
+                self._ask(order)
+            case e.Tell(to=to_node, word=word):
+                self._port.send(to_node, word)
+            case e.SetTimer(at_ns=at_ns):
+                self._set_timer(at_ns)
+            case _:
+                assert_never(action)
+
+    def _ask(self, order: Order) -> None:
+        if isinstance(order, RankUp):
+            self._templates_lost = 0
+        try:
+            self._port.command(order)
+        except CommandRefused as error:
+            # The life has just ended: what it would have said means nothing any more.
+            log.info("order not taken", order=repr(order), reason=str(error))
+
+    def _set_timer(self, at_ns: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
+        self._timer = self._loop.call_later(delay_s, self._timer_fired, at_ns)
+
+    def _timer_fired(self, due_ns: int) -> None:
+        self.recorder.timer("jobs", due_ns, stream=self._tap.stream)
+        self.put(e.TimerFired())
+
+    # -- jobs --------------------------------------------------------------------------------------------
+
+    def _open(self, spec: JobSpec) -> None:
+        assert self._me is not None
+        hosted = self._jobs[spec.job] = HostedJob(
+            spec, self._me, self, listen=self._listen, captures=self._captures, finder=self._finder
+        )
+        self._opened[spec.job] = self._loop.create_task(self._open_checked(hosted))
+
+    async def _open_checked(self, hosted: HostedJob) -> None:
+        """Open a job once its code is found to be what was submitted. Raises `CodeDiffers`."""
+        if hosted.spec.code:
+            await self._loop.run_in_executor(None, check_code, hosted.spec)
+        await hosted.open()
+
+    def _place(self, hosted: HostedJob, view: ClusterView) -> None:
+        assert self._me is not None
+        hosted.placed(self._me, view)
+
+    def _close_job(self, job: int) -> None:
+        self._task(self._closing, _close_once_open(self._opened.pop(job), self._jobs.pop(job)))
+
+    async def _fork(self, key: RankKey) -> None:
+        """Fork as soon as its links and the template are there."""
+        try:
+            hosted = self._jobs[key.job]
+            await asyncio.shield(self._opened[key.job])
+            if self._template is None:
+                raise TemplateLost(f"{self._templates_lost} templates in a row have ended on this node")
+            processes = await asyncio.shield(self._template)
+            master_host = host_of_first_rank(self._port.view, key.job)
+            processes.fork(hosted.request(key, master_host=master_host))
+        except (ZbmdError, OSError) as error:
+            self.put(e.ForkFailed(key=key, reason=str(error)))
+
+    def _signal(self, key: RankKey, number: signal.Signals) -> None:
+        if self._processes is not None:
+            self._processes.signal((key.job, key.rank, key.incarnation), number)
+
+    def _task(self, tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    # -- what jobs need (`JobDesk`) ----------------------------------------------------------------------
+
+    def local(self, job: int) -> LocalJob | None:
+        """See `JobDesk`."""
+        return self._machine.jobs.get(job)
+
+    def process(self, key: RankKey) -> RankProcess | None:
+        """See `JobDesk`."""
+        if self._processes is None:
+            return None
+        return self._processes.find((key.job, key.rank, key.incarnation))
+
+    def send(self, to: NodeKey, message: Contract) -> None:
+        """See `JobDesk`."""
+        self._port.send(to, message)
+
+    def noticed(self, key: RankKey, notice: DeathNotice) -> bool:
+        """See `JobDesk`."""
+        if self._processes is None:
+            return False
+        return self._processes.noticed((key.job, key.rank, key.incarnation), notice)
+
+    def kill(self, key: RankKey) -> None:
+        """See `JobDesk`."""
+        self._signal(key, signal.SIGKILL)
+
+    def stop_job(self, job: int, reason: str) -> None:
+        """See `JobDesk`."""
+        self._ask(Stop(job=job, reason=reason[:REASON_CHARACTERS_MAX]))
+
+    def tell(self, job: int, event: HostEvent) -> None:
+        """See `JobDesk`."""
+        if self._on_event is not None:
+            self._on_event(job, event)
+
+    @property
+    def template_pid(self) -> int:
+        """See `JobDesk`."""
+        return 0 if self._processes is None else self._processes.template_pid
+
+    # -- processes (`ProcessDesk`) -----------------------------------------------------------------------
+
+    def _start_template(self) -> None:
+        self._template = self._loop.create_task(self._new_template())
+
+    async def _new_template(self) -> RankProcesses:
+        early, self._early = self._early, None
+        before, self._processes = self._processes, RankProcesses(self, self._output, early=early)
+        processes = self._processes
+        if before is not None:
+            self._task(self._closing, _close_once_empty(before))
+        await processes.start(modules=self._preload, environment=self._environment)
+        return processes
+
+    def forked(self, process: RankProcess) -> None:
+        """See `ProcessDesk`."""
+        started = RankStarted(
+            rank=process.rank,
+            incarnation=process.incarnation,
+            pid=process.pid,
+            asked_ns=process.asked_ns,
+            at_ns=time.monotonic_ns(),
+        )
+        self.tell(process.job, started)
+        self.put(e.Forked(key=RankKey(*process.key)))
+
+    def fork_failed(self, process: RankProcess, reason: str) -> None:
+        """See `ProcessDesk`."""
+        self.put(e.ForkFailed(key=RankKey(*process.key), reason=reason))
+
+    def exited(self, process: RankProcess, code: int) -> Callable[[], None]:
+        """See `ProcessDesk`."""
+        key, reason = RankKey(*process.key), describe_exit(code)
+        local = self._machine.jobs.get(key.job)
+        known = None if local is None else local.processes.get((key.rank, key.incarnation))
+        expected = code == 0 or (known is not None and known.condemned and process.notice is None)
+        self.put(e.Exited(key=key, code=code, reason=reason))
+        next_step = "the cluster decides what follows"
+        return lambda: self.tell(key.job, process.down(code, expected=expected, next_step=next_step))
+
+    def template_lost(self, error: TemplateLost) -> None:
+        """See `ProcessDesk`: another template takes its place."""
+        if self._closed:
+            return
+        self._templates_lost += 1
+        log.error("all ranks of this node are lost", reason=str(error), times=self._templates_lost)
+        if self._templates_lost <= TEMPLATES_LOST_MAX:
+            self._start_template()
+        else:
+            self._template = None
+
+
+async def _close_once_open(opened: asyncio.Task[None], hosted: HostedJob) -> None:
+    await asyncio.wait([opened])
+    if not opened.cancelled() and (error := opened.exception()) is not None:
+        log.warning("the job could not be opened here", job=hosted.spec.job, reason=str(error))
+    await hosted.close()
+
+
+async def _close_once_empty(processes: RankProcesses) -> None:
+    """Its ranks end with their template; their ends are to be told first."""
+    await processes.empty()
+    await processes.settle()
+    await processes.close()

@@ -1,0 +1,229 @@
+"""What the machine of a node's jobs hears (`node_machine`), and what it asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from zbmd.actors.cluster.jobs.contracts import HostLinked
+from zbmd.actors.cluster.jobs.table import JobSpec, Order
+from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.rank_names import child_id
+from zbmd.actors.view import View
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RankKey:
+    """One process of a job."""
+
+    job: int
+    rank: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{child_id(self.rank)}#{self.incarnation} of job {self.job:x}"
+
+
+# --- events ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifeBegan:
+    """The node begins a life in the cluster."""
+
+    me: NodeKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifeEnded:
+    """That life is over: the others go on without it, or will."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewActedOn:
+    """The node acts on a view of the cluster."""
+
+    view: ClusterView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSaid:
+    """Another node's life says how far its members of a job's view are."""
+
+    sender: NodeKey
+    word: HostLinked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    """The process exists."""
+
+    key: RankKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkFailed:
+    """The process could not be made."""
+
+    key: RankKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The process listens, and waits for a view."""
+
+    key: RankKey
+    address: str
+    host: str = ""
+    tcp_address: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linked:
+    """The process has a link to every other member of the view of `epoch`, and waits to enter it."""
+
+    key: RankKey
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLost:
+    """The process has lost its link to a member on another host, in the view of `epoch`."""
+
+    key: RankKey
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossProven:
+    """The kernel says that the process died without a goodbye; its exit status is not known yet."""
+
+    key: RankKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited:
+    """The process is gone. `code`: its exit code, or minus the signal that ended it."""
+
+    key: RankKey
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired:
+    """The time asked for by the last `SetTimer` has come."""
+
+
+Event: TypeAlias = (
+    LifeBegan
+    | LifeEnded
+    | ViewActedOn
+    | HostSaid
+    | Forked
+    | ForkFailed
+    | Joined
+    | Linked
+    | LinkLost
+    | LossProven
+    | Exited
+    | TimerFired
+)
+
+
+# --- actions --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """Make what a job's ranks on this node need; its first process follows."""
+
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    """Give back what the job needed: none of its processes is left, and it is out of this node's hands."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Make the process; answered by `Forked` or `ForkFailed`."""
+
+    key: RankKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstallView:
+    """Send the view to those of its members that run here."""
+
+    job: int
+    view: View
+    to: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnterView:
+    """Tell the members that run here that all members, on all hosts, are linked."""
+
+    job: int
+    epoch: int
+    to: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceDown:
+    """Tell the ranks in `to` that this process is dead; confirmed: it can touch no memory here any more."""
+
+    key: RankKey
+    reason: str
+    confirmed: bool
+    to: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminate:
+    """Ask the process to end (SIGTERM)."""
+
+    key: RankKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """End the process (SIGKILL)."""
+
+    key: RankKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Have the cluster agree on an order."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Tell another node's life."""
+
+    to: NodeKey
+    word: HostLinked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer:
+    """Deliver `TimerFired` at `at_ns`; replaces the timer before it."""
+
+    at_ns: int
+
+
+Action: TypeAlias = (
+    Open | Close | Fork | InstallView | EnterView | AnnounceDown | Terminate | Kill | Ask | Tell | SetTimer
+)

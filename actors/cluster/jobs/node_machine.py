@@ -1,0 +1,459 @@
+"""The machine of the jobs of one node (sans-I/O): it has its processes be what the job table says.
+
+With every view of the cluster that the node acts on, it starts the ranks that the table has given to this
+node, ends those that it has taken away, and tells its ranks of their job's views.
+
+**A job's view is entered by all of its members or overtaken on all of them.** Once all of its own members
+are linked, a host promises so to the job's other hosts, and its ranks enter once all hosts have promised. A
+host that has promised goes on to a later view only if that view was entered, if a member of it is gone, or if
+another host says that it went on without a promise: then nobody can have entered.
+
+**A node whose life in the cluster ends kills its ranks at once.** Its membership ends a life within the
+recovery budget after it has lost touch with a quorum, so ranks of a node that was cut off outlive the view
+that gave their work to others by little more than that; they are in an older epoch of their job, and no
+member of the newer one listens to them.
+
+**Links between ranks that live can break.** A rank that lost one waits for a view. If none comes although
+there was time to agree on any death, its host asks for another view of the same members, in which they link
+up anew.
+
+**A process that never joins holds up nobody for ever.** The others' next view waits for it. One that has not
+joined within `join_ns` of its fork is killed, and the table is told that it is down. That holds once the job
+has had a view: before the first one a rank may take its time, for nobody is at work yet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import assert_never
+
+from zbmd.actors.cluster.jobs import node_events as e
+from zbmd.actors.cluster.jobs.contracts import HostLinked
+from zbmd.actors.cluster.jobs.node_events import RankKey
+from zbmd.actors.cluster.jobs.table import (
+    REASON_CHARACTERS_MAX,
+    Job,
+    JobPhase,
+    JobSpec,
+    RankDown,
+    RankEntry,
+    RankState,
+    RankUp,
+    Relink,
+)
+from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.view import View
+from zbmd.transport.clock.deadlines import Deadlines, derive
+from zbmd.transport.clock.durations import format_duration
+from zbmd.transport.errors import LocalProtocolError
+
+STORY_EVENTS_MAX = 16
+PROMISES_KEPT = 16
+WORDS_MAX = 4096
+"""Words of other hosts kept for one job; a host that misses one asks again."""
+KILLED = "killed (its exit status is not known yet)"
+NO_VIEW = View(epoch=0, members=())
+
+
+class ProcessState(Enum):
+    """Where a process on this node stands."""
+
+    FORKING = "forking"
+    STARTED = "started"
+    JOINED = "joined"
+
+
+@dataclass(slots=True)
+class Process:
+    """A process of this node, from the decision to fork it until its exit status is known.
+
+    told: the cluster has been told of its end, or need not be; kill_at_ns: when it is killed, if it was asked
+    to end; linked: the epoch of the newest view for which it is linked; hurried: others wait for its join;
+    join_by_ns: when it is given up, unless it joins.
+    """
+
+    key: RankKey
+    state: ProcessState = ProcessState.FORKING
+    told: bool = False
+    condemned: bool = False
+    killed: bool = False
+    kill_at_ns: int | None = None
+    linked: int = 0
+    hurried: bool = False
+    join_by_ns: int | None = None
+
+
+@dataclass(slots=True)
+class LocalJob:
+    """What a node knows of a job that it runs, or ran, ranks of."""
+
+    spec: JobSpec
+    deadlines: Deadlines
+    processes: dict[tuple[int, int], Process] = field(default_factory=dict[tuple[int, int], Process])
+    started: dict[int, int] = field(default_factory=dict[int, int])
+    """By rank, the last incarnation that was started here."""
+    view: View = NO_VIEW
+    """The view that our ranks were told last."""
+    hosts: frozenset[NodeKey] = frozenset()
+    """The other hosts of that view."""
+    entered: int = 0
+    promised: deque[int] = field(default_factory=lambda: deque[int](maxlen=PROMISES_KEPT))
+    words: dict[tuple[int, NodeKey], bool] = field(default_factory=dict[tuple[int, NodeKey], bool])
+    """By epoch and host, whether it has promised, or has gone on without."""
+    ask_at_ns: int | None = None
+    relink_at_ns: int | None = None
+    """When another view is asked for: a member of ours has lost a link in the one that was entered."""
+    relinked: int = 0
+    """The epoch of the newest view that another was asked for."""
+
+    def living(self, rank: int, incarnation: int) -> Process | None:
+        """The process, if nothing speaks against its being alive."""
+        process = self.processes.get((rank, incarnation))
+        return process if process is not None and not process.told and not process.condemned else None
+
+    def joined(self) -> tuple[int, ...]:
+        """The ranks that can be told something."""
+        alive = [p for p in self.processes.values() if p.state is ProcessState.JOINED and not p.told]
+        return tuple(sorted({process.key.rank for process in alive}))
+
+
+class LocalJobs:
+    """The jobs of one node, over all of its lives. Raises `LocalProtocolError` for events out of turn."""
+
+    def __init__(self) -> None:
+        self.me: NodeKey | None = None
+        self.view = ClusterView(epoch=0, nodes=())
+        self.jobs: dict[int, LocalJob] = {}
+        self.story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
+        self._timer_ns: int | None = None
+        self._actions: list[e.Action] = []
+
+    def handle(self, event: e.Event, *, now_ns: int) -> list[e.Action]:
+        """Take one event at `now_ns` (monotonic) and return what to do, in order."""
+        self._actions = []
+        self.story.append(repr(event)[:200])
+        match event:
+            case e.LifeBegan(me=me):
+                self.me = me
+            case e.LifeEnded():
+                self._end_life(now_ns)
+            case e.ViewActedOn(view=view):
+                self._act_on(view, now_ns)
+            case e.HostSaid(sender=sender, word=word):
+                self._host_said(sender, word)
+            case e.Forked(key=key):
+                self._forked(key, now_ns)
+            case e.ForkFailed(key=key, reason=reason):
+                self._ended(key, None, reason)
+            case e.Joined():
+                self._joined(event)
+            case e.Linked(key=key, epoch=epoch):
+                process = self._process(key)
+                if process is not None:
+                    process.linked = max(process.linked, epoch)
+            case e.LinkLost(key=key, epoch=epoch):
+                self._link_lost(key, epoch, now_ns)
+            case e.LossProven(key=key):
+                self._loss_proven(key)
+            case e.Exited(key=key, code=code, reason=reason):
+                self._ended(key, code, reason)
+            case e.TimerFired():
+                self._timer_ns = None
+                self._timer(now_ns)
+            case _:
+                assert_never(event)
+        for local in list(self.jobs.values()):
+            self._advance(local, now_ns)
+        self._set_timer()
+        return self._actions
+
+    def check_invariants(self) -> None:
+        """No rank has two processes that may go on, and no view is entered that was not promised."""
+        for local in self.jobs.values():
+            ranks = [p.key.rank for p in local.processes.values() if not p.condemned and not p.told]
+            assert len(ranks) == len(set(ranks)), f"two processes of one rank: {sorted(ranks)}"
+            assert local.entered <= local.view.epoch, (local.entered, local.view.epoch)
+            assert local.entered == 0 or local.entered in local.promised, (local.entered, local.promised)
+            assert len(local.words) <= WORDS_MAX, len(local.words)
+            for rank, incarnation in local.processes:
+                assert incarnation <= local.started[rank], (rank, incarnation)
+
+    # -- the cluster -------------------------------------------------------------------------------------
+
+    def _act_on(self, view: ClusterView, now_ns: int) -> None:
+        if self.me is None or not view.holds(self.me):
+            raise LocalProtocolError(f"{self.me} is to act on {view}", story=tuple(self.story))
+        before, self.view = self.view, view
+        for job in view.jobs.jobs:
+            if self.me in job.nodes() and job.id not in self.jobs:
+                self.jobs[job.id] = LocalJob(job.spec, derive(job.spec.recovery_budget_ns))
+                self._do(e.Open(spec=job.spec))
+        for job_id, local in self.jobs.items():
+            self._announce_others(local, before.jobs.job(job_id), view.jobs.job(job_id))
+            self._bring(local, view.jobs.job(job_id), self.me, now_ns)
+
+    def _bring(self, local: LocalJob, job: Job | None, me: NodeKey, now_ns: int) -> None:
+        """End what the table has taken from this node, and start what it has given to it."""
+        for process in local.processes.values():
+            key = process.key
+            entry = job.ranks[key.rank] if job is not None else None
+            if not (entry and entry.lives and entry.node == me and entry.incarnation == key.incarnation):
+                process.told = True
+                self._condemn(local, process, now_ns, kill=False)
+            elif job is not None and job.phase is JobPhase.STOPPING:
+                self._condemn(local, process, now_ns, kill=job.kill)
+        for entry in job.ranks if job is not None else ():
+            starts = entry.node == me and entry.state is RankState.STARTING
+            if not starts or entry.incarnation <= local.started.get(entry.rank, 0):
+                continue
+            assert job is not None
+            key = RankKey(job.id, entry.rank, entry.incarnation)
+            if job.phase is JobPhase.RUNNING:
+                local.started[entry.rank] = entry.incarnation
+                local.processes[entry.rank, entry.incarnation] = Process(key, hurried=job.epoch > 0)
+                self._do(e.Fork(key=key, reason=job.reason))
+            elif job.phase is JobPhase.STOPPING:  # the view that gave it to us was never acted on here
+                local.started[entry.rank] = entry.incarnation
+                self._do(e.Ask(order=_never_started(key)))
+
+    def _end_life(self, now_ns: int) -> None:
+        """Nothing that runs here may go on."""
+        self.view = ClusterView(epoch=0, nodes=())
+        for local in self.jobs.values():
+            for process in local.processes.values():
+                process.told = True
+                self._condemn(local, process, now_ns, kill=True)
+            local.view, local.hosts, local.entered, local.ask_at_ns = NO_VIEW, frozenset(), 0, None
+            local.relink_at_ns = None
+            local.promised.clear()
+            local.words.clear()
+
+    def _announce_others(self, local: LocalJob, before: Job | None, after: Job | None) -> None:
+        """Tell our ranks of the ends of processes on other hosts."""
+        to = local.joined()
+        if before is None or not to:
+            return
+        for was in before.ranks:
+            if was.state is not RankState.UP or was.node is None or was.node == self.me:
+                continue
+            now = after.ranks[was.rank] if after is not None else None
+            if now is None or not now.lives or now.incarnation != was.incarnation:
+                key = RankKey(local.spec.job, was.rank, was.incarnation)
+                says = "says so" if self.view.holds(was.node) else "went"
+                reason = f"its host {was.node} {says}"
+                self._do(e.AnnounceDown(key=key, reason=reason, confirmed=True, to=to))
+
+    # -- processes ---------------------------------------------------------------------------------------
+
+    def _process(self, key: RankKey) -> Process | None:
+        local = self.jobs.get(key.job)
+        return None if local is None else local.processes.get((key.rank, key.incarnation))
+
+    def _forked(self, key: RankKey, now_ns: int) -> None:
+        process = self._process(key)
+        if process is None or process.state is not ProcessState.FORKING:
+            raise LocalProtocolError(f"{key} was not to be forked", story=tuple(self.story))
+        process.state = ProcessState.STARTED
+        if process.hurried:
+            process.join_by_ns = now_ns + self.jobs[key.job].deadlines.join_ns
+        if process.condemned:  # the fork crossed the decision to end it
+            process.condemned = False
+            self._condemn(self.jobs[key.job], process, now_ns, kill=process.killed)
+
+    def _joined(self, event: e.Joined) -> None:
+        key, process = event.key, self._process(event.key)
+        if process is None or process.state is ProcessState.JOINED or process.condemned or process.told:
+            return  # a join may come after its own death, or twice: it is another process that says so
+        process.state = ProcessState.JOINED
+        process.join_by_ns = None
+        up = RankUp(
+            job=key.job,
+            rank=key.rank,
+            incarnation=key.incarnation,
+            address=event.address,
+            host=event.host,
+            tcp_address=event.tcp_address,
+        )
+        self._do(e.Ask(order=up))
+
+    def _loss_proven(self, key: RankKey) -> None:
+        process = self._process(key)
+        if process is None:
+            return
+        self._report_end(process, None, KILLED)
+        process.condemned = process.killed = True  # there is nothing left to end
+        process.kill_at_ns = None
+        self._announce(key, KILLED, confirmed=False)
+
+    def _link_lost(self, key: RankKey, epoch: int, now_ns: int) -> None:
+        local = self.jobs.get(key.job)
+        if local is None or local.living(key.rank, key.incarnation) is None:
+            return
+        if epoch == local.entered and epoch > local.relinked and local.relink_at_ns is None:
+            deadlines = local.deadlines
+            local.relink_at_ns = now_ns + deadlines.suspicion_ns + deadlines.agreement_ns
+
+    def _ended(self, key: RankKey, code: int | None, reason: str) -> None:
+        process = self._process(key)
+        if process is None:
+            raise LocalProtocolError(f"{key} does not run", story=tuple(self.story))
+        self._report_end(process, code, reason)
+        del self.jobs[key.job].processes[key.rank, key.incarnation]
+        self._announce(key, reason, confirmed=True)
+
+    def _report_end(self, process: Process, code: int | None, reason: str) -> None:
+        if process.told:
+            return
+        process.told = True
+        key, reason = process.key, reason[:REASON_CHARACTERS_MAX]
+        down = RankDown(job=key.job, rank=key.rank, incarnation=key.incarnation, code=code, reason=reason)
+        self._do(e.Ask(order=down))
+
+    def _give_up(self, local: LocalJob, process: Process, now_ns: int) -> None:
+        """Others wait for a process that does not come."""
+        waited = format_duration(local.deadlines.join_ns)
+        reason = (
+            f"it was started {waited} ago and has not joined its job, whose other ranks wait for it: "
+            "call `zbmd.join` before what takes longer"
+        )
+        self._report_end(process, None, reason)
+        self._condemn(local, process, now_ns, kill=True)
+
+    def _announce(self, key: RankKey, reason: str, *, confirmed: bool) -> None:
+        to = tuple(rank for rank in self.jobs[key.job].joined() if rank != key.rank)
+        if to:
+            self._do(e.AnnounceDown(key=key, reason=reason, confirmed=confirmed, to=to))
+
+    def _condemn(self, local: LocalJob, process: Process, now_ns: int, *, kill: bool) -> None:
+        """Have a process end; with `kill`, at once."""
+        exists = process.state is not ProcessState.FORKING
+        process.join_by_ns = None
+        if kill and not process.killed:
+            process.killed = True
+            if exists:
+                self._do(e.Kill(key=process.key))
+        elif not process.condemned and exists:
+            self._do(e.Kill(key=process.key) if process.killed else e.Terminate(key=process.key))
+            process.kill_at_ns = now_ns + local.deadlines.stop_grace_ns
+        process.condemned = True
+        if process.killed:
+            process.kill_at_ns = None
+
+    # -- views of jobs -----------------------------------------------------------------------------------
+
+    def _advance(self, local: LocalJob, now_ns: int) -> None:
+        """Promise, enter, and go on to a later view, as far as that goes."""
+        job = self.view.jobs.job(local.spec.job)
+        if job is None or job.phase is JobPhase.ENDED or self.me is None:
+            if not local.processes:
+                del self.jobs[local.spec.job]
+                self._do(e.Close(job=local.spec.job))
+            return
+        doomed = any(_is_gone(job.ranks[m.rank], m.incarnation) for m in local.view.members)
+        if not doomed and local.view.epoch > local.entered:
+            self._promise(local, now_ns)
+            self._enter(local)
+        view = job.view()
+        if view is not None and view.epoch > local.view.epoch and self._may_go_on(local, doomed=doomed):
+            self._install(local, job, view, self.me)
+
+    def _promise(self, local: LocalJob, now_ns: int) -> None:
+        epoch, own = local.view.epoch, self._own_members(local)
+        if epoch in local.promised or not own or any(p is None or p.linked < epoch for p in own):
+            return
+        local.promised.append(epoch)
+        local.ask_at_ns = now_ns + local.deadlines.agreement_ns
+        for host in sorted(local.hosts):
+            self._do(e.Tell(to=host, word=HostLinked(job=local.spec.job, epoch=epoch, linked=True)))
+
+    def _enter(self, local: LocalJob) -> None:
+        epoch = local.view.epoch
+        if epoch not in local.promised or not all(local.words.get((epoch, host)) for host in local.hosts):
+            return
+        local.entered, local.ask_at_ns = epoch, None
+        to = tuple(process.key.rank for process in self._own_members(local) if process is not None)
+        self._do(e.EnterView(job=local.spec.job, epoch=epoch, to=to))
+
+    def _may_go_on(self, local: LocalJob, *, doomed: bool) -> bool:
+        epoch = local.view.epoch
+        if epoch not in local.promised or epoch == local.entered or doomed:
+            return True
+        return any(local.words.get((epoch, host)) is False for host in local.hosts)
+
+    def _install(self, local: LocalJob, job: Job, view: View, me: NodeKey) -> None:
+        passed = local.view.epoch
+        if passed not in local.promised and self._own_members(local):
+            for host in sorted(local.hosts):
+                self._do(e.Tell(to=host, word=HostLinked(job=job.id, epoch=passed, linked=False)))
+        hosts = {job.ranks[member.rank].node for member in view.members}
+        local.view, local.ask_at_ns, local.relink_at_ns = view, None, None
+        local.hosts = frozenset(host for host in hosts if host is not None and host != me)
+        local.words = {key: word for key, word in local.words.items() if key[0] >= view.epoch}
+        to = tuple(process.key.rank for process in self._own_members(local) if process is not None)
+        if to:
+            self._do(e.InstallView(job=job.id, view=view, to=to))
+
+    def _own_members(self, local: LocalJob) -> list[Process | None]:
+        """Our processes in the view that was told last; None for one that does not live."""
+        own = [m for m in local.view.members if local.started.get(m.rank) == m.incarnation]
+        return [local.living(member.rank, member.incarnation) for member in own]
+
+    def _host_said(self, sender: NodeKey, word: HostLinked) -> None:
+        if not self.view.holds(sender):
+            return
+        local = self.jobs.get(word.job)
+        known = NO_VIEW if local is None else local.view
+        if local is not None and word.epoch >= known.epoch and len(local.words) < WORDS_MAX:
+            local.words[word.epoch, sender] = word.linked
+        if not word.ask:
+            return
+        promised = local is not None and word.epoch in local.promised
+        passed = word.epoch < known.epoch or (local is None and word.epoch <= self.view.epoch)
+        if promised or passed:
+            answer = HostLinked(job=word.job, epoch=word.epoch, linked=promised)
+            self._do(e.Tell(to=sender, word=answer))
+
+    # -- time --------------------------------------------------------------------------------------------
+
+    def _timer(self, now_ns: int) -> None:
+        for local in self.jobs.values():
+            for process in local.processes.values():
+                if process.join_by_ns is not None and process.join_by_ns <= now_ns:
+                    self._give_up(local, process, now_ns)
+                if process.kill_at_ns is not None and process.kill_at_ns <= now_ns:
+                    self._condemn(local, process, now_ns, kill=True)
+            if local.relink_at_ns is not None and local.relink_at_ns <= now_ns:
+                local.relink_at_ns, local.relinked = None, local.entered
+                self._do(e.Ask(order=Relink(job=local.spec.job, epoch=local.entered)))
+            if local.ask_at_ns is not None and local.ask_at_ns <= now_ns:
+                local.ask_at_ns = now_ns + local.deadlines.agreement_ns
+                epoch = local.view.epoch
+                word = HostLinked(job=local.spec.job, epoch=epoch, linked=True, ask=True)
+                for host in sorted(local.hosts):
+                    if (epoch, host) not in local.words:
+                        self._do(e.Tell(to=host, word=word))
+
+    def _set_timer(self) -> None:
+        times = [local.ask_at_ns for local in self.jobs.values()]
+        times += [local.relink_at_ns for local in self.jobs.values()]
+        processes = [p for local in self.jobs.values() for p in local.processes.values()]
+        times += [at_ns for p in processes for at_ns in (p.kill_at_ns, p.join_by_ns)]
+        due_ns = min((at_ns for at_ns in times if at_ns is not None), default=None)
+        if due_ns is not None and due_ns != self._timer_ns:
+            self._do(e.SetTimer(at_ns=due_ns))
+        self._timer_ns = due_ns
+
+    def _do(self, action: e.Action) -> None:
+        self._actions.append(action)
+
+
+def _is_gone(entry: RankEntry, incarnation: int) -> bool:
+    return entry.state is not RankState.UP or entry.incarnation != incarnation
+
+
+def _never_started(key: RankKey) -> RankDown:
+    reason = "its job was being ended before it was started"
+    return RankDown(job=key.job, rank=key.rank, incarnation=key.incarnation, code=None, reason=reason)

@@ -1,0 +1,299 @@
+"""The job that a cluster was made for, as one of its nodes sees it (sans-I/O).
+
+`zbmd-node run` on several hosts makes a cluster for one job, which ends with it. No node is the one that
+counts: once enough are there, the lowest of the view gives the job to the cluster. If it dies before that is
+agreed on, the next lowest does; they all name the job alike, and of two orders for one job the second is
+refused. A node that comes later finds the job in the view; when it has ended there, every node leaves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias, assert_never
+
+from zbmd.actors.cluster.jobs.table import Job, JobPhase, RankState
+from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.host.events import EXIT_FAILED
+from zbmd.actors.view import Outcome
+from zbmd.transport.clock.durations import format_duration
+from zbmd.transport.errors import LocalProtocolError
+
+STORY_EVENTS_MAX = 16
+
+
+# --- events ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifeBegan:
+    """This node begins a life."""
+
+    me: NodeKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewActedOn:
+    """It acts on a view that it is in."""
+
+    view: ClusterView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifeEnded:
+    """That life is over. Unless it has left, the node tries to come back."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndAsked:
+    """Its user wants an end: of the whole job, or with `leave` of this node's part. The second time, at once.
+
+    exit_code: what this process then ends with.
+    """
+
+    reason: str
+    exit_code: int
+    leave: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired:
+    """The time asked for by the last `SetTimer` has come."""
+
+
+Event: TypeAlias = LifeBegan | ViewActedOn | LifeEnded | EndAsked | TimerFired
+
+
+# --- actions --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveJob:
+    """Give the job to the cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopJob:
+    """Have the cluster stop the job."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """Leave the cluster in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Say:
+    """What this node's user should know."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer:
+    """Deliver `TimerFired` at `at_ns`; replaces the timer before it."""
+
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """End this process with that code. The last action."""
+
+    exit_code: int
+
+
+Action: TypeAlias = GiveJob | StopJob | Leave | Say | SetTimer | End
+
+
+class State(Enum):
+    """Where this node stands."""
+
+    SEEKING = "seeking"  # it is in no view
+    GATHERING = "gathering"  # in a cluster that has no job yet
+    UNDERWAY = "underway"  # the job is in the view
+    LEAVING = "leaving"
+    OVER = "over"
+
+
+class OneJob:
+    """See the module. Raises `LocalProtocolError` for events out of turn.
+
+    job: its id; nodes_min, nodes_max: of the job; patience_ns: how long enough nodes may be missing, and how
+    long a node that was cut off tries to come back; leave_ns: how long leaving in order may take.
+    """
+
+    def __init__(self, job: int, *, nodes_min: int, nodes_max: int, patience_ns: int, leave_ns: int) -> None:
+        self.state = State.SEEKING
+        self.job: Job | None = None
+        """As this node has seen it last."""
+        self.exit_code: int | None = None
+        """Once it is known what this process ends with."""
+        self._id = job
+        self._nodes_min = nodes_min
+        self._nodes_max = nodes_max
+        self._patience_ns = patience_ns
+        self._leave_ns = leave_ns
+        self._me: NodeKey | None = None
+        self._asked: EndAsked | None = None
+        self._gave = self._stopped = False  # in this life: an order ends with the life that gave it
+        self._waits: tuple[int, str] | None = None  # until when, and for what
+        self._timer_ns: int | None = None
+        self._said = ""
+        self._story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
+        self._actions: list[Action] = []
+
+    def handle(self, event: Event, *, now_ns: int) -> list[Action]:
+        """Take one event at `now_ns` (monotonic) and return what to do, in order."""
+        self._actions = []
+        if self.state is State.OVER:
+            return []
+        self._story.append(repr(event)[:200])
+        match event:
+            case LifeBegan(me=me):
+                self._me, self._gave, self._stopped = me, False, False
+            case ViewActedOn(view=view):
+                self._acts_on(view, now_ns)
+            case LifeEnded(reason=reason):
+                self._life_ended(reason, now_ns)
+            case EndAsked():
+                self._end_asked(event, now_ns)
+            case TimerFired():
+                self._timer_ns = None
+                self._timer(now_ns)
+            case _:
+                assert_never(event)
+        self._set_timer()
+        return self._actions
+
+    def check_invariants(self) -> None:
+        """Who leaves knows what it ends with, within a bound."""
+        assert (self.exit_code is not None) == (self.state in (State.LEAVING, State.OVER)), self.state
+        assert self.state is not State.LEAVING or self._waits is not None, "leaving has no bound"
+        assert self.state is not State.UNDERWAY or self.job is not None, "there is no job"
+
+    # -- what happens ------------------------------------------------------------------------------------
+
+    def _acts_on(self, view: ClusterView, now_ns: int) -> None:
+        if self._me is None or not view.holds(self._me):
+            raise LocalProtocolError(f"{self._me} is to act on {view}", story=tuple(self._story))
+        job = view.jobs.job(self._id)
+        if job is not None:
+            self.job = job
+        if self.state is State.LEAVING:
+            return
+        if job is None:
+            self._gather(view, now_ns)
+        elif job.phase is JobPhase.ENDED:
+            asked = self._asked if job.outcome is Outcome.STOPPED else None
+            self._leave(job.exit_code if asked is None else asked.exit_code, now_ns)
+        else:
+            self.state = State.UNDERWAY
+            self._follow(job, now_ns)
+
+    def _gather(self, view: ClusterView, now_ns: int) -> None:
+        self.state = State.GATHERING
+        here = len(view.nodes)
+        if here < self._nodes_min:
+            least, most = self._nodes_min, self._nodes_max
+            needed = "" if least == most else f", and {least} are needed to begin"
+            self._wait(f"{here} of {self._count()} nodes are here{needed}", now_ns)
+            return
+        self._waits = None
+        if view.nodes[0].key == self._me and not self._gave:
+            self._gave = True
+            self._actions.append(GiveJob())
+
+    def _follow(self, job: Job, now_ns: int) -> None:
+        if self._asked is not None and job.phase is not JobPhase.STOPPING and not self._stopped:
+            self._stopped = True
+            self._actions.append(StopJob(reason=self._asked.reason))
+        if job.phase is JobPhase.WAITING:
+            self._wait(job.reason, now_ns)
+            return
+        self._waits = None
+        nodes = len(job.nodes())
+        finished = any(entry.state is RankState.FINISHED for entry in job.ranks)
+        if job.phase is JobPhase.RUNNING and nodes and not finished:
+            self._say(f"the job runs on {nodes} of {self._nodes_max} nodes")
+
+    def _life_ended(self, reason: str, now_ns: int) -> None:
+        if self.exit_code is not None:
+            self._end(self.exit_code)
+            return
+        if self._asked is not None:
+            self._end(self._asked.exit_code)
+            return
+        self.state = State.SEEKING
+        self._me, self._waits = None, None
+        self._wait(f"this node has ended its part of the cluster ({reason}) and is not back in it", now_ns)
+
+    def _end_asked(self, event: EndAsked, now_ns: int) -> None:
+        again, self._asked = self._asked is not None, event
+        if again or self.state is State.SEEKING:
+            self._end(event.exit_code)
+        elif self.state is State.LEAVING:
+            return
+        elif event.leave or self.state is State.GATHERING:
+            self._say(f"{event.reason}: this node leaves the job; once more to end at once")
+            self._leave(event.exit_code, now_ns)
+        else:
+            assert self.job is not None
+            self._say(f"{event.reason}: the job is being stopped on all nodes; once more to end here at once")
+            self._follow(self.job, now_ns)
+
+    def _timer(self, now_ns: int) -> None:
+        if self._waits is None or self._waits[0] > now_ns:
+            return
+        waited, what = self._waits[1], format_duration(self._patience_ns)
+        if self.state is State.LEAVING:
+            assert self.exit_code is not None
+            self._end(self.exit_code)
+        elif self.state is State.SEEKING:
+            self._say(f"given up after {what}: {waited}. Look at what the other nodes say")
+            self._end(EXIT_FAILED)
+        else:
+            self._say(
+                f"given up after {what}: {waited}. Start zbmd-node run on the others too, or give "
+                "--join-timeout more time"
+            )
+            self._leave(EXIT_FAILED, now_ns)
+
+    # -- what follows ------------------------------------------------------------------------------------
+
+    def _leave(self, exit_code: int, now_ns: int) -> None:
+        self.state, self.exit_code = State.LEAVING, exit_code
+        self._waits = (now_ns + self._leave_ns, "leaving")
+        self._actions.append(Leave())
+
+    def _end(self, exit_code: int) -> None:
+        self.state, self.exit_code, self._waits = State.OVER, exit_code, None
+        self._actions.append(End(exit_code=exit_code))
+
+    def _wait(self, what: str, now_ns: int) -> None:
+        """Wait for something, from the first time on; nobody waits for ever."""
+        until_ns = now_ns + self._patience_ns if self._waits is None else self._waits[0]
+        self._waits = (until_ns, what)
+        if self.state is not State.SEEKING:
+            self._say(f"{what}; waiting for at most {format_duration(self._patience_ns)}")
+
+    def _count(self) -> str:
+        least, most = self._nodes_min, self._nodes_max
+        return str(most) if least == most else f"{least} to {most}"
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._actions.append(Say(text=text))
+
+    def _set_timer(self) -> None:
+        due_ns = None if self._waits is None else self._waits[0]
+        if due_ns is not None and due_ns != self._timer_ns:
+            self._actions.append(SetTimer(at_ns=due_ns))
+            self._timer_ns = due_ns

@@ -1,0 +1,1 @@
+"""The package `membership` of `zbmd.actors.cluster`."""

@@ -1,0 +1,165 @@
+"""Who has reported whom in the view that is known, and what change follows from it.
+
+A report is believed once most of a member's observers agree on it, where those who are believed dead
+themselves do not count (Rapid's multi-node cut detection, reduced): so a few deaf nodes condemn nobody, and a
+rack that fails at once goes in one cut. Nobody is removed for it before it has stood for a while: when a
+network heals, those who were cut off tell at last whom they have missed, and hear them a beat later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zbmd.actors.cluster.jobs.table import Command
+from zbmd.actors.cluster.membership.member_report import first_commands
+from zbmd.actors.cluster.membership.overlay import overlay_of
+from zbmd.actors.cluster.messages import Report
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.view import Change, ClusterView
+
+JOINS_MAX = 4096
+"""Nodes let in by one change; more wait for the next."""
+COMMANDS_IN_CHANGE_MAX = 256
+CHANGE_COMMAND_BYTES_MAX = 512 * 1024
+
+
+class Reports:
+    """The reports on one view, of each member its newest.
+
+    stand_ns: for so long a suspicion has to stand before a member is removed for it.
+    """
+
+    def __init__(self, view: ClusterView, stand_ns: int) -> None:
+        self.view = view
+        self._stand_ns = stand_ns
+        self._by_reporter: dict[int, Report] = {}
+        self._since: dict[int, dict[NodeKey, int]] = {}
+        """By reporter and suspect, since when it has been said, ns."""
+        self._told: set[int] = set()
+
+    def addressees(self, line: Sequence[int], *, retracts: bool) -> list[int]:
+        """Whom to tell of our own report: those in line, and of what it takes back all who were told before.
+
+        Else one who was in line while the first was suspected would believe it for good.
+        """
+        others = self._told.difference(line) if retracts else ()
+        self._told.update(line)
+        return [*line, *sorted(others)]
+
+    def take(self, reporter: NodeKey, report: Report, *, now_ns: int) -> bool:
+        """Take a member's report; whether it says anything. Those on another view are not taken."""
+        if report.epoch != self.view.epoch or not self.view.holds(reporter):
+            return False
+        before = self._since.pop(reporter.id, {})
+        if report.down:
+            self._since[reporter.id] = {key: before.get(key, now_ns) for key in report.down}
+        if report.down or report.proven or report.joins or report.leaves or report.commands:
+            self._by_reporter[reporter.id] = report
+        else:
+            self._by_reporter.pop(reporter.id, None)
+        return reporter.id in self._by_reporter
+
+    def doubt(self, now_ns: int) -> None:
+        """Whoever is suspected now has to be for `stand_ns` from now on: it was we who were cut off."""
+        for suspects in self._since.values():
+            suspects.update(dict.fromkeys(suspects, now_ns))
+
+    def ripe_ns(self, now_ns: int) -> int | None:
+        """When the next suspicion has stood for long enough; None if all have."""
+        due_ns = (since_ns + self._stand_ns for said in self._since.values() for since_ns in said.values())
+        return min((at_ns for at_ns in due_ns if at_ns > now_ns), default=None)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is reported."""
+        return not self._by_reporter
+
+    def proven(self) -> frozenset[int]:
+        """The ids of members who are certain to be dead."""
+        keys = {key for report in self._by_reporter.values() for key in report.proven}
+        keys |= {node.key for node in self._joins() if self._old_life(node) is not None}
+        return frozenset(key.id for key in keys if key.id in self.view.by_id)
+
+    def down(self, *, said_by_ns: int | None = None) -> frozenset[int]:
+        """The ids of members who are believed to be dead.
+
+        said_by_ns: by what was said by then, and still is; None for all that is.
+        """
+        reported = {key.id for r in self._by_reporter.values() for key in r.down if self.view.holds(key)}
+        observers, believed = overlay_of(self.view).observers, set(self.proven())
+        while True:  # ends: each pass but the last believes somebody more
+            more = {s for s in reported - believed if self._agreed(s, observers[s], believed, said_by_ns)}
+            if not more:
+                return frozenset(believed)
+            believed |= more
+
+    def _agreed(
+        self, subject: int, observers: tuple[int, ...], believed: set[int], said_by_ns: int | None
+    ) -> bool:
+        sound = [observer for observer in observers if observer not in believed]
+        says = sum(1 for observer in sound if self._reports_down(observer, subject, said_by_ns))
+        return 2 * says > len(sound) or not sound
+
+    def settled(self, *, now_ns: int) -> bool:
+        """Whether all who are believed dead may go, and no member is reported by too few of the others."""
+        down = self.down()
+        return down == self.down(said_by_ns=now_ns - self._stand_ns) and all(
+            key.id in down or not self.view.holds(key)
+            for reporter, report in self._by_reporter.items()
+            if reporter not in down
+            for key in report.down
+        )
+
+    def change(self, *, now_ns: int, elapsed_ns: int = 0) -> Change | None:
+        """What follows from the reports now, if anything does. elapsed_ns: since the view was known."""
+        view, down = self.view, self.down(said_by_ns=now_ns - self._stand_ns)
+        leaves = {node_id for node_id, report in self._by_reporter.items() if report.leaves}
+        joins = self._joins()
+        replaced = {node.id for node in joins if node.id in view.by_id}
+        gone = sorted((down | leaves | replaced) & set(view.ids))
+        if len(gone) == len(view.ids) and not joins:
+            # Somebody has to agree on it: the last one goes once it is alone.
+            gone = [node_id for node_id in gone if node_id != min(leaves - down, default=None)]
+        commands = self._commands(frozenset(gone))
+        if not gone and not joins and not commands:
+            return None
+        if len(gone) == len(view.ids) and not joins:
+            return None  # nobody would be left
+        removed = tuple(view.by_id[node_id].key for node_id in gone)
+        return Change(
+            epoch=view.epoch + 1, removed=removed, added=joins, commands=commands, elapsed_ns=elapsed_ns
+        )
+
+    def _commands(self, gone: frozenset[int]) -> tuple[Command, ...]:
+        """The commands of those who stay: the first of each, then the second of each, and so on."""
+        waiting = [
+            (place, node_id, command)
+            for node_id, report in self._by_reporter.items()
+            if node_id not in gone
+            for place, command in enumerate(report.commands)
+        ]
+        waiting.sort(key=lambda entry: entry[:2])
+        return first_commands(
+            (command for _, _, command in waiting), COMMANDS_IN_CHANGE_MAX, CHANGE_COMMAND_BYTES_MAX
+        )
+
+    def _joins(self) -> tuple[Node, ...]:
+        """Those who ask to be let in, the newest life of each, by id."""
+        newest: dict[int, Node] = {}
+        for report in self._by_reporter.values():
+            for node in report.joins:
+                known, member = newest.get(node.id), self.view.by_id.get(node.id)
+                if member is not None and member.key.incarnation >= node.key.incarnation:
+                    continue
+                if known is None or known.key.incarnation < node.key.incarnation:
+                    newest[node.id] = node
+        return tuple(newest[node_id] for node_id in sorted(newest)[:JOINS_MAX])
+
+    def _old_life(self, node: Node) -> Node | None:
+        """The member that this node was before, if it is in the view still."""
+        member = self.view.by_id.get(node.id)
+        return member if member is not None and member.key.incarnation < node.key.incarnation else None
+
+    def _reports_down(self, reporter: int, subject: int, said_by_ns: int | None) -> bool:
+        since_ns = self._since.get(reporter, {}).get(self.view.by_id[subject].key)
+        return since_ns is not None and (said_by_ns is None or since_ns <= said_by_ns)

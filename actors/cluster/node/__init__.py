@@ -1,0 +1,1 @@
+"""The package `node` of `zbmd.actors.cluster`."""

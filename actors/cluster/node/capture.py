@@ -1,0 +1,53 @@
+"""What a node of a cluster records of itself: a log of its process, and one of each of its lives.
+
+All nodes may record into one directory, which hosts may share: the log of a process is named by its node, and
+that of a life by the life.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import structlog
+from msgspec.structs import replace
+
+from zbmd.actors.host.links import host_identity
+from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
+from zbmd.transport.capture.errors import CaptureError, CaptureExists
+from zbmd.transport.capture.log import LogRecorder
+from zbmd.transport.capture.recorder import Clocks, Recorder, origin_of
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.handshake.hello import Identity
+
+log: Final = structlog.stdlib.get_logger("zbmd.cluster")
+
+STARTS_MAX: Final = 1024
+"""Logs of one node in one directory, one for each time that it was started."""
+
+
+def node_capture(name: str, clock: HybridClock, settings: CaptureSettings) -> ProcessCapture:
+    """The recorder of the process of the node that people call `name`: `host-NAME`, by number of its start.
+
+    Raises `CaptureError`.
+    """
+    identity = replace(host_identity(0), name=f"host-{name}")
+    for start in range(1, STARTS_MAX):
+        try:
+            return ProcessCapture(replace(identity, incarnation=start), clock, settings)
+        except CaptureExists:
+            continue  # of an earlier start
+    return ProcessCapture(replace(identity, incarnation=STARTS_MAX), clock, settings)
+
+
+def life_recorder(
+    identity: Identity, clock: HybridClock, settings: CaptureSettings | None
+) -> Recorder | None:
+    """The recorder of one life, for the thread that lives it; None if no log was asked for, or can be had."""
+    if settings is None or settings.directory is None:
+        return None
+    try:
+        clocks = Clocks(hybrid=clock)
+        return LogRecorder(settings.directory, origin_of(identity), clocks, bulk=settings.bulk)
+    except CaptureError as error:
+        log.warning("this life is not recorded", reason=str(error))
+        return None

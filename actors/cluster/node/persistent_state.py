@@ -1,0 +1,279 @@
+"""What a node keeps from life to life: its id, the number of its last life, and where its cluster was.
+
+All of it lies in the state directory, mode 0700: `$ZBMD_STATE_DIR`, else `zbmd/HOSTNAME` in `$XDG_STATE_HOME`
+or `~/.local/state`, so that hosts that share a home directory have one each. One node at a time uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Final, Protocol, Self, TypeVar
+
+import msgspec
+
+from zbmd.actors.cluster.node_id import NodeKey
+from zbmd.transport.errors import UserError
+
+STATE_VARIABLE: Final = "ZBMD_STATE_DIR"
+STATE_BYTES_MAX: Final = 1 << 16
+DOORS_KEPT_MAX: Final = 16
+"""Addresses of members that are remembered."""
+ID_BITS: Final = 48
+"""Of a node's id: a thousand random ones are all different but once in 10^8 clusters."""
+INCARNATION_MAX: Final = (1 << 63) - 1
+
+_Address = Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
+
+
+class StateError(UserError):
+    """The state directory cannot be used as it is; the text says what to do."""
+
+
+class StateBusy(StateError):
+    """Another node runs with this state directory."""
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file `node.json`. doors: where other members were; empty once the node has left its cluster."""
+
+    id: Annotated[int, msgspec.Meta(ge=1, lt=1 << ID_BITS)]
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=INCARNATION_MAX - 1)]
+    doors: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=DOORS_KEPT_MAX)] = ()
+
+
+class Running(msgspec.Struct, frozen=True, kw_only=True):
+    """The file `running.json`: the node that runs now, for commands on this host."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1)]
+    address: _Address
+
+
+def state_path(environ: Mapping[str, str] = os.environ, *, hostname: str | None = None) -> Path:
+    """Where the state directory is. Raises `StateError` if there is no home directory to put it in."""
+    if given := environ.get(STATE_VARIABLE):
+        return Path(given)
+    state = environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(state):  # the XDG specification: ignore a relative one
+        home = os.path.expanduser("~")
+        if not os.path.isabs(home):
+            raise StateError(
+                f"there is no home directory to keep the node's state in: set {STATE_VARIABLE} to a path"
+            )
+        state = str(Path(home) / ".local" / "state")
+    return Path(state) / "zbmd" / (hostname or socket.gethostname() or "localhost")
+
+
+class NodeMemory(Protocol):
+    """What a node knows of its earlier lives."""
+
+    @property
+    def id(self) -> int:
+        """What the node keeps over its lives."""
+        ...
+
+    @property
+    def doors(self) -> tuple[str, ...]:
+        """Where other members of its cluster were; none if it has left, or was alone."""
+        ...
+
+    def new_life(self) -> NodeKey:
+        """The key of a life that nobody has had before."""
+        ...
+
+    def remember(self, doors: Iterable[str]) -> None:
+        """Remember where the other members are."""
+        ...
+
+    def running_at(self, address: str) -> None:
+        """Tell commands on this host where this node is to be found."""
+        ...
+
+    def close(self) -> None:
+        """The node is no more. Idempotent."""
+        ...
+
+
+class BriefMemory:
+    """The memory of a node that lives for one job: in this process alone, so nothing of it is ever left."""
+
+    def __init__(self, node_id: int) -> None:
+        self._key = NodeKey(node_id, 0)
+
+    @property
+    def id(self) -> int:
+        """See `NodeMemory`."""
+        return self._key.id
+
+    @property
+    def doors(self) -> tuple[str, ...]:
+        """See `NodeMemory`: its first life knows of none."""
+        return ()
+
+    def new_life(self) -> NodeKey:
+        """See `NodeMemory`."""
+        self._key = NodeKey(self._key.id, self._key.incarnation + 1)
+        return self._key
+
+    def remember(self, doors: Iterable[str]) -> None:
+        """See `NodeMemory`: its lives know by themselves."""
+
+    def running_at(self, address: str) -> None:
+        """See `NodeMemory`: whoever asks it gives its address."""
+
+    def close(self) -> None:
+        """See `NodeMemory`."""
+
+
+class NodeState:
+    """The state directory, locked for one node until `close`: a `NodeMemory` that outlives its process.
+
+    Made by `open`. Every change is on disk when the call returns.
+    """
+
+    def __init__(self, directory: Path, lock_fd: int, kept: Kept) -> None:
+        self.directory = directory
+        self._lock_fd = lock_fd
+        self._kept = kept
+
+    @classmethod
+    def open(cls, directory: Path | None = None) -> Self:
+        """Lock the directory, made if there is none. Raises `StateBusy` and `StateError`."""
+        where = directory or state_path()
+        try:
+            where.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check(where)
+            fd = os.open(where / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise _unusable(where, error) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kept = _read(where / "node.json", Kept) or Kept(
+                id=secrets.randbelow((1 << ID_BITS) - 1) + 1, incarnation=0
+            )
+        except BlockingIOError:
+            os.close(fd)
+            running = read_running(where)
+            who = f"pid {running.pid} at {running.address}" if running is not None else "another node"
+            raise StateBusy(
+                f"{who} runs with the state directory {where} already. Stop it first (zbmd-node down), or "
+                f"give this node a directory of its own: {STATE_VARIABLE}=DIR."
+            ) from None
+        except OSError as error:
+            os.close(fd)
+            raise _unusable(where, error) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(where, fd, kept)
+
+    @property
+    def id(self) -> int:
+        """What the node keeps over its lives."""
+        return self._kept.id
+
+    @property
+    def doors(self) -> tuple[str, ...]:
+        """Where other members of its cluster were; none if it has left, or was alone."""
+        return self._kept.doors
+
+    def new_life(self) -> NodeKey:
+        """The key of a life that nobody has had before. Raises `StateError` if it cannot be written down."""
+        self._keep(msgspec.structs.replace(self._kept, incarnation=self._kept.incarnation + 1))
+        return NodeKey(self._kept.id, self._kept.incarnation)
+
+    def remember(self, doors: Iterable[str]) -> None:
+        """Remember where the other members are, `DOORS_KEPT_MAX` of them at most."""
+        kept = tuple(list(dict.fromkeys(doors))[:DOORS_KEPT_MAX])
+        if kept != self._kept.doors:
+            self._keep(msgspec.structs.replace(self._kept, doors=kept))
+
+    def running_at(self, address: str) -> None:
+        """Tell commands on this host where this node is to be found."""
+        self._write("running.json", Running(pid=os.getpid(), address=address))
+
+    def close(self) -> None:
+        """Let another node use the directory. Idempotent."""
+        if self._lock_fd >= 0:
+            with contextlib.suppress(OSError):
+                (self.directory / "running.json").unlink()
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _keep(self, kept: Kept) -> None:
+        self._write("node.json", kept)
+        self._kept = kept
+
+    def _write(self, name: str, what: msgspec.Struct) -> None:
+        """Put a whole file in the place of the one before, however this process ends meanwhile."""
+        path, fresh = self.directory / name, self.directory / f"{name}.new"
+        try:
+            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, msgspec.json.encode(what) + b"\n")
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.replace(fresh, path)
+            folder = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise _unusable(self.directory, error) from error
+
+
+def read_running(directory: Path) -> Running | None:
+    """Where a node that uses the directory is to be found; None if nobody has said. Raises `StateError`."""
+    return _read(directory / "running.json", Running)
+
+
+_FileT = TypeVar("_FileT", Kept, Running)
+
+
+def _read(path: Path, kind: type[_FileT]) -> _FileT | None:
+    try:
+        with path.open("rb") as file:
+            data = file.read(STATE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable(path.parent, error) from error
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise StateError(
+            f"{path} is no state of a node ({error}). Put back what was there, or remove {path.parent}: the "
+            "node then begins anew, with another id."
+        ) from None
+
+
+def _check(where: Path) -> None:
+    status = where.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if status.st_uid != os.geteuid():
+        raise StateError(
+            f"the state directory {where} belongs to uid {status.st_uid}, this process to uid "
+            f"{os.geteuid()}: set {STATE_VARIABLE} to a directory of your own"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o022:
+        raise StateError(
+            f"the state directory {where} can be written by others (mode "
+            f"{stat.S_IMODE(status.st_mode):04o}): `chmod 700 {where}`"
+        )
+
+
+def _unusable(where: Path, error: OSError) -> StateError:
+    return StateError(
+        f"the state directory {where} cannot be used ({error.strerror}): make it writable, or set "
+        f"{STATE_VARIABLE} to a directory that is"
+    )

@@ -1,0 +1,86 @@
+"""How a session, a process that is neither node nor rank, is in a cluster: as a guest of a node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from zbmd.actors.cluster.jobs.hosted_job import memory_domain
+from zbmd.actors.cluster.node.client import ASK_S, desk_of
+from zbmd.actors.cluster.node.contracts import ActorsDoorReply, ActorsDoorRequest
+from zbmd.actors.core.scopes import owned_name, owner_of
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.routing.contracts import Enrol, Way, guests_address
+from zbmd.actors.routing.guest_dialer import GuestDoor
+from zbmd.actors.routing.guest_lease import Stay
+from zbmd.actors.routing.routes import AskedFinder, Ways
+from zbmd.transport.clock.deadlines import derive
+from zbmd.transport.errors import UserError
+from zbmd.transport.handshake.cookie import load_or_create_cookie
+from zbmd.transport.link.interface import Link
+from zbmd.transport.tcp.link import TcpLink
+from zbmd.transport.tcp.settings import tcp_settings
+
+
+@asynccontextmanager
+async def connect(at: str | None = None) -> AsyncGenerator[ActorSystem]:
+    """The actors of an asyncio script, which reach all of a cluster, and are reached by all of it.
+
+    at: HOST:PORT of any node of it; None: the node of this host. Raises `UserError` if there is no such node,
+    or it is in no cluster, and `ZbmdError`. For code that blocks there is `Session.connect`.
+    """
+    system = await open_session(at)
+    try:
+        yield system
+    finally:
+        await system.stop()
+
+
+async def open_session(at: str | None) -> ActorSystem:
+    """As `connect`, until the system is stopped. `owner_of(system.name)` is the process of that node."""
+    door = await _ask_door(at)
+    system = ActorSystem(owned_name(f"session-{os.getpid()}-{os.urandom(4).hex()}", door.process))
+    try:
+        await _SessionDoor(system, at).stay.enter()
+    except BaseException:
+        await system.stop(timeout=0.0)
+        raise
+    return system
+
+
+async def _ask_door(at: str | None) -> ActorsDoorReply:
+    async with desk_of(at) as line:
+        door = await line.desk.ask(ActorsDoorRequest(), reply=ActorsDoorReply, timeout=ASK_S)
+    if not door.address:
+        raise UserError("the node is in no cluster at the moment: wait until `zbmd-node members` shows it.")
+    return door
+
+
+class _SessionDoor:
+    """How a session links with its node, and where it listens itself. at: the node, as its user gave it."""
+
+    def __init__(self, system: ActorSystem, at: str | None) -> None:
+        self._at = at
+        self._host = memory_domain()
+        cookie, settings = load_or_create_cookie(), tcp_settings(os.environ)
+        incarnation = system.incarnation
+        self._door = GuestDoor(system.name, incarnation, 0, cookie, settings, derive(), host=self._host)
+        self._ways = Ways(system, AskedFinder(system, owner_of(system.name)), self._door.dial)
+        self.stay = Stay(system, self._ways, self._link_up)
+        self._near = guests_address(f"zbmd-{system.name}")
+        self._door.listen_near(self._near, self._ways)
+        self._far = ""
+
+    async def _link_up(self) -> tuple[Link, Enrol]:
+        node = await _ask_door(self._at)
+        if node.process != self.stay.owner:
+            raise UserError(f"{node.process} is there now, not {self.stay.owner}: make another session.")
+        link = await self._door.dial(Way(node.process, node.incarnation, "", "", node.address))
+        if not self._far and isinstance(link, TcpLink):
+            try:  # where our node sees us, others of its network do
+                self._far = await self._door.listen_far(link.local_address.host, self._ways)
+            except BaseException:
+                link.close()
+                raise
+        return link, Enrol(self._host, self._near, self._far)

@@ -1,0 +1,156 @@
+"""Answers that come later than their handler returns."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from zbmd.actors.contracts import Contract, contract_tag
+from zbmd.actors.core.context import current_cell
+from zbmd.actors.errors import ActorError, DeadActor, NoReply, TooManyPending
+from zbmd.transport.errors import LocalProtocolError
+
+if TYPE_CHECKING:
+    from zbmd.actors.core.cell import ActorCell
+    from zbmd.actors.core.mailbox import ReplyTo
+
+DEFERRED_MAX = 65_536
+
+
+class Later:
+    """What a handler returns in place of an answer: see `Actor.defer` and `Actor.stash`."""
+
+    __slots__ = ("__weakref__",)
+
+
+LATER = Later()
+
+
+class Deferred(Later):
+    """An answer that is owed. Give it with `reply` or `fail`, once, from any task of the actor's loop.
+
+    If the last reference to it is dropped before, its asker gets `NoReply`; if the actor ends, `DeadActor`.
+    """
+
+    __slots__ = ("_book", "_number", "_replies", "_reply_to", "_what")
+
+    def __init__(
+        self,
+        book: DeferredBook,
+        number: int,
+        reply_to: ReplyTo | None,
+        replies: frozenset[type],
+        what: str,
+    ) -> None:
+        self._book = book
+        self._number = number
+        self._reply_to = reply_to
+        self._replies = replies
+        self._what = what
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Deferred:
+        """Itself: an answer is owed once."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"<Deferred answer to {self._what}>"
+
+    def reply(self, message: Contract | None) -> None:
+        """Answer, with one of the contracts that the handler is annotated to return.
+
+        Raises `LocalProtocolError` if it is another, or if the answer has been given.
+        """
+        if type(message) not in self._replies:
+            raise LocalProtocolError(f"{message!r:.200} is none of the answers to {self._what}")
+        if not self._settle():
+            raise LocalProtocolError(f"the answer to {self._what} has been given already")
+        self._book.replied(self._number, message)
+        if self._reply_to is not None:
+            self._reply_to.post(message)
+
+    def fail(self, error: ActorError) -> None:
+        """Raise `error` in the asker. Raises `LocalProtocolError` if the answer has been given."""
+        if not self._settle():
+            raise LocalProtocolError(f"the answer to {self._what} has been given already")
+        self._book.failed(self._number, error)
+        if self._reply_to is not None:
+            self._reply_to.fail(error)
+
+    def abandon(self, error: ActorError) -> None:
+        """Nobody will answer."""
+        if self._settle() and self._reply_to is not None:
+            self._reply_to.fail(error)
+
+    def is_owed_to(self, reply_to: ReplyTo) -> bool:
+        """Whether this is the answer that is awaited there."""
+        return self._reply_to is reply_to
+
+    def void(self) -> bool:
+        """Owe nothing any more; False if it was given."""
+        return self._settle()
+
+    def _settle(self) -> bool:
+        return self._book.open.pop(self._number, None) is not None
+
+    def __del__(self) -> None:
+        if self._book.open.pop(self._number, None) is not None and self._reply_to is not None:
+            self._book.dropped(self._reply_to, self._what)
+
+
+class DeferredBook:
+    """The answers that one life of an actor owes."""
+
+    __slots__ = ("_cell", "_last", "open")
+
+    def __init__(self, cell: ActorCell) -> None:
+        self._cell = cell
+        self._last = 0
+        self.open: dict[int, weakref.ref[Deferred]] = {}
+
+    def defer(self) -> Deferred:
+        """Take the answer to the current message over from its handler."""
+        cell = self._cell
+        delivery = cell.handling("defer()")
+        if len(self.open) >= DEFERRED_MAX:
+            raise TooManyPending(f"{cell.ref.address} owes {DEFERRED_MAX} answers")
+        replies = cell.handlers[type(delivery.message)].replies
+        reply_to, delivery.reply_to = delivery.reply_to, None
+        self._last += 1
+        what = f"{contract_tag(delivery.message)} by {cell.ref.address}"
+        deferred = Deferred(self, self._last, reply_to, replies, what)
+        self.open[self._last] = weakref.ref(deferred)
+        if cell.life is not None:
+            cell.life.defers(self._last)
+        return deferred
+
+    def replied(self, number: int, message: Contract | None) -> None:
+        """An answer is given: the life is told, if it is the actor who gives it."""
+        if self._cell.life is not None and current_cell.get() is self._cell:
+            self._cell.life.replies_later(number, message)
+
+    def failed(self, number: int, error: ActorError) -> None:
+        """As `replied`, with an error."""
+        if self._cell.life is not None and current_cell.get() is self._cell:
+            self._cell.life.fails_later(number, error)
+
+    def dropped(self, reply_to: ReplyTo, what: str) -> None:
+        """An answer was dropped, by whichever thread collects garbage."""
+        loop = self._cell.system.loop
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(reply_to.fail, NoReply(f"the answer to {what} was put off and dropped"))
+
+    def reclaim(self, reply_to: ReplyTo) -> bool:
+        """Owe an answer no longer, which is to be given as if it had never been put off; False if it was."""
+        for found in list(self.open.values()):
+            deferred = found()
+            if deferred is not None and deferred.is_owed_to(reply_to):
+                return deferred.void()
+        return False
+
+    def close(self, why: str) -> None:
+        """The actor has ended."""
+        for number in list(self.open):
+            found = self.open.get(number)
+            deferred = None if found is None else found()
+            if deferred is not None:
+                deferred.abandon(DeadActor(why))

@@ -1,0 +1,130 @@
+"""Looking inside a process: its actors, what waits for each, what it has done, and who supervises whom."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import msgspec
+
+from zbmd.actors.contracts import Contract, contract_tag
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.cell import ActorCell
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.supervision.supervisor import Children, Supervisor, WhichChildren
+from zbmd.transport.errors import ZbmdError
+
+INSIDE_ACTOR = "inside"
+ROWS_MAX = 1024
+"""As many actors of a process are told of; the others are counted."""
+SUPERVISORS_ASKED_MAX = 256
+ASK_S = 1.0
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class InsideRequest(Contract, id="zbmd.inside.request"):
+    """Ask for the actors of a process, of this one or of one that is linked with it.
+
+    busiest: those with most waiting and most handled, else the first that were spawned.
+    """
+
+    process: Name
+    busiest: bool
+
+
+class ActorRow(Contract, id="zbmd.inside.actor"):
+    """One actor. waiting: messages; nbytes: of these; turns: how often it had its turn; handles: the message
+    that it is at, `"id/version"`; parent: its supervisor's address.
+    """
+
+    name: Name
+    kind: Name
+    version: int
+    incarnation: int
+    state: Name
+    waiting: int
+    nbytes: int
+    stashed: int
+    handled: int
+    turns: int
+    dropped: int
+    handles: Name
+    parent: Name
+
+
+class SupervisorRow(Contract, id="zbmd.inside.supervisor"):
+    """A supervisor's children in start order, also those that are down: name, state, number of starts."""
+
+    name: Name
+    children: list[tuple[str, str, int]]
+
+
+class InsideReply(Contract, id="zbmd.inside.reply"):
+    """A process. held: how often a handler kept its loop to itself; nbytes: what waits in all mailboxes."""
+
+    process: Name
+    incarnation: int
+    actors: int
+    held: int
+    nbytes: int
+    nbytes_max: int
+    rows: Annotated[tuple[ActorRow, ...], msgspec.Meta(max_length=ROWS_MAX)]
+    supervisors: Annotated[tuple[SupervisorRow, ...], msgspec.Meta(max_length=SUPERVISORS_ASKED_MAX)]
+
+
+class Inside(Actor):
+    """`inside` of each process that can be looked into; that of a host hands questions on to its ranks."""
+
+    captured = False
+
+    @on(InsideRequest)
+    async def look(self, message: InsideRequest) -> InsideReply:
+        """Answer, or ask who can."""
+        if message.process != self.system.name:
+            there = self.system.ref(f"{message.process}/{INSIDE_ACTOR}")
+            return await there.ask(message, reply=InsideReply, timeout=2 * ASK_S)
+        cells = self.system.cells()
+        shown = cells
+        if message.busiest:
+            shown = sorted(cells, key=lambda cell: (len(cell.mailbox), cell.handled), reverse=True)
+        supervisors = [cell.ref for cell in cells if isinstance(cell.actor, Supervisor)]
+        asked = [self._children(ref) for ref in supervisors[:SUPERVISORS_ASKED_MAX]]
+        memory = self.system.memory
+        return InsideReply(
+            process=self.system.name,
+            incarnation=self.system.incarnation,
+            actors=len(cells),
+            held=self.system.watch_of_loop.held,
+            nbytes=memory.used,
+            nbytes_max=memory.bound,
+            rows=tuple(row(cell) for cell in shown[:ROWS_MAX]),
+            supervisors=tuple(found for found in await asyncio.gather(*asked) if found is not None),
+        )
+
+    async def _children(self, supervisor: Ref) -> SupervisorRow | None:
+        try:
+            reply = await supervisor.ask(WhichChildren(), reply=Children, timeout=ASK_S)
+        except ZbmdError:
+            return None  # it starts, stops or has ended: it is shown without children
+        return SupervisorRow(supervisor.actor, reply.children)
+
+
+def row(cell: ActorCell) -> ActorRow:
+    """How an actor stands."""
+    current, mailbox = cell.current, cell.mailbox
+    return ActorRow(
+        name=cell.name,
+        kind=type(cell.actor).__name__[:256],
+        version=type(cell.actor).version,
+        incarnation=cell.incarnation,
+        state=cell.state.value,
+        waiting=len(mailbox),
+        nbytes=mailbox.nbytes,
+        stashed=mailbox.stashed,
+        handled=cell.handled,
+        turns=cell.turns,
+        dropped=mailbox.dropped,
+        handles="" if current is None else contract_tag(current.message),
+        parent="" if cell.parent is None else cell.parent.address,
+    )

@@ -1,0 +1,331 @@
+"""How messages leave: tell, ask and cast, their envelopes and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zbmd.actors.contracts import Contract, check_fingerprints, contract_tag
+from zbmd.actors.core import wire
+from zbmd.actors.core.cell import ActorCell
+from zbmd.actors.core.context import current_cell, current_delivery
+from zbmd.actors.core.native._asking import Asked, Asker, ask, deadline, envelope
+from zbmd.actors.core.native._mailbox import Delivery, MailboxMemory
+from zbmd.actors.core.peer import Peer
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.scopes import at_home
+from zbmd.actors.core.timer_wheel import DeadlineWheel, Expired
+from zbmd.actors.errors import (
+    ActorError,
+    DeadActor,
+    MailboxFull,
+    MailboxMemoryFull,
+    SystemStopped,
+)
+from zbmd.actors.hangs.loop_watch import watch_loop
+from zbmd.actors.routing.routes import Ways, deadline_left_s
+from zbmd.actors.supervision.pools import Pools
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
+from zbmd.transport.link.interface import Link
+
+
+class Messaging(Asker):
+    """What an actor system needs to send: who lives here, who can be reached, and how much may wait."""
+
+    def __init__(self, name: str, incarnation: int, mailbox_bytes_max: int) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.loop = asyncio.get_running_loop()
+        self.memory = MailboxMemory(mailbox_bytes_max, self._no_memory)
+        self._peers: dict[str, Peer] = {}
+        self.deadlines = DeadlineWheel(self.loop)
+        self._stopped = False
+        self.codec = wire.Codec(self._bind)
+        self.pools = Pools(self)
+        """Where handlers run that are declared for a pool."""
+        self.scope = ""
+        """What others put behind our name and those of our siblings; see `zbmd.actors.core.scopes`."""
+        self.ways: Ways | None = None
+        """To processes beyond our views, if we are in a cluster."""
+        self._spare: set[Peer] = set()
+        """Further links to processes that there is one to already."""
+        self.watch_of_loop = watch_loop(self)
+        """Who held the event loop, if anyone did."""
+
+    def serving(self, task: asyncio.Task[object]) -> ActorCell | None:
+        """The actor that this task serves, if it does; may be called by any thread."""
+        cell = self._cells.get(task.get_name())
+        return cell if cell is not None and cell.is_served_by(task) else None
+
+    def find(self, actor: str, incarnation: int) -> ActorCell | None:
+        """The actor of that name, if it is that life of it (0: any); it may be about to stop."""
+        cell = self._cells.get(actor)
+        if cell is None or (incarnation and incarnation != cell.ref.incarnation):
+            return None
+        return cell
+
+    def _find_ref(self, ref: Ref) -> ActorCell | None:
+        if ref.process_incarnation and ref.process_incarnation != self.incarnation:
+            return None
+        return self.find(ref.actor, ref.incarnation)
+
+    async def tell_at_length(self, ref: Ref, message: Contract) -> None:
+        """A tell to an actor of another process, or about which something else is out of the ordinary."""
+        trace_id, sender = self._envelope(message)
+        if ref.process == self.name:
+            cell = self._living(ref)
+            delivery = Delivery(message, 0, trace_id, sender, None, None)
+            if not cell.mailbox.offer(delivery):
+                await self._tell_when_room(cell, delivery)
+            elif cell.task is None:
+                cell.wake()
+            if self.has_told(cell):
+                await asyncio.sleep(0)
+        else:
+            try:
+                peer = self._peer(ref.process, ref.process_incarnation)
+            except PeerLost:
+                running = current_delivery.get()
+                deadline_ns = 0 if running is None else running.deadline_ns
+                peer = await self.reached(ref.process, ref.process_incarnation, deadline_ns)
+            payload = wire.encode_tell(ref.actor, ref.incarnation, sender, message)
+            if not peer.try_send(payload, trace_id):
+                await peer.send(payload, trace_id)
+
+    async def _ask_from_afar(self, ref: Ref, message: Contract, timeout: float | None) -> Any:
+        """An ask of a process that there is no link to yet."""
+        deadline_ns, _ = self._deadline(timeout, ref)
+        await self.reached(ref.process, ref.process_incarnation, deadline_ns)
+        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        return await self._ask_when_taken(ask(self, ref, message, left_s), ref, message)
+
+    async def _ask_when_taken(self, asked: Asked, ref: Ref, message: Contract) -> Any:
+        """The answer to an ask that may have to wait for room."""
+        try:
+            if asked.waits:
+                await self._until_taken(asked)
+            return await asked.future
+        except BaseException as error:
+            told = self._ask_failed(asked, ref, message, error)
+            if told is not None:
+                raise told from None
+            raise
+        finally:
+            asked.over()
+
+    def _ask_failed(
+        self, asked: Asked, ref: Ref, message: Contract, error: BaseException
+    ) -> DeadlineExceeded | None:
+        """It is given up; what its asker is told, if that is not the error itself."""
+        self._forget_ask(asked)
+        if isinstance(error, asyncio.CancelledError):
+            if asked.peer is not None:
+                asked.peer.withdraw(ref, asked.call)
+            elif asked.cell is not None:
+                asked.cell.withdraw(asked.delivery.reply_to)
+        if isinstance(error, Expired):
+            what = f"{ref!r} did not answer {contract_tag(message)} within {asked.timeout_ns / 1e9:g} s"
+            return DeadlineExceeded(what)
+        return None
+
+    @staticmethod
+    def _forget_ask(asked: Asked) -> None:
+        """Nobody will await its future again: neither a result nor an error of it may surface later."""
+        asked.over()
+        if not asked.future.done():
+            asked.future.cancel()
+        elif not asked.future.cancelled():
+            asked.future.exception()
+
+    async def _until_taken(self, asked: Asked) -> None:
+        """Wait for room in the mailbox, or on the link."""
+        if asked.peer is not None:
+            await asked.peer.send_before(asked.payload, asked.delivery.trace_id, asked.future)
+        elif asked.cell is not None:
+            await self._wait_for_room(asked.cell, asked.delivery, asked.deadline_ns, asked.timeout_ns)
+
+    async def cast(self, refs: Sequence[Ref], message: Contract) -> dict[Ref, ZbmdError]:
+        """Tell many the same message; returns those to whom it could not be sent, and why.
+
+        It is encoded once, and a process gets it once for all its actors. Order is kept as by `tell`, with
+        which it may be mixed. Waits while a local mailbox or a link is full, for the others first.
+        """
+        trace_id, sender = self._envelope(message)
+        failed: dict[Ref, ZbmdError] = {}
+        full: list[tuple[Ref, ActorCell, Delivery]] = []
+        remote: dict[tuple[str, int], list[Ref]] = {}
+        for ref in refs:
+            if ref.process != self.name:
+                remote.setdefault((ref.process, ref.process_incarnation), []).append(ref)
+                continue
+            delivery = Delivery(message, 0, trace_id, sender, None, None)
+            try:
+                cell = self._living(ref)
+                if cell.mailbox.offer(delivery):
+                    cell.wake()
+                else:
+                    full.append((ref, cell, delivery))
+            except (ActorError, SystemStopped) as error:
+                failed[ref] = error
+        if remote:
+            await self._cast_remote(remote, sender, message, trace_id, failed)
+        for ref, cell, delivery in full:
+            try:
+                await self._tell_when_room(cell, delivery)
+            except (ActorError, DeadlineExceeded) as error:
+                failed[ref] = error
+        return failed
+
+    async def _cast_remote(
+        self,
+        remote: dict[tuple[str, int], list[Ref]],
+        sender: str,
+        message: Contract,
+        trace_id: int,
+        failed: dict[Ref, ZbmdError],
+    ) -> None:
+        body = wire.encode_body(message)
+        for (process, incarnation), refs in remote.items():
+            for first in range(0, len(refs), wire.CAST_ADDRESSEES_MAX):
+                some = refs[first : first + wire.CAST_ADDRESSEES_MAX]
+                try:
+                    try:
+                        peer = self._peer(process, incarnation)
+                    except PeerLost:
+                        peer = await self.reached(process, incarnation, 0)
+                    payload = wire.encode_cast(
+                        [(r.actor, r.incarnation) for r in some], sender, message, body
+                    )
+                    await peer.send(payload, trace_id)
+                except (ActorError, PeerLost) as error:
+                    failed.update(dict.fromkeys(some, error))
+
+    async def _tell_when_room(self, cell: ActorCell, delivery: Delivery) -> None:
+        running = current_delivery.get()
+        deadline_ns = 0 if running is None else running.deadline_ns
+        try:
+            await self._wait_for_room(cell, delivery, deadline_ns, max(0, deadline_ns - time.monotonic_ns()))
+        except Expired:
+            raise DeadlineExceeded(f"{cell.ref!r} had no room for {contract_tag(delivery.message)}") from None
+
+    async def _wait_for_room(
+        self, cell: ActorCell, delivery: Delivery, deadline_ns: int, timeout_ns: int
+    ) -> None:
+        if current_cell.get() is cell:
+            raise MailboxFull(f"{cell.ref!r} cannot wait for room in its own mailbox")
+        room: asyncio.Future[None] = self.loop.create_future()
+        cell.mailbox.wait(delivery, room)
+        if not deadline_ns:
+            await room
+            return
+        bucket = self.deadlines.add(room, deadline_ns, timeout_ns)
+        try:
+            await room
+        finally:
+            self.deadlines.remove(room, bucket)
+
+    # Processes beyond our views.
+
+    async def reached(self, process: str, incarnation: int, deadline_ns: int) -> Peer:
+        """The link to a process of no view of ours, made if need be. Raises as `Ways.reach`."""
+        ways = self.ways_to(process)
+        if ways is not None:
+            await ways.reach(process, incarnation, deadline_left_s(deadline_ns))
+        return self._peer(process, incarnation)
+
+    async def processes(self) -> tuple[tuple[str, int, str], ...]:
+        """The nodes of the cluster and the ranks that are up: process, incarnation, the node it runs on.
+
+        At most `PROCESSES_TOLD_MAX`. Empty if this process is in no cluster. Raises as `Ref.ask`.
+        """
+        return () if self.ways is None else (await self.ways.processes()).processes
+
+    def ways_to(self, process: str) -> Ways | None:
+        """Who makes links to that process, if anybody does."""
+        return self.ways if self.ways is not None and self.ways.leads_to(process) else None
+
+    def admit(self, link: Link, name: str, on_closed: Callable[[ZbmdError | None], None]) -> bool:
+        """Reach a process of no view of ours, and be reached; the system owns the link from now on.
+
+        name: what we call it. Whether messages to it go over this link from now on: another may carry them.
+        Raises as `ActorSystem.attach`.
+        """
+        incarnation, known = link.peer.incarnation, self._peers.get(name)
+        if self._stopped:
+            raise SystemStopped(f"the actor system of {self.name} has been stopped")
+        if name == self.name or (known is not None and known.incarnation > incarnation):
+            raise LocalProtocolError(f"{self.name} is linked with a later life of {name}, or is {name}")
+        check_fingerprints(name, link.peer.contracts)
+        carries = known is None or known.incarnation < incarnation
+        if known is not None and carries:
+            known.close(PeerLost(name, f"replaced by incarnation {incarnation}"))
+        peer = Peer(self, link, on_closed, guest=name)  # type: ignore[arg-type]
+        if carries:
+            self._peers[name] = peer
+        else:
+            self._spare.add(peer)
+        peer.open()
+        return carries
+
+    def dismiss(self, process: str, incarnation: int, reason: str) -> None:
+        """Close all links to that life of a process of no view of ours."""
+        for peer in [*self._peers.values(), *self._spare]:
+            if peer.is_guest and (peer.name, peer.incarnation) == (process, incarnation):
+                peer.close(PeerLost(process, reason))
+
+    def _bind(self, data: wire.RefData) -> Ref:
+        process = at_home(data.process, self.scope) if self.scope else data.process
+        return Ref(self, process, data.process_incarnation, data.actor, data.incarnation)
+
+    def _envelope(self, message: object) -> tuple[int, str]:
+        """Trace id and sender's name for a message sent here and now."""
+        return envelope(self, message)
+
+    def _deadline(self, timeout: float | None, whom: object) -> tuple[int, int]:
+        """(deadline, time left), ns: the earlier of the given timeout and the inherited deadline."""
+        running = current_delivery.get()
+        return deadline(timeout, 0 if running is None else running.deadline_ns, whom)
+
+    def _no_memory(self, nbytes: int) -> ActorError:
+        """The refusal of a message of that size."""
+        cells = self._cells.values()
+        biggest = max(cells, key=lambda cell: cell.mailbox.nbytes, default=None)
+        most = "" if biggest is None else f"; {biggest.ref.address} holds {biggest.mailbox.nbytes:,} of them"
+        memory = self.memory
+        return MailboxMemoryFull(
+            f"{memory.used:,} bytes wait in the mailboxes of {self.name}, {nbytes:,} more would pass "
+            f"the bound of {memory.bound:,}{most}"
+        )
+
+    def _living(self, ref: Ref) -> ActorCell:
+        cell = self._cells.get(ref.actor)
+        if (
+            cell is None
+            or not cell.accepts
+            or (ref.incarnation and ref.incarnation != cell.incarnation)
+            or (ref.process_incarnation and ref.process_incarnation != self.incarnation)
+        ):
+            if self._stopped:
+                raise SystemStopped(f"the actor system of {self.name} has been stopped")
+            raise DeadActor(f"{ref!r} does not live")
+        return cell
+
+    def _peer_or_none(self, ref: Ref) -> Peer | None:
+        peer = self._peers.get(ref.process)
+        if peer is None or (ref.process_incarnation and ref.process_incarnation != peer.incarnation):
+            return None
+        return peer
+
+    def _peer(self, process: str, incarnation: int) -> Peer:
+        peer = self._peers.get(process)
+        if peer is None:
+            if self._stopped:
+                raise SystemStopped(f"the actor system of {self.name} has been stopped")
+            raise PeerLost(process, f"{self.name} has no link to it")
+        if incarnation and incarnation != peer.incarnation:
+            if incarnation < peer.incarnation:
+                raise DeadActor(f"{process} is now incarnation {peer.incarnation}, not {incarnation}")
+            raise PeerLost(process, f"{self.name} has no link to its incarnation {incarnation} yet")
+        return peer

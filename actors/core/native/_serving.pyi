@@ -1,0 +1,97 @@
+from asyncio import AbstractEventLoop, Task
+from collections.abc import Awaitable, Coroutine, Generator, Mapping
+from typing import Any, Final, Literal
+
+from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, Handler, Reason
+from zbmd.actors.core.cell import ActorCell
+from zbmd.actors.core.native._mailbox import Delivery, Mailbox
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.timer_wheel import DeadlineWheel
+from zbmd.actors.replay.life import ActorLife
+
+TURN_NS: Final[int]
+"""How long an actor handles messages before the loop gets its turn; it looks after `MESSAGES_PER_LOOK`."""
+MESSAGES_PER_LOOK: Final[int]
+LOOKS_PER_TURN: Final[int]
+"""So often it looks before that if it is fast, and nobody in the process waits for an answer."""
+TELLS_PER_TURN: Final[int]
+"""After how many tells to actors of this process the loop gets its turn, lest one sender keep it.
+
+At once, if somebody waits for an answer and the receiver has more than enough to do."""
+
+RESTING_MAX: Final[int]
+"""Tasks that rest between two messages. Of all other actors the task ends when nothing waits, and a new one
+is made for the next message: that takes more time."""
+REST_S: Final[float]
+"""How long a task rests at least before its actor is taken for idle, seconds."""
+ENDED_MAX: Final[int]
+"""Tasks of idle actors that are ended at a time, lest the loop be kept."""
+
+class CellCore:
+    """What of an actor is touched at every message. What is not set is None.
+
+    life: who records or replays it, if anyone does; task: what serves the mailbox, None while it is idle;
+    current: the message that is being handled; turns: how often the loop gave it its turn.
+    """
+
+    mailbox: Mailbox
+    actor: Actor
+    handlers: Mapping[type, Handler]
+    life: ActorLife | None
+    task: Task[None] | None
+    current: Delivery | None
+    name: str
+    incarnation: int
+    system: ActorSystem
+    accepts: bool
+    handled: int
+    turns: int
+    _stop: Reason | None
+    _withdrawn: Delivery | None
+    @property
+    def _resting(self) -> Task[None] | None:
+        """What has just served the mailbox and will again, for a while: see `RESTING_MAX` and `REST_S`."""
+
+    def __init__(self, *_: Any) -> None: ...
+    def wake(self) -> None:
+        """Serve the mailbox; call it after each message taken in. `_new_task` makes the task, if need be."""
+
+class Serving:
+    """Awaited, it handles messages until there are none, or something is out of the ordinary.
+
+    It yields to the loop when a turn is over, and waits for the next message, as one of `RESTING_MAX`. Its
+    result is what is to be awaited for room on an answer's way back, None if nothing waits, or False if
+    somebody should look at what comes next.
+    """
+
+    def __init__(self, cell: ActorCell) -> None: ...
+    def __await__(self) -> Generator[Any, Any, Awaitable[None] | Literal[False] | None]: ...
+    def is_over(self) -> bool:
+        """Whether the loop is to get its turn now, before the message that is about to be handled."""
+
+class Post:
+    """What of a system is touched at every message."""
+
+    _cells: dict[str, ActorCell]
+    name: str
+    incarnation: int
+    deadlines: DeadlineWheel
+    _last_trace: int
+    loop: AbstractEventLoop
+    rest_s: float
+    """Whose task has rested for so long, or twice as long, is idle: the task ends. Seconds."""
+    @property
+    def resting(self) -> int:
+        """Tasks of actors that wait for the next message of many."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def new_trace(self) -> int:
+        """A trace id for what nothing else has caused."""
+    def has_told(self, cell: ActorCell) -> bool:
+        """An actor of this process was told something: whether the loop is to get its turn now."""
+    def _end_rests(self) -> None:
+        """End the tasks that have rested since the last call; due every `rest_s` while there are any."""
+    def _tell(self, ref: Ref, message: Contract) -> Coroutine[Any, Any, None]:
+        """What `Ref.tell` returns: the short way if nothing is out of the ordinary, else `tell_at_length`."""

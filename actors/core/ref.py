@@ -1,0 +1,87 @@
+"""References: how an actor is addressed, wherever it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+if TYPE_CHECKING:
+    from zbmd.actors.contracts import Contract
+    from zbmd.actors.core.messaging import Messaging
+
+ContractT = TypeVar("ContractT", bound="Contract")
+
+
+class Ref:
+    """The address of one actor. The same class for actors of this and of other processes.
+
+    `incarnation` 0 means whoever holds the name when the message arrives; any other is one life of it, in
+    the life `process_incarnation` of the process. References may be fields of contracts. Equal references
+    name the same life. Messages from one sender to one actor arrive in order, each at most once.
+    """
+
+    __zbmd_wire_name__ = "zbmd.Ref"
+    __slots__ = ("_system", "actor", "incarnation", "process", "process_incarnation")
+
+    def __init__(
+        self, system: Messaging, process: str, process_incarnation: int, actor: str, incarnation: int
+    ) -> None:
+        self._system = system
+        self.process = process
+        self.process_incarnation = process_incarnation
+        self.actor = actor
+        self.incarnation = incarnation
+
+    @property
+    def address(self) -> str:
+        """`"process/actor"`."""
+        return f"{self.process}/{self.actor}"
+
+    def tell(self, message: Contract) -> Coroutine[Any, Any, None]:
+        """Send `message`, expect no answer. Waits while a local mailbox or the link is full.
+
+        Raises `DeadActor` or `PeerLost` if that is known here and now. What another process rejects later
+        comes back to a sending actor as an `Undelivered` signal and is logged otherwise.
+        """
+        return self._system._tell(self, message)
+
+    @overload
+    def ask(self, message: Contract, *, timeout: float | None = None) -> Coroutine[Any, Any, Any]: ...
+
+    @overload
+    def ask(
+        self, message: Contract, *, reply: type[ContractT], timeout: float | None = None
+    ) -> Coroutine[Any, Any, ContractT]: ...
+
+    def ask(
+        self, message: Contract, *, reply: type[Any] | None = None, timeout: float | None = None
+    ) -> Coroutine[Any, Any, Any]:
+        """Send `message` and return the answer, of type `reply` if that is given.
+
+        timeout: seconds. Inside a handler that runs under a deadline the earlier of the two holds, and
+        `timeout` may be left out; elsewhere it must be given (`MissingDeadline`).
+        Raises `DeadlineExceeded`, `DeadActor`, `MailboxFull` (another process), `ActorFailed`,
+        `NotUnderstood`, `UnknownContract`, `InvalidMessage`, `PeerLost`, `TooManyPending`.
+        A cancelled ask is withdrawn: if its message still waits it is not handled, and a handler that is at
+        work on it is cancelled (`asyncio.CancelledError` at its `await`), while its actor lives on. A handler
+        shields what must not be broken off (`asyncio.shield`).
+        """
+        return self._system._ask(self, message, reply, timeout)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ref) and self.key() == other.key()
+
+    def __hash__(self) -> int:
+        return hash(self.key())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ref:
+        """Itself: an address, and it does not change."""
+        return self
+
+    def __repr__(self) -> str:
+        life = f"#{self.process_incarnation}.{self.incarnation}" if self.incarnation else ""
+        return f"<Ref {self.address}{life}>"
+
+    def key(self) -> tuple[str, int, str, int]:
+        """(process, its incarnation, actor, its incarnation): what makes two references equal."""
+        return (self.process, self.process_incarnation, self.actor, self.incarnation)

@@ -1,0 +1,591 @@
+"""The actor system of one process: who lives here, who can be reached, and how messages get there."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from zbmd.actors.contracts import check_fingerprints, is_parting
+from zbmd.actors.core import wire
+from zbmd.actors.core.actor import (
+    Actor,
+    Down,
+    Reason,
+    ReasonKind,
+    Undelivered,
+    find_remote_class,
+    handler_table,
+    import_remote_class,
+    remote_class_id,
+)
+from zbmd.actors.core.cell import LINKS_MAX, ActorCell
+from zbmd.actors.core.mailbox import MAILBOX_BYTES, MailboxSpec
+from zbmd.actors.core.messaging import Messaging
+from zbmd.actors.core.monitor import Monitor
+from zbmd.actors.core.peer import Peer
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.scopes import at_home
+from zbmd.actors.core.timer_wheel import Expired
+from zbmd.actors.errors import ActorError, DeadActor, NameTaken, SystemStopped, TooManyPending
+from zbmd.actors.hangs.loop_watch import unwatch_loop
+from zbmd.actors.supervision.events import AutoShutdown, BackOff, Strategy
+from zbmd.actors.upgrade.local import CodeBook
+from zbmd.transport.capture.recorder import Recorder
+from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
+from zbmd.transport.link.interface import Link
+
+if TYPE_CHECKING:
+    from zbmd.actors.directory.driver import Directory
+    from zbmd.actors.directory.names import Group
+    from zbmd.actors.supervision.supervisor import ChildSpec
+    from zbmd.actors.upgrade.driver import Upgraded
+    from zbmd.actors.upgrade.keeper import CodeKeeper
+
+ACTORS_MAX = 1_048_576
+STOP_S = 5.0
+CALL_S = 5.0
+"""How long names and groups may take, unless their caller says otherwise."""
+PROBATION_S = 5.0
+"""How long a new version of an actor's code is on probation in each stage."""
+ANSWER_S = 30.0
+"""How long a process may take to change its actors: for the message that each is at."""
+
+_NAME = re.compile(rf"[A-Za-z0-9_.:<>-]{{1,{wire.ACTOR_NAME_CHARS_MAX}}}")
+_log = structlog.get_logger("zbmd.actors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorInfo:
+    """A snapshot of one actor, for status displays."""
+
+    name: str
+    kind: str
+    incarnation: int
+    state: str
+    waiting: int
+    handled: int
+    dropped: int
+
+
+class ActorSystem(Messaging):
+    """The actors of one process incarnation, and links to the systems of other processes.
+
+    name: this process's name ("rank0"); incarnation: u64, greater in every replacement; recorder: takes down
+    what its supervisors decide (frames are its links' to record); mailbox_bytes_max: bound of what waits in
+    all its mailboxes together; scope: see `zbmd.actors.core.scopes`. To be made and used in one running loop.
+    Call `stop()` at the end.
+    """
+
+    _monitor_class = Monitor
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: int = 1,
+        *,
+        recorder: Recorder | None = None,
+        mailbox_bytes_max: int = MAILBOX_BYTES,
+        scope: str = "",
+    ) -> None:
+        super().__init__(name, incarnation, mailbox_bytes_max)
+        self.scope = scope
+        self.recorder = recorder
+        self.undelivered = 0
+        self.code = CodeBook()
+        """Which classes have been replaced."""
+        self.keeper: CodeKeeper | None = None
+        """Tells the processes of the view, if it has one."""
+        self._lingering: set[asyncio.Task[None]] = set()
+        self._last_actor = 0
+        self._directory: Directory | None = None
+        digest = hashlib.blake2b(f"{name}#{incarnation}".encode(), digest_size=4).digest()
+        self._last_trace = int.from_bytes(digest) << 32
+
+    # Life of actors.
+
+    async def spawn(
+        self,
+        cls: type[Actor],
+        *args: Any,
+        name: str | None = None,
+        mailbox: MailboxSpec | None = None,
+        link_to: Ref | None = None,
+        **kwargs: Any,
+    ) -> Ref:
+        """Make an actor of `cls(*args, **kwargs)` and wait until its `started()` has returned.
+
+        name: unique in the process; None takes the class's name and a number. Raises `NameTaken`,
+        `ActorStartFailed`, and whatever the constructor raises.
+        """
+        cell = self._create(cls, args, kwargs, name, mailbox, None)
+        if link_to is not None:
+            self.link(cell.ref, link_to)
+        return await self.until_started(cell)
+
+    def create_child(
+        self, cls: type[Actor], args: Sequence[Any], *, name: str | None, parent: Ref | None
+    ) -> ActorCell:
+        """Begin to spawn, for a supervisor: if `parent` ends while the child lives, the child is killed."""
+        cell = self._create(cls, args, {}, name, None, parent)
+        if parent is not None and parent.process == self.name:
+            parent_cell = self.find(parent.actor, parent.incarnation)
+            if parent_cell is None:
+                cell.kill(Reason(ReasonKind.KILLED, "its supervisor has ended"))
+            else:
+                parent_cell.links[cell.ref] = None
+        return cell
+
+    async def spawn_on(
+        self,
+        process: str,
+        cls: type[Actor] | str,
+        *args: wire.Plain,
+        name: str | None = None,
+        timeout: float | None = None,
+        parent: Ref | None = None,
+    ) -> Ref:
+        """Spawn an actor in another process, of a class or of `"module:Class"`, which need not be here.
+
+        It must be declared with `remote=True` and imported there, or be of a module that
+        `allow_remote_modules` names there. timeout: seconds, as in `Ref.ask`. Raises `UnknownActorClass`,
+        `ActorStartFailed`, `PeerLost`, `DeadlineExceeded`.
+        """
+        process = at_home(process, self.scope)
+        if process == self.name:
+            if isinstance(cls, str):
+                cls = find_remote_class(cls) or import_remote_class(cls)
+            return await self.until_started(self.create_child(cls, args, name=name, parent=parent))
+        deadline_ns, timeout_ns = self._deadline(timeout, process)
+        try:
+            peer = self._peer(process, 0)
+        except PeerLost:
+            peer = await self.reached(process, 0, deadline_ns)
+            timeout_ns = max(0, deadline_ns - time.monotonic_ns())
+        parent_data = None if parent is None else wire.RefData(*parent.key())
+        future: asyncio.Future[Any] = self.loop.create_future()
+        call = peer.open_call(future, wants_ref=True)
+        class_id = remote_class_id(cls)
+        bucket = self.deadlines.add(future, deadline_ns, timeout_ns)
+        try:
+            request = wire.Spawn(call, timeout_ns, class_id, name or "", parent_data, list(args))
+            await peer.send_before(wire.encode(request), 0, future)
+            reply: Ref = await future
+        except BaseException as error:
+            peer.unspawn(call, future)
+            if isinstance(error, Expired):
+                raise DeadlineExceeded(f"{process} did not spawn {class_id} in time") from None
+            raise
+        finally:
+            self.deadlines.remove(future, bucket)
+            peer.close_call(call)
+        parent_cell = None if parent is None else self.find(parent.actor, parent.incarnation)
+        if parent_cell is not None:
+            parent_cell.links[reply] = None
+        elif parent is not None:
+            self.exit(reply, Reason(ReasonKind.KILLED, "its supervisor has ended"))
+        return reply
+
+    async def supervise(
+        self,
+        children: Sequence[ChildSpec],
+        *,
+        strategy: Strategy = Strategy.ONE_FOR_ONE,
+        intensity: int = 3,
+        period_s: float = 5.0,
+        back_off: BackOff | None = None,
+        template: ChildSpec | None = None,
+        auto_shutdown: AutoShutdown = AutoShutdown.NEVER,
+        name: str | None = None,
+    ) -> Ref:
+        """Start a supervisor and its children, in order; see
+        `zbmd.actors.supervision.supervisor.Supervisor`."""
+        from zbmd.actors.supervision.supervisor import Supervisor
+
+        arguments = (children, strategy, intensity, period_s, back_off, template, auto_shutdown)
+        return await self.spawn(Supervisor, *arguments, name=name)
+
+    async def upgrade(
+        self,
+        old: type[Actor],
+        new: type[Actor],
+        *,
+        processes: Sequence[str] | None = None,
+        canaries: int = 1,
+        probation_s: float = PROBATION_S,
+        answer_s: float = ANSWER_S,
+        lasting: bool = False,
+    ) -> Upgraded:
+        """Let all actors of `old` become ones of `new` while they live; see
+        `zbmd.actors.upgrade.driver.upgrade`.
+
+        processes: by name, linked with this one and with each other; None for this one alone.
+        """
+        from zbmd.actors.upgrade.driver import upgrade
+
+        names = (self.name,) if processes is None else tuple(processes)
+        return await upgrade(
+            self,
+            old,
+            new,
+            names,
+            canaries=canaries,
+            probation_s=probation_s,
+            answer_s=answer_s,
+            lasting=lasting,
+        )
+
+    async def terminate(self, ref: Ref, *, timeout: float = STOP_S, text: str = "asked to stop") -> Down:
+        """Stop an actor wherever it is, kill it after `timeout` seconds, and return its end."""
+        monitor = self.monitor(ref)
+        try:
+            self.exit(ref, Reason(ReasonKind.SHUTDOWN, text))
+            try:
+                return await monitor.down(timeout=timeout)
+            except DeadlineExceeded:
+                self.exit(ref, Reason(ReasonKind.KILLED, f"{text}; still there after {timeout:g} s"))
+                return await monitor.down(timeout=timeout)
+        finally:
+            monitor.cancel()
+
+    def exit(self, ref: Ref, reason: Reason) -> None:
+        """Ask an actor to end; with a reason of kind KILLED it is killed. No error if it is gone."""
+        if ref.process == self.name:
+            cell = self._find_ref(ref)
+            if cell is not None:
+                cell.request_stop(reason)
+        elif (peer := self._peer_or_none(ref)) is not None:
+            peer.post(wire.Stop(ref.actor, ref.incarnation, wire.reason_data(reason)))
+        elif (ways := self.ways_to(ref.process)) is not None:
+            ways.exit(ref, reason)
+
+    async def stop(self, *, timeout: float = STOP_S) -> None:
+        """End all actors, the last spawned first; after `timeout` seconds kill the rest; close all links.
+
+        With a timeout of 0 all are killed at once.
+        """
+        shutdown = Reason(ReasonKind.SHUTDOWN, "the system stops")
+        try:
+            async with asyncio.timeout(timeout):
+                # Actors may spawn while they stop; each pass ends those without a supervisor.
+                while tops := [c for c in self._cells.values() if not self._has_supervisor_here(c)]:
+                    for cell in reversed(tops):
+                        cell.request_stop(shutdown)
+                        await asyncio.shield(cell.end())
+        except TimeoutError:
+            if timeout > 0:
+                _log.warning("actors killed: they did not stop in time", actors=list(self._cells)[:16])
+        finally:
+            self._stopped = True
+            for cell in reversed(list(self._cells.values())):
+                cell.kill(Reason(ReasonKind.KILLED, "the system stops"))
+            if self.ways is not None:
+                self.ways.end()
+            for peer in [*self._peers.values(), *self._spare]:
+                peer.close(None)
+            self.deadlines.close()
+            unwatch_loop(self.watch_of_loop)
+        if self.ways is not None:
+            await self.ways.close()
+        await self.pools.close()
+        if self._lingering:
+            await asyncio.wait(self._lingering, timeout=timeout)
+
+    def describe(self) -> list[ActorInfo]:
+        """All actors of this process, in the order in which they were spawned."""
+        return [
+            ActorInfo(
+                name=c.name,
+                kind=type(c.actor).__name__,
+                incarnation=c.ref.incarnation,
+                state=c.state.value,
+                waiting=len(c.mailbox),
+                handled=c.handled,
+                dropped=c.mailbox.dropped,
+            )
+            for c in self._cells.values()
+        ]
+
+    def _create(
+        self,
+        cls: type[Actor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        name: str | None,
+        mailbox: MailboxSpec | None,
+        parent: Ref | None,
+    ) -> ActorCell:
+        if self._stopped:
+            raise SystemStopped(f"the actor system of {self.name} has been stopped")
+        wanted, cls = cls, self.code.current(cls) if self.code.newer or self.code.absent else cls
+        if len(self._cells) >= ACTORS_MAX:
+            raise TooManyPending(f"{ACTORS_MAX} actors live in {self.name}")
+        incarnation = self._last_actor + 1
+        actor_name = f"{cls.__name__}-{incarnation}" if name is None else name
+        if not _NAME.fullmatch(actor_name):
+            raise LocalProtocolError(
+                f"actor name {actor_name!r}: 1 to {wire.ACTOR_NAME_CHARS_MAX} of A-Z a-z 0-9 _ . : < > -"
+            )
+        if actor_name in self._cells:
+            raise NameTaken(f"{self.name}/{actor_name} is alive")
+        handler_table(cls)
+        actor = cls(*args, **kwargs)
+        self._last_actor = incarnation
+        ref = Ref(self, self.name, self.incarnation, actor_name, incarnation)
+        cell = ActorCell(self, actor, ref, mailbox or cls.mailbox, parent)
+        actor._cell = cell
+        self._cells[actor_name] = cell
+        if cls is not wanted and (trial := self.code.on_trial.get(cls)) is not None:
+            trial.spawned(cell)
+        return cell
+
+    async def until_started(self, cell: ActorCell) -> Ref:
+        """Wait until `started()` has returned. Raises `ActorStartFailed`; if cancelled, kills the actor."""
+        if cell.ready is not None:
+            ready = cell.ready
+            try:
+                await asyncio.sleep(0)  # most have begun when the loop has had one turn
+                if cell.ready is not None:
+                    await asyncio.shield(ready)
+            except asyncio.CancelledError:
+                cell.kill(Reason(ReasonKind.KILLED, "its spawner was cancelled"))
+                ready.exception()
+                raise
+        return cell.ref
+
+    def _has_supervisor_here(self, cell: ActorCell) -> bool:
+        return cell.parent is not None and cell.parent.process == self.name
+
+    # References and links.
+
+    def ref(self, address: str) -> Ref:
+        """A reference by name: `"rank1/counter"`, or `"counter"` in this process."""
+        process, slash, actor = address.rpartition("/")
+        if not _NAME.fullmatch(actor) or (slash and not process):
+            raise LocalProtocolError(f"{address!r} is not an address: write 'process/actor' or 'actor'")
+        return Ref(self, at_home(process, self.scope) or self.name, 0, actor, 0)
+
+    def attach(self, link: Link, *, on_closed: Callable[[ZbmdError | None], None] | None = None) -> None:
+        """Reach the actors of `link.peer` over this link; the system owns the link from now on.
+
+        A newer incarnation of a process replaces an older one. Raises `ContractMismatch` (and closes the
+        link) if the peer's contracts contradict ours, `LocalProtocolError` if it is linked already.
+        """
+        name, incarnation = link.peer.name, link.peer.incarnation
+        if self._stopped:
+            raise SystemStopped(f"the actor system of {self.name} has been stopped")
+        known = self._peers.get(name)
+        if name == self.name or (known is not None and known.incarnation >= incarnation):
+            raise LocalProtocolError(f"{self.name} has a link to {name} already, incarnation {incarnation}")
+        try:
+            check_fingerprints(name, link.peer.contracts)
+        except ZbmdError:
+            link.close()
+            raise
+        if known is not None:
+            known.close(PeerLost(name, f"replaced by incarnation {incarnation}"))
+        peer = self._peers[name] = Peer(self, link, on_closed)
+        if self.keeper is not None:
+            self.keeper.link_up(name, incarnation)
+        peer.open()
+        if self._directory is not None and peer.lost is None:
+            self._directory.link_up((name, incarnation))
+
+    def detach(self, process: str, reason: str = "detached") -> None:
+        """Close the link to a process, if there is one; monitors and links see its actors as lost."""
+        peer = self._peers.get(process)
+        if peer is not None:
+            peer.close(PeerLost(process, reason))
+
+    def peer(self, process: str) -> Peer | None:
+        """The other end of the link to a process, if there is one."""
+        return self._peers.get(process)
+
+    @property
+    def peers(self) -> dict[str, int]:
+        """Attached processes by name, with their incarnations, but for those of no view of ours."""
+        return {name: peer.incarnation for name, peer in self._peers.items() if not peer.is_guest}
+
+    # Names and groups.
+
+    def open_directory(self, *, alone: bool) -> Directory:
+        """The directory of this process, made if there is none. See `zbmd.actors.directory.driver`.
+
+        alone: until it is told of a view, this process is one of its own; else names wait for the first view.
+        """
+        if self._directory is None:
+            from zbmd.actors.directory.driver import Directory
+
+            self._directory = Directory(self, alone=alone)
+        return self._directory
+
+    async def register(self, name: str, ref: Ref, *, timeout: float = CALL_S) -> None:
+        """Give an actor a name that no other actor of the view has, until it ends.
+
+        Raises `NameInUse`, `DeadActor` if the actor does not live, and as `Ref.ask`. timeout: seconds; what
+        is granted after it is given back.
+        """
+        from zbmd.actors.directory import names
+
+        self.open_directory(alone=True)
+        await names.register(self, name, ref, timeout)
+
+    async def whereis(self, name: str, *, timeout: float = CALL_S) -> Ref | None:
+        """The actor that has the name, wherever it lives; None if nobody has it. Raises as `Ref.ask`."""
+        from zbmd.actors.directory import names
+
+        self.open_directory(alone=True)
+        return await names.whereis(self, name, timeout)
+
+    async def unregister(self, name: str, *, timeout: float = CALL_S) -> bool:
+        """Take the name from whoever has it; False if nobody has. Raises as `Ref.ask`."""
+        from zbmd.actors.directory import names
+
+        self.open_directory(alone=True)
+        return await names.unregister(self, name, timeout)
+
+    async def group(self, name: str, *, timeout: float = CALL_S) -> Group:
+        """The group of that name, once all processes of the view have said who is in it; it may be empty."""
+        from zbmd.actors.directory.names import Group, checked
+
+        group = Group(self, self.open_directory(alone=True), checked(name))
+        await group.settled(timeout=timeout)
+        return group
+
+    # Monitors and links between actors.
+
+    def monitor(self, ref: Ref, *, to: Ref | None = None) -> Monitor:
+        """Learn, once, of the end of `ref`: by `Monitor.down()`, and as a `Down` signal to the actor `to`."""
+        monitor = self._monitor_class(ref, self.loop)
+
+        def deliver(down: Down) -> None:
+            monitor.deliver(down)
+            cell = None if to is None else self.find(to.actor, to.incarnation)
+            if cell is not None:
+                cell.post(down)
+
+        monitor.armed(self.watch(ref, deliver))
+        return monitor
+
+    def watch(self, ref: Ref, callback: Callable[[Down], None]) -> Callable[[], None]:
+        """Call back once, never before this returns, when `ref` ends; returns what undoes it."""
+        if ref.process != self.name:
+            peer = self._peer_or_none(ref)
+            if peer is not None:
+                return peer.watch(ref, callback)
+            if (ways := self.ways_to(ref.process)) is not None:
+                return ways.watch(ref, callback)
+            missing = Reason(ReasonKind.LOST, f"{self.name} has no link to that incarnation of {ref.process}")
+            return self.loop.call_soon(callback, Down(ref, missing)).cancel
+        cell = self._find_ref(ref)
+        if cell is None:
+            gone = Reason(ReasonKind.NO_ACTOR, "there is no such actor")
+            return self.loop.call_soon(callback, Down(ref, gone)).cancel
+        number = cell.watch(callback)
+        if number < 0:
+            raise TooManyPending(f"too many monitors on {ref!r}")
+        watched = cell
+        return lambda: watched.unwatch(number)
+
+    def link(self, actor: Ref, other: Ref) -> None:
+        """Tie the life of `actor`, which lives here, to that of `other` (as Erlang's link/1).
+
+        If `other` does not live, `actor` gets the exit signal at once. `other` must name one life, as the
+        references that `spawn` returns and messages carry do.
+        """
+        cell = self._find_ref(actor)
+        if cell is None:
+            raise DeadActor(f"{actor!r} does not live here")
+        if not other.incarnation:
+            raise LocalProtocolError(f"{other!r} names no particular life to link with")
+        if len(cell.links) >= LINKS_MAX:
+            raise TooManyPending(f"{actor!r} has {LINKS_MAX} links")
+        cell.links[other] = None
+        if other.process == self.name:
+            target = self._find_ref(other)
+            if target is None:
+                cell.exit_signal(other, Reason(ReasonKind.NO_ACTOR, "there is no such actor"))
+            else:
+                target.links[cell.ref] = None
+        elif (peer := self._peer_or_none(other)) is None and (ways := self.ways_to(other.process)):
+            ways.link(cell, other)
+        elif peer is None:
+            cell.exit_signal(other, Reason(ReasonKind.LOST, f"no link to {other.process}"))
+        else:
+            ours = cell.ref
+            peer.post(wire.LinkActors(ours.actor, ours.incarnation, other.actor, other.incarnation))
+
+    def unlink(self, actor: Ref, other: Ref) -> None:
+        """Undo `link`."""
+        cell = self._find_ref(actor)
+        if cell is None or other not in cell.links:
+            return
+        del cell.links[other]
+        if other.process == self.name:
+            target = self._find_ref(other)
+            if target is not None:
+                target.links.pop(cell.ref, None)
+        elif (peer := self._peer_or_none(other)) is not None:
+            ours = cell.ref
+            peer.post(wire.UnlinkActors(ours.actor, ours.incarnation, other.actor, other.incarnation))
+
+    # For cells and peers.
+
+    def cells(self) -> list[ActorCell]:
+        """All that live. From any thread: the list is made in one go, under the GIL."""
+        return list(self._cells.values())
+
+    def forget(self, cell: ActorCell) -> None:
+        """The actor has ended: its name is free."""
+        if self._cells.get(cell.name) is cell:
+            del self._cells[cell.name]
+
+    def linger(self, task: asyncio.Task[None]) -> None:
+        """A killed actor's task may take a while to end; `stop()` waits for it."""
+        self._lingering.add(task)
+        task.add_done_callback(self._lingering.discard)
+
+    def peer_closed(self, peer: Peer) -> None:
+        """The link is gone."""
+        self._spare.discard(peer)
+        if self._peers.get(peer.name) is peer:
+            del self._peers[peer.name]
+            if self.keeper is not None and not peer.is_guest:
+                self.keeper.link_down(peer.name, peer.incarnation)
+            if self._directory is not None and not peer.is_guest:
+                self._directory.link_down((peer.name, peer.incarnation))
+
+    def exit_links_to(self, peer: Peer, reason: Reason) -> None:
+        """Exit signals from all actors of a process that was lost."""
+        for cell in list(self._cells.values()):
+            for other in [r for r in cell.links if r.process == peer.name]:
+                if other.process_incarnation == peer.incarnation:
+                    cell.exit_signal(other, reason)
+
+    def send_exit(self, source: Ref, other: Ref, reason: Reason) -> None:
+        """Tell `other`, linked with `source`, that `source` ended."""
+        if other.process == self.name:
+            cell = self._find_ref(other)
+            if cell is not None:
+                cell.exit_signal(source, reason)
+        elif (peer := self._peer_or_none(other)) is not None:
+            data = wire.reason_data(reason)
+            peer.post(wire.Exit(source.actor, source.incarnation, other.actor, other.incarnation, data))
+
+    def bounced(self, ref: Ref, sender: str, contract: str, error: ActorError) -> None:
+        """A told message was rejected: tell its sender if that is an actor that listens, or the log."""
+        if is_parting(contract):
+            return
+        self.undelivered += 1
+        cell = self._cells.get(sender)
+        if cell is not None and Undelivered in cell.handlers:
+            cell.post(Undelivered(ref, contract, error))
+        elif self.undelivered & (self.undelivered - 1) == 0:  # the 1st, 2nd, 4th, 8th …
+            what = {"to": ref.address, "sender": sender, "contract": contract, "count": self.undelivered}
+            _log.warning("message rejected", error=f"{type(error).__name__}: {error}", **what)

@@ -1,0 +1,1 @@
+"""The package `directory` of `zbmd.actors`."""

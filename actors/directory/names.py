@@ -1,0 +1,129 @@
+"""What a program asks of the directory: names of actors, and groups of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Final
+
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.wire import ACTOR_NAME_CHARS_MAX
+from zbmd.actors.directory.contracts import (
+    DIRECTORY,
+    Found,
+    InGroup,
+    JoinGroup,
+    LeaveGroup,
+    ListGroup,
+    RegisterName,
+    UnregisterName,
+    UnwatchGroup,
+    WatchGroup,
+    WhereIs,
+)
+from zbmd.actors.directory.driver import Directory, GroupChange
+from zbmd.transport.errors import LocalProtocolError, ZbmdError
+
+if TYPE_CHECKING:
+    from zbmd.actors.contracts import Contract
+    from zbmd.actors.core.messaging import Messaging
+
+CALL_S: Final = 5.0
+"""How long a directory may take, unless its caller says otherwise."""
+
+
+def directory_of(system: Messaging, ref: Ref | None = None) -> Ref:
+    """The directory of this process, or of the process where `ref` lives."""
+    if ref is None:
+        return Ref(system, system.name, system.incarnation, DIRECTORY, 0)
+    return Ref(system, ref.process, ref.process_incarnation, DIRECTORY, 0)
+
+
+def checked(name: str) -> str:
+    """The name of an actor or group, if it can be one. Raises `LocalProtocolError`."""
+    if not 1 <= len(name) <= ACTOR_NAME_CHARS_MAX:
+        raise LocalProtocolError(f"the name {name[:200]!r}: give 1 to {ACTOR_NAME_CHARS_MAX} characters")
+    return name
+
+
+async def register(system: Messaging, name: str, ref: Ref, timeout: float) -> None:
+    """See `ActorSystem.register`."""
+    message = RegisterName(checked(name), ref.actor, ref.incarnation)
+    await directory_of(system, ref).ask(message, timeout=timeout)
+
+
+async def whereis(system: Messaging, name: str, timeout: float) -> Ref | None:
+    """See `ActorSystem.whereis`."""
+    found = await directory_of(system).ask(WhereIs(checked(name)), reply=Found, timeout=timeout)
+    return found.ref
+
+
+async def unregister(system: Messaging, name: str, timeout: float) -> bool:
+    """See `ActorSystem.unregister`."""
+    holder = await whereis(system, name, timeout)
+    if holder is None:
+        return False
+    message = UnregisterName(name, holder.actor, holder.incarnation)
+    await directory_of(system, holder).ask(message, timeout=timeout)
+    return True
+
+
+class Group:
+    """A group of actors of the view that this process is in, as Erlang's `pg` has it.
+
+    Every process knows all members; who ends, or goes with its process from the view, is in it no more. Made
+    by `ActorSystem.group`.
+    """
+
+    def __init__(self, system: Messaging, directory: Directory, name: str) -> None:
+        self._system = system
+        self._directory = directory
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name!r} of {len(self.members)}>"
+
+    @property
+    def members(self) -> tuple[Ref, ...]:
+        """Who is in it, as far as is known here: by process, each process's in the order of joining."""
+        return self._directory.group(self.name)
+
+    @property
+    def local_members(self) -> tuple[Ref, ...]:
+        """Those of this process."""
+        return tuple(ref for ref in self.members if ref.process == self._system.name)
+
+    async def join(self, ref: Ref, *, timeout: float = CALL_S) -> None:
+        """Put an actor into it, wherever it lives. Twice is once. Raises as `Ref.ask`, and `DeadActor`."""
+        message = JoinGroup(self.name, ref.actor, ref.incarnation)
+        await directory_of(self._system, ref).ask(message, timeout=timeout)
+
+    async def leave(self, ref: Ref, *, timeout: float = CALL_S) -> None:
+        """Take it out. Raises as `Ref.ask`, and `DeadActor`."""
+        message = LeaveGroup(self.name, ref.actor, ref.incarnation)
+        await directory_of(self._system, ref).ask(message, timeout=timeout)
+
+    async def broadcast(self, message: Contract) -> dict[Ref, ZbmdError]:
+        """Tell all members; returns those that it could not be sent to, and why. See `ActorSystem.cast`."""
+        return await self._system.cast(self.members, message)
+
+    def changes(self) -> AsyncGenerator[GroupChange]:
+        """Who joins and who leaves, from now on; the first change has all who are in it already.
+
+        One that waits for more than `CHANGES_WAITING_MAX` changes gets them as one.
+        """
+        return self._directory.changes(self.name)
+
+    async def watch(self, ref: Ref, *, timeout: float = CALL_S) -> None:
+        """Have an actor told of the changes: it gets `GroupNews`, at once with all who are in it already."""
+        message = WatchGroup(self.name, ref.actor, ref.incarnation)
+        await directory_of(self._system, ref).ask(message, timeout=timeout)
+
+    async def unwatch(self, ref: Ref, *, timeout: float = CALL_S) -> None:
+        """Tell it no longer."""
+        message = UnwatchGroup(self.name, ref.actor, ref.incarnation)
+        await directory_of(self._system, ref).ask(message, timeout=timeout)
+
+    async def settled(self, *, timeout: float = CALL_S) -> tuple[Ref, ...]:
+        """Its members once all processes of the view have said who is there."""
+        found = await directory_of(self._system).ask(ListGroup(self.name), reply=InGroup, timeout=timeout)
+        return tuple(found.members)

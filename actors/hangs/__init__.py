@@ -1,0 +1,1 @@
+"""The package `hangs` of `zbmd.actors`."""

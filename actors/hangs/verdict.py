@@ -1,0 +1,367 @@
+"""Why a job hangs (sans-I/O): the host's judgement over what its ranks' watchdogs say.
+
+A rank that says that something of it is stuck, or that says nothing any more, opens a case. All ranks are
+asked where they stand, those that do not answer are looked at from outside, and then each trouble is followed
+to its root: an operation to the members that never entered it, a handler that waits for an answer to the
+actor that owes it. What waits in a ring is a deadlock. Each root is told of once, and once more when it is
+over.
+
+Time counts from tick to tick, as in `progress.py`, so a host that was suspended accuses nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import assert_never
+
+from zbmd.actors.hangs.progress import LATE_LOOKS, look_ns
+from zbmd.actors.hangs.root_cause import Finding, RankFacts, Trigger, find_roots, triggers_of
+from zbmd.actors.hangs.wire import Standing
+from zbmd.transport.errors import LocalProtocolError
+
+GATHER_NS_MAX = 2_000_000_000
+"""For the answers of all ranks."""
+GATHER_LOOKS = 4
+LOOKS_FACTOR = 2
+"""So many times the time for the answers is waited, with that for the looks from outside."""
+TOLD_MAX = 256
+"""Roots that are told of and not over yet; more of them at once are not told of."""
+
+
+class OnHang(Enum):
+    """What the run does about a hang."""
+
+    REPORT = "report"
+    REPLACE = "replace"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangNotice:
+    """One hang, once as it is found and once, with `over`, when it has gone.
+
+    culprits: (rank, incarnation) of those that the others wait for, none if all wait alike; stack: of the
+    first of them, a line a frame; next_step: what follows from it, in words.
+    """
+
+    text: str
+    culprits: tuple[tuple[int, int], ...]
+    stack: tuple[str, ...]
+    over: bool
+    next_step: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWatched:
+    """The watchdog of this incarnation has said hello. host: where it runs, if there are several."""
+
+    rank: int
+    incarnation: int
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHeard:
+    """It runs."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStood:
+    """It says where its process stands."""
+
+    rank: int
+    incarnation: int
+    standing: Standing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSeen:
+    """How its process looks from outside, in words: `is stopped (SIGSTOP)`."""
+
+    rank: int
+    incarnation: int
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGone:
+    """The process has ended, or its watchdog has left."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    """Time has passed; meant to come once a look."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskStanding:
+    """Ask its watchdog where it stands; answered by `RankStood`, or not at all."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookOutside:
+    """Look at its process; answered by `RankSeen` or `RankGone`."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Tell whoever runs the host."""
+
+    notice: HangNotice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replace:
+    """End this incarnation, so that what the run does about a loss takes place."""
+
+    rank: int
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRun:
+    """End the run."""
+
+    reason: str
+
+
+HangEvent = RankWatched | RankHeard | RankStood | RankSeen | RankGone | Ticked
+HangAction = AskStanding | LookOutside | Tell | Replace | StopRun
+
+
+class CaseState(Enum):
+    """Where the machine stands."""
+
+    QUIET = "quiet"
+    GATHERING = "gathering"
+    """All ranks are asked."""
+    LOOKING = "looking"
+    """Those that have not answered are looked at."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    facts: RankFacts
+    answered: bool = False
+    seen: bool = False
+
+
+@dataclass(slots=True)
+class _Told:
+    notice: HangNotice
+    evidence: set[Trigger] = field(default_factory=set[Trigger])
+
+
+class HangMachine:
+    """Judges the ranks of one host, or of one job's hosts, each held to `deadline_ns`."""
+
+    def __init__(self, *, deadline_ns: int, on_hang: OnHang = OnHang.REPORT) -> None:
+        if deadline_ns <= 0:
+            raise LocalProtocolError(f"a deadline of {deadline_ns} ns watches nothing")
+        self.deadline_ns = deadline_ns
+        self.look_ns = look_ns(deadline_ns)
+        self.on_hang = on_hang
+        self.gather_ns = min(GATHER_NS_MAX, max(GATHER_LOOKS * self.look_ns, deadline_ns // 4))
+        self.state = CaseState.QUIET
+        self._ranks: dict[int, _Rank] = {}
+        self._known: set[Trigger] = set()
+        self._told: dict[object, _Told] = {}
+        self._gathered_ns = 0
+        self._ticked_ns: int | None = None
+
+    @property
+    def notices(self) -> tuple[HangNotice, ...]:
+        """The hangs that are told of and not over."""
+        return tuple(told.notice for told in self._told.values())
+
+    def handle(self, event: HangEvent, *, now_ns: int) -> list[HangAction]:
+        """Take one event; what to do about it, in order."""
+        match event:
+            case RankWatched():
+                known = self._ranks.get(event.rank)
+                if known is None or known.facts.incarnation < event.incarnation:
+                    self._ranks[event.rank] = _Rank(RankFacts(event.rank, event.incarnation))
+                current = self._current(event.rank, event.incarnation)
+                if current is not None:
+                    current.facts.host = event.host
+                return []
+            case RankHeard():
+                rank = self._current(event.rank, event.incarnation)
+                if rank is not None:
+                    rank.facts.silent_ns, rank.facts.outside = 0, ""
+                return []
+            case RankStood():
+                rank = self._current(event.rank, event.incarnation)
+                if rank is None:
+                    return []
+                rank.facts.silent_ns, rank.facts.outside = 0, ""
+                rank.facts.standing, rank.answered = event.standing, True
+                return self._go_on()
+            case RankSeen():
+                rank = self._current(event.rank, event.incarnation)
+                if rank is None:
+                    return []
+                rank.seen, rank.facts.outside = True, event.words
+                return self._go_on()
+            case RankGone():
+                if self._current(event.rank, event.incarnation) is not None:
+                    self._forget(event.rank)
+                return []
+            case Ticked():
+                return self._tick(now_ns)
+            case _:
+                assert_never(event)
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` on a state that no events may lead to."""
+        assert len(self._told) <= TOLD_MAX, f"{len(self._told)} hangs are told of"
+        for rank, known in self._ranks.items():
+            assert known.facts.rank == rank, f"rank {known.facts.rank} is kept as {rank}"
+            assert known.facts.silent_ns >= 0, f"rank {rank} has been silent for {known.facts.silent_ns} ns"
+        if self.state is CaseState.LOOKING:
+            assert self._unseen(), "nobody is left to look at"
+        for told in self._told.values():
+            assert told.evidence, f"told without evidence: {told.notice.text}"
+            assert told.evidence <= self._known, f"told for what is not known: {told.notice.text}"
+
+    def _current(self, rank: int, incarnation: int) -> _Rank | None:
+        known = self._ranks.get(rank)
+        return known if known is not None and known.facts.incarnation == incarnation else None
+
+    def _forget(self, rank: int) -> None:
+        """A rank is gone: its end is told of elsewhere, and ends its troubles.
+
+        A case that is open begins anew: the others may be about to learn of that end.
+        """
+        del self._ranks[rank]
+        self.state = CaseState.QUIET
+        self._known = {trigger for trigger in self._known if trigger[0] != rank}
+        for key, told in list(self._told.items()):
+            told.evidence &= self._known
+            if not told.evidence:
+                del self._told[key]
+
+    def _tick(self, now_ns: int) -> list[HangAction]:
+        passed_ns = min(now_ns - (self._ticked_ns or now_ns), LATE_LOOKS * self.look_ns)
+        if passed_ns < 0:
+            raise LocalProtocolError(f"a tick at {now_ns} ns, behind one at {self._ticked_ns} ns")
+        self._ticked_ns = now_ns
+        for rank in self._ranks.values():
+            rank.facts.silent_ns += passed_ns
+            rank.facts.silent = rank.facts.silent_ns >= self.deadline_ns
+        self._gathered_ns += passed_ns
+        return self._go_on()
+
+    def _go_on(self) -> list[HangAction]:
+        """From state to state, as far as what is known allows."""
+        if self.state is CaseState.QUIET:
+            triggers = self._triggers()
+            actions = self._close(triggers)
+            return actions + self._gather() if triggers - self._known else actions
+        if self.state is CaseState.GATHERING:
+            waiting = [r for r in self._ranks.values() if not r.answered and not r.facts.silent]
+            if waiting and self._gathered_ns < self.gather_ns:
+                return []
+            self.state = CaseState.LOOKING
+            unseen = self._unseen()
+            if unseen:
+                return [
+                    LookOutside(rank=r.facts.rank, incarnation=r.facts.incarnation) for r in self._unseen()
+                ]
+        # What is asked of another host, or its answer, may be lost.
+        waits = self._unseen() and self._gathered_ns < LOOKS_FACTOR * self.gather_ns
+        return [] if waits else self._judge()
+
+    def _gather(self) -> list[HangAction]:
+        self.state, self._gathered_ns = CaseState.GATHERING, 0
+        for rank in self._ranks.values():
+            rank.answered = rank.seen = False
+        return [
+            AskStanding(rank=rank.facts.rank, incarnation=rank.facts.incarnation)
+            for rank in self._ranks.values()
+        ]
+
+    def _unseen(self) -> list[_Rank]:
+        return [rank for rank in self._ranks.values() if not rank.answered and not rank.seen]
+
+    def _triggers(self) -> set[Trigger]:
+        return {trigger for rank in self._ranks.values() for trigger in triggers_of(rank.facts)}
+
+    def _judge(self) -> list[HangAction]:
+        self.state = CaseState.QUIET
+        triggers = self._triggers()
+        actions = self._close(triggers)
+        facts = {rank: known.facts for rank, known in self._ranks.items()}
+        self._known = triggers
+        for finding in find_roots(facts, triggers):
+            told = self._told.get(finding.key)
+            if told is not None:
+                told.evidence |= finding.evidence
+            elif len(self._told) < TOLD_MAX:
+                actions += self._tell(finding)
+        return actions
+
+    def _close(self, triggers: set[Trigger]) -> list[HangAction]:
+        """Tell of what is over, and forget it."""
+        actions: list[HangAction] = []
+        self._known &= triggers
+        for key, told in list(self._told.items()):
+            told.evidence &= triggers
+            if told.evidence:
+                continue
+            del self._told[key]
+            notice = HangNotice(
+                text=f"over: {told.notice.text}",
+                culprits=told.notice.culprits,
+                stack=(),
+                over=True,
+                next_step="it goes on",
+            )
+            actions.append(Tell(notice=notice))
+        return actions
+
+    def _tell(self, finding: Finding) -> list[HangAction]:
+        next_step, acts = self._consequence(finding)
+        notice = HangNotice(
+            text=finding.text,
+            culprits=finding.culprits,
+            stack=finding.stack,
+            over=False,
+            next_step=next_step,
+        )
+        self._told[finding.key] = _Told(notice, set(finding.evidence))
+        return [Tell(notice=notice), *acts]
+
+    def _consequence(self, finding: Finding) -> tuple[str, list[HangAction]]:
+        match self.on_hang:
+            case OnHang.REPORT:
+                return "nothing is done about it (--on-hang replace or stop would)", []
+            case OnHang.STOP:
+                return "the run ends", [StopRun(reason=finding.text)]
+            case OnHang.REPLACE:
+                if not finding.culprits:
+                    return "nothing is done about it: there is no one to replace for it", []
+                # A ring is broken by the end of one of its members.
+                ended = finding.culprits[-1:] if finding.ring else finding.culprits
+                acts: list[HangAction] = [
+                    Replace(rank=rank, incarnation=incarnation, reason=finding.text)
+                    for rank, incarnation in ended
+                ]
+                names = " and ".join(f"rank {rank}" for rank, _ in ended)
+                return f"{names} is ended, as if it had died", acts
+            case _:
+                assert_never(self.on_hang)

@@ -1,0 +1,1 @@
+"""The package `host` of `zbmd.actors`."""

@@ -1,0 +1,247 @@
+"""The host's links: it listens, its ranks and the status tool dial, and one actor answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+import structlog
+
+from zbmd.actors.cluster.route_table import WayFinder, WaysActor
+from zbmd.actors.contracts import Contract, fingerprints
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.introspection import INSIDE_ACTOR, Inside
+from zbmd.actors.core.scopes import scope_of_job
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.host.contracts import (
+    HOST_ACTOR,
+    MEMBER_ACTOR,
+    NODE_NAME,
+    ActorsReply,
+    ActorsRequest,
+    Join,
+    Linked,
+    LinkLost,
+    NodeStatus,
+    Report,
+    ReportsAsk,
+    ReportsTaken,
+    StatusRequest,
+)
+from zbmd.actors.rank_names import child_id, rank_of
+from zbmd.actors.routing.contracts import WAYS_ACTOR
+from zbmd.actors.view import RANKS_MAX
+from zbmd.transport.capture.recorder import Recorder
+from zbmd.transport.clock.deadlines import Deadlines
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.errors import ZbmdError
+from zbmd.transport.handshake.cookie import load_or_create_cookie
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.interface import Link
+from zbmd.transport.memory.segment import NODE_SLOT, Segment
+from zbmd.transport.shm.connect import Endpoint, Listener, listen
+from zbmd.transport.shm.death_notice import DeathNotice, DeathWatch, LifeThread
+
+log: Final = structlog.stdlib.get_logger("zbmd.actors.host")
+
+OUTBOX_MESSAGES_MAX = 2 * RANKS_MAX**2  # every death of as many ranks told to every other, twice
+ACTORS_ASK_S = 0.25
+
+
+def host_identity(job: int) -> Identity:
+    """What the host says of itself at hello."""
+    return Identity(
+        name=NODE_NAME, pid=os.getpid(), uid=os.getuid(), incarnation=1, job=job, contracts=fingerprints()
+    )
+
+
+class HostDesk(Protocol):
+    """What the host does with what its ranks say. Called on the loop; must not block."""
+
+    def is_current(self, rank: int, incarnation: int) -> bool:
+        """Whether this incarnation of the rank is one that lives."""
+        ...
+
+    def joined(self, message: Join) -> None:
+        """A rank asks to be in the next view."""
+        ...
+
+    def linked(self, message: Linked) -> None:
+        """A rank waits to enter a view."""
+        ...
+
+    def link_lost(self, message: LinkLost) -> None:
+        """A rank has lost its link to a member on another host."""
+        ...
+
+    def reported(self, message: Report) -> None:
+        """A rank reports."""
+        ...
+
+    def noticed(self, rank: int, incarnation: int, notice: DeathNotice) -> None:
+        """The native watcher saw the end of a rank's process."""
+        ...
+
+    async def status(self) -> NodeStatus:
+        """How the host stands."""
+        ...
+
+
+class HostActor(Actor):
+    """`node/host`: hands everything on to the desk.
+
+    Its life is no stream of a log: it decides nothing and holds the desk, which no log could give back. What
+    comes is recorded by the links, what follows by the machines that decide (membership, supervision).
+    """
+
+    captured = False
+
+    def __init__(self, desk: HostDesk) -> None:
+        self._desk = desk
+
+    @on(Join)
+    async def join(self, message: Join) -> None:
+        """A rank is up."""
+        self._desk.joined(message)
+
+    @on(Linked)
+    async def linked(self, message: Linked) -> None:
+        """A rank is linked up."""
+        self._desk.linked(message)
+
+    @on(LinkLost)
+    async def link_lost(self, message: LinkLost) -> None:
+        """A rank has lost a link."""
+        self._desk.link_lost(message)
+
+    @on(Report)
+    async def report(self, message: Report) -> None:
+        """Telemetry."""
+        self._desk.reported(message)
+
+    @on(ReportsAsk)
+    async def reports(self, message: ReportsAsk) -> ReportsTaken:
+        """Whether reports have come: those before this question have."""
+        return ReportsTaken()
+
+    @on(StatusRequest)
+    async def status(self, message: StatusRequest) -> NodeStatus:
+        """For `zbmd-node status`."""
+        return await self._desk.status()
+
+
+class HostLinks:
+    """The listener, the actor system "node" and the death watch of one host."""
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        identity: Identity,
+        clock: HybridClock,
+        deadlines: Deadlines,
+        recorder: Recorder,
+        desk: HostDesk,
+        finder: WayFinder | None = None,
+    ) -> None:
+        self._desk = desk
+        self._finder = finder
+        self._recorder = recorder
+        self._loop = asyncio.get_running_loop()
+        self._segment = Segment.create(slot=NODE_SLOT, incarnation=1, arena_bytes=0, inbox_bytes=0)
+        self._life = LifeThread(self._segment)
+        self._watch = DeathWatch(self._segment, self._loop)
+        self._outbox: asyncio.Queue[tuple[int, Contract]] = asyncio.Queue(OUTBOX_MESSAGES_MAX)
+        self._sender: asyncio.Task[None] | None = None
+        self._endpoint = Endpoint(
+            identity=identity,
+            cookie=load_or_create_cookie(),
+            segment=self._segment,
+            clock=clock,
+            deadlines=deadlines,
+            recorder=recorder,
+        )
+        self._address = address
+        self._listener: Listener | None = None
+        self.system = ActorSystem(
+            NODE_NAME,
+            incarnation=identity.incarnation,
+            recorder=recorder,
+            scope=scope_of_job(identity.job),
+        )
+
+    async def open(self) -> None:
+        """Start to listen."""
+        await self.system.spawn(HostActor, self._desk, name=HOST_ACTOR)
+        await self.system.spawn(Inside, name=INSIDE_ACTOR)
+        if self._finder is not None:
+            await self.system.spawn(WaysActor, self._finder, name=WAYS_ACTOR)
+        self._sender = self._loop.create_task(self._send(), name="host outbox")
+        self._listener = listen(self._address, self._on_link, self._endpoint)
+
+    async def close(self) -> None:
+        """Close every link, thread and socket; nothing is heard after it."""
+        if self._listener is not None:
+            self._listener.close()
+            await self._listener.wait_closed()
+        if self._sender is not None:
+            self._sender.cancel()
+            await asyncio.wait([self._sender])
+        await self.system.stop()
+        self._watch.close()
+        self._life.goodbye()
+        self._segment.close()
+
+    def send(self, ranks: Iterable[int], message: Contract) -> None:
+        """Tell each rank, in the order of calls; what a rank that is gone would have got is dropped."""
+        for rank in ranks:
+            self._outbox.put_nowait((rank, message))
+
+    async def actors(self, rank: int) -> tuple[str, ...] | None:
+        """The names of a rank's actors; None if it does not say within `ACTORS_ASK_S`."""
+        ref = self.system.ref(f"{child_id(rank)}/{MEMBER_ACTOR}")
+        try:
+            reply = await ref.ask(ActorsRequest(), reply=ActorsReply, timeout=ACTORS_ASK_S)
+        except ZbmdError:
+            return None
+        return reply.names
+
+    async def _send(self) -> None:
+        while True:
+            rank, message = await self._outbox.get()
+            try:
+                await self.system.ref(f"{child_id(rank)}/{MEMBER_ACTOR}").tell(message)
+            except ZbmdError as error:
+                # It died meanwhile: its replacement gets the next view.
+                log.debug(
+                    "not delivered", to=child_id(rank), message=type(message).__name__, reason=str(error)
+                )
+
+    def _on_link(self, link: Link) -> None:
+        name, incarnation = link.peer.name, link.peer.incarnation
+        rank = rank_of(name)
+        if rank is not None:
+            if not self._desk.is_current(rank, incarnation) or link.peer_segment is None:
+                log.warning("link of a stranger closed", name=name, incarnation=incarnation)
+                link.close()
+                return
+            self._watch.unwatch(rank)
+        elif link.peer.job != 0:
+            log.warning("link of a stranger closed", name=name, job=link.peer.job)
+            link.close()
+            return
+        try:
+            self.system.attach(link)
+        except ZbmdError as error:
+            log.warning("link closed", name=name, incarnation=incarnation, reason=str(error))
+            link.close()
+            return
+        if rank is not None and link.peer_segment is not None:
+
+            def noticed(slot: int, notice: DeathNotice) -> None:
+                self._recorder.death(name, incarnation, clean=notice.clean, reason="its life thread ended")
+                self._desk.noticed(slot, incarnation, notice)
+
+            self._watch.watch(link.peer_segment, noticed)

@@ -1,0 +1,1 @@
+"""The package `rank` of `zbmd.actors`."""

@@ -1,0 +1,587 @@
+"""A rank's membership in its job: join, see views, reach peers, leave.
+
+Each pair of ranks has one link, dialed by the higher rank, whatever the view. Links are made in the
+background as soon as a view is known; segments and the lost mask change only inside `Node.view`, when the
+job itself asks for the next view. Until then the dead stay marked, so nothing of the old view can wait for
+a process of the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+import structlog
+
+from zbmd.actors.contracts import fingerprints
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.context import sender_process
+from zbmd.actors.core.introspection import INSIDE_ACTOR, Inside
+from zbmd.actors.core.scopes import scope_of_job
+from zbmd.actors.core.system import PROBATION_S, ActorSystem
+from zbmd.actors.hangs.collector import collector_address
+from zbmd.actors.hangs.watchdog import Watchdog
+from zbmd.actors.host.contracts import (
+    ACTORS_NAMED_MAX,
+    HOST_ACTOR,
+    MEMBER_ACTOR,
+    NODE_NAME,
+    REPORT_BYTES_MAX,
+    ActorsReply,
+    ActorsRequest,
+    EnterView,
+    Join,
+    Linked,
+    LinkLost,
+    MemberDown,
+    Report,
+    ReportsAsk,
+    ViewInstalled,
+)
+from zbmd.actors.rank.callbacks import Callbacks, OnLeave, OnLinkEnded, OnPeerLost, register
+from zbmd.actors.rank.links import MemberLinks
+from zbmd.actors.rank.log import RankLogFile, log_to_stderr, rank_logger
+from zbmd.actors.rank.tcp import MemoryOffered
+from zbmd.actors.rank_env import (
+    RankEnvironment,
+    arena_bytes,
+    progress_deadline_ns,
+    recovery_budget_ns,
+)
+from zbmd.actors.rank_names import child_id, rank_of
+from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
+from zbmd.actors.replay.recording import CapturedSystem
+from zbmd.actors.routing.rank_routes import RankWays
+from zbmd.actors.upgrade.driver import Upgraded
+from zbmd.actors.view import Member, View
+from zbmd.transport import kill_points as faults
+from zbmd.transport.clock.deadlines import derive
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
+from zbmd.transport.handshake.cookie import load_or_create_cookie
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.host import file_descriptors as descriptors
+from zbmd.transport.memory.peer_memory import PeerMemory
+from zbmd.transport.memory.process_arena import arena_joined, arena_left
+from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.native._native import now_ns
+from zbmd.transport.shm.connect import Endpoint, dial
+from zbmd.transport.shm.death_notice import DeathNotice, DeathWatch, LifeThread
+
+log: Final = structlog.stdlib.get_logger("zbmd.actors.member")
+
+INBOX_BYTES_DEFAULT = 24 << 20
+REPORTS_WAITING_MAX = 256
+LOSS_CALLBACKS_MAX = 64
+LEAVE_CALLBACKS_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Another member of the view that this process has entered."""
+
+    rank: int
+    incarnation: int
+    memory: PeerMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComingView:
+    """A view that may be entered: all of its members are linked. `memories`: theirs, by rank."""
+
+    view: View
+    memories: Mapping[int, PeerMemory]
+
+
+class MemberActor(Actor):
+    """`rankN/member`: hears from the host."""
+
+    captured = False
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    @on(ViewInstalled)
+    async def view_installed(self, message: ViewInstalled) -> None:
+        """A new view."""
+        self._node.installed(message.view)
+
+    @on(EnterView)
+    async def enter_view(self, message: EnterView) -> None:
+        """All members are linked."""
+        self._node.all_linked(message.epoch)
+
+    @on(MemberDown)
+    async def member_down(self, message: MemberDown) -> None:
+        """A peer is dead."""
+        self._node.down(message)
+
+    @on(MemoryOffered)
+    async def memory_offered(self, message: MemoryOffered) -> None:
+        """A member on another host tells where its memory is."""
+        rank = rank_of(sender_process())
+        if rank is not None:
+            self._node.memory_offered(rank, message)
+
+    @on(ActorsRequest)
+    async def actors(self, message: ActorsRequest) -> ActorsReply:
+        """For `zbmd-node status`."""
+        names = [info.name for info in self.system.describe()]
+        return ActorsReply(names=tuple(names[:ACTORS_NAMED_MAX]))
+
+
+class Node:
+    """This process as a member of its job. Made by `join`; used from its event loop's thread."""
+
+    def __init__(
+        self,
+        environment: RankEnvironment,
+        identity: Identity,
+        segment: Segment,
+        cookie: bytes,
+        capture: ProcessCapture,
+        clock: HybridClock,
+        *,
+        alone: bool,
+    ) -> None:
+        self.rank = environment.rank
+        self.local_rank = environment.local_rank
+        self.world_size = environment.world_size
+        self.incarnation = environment.incarnation
+        self.job = environment.job
+        self.segment = segment
+        self.epoch = 0
+        self.deadlines = derive(environment.recovery_budget_ns)
+        self.capture = capture
+        self.recorder = capture.recorder
+        self.system = _system(identity, capture)
+        self.system.open_directory(alone=alone)
+        self.alone = alone
+        self.progress = Watchdog(
+            identity.name,
+            self.system,
+            deadline_ns=environment.progress_deadline_ns,
+            address=None if alone else collector_address(environment.node_address),
+        )
+        self._environment = environment
+        self._life = LifeThread(segment)
+        self._watch = DeathWatch(segment, asyncio.get_running_loop())
+        self._endpoint = Endpoint(
+            identity=identity,
+            cookie=cookie,
+            segment=segment,
+            clock=clock,
+            deadlines=self.deadlines,
+            recorder=self.recorder,
+        )
+        self._ways = None if alone else RankWays(self.system, environment, cookie, self.deadlines)
+        self._links = MemberLinks(
+            self.rank,
+            self.system,
+            self._endpoint,
+            host=environment.host,
+            on_guest=None if self._ways is None else self._ways.accepted,
+            local_rank=environment.local_rank,
+            on_confirmed=self._confirmed,
+            on_lost=self._link_lost,
+            on_ended=self._link_ended,
+        )
+        self._view = View(epoch=0, members=())
+        self._peers: dict[int, Peer] = {}
+        self._callbacks = Callbacks()
+        self._reports: deque[bytes] = deque()
+        self._reports_dropped = 0
+        self._reports_changed = asyncio.Event()
+        self._reports_sent = asyncio.Event()
+        self._loop_thread = threading.get_ident()
+        self._leaving = False
+        self._telling: set[asyncio.Task[None]] = set()
+        """One for each member that is lost, at most."""
+        self._reporter: asyncio.Task[None] | None = None
+        log_directory = os.environ.get("ZBMD_LOG_DIR")
+        self._log_file = (
+            RankLogFile(Path(log_directory) / f"{self.system.name}.jsonl") if log_directory else None
+        )
+        self.log = rank_logger(self._log_file, rank=self.rank, incarnation=self.incarnation)
+
+    def __repr__(self) -> str:
+        return f"<Node {self.system.name}#{self.incarnation} of {self.world_size}, epoch {self.epoch}>"
+
+    @property
+    def peers(self) -> Mapping[int, Peer]:
+        """The other members of the view entered last, by rank."""
+        return MappingProxyType(self._peers)
+
+    @property
+    def latest(self) -> View:
+        """The view known last, entered or not."""
+        return self._view if self.alone else self._links.view
+
+    async def view(self, *, after: int) -> View:
+        """Wait for a view with an epoch greater than `after`, enter it, and return it.
+
+        Entering is collective: it takes place once every member waits for it here, with a link to every
+        other and, for every incarnation that went, the kernel's word that it is gone, so its memory may be
+        reused. Sets `epoch` and `peers`, clears the lost mask of the members, and watches them. Raises
+        `DeadlineExceeded` if a member does not link up in time, and `LocalProtocolError` in a world of one,
+        where no other view will come. How long other members take to ask is theirs: no deadline but the
+        caller's own holds for it.
+        """
+        return self.enter(await self.coming_view(after=after))
+
+    async def coming_view(self, *, after: int) -> ComingView:
+        """As `view`, but for the last step: wait until a view may be entered, and go on in this one.
+
+        Who has called this enters what it returns, by `enter`, before calling it again: other members may
+        be in that view already, and wait there.
+        """
+        if self.alone:
+            if after >= self._view.epoch:
+                raise LocalProtocolError("this process runs alone: there will be no other view")
+            return ComingView(view=self._view, memories={})
+        host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
+        while True:
+            view, memories = await self._links.ready(after=after)
+            await host.tell(Linked(rank=self.rank, incarnation=self.incarnation, epoch=view.epoch))
+            if await self._links.entered(view.epoch):
+                return ComingView(view=view, memories=memories)
+
+    def enter(self, coming: ComingView) -> View:
+        """Enter a view that may be entered; see `view`. Waits for nothing."""
+        if not self.alone:
+            self._enter(coming.view, coming.memories)
+        return coming.view
+
+    async def upgrade(
+        self, old: type[Actor], new: type[Actor], *, canaries: int = 1, probation_s: float = PROBATION_S
+    ) -> Upgraded:
+        """Change the code of all actors of `old`, in all ranks of the view entered last; one rank asks.
+
+        The lowest `canaries` ranks go first. Ranks that join later, replacements too, run the new version
+        from their first message on, whatever their script spawns. See `zbmd.actors.upgrade.driver.upgrade`.
+        """
+        ranks = sorted([self.rank, *self._peers])
+        processes = [child_id(rank) for rank in ranks]
+        return await self.system.upgrade(
+            old, new, processes=processes, canaries=canaries, probation_s=probation_s, lasting=True
+        )
+
+    def on_peer_lost(self, callback: OnPeerLost) -> Callable[[], None]:
+        """Have `callback` called on the loop when a member of the entered view dies.
+
+        Returns what undoes it.
+        """
+        return register(self._callbacks.peer_lost, callback, LOSS_CALLBACKS_MAX)
+
+    def on_link_ended(self, callback: OnLinkEnded) -> Callable[[], None]:
+        """Have `callback` called on the loop when the link to a member, of whichever view, has ended.
+
+        All that had come over it is in the mailboxes by then, where a notice of `on_peer_lost` may be earlier
+        than what the dead sent last. Returns what undoes it.
+        """
+        return register(self._callbacks.link_ended, callback, LOSS_CALLBACKS_MAX)
+
+    def on_leave(self, callback: OnLeave) -> Callable[[], None]:
+        """Have `callback` awaited when this process leaves, first of all, in the order of the calls.
+
+        So others are told in good order of what they are not to wait for. Returns what undoes it.
+        """
+        return register(self._callbacks.leaving, callback, LEAVE_CALLBACKS_MAX)
+
+    def is_linked(self, rank: int, incarnation: int) -> bool:
+        """Whether the link to this member stands."""
+        return self._links.stands(rank, incarnation)
+
+    def report(self, payload: dict[str, Any]) -> None:
+        """Tell whoever runs the host: plain data, at most `REPORT_BYTES_MAX` encoded.
+
+        Telemetry: never waits; when `REPORTS_WAITING_MAX` wait already, the oldest is dropped. Alone, it
+        goes nowhere. From any thread.
+        """
+        data = msgspec.msgpack.encode(payload)
+        if len(data) > REPORT_BYTES_MAX:
+            raise LocalProtocolError(f"a report of {len(data)} bytes; {REPORT_BYTES_MAX} is the bound")
+        if self.alone:
+            return
+        if len(self._reports) >= REPORTS_WAITING_MAX:
+            self._reports.popleft()
+            self._reports_dropped += 1
+        self._reports.append(data)
+        if threading.get_ident() == self._loop_thread:
+            self._reports_changed.set()
+        else:
+            self.system.loop.call_soon_threadsafe(self._reports_changed.set)
+
+    async def reported(self) -> bool:
+        """Whether the host has all that was reported until now; False once the time for a flush is over."""
+        if self.alone:
+            return True
+        try:
+            async with asyncio.timeout(self.deadlines.flush_ns / 1e9):
+                while self._reports:
+                    self._reports_sent.clear()
+                    await self._reports_sent.wait()
+                host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
+                await host.ask(ReportsAsk(), timeout=self.deadlines.flush_ns / 1e9)
+        except (TimeoutError, ZbmdError) as error:
+            log.info("the host does not say whether it has the reports", reason=str(error))
+            return False
+        return True
+
+    async def leave(self) -> None:
+        """Close what is open of this membership, say goodbye, and give back links, threads and descriptors.
+
+        Idempotent.
+        """
+        while self._callbacks.leaving:
+            try:
+                await self._callbacks.leaving.pop(0)()
+            except ZbmdError as error:  # what is left to be given back does not wait for its cause
+                log.warning("something was not closed in good order", reason=str(error))
+        if self._reporter is not None:
+            self._leaving = True
+            self._reports_changed.set()
+            await asyncio.wait([self._reporter], timeout=self.deadlines.flush_ns / 1e9)
+            self._reporter.cancel()
+            await asyncio.wait([self._reporter])
+            self._reporter = None
+        await self._links.settle()
+        await self._links.close()
+        await self.system.stop()
+        if self._telling:
+            await asyncio.wait(self._telling)
+        await self._links.drain()
+        if (transfers := self._links.rdma_transfers) is not None:
+            self.log.info("rdma_transfers", **transfers._asdict())
+        self.progress.close()
+        self._watch.close()
+        self._life.goodbye()
+        self._peers.clear()
+        arena_left(self.segment.arena)
+        self.segment.close()
+        if self._log_file is not None:
+            self._log_file.close()
+            self._log_file = None
+
+    # Called by `join` and the member actor.
+
+    async def open(self) -> None:
+        """Listen, reach the host, and ask to be in the next view."""
+        faults.arm(self.system.name, self.incarnation)
+        self.progress.start(self.rank, self.incarnation)
+        arena_joined(self.segment.arena)
+        if self.alone:
+            member = Member(rank=0, incarnation=self.incarnation, address="")
+            self._view = View(epoch=1, members=(member,))
+            self.epoch = 1
+            return
+        await self.system.spawn(MemberActor, self, name=MEMBER_ACTOR)
+        await self.system.spawn(Inside, name=INSIDE_ACTOR)
+        await self._links.code.open()
+        address = f"{self._environment.node_address}-{self.system.name}-{self.incarnation}"
+        self._links.listen(address)
+        listen = self._environment.listen
+        tcp_address = await self._links.listen_tcp(listen) if listen else ""
+        if listen and self._ways is not None:
+            self._ways.listen(address)
+        host = await dial(self._environment.node_address, self._endpoint)
+        self.system.attach(host)
+        join_message = Join(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            address=address,
+            host=self._environment.host,
+            tcp_address=tcp_address,
+        )
+        await self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}").tell(join_message)
+        self._reporter = asyncio.get_running_loop().create_task(self._send_reports(), name="reports")
+
+    def installed(self, view: View) -> None:
+        """The host installed a view."""
+        self._links.install(view)
+        processes = [(child_id(member.rank), member.incarnation) for member in view.members]
+        self.system.open_directory(alone=False).enter(view.epoch, processes)
+
+    def all_linked(self, epoch: int) -> None:
+        """The host says that all members of the view are linked."""
+        self._links.may_enter(epoch)
+
+    def down(self, message: MemberDown) -> None:
+        """The host says that a member is dead."""
+        if message.confirmed:
+            self._links.confirmed(message.rank, message.incarnation)
+
+    def memory_offered(self, rank: int, message: MemoryOffered) -> None:
+        """A member on another host tells where its memory is."""
+        self._links.offered(rank, message)
+
+    def _enter(self, view: View, memories: Mapping[int, PeerMemory]) -> None:
+        """Swap peers, synchronously: nothing runs between the old view and the new."""
+        entered: dict[int, Peer] = {}
+        for member in view.members:
+            if member.rank == self.rank:
+                continue
+            known, memory = self._peers.get(member.rank), memories[member.rank]
+            if known is not None and known.memory is memory:
+                entered[member.rank] = known
+                continue
+            self._watch.unwatch(member.rank)
+            # Cleared before the watch begins: if this one is dead too, the watch will set it again.
+            self.segment.clear_lost(member.rank)
+            if isinstance(memory, PeerSegment):
+                self._watch.watch(memory, self._noticed(member.incarnation))
+            entered[member.rank] = Peer(rank=member.rank, incarnation=member.incarnation, memory=memory)
+        for rank, peer in self._peers.items():
+            if entered.get(rank) is not peer:
+                peer.memory.close()
+        self._peers = entered
+        self.epoch = view.epoch
+        for peer in entered.values():
+            if not self._links.reaches(peer.rank, peer.incarnation, peer.memory):
+                self._link_lost(peer.rank, peer.incarnation, False)
+        members = ", ".join(f"{child_id(m.rank)}#{m.incarnation}" for m in view.members)
+        self.recorder.note(f"entered the view of epoch {view.epoch}: {members}")
+
+    def _confirmed(self, rank: int, incarnation: int) -> None:
+        """An incarnation is proven gone: what it could write may be reused."""
+        peer = self._peers.get(rank)
+        if peer is not None and peer.incarnation == incarnation:
+            self.segment.end_proven(rank)
+
+    def _link_ended(self, rank: int, incarnation: int) -> None:
+        for callback in list(self._callbacks.link_ended):
+            callback(rank, incarnation)
+
+    def _link_lost(self, rank: int, incarnation: int, clean: bool) -> None:
+        """The link to a member on another host has ended: that is the notice of its death.
+
+        Or of a fault of the network: the host is told, for it knows who lives.
+        """
+        peer = self._peers.get(rank)
+        if peer is None or peer.incarnation != incarnation or isinstance(peer.memory, PeerSegment):
+            return
+        self.segment.set_lost(rank)
+        notice = DeathNotice(at_ns=now_ns(), clean=clean)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._noticed(incarnation, "its link ended"), rank, notice)
+        if not clean and not self._leaving:
+            task = loop.create_task(self._tell_of_lost_link(rank, self.epoch), name="link lost")
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+
+    async def _tell_of_lost_link(self, peer: int, epoch: int) -> None:
+        lost = LinkLost(rank=self.rank, incarnation=self.incarnation, epoch=epoch, peer=peer)
+        try:
+            await self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}").tell(lost)
+        except ZbmdError as error:
+            log.info("the host is not told of a lost link", peer=child_id(peer), reason=str(error))
+
+    def _noticed(
+        self, incarnation: int, reason: str = "its life thread ended"
+    ) -> Callable[[int, DeathNotice], None]:
+        def call(slot: int, notice: DeathNotice) -> None:
+            self.recorder.death(child_id(slot), incarnation, clean=notice.clean, reason=reason)
+            for callback in list(self._callbacks.peer_lost):
+                callback(slot, incarnation, notice)
+
+        return call
+
+    async def _send_reports(self) -> None:
+        host = self.system.ref(f"{NODE_NAME}/{HOST_ACTOR}")
+        while not self._leaving or self._reports:
+            await self._reports_changed.wait()
+            self._reports_changed.clear()
+            while self._reports:
+                message = Report(rank=self.rank, incarnation=self.incarnation, payload=self._reports[0])
+                try:
+                    await host.tell(message)
+                except ZbmdError as error:
+                    log.info("report lost", reason=str(error))
+                if self._reports:
+                    self._reports.popleft()
+            self._reports_sent.set()
+
+
+@asynccontextmanager
+async def join(
+    *, arena: int | None = None, inbox_bytes: int = INBOX_BYTES_DEFAULT, enter: bool = True
+) -> AsyncGenerator[Node, None]:
+    """Join the job that this process was started for; leave it at the end.
+
+    arena: bytes of shared memory for arrays, default ZBMD_ARENA or 64 MiB; inbox_bytes: what peers may
+    write. Started by hand, without a launcher, this is a world of one. Returns once the first view is
+    entered. Without `enter` it returns before that, and `Node.view` enters it: the others go on without this
+    rank until then, so what takes it long belongs in between. Raises `UserError` on a wrong environment,
+    `OutOfMemory`, `PeerLost` if the host is gone.
+    """
+    found = RankEnvironment.read(os.environ)
+    if found is None:
+        log_to_stderr()  # as the launcher does for its ranks
+    environment = found or RankEnvironment(
+        rank=0,
+        world_size=1,
+        incarnation=1,
+        job=0,
+        node_address="",
+        arena_bytes=arena_bytes(os.environ),
+        recovery_budget_ns=recovery_budget_ns(os.environ),
+        progress_deadline_ns=progress_deadline_ns(os.environ),
+    )
+    if not 0 <= environment.rank < environment.world_size:
+        raise UserError(f"RANK={environment.rank} is not below WORLD_SIZE={environment.world_size}.")
+    cookie = load_or_create_cookie() if found is not None else b"\0" * 32
+    identity, clock = _identity(environment), HybridClock()
+    capture = ProcessCapture(identity, clock, CaptureSettings.read(os.environ, job=environment.job))
+    descriptors.make_room(environment.world_size)
+    try:
+        segment = Segment.create(
+            slot=environment.rank,
+            incarnation=environment.incarnation,
+            arena_bytes=environment.arena_bytes if arena is None else arena,
+            inbox_bytes=inbox_bytes,
+            slots=environment.world_size,
+        )
+        node = Node(environment, identity, segment, cookie, capture, clock, alone=found is None)
+        try:
+            await node.open()
+            if enter:
+                await node.view(after=0)
+            yield node
+        finally:
+            await node.leave()
+    except BaseException as error:
+        capture.failed(error)
+        raise
+    finally:
+        capture.close("left")
+
+
+def _system(identity: Identity, capture: ProcessCapture) -> ActorSystem:
+    """An actor's life is a stream of the log; to keep them all in the ring would cost too much."""
+    system_class = ActorSystem if capture.whole is None else CapturedSystem
+    return system_class(
+        identity.name,
+        incarnation=identity.incarnation,
+        recorder=capture.recorder,
+        scope=scope_of_job(identity.job),
+    )
+
+
+def _identity(environment: RankEnvironment) -> Identity:
+    return Identity(
+        name=child_id(environment.rank),
+        pid=os.getpid(),
+        uid=os.getuid(),
+        incarnation=environment.incarnation,
+        job=environment.job,
+        contracts=fingerprints(),
+    )

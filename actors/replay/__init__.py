@@ -1,0 +1,1 @@
+"""The package `replay` of `zbmd.actors`."""

@@ -1,0 +1,237 @@
+"""A life that is recorded or replayed: its strands, and the turns they take.
+
+A strand is one line of execution of an actor: strand 0 handles signals and messages, every task that the
+actor starts is one more, numbered in the order in which they are started. A strand's turn is what runs, in
+one go, from its resumption until it waits again. Turns of one actor never overlap, so a life is a sequence of
+turns, and each has one cause: an event of `events`. Calls through the actor's own interface (`Ref.ask`,
+`ActorSystem.spawn` …) end a turn and begin one with their outcome, even if they need not wait.
+
+`RecordedLife` (`recording`) writes the sequence down as it happens; `ReplayedLife` (`stage`) makes
+it happen as it is written down: a strand that could go on is held until its turn has come.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Any, ParamSpec, TypeVar
+
+from zbmd.actors.contracts import Contract, contract_tag
+from zbmd.actors.core.actor import Reason, Signal
+from zbmd.actors.core.cell import ActorCell
+from zbmd.actors.core.native._mailbox import Delivery
+from zbmd.actors.core.native._turns import SERVING, Strand
+from zbmd.actors.core.wire import reason_data
+from zbmd.actors.replay.events import (
+    ActorAction,
+    ActorEvent,
+    Answered,
+    Crashed,
+    Ended,
+    FailedLater,
+    Replied,
+    RepliedLater,
+    ReplyDeferred,
+    Said,
+    Stashed,
+    StopAsked,
+    TimerCancelled,
+    TimerSet,
+    Unstashed,
+    encode_body,
+    encode_text,
+    said,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SERVE_CODE = ActorCell._run.__code__
+
+
+class ActorLife(ABC):
+    """What is common to a life that is recorded and one that is replayed.
+
+    seed: of `Actor.random`; now_ns: when the turn began, monotonic; replays: all has happened before, so that
+    what was handled is handled whatever the clock says, and failures are not logged again.
+    """
+
+    replays = False
+
+    def __init__(self, seed: int, now_ns: int, wall_ns: int) -> None:
+        self.seed = seed
+        self.now_ns = now_ns
+        self.current: Strand | None = None
+        self.closed = False
+        self._strands = SERVING
+        self._calls = 0
+        self._wall_minus_monotonic_ns = wall_ns - now_ns
+
+    # For the cell.
+
+    @abstractmethod
+    def started(self, awaitable: Awaitable[None]) -> Awaitable[None]:
+        """`started()` is to run."""
+
+    @abstractmethod
+    def received(self, delivery: Delivery, awaitable: Awaitable[T]) -> Awaitable[T]:
+        """A message is to be handled; its turn goes on until `replied`."""
+
+    @abstractmethod
+    def signalled(self, signal: Signal, awaitable: Awaitable[None]) -> Awaitable[None]:
+        """A signal is to be handled."""
+
+    @abstractmethod
+    def stopping(self, reason: Reason, awaitable: Awaitable[None]) -> Awaitable[None]:
+        """`stopping()` is to run; its turn goes on until `ended`."""
+
+    @abstractmethod
+    def killed(self, reason: Reason) -> None:
+        """The life is about to end from outside."""
+
+    def replied(self, delivery: Delivery, reply: Any) -> None:
+        """The handler has returned."""
+        if delivery.reply_to is not None:
+            self.act(Replied, message=self.text(reply))
+        self.settle()
+
+    def failed(self, reason: Reason) -> None:
+        """The handler, or `started()`, has raised."""
+        self.act(Crashed, reason=reason_data(reason))
+        self.current = None  # but its turn may have one more outcome: that it has ended
+
+    def ended(self, reason: Reason) -> None:
+        """The life is over."""
+        self.act(Ended, reason=reason_data(reason))
+        self.settle()
+        self.closed = True
+
+    @abstractmethod
+    def withdrawn(self) -> None:
+        """The handler of the current message is about to be cancelled: its asker has given up."""
+
+    # For the actor's interface.
+
+    def sets_timer(self, timer: int, message: Contract, delay_s: float, again: bool) -> bool:
+        """`Actor.after` and `every`; whether it is to fire."""
+        if self.turn("after()") is not None:
+            text = self.text(message)
+            self.act(TimerSet, timer=timer, delay_s=float(delay_s), again=again, message=text)
+        return not self.replays
+
+    def cancels_timer(self, timer: int) -> None:
+        """`Timer.cancel`."""
+        if self.turn("Timer.cancel()") is not None:
+            self.act(TimerCancelled, timer=timer)
+
+    def defers(self, reply: int) -> None:
+        """`Actor.defer`."""
+        if self.turn("defer()") is not None:
+            self.act(ReplyDeferred, reply=reply)
+
+    def replies_later(self, reply: int, message: Contract | None) -> None:
+        """`Deferred.reply`."""
+        if self.turn("reply()") is not None:
+            self.act(RepliedLater, reply=reply, message=self.text(message))
+
+    def fails_later(self, reply: int, error: Exception) -> None:
+        """`Deferred.fail`."""
+        if self.turn("fail()") is not None:
+            self.act(FailedLater, reply=reply, error=f"{type(error).__name__}: {error}")
+
+    def stashes(self) -> None:
+        """`Actor.stash`."""
+        if self.turn("stash()") is not None:
+            self.act(Stashed)
+
+    def unstashes(self) -> None:
+        """`Actor.unstash`."""
+        if self.turn("unstash()") is not None:
+            self.act(Unstashed)
+
+    def wall_ns(self) -> int:
+        """The wall clock at the turn's beginning, ns since 1970."""
+        return self.now_ns + self._wall_minus_monotonic_ns
+
+    def asks_to_stop(self, text: str) -> None:
+        """`Actor.stop`."""
+        if self.turn("stop()") is not None:
+            self.act(StopAsked, text=text)
+
+    def turn(self, what: str) -> Strand | None:
+        """The strand whose turn it is, None if `what` is done for it by a call that is recorded itself."""
+        strand = self.current
+        if strand is None or strand.busy or self.closed:
+            if strand is None:
+                self.lose_track(f"{what} was called outside of its tasks, by a callback of the event loop")
+            return None
+        return strand
+
+    def next_call(self) -> int:
+        """The number of a call."""
+        self._calls += 1
+        return self._calls
+
+    @abstractmethod
+    async def call(
+        self,
+        strand: Strand,
+        number: int,
+        perform: Callable[[], Awaitable[Any]],
+        done: Callable[[int, Any], Said[ActorEvent]],
+    ) -> Any:
+        """The actor awaits `perform()`, of whose result `done` makes an event."""
+
+    @abstractmethod
+    def do(self, strand: Strand, perform: Callable[[], T], stand_in: Callable[[], T]) -> T:
+        """The actor does something that has no outcome; `stand_in`: what it gets if nothing is done."""
+
+    @abstractmethod
+    def lose_track(self, why: str) -> None:
+        """From here on the life depends on more than is recorded."""
+
+    def text(self, message: Any) -> str:
+        """A message as it is compared; empty if it cannot be."""
+        try:
+            return encode_text(message)
+        except Exception as error:  # noqa: BLE001 (a message's own types may raise anything)
+            self.lose_track(f"a {type(message).__name__} cannot be encoded: {error}")
+            return ""
+
+    def body(self, message: Any) -> bytes:
+        """A message as it is recorded; empty if it cannot be."""
+        try:
+            return encode_body(message)
+        except Exception as error:  # noqa: BLE001 (as above)
+            self.lose_track(f"a {type(message).__name__} cannot be encoded: {error}")
+            return b""
+
+    def answered(self, number: int, reply: Contract | None) -> Said[ActorEvent]:
+        """The event of an answer."""
+        if reply is None:
+            return said(Answered, call=number, contract="", body=b"")
+        return said(Answered, call=number, contract=contract_tag(reply), body=self.body(reply))
+
+    @abstractmethod
+    def act(self, kind: Callable[P, ActorAction], *args: P.args, **fields: P.kwargs) -> None:
+        """Part of the running turn's outcome; see `said`."""
+
+    def adopt(self, coroutine: Any) -> Any:
+        """What a new task in the actor's context is to run: a strand, if it is the actor who starts it."""
+        current = self.current
+        if (
+            current is None
+            or current.busy
+            or self.closed
+            or isinstance(coroutine, Strand)
+            or getattr(coroutine, "cr_code", None) is _SERVE_CODE
+        ):
+            return coroutine
+        self._strands += 1
+        return Strand(self, self._strands, coroutine)
+
+    # For strands (see also `ReplayedLife.resumes`).
+
+    @abstractmethod
+    def settle(self) -> None:
+        """The turn is over."""

@@ -1,0 +1,1 @@
+"""The package `routing` of `zbmd.actors`."""

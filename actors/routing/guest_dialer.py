@@ -1,0 +1,76 @@
+"""How a process dials others of its cluster that are in no view of its own, as their guest, and is dialed."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from zbmd.actors.contracts import fingerprints
+from zbmd.actors.core.scopes import guest_name, scope_of_job
+from zbmd.transport.errors import PeerLost
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.shm import connect as shm
+from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.address import TcpAddress
+
+if TYPE_CHECKING:
+    from zbmd.actors.routing.contracts import Way
+    from zbmd.actors.routing.routes import Ways
+    from zbmd.transport.clock.deadlines import Deadlines
+    from zbmd.transport.link.interface import Link
+    from zbmd.transport.tcp.settings import TcpSettings
+
+log: Final = structlog.stdlib.get_logger("zbmd.actors.ways")
+
+
+class GuestDoor:
+    """Dials by shared memory within one memory domain, by TCP elsewhere.
+
+    name, incarnation, job: of the process; host: its memory domain, empty if it does not say. Nothing of the
+    process's own memory is shown: it is no member.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        job: int,
+        cookie: bytes,
+        settings: TcpSettings,
+        deadlines: Deadlines,
+        *,
+        host: str = "",
+    ) -> None:
+        self._host = host
+        self._settings = settings
+        identity = Identity(
+            name=guest_name(name, scope_of_job(job)),
+            pid=os.getpid(),
+            uid=os.getuid(),
+            incarnation=incarnation,
+            contracts=fingerprints(),
+        )
+        self.endpoint = Endpoint(identity=identity, cookie=cookie, deadlines=deadlines)
+        """Of the guest. Also to listen for other guests of this host, who see none of our memory."""
+
+    async def dial(self, way: Way) -> Link:
+        """A link to a process. Raises as `shm.dial` and `tcp.dial`."""
+        if way.near and self._host and way.host == self._host:
+            return await shm.dial(way.near, self.endpoint)
+        if not way.far:
+            raise PeerLost(way.process, "it takes no links from other hosts")
+        return await tcp.dial(way.far, self.endpoint, settings=self._settings)
+
+    def listen_near(self, address: str, ways: Ways) -> None:
+        """Take links of guests of this host, until `ways` is closed. Raises as `shm.listen`."""
+        ways.listens(shm.listen(address, ways.accepted, self.endpoint))
+
+    async def listen_far(self, host: str, ways: Ways) -> str:
+        """The same of those of other hosts, at an address of ours; where. Raises as `tcp.listen`."""
+        where = TcpAddress(host=host, port=0)
+        listener = await tcp.listen(where, ways.accepted, self.endpoint, settings=self._settings)
+        ways.listens(listener)
+        return str(TcpAddress(host=host, port=listener.address.port))

@@ -1,0 +1,41 @@
+"""A rank's ways to processes beyond its job: nodes, ranks of other jobs, sessions."""
+
+from __future__ import annotations
+
+import os
+
+from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.host.contracts import NODE_NAME
+from zbmd.actors.rank_env import RankEnvironment
+from zbmd.actors.routing.contracts import guests_address
+from zbmd.actors.routing.guest_dialer import GuestDoor
+from zbmd.actors.routing.routes import AskedFinder, Ways
+from zbmd.transport.clock.deadlines import Deadlines
+from zbmd.transport.link.interface import Link
+from zbmd.transport.tcp.settings import tcp_settings
+
+
+class RankWays:
+    """Asks the host of its job, which knows the cluster's view. Guests of its host have an own door."""
+
+    def __init__(
+        self, system: ActorSystem, environment: RankEnvironment, cookie: bytes, deadlines: Deadlines
+    ) -> None:
+        self._door = GuestDoor(
+            system.name,
+            environment.incarnation,
+            environment.job,
+            cookie,
+            tcp_settings(os.environ),
+            deadlines,
+            host=environment.host,
+        )
+        self._ways = Ways(system, AskedFinder(system, NODE_NAME), self._door.dial)
+
+    def listen(self, address: str) -> None:
+        """Take links of guests of this host, until the system stops. address: where siblings find us."""
+        self._door.listen_near(guests_address(address), self._ways)
+
+    def accepted(self, link: Link) -> None:
+        """Take a link of a guest, from wherever it came."""
+        self._ways.accepted(link)

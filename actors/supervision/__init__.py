@@ -1,0 +1,1 @@
+"""The package `supervision` of `zbmd.actors`."""

@@ -1,0 +1,1 @@
+"""The package `upgrade` of `zbmd.actors`."""

@@ -1,0 +1,215 @@
+"""What one process does in a change of code (sans-I/O), also when those are gone who led it.
+
+A process does as it is told. If the coordinator dies, the first process that lives leads in its place: it
+asks the others what they were told. If any was told to keep the new version, all keep it, else all take it
+back (cooperative termination: Skeen, "Nonblocking commit protocols", 1981). A process answers only once it
+has itself seen the end of all who led before, so that no order of theirs is still under way to it. This takes
+for granted that links keep the order, and that an end is no mere suspicion, as is so in one view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import assert_never
+
+from zbmd.actors.upgrade.events import (
+    AskFate,
+    Broke,
+    ChangeActors,
+    Changed,
+    Check,
+    End,
+    Fate,
+    FateAsked,
+    FateTold,
+    FollowerSettled,
+    KeepNew,
+    LeaderLost,
+    LocalAction,
+    LocalBroke,
+    LocalChanged,
+    LocalChecked,
+    LocalEvent,
+    LocalSettled,
+    Order,
+    Ordered,
+    SaySettled,
+    Settled,
+    TakeBack,
+    TellFate,
+    TellOther,
+    ToCoordinator,
+    Voted,
+)
+from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+
+COORDINATOR = ""
+
+
+class Step(Enum):
+    """How far a process has come."""
+
+    FRESH = "fresh"
+    CHECKING = "checking"
+    READY = "ready"
+    CHANGING = "changing"
+    CHANGED = "changed"
+    SETTLING = "settling"
+    SETTLED = "settled"
+    OVER = "over"
+
+
+class UpgradeAgent:
+    """One process's part. `processes`: all that take part, in the order in which they would lead.
+
+    `handle` raises `RemoteProtocolError` if two who lead say different things.
+    """
+
+    def __init__(self, me: str, processes: Sequence[str]) -> None:
+        if me not in processes:
+            raise LocalProtocolError(f"{me} is none of {tuple(processes)}")
+        self._me = me
+        self._chain = (COORDINATOR, *processes)
+        self._lost: set[str] = set()
+        self._postponed: set[str] = set()  # who lead, and are answered later
+        self._leading = False
+        self._asked: set[str] = set()
+        self._awaited: set[str] = set()
+        self._any_kept = False
+        self._decided = False
+        self.step = Step.FRESH
+        self.fate = Fate.OPEN
+
+    def handle(self, event: LocalEvent, *, now_ns: int) -> list[LocalAction]:
+        """Take one event, return what to do."""
+        actions: list[LocalAction] = []
+        if self.step is Step.OVER:
+            return actions
+        match event:
+            case Ordered():
+                if event.leader not in self._lost:
+                    self._ordered(event.order, actions)
+            case LocalChecked():
+                if self.step is Step.CHECKING:
+                    self.step = Step.READY
+                    self._say(Voted(process=self._me, why=event.why), actions)
+            case LocalChanged():
+                if self.step is Step.CHANGING:
+                    self.step = Step.CHANGED
+                    self._say(Changed(process=self._me, actors=event.actors, why=event.why), actions)
+            case LocalBroke():
+                if self.fate is Fate.OPEN:
+                    self._say(Broke(process=self._me, why=event.why), actions)
+            case LocalSettled():
+                self._settled(actions)
+            case LeaderLost():
+                self._gone(event.process, actions)
+            case FateAsked():
+                self._postponed.add(event.leader)
+                self._answer(actions)
+            case FateTold():
+                if event.process in self._asked:
+                    self._any_kept |= event.fate is Fate.KEPT
+                    self._asked.discard(event.process)
+                    self._lead_on(actions)
+            case FollowerSettled():
+                self._awaited.discard(event.process)
+                self._lead_on(actions)
+            case _:
+                assert_never(event)
+        return actions
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if a rule that holds between any two events does not."""
+        assert (self.fate is Fate.OPEN) == (self.step not in (Step.SETTLING, Step.SETTLED, Step.OVER))
+        assert not self._leading or self._leader == self._me
+        assert not (self._asked | self._awaited) & self._lost
+        assert self._leading or not (self._asked or self._awaited)
+
+    @property
+    def _leader(self) -> str:
+        return next(name for name in self._chain if name not in self._lost)
+
+    def _say(self, what: ToCoordinator, actions: list[LocalAction]) -> None:
+        """Tell the coordinator; another that leads wants to know only who is done."""
+        if self._leader == COORDINATOR:
+            actions.append(what)
+        elif self._leader != self._me and isinstance(what, Settled):
+            actions.append(SaySettled(leader=self._leader))
+
+    def _ordered(self, order: Order, actions: list[LocalAction]) -> None:
+        match order:
+            case Order.PREPARE:
+                self.step = Step.CHECKING
+                actions.append(Check())
+            case Order.CHANGE:
+                self.step = Step.CHANGING
+                actions.append(ChangeActors())
+            case Order.KEEP:
+                self._settle(Fate.KEPT, actions)
+            case Order.TAKE_BACK:
+                self._settle(Fate.TAKEN_BACK, actions)
+            case Order.DISMISS:
+                self.step = Step.OVER
+                actions.append(End())
+            case _:
+                assert_never(order)
+
+    def _settle(self, fate: Fate, actions: list[LocalAction]) -> None:
+        if self.fate is not Fate.OPEN and fate is not self.fate:
+            raise RemoteProtocolError(f"{self._leader} says {fate.value}; it was {self.fate.value} before")
+        if self.step is Step.SETTLED:
+            self._say(Settled(process=self._me), actions)  # a new leader asks for it again
+        elif self.step is not Step.SETTLING:
+            self.step, self.fate = Step.SETTLING, fate
+            actions.append(KeepNew() if fate is Fate.KEPT else TakeBack())
+
+    def _settled(self, actions: list[LocalAction]) -> None:
+        if self.step is Step.SETTLING:
+            self.step = Step.SETTLED
+            self._say(Settled(process=self._me), actions)
+            self._lead_on(actions)
+
+    # When others are gone.
+
+    def _gone(self, process: str, actions: list[LocalAction]) -> None:
+        if process == self._me or process not in self._chain:
+            return
+        self._lost.add(process)
+        self._postponed.discard(process)
+        self._asked.discard(process)
+        self._awaited.discard(process)
+        self._answer(actions)
+        if self._leader != self._me:
+            return
+        if not self._leading:
+            self._leading = True
+            self._asked = set(self._others())
+            actions.extend(AskFate(process=p) for p in self._others())
+        self._lead_on(actions)
+
+    def _others(self) -> list[str]:
+        return [p for p in self._chain if p != self._me and p not in self._lost]
+
+    def _answer(self, actions: list[LocalAction]) -> None:
+        """Answer who leads, once those who led before are known to be gone."""
+        if self._leader in self._postponed:
+            self._postponed.discard(self._leader)
+            actions.append(TellFate(leader=self._leader, fate=self.fate))
+
+    def _lead_on(self, actions: list[LocalAction]) -> None:
+        """Decide, once all have said what they know; let all go, once all are done."""
+        if not self._leading or self._asked:
+            return
+        if not self._decided:
+            self._decided = True
+            kept = self._any_kept or self.fate is Fate.KEPT
+            self._awaited = set(self._others())
+            order = Order.KEEP if kept else Order.TAKE_BACK
+            actions.extend(TellOther(process=p, order=order) for p in self._others())
+            self._settle(Fate.KEPT if kept else Fate.TAKEN_BACK, actions)
+        if not self._awaited and self.step is Step.SETTLED:
+            actions.extend(TellOther(process=p, order=Order.DISMISS) for p in self._others())
+            self.step = Step.OVER
+            actions.append(End())

@@ -1,0 +1,207 @@
+"""The coordinator of a change of code (sans-I/O): prepare everywhere, change a few, watch, change all, keep.
+
+Two-phase commit (Gray, "Notes on data base operating systems", 1978) with stages between the phases: the new
+version is on probation in the processes of one stage before those of the next get it, and it is kept by all
+or taken back by all. What happens when the coordinator itself dies is in `agent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import assert_never
+
+from zbmd.actors.upgrade.events import (
+    Action,
+    Begin,
+    Broke,
+    CancelTimer,
+    Changed,
+    Event,
+    Fate,
+    Finished,
+    Order,
+    ProcessLost,
+    SetTimer,
+    Settled,
+    Tell,
+    TimerFired,
+    Voted,
+)
+from zbmd.transport.errors import LocalProtocolError
+
+PROCESSES_MAX = 1024
+
+
+class Phase(Enum):
+    """Where a change stands."""
+
+    NEW = "new"
+    PREPARING = "preparing"
+    CHANGING = "changing"
+    ON_PROBATION = "on probation"
+    SETTLING = "settling"
+    OVER = "over"
+
+
+class UpgradeMachine:
+    """One change over the processes of `stages`.
+
+    answer_ns: how long a process may take for what it is told; probation_ns: how long the new version must
+    run in each stage without a crash. Raises `LocalProtocolError` for stages that are empty or overlap.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[str]], *, answer_ns: int, probation_ns: int) -> None:
+        self._stages = tuple(tuple(stage) for stage in stages)
+        processes = [process for stage in self._stages for process in stage]
+        if not all(self._stages) or not processes or len(set(processes)) != len(processes):
+            raise LocalProtocolError(f"stages {self._stages}: give each process once, and no empty stage")
+        if len(processes) > PROCESSES_MAX:
+            raise LocalProtocolError(f"{len(processes)} processes; {PROCESSES_MAX} is the bound")
+        if answer_ns <= 0 or probation_ns < 0:
+            raise LocalProtocolError("give a time for answers, and a probation of 0 or more")
+        self._answer_ns = answer_ns
+        self._probation_ns = probation_ns
+        self._living = dict.fromkeys(processes)
+        self._awaited: set[str] = set()
+        self._told: set[str] = set()  # who has been told to change
+        self._actors: dict[str, int] = {}
+        self._unheard: set[str] = set()  # who was lost before it said that it has settled
+        self._stage = 0
+        self._reason = ""
+        self.phase = Phase.NEW
+        self.fate = Fate.OPEN
+
+    def handle(self, event: Event, *, now_ns: int) -> list[Action]:
+        """Take one event, return what to do. Raises `LocalProtocolError`."""
+        actions: list[Action] = []
+        if self.phase is Phase.OVER:
+            return actions
+        match event:
+            case Begin():
+                if self.phase is not Phase.NEW:
+                    raise LocalProtocolError("the change has begun already")
+                self._order(tuple(self._living), Order.PREPARE, now_ns, actions)
+                self.phase = Phase.PREPARING
+            case Voted():
+                if self.phase is Phase.PREPARING:
+                    self._answered(event.process, event.why, now_ns, actions)
+            case Changed():
+                if event.process in self._told and self.phase is Phase.CHANGING:
+                    self._actors[event.process] = event.actors
+                    self._answered(event.process, event.why, now_ns, actions)
+            case Broke():
+                if self.fate is Fate.OPEN:
+                    self._decide(Fate.TAKEN_BACK, f"{event.process}: {event.why}", now_ns, actions)
+            case Settled():
+                if self.phase is Phase.SETTLING:
+                    self._answered(event.process, "", now_ns, actions)
+            case ProcessLost():
+                self._lost(event, now_ns, actions)
+            case TimerFired():
+                self._time_is_up(now_ns, actions)
+            case _:
+                assert_never(event)
+        return actions
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if a rule that holds between any two events does not."""
+        assert self._awaited <= self._living.keys()
+        assert (self.fate is Fate.OPEN) == (self.phase not in (Phase.SETTLING, Phase.OVER))
+        if self.fate is Fate.KEPT:
+            assert self._stage == len(self._stages) - 1
+            assert self._told >= self._living.keys(), "kept by one that never changed"
+        if self.phase in (Phase.NEW, Phase.PREPARING):
+            assert not self._told
+        if self.phase in (Phase.ON_PROBATION, Phase.OVER):
+            assert not self._awaited
+
+    def _order(self, processes: Sequence[str], order: Order, now_ns: int, actions: list[Action]) -> None:
+        """Tell them, and wait for their answers."""
+        self._awaited = set(processes)
+        actions.extend(Tell(process=process, order=order) for process in processes)
+        actions.append(SetTimer(at_ns=now_ns + self._answer_ns))
+
+    def _answered(self, process: str, why: str, now_ns: int, actions: list[Action]) -> None:
+        if why:
+            self._decide(Fate.TAKEN_BACK, f"{process}: {why}", now_ns, actions)
+            return
+        self._awaited.discard(process)
+        if not self._awaited:
+            self._go_on(now_ns, actions)
+
+    def _go_on(self, now_ns: int, actions: list[Action]) -> None:
+        """All have answered, or the probation is over."""
+        match self.phase:
+            case Phase.PREPARING:
+                self._change(now_ns, actions)
+            case Phase.CHANGING:
+                self.phase = Phase.ON_PROBATION
+                actions.append(SetTimer(at_ns=now_ns + self._probation_ns))
+            case Phase.ON_PROBATION:
+                if self._stage + 1 < len(self._stages):
+                    self._stage += 1
+                    self._change(now_ns, actions)
+                else:
+                    self._decide(Fate.KEPT, "", now_ns, actions)
+            case Phase.SETTLING:
+                self._finish(actions)
+            case Phase.NEW | Phase.OVER:
+                raise AssertionError(self.phase)
+            case _:
+                assert_never(self.phase)
+
+    def _change(self, now_ns: int, actions: list[Action]) -> None:
+        stage = tuple(process for process in self._stages[self._stage] if process in self._living)
+        self.phase = Phase.CHANGING
+        self._told.update(stage)
+        self._order(stage, Order.CHANGE, now_ns, actions)
+        if not stage:  # all of it are gone
+            self._go_on(now_ns, actions)
+
+    def _decide(self, fate: Fate, reason: str, now_ns: int, actions: list[Action]) -> None:
+        self.fate, self._reason, self.phase = fate, reason, Phase.SETTLING
+        order = Order.KEEP if fate is Fate.KEPT else Order.TAKE_BACK
+        self._order(tuple(self._living), order, now_ns, actions)
+        if not self._living:
+            self._finish(actions)
+
+    def _lost(self, event: ProcessLost, now_ns: int, actions: list[Action]) -> None:
+        if event.process not in self._living:
+            return
+        del self._living[event.process]
+        self._actors.pop(event.process, None)
+        if self.fate is Fate.OPEN and (event.process in self._told or not self._living):
+            # A version that ends its process is worse than one that raises.
+            self._awaited.discard(event.process)
+            reason = f"{event.process} was lost on probation: {event.why}"
+            self._decide(Fate.TAKEN_BACK, reason, now_ns, actions)
+        elif event.process in self._awaited:
+            if self.phase is Phase.SETTLING:
+                self._unheard.add(event.process)
+            self._answered(event.process, "", now_ns, actions)
+
+    def _time_is_up(self, now_ns: int, actions: list[Action]) -> None:
+        match self.phase:
+            case Phase.PREPARING | Phase.CHANGING:
+                what = f"{', '.join(sorted(self._awaited))} did not answer in time ({self.phase.value})"
+                self._decide(Fate.TAKEN_BACK, what, now_ns, actions)
+            case Phase.ON_PROBATION:
+                self._go_on(now_ns, actions)
+            case Phase.SETTLING:
+                self._finish(actions)
+            case Phase.NEW | Phase.OVER:
+                pass
+            case _:
+                assert_never(self.phase)
+
+    def _finish(self, actions: list[Action]) -> None:
+        waited, self._awaited = self._awaited, set()
+        self.phase = Phase.OVER
+        actions.append(CancelTimer())
+        if not waited:  # else they go on to settle, and then each is on its own
+            actions.extend(Tell(process=process, order=Order.DISMISS) for process in self._living)
+        actors = sum(self._actors.values()) if self.fate is Fate.KEPT else 0
+        # Whoever was lost may live on without us, and settle with those that are left there.
+        silent = tuple(sorted(waited | self._unheard))
+        actions.append(Finished(fate=self.fate, reason=self._reason, actors=actors, silent=silent))

@@ -1,0 +1,479 @@
+"""Changing the code of actors while they run, over the processes of a job: the drivers of the two machines.
+
+The coordinator is an actor of whoever asks for the change; it spawns an agent in every process. Orders,
+votes and the news of an end wait in the same mailbox, so that each comes after what was said before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, assert_never
+
+import msgspec
+
+from zbmd.actors.contracts import Contract
+from zbmd.actors.core.actor import Actor, Down, Reason, find_remote_class, on, remote_class_id
+from zbmd.actors.core.context import sender_process
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import ANSWER_S, PROBATION_S, ActorSystem
+from zbmd.actors.core.wire import TEXT_CHARS_MAX
+from zbmd.actors.errors import UnknownActorClass, UpgradeRefused, UpgradeUndone
+from zbmd.actors.replay.kinds import UPGRADE, UPGRADE_AGENT
+from zbmd.actors.upgrade import events as ev
+from zbmd.actors.upgrade.agent import COORDINATOR, UpgradeAgent
+from zbmd.actors.upgrade.coordinator import PROCESSES_MAX, UpgradeMachine
+from zbmd.actors.upgrade.ledger import Change
+from zbmd.actors.upgrade.local import LocalUpgrade, check
+from zbmd.transport.capture.tap import Tap
+from zbmd.transport.errors import LocalProtocolError, ZbmdError
+
+ORPHAN_S = 60.0
+"""An agent that nobody has told anything by then ends."""
+WHY_CHARS_MAX = 2048
+
+Why = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
+Process = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Prepare(Contract, id="zbmd.upgrade.prepare", version=2, compatible_from=1):
+    """The first order: what is to be changed, who takes part, and who leads. lasting: see `upgrade`."""
+
+    coordinator: Ref
+    old: Why
+    new: Why
+    processes: Annotated[tuple[Process, ...], msgspec.Meta(max_length=PROCESSES_MAX)]
+    tries: bool
+    lasting: bool = False
+
+
+class OrderTold(Contract, id="zbmd.upgrade.order"):
+    """Any other order. `by_coordinator`: else by another agent, which leads now."""
+
+    order: ev.Order
+    by_coordinator: bool
+
+
+class VoteTold(Contract, id="zbmd.upgrade.vote"):
+    """To the coordinator: whether it can be done here."""
+
+    why: Why
+
+
+class ChangeTold(Contract, id="zbmd.upgrade.changed"):
+    """To the coordinator: all have changed, or why not."""
+
+    actors: int
+    why: Why
+
+
+class BreakTold(Contract, id="zbmd.upgrade.broke"):
+    """To the coordinator: the new version has crashed."""
+
+    why: Why
+
+
+class SettledTold(Contract, id="zbmd.upgrade.settled"):
+    """To whoever leads: it is done here."""
+
+
+class FateAsk(Contract, id="zbmd.upgrade.fate_ask"):
+    """An agent that leads now asks another what was decided."""
+
+
+class FateAnswer(Contract, id="zbmd.upgrade.fate"):
+    """The answer."""
+
+    fate: ev.Fate
+
+
+class Gone(Contract, id="zbmd.upgrade.gone"):
+    """To itself, behind what waits: an end. `process` is empty for the coordinator's."""
+
+    process: str
+    why: str
+
+
+class TimeUp(Contract, id="zbmd.upgrade.time_up"):
+    """To itself: a time is up."""
+
+    number: int
+
+
+class Done(Contract, id="zbmd.upgrade.done"):
+    """To itself: what the machine had it do here is done, or has failed."""
+
+    what: str
+    actors: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upgraded:
+    """A change of code that was made. actors: how many had their code changed, and run; silent: processes
+    that have not said, in time or before they were lost, that the probation is over for them. Those that live
+    will learn of it among themselves; in another part of a cluster they may have the old version run again.
+    """
+
+    actors: int
+    processes: tuple[str, ...]
+    silent: tuple[str, ...]
+
+
+async def upgrade(
+    system: ActorSystem,
+    old: type[Actor],
+    new: type[Actor],
+    processes: Sequence[str],
+    *,
+    canaries: int = 1,
+    probation_s: float = PROBATION_S,
+    answer_s: float = ANSWER_S,
+    lasting: bool = False,
+) -> Upgraded:
+    """Let all actors of `old` in these processes become ones of `new`, each between two of its messages.
+
+    canaries: in how many processes the new version stands its probation before the others get it, from the
+    first on; probation_s: how long, in each stage. If it crashes there, or a process is lost that runs it,
+    all run `old` again, and the message in which it crashed is handled by `old`: none is lost, none
+    reordered. 0 changes without a way back. answer_s: for the message that each actor is at.
+    lasting: processes of the view that take no part, or come later, run it as well once it is kept.
+    Beyond this process both classes are declared with `remote=True` and imported there.
+    Raises `UpgradeRefused` if nothing was changed, `UpgradeUndone` if it was taken back.
+    """
+    check(old, new, tries=probation_s > 0)
+    names = tuple(dict.fromkeys(processes))
+    if not names or not 0 < canaries <= PROCESSES_MAX:
+        raise UpgradeRefused(f"{len(names)} processes, {canaries} canaries: give at least one of each")
+    if any(name != system.name for name in names):
+        for cls in (old, new):
+            if find_remote_class(remote_class_id(cls)) is not cls:
+                raise UpgradeRefused(f"{cls.__qualname__} is not declared with remote=True")
+    stages = [stage for stage in (names[:canaries], names[canaries:]) if stage]
+    times_ns = {"answer_ns": int(answer_s * 1e9), "probation_ns": int(probation_s * 1e9)}
+    machine = UpgradeMachine(stages, **times_ns)
+    over: asyncio.Future[ev.Finished] = system.loop.create_future()
+    name = f"zbmd-upgrade-{os.urandom(4).hex()}"
+    classes = (old, new)
+    tap = Tap(system.recorder, UPGRADE, name, machine, {"stages": stages, **times_ns})
+    coordinator = await system.spawn(
+        Coordinator, tap, names, classes, (probation_s > 0, lasting), answer_s, over, name=name
+    )
+    try:
+        finished = await over
+    finally:
+        if not over.done():
+            over.cancel()
+        await system.terminate(coordinator, text="the change is over, or was given up")
+    if finished.fate is ev.Fate.KEPT:
+        return Upgraded(actors=finished.actors, processes=names, silent=finished.silent)
+    words = f"{old.__qualname__} to {new.__qualname__}: {finished.reason}"
+    silent = f"; {', '.join(finished.silent)} did not say that it is done there" if finished.silent else ""
+    raise UpgradeUndone(f"{words}; version {old.version} runs again{silent}")
+
+
+def _sender(actor: Actor) -> str:
+    return sender_process() or actor.system.name
+
+
+class Coordinator(Actor):
+    """Drives the machine of whoever asked for the change."""
+
+    captured = False
+
+    def __init__(
+        self,
+        machine: Tap[ev.Event, ev.Action],
+        processes: tuple[str, ...],
+        classes: tuple[type[Actor], type[Actor]],
+        options: tuple[bool, bool],
+        answer_s: float,
+        over: asyncio.Future[ev.Finished],
+    ) -> None:
+        self._machine = machine
+        self._processes = processes
+        self._classes = classes
+        self._tries, self._lasting = options
+        self._answer_s = answer_s
+        self._over = over
+        self._agents: dict[str, Ref] = {}
+        self._timer = 0
+
+    async def started(self) -> None:
+        """Have an agent in each process, or know why not."""
+        errors = await asyncio.gather(*(self._spawn_agent(process) for process in self._processes))
+        await self._handle(ev.Begin())
+        for process, error in zip(self._processes, errors, strict=True):
+            if error is not None:
+                await self._handle(ev.Voted(process=process, why=str(error)))
+                await self._handle(ev.ProcessLost(process=process, why="there is no agent"))
+
+    async def stopping(self, reason: Reason) -> None:
+        """The recording ends with it."""
+        self._machine.close(str(reason))
+
+    async def _spawn_agent(self, process: str) -> ZbmdError | None:
+        name = f"{self.ref.actor}-agent"
+        try:
+            agent = await self.system.spawn_on(process, Agent, name=name, timeout=self._answer_s)
+        except ZbmdError as error:
+            return error
+        self._agents[process] = agent
+        self.system.watch(agent, partial(self._agent_ended, process))
+        return None
+
+    def _agent_ended(self, process: str, down: Down) -> None:
+        if self.is_alive:
+            self._running_cell().timers.deliver(Gone(process, str(down.reason)[:WHY_CHARS_MAX]))
+
+    @on(VoteTold)
+    async def voted(self, message: VoteTold) -> None:
+        """A process has checked."""
+        await self._handle(ev.Voted(process=_sender(self), why=message.why))
+
+    @on(ChangeTold)
+    async def changed(self, message: ChangeTold) -> None:
+        """A process has changed."""
+        await self._handle(ev.Changed(process=_sender(self), actors=message.actors, why=message.why))
+
+    @on(BreakTold)
+    async def broke(self, message: BreakTold) -> None:
+        """The new version has crashed."""
+        await self._handle(ev.Broke(process=_sender(self), why=message.why))
+
+    @on(SettledTold)
+    async def settled(self, _: SettledTold) -> None:
+        """A process is done."""
+        await self._handle(ev.Settled(process=_sender(self)))
+
+    @on(Gone)
+    async def gone(self, message: Gone) -> None:
+        """A process is gone."""
+        await self._handle(ev.ProcessLost(process=message.process, why=message.why))
+
+    @on(TimeUp)
+    async def time_up(self, message: TimeUp) -> None:
+        """The time is up, unless it was set anew."""
+        if message.number == self._timer:
+            await self._handle(ev.TimerFired())
+
+    async def _handle(self, event: ev.Event) -> None:
+        actions = self._machine.handle(event, now_ns=time.monotonic_ns())
+        self._machine.check_invariants()
+        for action in actions:
+            match action:
+                case ev.Tell():
+                    await self._tell(action)
+                case ev.SetTimer():
+                    self._timer += 1
+                    delay_s = max(0.0, (action.at_ns - time.monotonic_ns()) / 1e9)
+                    self.after(delay_s, TimeUp(self._timer))
+                case ev.CancelTimer():
+                    self._timer += 1
+                case ev.Finished():
+                    if not self._over.done():
+                        self._over.set_result(action)
+                case _:
+                    assert_never(action)
+
+    async def _tell(self, told: ev.Tell) -> None:
+        agent = self._agents.get(told.process)
+        if agent is None:
+            return  # there is none, which the machine hears
+        message: Contract = OrderTold(told.order, by_coordinator=True)
+        if told.order is ev.Order.PREPARE:
+            old, new = (remote_class_id(cls) for cls in self._classes)
+            message = Prepare(self.ref, old, new, self._processes, self._tries, self._lasting)
+            if agent.process == self.system.name:  # where a class need not be known by its name
+                cell = self.system.find(agent.actor, agent.incarnation)
+                if cell is not None and isinstance(cell.actor, Agent):
+                    cell.actor.classes = self._classes
+        try:
+            await agent.tell(message)
+        except ZbmdError as error:
+            self._running_cell().timers.deliver(Gone(told.process, str(error)[:WHY_CHARS_MAX]))
+
+
+class Agent(Actor, remote=True):
+    """Drives the machine of one process. Ends when the change is over, or `ORPHAN_S` after nobody cared."""
+
+    captured = False
+
+    def __init__(self) -> None:
+        self.classes: tuple[type[Actor], type[Actor]] | None = None
+        self._machine: Tap[ev.LocalEvent, ev.LocalAction] | None = None
+        self._change: LocalUpgrade | None = None
+        self._prepare: Prepare | None = None
+        self._watched = False
+
+    async def started(self) -> None:
+        """Wait to be told."""
+        self.after(ORPHAN_S, TimeUp(0))
+
+    async def stopping(self, reason: Reason) -> None:
+        """The recording ends with it."""
+        if self._machine is not None:
+            self._machine.close(str(reason))
+
+    @on(TimeUp)
+    async def time_up(self, _: TimeUp) -> None:
+        """Whoever spawned it has not come to its first order."""
+        if self._machine is None:
+            self.stop("nobody has told it what to do")
+
+    @on(Prepare)
+    async def prepare(self, message: Prepare) -> None:
+        """The first order."""
+        if self._machine is not None or message.coordinator.process != _sender(self):
+            raise LocalProtocolError(f"{message!r:.200} by {_sender(self)} comes too late, or from another")
+        self._prepare = message
+        me, processes = self.system.name, message.processes
+        config = {"me": me, "processes": list(processes)}
+        machine = UpgradeAgent(me, processes)
+        self._machine = Tap(self.system.recorder, UPGRADE_AGENT, self.ref.actor, machine, config)
+        self.system.watch(message.coordinator, partial(self._ended, COORDINATOR))
+        await self._handle(ev.Ordered(leader=COORDINATOR, order=ev.Order.PREPARE))
+
+    @on(OrderTold)
+    async def ordered(self, message: OrderTold) -> None:
+        """Any other order."""
+        leader = COORDINATOR if message.by_coordinator else _sender(self)
+        await self._handle(ev.Ordered(leader=leader, order=message.order))
+
+    @on(SettledTold)
+    async def follower_settled(self, _: SettledTold) -> None:
+        """A process is done; this one leads."""
+        await self._handle(ev.FollowerSettled(process=_sender(self)))
+
+    @on(FateAsk)
+    async def fate_asked(self, _: FateAsk) -> None:
+        """Another leads now."""
+        await self._handle(ev.FateAsked(leader=_sender(self)))
+
+    @on(FateAnswer)
+    async def fate_told(self, message: FateAnswer) -> None:
+        """What another knows."""
+        await self._handle(ev.FateTold(process=_sender(self), fate=message.fate))
+
+    @on(Gone)
+    async def gone(self, message: Gone) -> None:
+        """Somebody who led, or might, is gone."""
+        if not self._watched and self._prepare is not None:
+            self._watched = True
+            for process in self._prepare.processes:
+                if process != self.system.name:
+                    self.system.watch(self._agent(process), partial(self._ended, process))
+        await self._handle(ev.LeaderLost(process=message.process))
+
+    @on(Done)
+    async def done(self, message: Done) -> None:
+        """Something is done here."""
+        match message.what:
+            case "change":
+                await self._handle(ev.LocalChanged(actors=message.actors, why=message.why))
+            case "break":
+                await self._handle(ev.LocalBroke(why=message.why))
+            case _:
+                await self._handle(ev.LocalSettled())
+
+    def _ended(self, process: str, down: Down) -> None:
+        self._note(Gone(process, str(down.reason)[:WHY_CHARS_MAX]))
+
+    def _note(self, message: Contract) -> None:
+        """Behind what waits, and even if the mailbox is full."""
+        if self.is_alive:
+            self._running_cell().timers.deliver(message)
+
+    def _agent(self, process: str) -> Ref:
+        return self.system.ref(f"{process}/{self.ref.actor}")
+
+    async def _handle(self, event: ev.LocalEvent) -> None:
+        if self._machine is None:
+            return
+        actions = self._machine.handle(event, now_ns=time.monotonic_ns())
+        self._machine.check_invariants()
+        for action in actions:
+            await self._perform(action)
+
+    async def _perform(self, action: ev.LocalAction) -> None:
+        assert self._prepare is not None
+        match action:
+            case ev.Check():
+                await self._handle(ev.LocalChecked(why=self._check(self._prepare)))
+            case ev.ChangeActors():
+                assert self._change is not None
+                self._change.change(partial(self._done, "change"))
+            case ev.KeepNew():
+                assert self._change is not None
+                self._change.keep(partial(self._done, "keep"))
+                if self._prepare.lasting and self.system.keeper is not None:
+                    self.system.keeper.kept(Change(self._prepare.old, self._prepare.new))
+            case ev.TakeBack():
+                if self._change is None:
+                    await self._handle(ev.LocalSettled())
+                else:
+                    self._change.take_back(partial(self._done, "take back"))
+            case ev.Voted() | ev.Changed() | ev.Broke() | ev.Settled():
+                await self._tell(self._prepare.coordinator, _told(action))
+            case ev.SaySettled():
+                await self._tell(self._agent(action.leader), SettledTold())
+            case ev.AskFate():
+                await self._tell(self._agent(action.process), FateAsk())
+            case ev.TellFate():
+                await self._tell(self._agent(action.leader), FateAnswer(action.fate))
+            case ev.TellOther():
+                order = OrderTold(action.order, by_coordinator=False)
+                await self._tell(self._agent(action.process), order)
+            case ev.End():
+                self.stop("the change is over")
+            case _:
+                assert_never(action)
+
+    def _check(self, prepare: Prepare) -> str:
+        """Find the classes; why it cannot be done, if so."""
+        try:
+            if self.classes is None:
+                self.classes = (_find(prepare.old, self.system), _find(prepare.new, self.system))
+            old, new = self.classes
+            self._change = LocalUpgrade(
+                self.system, old, new, tries=prepare.tries, on_broke=partial(self._done, "break", 0)
+            )
+        except ZbmdError as error:
+            return str(error)[:WHY_CHARS_MAX] or type(error).__name__
+        return ""
+
+    def _done(self, what: str, actors: int, why: str) -> None:
+        self._note(Done(what, actors, why[:WHY_CHARS_MAX]))
+
+    async def _tell(self, ref: Ref, message: Contract) -> None:
+        try:
+            await ref.tell(message)
+        except ZbmdError:
+            return  # it is gone, which is told by the watch
+
+
+def _told(what: ev.ToCoordinator) -> Contract:
+    match what:
+        case ev.Voted():
+            return VoteTold(what.why)
+        case ev.Changed():
+            return ChangeTold(what.actors, what.why)
+        case ev.Broke():
+            return BreakTold(what.why)
+        case ev.Settled():
+            return SettledTold()
+        case _:
+            assert_never(what)
+
+
+def _find(class_id: str, system: ActorSystem) -> type[Actor]:
+    cls = find_remote_class(class_id)
+    if cls is None:
+        raise UnknownActorClass(
+            f"{system.name} has no actor class {class_id} with remote=True; import its module there first"
+        )
+    return cls

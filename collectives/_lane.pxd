@@ -1,8 +1,0 @@
-"""The turnstile and the lane of calls that have been made before. See _lane.pyi."""
-
-
-cdef class Turnstile:
-    cdef bint busy
-    cdef list gates
-
-    cdef void _pass_on(self)

@@ -1,0 +1,1 @@
+"""The package `commit` of `zbmd.collectives`."""

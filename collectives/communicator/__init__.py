@@ -1,0 +1,1 @@
+"""The package `communicator` of `zbmd.collectives`."""

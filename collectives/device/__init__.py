@@ -1,0 +1,1 @@
+"""The package `device` of `zbmd.collectives`."""

@@ -1,0 +1,284 @@
+"""Callers' arrays in device memory: cupy's, torch's, any with the CUDA array interface.
+
+An array is taken as it is when an operation is called, on the thread that calls: cupy's arrays tell the
+stream that is current there. What is asked of that stream before the call comes before the operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.collectives.device.kernels import KERNELS, STRIDED_COPY, STRIDED_DIMENSIONS_MAX
+from zbmd.collectives.programs.reductions import dtype_named
+from zbmd.transport.cuda.api import CudaApi, CudaFault, DeviceBytes
+from zbmd.transport.cuda.array import DeviceSpan, is_device_array, strided_span_of
+from zbmd.transport.cuda.runtime import runtime_at
+from zbmd.transport.errors import LocalProtocolError, UserError
+
+_BFLOAT16: Final = "<V2"
+_LEGACY_STREAM: Final = 1
+"""cudaStreamLegacy, on which programs compute that name no stream."""
+_STREAM_OF_THREAD: Final = 2
+"""cudaStreamPerThread."""
+Array: TypeAlias = NDArray[Any]
+FindCuda = Callable[[int], CudaApi]
+"""The CUDA of the device whose memory lies at an address."""
+
+
+class CudaFinder:
+    """How this process finds the CUDA of a device's memory; a model of devices takes its place."""
+
+    def __init__(self) -> None:
+        self.find: FindCuda = runtime_at
+
+
+CUDA: Final = CudaFinder()
+
+
+class DeviceArray:
+    """An array in device memory. `owner` keeps it alive; `stream` is what its work was asked of.
+
+    strided: what packs its elements, if they do not lie one after the other at `address`.
+    """
+
+    __slots__ = ("address", "api", "dtype", "owner", "shape", "stream", "strided", "writeable")
+
+    def __init__(
+        self,
+        api: CudaApi,
+        address: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        *,
+        owner: object,
+        stream: int,
+        writeable: bool = True,
+        strided: Strided | None = None,
+    ) -> None:
+        self.strided = strided
+        self.api = api
+        self.address = address
+        self.shape = shape
+        self.dtype = dtype
+        self.owner = owner
+        self.stream = stream
+        self.writeable = writeable
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions."""
+        return len(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Of all elements."""
+        return self.size * self.itemsize
+
+    def flat(self) -> DeviceArray:
+        """The same elements in one dimension."""
+        return self._with(self.address, (self.size,), self.dtype)
+
+    def as_bytes(self) -> DeviceArray:
+        """The same memory as uint8, flat."""
+        return self._with(self.address, (self.nbytes,), np.dtype(np.uint8))
+
+    def part(self, begin: int, end: int) -> DeviceArray:
+        """Elements begin..end of a flat array."""
+        return self._with(self.address + begin * self.itemsize, (end - begin,), self.dtype)
+
+    def _with(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
+        return DeviceArray(
+            self.api,
+            address,
+            shape,
+            dtype,
+            owner=self.owner,
+            stream=self.stream,
+            writeable=self.writeable,
+        )
+
+
+class CallersArray:
+    """What a caller passed, as it was then: `given`, and where its elements lie.
+
+    It stands for `given` on the way to the data plane, whose thread has streams of its own.
+    """
+
+    __slots__ = ("given", "span")
+
+    def __init__(self, given: object, stream: int | None = None) -> None:
+        """stream: what its work was asked of, if not what it says itself. Raises `UserError`."""
+        self.given = given
+        try:
+            span = strided_span_of(given)
+        except LocalProtocolError as error:
+            raise UserError(str(error)) from None
+        self.span = replace(span, stream=stream or span.stream or _LEGACY_STREAM)
+        if self.span.stream == _STREAM_OF_THREAD:
+            raise UserError(
+                "the default stream of a thread cannot be named on another: make the array on a stream of "
+                "its own, or pass that as `stream`"
+            )
+
+    def operand(self) -> Array | DeviceArray:
+        """What operations work on. An array without elements lies nowhere, so it may be one of the host."""
+        span, stream = self.span, self.span.stream
+        assert stream is not None, "one was chosen"
+        dtype = dtype_named("bfloat16") if span.typestr == _BFLOAT16 else np.dtype(span.typestr)
+        if not span.nbytes:
+            return np.empty(span.shape, dtype)
+        api = CUDA.find(span.address)
+        return DeviceArray(
+            api,
+            span.address,
+            span.shape,
+            dtype,
+            owner=self.given,
+            stream=stream,
+            writeable=not span.readonly,
+            strided=None if span.strides is None else Strided(api, span, dtype, stream),
+        )
+
+
+def new_array(like: DeviceArray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CallersArray:
+    """A new array on the device of another, for a result. Raises `UserError`, `CudaFault`."""
+    return CallersArray(like.api.new_array(shape, dtype.str))
+
+
+def taken(x: Any, stream: Any = None) -> Any:
+    """`x` as it is now, for another thread: an array of a device as a `CallersArray`, all else itself.
+
+    stream: cupy's or torch's stream, or its address, on which the array was made; by default what it says.
+    Raises `UserError`.
+    """
+    if type(x) is np.ndarray or x is None or isinstance(x, CallersArray):
+        return x
+    try:
+        if not is_device_array(x):
+            return x
+    except RuntimeError as error:  # as torch says it of a tensor that takes part in autograd
+        raise UserError(f"a {type(x).__name__} gives no array: {error}") from None
+    return CallersArray(x, stream_address(stream))
+
+
+def stream_address(stream: Any) -> int | None:
+    """Of cupy's `Stream.ptr`, torch's `Stream.cuda_stream`, or a number. Raises `UserError`."""
+    if stream is None or isinstance(stream, int):
+        return stream
+    for name in ("ptr", "cuda_stream"):
+        found = getattr(stream, name, None)
+        if isinstance(found, int):
+            return found
+    raise UserError(f"stream is a {type(stream).__name__}; pass cupy's or torch's stream, or its address")
+
+
+def called_here(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call that another thread is to make: arrays of devices as they are on this one.
+
+    Raises `UserError`.
+    """
+    stream = kwargs.get("stream")
+
+    def here(x: Any) -> Any:
+        if not isinstance(x, list | tuple):
+            return taken(x, stream)
+        each = [taken(one, stream) for one in x]
+        return each if any(isinstance(one, CallersArray) for one in each) else x
+
+    return [here(x) for x in args], {name: here(x) for name, x in kwargs.items()}
+
+
+def given_back(x: Any) -> Any:
+    """What the caller passed, of what `taken` made of it."""
+    return x.given if isinstance(x, CallersArray) else x
+
+
+class DeviceBlock:
+    """Memory of a device for packed elements, until nobody has it any more."""
+
+    def __init__(self, api: CudaApi, nbytes: int) -> None:
+        self._api = api
+        self.address = api.malloc(max(1, nbytes))
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            with contextlib.suppress(CudaFault):  # a device that has failed keeps nothing
+                self._api.free(self.address)  # waits for the device
+
+
+class Strided:
+    """A caller's array that is not C-contiguous, and its elements packed, in memory of their own.
+
+    Both copies are asked of the stream that the array is used on, so they are in order with its other work.
+    """
+
+    __slots__ = ("_arguments", "_bytes", "packed")
+
+    def __init__(self, api: CudaApi, span: DeviceSpan, dtype: np.dtype[Any], stream: int) -> None:
+        extents, strides = _merged(span.shape, span.strides or ())
+        if len(extents) > STRIDED_DIMENSIONS_MAX:
+            raise UserError(
+                f"a device array of {len(extents)} dimensions with strides cannot be packed: pass a "
+                "contiguous one"
+            )
+        steps = [(extent - 1) * step for extent, step in zip(extents, strides, strict=True)]
+        begin = sum(step for step in steps if step < 0)
+        end = sum(step for step in steps if step > 0) + dtype.itemsize
+        gap = STRIDED_DIMENSIONS_MAX - len(extents)
+        self._bytes = (span.address + begin, end - begin)
+        self._arguments = (-begin, *[1] * gap, *extents, *[0] * gap, *strides)
+        nbytes = span.nbytes
+        block = DeviceBlock(api, nbytes)
+        self.packed = DeviceArray(api, block.address, span.shape, dtype, owner=(block, span), stream=stream)
+
+    def copy(self, *, inwards: bool) -> None:
+        """Ask for a copy into the packed elements, or out of them. Raises `CudaFault`."""
+        packed = self.packed
+        packed.api.launch(
+            KERNELS,
+            STRIDED_COPY,
+            packed.size,
+            (
+                DeviceBytes(packed.address, packed.nbytes, inwards),
+                DeviceBytes(*self._bytes, not inwards),
+                packed.size,
+                packed.itemsize,
+                int(inwards),
+                *self._arguments,
+            ),
+            packed.stream,
+        )
+
+
+def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """The same elements in the same order, in as few dimensions as can be."""
+    extents: list[int] = []
+    steps: list[int] = []
+    for extent, step in itertools.compress(
+        zip(shape, strides, strict=True), (extent != 1 for extent in shape)
+    ):
+        if steps and steps[-1] == extent * step:
+            extents[-1] *= extent
+            steps[-1] = step
+        else:
+            extents.append(extent)
+            steps.append(step)
+    return extents, steps

@@ -1,0 +1,228 @@
+"""Callers' arrays of devices as arrays of the host, for as long as an operation has them.
+
+A plain group moves such an array piece by piece. What is run again after a death, is adopted from who died,
+or lies until somebody receives it, needs all of it on the host: here it *lands* in page-locked memory, and
+what came of it is brought home once nothing can change any more. So in every mode the operation is one of the
+host's arrays, and after an error the caller's own are as they were.
+
+Calls of CUDA wait for the device: all of this is for threads that may wait, and `drained` finds one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from zbmd.collectives.device.arrays import CallersArray, DeviceArray, new_array, taken
+from zbmd.collectives.device.arrays_in import Array, Placed, Target, as_placed, packed, require_writeable
+from zbmd.collectives.device.staging import DeviceStaging
+from zbmd.collectives.errors import OperationAborted
+from zbmd.transport.cuda.api import CudaFault
+from zbmd.transport.memory.segment import Segment
+
+ALIGNMENT: Final = 64
+"""Bytes, of each array in the memory of a landing."""
+BLOCKS_KEPT: Final = 2
+"""Pieces of page-locked memory a device, each as large as all arrays of an operation."""
+
+ResultT = TypeVar("ResultT")
+
+
+async def drained(call: Callable[[], ResultT]) -> ResultT:
+    """Have another thread than the loop's do it. A cancelled await ends when that has ended."""
+    running = asyncio.get_running_loop().run_in_executor(None, call)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def taken_all(arrays: Sequence[Any], stream: Any = None) -> list[Any]:
+    """Each as `taken` gives it."""
+    return [taken(array, stream) for array in arrays]
+
+
+class Landings:
+    """One group's, in all of its epochs. For one landing at a time, on whatever thread."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._staging = DeviceStaging(segment, kept=BLOCKS_KEPT, spills=True)
+        self._closed = False
+
+    def of(self, x: Any = None, out: Any = None) -> Landing | None:
+        """That of a call with these arrays, as `taken` gives them, `x` one or a list; None if all lie on the
+        host. Raises `OperationAborted` once this is closed.
+        """
+        if not any(isinstance(array, CallersArray) for array in (*_each(x), *_each(out))):
+            return None
+        self._require_open()
+        return Landing(self._staging, x, out)
+
+    def write(self, into: CallersArray, host: Array) -> None:
+        """Copy an array of the host to one of a device, of the same dtype and size. Raises `CudaFault`."""
+        self._require_open()
+        landing = Landing(self._staging, None, into)
+        try:
+            landing.write(into.operand(), host)
+            landing.finish()
+        finally:
+            landing.end()
+
+    def close(self) -> None:
+        """Unlock and give back all memory. Idempotent."""
+        self._closed = True
+        with contextlib.suppress(CudaFault):  # a device that has failed keeps nothing
+            self._staging.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise OperationAborted("the group is closed, and takes no arrays of devices")
+
+
+@dataclass(slots=True)
+class _Landed:
+    """What a caller passed, where that lies, and its elements on the host."""
+
+    caller: CallersArray
+    operand: Placed
+    host: Array
+
+
+class Landing:
+    """The arrays of one call. `x` is read, and may be written; `out` is written, and not read.
+
+    Use it in this order: `land`, `require_writeable`, `bring_home` unless the operation failed, and `end`.
+    """
+
+    def __init__(self, staging: DeviceStaging, x: Any, out: Any) -> None:
+        self._staging = staging
+        self._x, self._out = x, out
+        self._landed: dict[int, _Landed] = {}
+        self._targets: list[Target[DeviceArray]] = []
+        self._held: list[Array] = []
+
+    def land(self) -> tuple[Any, Any]:
+        """`x` and `out` on the host, once what their streams were asked before has been done.
+
+        Raises `ArenaFull`, and `CudaFault`.
+        """
+        callers = [a for a in (*_each(self._x), *_each(self._out)) if isinstance(a, CallersArray)]
+        operands = [as_placed(caller, "x") for caller in callers]
+        for caller, operand, host in zip(callers, operands, self._hosts_for(operands), strict=True):
+            self._landed[id(caller)] = _Landed(caller, operand, host)
+        inputs = [self._landed[id(x)] for x in _each(self._x) if id(x) in self._landed]
+        flats = [packed(each.operand) for each in inputs]
+        self._staging.begin(*operands)
+        for each, flat in zip(inputs, flats, strict=True):
+            self._staging.copy(each.host.reshape(-1), flat)
+        self._staging.settle()
+        hosts = [self._on_host(x) for x in _each(self._x)]
+        return (hosts if isinstance(self._x, list) else hosts[0]), self._on_host(self._out)
+
+    def require_writeable(self, value: Any) -> None:
+        """Raise `UserError` if this is to be the result, and its caller's array cannot be written."""
+        for each in _each(value):
+            landed = self._whose(each)
+            if landed is not None:
+                require_writeable(landed.operand, "out" if landed.caller is self._out else "x")
+
+    def bring_home(self, value: Any) -> Any:
+        """The operation's result, where its caller has it: in the array that was given for it, or in a new
+        one, on the device of `x`. Raises `CudaFault`.
+        """
+        if isinstance(self._x, list):
+            found: Any = [self._home_of(each, x) for each, x in zip(value, _each(self._x), strict=True)]
+        else:
+            found = None if value is None else self._home_of(value, self._x)
+        self.finish()
+        return found
+
+    def finish(self) -> None:
+        """Return once all that was asked for is written. Raises `CudaFault`."""
+        self._staging.settle()
+        while self._targets:
+            self._targets.pop().bring_home()
+        self._held.clear()
+
+    def end(self) -> None:
+        """The end of the call, however it went."""
+        with contextlib.suppress(CudaFault):  # it has been told of where it was waited for
+            self._staging.end()
+        self._landed.clear()
+
+    def write(self, into: Placed, host: Array) -> None:
+        """Ask for a copy to the first elements of a device's array; `finish` waits for it."""
+        if not isinstance(into, DeviceArray) or not host.size:
+            return
+        target = Target(into, "out", load=host.size < into.size)
+        flat = np.ascontiguousarray(host).reshape(-1)
+        self._held.append(flat)
+        self._staging.begin(into)
+        self._staging.copy(target.flat.part(0, flat.size), flat)
+        self._targets.append(target)
+
+    def _home_of(self, value: Array, x: Any) -> Any:
+        landed = self._whose(value)
+        if landed is not None:
+            self.write(landed.operand, value)
+            given: Any = landed.caller.given
+            return given if value.shape == landed.host.shape else given[: len(value)]
+        like = self._landed.get(id(x))
+        if like is None or not isinstance(like.operand, DeviceArray) or self._is_out_of_host(value):
+            return value
+        made = new_array(like.operand, value.shape, value.dtype)
+        self.write(made.operand(), value)
+        return made.given
+
+    def _is_out_of_host(self, value: Array) -> bool:
+        """Whether it was written to the `out` that the caller gave on the host."""
+        out = self._out
+        if out is None or isinstance(out, CallersArray):
+            return False
+        return value is out or (
+            isinstance(value, np.ndarray) and np.may_share_memory(value, as_placed(out, "out"))
+        )
+
+    def _whose(self, value: Any) -> _Landed | None:
+        """Which of the arrays on the host it is, or the first rows of which."""
+        for each in self._landed.values():
+            inside = isinstance(value, np.ndarray) and value.size and np.may_share_memory(value, each.host)
+            if value is each.host or inside:
+                return each
+        return None
+
+    def _hosts_for(self, operands: Sequence[Placed]) -> list[Array]:
+        """Memory for the elements of each, that of one device in one piece. Raises `ArenaFull`."""
+        total: dict[int, tuple[DeviceArray, int]] = {}
+        for operand in operands:
+            if isinstance(operand, DeviceArray):
+                _, nbytes = total.get(operand.api.device, (operand, 0))
+                total[operand.api.device] = operand, nbytes + _room(operand)
+        memory = {device: self._staging.memory(like, nbytes) for device, (like, nbytes) in total.items()}
+        hosts: list[Array] = []
+        for operand in operands:
+            if isinstance(operand, DeviceArray):
+                rest = memory[operand.api.device]
+                memory[operand.api.device] = rest[_room(operand) :]
+                hosts.append(rest[: operand.nbytes].view(operand.dtype).reshape(operand.shape))
+            else:  # without elements it lies nowhere
+                hosts.append(operand)
+        return hosts
+
+    def _on_host(self, given: Any) -> Any:
+        landed = self._landed.get(id(given))
+        return given if landed is None else landed.host
+
+
+def _each(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
+
+
+def _room(operand: DeviceArray) -> int:
+    return -(-operand.nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,1 @@
+"""The package `elastic` of `zbmd.collectives`."""

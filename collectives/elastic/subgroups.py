@@ -1,0 +1,201 @@
+"""Sub-groups of an elastic group: what one is made of, and how its members come to make it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from zbmd.actors.rank.member import Node
+from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.communicator.blocking import timeout_ns
+from zbmd.collectives.device.arrays import taken
+from zbmd.collectives.elastic.operations import ElasticOperations, on_loss_of
+from zbmd.collectives.elastic.split_history_actor import ElasticAsks
+from zbmd.collectives.elastic.views import ElasticViews
+from zbmd.collectives.group.subgroup_driver import Subgroups
+from zbmd.collectives.p2p.elastic import ElasticTagged
+from zbmd.collectives.p2p.tagged import Received, TaggedEnd, within
+from zbmd.collectives.programs.channels import Agreed
+from zbmd.collectives.repair.split import SplitJob, has_ended
+from zbmd.collectives.repair.splits import Split, SplitLedger, Wish, check_repeated
+from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.native._native import now_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """What the elastic groups of a process share."""
+
+    node: Node
+    views: ElasticViews
+    asks: ElasticAsks
+    subgroups: Subgroups
+    tagged: dict[tuple[int, int], TaggedEnd]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a group runs, the same on all members: its channels, and `base` + e, the stamp of epoch e there.
+
+    ranks: those that belong to it; empty: all of the job.
+    """
+
+    channel: int
+    mend: int
+    base: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+class ElasticParts(ElasticOperations):
+    """An elastic group, as far as it is split into others. See
+    `zbmd.collectives.elastic.group.ElasticGroup`."""
+
+    def __init__(self, home: Home, place: Place) -> None:
+        self.rank = home.node.rank
+        self._home = home
+        self._place = place
+        self._ledger = SplitLedger()
+        may_be = place.ranks or tuple(range(home.node.world_size))
+        self._tagged = ElasticTagged(home.node, ranks=may_be, stamp=place.base, channel=place.channel)
+        home.tagged[place.base, place.channel] = self._tagged
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """Of the view that the group is in."""
+
+    @property
+    @abstractmethod
+    def _present(self) -> tuple[MemberId, ...]:
+        """Its members in that view, in rank order."""
+
+    @abstractmethod
+    async def _opened(self, place: Place, on_close: Callable[[Self], None], timeout: float) -> Self:
+        """A sub-group, once this process is in line with its other members."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that belong to a sub-group, there or not, in its order; of a job's group, those there."""
+        return self._place.ranks or tuple(member.rank for member in self._present)
+
+    def _row_of(self, rank: int) -> int:
+        return self._place.ranks.index(rank) if self._place.ranks else rank
+
+    @property
+    def _ranks_max(self) -> int:
+        return len(self._place.ranks) or self._home.node.world_size
+
+    async def send(
+        self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None, stream: Any = None
+    ) -> None:
+        """Send a copy of `x` to rank `to`; see `Group.send`. It is no operation: nobody else has to call.
+
+        Messages between those who live are neither lost nor doubled, whoever else dies, and in whichever view
+        each is. Raises `MembersLost` if `to` is not there, or is lost before it has taken an array of over 64
+        KiB, until an operation or `refresh` has brought the group to a view with its replacement;
+        `OperationAborted` if it has closed the group. Neither harms anything.
+        """
+        given = taken(x, stream)
+        async with within(timeout, f"send to rank {to} with tag {tag}"):
+            await self._tagged.send(given, to, tag)
+
+    async def recv(
+        self,
+        source: int | None = None,
+        *,
+        tag: int | None = None,
+        out: Any = None,
+        timeout: float | None = None,
+        stream: Any = None,
+    ) -> Received:
+        """The first message that came from rank `source` (None: any) with `tag` (None: any).
+
+        See `Group.recv`. Raises `MembersLost` at once when `source` is lost, or is not there, and no message
+        of it is left. Who receives from any rank is told of each loss once, and may call again. What a rank
+        sent before its end can be taken until the group comes to its next view.
+        """
+        place = taken(out, stream)
+        async with within(timeout, f"receive from {source} with tag {tag}"):
+            return await self._tagged.receive(source, tag, place)
+
+    def look(self) -> None:
+        """Hear of members that are lost by now; see `zbmd.collectives.elastic.views.Follower`."""
+        self._tagged.look()
+
+    async def split(
+        self,
+        color: int | None,
+        *,
+        key: int = 0,
+        on_loss: str = "wait_for_replacement",
+        timeout: float | None = None,
+    ) -> Self | None:
+        """An elastic group of the ranks that give the same `color`; their order is by key, then rank.
+
+        An operation of this group: all members call it; who gives None gets None. The new group has its own
+        operations, and lives on through views as this one does: a death in it concerns its members alone.
+        A replacement makes the same calls as the others did, and comes back into the groups that they made;
+        then a call waits for nobody but the members of that group. Raises as operations do, `UserError` on
+        numbers out of bounds or a color that is not the predecessor's, and `LocalProtocolError` if no
+        channels are left.
+        """
+        return await self._part(Wish(color=color, key=key), on_loss, timeout)
+
+    async def subgroup(
+        self,
+        ranks: Sequence[int],
+        *,
+        on_loss: str = "wait_for_replacement",
+        timeout: float | None = None,
+    ) -> Self | None:
+        """The elastic group of these ranks, in this order, there or not; as `split`, with the same `ranks`.
+
+        All members of this group call it; None for those that are not among `ranks`.
+        """
+        chosen = tuple(ranks)
+        belong = self._place.ranks or range(self._home.node.world_size)
+        if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= {*belong}:
+            raise UserError(f"{list(chosen)} are not ranks of {self!r}, each once")
+        color = 0 if self.rank in chosen else None
+        return await self._part(Wish(color=color, ranks=chosen), on_loss, timeout)
+
+    async def _part(self, wish: Wish, on_loss: str, timeout: float | None) -> Self | None:
+        end_ns, mode = now_ns() + timeout_ns(timeout), on_loss_of(on_loss)
+        subgroups, ledger = self._home.subgroups, self._ledger
+        async with subgroups.turn:  # two agreements at once would offer the same channels
+            number, split = ledger.call()
+            if split is None:
+                offer = subgroups.channels.offer()
+                try:
+                    await self._do(
+                        lambda *_: SplitJob(self._arena, wish, offer, mode, number, ledger), timeout
+                    )
+                except ZbmdError:
+                    ledger.called -= 1
+                    raise
+                split = ledger.splits[number]
+            else:
+                check_repeated(split, wish, self.rank)
+            ranks = split.part_of(self.rank)
+            if not ranks:
+                return None
+            epoch = self._home.views.view.epoch
+            for channel in (split.channel, split.mend):
+                subgroups.channels.take(Agreed(channel=channel, stamp=split.base + epoch))
+            place = Place(channel=split.channel, mend=split.mend, base=split.base, ranks=ranks)
+            left_s = max(1e-9, (end_ns - now_ns()) / 1e9)
+            opening = self._opened(place, lambda part: self._part_closed(part, split), left_s)
+        return await opening
+
+    def _part_closed(self, part: Self, split: Split) -> None:
+        """Its channels are free again once its other members have closed it, too."""
+        self._ledger.mark_closed(split)
+        node, others = self._home.node, [m for m in part._present if m.rank != self.rank]
+
+        def all_have() -> bool:
+            return all(has_ended(node, member, split.channel, split.base) for member in others)
+
+        for channel in (split.channel, split.mend):
+            self._home.subgroups.channels.give_back(channel, all_have, last=split.base + part.epoch)

@@ -1,0 +1,1 @@
+"""The package `execution` of `zbmd.collectives`."""

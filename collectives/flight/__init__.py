@@ -1,0 +1,1 @@
+"""The package `flight` of `zbmd.collectives`."""

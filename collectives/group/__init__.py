@@ -1,0 +1,1 @@
+"""The package `group` of `zbmd.collectives`."""

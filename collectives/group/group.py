@@ -1,0 +1,584 @@
+"""A group: the members of one view, and collectives among them that a coroutine can await.
+
+Operations run in call order on the group's own data-plane thread, which holds no GIL while it works. A group
+belongs to one epoch: after a loss, get a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.actors.rank.member import Node
+from zbmd.actors.view import View
+from zbmd.collectives.communicator.blocking import Blocking, OnLoop, timeout_ns
+from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.communicator.cost_model import is_far
+from zbmd.collectives.device.arrays import given_back, taken
+from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.group.capture import record_operations
+from zbmd.collectives.group.flight_dump import FLIGHTS
+from zbmd.collectives.group.priority_driver import PriorityTurns
+from zbmd.collectives.group.priority_machine import PRIORITY_MAX
+from zbmd.collectives.group.subgroup_driver import Subgroups, open_subgroups
+from zbmd.collectives.group.watchdog_view import GroupWatch
+from zbmd.collectives.p2p.actor import open_tagged
+from zbmd.collectives.p2p.tagged import Received, Tagged, within
+from zbmd.collectives.programs.channels import SUBGROUP_CHANNEL_FIRST, Agreed
+from zbmd.transport.errors import LocalProtocolError, UserError
+from zbmd.transport.native._native import now_ns
+
+OPERATIONS_IN_FLIGHT_MAX = 1024
+"""Operations submitted and not yet done; one more is refused."""
+
+ResultT = TypeVar("ResultT")
+Array = NDArray[Any]
+
+
+class Group:
+    """The members of one epoch, from this rank's side. Make it with `zbmd.group(node)`.
+
+    `blocking` has the same operations for a thread that may wait; a small one takes a microsecond there.
+    Every operation takes a `timeout` in seconds, from the call to the result (`TIMEOUT_S_DEFAULT`).
+    Arrays may lie on a device (`device.arrays`); what `stream` was asked before the call comes before the
+    operation. By default that is the stream which the array names, with cupy the current one.
+    With `zbmd.group(node, priorities=True)` operations have a `priority`, -127..127: of those that all
+    members have called, the one of the highest goes first (`priority_machine`).
+    Each raises `PeerLost` when a member ends meanwhile, `DeadlineExceeded` when the timeout has passed, and
+    `OperationAborted` when a member has given up or the group is closed; after any of them the group is not
+    usable any more.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        view: View,
+        *,
+        priorities: bool = False,
+        unwatch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.communicator = communicator
+        self.view = view
+        self.epoch = view.epoch
+        self.rank = communicator.rank
+        self.members = communicator.members
+        self._unwatch = unwatch
+        self._data_plane = ThreadPoolExecutor(1, thread_name_prefix="zbmd-data")
+        self._turns = PriorityTurns() if priorities else None
+        if priorities:
+            communicator.lane.queue(1)  # no call goes past the others
+        self._slots = threading.BoundedSemaphore(OPERATIONS_IN_FLIGHT_MAX)
+        self.tagged: Tagged | None = None
+        self.home: Home | None = None
+        """What sub-groups of it are made with."""
+        self.blocking = GroupBlocking(self)
+
+    def __repr__(self) -> str:
+        return f"<Group {self.communicator.title}: rank {self.rank} of {list(self.members)}>"
+
+    @property
+    def size(self) -> int:
+        """How many members the group has."""
+        return len(self.members)
+
+    def submit(
+        self, operation: Callable[[Communicator], ResultT], priority: int = 0, end_ns: int = 0
+    ) -> Future[ResultT]:
+        """Queue `operation` for the data-plane thread; callable from any thread.
+
+        end_ns: when it is to give up while members are still choosing what comes first; 0 for the default.
+        Raises `UserError` on a priority that it cannot have, `LocalProtocolError` when too
+        many operations are in flight, and `OperationAborted` when the group is closed: who computes on one
+        thread cannot know that another has closed it for a new view.
+        """
+        if priority and (self._turns is None or abs(priority) > PRIORITY_MAX):
+            raise UserError(
+                f"priority={priority} on {self!r}: it is -{PRIORITY_MAX}..{PRIORITY_MAX}, and 0 unless the "
+                "group was made with zbmd.group(node, priorities=True)"
+            )
+        if not self._slots.acquire(blocking=False):
+            raise LocalProtocolError(
+                f"{OPERATIONS_IN_FLIGHT_MAX} operations are in flight on {self!r}: await some of them first"
+            )
+        self.communicator.lane.queue(1)
+        try:
+            if self._turns is None:
+                future = self._data_plane.submit(operation, self.communicator)
+            else:
+                future = self._turns.submit(self._data_plane, self.communicator, operation, priority, end_ns)
+        except RuntimeError:
+            self._done()
+            raise OperationAborted(f"{self!r} is closed: get a group of the new view") from None
+        future.add_done_callback(lambda _: self._done())
+        return future
+
+    def _done(self) -> None:
+        self.communicator.lane.queue(-1)
+        self._slots.release()
+
+    async def run(
+        self, operation: Callable[[Communicator], ResultT], priority: int = 0, end_ns: int = 0
+    ) -> ResultT:
+        """Run `operation` on the data-plane thread and await its result.
+
+        A cancelled await leaves the operation running: it owns its buffers until it has drained, and peers
+        may be waiting for this rank's part.
+        """
+        return await asyncio.shield(asyncio.wrap_future(self.submit(operation, priority, end_ns)))
+
+    async def _call(
+        self, operation: Callable[[Communicator, int], Any], timeout: float | None, priority: int
+    ) -> Any:
+        end_ns = self.deadline_ns(timeout)
+        return given_back(await self.run(lambda c: operation(c, end_ns), priority, end_ns))
+
+    def deadline_ns(self, timeout: float | None = None) -> int:
+        """The absolute CLOCK_MONOTONIC time, ns, at which an operation begun now with `timeout` gives up."""
+        return now_ns() + timeout_ns(timeout)
+
+    async def all_reduce(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        op: str = "sum",
+        algorithm: str = "auto",
+        timeout: float | None = None,
+        priority: int = 0,
+        stream: Any = None,
+    ) -> Any:
+        """Reduce `x` over all members, elementwise, and return the result, the same bits on every rank.
+
+        In place (`x` is overwritten) without `out`: after an error `x` is to be computed again. With `out`,
+        `x` stays intact until the operation is complete.
+        """
+        x, out = taken(x, stream), taken(out, stream)
+        return await self._call(
+            lambda c, ns: c.all_reduce(x, out, op=op, algorithm=algorithm, deadline_ns=ns), timeout, priority
+        )
+
+    async def all_reduce_many(
+        self,
+        arrays: Sequence[Any],
+        *,
+        op: str = "sum",
+        algorithm: str = "auto",
+        timeout: float | None = None,
+        priority: int = 0,
+        stream: Any = None,
+    ) -> Sequence[Any]:
+        """`all_reduce` of every array, in place; small ones travel together
+        (`zbmd.collectives.communicator.coalescing`).
+
+        All members give arrays of the same dtypes and sizes in the same order. Returns `arrays`.
+        """
+        given = [taken(x, stream) for x in arrays]
+        await self._call(
+            lambda c, ns: c.all_reduce_many(given, op=op, algorithm=algorithm, deadline_ns=ns),
+            timeout,
+            priority,
+        )
+        return arrays
+
+    async def reduce(
+        self,
+        x: Any,
+        root: int,
+        *,
+        out: Any = None,
+        op: str = "sum",
+        timeout: float | None = None,
+        priority: int = 0,
+        stream: Any = None,
+    ) -> Any:
+        """Reduce `x` over all members at rank `root`, which returns the result (in `x` without `out`)."""
+        x, out = taken(x, stream), taken(out, stream)
+        return await self._call(
+            lambda c, ns: c.reduce(x, root, out, op=op, deadline_ns=ns), timeout, priority
+        )
+
+    async def broadcast(
+        self, x: Any, root: int, *, timeout: float | None = None, priority: int = 0, stream: Any = None
+    ) -> Any:
+        """Copy `x` of rank `root` to all members' `x`, and return it."""
+        x = taken(x, stream)
+        return await self._call(lambda c, ns: c.broadcast(x, root, deadline_ns=ns), timeout, priority)
+
+    async def all_gather(
+        self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0, stream: Any = None
+    ) -> Any:
+        """Return (size, *x.shape): every member's `x`, in rank order."""
+        x, out = taken(x, stream), taken(out, stream)
+        return await self._call(lambda c, ns: c.all_gather(x, out, deadline_ns=ns), timeout, priority)
+
+    async def all_gather_v(
+        self, x: Any, *, timeout: float | None = None, priority: int = 0, stream: Any = None
+    ) -> Any:
+        """Every member's rows `x`, (rows, ...), of which each may have another number, in rank order."""
+        x = taken(x, stream)
+        return await self._call(lambda c, ns: c.all_gather_v(x, deadline_ns=ns), timeout, priority)
+
+    async def gather(
+        self,
+        x: Any,
+        root: int,
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        stream: Any = None,
+    ) -> Any:
+        """As `all_gather`, at rank `root` alone; None elsewhere."""
+        x, out = taken(x, stream), taken(out, stream)
+        return await self._call(lambda c, ns: c.gather(x, root, out, deadline_ns=ns), timeout, priority)
+
+    async def scatter(
+        self,
+        x: Any,
+        root: int,
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        stream: Any = None,
+    ) -> Any:
+        """Return this member's part of the `x` of rank `root`, (size, ...); others pass None and `out`."""
+        x, out = taken(x, stream), taken(out, stream)
+        return await self._call(lambda c, ns: c.scatter(x, root, out, deadline_ns=ns), timeout, priority)
+
+    async def reduce_scatter(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        op: str = "sum",
+        timeout: float | None = None,
+        priority: int = 0,
+        stream: Any = None,
+    ) -> Any:
+        """Reduce `x`, (size, ...), over all members and return this member's part of it."""
+        x, out = taken(x, stream), taken(out, stream)
+        return await self._call(
+            lambda c, ns: c.reduce_scatter(x, out, op=op, deadline_ns=ns), timeout, priority
+        )
+
+    async def reduce_scatter_v(
+        self,
+        x: Any,
+        rows: Sequence[int],
+        *,
+        out: Any = None,
+        op: str = "sum",
+        timeout: float | None = None,
+        priority: int = 0,
+        stream: Any = None,
+    ) -> Any:
+        """Reduce `x` over all members and return this member's rows of it: `rows[r]` for the r-th."""
+        x, out = taken(x, stream), taken(out, stream)
+        return await self._call(
+            lambda c, ns: c.reduce_scatter_v(x, rows, out, op=op, deadline_ns=ns), timeout, priority
+        )
+
+    async def all_to_all(
+        self, x: Any, *, out: Any = None, timeout: float | None = None, priority: int = 0, stream: Any = None
+    ) -> Any:
+        """Send block d of `x`, (size, ...), to member d, and return the blocks that came, in rank order."""
+        x, out = taken(x, stream), taken(out, stream)
+        return await self._call(lambda c, ns: c.all_to_all(x, out, deadline_ns=ns), timeout, priority)
+
+    async def all_to_all_v(
+        self,
+        x: Any,
+        send_rows: Sequence[int],
+        receive_rows: Sequence[int],
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        stream: Any = None,
+    ) -> Any:
+        """As `all_to_all`, with `send_rows[d]` rows to member d and `receive_rows[s]` from member s."""
+        x, out = taken(x, stream), taken(out, stream)
+        return await self._call(
+            lambda c, ns: c.all_to_all_v(x, send_rows, receive_rows, out, deadline_ns=ns), timeout, priority
+        )
+
+    async def barrier(self, *, timeout: float | None = None, priority: int = 0) -> None:
+        """Return once every member has called this."""
+        await self._call(lambda c, ns: c.barrier(deadline_ns=ns), timeout, priority)
+
+    async def send(
+        self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None, stream: Any = None
+    ) -> None:
+        """Send a copy of `x` to member `to`. Messages of one member to another stay in order.
+
+        `x`: any shape, a dtype that can be reduced. Returns when `x` may be changed: for a small array at
+        once, unless 64 messages to that member wait to be received; for one over 64 KiB when it is there.
+        Raises as other operations do, but a timeout harms nothing but this message's caller.
+        """
+        given = taken(x, stream)
+        async with within(timeout, f"send to rank {to} with tag {tag} in epoch {self.epoch}"):
+            await self.messages().send(given, to, tag)
+
+    async def recv(
+        self,
+        source: int | None = None,
+        *,
+        tag: int | None = None,
+        out: Any = None,
+        timeout: float | None = None,
+        stream: Any = None,
+    ) -> Received:
+        """The first message that came from member `source` (None: any) with `tag` (None: any).
+
+        Returns its array (in `out`, of the same dtype and size, wherever it lies, or in a new one of the
+        host), source and tag. A receive that is cancelled, or whose `out` does not fit, leaves the message
+        for the next.
+        """
+        place = taken(out, stream)
+        async with within(timeout, f"receive from {source} with tag {tag} in epoch {self.epoch}"):
+            return await self.messages().receive(source, tag, place)
+
+    def messages(self) -> Tagged:
+        """The group's tagged messages. Raises `LocalProtocolError` if it has none."""
+        if self.tagged is None:
+            raise LocalProtocolError("this group has no tagged messages: get it from zbmd.group")
+        return self.tagged
+
+    async def split(self, color: int | None, *, key: int = 0, timeout: float | None = None) -> Group | None:
+        """A group of the members that give the same `color`, in the order of their keys, then ranks.
+
+        All members call this; who gives None gets None. The new group has links and memory of this one, an
+        own channel, and ends as any other: by `close`, or an error. It belongs to the view of this group,
+        and goes on when this one is closed. Raises as `subgroup`.
+        """
+        self._home()
+        if not all(abs(number) < 2**62 for number in (color or 0, key)):
+            raise UserError(f"color={color} or key={key} is out of bounds")
+        end_ns = self.deadline_ns(timeout)
+        mine = np.array([color is not None, color or 0, key], np.int64)
+        said = await self.run(lambda c: c.all_gather(mine, deadline_ns=end_ns))
+        if color is None:
+            return None
+        chosen = [
+            (int(said[i, 2]), rank) for i, rank in enumerate(self.members) if tuple(said[i, :2]) == (1, color)
+        ]
+        return await self.subgroup(
+            [rank for _, rank in sorted(chosen)], timeout=max(1e-9, (end_ns - now_ns()) / 1e9)
+        )
+
+    async def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Group:
+        """The group of some members, in this order; just these call it, with the same `ranks`.
+
+        See `split`. Who makes several at once does so in the same order as the others. Raises `UserError` on
+        ranks that are not members, `MembersLost` when one of them ends, `DeadlineExceeded` when one does not
+        come, and `LocalProtocolError` when a member is in `SUBGROUPS_MAX` already.
+        """
+        members, home = tuple(ranks), self._home()
+        if (
+            self.rank not in members
+            or len(set(members)) != len(members)
+            or not set(members) <= {*self.members}
+        ):
+            raise UserError(f"{list(members)} are not members of {self!r}, this one among them, each once")
+        end_ns = self.deadline_ns(timeout)
+        async with within(timeout, f"sub-group of ranks {list(members)} in epoch {self.epoch}"):
+            agreed = await home.subgroups.agree(self.epoch, members)
+        give_back = home.subgroups.leaving(members, agreed)
+        try:
+            made = make_group(
+                home.node,
+                self.view,
+                members=members,
+                agreed=agreed,
+                priorities=self._turns is not None,
+                closed=give_back,
+            )
+        except BaseException:
+            give_back()
+            raise
+        home.subgroups.watch(agreed, made.abort)
+        try:
+            made.home = home
+            made.tagged = await open_tagged(home.node, members, epoch=agreed.stamp, channel=agreed.channel)
+            await made.run(lambda c: self._begin_subgroup(c, end_ns))
+        except BaseException:
+            await made.close()
+            raise
+        return made
+
+    def _begin_subgroup(self, made: Communicator, end_ns: int) -> None:
+        """Return once all members have opened it. What was measured for this group holds for one like it."""
+        over_hosts = [is_far(c.hosts) for c in (self.communicator, made)]
+        if over_hosts[0] == over_hosts[1]:
+            made.model = self.communicator.model
+            made.read_peers(self.communicator.reading)
+            made.barrier(deadline_ns=end_ns)
+        else:
+            made.tune(deadline_ns=end_ns)
+
+    def _home(self) -> Home:
+        if self.home is None:
+            raise LocalProtocolError("this group can have no sub-groups: get it from zbmd.group")
+        if self.home.node.epoch != self.epoch:
+            raise OperationAborted(
+                f"{self!r} is of a view that is over: make sub-groups of the new one's group"
+            )
+        return self.home
+
+    def abort(self) -> None:
+        """End the operations in flight; they raise `OperationAborted`. Callable from any thread."""
+        self.communicator.abort()
+
+    def give_up(self) -> None:
+        """Take part in nothing more, and let all members know: who waits for this rank's part of an
+        operation, or for a message of it, ends as aborted. From any thread, while no operation runs here.
+
+        `close` is still to be called. It may be late: to enter the next view, a member has to be out of what
+        it waits for here.
+        """
+        self.communicator.give_up()
+        if self.tagged is not None:
+            self.tagged.give_up()
+
+    async def close(self) -> None:
+        """Abort what is in flight, return once it has drained, and give back the group's memory; idempotent.
+
+        What is complete here completes on slower members, too; what they begin later ends as aborted.
+        After a loss call it once the next view has been entered: until then a dead member's last store may
+        still be under way into that memory.
+        """
+        self.abort()
+        if self.tagged is not None:
+            await self.tagged.close()
+        # What is queued is not cancelled: it ends by itself, with `OperationAborted`. A future that its
+        # executor cancels is never reported to who waits for it (`concurrent.futures.wait`).
+        if self.communicator.lane.queued:
+            await asyncio.to_thread(self._data_plane.shutdown)
+        else:  # its thread is idle: who goes on to the next view need not wait for its end
+            self._data_plane.shutdown(wait=False)
+        self.communicator.close()
+        unwatch, self._unwatch = self._unwatch, lambda: None
+        unwatch()
+
+
+class GroupBlocking(Blocking):
+    """See `Group.blocking`."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group.communicator, group.submit)
+        self._group = group
+
+    @property
+    def _on_loop(self) -> OnLoop:
+        return self._group.messages().on_loop
+
+    def send(self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        """As `Group.send`, on another thread than the loop's."""
+        x = taken(x)
+        self._on_loop.wait_for(lambda: self._group.send(x, to, tag=tag, timeout=timeout))
+
+    def recv(
+        self,
+        source: int | None = None,
+        *,
+        tag: int | None = None,
+        out: Any = None,
+        timeout: float | None = None,
+    ) -> Received:
+        """As `Group.recv`, on another thread than the loop's."""
+        out = taken(out)
+        return self._on_loop.wait_for(lambda: self._group.recv(source, tag=tag, out=out, timeout=timeout))
+
+    def split(self, color: int | None, *, key: int = 0, timeout: float | None = None) -> Group | None:
+        """As `Group.split`, on another thread than the loop's."""
+        return self._on_loop.wait_for(lambda: self._group.split(color, key=key, timeout=timeout))
+
+    def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Group:
+        """As `Group.subgroup`, on another thread than the loop's."""
+        return self._on_loop.wait_for(lambda: self._group.subgroup(ranks, timeout=timeout))
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a group's sub-groups are made: its process's membership, and the channels there."""
+
+    node: Node
+    subgroups: Subgroups
+
+
+async def group(node: Node, *, after: int = 0, channel: int = 0, priorities: bool = False) -> Group:
+    """The group of the first view with an epoch greater than `after`; waits for it and for its members.
+
+    They measure how fast they reach each other, once a process: "auto" chooses by that (`Communicator.tune`).
+
+    Each group of a view in a process at one time needs a channel of its own, below `SUBGROUP_CHANNEL_FIRST`.
+    priorities: whether operations have them (`Group.all_reduce`), the same on all members; it costs a round
+    of 64 bytes an operation.
+    """
+    view = await node.view(after=after)
+    made = group_of(node, view, channel=channel, priorities=priorities)
+    made.tagged = await open_tagged(node, made.members, epoch=made.epoch, channel=channel)
+    made.home = Home(node, await open_subgroups(node))
+    if made.size > 1:
+        end_ns = made.deadline_ns()
+        await made.run(lambda c: c.tune(deadline_ns=end_ns))
+    return made
+
+
+def hosts_of(view: View, members: Sequence[int]) -> tuple[int, ...]:
+    """The host of each member, by number, in the members' order."""
+    numbers: dict[str, int] = {}
+    hosts = {member.rank: member.host for member in view.members}
+    return tuple(numbers.setdefault(hosts[rank], len(numbers)) for rank in members)
+
+
+def group_of(node: Node, view: View, *, channel: int = 0, priorities: bool = False) -> Group:
+    """The group of a view that `node` has already got. Waits for nobody."""
+    if channel >= SUBGROUP_CHANNEL_FIRST:
+        raise LocalProtocolError(
+            f"channel {channel} is for sub-groups; use one below {SUBGROUP_CHANNEL_FIRST}"
+        )
+    agreed = Agreed(channel=channel, stamp=view.epoch)
+    return make_group(node, view, members=view.ranks, agreed=agreed, priorities=priorities)
+
+
+def make_group(
+    node: Node,
+    view: View,
+    *,
+    members: tuple[int, ...],
+    agreed: Agreed,
+    priorities: bool = False,
+    closed: Callable[[], None] = lambda: None,
+) -> Group:
+    """The group of some members of a view that `node` has entered, on a channel. Waits for nobody."""
+    communicator = Communicator(
+        segment=node.segment,
+        peers={rank: node.peers[rank].memory for rank in members if rank != node.rank},
+        members=members,
+        rank=node.rank,
+        epoch=agreed.stamp,
+        channel=agreed.channel,
+        hosts=hosts_of(view, members),
+    )
+    record_operations(node, communicator)
+    forget = node.progress.add_group(GroupWatch(node.system.name, communicator))
+    land = FLIGHTS.add(node.system.name, communicator)
+
+    def unwatch() -> None:
+        forget()
+        land()
+        stay()
+        closed()
+
+    made = Group(communicator, view, priorities=priorities, unwatch=unwatch)
+    stay = node.on_leave(made.close)
+    return made

@@ -1,0 +1,177 @@
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Final, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.collectives.flight._flight import FlightRing
+from zbmd.collectives.native._program import NativeProgram
+from zbmd.collectives.native._stepper import NativeGroup
+from zbmd.collectives.programs.plan import Plan
+
+WAITING_MAX: Final[int]
+"""Threads that may wait for their turn on one communicator."""
+SHAPES_MAX: Final[int]
+"""Calls that a lane knows; one more takes another's place."""
+LOOKS_WITH_GIL: Final[int]
+"""Looks for the other members before a small operation lets go of the GIL: some microseconds."""
+QUICK_BYTES_MAX: Final[int]
+"""What a small operation moves at most."""
+
+class Turnstile:
+    """Lets threads through one at a time, in the order in which they came: `with turnstile: ...`.
+
+    Entering raises LocalProtocolError when too many wait already.
+    """
+
+    def __enter__(self) -> Turnstile: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+    @property
+    def waiting(self) -> int:
+        """How many wait for their turn."""
+
+class Shape:
+    """One call that has been made before: everything of it but its arrays' addresses."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+class Lane:
+    """The way of calls that have been made before past all that decided how they run.
+
+    A call that it takes is the very one that the executor would make: the same program, descriptor,
+    fingerprint, abort word, deadline, kill points and flight record. It takes a call if one of the same
+    operation, dtype, size, arguments and reduction has run in one piece over arrays where they lay
+    (`learn`), if its own arrays can be used where they lie too, and if nobody else has the turn.
+
+    A small operation looks for the other members with the GIL held, for some microseconds: most often they
+    are there. `held`: whether every member has a core of its own, so that this is worth it. `counts`: whether
+    the processor's counter can be gone by between readings of the clock (`quick_clock.h`).
+    """
+
+    open: bool
+    """Whether it takes calls."""
+    far: Callable[[Plan, int, int], int] | None
+    """Runs a plan of a group with members on other hosts, by `RemoteGroup.resume`: (plan, deadline_ns,
+    kill_point) to a STATUS. Raises nothing."""
+
+    def __init__(
+        self,
+        group: NativeGroup,
+        turnstile: Turnstile,
+        ring: FlightRing,
+        *,
+        arena_begin: int,
+        arena_end: int,
+        held: bool,
+        counts: bool,
+    ) -> None: ...
+    @property
+    def taken(self) -> int:
+        """Calls that it took."""
+    @property
+    def queued(self) -> int:
+        """Operations that wait for another thread, or run there (`queue`)."""
+    @property
+    def status(self) -> int:
+        """How the call ended that failed."""
+    @property
+    def failed(self) -> Shape | None:
+        """The call that failed; the turn is still its caller's."""
+    def kill_at(self, sequence: int, point: int) -> None:
+        """Fault injection, see `Executor.kill_at`."""
+    def forget(self) -> None:
+        """Take no call of before any more; what they kept of memory goes back."""
+    def queue(self, change: int) -> None:
+        """Operations that wait for another thread have become one more, or one less."""
+    def learn(
+        self,
+        plan: Plan,
+        program: NativeProgram,
+        x: NDArray[Any] | None,
+        out: NDArray[Any] | None,
+        *,
+        op: str,
+        algorithm: str,
+        called_root: int,
+        places: Mapping[int, bool],
+        memory: object,
+        addresses: NDArray[np.uint64],
+        nbytes: int,
+        flight: int,
+        flight_read: int,
+        operation: int,
+        dtype: int,
+        reduction: int,
+        root: int,
+        count: int,
+        total: int,
+        piece: int,
+        in_stride: int,
+        out_stride: int,
+        scratch: int,
+        scratch_bytes: int,
+        layout: NDArray[np.uint64] | None = None,
+        extents: NDArray[np.uint64] | None = None,
+        layout_digest: int = 0,
+    ) -> None:
+        """Take calls like this one, which has just run, from now on; call it while the turn is the caller's.
+
+        `called_root`: as the caller had it. `places`: for each of its buffers, whether it is `out` (or `x`).
+        `memory`: what owns scratch and inbox; it is kept. `flight`: its number in the ring, and
+        `flight_read` if the program's other ran. The rest is what `NativeGroup.run` was told.
+        """
+    def run(
+        self, operation: int, x: object, out: object, op: str, algorithm: str, root: int, deadline_ns: int
+    ) -> bool | None:
+        """None: this call is not for the lane. True: done. False: failed, see `failed`."""
+    def run_now(
+        self, operation: int, x: object, out: object, op: str, algorithm: str, root: int, timeout_ns: int
+    ) -> bool | None:
+        """As `run`, unless operations wait for another thread: they come first."""
+
+class LaneCalls:
+    """The call that is made most often, with no frame of Python's between it and its lane."""
+
+    lane: Lane
+
+    def all_reduce(
+        self, x: Any, out: Any = None, *, op: str = "sum", algorithm: str = "auto", deadline_ns: int = 0
+    ) -> Any:
+        """Combine every rank's `x` element by element; all ranks get the result in `out` (default: `x`).
+
+        `x`: any shape, the same dtype and size on all ranks. `op`: sum, prod, min, max, avg, band, bor or
+        bxor, as far as the dtype has it (`reductions`). `algorithm`: auto, eager, direct, swap,
+        ring, bidirectional_ring, halving_doubling, tree, double_tree or hierarchical.
+        """
+    def _all_reduce(self, x: Any, out: Any, op: str, algorithm: str, deadline_ns: int) -> Any:
+        """A call that is not for the lane."""
+    def lane_failed(self) -> NoReturn:
+        """Raise what became of the lane's call."""
+
+class BlockingCalls:
+    """As `LaneCalls`, for `Group.blocking`. limit_ns: the time of a call that says nothing else."""
+
+    @property
+    def _lane(self) -> Lane: ...
+    def __init__(self, lane: Lane, limit_ns: int) -> None: ...
+    def all_reduce(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        op: str = "sum",
+        algorithm: str = "auto",
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Any:
+        """As `Group.all_reduce`."""
+    def _all_reduce(
+        self, x: Any, out: Any, op: str, algorithm: str, timeout: float | None, priority: int
+    ) -> Any:
+        """A call that is not for the lane, or says more."""
+    def lane_failed(self) -> NoReturn:
+        """Raise what became of the lane's call."""

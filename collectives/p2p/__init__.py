@@ -1,0 +1,1 @@
+"""The package `p2p` of `zbmd.collectives`."""

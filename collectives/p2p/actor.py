@@ -1,0 +1,116 @@
+"""Where the tagged messages of all groups of a process come in, and its groups' ends are found by them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import structlog
+
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.context import sender_process
+from zbmd.actors.rank.member import Node
+from zbmd.actors.rank_names import rank_of
+from zbmd.collectives.p2p.tagged import ACTOR_NAME, Tagged, TaggedEnd
+from zbmd.collectives.p2p.wire import (
+    TaggedClosed,
+    TaggedGreeting,
+    TaggedLinkEnded,
+    TaggedMessage,
+    TaggedTaken,
+)
+from zbmd.transport.errors import ZbmdError
+
+log: Final = structlog.stdlib.get_logger("zbmd.collectives.tagged")
+
+
+class TaggedActor(Actor):
+    """`rankN/tagged`: hears from the other members of all groups of this process."""
+
+    captured = False
+
+    def __init__(self, groups: dict[tuple[int, int], TaggedEnd]) -> None:
+        self._groups = groups
+
+    @on(TaggedMessage)
+    async def message(self, message: TaggedMessage) -> None:
+        """An array."""
+        self._take(message)
+
+    @on(TaggedTaken)
+    async def taken(self, message: TaggedTaken) -> None:
+        """It has been taken."""
+        self._take(message)
+
+    @on(TaggedClosed)
+    async def closed(self, message: TaggedClosed) -> None:
+        """A member has left a group."""
+        self._take(message)
+
+    @on(TaggedGreeting)
+    async def greeting(self, message: TaggedGreeting) -> None:
+        """A member of an elastic group has come to a view."""
+        self._take(message)
+
+    @on(TaggedLinkEnded)
+    async def link_ended(self, message: TaggedLinkEnded) -> None:
+        """The link to a member has ended, and all that it had sent is behind us."""
+        if sender_process():
+            log.debug("what no other process can know is dropped", sender=sender_process())
+            return
+        for group in list(self._groups.values()):
+            group.link_ended(message.rank, message.incarnation)
+
+    def _take(self, message: TaggedMessage | TaggedTaken | TaggedClosed | TaggedGreeting) -> None:
+        group, source = self._groups.get((message.epoch, message.channel)), rank_of(sender_process())
+        if group is None or source is None:
+            log.debug("a message of no group is dropped", epoch=message.epoch, sender=sender_process())
+        else:
+            group.take(source, message)
+
+
+_groups: WeakKeyDictionary[Node, dict[tuple[int, int], TaggedEnd]] = WeakKeyDictionary()
+
+
+async def tagged_groups(node: Node) -> dict[tuple[int, int], TaggedEnd]:
+    """The ends of all groups of this process that have tagged messages, by stamp and channel."""
+    groups = _groups.get(node)
+    if groups is None:
+        groups = _groups[node] = {}
+        await node.system.spawn(TaggedActor, groups, name=ACTOR_NAME)
+        node.on_link_ended(lambda *process: pass_on_end(node, groups.values(), *process))
+    for old in [key for key, tagged in groups.items() if tagged.ended]:
+        del groups[old]
+    return groups
+
+
+_telling: set[asyncio.Task[None]] = set()
+
+
+def pass_on_end(node: Node, groups: Iterable[TaggedEnd], rank: int, incarnation: int) -> None:
+    """Tell groups of this process that a link has ended, behind what came over it and is still to be taken.
+
+    A process's last messages would be lost if its end passed them: it may have left in good order.
+    """
+    for group in groups:
+        group.link_ends(rank, incarnation)
+
+    async def tell() -> None:
+        with contextlib.suppress(ZbmdError):  # this process has left by now
+            ended = TaggedLinkEnded(rank=rank, incarnation=incarnation)
+            await node.system.ref(f"{node.system.name}/{ACTOR_NAME}").tell(ended)
+
+    task = asyncio.ensure_future(tell())
+    _telling.add(task)
+    task.add_done_callback(_telling.discard)
+
+
+async def open_tagged(node: Node, members: tuple[int, ...], *, epoch: int, channel: int) -> Tagged:
+    """This rank's end of a group's tagged messages. Members may send once all have called this."""
+    groups = await tagged_groups(node)
+    made = Tagged(node, members, epoch=epoch, channel=channel)
+    groups[epoch, channel] = made
+    return made

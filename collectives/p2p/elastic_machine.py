@@ -1,0 +1,284 @@
+"""Tagged messages of an elastic group: what `tag_machine` matches, while members die and come (sans-I/O).
+
+Two members have a *session* with each other, from the epoch in which both knew of the other to the loss
+of either, or of the link between them. In a session nothing is lost or doubled, whoever else dies: views do
+not touch it. It ends at once with the notice of a loss: sends to that member fail, and so do receives from it
+that nothing which has come fits. What came before may still be taken, until the next view.
+
+A member that has come to a view greets all others in it: since which epoch it has greeted this one without
+a loss. Two that have greeted each other in one epoch go on in their session, if neither has had a loss since
+that began; else they begin the one that has the number of this epoch. Both go by the same greetings, in the
+same order, so both come to the same. Who is sent anything knows of the session, for links keep the order: a
+newcomer is sent nothing before it has greeted. A message's number begins with its session's, so what is left
+over from an earlier one is told apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TypeAlias
+
+from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.p2p.tag_machine import (
+    Arrived,
+    Cause,
+    From,
+    GaveBack,
+    MemberLeft,
+    TagAction,
+    TagEvent,
+    TagMatcher,
+    TakenThere,
+    TellTaken,
+    Took,
+    Towards,
+)
+from zbmd.transport.errors import LocalProtocolError
+
+GREETINGS_MAX = 16
+"""That one member has sent another, and of which the answer is on its way."""
+SESSION_BITS = 32
+"""Of a message's number those that count within its session."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """This member has come to the view of `epoch`, and knows that all `members`, it is one, have done so."""
+
+    epoch: int
+    members: tuple[MemberId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberLost:
+    """A notice: the member has died, or the link to it has ended."""
+
+    member: MemberId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeted:
+    """A member's greeting in `epoch`. `since`: that of its first one to this member behind the last loss."""
+
+    source: int
+    epoch: int
+    since: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoilt:
+    """A message that was matched cannot be had any more: it lay in the memory of one who is lost."""
+
+    source: int
+    number: int
+
+
+ElasticTagEvent: TypeAlias = TagEvent | Settled | MemberLost | MemberLeft | Greeted | Spoilt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greet:
+    """Tell a member this; see `Greeted`."""
+
+    to: int
+    epoch: int
+    since: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """This message, which nobody has asked for, is for nobody."""
+
+    source: int
+    number: int
+
+
+ElasticTagAction: TypeAlias = TagAction | Greet | Dropped
+Actions: TypeAlias = list[ElasticTagAction]
+
+
+class Way(Enum):
+    """How another member can be reached."""
+
+    OPENING = auto()
+    """It is there, and has not greeted: what is sent to it waits."""
+    UP = auto()
+    LOST = auto()
+    LEFT = auto()
+
+
+@dataclass(slots=True)
+class _Peer:
+    incarnation: int
+    way: Way
+    since: int
+    """The epoch of the first greeting to it."""
+    session: int = 0
+    greeted: list[int] = field(default_factory=list[int])
+    """The epochs of greetings to it that it has not answered by its own, which may be on its way."""
+
+
+class ElasticTagMachine(TagMatcher):
+    """One member's end, over all epochs of the group. Raises as `tag_machine.TagMachine` does."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(())
+        self.rank = rank
+        self.epoch = 0
+        self._peers: dict[int, _Peer] = {}
+        self._greetings: dict[int, Greeted] = {}
+        """Of each rank that of a view to which this member has not come yet. There is one at most: nobody
+        knows that all are in a view before this member has left the one before."""
+
+    @property
+    def reachable(self) -> tuple[int, ...]:
+        """The other members with whom there is a session, or is to be."""
+        return tuple(
+            rank
+            for rank, peer in self._peers.items()
+            if peer.way in (Way.OPENING, Way.UP) and rank != self.rank
+        )
+
+    def way(self, rank: int) -> Way | None:
+        """How `rank` can be reached; None: it is not there."""
+        peer = self._peers.get(rank)
+        return peer.way if peer else None
+
+    def handle(self, event: ElasticTagEvent, *, now_ns: int) -> list[ElasticTagAction]:
+        """Take an event; what is to be done about it, in this order."""
+        del now_ns
+        match event:
+            case Settled():
+                return self._settle(event)
+            case MemberLost(member=member):
+                peer = self._peers.get(member.rank)
+                if peer is None or peer.incarnation != member.incarnation:
+                    return []
+                return self._lose(member.rank, Cause.LOST)
+            case MemberLeft(source=source):
+                return self._lose(source, Cause.LEFT)
+            case Greeted(source=source):
+                if event.epoch > self.epoch:
+                    self._greetings[source] = event
+                    return []
+                return self._answer(event)
+            case Spoilt(source=source, number=number):
+                self._forget(source, number)
+                return []
+            case Arrived(source=source, number=number):
+                if not self._is_current(source, number):
+                    return [Dropped(source=source, number=number)]
+                return [*self.take(event)]
+            case TakenThere(by=by, number=number):
+                if self.way(by) is not Way.UP or not self._is_current(by, number):
+                    return []
+                return [*self.take(event)]
+            case Took(source=source, number=number):
+                self._forget(source, number)
+                is_up = self.way(source) is Way.UP and self._is_current(source, number)
+                return [TellTaken(to=source, number=number)] if is_up else []
+            case GaveBack(source=source, number=number):
+                if source not in self._from or number not in self._from[source].matched:
+                    return [Dropped(source=source, number=number)]
+                return [*self.take(event)]
+            case _:
+                return [*self.take(event)]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the machine is in a state that cannot be."""
+        super().check_invariants()
+        assert set(self._peers) == set(self._towards) == set(self._from)
+        assert all(greeting.epoch > self.epoch for greeting in self._greetings.values())
+        for rank, peer in self._peers.items():
+            assert peer.session <= self.epoch, f"a session with rank {rank} that is to come"
+            ended = peer.way in (Way.LOST, Way.LEFT)
+            assert not ended or not any((self._towards[rank].untaken, self._towards[rank].waiting))
+            waits = [r.key for r in self._receives if r.source == rank]
+            assert not ended or not waits, f"{waits} wait for rank {rank}, which is {peer.way}"
+
+    # ---- sessions
+
+    def _settle(self, event: Settled) -> Actions:
+        if event.epoch <= self.epoch or all(member.rank != self.rank for member in event.members):
+            raise LocalProtocolError(f"epoch {event.epoch} of {event.members} cannot follow {self.epoch}")
+        self.epoch = event.epoch
+        actions: Actions = []
+        lives = {member.rank: member.incarnation for member in event.members}
+        for rank, peer in list(self._peers.items()):
+            if lives.get(rank) == peer.incarnation and peer.way in (Way.OPENING, Way.UP):
+                continue
+            actions += self._lose(rank, Cause.LOST)
+            actions += self._drop(rank)
+            del self._peers[rank], self._towards[rank], self._from[rank]
+        for rank, incarnation in lives.items():
+            if rank not in self._peers:
+                way = Way.UP if rank == self.rank else Way.OPENING
+                self._peers[rank] = _Peer(incarnation, way, since=self.epoch)
+                self._towards[rank], self._from[rank] = Towards(), From()
+        for rank in self.reachable:
+            peer = self._peers[rank]
+            peer.greeted = [*peer.greeted, self.epoch][-GREETINGS_MAX:]
+            actions.append(Greet(to=rank, epoch=self.epoch, since=peer.since))
+        for rank, greeting in list(self._greetings.items()):
+            if greeting.epoch <= self.epoch:
+                actions += self._answer(self._greetings.pop(rank))
+        return actions
+
+    def _answer(self, greeting: Greeted) -> Actions:
+        """Go on in a session, or begin one, if both have greeted in the epoch of this greeting."""
+        rank = greeting.source
+        peer = self._peers.get(rank)
+        if peer is None or peer.way in (Way.LOST, Way.LEFT) or greeting.epoch not in peer.greeted:
+            return []
+        peer.greeted = [epoch for epoch in peer.greeted if epoch > greeting.epoch]
+        if peer.way is Way.UP and greeting.since <= peer.session:
+            return []
+        actions: Actions = []
+        if peer.way is Way.UP:  # it was told of a loss, and this member was not
+            actions += self._lose(rank, Cause.LOST)
+            actions += self._drop(rank)
+        peer.way, peer.session = Way.UP, greeting.epoch
+        first = greeting.epoch << SESSION_BITS
+        self._towards[rank].numbered = first
+        self._from[rank] = From(numbered=first)
+        return [*actions, *self._transmit(rank)]
+
+    def _lose(self, rank: int, cause: Cause) -> Actions:
+        """A member can be reached no more."""
+        peer = self._peers.get(rank)
+        if peer is None or peer.way in (Way.LOST, Way.LEFT):
+            return []
+        peer.way = Way.LOST if cause is Cause.LOST else Way.LEFT
+        return [*self._fail_waits(rank, cause)]
+
+    def _drop(self, rank: int) -> Actions:
+        """Forget what came of a member: it is of a session that is over, and a view has come since."""
+        mine = [message for message in self._unexpected if message.source == rank]
+        self._unexpected = [message for message in self._unexpected if message.source != rank]
+        for message in (*mine, *self._from[rank].matched.values()):
+            self._order.pop((rank, message.number), None)
+        self._from[rank] = From()
+        return [Dropped(source=rank, number=message.number) for message in mine]
+
+    def _is_current(self, rank: int, number: int) -> bool:
+        """Whether a message's number is of the session with this member that is on, or was on last."""
+        peer = self._peers.get(rank)
+        begun = peer is not None and peer.way is not Way.OPENING
+        return peer is not None and begun and number >> SESSION_BITS == peer.session
+
+    # ---- messages
+
+    def _is_open(self, to: int) -> bool:
+        return self._peers[to].way is Way.UP
+
+    def _cause(self, rank: int) -> Cause | None:
+        match self.way(rank):
+            case Way.OPENING | Way.UP:
+                return None
+            case Way.LOST:
+                return Cause.LOST
+            case Way.LEFT:
+                return Cause.LEFT
+            case None:
+                return Cause.ABSENT

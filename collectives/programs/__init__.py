@@ -1,0 +1,1 @@
+"""The package `programs` of `zbmd.collectives`."""

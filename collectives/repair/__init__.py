@@ -1,0 +1,1 @@
+"""The package `repair` of `zbmd.collectives`."""

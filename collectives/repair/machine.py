@@ -1,0 +1,273 @@
+"""Repair: how the members of a group bring an operation to one end when a member dies in it. Sans-I/O.
+
+An operation is a program and then a *commit*: a barrier that a member enters with the result in hand, and
+that keeps the result from its caller until all have it. Local completion is not global success: what one has
+completed and another has not is resolved here, before anybody sees it.
+
+After a loss every member enters the next view, and all exchange reports. All of them come to the same verdict
+(`zbmd.collectives.repair.verdict`): return, fail, run again, or copy the result. A repair that a further loss
+cuts short is judged anew in the next epoch, from where it came to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum, auto
+from typing import assert_never
+
+from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.repair import events as rm
+from zbmd.collectives.repair.events import Outcome, Phase
+from zbmd.collectives.repair.verdict import Kind, Verdict, decide
+from zbmd.transport.errors import LocalProtocolError
+
+STORY_EVENTS_MAX = 8
+"""Events kept for the message of a protocol error."""
+
+
+class RepairState(Enum):
+    """Where the machine stands."""
+
+    NEW = auto()
+    IDLE = auto()
+    RUNNING = auto()
+    AWAITING_VIEW = auto()
+    EXCHANGING = auto()
+    MENDING = auto()
+    """A copy, another run, or the commit of either is in flight."""
+    OVER = auto()
+
+
+class RepairMachine:
+    """One member's side of the operations of a group, over all of its epochs."""
+
+    def __init__(self, *, rank: int) -> None:
+        self.rank = rank
+        self.state = RepairState.NEW
+        self.epoch = 0
+        self.members: tuple[MemberId, ...] = ()
+        self.born = 0
+        self.sequence = 1
+        self.phase = Phase.IDLE
+        self.call: rm.Call | None = None
+        self.reason = ""
+        """Of the last verdict."""
+        self._gone: frozenset[int] = frozenset()
+        self._readable: tuple[MemberId, ...] = ()
+        self._attempted: tuple[MemberId, ...] = ()
+        self._contributors: tuple[MemberId, ...] = ()
+        self._failed: rm.Failed | None = None
+        self._founding = 0
+        self._story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
+
+    @property
+    def contributors(self) -> tuple[MemberId, ...]:
+        """Of whose inputs the result is made, once it is here."""
+        return self._contributors
+
+    def handle(self, event: rm.RepairEvent, *, now_ns: int) -> list[rm.RepairAction]:
+        """Take one event, return the actions to perform in order; see `zbmd.transport.machine.Machine`."""
+        self._story.append(f"{type(event).__name__}@{now_ns}/{self.state.name}")
+        match event:
+            case rm.EpochEntered():
+                return self._enter(event)
+            case rm.Called(call=call):
+                self._require(RepairState.IDLE)
+                self.call, self.phase = call, Phase.PENDING
+                return self._run()
+            case rm.FollowAsked():
+                self._require(RepairState.IDLE)
+                return self._await_view()
+            case rm.Exchanged():
+                self._require(RepairState.EXCHANGING, event.epoch)
+                if len(event.reports) != len(self.members):
+                    raise self._misuse(f"{len(event.reports)} reports of {len(self.members)} members")
+                reports = {m.rank: r for m, r in zip(self.members, event.reports, strict=True)}
+                verdict = decide(self.epoch, self.members, reports, self._gone)
+                self.reason = verdict.reason
+                return self._carry_out(verdict)
+            case rm.ExchangeCut():
+                self._require(RepairState.EXCHANGING, event.epoch)
+                return self._await_view()
+            case rm.Ended():
+                return self._ended(event)
+            case rm.NoView():
+                self._require(RepairState.AWAITING_VIEW)
+                self.state = RepairState.OVER
+                return [rm.GaveUp(sequence=self.sequence)]
+            case _:
+                assert_never(event)
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` on a state that no sequence of events may reach."""
+        assert self.sequence >= 1
+        assert (self.call is None) == (self.phase is Phase.IDLE), (self.call, self.phase)
+        match self.state:
+            case RepairState.NEW:
+                assert self.epoch == 0
+            case RepairState.IDLE:
+                assert self.phase is Phase.IDLE and 0 < self.born <= self.epoch
+            case RepairState.RUNNING:
+                assert self.phase is Phase.PENDING and self.born
+            case RepairState.AWAITING_VIEW | RepairState.EXCHANGING | RepairState.MENDING:
+                assert self.born or self.phase is Phase.IDLE, (
+                    "who has not been told of the group calls nothing"
+                )
+            case RepairState.OVER:
+                pass
+        if self.phase is Phase.HELD:
+            assert self._contributors
+
+    # ---- epochs
+
+    def _enter(self, event: rm.EpochEntered) -> list[rm.RepairAction]:
+        ranks = [member.rank for member in event.members]
+        expected = self.state in (RepairState.NEW, RepairState.AWAITING_VIEW)
+        if not expected or event.epoch <= self.epoch or self.rank not in ranks or ranks != sorted(set(ranks)):
+            raise self._misuse(f"epoch {event.epoch} of {ranks} cannot follow epoch {self.epoch}")
+        self.epoch, self.members = event.epoch, event.members
+        self._gone, self._readable = frozenset(event.gone), event.readable
+        self.state = RepairState.EXCHANGING
+        report = rm.Report(
+            born=self.born,
+            sequence=self.sequence,
+            phase=self.phase,
+            call=self.call,
+            attempted=self._attempted if self.call else (),
+            contributors=self._contributors if self.phase is Phase.HELD else (),
+            readable=self._readable if self.call else (),
+            failed=self._failed,
+        )
+        return [rm.Exchange(epoch=self.epoch, report=report)]
+
+    def _await_view(self) -> list[rm.RepairAction]:
+        self.state = RepairState.AWAITING_VIEW
+        return [rm.AwaitView(after=self.epoch)]
+
+    # ---- runs
+
+    def _run(self) -> list[rm.RepairAction]:
+        self._drop_result()
+        self.state, self._attempted = RepairState.RUNNING, self.members
+        self._contributors = self.members
+        if self._root_is_absent():
+            # All fail together: behind the commit nobody is left who could meet it with its root back.
+            return [rm.Confirm(epoch=self.epoch, sequence=self.sequence)]
+        return [rm.Run(epoch=self.epoch, sequence=self.sequence)]
+
+    def _root_is_absent(self) -> bool:
+        """Whether the operation was called in an epoch that does not have its root."""
+        needs = self.call.needs if self.call else -1
+        return needs >= 0 and all(member.rank != needs for member in self.members)
+
+    def _fail_without_root(self) -> list[rm.RepairAction]:
+        assert self.call is not None
+        root = self.call.needs
+        reason = f"the operation was rank {root}'s, which was not there"
+        self._failed = rm.Failed(
+            sequence=self.sequence, failure=rm.Failure.LOST, reason=reason, ranks=(root,)
+        )
+        self._over()
+        return [rm.Raise(failed=self._failed)]
+
+    def _ended(self, event: rm.Ended) -> list[rm.RepairAction]:
+        self._require(RepairState.RUNNING, RepairState.MENDING, event.epoch)
+        if event.outcome is Outcome.BROKEN:
+            self.state = RepairState.OVER
+            return [rm.GaveUp(sequence=self.sequence)]
+        rootless = self.state is RepairState.RUNNING and self._root_is_absent()
+        if event.outcome is Outcome.COMMITTED and rootless:
+            return self._fail_without_root()
+        if event.outcome is Outcome.COMMITTED:
+            return self._return() if self.call else self._settle(self.sequence + 1)
+        if rootless:
+            return self._await_view()  # there is no result to hold, and nothing has moved
+        if self.call is not None and self.phase is not Phase.HELD:
+            self.phase = Phase(event.outcome.value if event.outcome is not Outcome.INTACT else "pending")
+        return self._await_view()
+
+    def _return(self) -> list[rm.RepairAction]:
+        done = rm.Return(sequence=self.sequence, contributors=self._contributors)
+        self._over()
+        return [done]
+
+    def _over(self) -> None:
+        self.state, self.phase, self.call = RepairState.IDLE, Phase.IDLE, None
+        self.sequence += 1
+
+    def _settle(self, sequence: int) -> list[rm.RepairAction]:
+        self.state = RepairState.IDLE
+        self.born, self.sequence = self.born or self._founding, sequence
+        return [rm.Settled(epoch=self.epoch, sequence=sequence)]
+
+    # ---- verdicts
+
+    def _carry_out(self, verdict: Verdict) -> list[rm.RepairAction]:
+        """Do this member's part: of the operation, of the next one, or as one that has just come."""
+        self._founding = verdict.born
+        if verdict.kind is Kind.WAIT:
+            return self._await_view()
+        mends = verdict.kind in (Kind.COPY, Kind.RERUN)
+        if not self.born:
+            if mends:
+                self.sequence = verdict.sequence
+                return self._confirm()
+            # Others may not hear this verdict: who has gone on must know in the next epoch how it ended.
+            self._failed = verdict.failed
+            return self._settle(verdict.sequence + (verdict.kind is not Kind.RUN))
+        if self.sequence > verdict.sequence or verdict.kind is Kind.RUN:
+            return self._run() if self.call else self._settle(self.sequence)
+        match verdict.kind:
+            case Kind.COMPLETE:
+                return self._return()
+            case Kind.FAIL:
+                assert verdict.failed is not None
+                self._failed = verdict.failed
+                self._over()
+                return [rm.Raise(failed=verdict.failed)]
+            case Kind.COPY:
+                return self._copy(verdict)
+            case Kind.RERUN:
+                return self._rerun(verdict)
+
+    def _copy(self, verdict: Verdict) -> list[rm.RepairAction]:
+        if self.rank != verdict.source and self.rank not in verdict.runners:
+            return self._confirm()
+        self.state = RepairState.MENDING
+        self._contributors = verdict.contributors
+        return [
+            rm.CopyResult(epoch=self.epoch, sequence=self.sequence, source=verdict.source, to=verdict.runners)
+        ]
+
+    def _rerun(self, verdict: Verdict) -> list[rm.RepairAction]:
+        self.state = RepairState.MENDING
+        self._drop_result()
+        self._contributors = verdict.contributors
+        return [
+            rm.Rerun(
+                epoch=self.epoch,
+                sequence=self.sequence,
+                runners=verdict.runners,
+                adopted=verdict.adopted,
+            )
+        ]
+
+    def _drop_result(self) -> None:
+        """One that is here is made again where it lies, of others' contributions."""
+        if self.phase is Phase.HELD:
+            self.phase = Phase.PENDING
+
+    def _confirm(self) -> list[rm.RepairAction]:
+        self.state = RepairState.MENDING
+        return [rm.Confirm(epoch=self.epoch, sequence=self.sequence)]
+
+    # ---- small parts
+
+    def _require(self, *expected: RepairState | int) -> None:
+        """Raise `LocalProtocolError` unless the state, and the epoch if one is given, are among these."""
+        epochs = [value for value in expected if isinstance(value, int)]
+        if self.state not in expected or (epochs and self.epoch not in epochs):
+            raise self._misuse(f"it is {self.state.name} in epoch {self.epoch}")
+
+    def _misuse(self, what: str) -> LocalProtocolError:
+        return LocalProtocolError(f"rank {self.rank}: {what}", story=tuple(self._story))

@@ -1,0 +1,189 @@
+"""A report as bytes of a fixed size, which members give each other by an all-gather."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+import msgspec
+import numpy as np
+
+from zbmd.actors.view import RANKS_MAX
+from zbmd.collectives.commit.events import MemberId
+from zbmd.collectives.communicator.cost_model import Model
+from zbmd.collectives.device.arrays_in import Array
+from zbmd.collectives.repair.events import Call, Failed, Failure, Inputs, OnLoss, Phase, Report
+from zbmd.collectives.repair.measured_model import Measured
+from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+
+TEXT_BYTES_MAX = 240
+
+
+def report_bytes(ranks: int) -> int:
+    """The length of a report in a job of so many ranks: all that it can say, with incarnations of four bytes,
+    three times each, takes less.
+    """
+    return 1024 + 32 * ranks
+
+
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+Members: TypeAlias = Annotated[tuple[Number, ...], msgspec.Meta(max_length=2 * RANKS_MAX)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=TEXT_BYTES_MAX)]
+Cost: TypeAlias = Annotated[float, msgspec.Meta(gt=0, lt=1e12)]
+Ranks: TypeAlias = Annotated[tuple[Number, ...], msgspec.Meta(max_length=RANKS_MAX)]
+
+
+class _Call(msgspec.Struct, array_like=True, frozen=True):
+    text: Text
+    on_loss: OnLoss
+    inputs: Inputs
+    needs: Annotated[int, msgspec.Meta(ge=-1, lt=RANKS_MAX)]
+    own: bool
+
+
+class _Failed(msgspec.Struct, array_like=True, frozen=True):
+    sequence: Number
+    failure: Failure
+    reason: Text
+    ranks: Ranks
+
+
+class _Measured(msgspec.Struct, array_like=True, frozen=True):
+    alpha_ns: Cost
+    beta_ns_per_byte: Cost
+    gamma_ns_per_byte: Cost
+    cores: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    far: bool
+
+
+class _Report(msgspec.Struct, array_like=True, frozen=True):
+    born: Number
+    sequence: Number
+    phase: Phase
+    call: _Call | None
+    attempted: Members
+    contributors: Members
+    readable: Members
+    failed: _Failed | None
+    record_at: Number
+    measured: _Measured | None
+    reading: Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a member tells in an exchange.
+
+    record_at: where it publishes, from its segment's base; 0: it does not. measured: by what it has chosen
+    algorithms, if that was measured. reading: the number of its last trial (`peer_reading.Reading`).
+    """
+
+    report: Report
+    record_at: int = 0
+    measured: Measured | None = None
+    reading: int = 0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Report)
+
+
+def encode_report(told: Told, *, ranks: int) -> Array:
+    """The bytes, (report_bytes(ranks),) uint8, of a job of `ranks`."""
+    report, measured = told.report, told.measured
+    call, failed = report.call, report.failed
+    data = _encoder.encode(
+        _Report(
+            report.born,
+            report.sequence,
+            report.phase,
+            _Call(_cut(call.text), call.on_loss, call.inputs, call.needs, call.own) if call else None,
+            _flat(report.attempted),
+            _flat(report.contributors),
+            _flat(report.readable),
+            _Failed(failed.sequence, failed.failure, _cut(failed.reason), failed.ranks) if failed else None,
+            told.record_at,
+            _Measured(*_costs(measured.model), measured.model.cores, measured.far) if measured else None,
+            told.reading,
+        )
+    )
+    nbytes = report_bytes(ranks)
+    if len(data) + 2 > nbytes:
+        raise LocalProtocolError(f"a report of {len(data)} bytes; {nbytes - 2} is the bound")
+    encoded = np.zeros(nbytes, np.uint8)
+    encoded[:2] = divmod(len(data), 256)
+    encoded[2 : 2 + len(data)] = np.frombuffer(data, np.uint8)
+    return encoded
+
+
+def decode_report(encoded: Array, sender: int) -> Told:
+    """What rank `sender` tells. Raises `RemoteProtocolError`: the bytes are a peer's."""
+    raw = encoded.tobytes()
+    length = raw[0] * 256 + raw[1] if len(raw) >= 2 else 0
+    try:
+        found = _decoder.decode(raw[2 : 2 + length])
+        report = Report(
+            born=found.born,
+            sequence=found.sequence,
+            phase=found.phase,
+            call=_call(found.call),
+            attempted=_members(found.attempted),
+            contributors=_members(found.contributors),
+            readable=_members(found.readable),
+            failed=_failed(found.failed),
+        )
+    except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
+        raise RemoteProtocolError(f"rank {sender} sent no report of a repair: {error}") from error
+    if (report.call is None) != (report.phase is Phase.IDLE):
+        raise RemoteProtocolError(f"rank {sender} reports {report.phase} of the call {report.call}")
+    return Told(
+        report=report,
+        record_at=found.record_at,
+        measured=_measured(found.measured),
+        reading=found.reading,
+    )
+
+
+def _costs(model: Model) -> tuple[float, float, float]:
+    return model.alpha_ns, model.beta_ns_per_byte, model.gamma_ns_per_byte
+
+
+def _measured(found: _Measured | None) -> Measured | None:
+    if found is None:
+        return None
+    model = Model(
+        alpha_ns=found.alpha_ns,
+        beta_ns_per_byte=found.beta_ns_per_byte,
+        gamma_ns_per_byte=found.gamma_ns_per_byte,
+        cores=found.cores,
+    )
+    return Measured(model=model, far=found.far)
+
+
+def _call(found: _Call | None) -> Call | None:
+    if found is None:
+        return None
+    if found.own and found.inputs is Inputs.RECOMPUTE:
+        raise ValueError("each has a result of its own, and the inputs do not stay")
+    return Call(text=found.text, on_loss=found.on_loss, inputs=found.inputs, needs=found.needs, own=found.own)
+
+
+def _failed(found: _Failed | None) -> Failed | None:
+    if found is None:
+        return None
+    return Failed(sequence=found.sequence, failure=found.failure, reason=found.reason, ranks=found.ranks)
+
+
+def _flat(members: tuple[MemberId, ...]) -> tuple[int, ...]:
+    return tuple(number for member in members for number in (member.rank, member.incarnation))
+
+
+def _members(flat: tuple[int, ...]) -> tuple[MemberId, ...]:
+    return tuple(
+        MemberId(rank=rank, incarnation=incarnation)
+        for rank, incarnation in zip(flat[::2], flat[1::2], strict=True)
+    )
+
+
+def _cut(text: str) -> str:
+    return text.encode()[:TEXT_BYTES_MAX].decode(errors="ignore")

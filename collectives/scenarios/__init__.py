@@ -1,0 +1,1 @@
+"""The package `scenarios` of `zbmd.collectives`."""

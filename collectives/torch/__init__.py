@@ -1,0 +1,1 @@
+"""The package `torch` of `zbmd.collectives`."""

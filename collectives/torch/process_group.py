@@ -1,0 +1,592 @@
+"""A `torch.distributed` process group over a group of ours.
+
+Operations are queued at the call, in its order, and run on the group's data-plane thread; sends and receives
+go apart from them, by tag. Needs PyTorch; imported by `backend` when a process group is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from zbmd.collectives.communicator.blocking import TIMEOUT_S_MAX
+from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.group.group import Group
+from zbmd.collectives.torch.tensors import Array, Place
+from zbmd.collectives.torch.work import COMPLETERS, Work, told
+from zbmd.collectives.torch.world import world
+from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.native._native import now_ns
+
+torch: Any = importlib.import_module("torch")
+dist: Any = importlib.import_module("torch.distributed")
+
+WORKS_KEPT = 1024
+"""The latest work objects: C++ may hold one that Python has dropped, and its methods are Python's."""
+UNSET: Final = timedelta(milliseconds=-1)
+
+REDUCTIONS: Final = {
+    "SUM": "sum",
+    "AVG": "avg",
+    "PRODUCT": "prod",
+    "MIN": "min",
+    "MAX": "max",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
+}
+
+Operation = Callable[[Communicator, int], object]
+"""Takes the communicator and the deadline, ns."""
+
+
+def create(options: Any) -> Any:
+    """The process group that `torch.distributed` asks for. Raises `DistBackendError`."""
+    timeout_s = min(options.timeout.total_seconds(), TIMEOUT_S_MAX)
+    ranks = list(options.global_ranks_in_group)
+    try:
+        made = world().group(ranks, rank=options.group_rank, size=options.group_size, timeout_s=timeout_s)
+    except (ZbmdError, TimeoutError) as error:
+        raise told(error) from error
+    return ProcessGroup(made, options.store, timeout_s, str(options.group_id))
+
+
+def _reduction(op: Any) -> str:
+    for name, ours in REDUCTIONS.items():
+        if op == getattr(dist.ReduceOp, name):
+            return ours
+    raise UserError(f"the backend zbmd has no reduction {op}; it has {', '.join(REDUCTIONS)}")
+
+
+def _only(tensors: Any) -> Any:
+    """The tensor of a list of one, or the tensor itself."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise UserError(f"{len(tensors)} tensors were given; a process has one device, so one tensor")
+    return tensors[0]
+
+
+class Operations:
+    """What a process group does here; `ProcessGroup` has torch's class below it."""
+
+    def __init__(self, group: Group, store: Any, timeout_s: float, name: str) -> None:
+        super().__init__(group.members.index(group.rank), group.size)  # type: ignore[call-arg]
+        self._group = group
+        self._store = store
+        self._timeout_s = timeout_s
+        self._name, self._description = name, "undefined"
+        self._calls = 0
+        self._kept: deque[Any] = deque(maxlen=WORKS_KEPT)
+        self._together: list[Future[Any]] | None = None
+        self._completers = ThreadPoolExecutor(COMPLETERS, thread_name_prefix="zbmd-torch-done")
+        self._closed = False
+
+    # Collectives.
+
+    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
+        """Reduce a tensor over all ranks, in place."""
+        tensor = _only(tensors)
+        return self.allreduce_coalesced([tensor], opts, op=op, timeout=timeout)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
+        """Reduce tensors over all ranks, in place; those of a dtype as one."""
+
+        def begin() -> Operation:
+            reduction = self._op(opts, op)
+            places = [Place(tensor, numbers=True) for tensor in tensors]
+            return partial(_all_reduce, places, reduction)
+
+        return self._queue(begin, tensors, opts, timeout)
+
+    def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
+        """Copy a tensor of one rank to all."""
+        tensor = _only(tensors)
+
+        def begin() -> Operation:
+            place, member = Place(tensor), self._member(opts.rootRank if root is None else root)
+
+            def run(c: Communicator, end_ns: int) -> None:
+                c.broadcast(place.array, member, deadline_ns=end_ns)
+                place.bring_home()
+
+            return run
+
+        return self._queue(begin, [tensor], opts, timeout)
+
+    def reduce(
+        self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Any = None
+    ) -> Any:
+        """Reduce a tensor over all ranks, into that of one rank."""
+        tensor = _only(tensors)
+
+        def begin() -> Operation:
+            reduction, member = self._op(opts, op), self._member(opts.rootRank if root is None else root)
+            place = Place(tensor, numbers=True)
+
+            def run(c: Communicator, end_ns: int) -> None:
+                c.reduce(place.array, member, op=reduction, deadline_ns=end_ns)
+                if member == c.rank:
+                    place.bring_home()
+
+            return run
+
+        return self._queue(begin, [tensor], opts, timeout)
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Collect the tensors of all ranks, one after the other, in one."""
+        return self.all_gather_single_coalesced([output], [input], opts, timeout)
+
+    def all_gather_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> Any:
+        """As `all_gather_single`, of several tensors."""
+
+        def begin() -> Operation:
+            pairs = [
+                (Place(source), Place(target, load=False))
+                for source, target in zip(inputs, outputs, strict=True)
+            ]
+
+            def run(c: Communicator, end_ns: int) -> None:
+                for source, target in pairs:
+                    c.all_gather(source.array, target.array.reshape(c.size, -1), deadline_ns=end_ns)
+                    target.bring_home()
+
+            return run
+
+        return self._queue(begin, outputs, opts, timeout)
+
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> Any:
+        """Collect the tensors of all ranks in a list."""
+        tensor = _only(input_tensors)
+        outputs = _list_of(output_tensors)
+
+        def begin() -> Operation:
+            source, targets = Place(tensor), [Place(output, load=False) for output in outputs]
+
+            def run(c: Communicator, end_ns: int) -> None:
+                _hand_out(c.all_gather(source.array, deadline_ns=end_ns), targets)
+
+            return run
+
+        return self._queue(begin, outputs, opts, timeout)
+
+    def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
+        """As `allgather`, of several tensors: `output_lists[rank][i]` is the i-th of a rank."""
+        flat = [tensor for outputs in output_lists for tensor in outputs]
+
+        def begin() -> Operation:
+            sources = [Place(tensor) for tensor in input_list]
+            targets = [[Place(o, load=False) for o in outputs] for outputs in zip(*output_lists, strict=True)]
+
+            def run(c: Communicator, end_ns: int) -> None:
+                for source, places in zip(sources, targets, strict=True):
+                    _hand_out(c.all_gather(source.array, deadline_ns=end_ns), places)
+
+            return run
+
+        return self._queue(begin, flat, opts)
+
+    def gather(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        root: int | None = None,
+        timeout: Any = None,
+    ) -> Any:
+        """Collect the tensors of all ranks in a list at one rank."""
+        tensor = _only(input_tensors)
+        outputs = _list_of(output_tensors) if len(output_tensors) else []
+
+        def begin() -> Operation:
+            source, member = Place(tensor), self._member(opts.rootRank if root is None else root)
+            targets = [Place(output, load=False) for output in outputs]
+
+            def run(c: Communicator, end_ns: int) -> None:
+                rows = c.gather(source.array, member, deadline_ns=end_ns)
+                if member == c.rank:
+                    _hand_out(rows, targets)
+
+            return run
+
+        return self._queue(begin, outputs, opts, timeout)
+
+    def scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        root: int | None = None,
+        timeout: Any = None,
+    ) -> Any:
+        """Give each rank one tensor of a list that one rank has."""
+        tensor = _only(output_tensors)
+        inputs = _list_of(input_tensors) if len(input_tensors) else []
+
+        def begin() -> Operation:
+            member, target = self._member(opts.rootRank if root is None else root), Place(tensor, load=False)
+            sources = [Place(given) for given in inputs]
+
+            def run(c: Communicator, end_ns: int) -> None:
+                rows = np.stack([source.array for source in sources]) if member == c.rank else None
+                c.scatter(rows, member, target.array, deadline_ns=end_ns)
+                target.bring_home()
+
+            return run
+
+        return self._queue(begin, [tensor], opts, timeout)
+
+    def reduce_scatter_single(
+        self, output: Any, input: Any, opts: Any = None, op: Any = None, timeout: Any = None
+    ) -> Any:
+        """Reduce a tensor over all ranks; each keeps its part."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts, op, timeout)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Any = None
+    ) -> Any:
+        """As `reduce_scatter_single`, of several tensors."""
+
+        def begin() -> Operation:
+            reduction = self._op(opts, op)
+            pairs = [
+                (Place(source, numbers=True), Place(target, numbers=True, load=False))
+                for source, target in zip(inputs, outputs, strict=True)
+            ]
+
+            def run(c: Communicator, end_ns: int) -> None:
+                for source, target in pairs:
+                    rows = source.array.reshape(c.size, -1)
+                    c.reduce_scatter(rows, target.array, op=reduction, deadline_ns=end_ns)
+                    target.bring_home()
+
+            return run
+
+        return self._queue(begin, outputs, opts, timeout)
+
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
+    ) -> Any:
+        """Reduce a list of tensors over all ranks; each keeps the one of its place."""
+        tensor, inputs = _only(output_tensors), _list_of(input_tensors)
+
+        def begin() -> Operation:
+            reduction, target = self._op(opts, op), Place(tensor, numbers=True, load=False)
+            sources = [Place(given, numbers=True) for given in inputs]
+
+            def run(c: Communicator, end_ns: int) -> None:
+                rows = [source.array.size for source in sources]
+                whole = np.concatenate([source.array for source in sources])
+                c.reduce_scatter_v(whole, rows, target.array, op=reduction, deadline_ns=end_ns)
+                target.bring_home()
+
+            return run
+
+        return self._queue(begin, [tensor], opts, timeout)
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        input: Any,
+        output_split_sizes: Any,
+        input_split_sizes: Any,
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> Any:
+        """Send each rank its rows of a tensor. Split sizes: in rows, none for even ones."""
+
+        def begin() -> Operation:
+            source, target = Place(input), Place(output, load=False)
+            sends = _row_bytes(input, source, input_split_sizes, self.size())
+            receives = _row_bytes(output, target, output_split_sizes, self.size())
+
+            def run(c: Communicator, end_ns: int) -> None:
+                c.all_to_all_v(source.array, sends, receives, target.array, deadline_ns=end_ns)
+                target.bring_home()
+
+            return run
+
+        return self._queue(begin, [output], opts, timeout)
+
+    def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Send each rank one tensor of a list."""
+
+        def begin() -> Operation:
+            sources = [Place(tensor) for tensor in input_tensors]
+            targets = [Place(tensor, load=False) for tensor in output_tensors]
+            sends = [source.array.size for source in sources]
+            receives = [target.array.size for target in targets]
+
+            def run(c: Communicator, end_ns: int) -> None:
+                whole = np.concatenate([source.array for source in sources])
+                came = c.all_to_all_v(whole, sends, receives, deadline_ns=end_ns)
+                _hand_out(np.split(came.reshape(-1), np.cumsum(receives)[:-1]), targets)
+
+            return run
+
+        return self._queue(begin, output_tensors, opts, timeout)
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        """Wait for all ranks."""
+        return self._queue(lambda: lambda c, end_ns: c.barrier(deadline_ns=end_ns), [], opts, timeout)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """As `barrier`, and done when it returns. Who is missing is told by the deadline's error."""
+        self.barrier(timeout=timeout).wait()
+
+    # Point to point.
+
+    def send(self, tensors: Any, dst: int, tag: int) -> Any:
+        """Send a tensor to one rank."""
+
+        def begin() -> Future[Any]:
+            place, to = Place(_only(tensors)), self._member(dst)
+            return world().start(self._group.send(place.array, to, tag=tag, timeout=self._timeout_s))
+
+        return self._post(begin, [])
+
+    def recv(self, tensors: Any, src: int, tag: int) -> Any:
+        """Receive a tensor from one rank."""
+        return self._receive(_only(tensors), src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int) -> Any:
+        """Receive a tensor from whichever rank sends first."""
+        return self._receive(_only(tensors), None, tag)
+
+    def _receive(self, tensor: Any, src: int | None, tag: int) -> Any:
+        sources: list[int] = []
+
+        async def receive(place: Place, source: int | None) -> None:
+            got = await self._group.recv(source, tag=tag, out=place.array, timeout=self._timeout_s)
+            place.bring_home()
+            sources.append(self._group.members.index(got.source))
+
+        def begin() -> Future[Any]:
+            place = Place(tensor, load=False)
+            return world().start(receive(place, None if src is None else self._member(src)))
+
+        return self._post(begin, [tensor], lambda: sources[0] if sources else -1)
+
+    # The queue.
+
+    def _queue(
+        self, begin: Callable[[], Operation], outputs: Sequence[Any], opts: Any, timeout: Any = None
+    ) -> Any:
+        """Queue what `begin` makes of the call's arguments."""
+
+        def submit() -> Future[Any]:
+            operation, end_ns = begin(), now_ns() + round(self._limit_s(opts, timeout) * 1e9)
+            self._calls += 1
+            return self._group.submit(lambda c: operation(c, end_ns))
+
+        return self._post(submit, outputs)
+
+    def _post(
+        self,
+        submit: Callable[[], Future[Any]],
+        outputs: Sequence[Any],
+        source: Callable[[], int] | None = None,
+    ) -> Any:
+        """A work of what is begun. A bad argument is raised at once."""
+        try:
+            done = submit()
+        except ZbmdError as error:
+            raise told(error) from error
+        if self._together is not None:
+            self._together.append(done)
+        work = Work(done, outputs, self._completers, source)
+        self._kept.append(work)
+        return work
+
+    def _limit_s(self, opts: Any, timeout: Any) -> float:
+        given = timeout if timeout is not None else getattr(opts, "timeout", None)
+        if given is None or given <= timedelta(0):
+            return self._timeout_s
+        return float(min(given.total_seconds(), TIMEOUT_S_MAX))
+
+    def _op(self, opts: Any, op: Any) -> str:
+        if op is None and isinstance(opts, dist.ReduceOp | dist.ReduceOp.RedOpType):
+            op = opts  # given by position
+        if op is None:
+            op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        return _reduction(op)
+
+    def _member(self, rank: int) -> int:
+        if not 0 <= rank < self._group.size:
+            raise UserError(f"rank {rank} is not in 0..{self._group.size - 1}, the ranks of this group")
+        return self._group.members[rank]
+
+    def _start_coalescing(self, _: Any) -> None:
+        self._together = []
+
+    def _end_coalescing(self, _: Any) -> Any:
+        together, self._together = self._together or [], None
+
+        def all_done() -> None:
+            for done in together:
+                done.result()
+
+        return Work(self._completers.submit(all_done), [], self._completers)
+
+    # Its end.
+
+    def abort(self) -> None:
+        """End what is in flight, here and on the others."""
+        self._group.abort()
+
+    def shutdown(self) -> None:
+        """Close the group."""
+        if not self._closed:
+            self._closed = True
+            world().close(self._group)
+            self._completers.shutdown(wait=False)
+
+    # Who it is: the base class raises where it is not told.
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+    bound_device_id = None
+
+    def rank(self) -> int:
+        """This process's place."""
+        return self._group.members.index(self._group.rank)
+
+    def size(self) -> int:
+        """How many there are."""
+        return self._group.size
+
+    def name(self) -> str:
+        """The backend."""
+        return "zbmd"
+
+    getBackendName = _get_backend_name = name
+
+    def get_group_store(self) -> Any:
+        """What torch keeps for it."""
+        return self._store
+
+    @property
+    def group_name(self) -> str:
+        """Its name in torch."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What it is for."""
+        return self._description
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupName(self) -> str:
+        """As `group_name`, for C++."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """As `group_desc`, for C++."""
+        return self._description
+
+    setGroupName = _set_group_name
+    setGroupDesc = _set_group_desc
+
+    @property
+    def _device_types(self) -> list[Any]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, _: Any) -> Any:
+        return self
+
+    def supports_tensor_alloc(self, _: Any = None) -> bool:
+        """It has no memory of its own for tensors."""
+        return False
+
+    def eager_connect_single_device(self, _: Any = None) -> None:
+        """It is connected from its beginning."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The limit of operations that state none."""
+        self._timeout_s = min(timeout.total_seconds(), TIMEOUT_S_MAX)
+
+    _set_default_timeout = set_timeout
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        for work in list(self._kept):
+            if not work.is_completed():
+                work.wait()
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        """It is counted from 0 on all ranks."""
+
+    # Names of older versions.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+ProcessGroup: Any = type("ProcessGroupZbmd", (Operations, dist.ProcessGroup), {"__doc__": Operations.__doc__})
+
+
+def _all_reduce(places: list[Place], reduction: str, c: Communicator, end_ns: int) -> None:
+    """Reduce each in place: one alone as it is, several of a dtype as one array."""
+    by_dtype: dict[np.dtype[Any], list[Place]] = {}
+    for place in places:
+        by_dtype.setdefault(place.array.dtype, []).append(place)
+    for dtype, alike in by_dtype.items():
+        if len(alike) == 1:
+            c.all_reduce(alike[0].array, op=reduction, deadline_ns=end_ns)
+            alike[0].bring_home()
+            continue
+        whole = np.concatenate([place.array for place in alike], dtype=dtype)
+        c.all_reduce(whole, op=reduction, deadline_ns=end_ns)
+        _hand_out(np.split(whole, np.cumsum([place.array.size for place in alike])[:-1]), alike)
+
+
+def _hand_out(rows: Sequence[Array] | Array, targets: Sequence[Place]) -> None:
+    for row, target in zip(rows, targets, strict=True):
+        target.array[:] = row.reshape(-1)
+        target.bring_home()
+
+
+def _list_of(tensors: Any) -> list[Any]:
+    """The tensors of a list, or of a list of one list."""
+    tensors = list(tensors)
+    return list(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor) else tensors
+
+
+def _row_bytes(tensor: Any, place: Place, rows: Any, size: int) -> list[int]:
+    """How many bytes go to, or come from, each rank."""
+    rows = [int(number) for number in rows]
+    if not rows:
+        if tensor.shape[0] % size:
+            raise UserError(f"{tensor.shape[0]} rows cannot be split among {size} ranks evenly")
+        return [place.array.size // size] * size
+    if len(rows) != size or sum(rows) != tensor.shape[0]:
+        raise UserError(
+            f"the split sizes {rows} are not {size} numbers that add up to {tensor.shape[0]} rows"
+        )
+    row_bytes = place.array.size // tensor.shape[0] if tensor.shape[0] else 0
+    return [number * row_bytes for number in rows]

@@ -1,0 +1,116 @@
+"""Work and futures of `torch.distributed` over the futures of operations.
+
+Needs PyTorch; imported by `process_group` alone.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+from zbmd.transport.errors import ZbmdError
+
+torch: Any = importlib.import_module("torch")
+dist: Any = importlib.import_module("torch.distributed")
+
+COMPLETERS = 8
+"""Threads that complete futures. A callback may wait for another future, so there is more than one."""
+
+
+def told(error: BaseException) -> BaseException:
+    """What a torch user expects: a `DistBackendError`, which is a `RuntimeError`, caused by ours."""
+    if not isinstance(error, ZbmdError):
+        return error
+    wrapped: BaseException = dist.DistBackendError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+class Waits:
+    """What `Work` does here. outputs: the tensors of its result. source: who sent, of a receive."""
+
+    def __init__(
+        self,
+        done: Future[Any],
+        outputs: Sequence[Any],
+        completers: ThreadPoolExecutor,
+        source: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__()  # C++ needs it
+        self._done = done
+        # A work that is kept for C++ must keep no memory.
+        self._outputs = [weakref.ref(tensor) for tensor in outputs]
+        self._completers = completers
+        self._source = source
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return once it is done. timeout: no limit if it is 0 or less. Raises `DistBackendError`."""
+        limit_s = timeout.total_seconds() if timeout is not None else 0.0
+        try:
+            self._done.result(limit_s if limit_s > 0 else None)
+        except concurrent.futures.TimeoutError:
+            raise dist.DistBackendError(f"the operation is not done after {limit_s:g} s") from None
+        except ZbmdError as error:
+            raise told(error) from error
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, in either way."""
+        return self._done.done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._done.done() and self._done.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """How it has failed, if it has."""
+        error = self._done.exception() if self._done.done() else None
+        return None if error is None else told(error)
+
+    def result(self) -> list[Any]:
+        """The tensors that it has written, those that are left."""
+        return [tensor for tensor in (output() for output in self._outputs) if tensor is not None]
+
+    def source_rank(self) -> int:
+        """Of a receive, the rank in the group that sent."""
+        return -1 if self._source is None else self._source()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """A `torch.futures.Future` of the tensors. Its callbacks run on a thread that runs no operation."""
+        if self._future is not None:
+            return self._future
+        outputs, done = self.result(), self._done
+
+        def value(_: Any) -> list[Any]:
+            error = done.exception()
+            if error is not None:
+                raise told(error)
+            return outputs
+
+        base = torch.futures.Future()
+        # `set_exception` would store an ordinary value, which C++ takes for a result.
+        self._future = base.then(value)
+
+        def completed(_: Future[Any]) -> None:
+            try:
+                self._completers.submit(base.set_result, None)
+            except RuntimeError:  # the process group has been shut down
+                base.set_result(None)
+
+        done.add_done_callback(completed)
+        return self._future
+
+
+Work: Any = type("ZbmdWork", (Waits, dist.Work), {"__doc__": Waits.__doc__})

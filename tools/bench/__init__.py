@@ -1,0 +1,1 @@
+"""The package `bench` of `zbmd.tools`."""

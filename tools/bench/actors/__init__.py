@@ -1,0 +1,1 @@
+"""The package `actors` of `zbmd.tools.bench`."""

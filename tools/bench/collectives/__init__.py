@@ -1,0 +1,1 @@
+"""The package `collectives` of `zbmd.tools.bench`."""

@@ -1,0 +1,194 @@
+"""`zbmd bench collectives`: blocking collectives among ranks of this host, with peers in the same run.
+
+With `--explain` nothing is timed but the link, by ranks as a group is made of them: it prints which algorithm
+"auto" stands for at each size, and why. Links between hosts (`--hosts`) are not timed here, but assumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.communicator.algorithm_choice import choose, wish_of_environment
+from zbmd.collectives.communicator.cost_model import MANY_HOSTS, Model
+from zbmd.tools.bench.peer_catalogue import (
+    ONE_THREAD,
+    _first_line,
+    _mpich_abi_library,
+    _need_command,
+    _need_module,
+)
+from zbmd.tools.bench.peers.collective_cases import CASES, CASES_FOREIGN, MODEL, bus_factor
+from zbmd.tools.bench.progress import progress
+from zbmd.tools.bench.result import BenchResult, Contestant, Row, now_utc, this_machine
+from zbmd.tools.bench.run import rows_of
+from zbmd.tools.bench.stats import OURS, iterations_for, parse_sizes, size_in_words, turns
+from zbmd.tools.bench.workers import CONTROL, Workers
+from zbmd.transport.errors import UserError
+
+PEERS: Final = ("openmpi", "mpich", "gloo")
+RANKS_MAX: Final = 16
+SIZES_DEFAULT: Final = "4,1K,1M,16M,64M"
+ITERATIONS_MAX: Final = 2_000
+_RANKS: Final = "zbmd.tools.bench.collectives.ranks"
+EXPLAINED: Final = tuple(
+    operation for operation in Operation if operation not in (Operation.BARRIER, Operation.ALL_REDUCE_SHARDS)
+)
+
+
+def explain(sizes: Sequence[int], ranks: int, hosts: int, model: Model) -> list[str]:
+    """A line for each operation and size: the algorithm, why, and what the others were predicted to take."""
+    how = "as the ranks have measured it" if hosts == 1 else "assumed"
+    lines = [f"# {ranks} ranks on {hosts} hosts, {how}: {model}"]
+    wish = wish_of_environment()
+    for operation in EXPLAINED:
+        for nbytes in sizes:
+            choice = choose(
+                operation, n=ranks, nbytes=nbytes, published_bytes=nbytes, hosts=hosts, model=model, wish=wish
+            )
+            costs = ", ".join(f"{name} {cost / 1e3:.1f} us" for name, cost in choice.predicted_ns)
+            name = f"{choice.algorithm} or {choice.in_arena}" if choice.in_arena else choice.algorithm
+            chosen = f"{name:18} {choice.reason}"
+            what = f"{operation.name.lower():14} {size_in_words(nbytes):>5}  {chosen}"
+            lines.append(f"{what} [{costs}]" if costs else what)
+    return lines
+
+
+def measure(
+    sizes: Sequence[int], cases: Sequence[str], ranks: int, peers: Sequence[str], rounds: int
+) -> tuple[list[Row], list[Contestant]]:
+    """Everyone in turn. Raises `PeerMissing` before anything has run, `ContenderFailed`."""
+    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
+        contestants = [_contestant(name, ranks, Path(scratch), stack) for name in peers]
+        everyone = {OURS: stack.enter_context(_our_ranks(ranks, max(sizes)))}
+        everyone.update((told.name, workers) for told, workers in contestants)
+        rows: list[Row] = []
+        with progress(len(sizes) * len(cases) * rounds * (2 + len(peers))) as tell:
+            for case in cases:
+                for nbytes in sizes:
+                    samples: dict[str, list[list[float]]] = {name: [] for name in everyone}
+                    iterations = min(ITERATIONS_MAX, iterations_for(nbytes))
+                    for order in turns(peers, rounds):
+                        for name in order:
+                            tell(f"{case} {nbytes} {name}")
+                            samples[name].append(everyone[name].ask(case, nbytes, iterations)[0])
+                    rows += rows_of(case, nbytes, samples)
+    return rows, [told for told, _ in contestants]
+
+
+def measured_model(ranks: int) -> Model:
+    """What a group of so many ranks of this host measures and agrees on. Raises `ContenderFailed`."""
+    with _our_ranks(ranks, 0) as workers:
+        alpha_ns, beta, gamma, cores = workers.ask(MODEL, 0, 1)[0]
+    return Model(alpha_ns=alpha_ns, beta_ns_per_byte=beta, gamma_ns_per_byte=gamma, cores=int(cores))
+
+
+def _our_ranks(ranks: int, bytes_max: int) -> Workers:
+    command = [sys.executable, "-m", _RANKS, "--control", CONTROL, "--ranks", str(ranks)]
+    command += ["--bytes-max", str(bytes_max)]
+    return Workers(OURS, [command], ranks=ranks, environment=ONE_THREAD)
+
+
+def titled(row: Row, ranks: int) -> Row:
+    """With the case in words, as every table has it, and its bus bandwidth."""
+    found = None if row.algbw_gbytes_per_s is None else row.algbw_gbytes_per_s * bus_factor(row.case, ranks)
+    words = f"{(CASES | CASES_FOREIGN)[row.case]}, {ranks} ranks"
+    return msgspec.structs.replace(row, case=words, busbw_gbytes_per_s=found)
+
+
+def _contestant(
+    name: str, ranks: int, scratch: Path, stack: contextlib.ExitStack
+) -> tuple[Contestant, Workers]:
+    """A peer, started. Raises `PeerMissing` with the command that installs it."""
+    environment = dict(ONE_THREAD)
+    program = [sys.executable, "-m", "zbmd.tools.bench.peers.mpi4py_collectives", "--control", CONTROL]
+    if name == "gloo":
+        _need_module("torch", "PyTorch, which has gloo,", "pip install 'zbmd[torch]'")
+        version = "torch.distributed"
+        one = [sys.executable, "-m", "zbmd.tools.bench.peers.gloo_collectives", "--control", CONTROL]
+        one += ["--ranks", str(ranks), "--store", str(scratch / "gloo-store")]
+        commands = [[*one, "--rank", str(rank)] for rank in range(ranks)]
+    elif name == "openmpi":
+        install = "apt-get install openmpi-bin libopenmpi-dev"
+        mpirun = _need_command(("mpirun.openmpi",), "Open MPI", install)
+        version = _first_line([mpirun, "--version"])
+        start = [mpirun, "-n", str(ranks), "--mca", "pml", "ob1", "--mca", "btl", "self,vader"]
+        start += ["--bind-to", "core"] if ranks <= _cores() else ["--oversubscribe", "--bind-to", "none"]
+        start += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        environment["MPI4PY_MPIABI"] = "openmpi"
+        commands = [[*start, *program]]
+    else:
+        mpirun = _need_command(
+            ("mpirun.mpich", "mpiexec.hydra"), "MPICH", "apt-get install mpich libmpich-dev"
+        )
+        version = "MPICH " + _first_line([mpirun, "--version"], "Version:").removeprefix("Version:").strip()
+        environment |= {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": _mpich_abi_library(scratch)}
+        start = [mpirun, "-n", str(ranks), *(["-bind-to", "core"] if ranks <= _cores() else [])]
+        commands = [[*start, *program]]
+    if name != "gloo":
+        _need_module("mpi4py", "mpi4py", "pip install 'zbmd[bench]'")
+    workers = stack.enter_context(Workers(name, commands, ranks=ranks, environment=environment))
+    return Contestant(name=name, version=version, command=" ".join(commands[0])), workers
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def add_arguments(kind: argparse.ArgumentParser, *, rounds_default: int) -> None:
+    """The options of the benchmark."""
+    kind.add_argument("--ranks", type=int, default=2, metavar="N", help="(%(default)s)")
+    kind.add_argument("--sizes", default=SIZES_DEFAULT, metavar="SIZES", help="(%(default)s)")
+    kind.add_argument(
+        "--cases",
+        action="append",
+        choices=[*CASES, *CASES_FOREIGN],
+        help="only this case; repeatable (all but those of ordinary arrays that are not all-reduces)",
+    )
+    kind.add_argument("--vs", default="", metavar="PEERS", help=f"peers to run in turn: {','.join(PEERS)}")
+    kind.add_argument("--rounds", type=int, default=rounds_default, metavar="N", help="(%(default)s)")
+    kind.add_argument("--explain", action="store_true", help="print which algorithm is chosen, and why")
+    kind.add_argument("--hosts", type=int, default=1, metavar="H", help="of --explain (%(default)s)")
+
+
+def check(arguments: argparse.Namespace) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """(sizes, peers). Raises `UserError` for options that cannot be."""
+    if not 1 <= arguments.ranks <= RANKS_MAX or not 1 <= arguments.rounds <= 100:
+        raise UserError(f"give 1 to {RANKS_MAX} ranks and 1 to 100 rounds")
+    peers = tuple(dict.fromkeys(filter(None, arguments.vs.split(","))))
+    if unknown := set(peers) - set(PEERS):
+        raise UserError(f"--vs {','.join(sorted(unknown))}: choose from {', '.join(PEERS)}")
+    return parse_sizes(arguments.sizes), peers
+
+
+def explanation(arguments: argparse.Namespace) -> str:
+    """What `--explain` prints. Raises `UserError`, `ContenderFailed`."""
+    sizes, _ = check(arguments)
+    model = MANY_HOSTS if arguments.hosts > 1 else measured_model(arguments.ranks)
+    return "\n".join(explain(sizes, arguments.ranks, arguments.hosts, model))
+
+
+def results(arguments: argparse.Namespace, command: str) -> BenchResult:
+    """Everyone timed. Raises `UserError`, `PeerMissing`, `ContenderFailed`."""
+    sizes, peers = check(arguments)
+    began, machine = now_utc(), this_machine()
+    rows, told = measure(sizes, arguments.cases or list(CASES), arguments.ranks, peers, arguments.rounds)
+    return BenchResult(
+        benchmark="collectives",
+        command=command,
+        date=began,
+        machine=machine,
+        transport="shm",
+        rounds=arguments.rounds,
+        rows=[titled(row, arguments.ranks) for row in rows],
+        peers=told,
+    )

@@ -1,0 +1,234 @@
+"""`zbmd bench`: time the transport and actors through their public API, with peers in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from zbmd.tools.bench.peer_catalogue import PEERS, PeerMissing
+from zbmd.tools.bench.plot import check_plot, save_plot
+from zbmd.tools.bench.progress import progress
+from zbmd.tools.bench.result import BenchResult, Contestant, now_utc, table, this_machine
+from zbmd.tools.bench.run import CASES, TRANSPORTS, Plan, check_plan, run
+from zbmd.tools.bench.stats import ITERATIONS_MAX, ROUNDS_MAX, parse_sizes
+from zbmd.tools.bench.workers import ContenderFailed
+from zbmd.tools.cli.lazy_parser import LazyParser
+from zbmd.transport.errors import UserError
+
+EXIT_FAILED = 1
+EXIT_MISSING = 3
+SIZES_DEFAULT = {"p2p": "8:64M:8", "put": "4K:64M:8"}
+VICTIMS_DEFAULT = "0,256M,1G"
+ROUNDS_DEFAULT = 7
+TRIALS_DEFAULT = 20
+
+EXAMPLES = """examples:
+  zbmd bench p2p                                  8 bytes to 64 MiB, and frames over the loop
+  zbmd bench p2p --vs openmpi --vs openmpi-c      beside Open MPI, from Python and from C
+  zbmd bench put --sizes 1M:64M --vs memcpy --plot put.png
+  zbmd bench put --transport tcp --sizes 16M --vs iperf3
+  zbmd bench collectives --vs openmpi,mpich,gloo  every operation, beside the same of its peers
+  zbmd bench collectives --explain                which algorithm is taken at each size, and why
+  zbmd bench detect --trials 50 --json
+  zbmd bench actors --vs xoscar,ray,monarch
+
+exit codes: 0 measured; 1 a benchmarked program failed; 2 bad input; 3 a peer is not installed, and the
+message holds the command that installs it
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `bench` to the commands of `zbmd`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    bench = commands.add_parser(
+        "bench",
+        help="time the transport and actors, beside their peers",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=raw,
+    )
+    kinds = bench.add_subparsers(required=True, metavar="BENCHMARK", parser_class=LazyParser)
+    for name, text in (
+        ("p2p", "one way between two ranks, and round trips of frames over the loop"),
+        ("put", "bandwidth of one-sided puts, by size"),
+    ):
+        kind = kinds.add_parser(name, help=text, description=text, epilog=EXAMPLES, formatter_class=raw)
+        _add_measuring(kind, name)
+        kind.set_defaults(run_command=_transfers, benchmark=name)
+    text = "collectives among ranks of this host"
+    kinds.add_parser("collectives", help=text, description=text, fill=_fill_collectives)
+    text = "time from kill -9 to the survivor's notice, with the floor"
+    found = kinds.add_parser("detect", help=text, description=text, epilog=EXAMPLES, formatter_class=raw)
+    found.add_argument(
+        "--sizes",
+        default=VICTIMS_DEFAULT,
+        metavar="SIZES",
+        help="memory of the victims (%(default)s), on top of what Python and numpy take",
+    )
+    found.add_argument(
+        "--trials", type=int, default=TRIALS_DEFAULT, metavar="N", help="kills of each size (%(default)s)"
+    )
+    _add_output(found)
+    found.set_defaults(run_command=_detect)
+    text = "asks and tells of actors; what they cost to spawn, to keep, to restart, to share a loop with"
+    kinds.add_parser(
+        "actors", help=text, description=text, epilog=EXAMPLES, formatter_class=raw, fill=_fill_actors
+    )
+
+
+def _fill_collectives(kind: argparse.ArgumentParser) -> None:
+    from zbmd.tools.bench.collectives import command as bench_collectives
+
+    kind.description = bench_collectives.__doc__
+    bench_collectives.add_arguments(kind, rounds_default=ROUNDS_DEFAULT)
+    _add_output(kind)
+
+    def run_command(arguments: argparse.Namespace) -> int:
+        if not arguments.explain:
+            return _report(arguments, lambda: bench_collectives.results(arguments, _command()))
+        return _told(lambda: print(bench_collectives.explanation(arguments)))
+
+    kind.set_defaults(run_command=run_command)
+
+
+def _fill_actors(kind: argparse.ArgumentParser) -> None:
+    from zbmd.tools.bench.actors import command as bench_actors
+
+    bench_actors.add_arguments(kind)
+    kind.set_defaults(run_command=bench_actors.run)
+
+
+def _add_measuring(kind: argparse.ArgumentParser, name: str) -> None:
+    kind.add_argument(
+        "--sizes",
+        default=SIZES_DEFAULT[name],
+        metavar="SIZES",
+        help="FIRST:LAST[:FACTOR] or A,B,C, with K, M, G (%(default)s)",
+    )
+    kind.add_argument(
+        "--cases",
+        action="append",
+        choices=[case.name for case in CASES[name]],
+        help="only this case; repeatable (all)",
+    )
+    kind.add_argument("--transport", choices=TRANSPORTS, default="shm", help="(%(default)s)")
+    kind.add_argument(
+        "--vs", action="append", default=[], choices=PEERS, help="a peer to run in turn; repeatable"
+    )
+    kind.add_argument(
+        "--rounds", type=int, default=ROUNDS_DEFAULT, metavar="N", help="turns of everyone (%(default)s)"
+    )
+    kind.add_argument(
+        "--iterations",
+        type=int,
+        metavar="N",
+        help="operations a turn, if they fit in 1 s (10000, or 256 MiB if that is less)",
+    )
+    _add_output(kind)
+
+
+def _add_output(kind: argparse.ArgumentParser) -> None:
+    kind.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    kind.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as .png or .svg")
+
+
+def _transfers(arguments: argparse.Namespace) -> int:
+    wanted = arguments.cases
+    plan = Plan(
+        cases=tuple(case for case in CASES[arguments.benchmark] if not wanted or case.name in wanted),
+        sizes=parse_sizes(arguments.sizes),
+        rounds=_in_range("--rounds", arguments.rounds, ROUNDS_MAX),
+        iterations=None
+        if arguments.iterations is None
+        else _in_range("--iterations", arguments.iterations, ITERATIONS_MAX),
+        transport=arguments.transport,
+        peers=tuple(dict.fromkeys(arguments.vs)),
+    )
+    check_plan(plan)
+
+    def measure() -> BenchResult:
+        began, machine = now_utc(), this_machine()
+        with progress(plan.total) as tell:
+            rows, peers = run(plan, tell)
+        return BenchResult(
+            benchmark=arguments.benchmark,
+            command=_command(),
+            date=began,
+            machine=machine,
+            transport=plan.transport,
+            rounds=plan.rounds,
+            rows=rows,
+            peers=[Contestant(name=peer.name, version=peer.version, command=peer.shown) for peer in peers],
+        )
+
+    return _report(arguments, measure)
+
+
+def _detect(arguments: argparse.Namespace) -> int:
+    # Here, not above: it has a rank of a training job as its victim.
+    from zbmd.tools.bench.transport.detect import TRIALS_MAX, DetectPlan, detect
+
+    plan = DetectPlan(
+        sizes=parse_sizes(arguments.sizes, least=0),
+        trials=_in_range("--trials", arguments.trials, TRIALS_MAX),
+    )
+
+    def measure() -> BenchResult:
+        began, machine = now_utc(), this_machine()
+        with progress(plan.total) as tell:
+            rows = detect(plan, tell)
+        return BenchResult(
+            benchmark="detect",
+            command=_command(),
+            date=began,
+            machine=machine,
+            transport="shm",
+            rounds=plan.trials,
+            rows=rows,
+        )
+
+    return _report(arguments, measure)
+
+
+def _report(arguments: argparse.Namespace, measure: Any) -> int:
+    """Measure and print. See the exit codes in `EXAMPLES`."""
+    if arguments.plot is not None:
+        check_plot(arguments.plot)
+
+    def show() -> None:
+        result: BenchResult = measure()
+        print(msgspec.json.encode(result).decode() if arguments.json else table(result))
+        if arguments.plot is not None:
+            save_plot(result, arguments.plot)
+
+    return _told(show)
+
+
+def _told(show: Callable[[], None]) -> int:
+    """Measure and print, or tell what failed; the exit code."""
+    try:
+        show()
+    except PeerMissing as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_MISSING
+    except ContenderFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
+
+
+def _command() -> str:
+    """The command line, as it was given."""
+    return shlex.join(["zbmd", *sys.argv[1:]])
+
+
+def _in_range(option: str, value: int, most: int) -> int:
+    if not 1 <= value <= most:
+        raise UserError(f"{option} {value} is out of range: give 1 to {most:,}.")
+    return value

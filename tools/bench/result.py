@@ -1,0 +1,156 @@
+"""What a benchmark found: the schema of `--json`, and the table that a person reads.
+
+Columns are those of nccl-tests: size, time (p50 and p99), algbw, busbw. Two ranks that send to each other
+exchange nothing twice, so their busbw is algbw, as in its sendrecv test; of collectives it is as in its
+PERFORMANCE.md.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from zbmd.tools.bench.stats import OURS, Ratio, size_in_words
+
+FORMAT: Final = "zbmd.bench/1"
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One contender at one size."""
+
+    case: str
+    """What was timed, such as `p2p-arena`; the same for all who are compared."""
+    who: str
+    """`zbmd`, or the peer's name."""
+    size_bytes: int
+    samples: int
+    time_us_p50: float
+    time_us_p99: float
+    algbw_gbytes_per_s: float | None = None
+    """None where nothing is carried."""
+    busbw_gbytes_per_s: float | None = None
+    time_ratio: Ratio | None = None
+    """Our time over this peer's, below 1 where we are faster; in our own row A against A, the noise floor."""
+
+
+class Contestant(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer, as it was run."""
+
+    name: str
+    version: str
+    command: str
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Where it was measured."""
+
+    cpu: str
+    cores: int
+    kernel: str
+    python: str
+    load_average: float
+    """Of the minute before."""
+
+
+class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON object that `--json` prints."""
+
+    benchmark: str
+    """`p2p`, `put`, `collectives` or `detect`."""
+    command: str
+    date: str
+    machine: Machine
+    transport: str
+    rounds: int
+    rows: list[Row]
+    peers: list[Contestant] = []
+    format: str = FORMAT
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on, and its load."""
+    return Machine(
+        cpu=_cpu_name(),
+        cores=len(os.sched_getaffinity(0)),
+        kernel=platform.release(),
+        python=platform.python_version(),
+        load_average=round(os.getloadavg()[0], 2),
+    )
+
+
+def now_utc() -> str:
+    """To the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def heading(result: BenchResult) -> list[str]:
+    """Lines that say where, when and against whom."""
+    machine = result.machine
+    lines = [
+        f"# {result.command}",
+        f"# {result.date}  {machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, "
+        f"Python {machine.python}, load {machine.load_average:g}",
+        f"# {result.rounds} rounds, everyone in turn. ratio: our time over theirs, below 1 we are faster, "
+        "and its 95 % interval; in our own row A against A, the noise",
+    ]
+    lines += [f"# {peer.name}: {peer.version}: {peer.command}" for peer in result.peers]
+    return lines
+
+
+def table(result: BenchResult) -> str:
+    """The result as lines of text."""
+    lines = heading(result)
+    width = max((len(row.who) for row in result.rows), default=4)
+    case = ""
+    for row in result.rows:
+        if row.case != case:
+            case = row.case
+            lines += ["", CASES.get(case, case), _columns(width)]
+        lines.append(_line(row, width))
+    return "\n".join(lines)
+
+
+def _columns(width: int) -> str:
+    return f"{'size':>6} {'':{width}} {'p50 us':>11} {'p99 us':>11} {'algbw':>7} {'busbw GB/s':>10}  ratio"
+
+
+def _line(row: Row, width: int) -> str:
+    ratio = ""
+    if row.time_ratio is not None:
+        found = row.time_ratio
+        ratio = f"{found.value:.2f} ({found.low:.2f} … {found.high:.2f})" + (
+            " noise" if row.who == OURS else ""
+        )
+    algbw, busbw = (
+        "" if bandwidth is None else f"{bandwidth:.2f}"
+        for bandwidth in (row.algbw_gbytes_per_s, row.busbw_gbytes_per_s)
+    )
+    who = f"{size_in_words(row.size_bytes):>6} {row.who:{width}}"
+    times = f"{row.time_us_p50:11.2f} {row.time_us_p99:11.2f}"
+    return f"{who} {times} {algbw:>7} {busbw:>10}  {ratio}".rstrip()
+
+
+CASES: Final = {
+    "p2p-arena": "p2p, one way, from the arena into the other's inbox; native wait",
+    "p2p-foreign": "p2p, one way, between ordinary arrays, through the inbox; native wait",
+    "echo": "p2p, one way, every byte sent back from where it arrived; native wait",
+    "frame": "frame round trip over asyncio (uvloop), idle",
+    "frame-training": "frame round trip over asyncio (uvloop), both ranks inside a training step",
+    "put-arena": "put, in windows, from the arena into the other's inbox",
+    "put-foreign": "put, in windows, from an ordinary array into the other's inbox",
+    "put-asyncio": "put, in windows, from the arena into the other's inbox; awaited on the loop",
+    "detect-training": "notice of a SIGKILL, by memory of the victim; the survivor inside a training step",
+    "detect-idle": "notice of a SIGKILL, by memory of the victim; the survivor idle",
+}

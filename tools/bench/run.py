@@ -1,0 +1,212 @@
+"""One run of `zbmd bench p2p` or `put`: everyone in turn, at every case and size, and what it comes to."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from zbmd.tools.bench.contenders import Contender, OurRanks, start
+from zbmd.tools.bench.peer_catalogue import OF_RDMA, OF_TCP, OURS_OTHERWISE, Peer, Site, find_peer
+from zbmd.tools.bench.result import Row
+from zbmd.tools.bench.stats import (
+    ITERATIONS_LEAST,
+    OURS,
+    Ratio,
+    bandwidth_gbytes_per_s,
+    iterations_for,
+    median,
+    percentile,
+    ratio_of_medians,
+    size_in_words,
+    turns,
+)
+from zbmd.transport.errors import UserError
+
+TRANSPORTS: Final = ("shm", "tcp", "rdma")
+STREAM_BYTES_MIN: Final = 1 << 20
+"""A stream of bytes (iperf3) is compared with transfers of at least this size."""
+TURN_S_MAX: Final = 1.0
+TURN_PARTS: Final = 10
+FRAME_BYTES_MAX: Final = 64 << 10
+"""Larger payloads travel as regions, not as frames."""
+FRAME_ITERATIONS: Final = 2000
+MEMCPY: Final = ("memcpy", "memcpy-shared")
+BETWEEN_MPI: Final = (*OURS_OTHERWISE, "openmpi", "openmpi-c", "mpich", "mpich-c", "gloo", *MEMCPY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One thing that is timed. `peers`: those that do the same; `bytes_max`: no larger sizes."""
+
+    name: str
+    peers: tuple[str, ...]
+    bytes_max: int = 1 << 62
+    iterations_max: int = 1 << 62
+    transports: tuple[str, ...] = TRANSPORTS
+
+
+CASES: Final = {
+    "p2p": (
+        Case(name="p2p-native", peers=OF_RDMA, transports=("rdma",)),
+        Case(name="p2p-arena", peers=(*BETWEEN_MPI, *OF_RDMA)),
+        Case(name="p2p-foreign", peers=BETWEEN_MPI, transports=("shm",)),
+        Case(name="echo", peers=BETWEEN_MPI),
+        Case(
+            name="frame",
+            peers=("xoscar", *OURS_OTHERWISE, *OF_RDMA),
+            bytes_max=FRAME_BYTES_MAX,
+            iterations_max=FRAME_ITERATIONS,
+        ),
+        Case(name="frame-training", peers=(), bytes_max=FRAME_BYTES_MAX, iterations_max=FRAME_ITERATIONS),
+    ),
+    "put": (
+        Case(name="put-arena", peers=(*BETWEEN_MPI, "sockets", "iperf3", *OF_RDMA)),
+        Case(name="put-foreign", peers=(*BETWEEN_MPI, "sockets", "iperf3")),
+        Case(name="put-asyncio", peers=OF_RDMA, transports=("rdma",)),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to run."""
+
+    cases: tuple[Case, ...]
+    sizes: tuple[int, ...]
+    rounds: int
+    iterations: int | None
+    """An operation's count a turn; None: as the size allows."""
+    transport: str
+    peers: tuple[str, ...]
+
+    def steps(self) -> list[tuple[Case, int]]:
+        """Each case at each size that it can have."""
+        return [
+            (case, size)
+            for case in self.cases
+            if self.transport in case.transports
+            for size in self.sizes
+            if size <= case.bytes_max
+        ]
+
+    def iterations_of(self, case: Case, nbytes: int) -> int:
+        """How many operations a turn."""
+        return self.iterations or min(iterations_for(nbytes), case.iterations_max)
+
+    def peers_of(self, case: Case, nbytes: int) -> list[str]:
+        """The peers that take part in a case at a size."""
+        streams = nbytes >= STREAM_BYTES_MIN
+        return [name for name in self.peers if name in case.peers and (streams or name != "iperf3")]
+
+    @property
+    def total(self) -> int:
+        """Turns of everyone."""
+        return self.rounds * sum(2 + len(self.peers_of(case, nbytes)) for case, nbytes in self.steps())
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise `UserError` if there is nothing to time, or a peer has no part in it."""
+    steps = plan.steps()
+    if not steps:
+        raise UserError(
+            f"these cases have no such size over {plan.transport}: frames have at most "
+            f"{size_in_words(FRAME_BYTES_MAX)}, and p2p-foreign is one of shm."
+        )
+    for name in plan.peers:
+        if name in OF_TCP and plan.transport != "tcp":
+            raise UserError(f"{name} sends over TCP: compare it with --transport tcp.")
+        if (name in OF_RDMA) != (plan.transport == "rdma"):
+            raise UserError(f"{name} is no peer over {plan.transport}: perftest is RDMA's, and alone there.")
+        if not any(name in plan.peers_of(case, nbytes) for case, nbytes in steps):
+            raise UserError(f"{name} has no part in these cases at these sizes: {_parts_of(name)}.")
+
+
+def _parts_of(name: str) -> str:
+    parts = [f"{kind} {case.name}" for kind, cases in CASES.items() for case in cases if name in case.peers]
+    least = f", from {size_in_words(STREAM_BYTES_MIN)}" if name == "iperf3" else ""
+    return f"it can be compared in {', '.join(parts)}{least}"
+
+
+Samples = dict[str, list[list[float]]]
+"""Nanoseconds by contender and turn; we have two turns a round, a peer one."""
+Tell = Callable[[str], None]
+
+
+def run(plan: Plan, tell: Tell) -> tuple[list[Row], list[Peer]]:
+    """Run it; `tell` hears of each turn. Raises `PeerMissing` before anything has run, `ContenderFailed`."""
+    with contextlib.ExitStack() as stack:
+        everyone, peers = _start_all(plan, stack)
+        rows: list[Row] = []
+        for case, nbytes in plan.steps():
+            rows += rows_of(case.name, nbytes, measure(plan, case, nbytes, everyone, tell))
+    return rows, peers
+
+
+def _start_all(plan: Plan, stack: contextlib.ExitStack) -> tuple[dict[str, Contender], list[Peer]]:
+    """Everyone, to be ended with `stack`. The files that they start from do not outlive their start."""
+    nbytes_max = max(size for _, size in plan.steps())
+    with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
+        site = Site(transport=plan.transport, scratch=Path(scratch))
+        peers = [find_peer(name, site) for name in plan.peers]
+        everyone: dict[str, Contender] = {
+            OURS: OurRanks(stack, transport=plan.transport, nbytes_max=nbytes_max)
+        }
+        everyone.update((peer.name, start(peer, stack, nbytes_max=nbytes_max)) for peer in peers)
+    return everyone, peers
+
+
+def measure(plan: Plan, case: Case, nbytes: int, everyone: Mapping[str, Contender], tell: Tell) -> Samples:
+    """All turns of one case at one size."""
+    peers = plan.peers_of(case, nbytes)
+    samples: Samples = {name: [] for name in (OURS, *peers)}
+    for order in turns(peers, plan.rounds):
+        for name in order:
+            tell(f"{case.name} {nbytes} {name}")
+            samples[name].append(_turn(everyone[name], case, nbytes, plan.iterations_of(case, nbytes)))
+    return samples
+
+
+def _turn(contender: Contender, case: Case, nbytes: int, iterations: int) -> list[float]:
+    """All iterations, in parts; the parts that fit into `TURN_S_MAX`: spinning on a busy machine is slow."""
+    part = min(iterations, max(ITERATIONS_LEAST, iterations // TURN_PARTS))
+    end_s = time.monotonic() + TURN_S_MAX
+    samples = contender.measure(case.name, nbytes, part)
+    while len(samples) < iterations and time.monotonic() < end_s:
+        samples += contender.measure(case.name, nbytes, part)
+    return samples
+
+
+def rows_of(case: str, nbytes: int, samples: Samples) -> list[Row]:
+    """Our row first, with the noise floor, then a row for each peer with our ratio to it."""
+    ours = [median(turn) for turn in samples[OURS]]
+    firsts, seconds = ours[0::2], ours[1::2]
+    means = [(first + second) / 2 for first, second in zip(firsts, seconds, strict=True)]
+    rows = [_row(case, nbytes, OURS, samples[OURS], ratio_of_medians(seconds, firsts))]
+    for name, turns_of in samples.items():
+        if name != OURS:
+            ratio = ratio_of_medians(means, [median(turn) for turn in turns_of])
+            rows.append(_row(case, nbytes, name, turns_of, ratio))
+    return rows
+
+
+def _row(case: str, nbytes: int, who: str, turns_of: Sequence[Sequence[float]], ratio: Ratio) -> Row:
+    """A contender's row: percentiles over all its turns."""
+    pooled = [sample / 1e3 for turn in turns_of for sample in turn]
+    p50_us = median(pooled)
+    bandwidth = bandwidth_gbytes_per_s(nbytes, p50_us)
+    return Row(
+        case=case,
+        who=who,
+        size_bytes=nbytes,
+        samples=len(pooled),
+        time_us_p50=p50_us,
+        time_us_p99=percentile(pooled, 0.99),
+        algbw_gbytes_per_s=bandwidth,
+        busbw_gbytes_per_s=bandwidth,
+        time_ratio=ratio,
+    )

@@ -1,0 +1,1 @@
+"""The package `training` of `zbmd.tools.bench`."""

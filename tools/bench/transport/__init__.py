@@ -1,0 +1,1 @@
+"""The package `transport` of `zbmd.tools.bench`."""

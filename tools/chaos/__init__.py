@@ -1,0 +1,1 @@
+"""The package `chaos` of `zbmd.tools`."""

@@ -1,0 +1,216 @@
+"""A small training job for tests and tools: some steps under a host, with faults or without.
+
+Its data, model and steps are always the same, so that its weights can be compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from zbmd.actors.host.early_template import EarlyTemplate
+from zbmd.actors.host.events import HostEvent, RankDown, RankReport
+from zbmd.actors.host.output import OutputLine
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.rank_env import LINKS_VARIABLE
+from zbmd.actors.view import OnLoss
+from zbmd.tools.chaos.sweep import passes as kill_passes
+from zbmd.tools.runs.commands import audit_run
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.optim import OPTIMIZERS
+from zbmd.training.optim.mixed_precision import SCALE_MOST, Precision
+from zbmd.training.replicated import job as training_job
+from zbmd.training.sharded import run as mesh_run
+from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.records import METRICS_NAME
+from zbmd.training.zero import job as zero_job
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import UserError
+
+RANKS_DEFAULT = 3
+JOB_MODULE = training_job.__name__
+"""Imported here too, since its imports declare the points."""
+STEPS = 5
+SHAPE = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--shards", "6")
+TOLD_LINES = 30
+"""Lines of the ranks' output that are kept of a run."""
+
+RESTARTS_MAX = 8
+RUN_S_MAX = 400.0
+"""A run takes a second or two where nothing else does. One that takes this long hangs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one run. `failures`: a line for each rank that ended unexpectedly; `told`: the end of
+    what the ranks wrote."""
+
+    digest: str
+    failures: tuple[str, ...]
+    told: str
+
+    @property
+    def deaths(self) -> int:
+        """How many ranks ended unexpectedly."""
+        return len(self.failures)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Observer and output of a run."""
+
+    see: Callable[[HostEvent], None] | None
+    digest: str = ""
+    lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=TOLD_LINES))
+
+    async def write_line(self, line: OutputLine) -> None:
+        """Keep a rank's line, in case the run fails."""
+        self.lines.append(f"[rank{line.rank}]: {line.text.decode(errors='replace')}")
+
+    async def __call__(self, event: HostEvent) -> None:
+        """Keep the result."""
+        if self.see is not None:
+            self.see(event)
+        if isinstance(event, RankReport) and event.payload.get("kind") == "result":
+            self.digest = event.payload["weights_sha256"]
+
+
+async def run_small_job(
+    out: Path,
+    data: Path,
+    *,
+    fault: str = "",
+    on_loss: OnLoss = OnLoss.REPLACE,
+    world_size: int = RANKS_DEFAULT,
+    links: str = "auto",
+    zero: int = 0,
+    offload: Path | None = None,
+    mesh: str = "",
+    precision: Precision = "float32",
+    optimizer: str = "adamw",
+    counts: Path | None = None,
+    limit_s: float = RUN_S_MAX,
+    template: EarlyTemplate | None = None,
+    more: Sequence[str] = (),
+    see: Callable[[HostEvent], None] | None = None,
+) -> Outcome:
+    """Run the small job once with `fault` in `ZBMD_FAULT`; its ledger is checked. links: as `ZBMD_LINKS`.
+    zero: the stage that shares its state out, 0 for none; offload: the folder of its files; mesh: a run of
+    `zbmd train` on one, in `precision`; optimizer: its name; counts: a directory that ranks write to how
+    often they pass each point (`chaos.sweep.passes`), and none dies; limit_s: a run that takes longer has
+    failed; template: one that was forked for this job; more: further options of a job that is on no mesh;
+    see: is given what the host tells.
+
+    Raises `UserError` if the run fails or the ledger does not balance.
+    """
+    run = _Run(see)
+    target, arguments, preload = _job_of(
+        out, data, zero=zero, offload=offload, mesh=mesh, precision=precision, optimizer=optimizer
+    )
+    arguments = (*arguments, *more)
+    if counts is not None:
+        target, arguments = kill_passes.__name__, (str(counts), target, *arguments)
+    config = HostConfig(
+        target=target,
+        is_module=True,
+        arguments=arguments,
+        world_size=world_size,
+        on_loss=on_loss,
+        max_restarts=RESTARTS_MAX,
+        environment={faults.FAULT_VARIABLE: fault, LINKS_VARIABLE: links},
+        preload=(preload,),
+    )
+    host = Host(config, output=run, observer=run, template=template)
+    stop = f"the run hung: it was not over after {limit_s} s"
+    limit = asyncio.get_running_loop().call_later(limit_s, lambda: host.stop(stop, kill=True))
+    ended = await host.run()
+    limit.cancel()
+    told = "\n".join(run.lines)
+    if ended.exit_code != 0 or not run.digest:
+        raise UserError(f"with {fault!r} the job did not finish: {ended.reason}\n{told}")
+    if mesh:
+        _check_records(out, fault)
+        return Outcome(digest=run.digest, failures=_failures(ended.failures), told=told)
+    audited = audit_run(out)
+    if (audited.steps, audited.steps_lost, audited.samples_skipped, audited.samples_repeated) != (
+        STEPS,
+        0,
+        0,
+        0,
+    ):
+        raise UserError(f"with {fault!r} the ledger does not balance: {audited}")
+    return Outcome(digest=run.digest, failures=_failures(ended.failures), told=told)
+
+
+def _failures(failures: Sequence[RankDown]) -> tuple[str, ...]:
+    return tuple(f"rank {down.rank}, incarnation {down.incarnation}: {down.reason}" for down in failures)
+
+
+def _job_of(
+    out: Path,
+    data: Path,
+    *,
+    zero: int,
+    offload: Path | None,
+    mesh: str,
+    precision: Precision,
+    optimizer: str,
+) -> tuple[str, tuple[str, ...], str]:
+    """Module, arguments, and what is imported ahead of them."""
+    if mesh:
+        return (
+            "zbmd.training.sharded",
+            (mesh_recipe(out, data, mesh, precision, offload, optimizer).encode(),),
+            mesh_run.__name__,
+        )
+    plain = ("--steps", str(STEPS), "--data", str(data), "--out", str(out), "--optimizer", optimizer)
+    arguments = (*SHAPE, *plain)
+    if zero:
+        shared = ("--zero", str(zero), *(() if offload is None else ("--offload", str(offload))))
+        return "zbmd.training", (*arguments, *shared), zero_job.__name__
+    return "zbmd.training", arguments, JOB_MODULE
+
+
+def mesh_recipe(
+    out: Path,
+    data: Path,
+    mesh: str,
+    precision: Precision = "float32",
+    offload: Path | None = None,
+    optimizer: str = "adamw",
+) -> TrainOptions:
+    """The small run on a mesh: a checkpoint and an evaluation are due on the way, and float16 overflows."""
+    return TrainOptions(
+        out=out,
+        data=str(data),
+        mesh=mesh,
+        precision=precision,
+        offload=offload,
+        loss_scale=SCALE_MOST,
+        model=GPTConfig(width=32, heads=2, layers=2, context=16),
+        training=TrainingConfig(steps=STEPS, shards=6, optimizer=OPTIMIZERS[optimizer]),
+        evaluate_every=2,
+        evaluate_windows=4,
+        checkpoint_every=3,
+    )
+
+
+def _check_records(out: Path, fault: str) -> None:
+    """Raise `UserError` unless each step was noted once, in order."""
+    lines = [msgspec.json.decode(line) for line in (out / METRICS_NAME).read_bytes().splitlines()]
+    steps = [line["step"] for line in lines if "loss" in line]
+    if steps != list(range(1, STEPS + 1)):
+        raise UserError(f"with {fault!r} steps {steps} are noted")
+
+
+def write_text(path: Path) -> Path:
+    """Write a small text to train on, always the same."""
+    path.write_bytes(
+        b"".join(b"line %d: the quick brown fox jumps over %d lazy dogs\n" % (i, i * i) for i in range(400))
+    )
+    return path

@@ -1,0 +1,1 @@
+"""The package `sweep` of `zbmd.tools.chaos`."""

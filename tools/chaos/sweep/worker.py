@@ -1,0 +1,146 @@
+"""Runs the cases of `chaos.sweep` and of tests, one after the other, each in a process of its own.
+
+Everything is imported here once: a case is a fork of this process, and the template of its ranks a fork of
+that, so that a run costs no interpreter's start. Cases come on standard input, a JSON object a line, and what
+became of each goes to standard output. `Worker` is the other end of both.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from zbmd.actors.host.blas_threads import ONE_THREAD_DEFAULTS
+from zbmd.actors.host.early_template import fork_template
+from zbmd.actors.host.process import describe_exit
+from zbmd.actors.host.supervisor import PRELOAD
+from zbmd.actors.rank.log import log_to_stderr
+from zbmd.actors.view import OnLoss
+from zbmd.tools.chaos.small_job import Outcome, run_small_job
+from zbmd.tools.cli.entry import run as run_command
+from zbmd.training.optim.mixed_precision import Precision
+from zbmd.transport.errors import ZbmdError
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run; see `run_small_job`. counts: a directory to count passes of points into; variables: more
+    of its environment."""
+
+    out: Path
+    data: Path
+    fault: str
+    ranks: int
+    zero: int = 0
+    mesh: str = ""
+    precision: Precision = "float32"
+    optimizer: str = "adamw"
+    on_loss: OnLoss = OnLoss.REPLACE
+    links: str = "auto"
+    counts: Path | None = None
+    variables: dict[str, str] = {}
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of it: an outcome, or words."""
+
+    outcome: Outcome | None = None
+    error: str = ""
+
+
+class Worker:
+    """This process's end of one that runs cases. It is started at once; use by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "zbmd.tools.chaos.sweep.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**ONE_THREAD_DEFAULTS, **os.environ},
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._cases, self._ends = self._process.stdin, self._process.stdout
+
+    def run(self, case: Case) -> Ended:
+        """What became of it. Raises ValueError if the worker has ended, or has written what is no answer."""
+        self._cases.write(encode(case))
+        self._cases.flush()
+        return decode_ended(self._ends.readline())
+
+    def close(self) -> None:
+        """End it; it is done with its case."""
+        self._cases.close()
+        self._ends.close()
+        self._process.wait()
+
+
+def _as_text(value: object) -> str:
+    return str(value)
+
+
+def _as_path(kind: type, value: object) -> Path:
+    if kind is not Path or not isinstance(value, str):
+        raise ValueError(f"{value!r} is no {kind.__name__}")
+    return Path(value)
+
+
+def encode(message: Case | Ended) -> bytes:
+    """A line of it."""
+    return msgspec.json.encode(message, enc_hook=_as_text) + b"\n"
+
+
+def decode_ended(line: bytes) -> Ended:
+    """What the worker has written. Raises ValueError for anything else."""
+    return msgspec.json.decode(line, type=Ended)
+
+
+def _run(case: Case) -> Ended:
+    os.environ.update(case.variables)
+    template = fork_template(PRELOAD, os.environ)
+    try:
+        job = run_small_job(
+            case.out,
+            case.data,
+            fault=case.fault,
+            world_size=case.ranks,
+            zero=case.zero,
+            mesh=case.mesh,
+            precision=case.precision,
+            optimizer=case.optimizer,
+            on_loss=case.on_loss,
+            links=case.links,
+            counts=case.counts,
+            template=template,
+        )
+        return Ended(outcome=uvloop.run(job))
+    except ZbmdError as error:
+        return Ended(error=str(error))
+
+
+def main() -> int:
+    """Serve until the input ends."""
+    log_to_stderr()
+    for line in sys.stdin.buffer:
+        case = msgspec.json.decode(line, type=Case, dec_hook=_as_path)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                answer = encode(_run(case))
+            except Exception:  # noqa: BLE001 - told, and the case has failed
+                traceback.print_exc()
+                os._exit(1)
+            os.write(1, answer)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code:
+            os.write(1, encode(Ended(error=f"the host of the case: {describe_exit(code)}")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,1 @@
+"""The package `cli` of `zbmd.tools`."""

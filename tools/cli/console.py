@@ -1,0 +1,162 @@
+"""What a run shows: ranks' lines behind their prefix, our own notes, and the progress of the job.
+
+Everything passes one bounded queue and one writing thread (`LineWriter`), so lines never mix and a stalled
+terminal never stalls supervision. On a terminal a live bar stays below the lines; elsewhere progress is
+printed as lines of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import rich.console
+import rich.progress
+from rich.text import Text
+
+from zbmd.actors.host.output import LineWriter, OutputLine, StreamName, emit_plainly
+from zbmd.tools.cli.progress import Progress, Recovery, format_progress, format_recovery
+
+BAR_REFRESHES_PER_S = 8
+TABLE_CHARACTERS = 240
+"""The width of a table that goes to a file or a pipe: rich takes 80 there, and cuts names and addresses."""
+LAST_WORDS_HELD_S = 3.0
+"""A rank that has said why it ends and does not end is not kept from being heard for longer than this."""
+LAST_WORDS_LINES_MAX = 1000
+
+
+@dataclass(slots=True)
+class _LastWords:
+    lines: list[str] = field(default_factory=list[str])
+    release: asyncio.TimerHandle | None = None
+
+
+def screen_for_tables() -> rich.console.Console:
+    """Standard output, for tables: as wide as the terminal, or as any table needs where there is none."""
+    return rich.console.Console(width=None if sys.stdout.isatty() else TABLE_CHARACTERS)
+
+
+class Console:
+    """An `OutputSink` with notes and progress. Use it as an async context manager, on the loop's thread.
+
+    `live` None means: a bar if standard error is a terminal. `ranks_to_stderr` keeps standard output for the
+    caller. With `hold_last_words` a rank's last words wait for `take_last_words`, for at most
+    `LAST_WORDS_HELD_S`; without it they are lines like others.
+    """
+
+    def __init__(
+        self, *, live: bool | None = None, ranks_to_stderr: bool = False, hold_last_words: bool = False
+    ) -> None:
+        self._live = sys.stderr.isatty() if live is None else live
+        self._ranks_to_stderr = ranks_to_stderr
+        self._hold_last_words = hold_last_words
+        self._held: dict[tuple[int, int], _LastWords] = {}
+        self._releasing: set[asyncio.Task[None]] = set()
+        self._bar: rich.progress.Progress | None = None
+        self._task: rich.progress.TaskID | None = None
+        self._writer: LineWriter | None = None
+
+    async def __aenter__(self) -> Self:
+        emit: Callable[[StreamName, str], None] = emit_plainly
+        if self._live:
+            screen = rich.console.Console(stderr=True)
+            self._bar = rich.progress.Progress(
+                rich.progress.BarColumn(bar_width=30),
+                rich.progress.TaskProgressColumn(),
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.TimeRemainingColumn(),
+                console=screen,
+                refresh_per_second=BAR_REFRESHES_PER_S,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            emit = self._emit_above_bar
+        self._writer = LineWriter(emit)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._writer is not None
+        for rank, incarnation in list(self._held):
+            await self.rank_lines(rank, self.take_last_words(rank, incarnation))
+        if self._releasing:
+            await asyncio.wait(self._releasing)
+        await self._writer.close()
+        if self._bar is not None and self._task is not None:
+            self._bar.stop()
+
+    async def write_line(self, line: OutputLine) -> None:
+        """Print a rank's line, or hold it as one of its last words."""
+        assert self._writer is not None
+        text = line.text.decode(errors="replace")
+        if line.last_words and self._hold_last_words and self._hold(line.rank, line.incarnation, text):
+            return
+        stream: StreamName = "stderr" if self._ranks_to_stderr else line.stream
+        await self._writer.write(stream, f"[rank{line.rank}]: {text}")
+
+    def take_last_words(self, rank: int, incarnation: int) -> tuple[str, ...]:
+        """The lines that are held of a rank; whoever takes them shows them."""
+        held = self._held.pop((rank, incarnation), _LastWords())
+        if held.release is not None:
+            held.release.cancel()
+        return tuple(held.lines)
+
+    async def rank_lines(self, rank: int, lines: Iterable[str]) -> None:
+        """Print lines that a rank wrote to its standard error."""
+        assert self._writer is not None
+        for text in lines:
+            await self._writer.write("stderr", f"[rank{rank}]: {text}")
+
+    async def note(self, text: str) -> None:
+        """Print something of our own, on standard error."""
+        assert self._writer is not None
+        for line in text.splitlines():
+            await self._writer.write("stderr", f"[zbmd]: {line}")
+
+    async def recovery(self, recovery: Recovery) -> None:
+        """Print what a loss cost, in one line."""
+        await self.note(format_recovery(recovery))
+
+    async def progress(self, progress: Progress, *, steps_total: int | None = None) -> None:
+        """Show a step: in the bar on a terminal, as a line elsewhere."""
+        text = format_progress(progress)
+        if self._bar is None:
+            assert self._writer is not None
+            await self._writer.write("stderr", text)
+            return
+        if self._task is None:
+            self._task = self._bar.add_task(text, total=steps_total)
+            self._bar.start()
+        self._bar.update(self._task, description=text, completed=progress.step, total=steps_total)
+
+    def _hold(self, rank: int, incarnation: int, text: str) -> bool:
+        """Hold one more line of a rank's last words; False if that is too many."""
+        held = self._held.setdefault((rank, incarnation), _LastWords())
+        if len(held.lines) >= LAST_WORDS_LINES_MAX:
+            return False
+        held.lines.append(text)
+        if held.release is None:
+            loop = asyncio.get_running_loop()
+            held.release = loop.call_later(LAST_WORDS_HELD_S, self._release, rank, incarnation)
+        return True
+
+    def _release(self, rank: int, incarnation: int) -> None:
+        """The rank still lives, or who tells its end is late: print what it said."""
+        lines = self.take_last_words(rank, incarnation)
+        task = asyncio.get_running_loop().create_task(self.rank_lines(rank, lines))
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
+
+    def _emit_above_bar(self, stream: StreamName, text: str) -> None:
+        """Print a line without tearing the bar; what is redirected to a file goes there plainly."""
+        assert self._bar is not None
+        if stream == "stdout" and not sys.stdout.isatty():
+            emit_plainly(stream, text)
+        else:
+            self._bar.console.print(Text(text), soft_wrap=True)

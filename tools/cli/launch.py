@@ -1,0 +1,116 @@
+"""How `zbmd-node run` learns where it stands: torchrun's flags, and what the launcher's environment says."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from zbmd.actors.bootstrap.kubernetes import NAMESPACE_FILE, Pod
+from zbmd.actors.bootstrap.merge import Bootstrap, Role, bootstrap_of
+from zbmd.tools.cli.launch_settings import IGNORED, ignored, service, stated
+from zbmd.tools.cli.settings import DEFAULT, Settings, parse_ranks
+from zbmd.transport.errors import UserError
+from zbmd.transport.host.topology.cpus import usable_cpus
+
+NAMESPACE_BYTES_MAX = 256
+SWITCHES = {
+    "standalone": "run on this host alone, whatever the environment says",
+    "explain": "print how the nodes would find each other, and why, and end",
+    "run_path": argparse.SUPPRESS,
+    "no_python": argparse.SUPPRESS,
+}
+SHORT = {"redirects": "-r", "tee": "-t"}
+TRUE = frozenset({"1", "true", "yes"})
+
+
+def spellings(name: str) -> list[str]:
+    """`--some-name` and `--some_name`."""
+    return sorted({f"--{name.replace('_', '-')}", f"--{name}"})
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what torchrun has and is no setting: switches, and options that are taken and have no effect."""
+    for name, text in SWITCHES.items():
+        parser.add_argument(*spellings(name), dest=name, action="store_true", help=text)
+    for name in IGNORED:
+        short = [SHORT[name]] if name in SHORT else []
+        parser.add_argument(*short, *spellings(name), dest=name, metavar="X", help=argparse.SUPPRESS)
+
+
+def read(arguments: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> Bootstrap:
+    """How this process finds its cluster. Raises `UserError`."""
+    if arguments.no_python:
+        raise UserError(
+            "--no-python: ranks are forked from a Python process, so they cannot be another program. Give a "
+            "Python script that starts it."
+        )
+    standalone = arguments.standalone or environment.get("PET_STANDALONE", "").lower() in TRUE
+    return bootstrap_of(
+        environment,
+        stated(settings),
+        pod=Pod(host=socket.gethostname(), namespace=_namespace()),
+        service=service(settings),
+        standalone=standalone,
+    )
+
+
+def with_processes(settings: Settings, bootstrap: Bootstrap) -> Settings:
+    """The settings with the number of ranks that the launcher says, where the user has not."""
+    if (
+        bootstrap.processes is None
+        or settings.source("nproc_per_node") != DEFAULT
+        or bootstrap.role is Role.EXTRA
+    ):
+        return settings
+    source = next(fact.source for fact in bootstrap.facts if fact.name == "processes")
+    try:
+        count = parse_ranks(str(bootstrap.processes))
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+    return settings.with_value("nproc_per_node", count, source)
+
+
+def notes(arguments: argparse.Namespace, settings: Settings, bootstrap: Bootstrap) -> list[str]:
+    """What the user should know before the run begins."""
+    said = ignored([name for name in IGNORED if getattr(arguments, name) is not None])
+    said += bootstrap.notes
+    ranks, cpus = settings["nproc_per_node"], usable_cpus()
+    if (
+        bootstrap.role is not Role.EXTRA
+        and bootstrap.processes == ranks > cpus
+        and bootstrap.launcher != "nobody"
+    ):
+        said.append(
+            f"this process may use {cpus} of the host's CPUs, and so may its {ranks} ranks: if "
+            f"{bootstrap.launcher} has bound it, lift that (srun --cpu-bind=none, mpirun --bind-to none)"
+        )
+    return said
+
+
+def rank_variables(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
+    """What scripts written for torchrun look for, and is the same in all ranks of the run."""
+    return {
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(settings["master_port"] or free_port()),
+        "ROLE_NAME": settings["role"] or "default",
+        "TORCHELASTIC_MAX_RESTARTS": str(settings["max_restarts"]),
+        "TORCHELASTIC_RUN_ID": settings["rdzv_id"] or "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def free_port() -> int:
+    """A port that is free now: rank 0 of a script that wants `env://` listens on it."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _namespace() -> str:
+    try:
+        with Path(NAMESPACE_FILE).open("rb") as file:
+            return file.read(NAMESPACE_BYTES_MAX).decode(errors="replace").strip()
+    except OSError:
+        return ""  # in no pod, or in one without a service account's token

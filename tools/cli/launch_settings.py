@@ -1,0 +1,183 @@
+"""Settings that say how several nodes find each other, in torchrun's names, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from zbmd.actors.bootstrap.readings import (
+    ENDPOINT_PORT,
+    NODES_MAX,
+    STATIC_PORT,
+    TEXT_CHARACTERS_MAX,
+    Reading,
+    Stated,
+    as_number,
+    parse_door,
+    parse_node_range,
+)
+from zbmd.tools.cli.setting import Setting
+from zbmd.transport.clock.durations import parse_duration
+from zbmd.transport.errors import UserError
+from zbmd.transport.tcp.address import PORT_MAX, TcpAddress
+
+if TYPE_CHECKING:
+    from zbmd.tools.cli.settings import Settings
+
+JOIN_S_DEFAULT: Final = 600.0
+"""torchrun's `join_timeout`."""
+STATIC, C10D = "static", "c10d"
+ETCD: Final = ("etcd", "etcd-v2")
+BACKENDS: Final = (STATIC, C10D, *ETCD)
+
+IGNORED: Final[dict[str, str]] = {
+    "rdzv_conf": "deadlines follow from --recovery-budget; --join-timeout says how long to wait for nodes",
+    "monitor_interval": "a rank's end is told by the kernel at once",
+    "start_method": "ranks are forked from a template",
+    "event_log_handler": "see --capture and --log-dir",
+    "redirects": "see --log-dir",
+    "tee": "see --log-dir",
+    "local_ranks_filter": "every line bears its rank",
+    "logs_specs": "see --log-dir",
+    "numa_binding": "see zbmd-node doctor",
+    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP are",
+}
+"""Options of torchrun that are taken and have no effect here, and why."""
+
+
+def _number(what: str, *, least: int, most: int) -> Callable[[str], int]:
+    return lambda text: as_number(text, what, least=least, most=most)
+
+
+def parse_backend(text: str) -> str:
+    """A backend of torchrun's. Raises `UserError`."""
+    if text not in BACKENDS:
+        raise UserError(f"{text[:64]!r} is no rendezvous backend. Choose one of: {', '.join(BACKENDS)}.")
+    return text
+
+
+def parse_name(text: str) -> str:
+    """A name to show and to hand on. Raises `UserError`."""
+    if not text or len(text) > TEXT_CHARACTERS_MAX or not text.isprintable():
+        raise UserError(
+            f"{text[:64]!r} is no name: it must be printable, of 1 to {TEXT_CHARACTERS_MAX} characters."
+        )
+    return text
+
+
+def _setting(
+    name: str, parse: Callable[[str], Any], metavar: str, help_text: str, *, torchrun: bool = True
+) -> Setting:
+    return Setting(name=name, parse=parse, default=None, metavar=metavar, help=help_text, torchrun=torchrun)
+
+
+LAUNCH_SETTINGS: Final = (
+    _setting(
+        "nnodes",
+        lambda text: parse_node_range(text, "the number of nodes"),
+        "MIN:MAX",
+        "nodes of the job, a number or a range; default: what the launcher says, or 1",
+    ),
+    _setting(
+        "node_rank",
+        _number("the node's number", least=0, most=NODES_MAX - 1),
+        "N",
+        "this node's number; 0 founds",
+    ),
+    _setting(
+        "rdzv_endpoint", parse_name, "HOST[:PORT]", f"the first node's address; default port: {ENDPOINT_PORT}"
+    ),
+    _setting("rdzv_backend", parse_backend, "NAME", "static, c10d, or etcd, whose address is the endpoint"),
+    _setting("rdzv_id", parse_name, "NAME", "tells jobs apart"),
+    _setting("master_addr", parse_name, "HOST", "the first node, if there is no --rdzv-endpoint"),
+    _setting(
+        "master_port",
+        _number("the port", least=1, most=PORT_MAX),
+        "PORT",
+        f"its port; default: {STATIC_PORT}",
+    ),
+    _setting("local_addr", parse_name, "HOST", "the address under which the others reach this node"),
+    _setting("role", parse_name, "NAME", "the script finds it in ROLE_NAME"),
+    _setting(
+        "service", parse_name, "NAME", "the headless service of these pods (Kubernetes)", torchrun=False
+    ),
+    _setting("store", parse_name, "URL", "etcd://HOST:PORT[,…]/NAME: keeps the doors", torchrun=False),
+    _setting(
+        "port",
+        _number("the port", least=1, most=PORT_MAX),
+        "PORT",
+        "what nodes listen on; default: the door's port",
+        torchrun=False,
+    ),
+    Setting(
+        name="join_timeout",
+        parse=parse_duration,
+        default=JOIN_S_DEFAULT,
+        metavar="TIME",
+        help="how long to wait for nodes that are missing; default: 10min",
+    ),
+)
+
+
+def stated(settings: Settings) -> Reading:
+    """What the user set. Raises `UserError`."""
+    backend = settings["rdzv_backend"]
+    store = _stated(settings, "store")
+    notes: list[str] = []
+    if backend in ETCD and store is None:
+        store = _torchruns_etcd(settings)
+    node = _stated(settings, "node_rank")
+    if node is not None and backend not in (None, STATIC):
+        notes.append(f"{node.source} is not used with --rdzv-backend {backend}, as in torchrun")
+        node = None
+    processes = _stated(settings, "nproc_per_node")
+    return Reading(
+        launcher="zbmd-node run",
+        nodes=_stated(settings, "nnodes"),
+        node=node,
+        processes=None if processes is None or processes.source == "default" else processes,
+        doors=None if backend in ETCD else _doors(settings),
+        port=_stated(settings, "port"),
+        holder_founds=backend == C10D,
+        job=_stated(settings, "rdzv_id"),
+        local=_stated(settings, "local_addr"),
+        store=store,
+        notes=tuple(notes),
+    )
+
+
+def service(settings: Settings) -> Stated[str] | None:
+    """The headless service that the user set."""
+    return _stated(settings, "service")
+
+
+def ignored(given: Sequence[str]) -> list[str]:
+    """A note for each option of torchrun that is taken and does nothing. given: their names."""
+    return [f"--{name.replace('_', '-')} has no effect: {IGNORED[name]}" for name in given]
+
+
+def _stated(settings: Settings, name: str) -> Stated[Any] | None:
+    value = settings[name]
+    return None if value is None else Stated(value=value, source=settings.source(name))
+
+
+def _doors(settings: Settings) -> Stated[tuple[TcpAddress, ...]] | None:
+    endpoint, master = _stated(settings, "rdzv_endpoint"), _stated(settings, "master_addr")
+    if endpoint is not None:
+        door = parse_door(endpoint.value, endpoint.source, port=ENDPOINT_PORT)
+        return Stated(value=(door,), source=endpoint.source)
+    if master is None:
+        return None
+    door = parse_door(master.value, master.source, port=settings["master_port"] or STATIC_PORT)
+    return Stated(value=(door,), source=master.source)
+
+
+def _torchruns_etcd(settings: Settings) -> Stated[str]:
+    """The store that `--rdzv-backend etcd --rdzv-endpoint HOST:PORT --rdzv-id NAME` means."""
+    endpoint, job = _stated(settings, "rdzv_endpoint"), _stated(settings, "rdzv_id")
+    if endpoint is None or job is None:
+        raise UserError(
+            "--rdzv-backend etcd needs etcd's address, --rdzv-endpoint HOST:PORT, and --rdzv-id NAME, which "
+            "tells jobs apart."
+        )
+    return Stated(value=f"etcd://{endpoint.value}/{job.value}", source=endpoint.source)

@@ -1,0 +1,245 @@
+"""`zbmd train`: a GPT on a mesh of ranks, by a recipe of flags, ZBMD_TRAIN_* variables and a TOML file.
+
+Precedence: command line, environment, file, default. The merged recipe is printed before anything starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from zbmd.actors.view import RANKS_MAX
+from zbmd.tools.cli.settings import read_config
+from zbmd.tools.node import cli as node_cli
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.optim import OPTIMIZERS
+from zbmd.training.optim.lr_schedule import CURVES
+from zbmd.training.pipeline.schedules import SCHEDULES
+from zbmd.training.sharded.axes import require_axes
+from zbmd.training.sharded.mesh import Mesh
+from zbmd.training.sharded.options import PRECISIONS, TOKENS, TrainOptions
+from zbmd.transport.errors import UserError
+
+EXAMPLES: Final = """examples:
+  zbmd train --data 'texts/**/*.txt' --steps 200
+  zbmd train --data texts --mesh dp=2,tp=2 --ranks 4 --tokens bpe --vocabulary 2048 --tensorboard on
+  zbmd train --data texts --mesh dp=2,pp=2,tp=2 --ranks 8 --shards 8
+  zbmd train --config recipe.toml --lr 1e-3 --out runs/second
+  zbmd train --data texts --weights gpt2/ --tokens bpe --tokenizer gpt2/tokenizer.json --context 1024
+  zbmd train --config recipe.toml --resume runs/first
+
+A recipe is a TOML file with the same names:
+  data = "texts"
+  mesh = "dp=2,tp=2"
+  ranks = 4
+  width = 256
+  tokens = "bpe"
+"""
+
+PREFIX: Final = "ZBMD_TRAIN_"
+SHORT_PRECISIONS: Final = {"bf16": "bfloat16", "f16": "float16"}
+ValueT = TypeVar("ValueT")
+
+
+def _number(kind: Callable[[str], ValueT]) -> Callable[[str], ValueT]:
+    def parse(text: str) -> ValueT:
+        try:
+            return kind(text)
+        except ValueError:
+            raise UserError(f'"{text}" is no number.') from None
+
+    return parse
+
+
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise UserError(f'"{text}" is neither on nor off.')
+    return text == "on"
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise UserError(f'"{text}" is none of {", ".join(choices)}.')
+        return text
+
+    return parse
+
+
+def _precision(text: str) -> str:
+    return _one_of(*PRECISIONS)(SHORT_PRECISIONS.get(text, text))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One setting of a recipe: TOML key and `--name`, group in the help, parser, default and meaning."""
+
+    name: str
+    group: str
+    parse: Callable[[str], Any]
+    default: Any
+    help: str
+
+    @property
+    def option(self) -> str:
+        """The command-line spelling."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return PREFIX + self.name.upper()
+
+
+_MODEL, _TRAINING = GPTConfig(), TrainingConfig(steps=300)
+_WHOLE, _REAL = _number(int), _number(float)
+_OPTIONS = TrainOptions(out=Path("zbmd-runs/train"), data="", mesh="dp=-1", model=_MODEL, training=_TRAINING)
+
+SETTINGS: Final = (
+    Entry("data", "data", str, None, "file, directory or glob to train on"),
+    Entry("tokens", "data", _one_of(*TOKENS), _OPTIONS.tokens, "bytes or bpe"),
+    Entry("vocabulary", "data", _WHOLE, _OPTIONS.vocabulary, "tokens that bpe learns"),
+    Entry("tokenizer", "data", Path, None, "a tokenizer.json to use instead of training one"),
+    Entry("ranks", "mesh", _WHOLE, 1, "processes to start"),
+    Entry("mesh", "mesh", str, _OPTIONS.mesh, "axes dp, pp and tp, such as dp=2,pp=2,tp=2"),
+    Entry("schedule", "mesh", _one_of(*SCHEDULES), _OPTIONS.schedule, f"of stages: {', '.join(SCHEDULES)}"),
+    Entry("chunks", "mesh", _WHOLE, _OPTIONS.chunks, "parts of the model a stage"),
+    Entry("overlap", "mesh", _switch, True, "reduce gradients while the backward pass goes on: on or off"),
+    Entry("family", "model", _one_of("zbmd", "gpt2"), _MODEL.family, "zbmd or gpt2"),
+    Entry("activation", "model", _one_of("relu2", "gelu"), _MODEL.activation, "relu2 or gelu"),
+    Entry("context", "model", _WHOLE, _MODEL.context, "tokens of a sequence"),
+    Entry("width", "model", _WHOLE, _MODEL.width, "features of a token"),
+    Entry("heads", "model", _WHOLE, _MODEL.heads, "heads of attention"),
+    Entry("layers", "model", _WHOLE, _MODEL.layers, "blocks"),
+    Entry("dropout", "model", _REAL, _MODEL.dropout, "rate"),
+    Entry("weights", "model", Path, None, "a GPT-2 in Hugging Face's layout to begin with"),
+    Entry("precision", "model", _precision, _OPTIONS.precision, "float32, float64, bf16 or f16: of weights"),
+    Entry("loss_scale", "model", _REAL, _OPTIONS.loss_scale, "that f16 begins with"),
+    Entry("recompute", "model", _switch, False, "blocks keep their input alone: on or off"),
+    Entry("steps", "batch and schedule", _WHOLE, _TRAINING.steps, "steps"),
+    Entry("shards", "batch and schedule", _WHOLE, _TRAINING.shards, "logical shards of a batch"),
+    Entry(
+        "sequences_per_shard", "batch and schedule", _WHOLE, _TRAINING.sequences_per_shard, "in each shard"
+    ),
+    Entry("lr", "batch and schedule", _REAL, _TRAINING.learning_rate, "peak learning rate"),
+    Entry("warmup", "batch and schedule", _WHOLE, _TRAINING.warmup_steps, "steps up to the peak"),
+    Entry("lr_floor", "batch and schedule", _REAL, _TRAINING.learning_rate_floor, "last rate, of the peak"),
+    Entry("curve", "batch and schedule", _one_of(*CURVES), _TRAINING.curve, f"{', '.join(CURVES)}"),
+    Entry("horizon", "batch and schedule", _WHOLE, 0, "steps over which the rate goes down; 0: all"),
+    Entry("clip_norm", "batch and schedule", _REAL, _TRAINING.clip_norm, "bound on the gradient's norm"),
+    Entry("optimizer", "batch and schedule", _one_of(*OPTIMIZERS), "adamw", ", ".join(OPTIMIZERS)),
+    Entry("seed", "batch and schedule", _WHOLE, _TRAINING.seed, "seed"),
+    Entry("out", "run", Path, _OPTIONS.out, "directory of the run"),
+    Entry("resume", "run", Path, None, "checkpoint, or the run it is of, to go on from"),
+    Entry("offload", "run", Path, None, "folder of files with the ranks' states, not in memory"),
+    Entry("evaluate_every", "run", _WHOLE, _OPTIONS.evaluate_every, "steps; 0: at the end"),
+    Entry("evaluate_windows", "run", _WHOLE, _OPTIONS.evaluate_windows, "held-out sequences"),
+    Entry("checkpoint_every", "run", _WHOLE, _OPTIONS.checkpoint_every, "steps; 0: at the end"),
+    Entry("tensorboard", "run", _switch, False, "write event files for TensorBoard: on or off"),
+)
+
+
+def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `train` to the commands of `zbmd`."""
+    made = commands.add_parser(
+        "train",
+        help="train a GPT on a mesh of ranks, by a recipe",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--config", type=Path, metavar="FILE", help="a recipe in TOML")
+    made.add_argument("--print-recipe", action="store_true", help="print the merged recipe, and stop")
+    groups = {entry.group: made.add_argument_group(entry.group) for entry in SETTINGS}
+    for entry in SETTINGS:
+        default = "" if entry.default is None else f" ({_text(entry.default)})"
+        groups[entry.group].add_argument(
+            entry.option, dest=entry.name, metavar="X", help=f"{entry.help}{default}"
+        )
+    made.set_defaults(run_command=_train)
+
+
+def merged(
+    command_line: Mapping[str, str | None], environment: Mapping[str, str], config: Path | None
+) -> dict[str, tuple[Any, str]]:
+    """Each setting's value and where it comes from. Raises `UserError`, which names the source."""
+    names = [entry.name for entry in SETTINGS]
+    switches = [entry.name for entry in SETTINGS if entry.parse is _switch]
+    in_file = {} if config is None else read_config(config, names, switches)
+    found: dict[str, tuple[Any, str]] = {}
+    for entry in SETTINGS:
+        sources = (
+            (entry.option, command_line.get(entry.name)),
+            (entry.variable, environment.get(entry.variable)),
+            (str(config), in_file.get(entry.name)),
+        )
+        source, text = next(((s, t) for s, t in sources if t is not None), ("default", None))
+        try:
+            found[entry.name] = (entry.default if text is None else entry.parse(text), source)
+        except UserError as error:
+            raise UserError(f"{source}: {entry.name}: {error}") from None
+    return found
+
+
+def options_of(values: Mapping[str, Any]) -> TrainOptions:
+    """The recipe that the settings make. Raises `UserError`."""
+    if values["data"] is None:
+        raise UserError("there is nothing to train on: give --data, a file, a directory or a glob.")
+    ranks: int = values["ranks"]
+    if not 1 <= ranks <= RANKS_MAX:
+        raise UserError(f"--ranks is {ranks}: it must be 1 to {RANKS_MAX}.")
+    require_axes(Mesh.parse(values["mesh"], ranks))
+    return TrainOptions(
+        model=GPTConfig(
+            **{name: values[name] for name in ("family", "activation", "context", "width", "heads")},
+            layers=values["layers"],
+            dropout=values["dropout"],
+        ),
+        training=TrainingConfig(
+            **{name: values[name] for name in ("steps", "shards", "sequences_per_shard", "curve", "seed")},
+            horizon=values["horizon"],
+            learning_rate=values["lr"],
+            warmup_steps=values["warmup"],
+            learning_rate_floor=values["lr_floor"],
+            clip_norm=values["clip_norm"],
+            optimizer=OPTIMIZERS[values["optimizer"]],
+        ),
+        **{
+            entry.name: values[entry.name]
+            for entry in SETTINGS
+            if entry.name in TrainOptions.__struct_fields__
+        },
+    )
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    on_line = {entry.name: getattr(arguments, entry.name) for entry in SETTINGS}
+    found = merged(on_line, os.environ, arguments.config)
+    stream = sys.stdout if arguments.print_recipe else sys.stderr
+    for name, (value, source) in found.items():
+        line = f"# {name} is not set" if value is None else f"{name} = {_toml(value)}  # {source}"
+        print(line, file=stream)
+    options = options_of({name: value for name, (value, _) in found.items()})
+    options.check()
+    if arguments.print_recipe:
+        return 0
+    ranks = str(found["ranks"][0])
+    return node_cli.main(
+        ["run", "-n", ranks, "--on-loss", "replace", "-m", "zbmd.training.sharded", options.encode()]
+    )
+
+
+def _text(value: Any) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def _toml(value: Any) -> str:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else msgspec.json.encode(_text(value)).decode()

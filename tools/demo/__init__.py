@@ -1,0 +1,1 @@
+"""The package `demo` of `zbmd.tools`."""

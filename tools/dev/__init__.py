@@ -1,0 +1,1 @@
+"""The package `dev` of `zbmd.tools`."""

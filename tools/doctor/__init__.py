@@ -1,0 +1,1 @@
+"""The package `doctor` of `zbmd.tools`."""

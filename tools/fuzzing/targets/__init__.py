@@ -1,0 +1,1 @@
+"""The package `targets` of `zbmd.tools.fuzzing`."""

@@ -1,0 +1,452 @@
+"""Targets of captures: damaged files, and whole files whose content is hostile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import io
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from zbmd.actors import view
+from zbmd.actors.cluster import messages as cluster
+from zbmd.actors.cluster.capture_kinds import cluster_config
+from zbmd.actors.cluster.jobs.table import JobSpec, Submit
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.replay.recording import CapturedSystem
+from zbmd.collectives.capture_kinds import commit_config
+from zbmd.collectives.commit import events as cm
+from zbmd.collectives.commit.machine import StepCommit
+from zbmd.collectives.p2p import elastic_machine as em
+from zbmd.collectives.p2p import tag_machine as tm
+from zbmd.collectives.repair import events as rm
+from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.fuzzing.script import Script
+from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.fuzzing.targets import wires
+from zbmd.tools.fuzzing.targets.actors import Echo, Ping
+from zbmd.tools.replay.kinds import (
+    CLUSTER,
+    ELASTIC_TAGS,
+    HELLO,
+    MEMBERSHIP,
+    MIRROR,
+    REPAIR,
+    STAGE,
+    STEP_COMMIT,
+)
+from zbmd.training.capture_kinds import mirror_config, stage_config
+from zbmd.training.pipeline.program import Shape
+from zbmd.training.pipeline.schedules import programs_of
+from zbmd.training.pipeline.stage_events import Computed, Heard, StepBegun, Told
+from zbmd.training.redundancy.machine import AllHold, Copied, Entered, Event, Held, Mirror
+from zbmd.transport import capture
+from zbmd.transport.capture import format as fmt
+from zbmd.transport.capture.errors import CaptureDamaged, CaptureError
+from zbmd.transport.capture.index import SegmentIndex, unpack_index
+from zbmd.transport.capture.reader import Segment
+from zbmd.transport.capture.registry import MachineKind
+from zbmd.transport.capture.text import capture_to_text, text_to_capture
+from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, SECOND_NS
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.handshake import hello
+from zbmd.transport.handshake.capture_kind import hello_config
+
+ENTRIES_MAX = 10_000
+COMMANDS: tuple[list[str], ...] = (
+    [],
+    ["--show"],
+    ["--until", "hang"],
+    ["--around", "1", "--show"],
+    ["--export", "perfetto", "{out}"],
+    ["--json"],
+)
+MEMBERSHIP_CONFIG = {"world_size": 2, "on_loss": "replace", "restarts_max": 3, "period_ns": 10**9}
+COMMIT_CONFIG = commit_config(StepCommit(rank=0, version=0, digest=bytes(16), handle=b"h", last_version=2))
+
+
+# ---- a good capture
+
+
+@functools.cache
+def _recorded() -> dict[str, bytes]:
+    """The files of a small capture by their names: several machines, frames, marks, a death, an actor."""
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        asyncio.run(_record(Path(made)))
+        return {file.relative_to(made).as_posix(): file.read_bytes() for file in Path(made).rglob("*.z*")}
+
+
+async def _record(directory: Path) -> None:
+    origin = capture.Origin(process="rank0", incarnation=1, job=wires.JOB, contracts={"a/1": "00"})
+    log = capture.LogRecorder(directory, origin, capture.Clocks(hybrid=HybridClock()))
+    _record_hello(log)
+    _record_membership(log)
+    _record_commit(log)
+    _record_repair(log)
+    _record_tags(log)
+    _record_cluster(log)
+    _record_training(log)
+    link = log.link("rank1", 3)
+    frame = wires.frame(b"payload")
+    log.frame_in(link, frame, wires.WALL_NS)
+    log.frame_out(link, frame[:48], frame[48:], wires.WALL_NS)
+    log.death("rank1", 3, clean=False, reason="killed")
+    log.end_stream(link, "closed")
+    system = CapturedSystem("rank0", recorder=log)
+    echo = await system.spawn(Echo, 5, name="echo")
+    await echo.ask(Ping(1, "text"), reply=Ping, timeout=5)
+    await system.stop(timeout=5)
+    log.close()
+
+
+def _record_hello(log: capture.Recorder) -> None:
+    dialer, listener = wires.machine(hello.Side.DIALER, 2), wires.machine(hello.Side.LISTENER)
+    config = hello_config(
+        side=listener.side,
+        identity=wires.identity("rank0"),
+        cookie=wires.COOKIE,
+        nonce=b"\1" * hello.NONCE_BYTES,
+        deadline_ns=1_000,
+    )
+    tap = log.machine(HELLO, "hello/1", listener, config)
+    said = dialer.handle(hello.Opened(peer_uid=wires.UID), now_ns=0)
+    tap.handle(hello.Opened(peer_uid=wires.UID), now_ns=0)
+    while sent := b"".join(action.data for action in said if isinstance(action, hello.SendBytes)):
+        answers = tap.handle(hello.BytesReceived(data=sent), now_ns=1)
+        answer = b"".join(action.data for action in answers if isinstance(action, hello.SendBytes))
+        said = dialer.handle(hello.BytesReceived(data=answer), now_ns=1)
+
+
+def _record_membership(log: capture.Recorder) -> capture.Tap[view.Event, view.Action]:
+    tap = log.machine(MEMBERSHIP, "host", MEMBERSHIP.build(MEMBERSHIP_CONFIG), MEMBERSHIP_CONFIG)
+    events: list[view.Event] = [view.StartRequested()]
+    events += [view.Forked(rank=rank, incarnation=1) for rank in range(2)]
+    events += [view.Joined(rank=rank, incarnation=1, address=f"a{rank}") for rank in range(2)]
+    events += [view.Linked(rank=rank, incarnation=1, epoch=1) for rank in range(2)]
+    events += [view.LossProven(rank=1, incarnation=1)]
+    for number, event in enumerate(events):
+        tap.handle(event, now_ns=number)
+        tap.mark(number)
+    return tap
+
+
+def _record_commit(log: capture.Recorder) -> capture.Tap[cm.CommitEvent, cm.CommitAction]:
+    tap = log.machine(STEP_COMMIT, "step-commit", STEP_COMMIT.build(COMMIT_CONFIG), COMMIT_CONFIG)
+    held = cm.Held(version=0, digest=bytes(16), slot=0, handle=b"h", known=0, fresh=True)
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in range(2))
+    vote = cm.VoteReceived(sender=1, epoch=1, version=1, digest=b"1" * 16, part=b"p")
+    events: list[cm.CommitEvent] = [
+        cm.EpochInstalled(epoch=1, members=members),
+        cm.ReportReceived(sender=1, epoch=1, held=held),
+        cm.StepEnded(epoch=1, version=1, digest=b"1" * 16, part=b"q"),
+        vote,
+        cm.PeerEnded(member=members[1], reason="killed"),
+    ]
+    for number, event in enumerate(events):
+        tap.handle(event, now_ns=number)
+    return tap
+
+
+def _record_repair(log: capture.Recorder) -> capture.Tap[rm.RepairEvent, rm.RepairAction]:
+    config = {"rank": 0}
+    tap = log.machine(REPAIR, "elastic0", REPAIR.build(config), config)
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in range(2))
+    call = rm.Call(text="sum", on_loss=rm.OnLoss.SURVIVORS, inputs=rm.Inputs.PRESERVE)
+    new = rm.Report(born=0, sequence=1, phase=rm.Phase.IDLE)
+    events: list[rm.RepairEvent] = [
+        rm.EpochEntered(epoch=1, members=members),
+        rm.Exchanged(epoch=1, reports=(new, new)),
+        rm.Called(call=call),
+        rm.Ended(epoch=1, outcome=rm.Outcome.HELD),
+        rm.EpochEntered(epoch=2, members=members[:1]),
+    ]
+    for number, event in enumerate(events):
+        tap.handle(event, now_ns=number)
+    return tap
+
+
+def _record_tags(log: capture.Recorder) -> capture.Tap[em.ElasticTagEvent, em.ElasticTagAction]:
+    config = {"rank": 0}
+    tap = log.machine(ELASTIC_TAGS, "elastic0.tags", ELASTIC_TAGS.build(config), config)
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in range(2))
+    first = (1 << em.SESSION_BITS) + 1
+    events: list[em.ElasticTagEvent] = [
+        em.Settled(epoch=1, members=members),
+        tm.SendPosted(key=1, to=1, tag=3),
+        em.Greeted(source=1, epoch=1, since=1),
+        tm.Arrived(source=1, number=first, tag=3),
+        tm.Arrived(source=1, number=first + 1, tag=4),
+        tm.ReceivePosted(key=2, source=1, tag=4),
+        tm.ReceivePosted(key=3, source=None, tag=5),
+        em.MemberLost(member=members[1]),
+        em.Settled(epoch=2, members=members[:1]),
+    ]
+    for number, event in enumerate(events):
+        tap.handle(event, now_ns=number)
+    return tap
+
+
+def _record_cluster(log: capture.Recorder) -> None:
+    me, other = Node(NodeKey(1, 1), "a:1", "one"), Node(NodeKey(2, 1), "b:2", "two")
+    config = cluster_config(me, RECOVERY_BUDGET_NS_DEFAULT, witnessed=False)
+    tap = log.machine(CLUSTER, "cluster", CLUSTER.build(config), config)
+    events: list[cluster.Event] = [
+        cluster.Found(),
+        cluster.Ordered(order=Submit(spec=JobSpec(job=1, target="train.py"))),
+        cluster.Received(sender=other, message=cluster.Join(node=other)),
+        cluster.TimerFired(),
+        cluster.Suspected(key=other.key, reason="silent"),
+        cluster.LeaveRequested(),
+    ]
+    for number, event in enumerate(events):
+        tap.handle(event, now_ns=number * SECOND_NS)
+
+
+def _record_training(log: capture.Recorder) -> None:
+    programs = programs_of("1f1b", Shape(stages=2, chunks=1, microbatches=2))
+    config = stage_config(programs, 0)
+    stage = log.machine(STAGE, "stage0/1", STAGE.build(config), config)
+    heard = Heard(stage=1, what=Told.ACTIVATIONS_RELEASED, count=0)
+    for event in (StepBegun(), Computed(), Computed(), heard):
+        stage.handle(event, now_ns=0)
+    config = mirror_config(Mirror(place=0, ranks=2))
+    mirror = log.machine(MIRROR, "mirror", MIRROR.build(config), config)
+    held = (Held(own=(0, None), known=0, copies=(None, None)),) * 2
+    events: tuple[Event, ...] = (Entered(held=held, hosts=(0, 0)), AllHold(version=0), Copied(digest=7))
+    for number, happened in enumerate(events):
+        mirror.handle(happened, now_ns=number)
+    log.state(mirror.stream, MIRROR, mirror.machine, 3)
+    log.state(stage.stream, STAGE, stage.machine, 3)
+
+
+def _segment_file() -> tuple[str, bytes]:
+    return next((name, data) for name, data in _recorded().items() if name.endswith(fmt.LOG_SUFFIX))
+
+
+@functools.cache
+def _streams() -> tuple[bytes, ...]:
+    """The records of the capture, block by block: how many, then their MessagePack."""
+    name, data = _segment_file()
+    with _laid_out({name: data}) as directory:
+        segment = Segment(directory / name)
+        found: list[bytes] = []
+        for info in segment.blocks():
+            prefix, check = fmt.unpack_prefix(
+                data[info.offset : info.offset + fmt.BLOCK_PREFIX_BYTES],
+                path=segment.path,
+                offset=info.offset,
+            )
+            compressed = data[info.offset + fmt.BLOCK_PREFIX_BYTES : prefix.end]
+            raw = fmt.decompress(compressed, prefix, check, fmt.new_decompressor(), path=segment.path)
+            found.append(info.records.to_bytes(2, "little") + raw)
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _laid_out(files: dict[str, bytes]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        for name, data in files.items():
+            path = Path(made) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        yield Path(made)
+
+
+def _capture_of(stream: bytes) -> dict[str, bytes]:
+    """A capture that is whole in every checksum, of records that are the script's."""
+    script = Script(stream)
+    records, raw = max(1, script.number(2) % fmt.BLOCK_RECORDS_MAX), script.rest()
+    name, data = _segment_file()
+    header = data[: fmt.header_bytes(data, path=Path(name), magic=fmt.LOG_MAGIC, body_bytes_max=1 << 20)]
+    flags = fmt.FLAG_MARKS | fmt.FLAG_STREAMS
+    info = fmt.BlockInfo(len(header), flags, 0, 0, records, 0, 0, (1 << 64) - 1, 0, 1 << 62)
+    block, _ = fmt.pack_block(fmt.new_compressor().compress(raw), len(raw), info)
+    return {name: header + block}
+
+
+# ---- what is done with one
+
+
+def _read(directory: Path) -> None:
+    for process in capture.open_log(directory).processes:
+        read = 0
+        _ = process.streams, process.steps
+        process.find_step(1)
+        try:
+            for entry in itertools.islice(process.entries(), ENTRIES_MAX):
+                capture.describe(entry.record)
+                read += 1
+        finally:
+            if read > ENTRIES_MAX:
+                raise Broken(f"{read} entries")
+        _ = process.ending
+
+
+def _file(data: bytes) -> None:
+    name, _ = _segment_file()
+    with _laid_out({name: data}) as directory:
+        _read(directory)
+
+
+def _records(data: bytes) -> None:
+    with _laid_out(_capture_of(data)) as directory:
+        _read(directory)
+
+
+def _replay(data: bytes) -> None:
+    with _laid_out(_capture_of(data)) as directory:
+        for verdict in capture.replay_log(directory, secrets={"cookie": wires.COOKIE}):
+            if not isinstance(verdict, capture.Identical | capture.Divergence | capture.Incomplete):
+                raise Broken(f"{verdict!r} is no verdict")
+
+
+@functools.cache
+def _machines() -> tuple[tuple[MachineKind[Any, Any], dict[str, Any], object], ...]:
+    """Kinds of machines whose state is recorded, each with a configuration and one that has lived."""
+    origin = capture.Origin(process="rank0", incarnation=1)
+    ring = capture.RingRecorder(origin, capture.Clocks(hybrid=HybridClock()))
+    return (
+        (MEMBERSHIP, MEMBERSHIP_CONFIG, _record_membership(ring).machine),
+        (STEP_COMMIT, COMMIT_CONFIG, _record_commit(ring).machine),
+        (REPAIR, {"rank": 0}, _record_repair(ring).machine),
+        (ELASTIC_TAGS, {"rank": 0}, _record_tags(ring).machine),
+    )
+
+
+def _states() -> tuple[bytes, ...]:
+    """Behind the number of their kind."""
+    return tuple(
+        bytes([number]) + kind.states.encode(machine)
+        for number, (kind, _, machine) in enumerate(_machines())
+        if kind.states is not None
+    )
+
+
+def _state(data: bytes) -> None:
+    script = Script(data)
+    kind, config, _ = _machines()[script.number(1) % len(_machines())]
+    if kind.states is None:
+        raise Broken(f"{kind.name} has no states")
+    kind.states.restore(kind.build(config), script.rest())
+
+
+def _command(data: bytes) -> None:
+    script = Script(data)
+    options = COMMANDS[script.number(1) % len(COMMANDS)]
+    with _laid_out(_capture_of(script.rest())) as directory:
+        cookie, out = directory / "cookie", directory / "out.json"
+        cookie.write_bytes(wires.COOKIE.replace(b" ", b"_"))
+        cookie.chmod(0o600)
+        arguments = ["replay", str(directory), "--cookie", str(cookie)]
+        arguments += [option.format(out=out) for option in options]
+        code = _quietly(lambda: cli.main(arguments))
+        if code not in (0, 1, 2):
+            raise Broken(f"zbmd replay ended with {code}")
+
+
+def _quietly(run: Callable[[], int]) -> int:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return run()
+
+
+def _bodies() -> tuple[bytes, ...]:
+    segments = [data for name, data in _recorded().items() if name.endswith(fmt.LOG_SUFFIX)]
+    indexes = [data for name, data in _recorded().items() if name.endswith(fmt.INDEX_SUFFIX)]
+    found: list[bytes] = []
+    for kind, files, magic in ((b"\0", segments, fmt.LOG_MAGIC), (b"\1", indexes, fmt.INDEX_MAGIC)):
+        for data in files:
+            end = fmt.header_bytes(data, path=Path(), magic=magic, body_bytes_max=1 << 20)
+            found.append(kind + data[fmt.HEADER_FIXED_BYTES : end])
+    return tuple(found)
+
+
+def _body(data: bytes) -> None:
+    """A header or an index whose checksum is right."""
+    body = data[1:]
+    name, segment = _segment_file()
+    if data[:1] == b"\0":
+        _file(fmt.pack_body(fmt.LOG_MAGIC, msgspec.Raw(body)))  # type: ignore[arg-type]
+        return
+    index = name.replace(fmt.LOG_SUFFIX, fmt.INDEX_SUFFIX)
+    with _laid_out({name: segment, index: fmt.pack_body(fmt.INDEX_MAGIC, msgspec.Raw(body))}) as directory:  # type: ignore[arg-type]
+        _read(directory)
+    if not isinstance(unpack_index(body), SegmentIndex):
+        raise Broken("an index is no index")
+
+
+def _text(data: bytes) -> None:
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        inner = Path(made) / "in" / "side"
+        inner.mkdir(parents=True)
+        try:
+            text_to_capture(data.decode(errors="replace"), inner)
+        finally:
+            outside = [path for path in Path(made).rglob("*.zlog") if inner not in path.parents]
+            if outside:
+                raise Broken(f"it wrote {outside}")
+
+
+def _texts() -> tuple[bytes, ...]:
+    with _laid_out(_recorded()) as directory:
+        return (capture_to_text(directory).encode(),)
+
+
+def _command_seeds() -> tuple[bytes, ...]:
+    return tuple(bytes([number]) + stream for number in range(len(COMMANDS)) for stream in _streams())
+
+
+TARGETS = (
+    Target(
+        name="capture.file",
+        what="a segment file, damaged anywhere",
+        allowed=(CaptureError,),
+        seeds=lambda: (_segment_file()[1],),
+        run=_file,
+    ),
+    Target(
+        name="capture.records",
+        what="a whole segment with hostile records",
+        allowed=(CaptureDamaged,),
+        seeds=_streams,
+        run=_records,
+        bytes_per_byte=1024,
+    ),
+    Target(
+        name="capture.body",
+        what="the header or the index of a segment, its checksum right",
+        allowed=(CaptureError, ValueError, RecursionError),
+        seeds=_bodies,
+        run=_body,
+    ),
+    Target(name="capture.text", what="a capture as text", allowed=(CaptureError,), seeds=_texts, run=_text),
+    Target(
+        name="replay.machines",
+        what="machines played again from hostile records",
+        allowed=(CaptureError,),
+        seeds=_streams,
+        run=_replay,
+        bytes_per_byte=4096,
+    ),
+    Target(
+        name="replay.state",
+        what="the state that a machine is played from",
+        allowed=(CaptureError,),
+        seeds=_states,
+        run=_state,
+        bytes_per_byte=1024,
+    ),
+    Target(
+        name="replay.command",
+        what="zbmd replay, with its options, on hostile records",
+        allowed=(),
+        seeds=_command_seeds,
+        run=_command,
+        bytes_per_byte=4096,
+    ),
+)

@@ -1,0 +1,184 @@
+"""Targets of the cluster: what nodes say, to codec and machine; a node's files; a token that was pasted."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from zbmd.actors.cluster import contracts as contracts
+from zbmd.actors.cluster import messages as m
+from zbmd.actors.cluster.heartbeats._heartbeat import BEAT_BYTES, BEAT_KEY_BYTES, BeatReader, BeatWriter
+from zbmd.actors.cluster.heartbeats.contracts import BeatsAnswer, BeatsAt, BeatsOffer, BeatsReady, BeatsSaid
+from zbmd.actors.cluster.membership.machine import ClusterMachine
+from zbmd.actors.cluster.node.persistent_state import Kept, NodeState, StateError
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.view import Change, ClusterView
+from zbmd.actors.errors import UnknownContract
+from zbmd.tools.fuzzing.script import blocks, read_blocks
+from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.node.join_token import Token, read_token, write_token
+from zbmd.transport.clock.deadlines import derive
+from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
+from zbmd.transport.rdma.setup import GID_BYTES, QueuePairAt
+from zbmd.transport.secure.session_keys import SESSION_ID_BYTES
+
+MESSAGES_MAX = 16
+NODES = tuple(Node(NodeKey(i, 1), f"10.0.0.{i}:29400", f"n{i}") for i in range(1, 5))
+VIEW = ClusterView(epoch=3, nodes=NODES)
+BEAT_KEY = b"k" * BEAT_KEY_BYTES
+COOKIE = b"a cookie that the fuzzers share."
+
+
+def _messages() -> list[bytes]:
+    """One of each, by the encoders that nodes use."""
+    me, newcomer = NODES[0], Node(NodeKey(9, 1), "10.0.0.9:29400", "n9")
+    ballot = m.Ballot(2, 1)
+    change = Change(epoch=4, removed=(NODES[3].key,), added=(newcomer,))
+    accepted = m.Accepted(ballot=ballot, change=change)
+    said: list[m.Message] = [
+        m.Join(node=newcomer),
+        m.Report(epoch=3, down=(NODES[3].key,), proven=(NODES[2].key,), joins=(newcomer,), leaves=True),
+        m.Cast(phase=m.Phase.PREPARE, epoch=3, ballot=ballot, root=me.key, excluded=(4,)),
+        m.Cast(phase=m.Phase.ACCEPT, epoch=3, ballot=ballot, root=me.key, excluded=(), change=change),
+        m.Cast(phase=m.Phase.LEARN, epoch=4, ballot=ballot, root=me.key, excluded=(), change=change),
+        m.Cast(phase=m.Phase.ENTER, epoch=3, ballot=ballot, root=me.key, excluded=()),
+        m.Echo(phase=m.Phase.PREPARE, epoch=3, ballot=ballot, missing=(2, 4), accepted=accepted),
+        m.Behind(epoch=2),
+        m.Learn(view=ClusterView(epoch=5, nodes=NODES)),
+        m.Excluded(epoch=9, reason="it was silent"),
+        m.Beat(known=3, entered=3),
+    ]
+    lane = bytes(range(SESSION_ID_BYTES))
+    pair = QueuePairAt(gid=bytes(GID_BYTES), lid=0, number=17, first_psn=5, mtu=3)
+    at = BeatsAt(at=pair, address=1 << 40, key=9)
+    beats: list[BeatsSaid] = [
+        BeatsOffer(lane=lane, at=at),
+        BeatsAnswer(lane=lane, why="node2 has no RDMA device"),
+        BeatsReady(lane=lane),
+    ]
+    return [msgspec.msgpack.encode(message) for message in (*said, *beats)]
+
+
+def _hail() -> bytes:
+    hail = contracts.Hail(
+        node=NODES[1],
+        protocol=contracts.PROTOCOL_VERSION,
+        release="0.1.0",
+        wall_ns=1_700_000_000_000_000_000,
+        boot_id="b",
+        pid_space="pid:[4026531836]",
+        pid=5,
+        started=7,
+    )
+    return msgspec.msgpack.encode(hail)
+
+
+def _message(data: bytes) -> None:
+    contract = contracts.decode(data)
+    if contracts.decode(msgspec.msgpack.encode(contract)) != contract:
+        raise Broken(f"{contract} is not what comes of its own bytes")
+
+
+def _machine(data: bytes) -> None:
+    """Whatever another member says, one message a block: the machine holds together."""
+    machine = ClusterMachine(NODES[1], derive())
+    now_ns = 1
+    machine.handle(m.Enter(doors=(NODES[0],)), now_ns=now_ns)
+    machine.handle(m.Received(sender=NODES[0], message=m.Learn(view=VIEW)), now_ns=now_ns)
+    for block in read_blocks(data, MESSAGES_MAX):
+        now_ns += 30_000_000
+        contract = contracts.decode(block)
+        if not isinstance(contract, m.Message):
+            continue
+        try:
+            machine.handle(m.Received(sender=NODES[0], message=contract), now_ns=now_ns)
+            machine.handle(m.TimerFired(), now_ns=now_ns)
+        except LocalProtocolError as error:  # the driver ends the link for it
+            raise RemoteProtocolError(str(error)) from error
+        machine.check_invariants()
+
+
+def _beats(data: bytes) -> None:
+    """A lane for heartbeats, in the pieces that the network happens to make of it."""
+    reader, pieces = BeatReader(BEAT_KEY), list(read_blocks(data, MESSAGES_MAX))
+    for piece in pieces:
+        reader.feed(piece)
+    if reader.beats != sum(map(len, pieces)) // BEAT_BYTES:
+        raise Broken(f"{reader.beats} beats came of {sum(map(len, pieces))} bytes")
+
+
+def _beat_seeds() -> tuple[bytes, ...]:
+    writer = BeatWriter(BEAT_KEY)
+    beats = [writer.write(7, 6), writer.write(7, 7), writer.write(2**64 - 1, 0)]
+    whole = b"".join(beats)
+    return (blocks(beats), blocks([whole]), blocks([whole[:5], whole[5:40], whole[40:]]))
+
+
+def _state(data: bytes) -> None:
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        directory = Path(made)
+        directory.chmod(0o700)
+        (directory / "node.json").write_bytes(data)
+        state = NodeState.open(directory)
+        try:
+            before = state.new_life()
+            if before.incarnation < 1 or state.new_life() <= before:
+                raise Broken("a life that another one had")
+        finally:
+            state.close()
+
+
+def _token(data: bytes) -> None:
+    token, addresses = read_token(data.decode(errors="replace"))
+    if len(addresses) != len(token.addresses):
+        raise Broken("addresses were lost")
+
+
+def _token_seeds() -> tuple[bytes, ...]:
+    tokens = (Token(COOKIE, ("10.0.0.1:29400", "[::1]:7")), Token(COOKIE * 2, ()))
+    return tuple(write_token(token).encode() for token in tokens)
+
+
+TARGETS = (
+    Target(
+        name="cluster.message",
+        what="what one node says to another",
+        allowed=(RemoteProtocolError, UnknownContract),
+        seeds=lambda: (*_messages(), _hail()),
+        run=_message,
+    ),
+    Target(
+        name="cluster.machine",
+        what="a member that says anything, to the machine of another",
+        allowed=(RemoteProtocolError, UnknownContract),
+        seeds=lambda: (blocks(_messages()), *(blocks([one]) for one in _messages())),
+        run=_machine,
+        bytes_per_byte=1024,
+    ),
+    Target(
+        name="cluster.beats",
+        what="a lane for heartbeats",
+        allowed=(RemoteProtocolError,),
+        seeds=_beat_seeds,
+        run=_beats,
+    ),
+    Target(
+        name="node.state",
+        what="a node's state directory",
+        allowed=(StateError,),
+        seeds=lambda: (
+            msgspec.json.encode(Kept(id=7, incarnation=3, doors=("10.0.0.1:29400",))),
+            msgspec.json.encode(Kept(id=1, incarnation=0)),
+        ),
+        run=_state,
+    ),
+    Target(
+        name="node.token",
+        what="a token that somebody has pasted",
+        allowed=(UserError,),
+        seeds=_token_seeds,
+        run=_token,
+    ),
+)

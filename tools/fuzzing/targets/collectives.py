@@ -1,0 +1,507 @@
+"""Targets of the collectives and of training: what ranks of one group say and store for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from zbmd.actors.contracts import Contract
+from zbmd.actors.core import wire
+from zbmd.actors.core.ref import Ref
+from zbmd.collectives.algorithms import Operation, Request
+from zbmd.collectives.commit import events as cm
+from zbmd.collectives.commit import wire as commit_wire
+from zbmd.collectives.commit.machine import StepCommit
+from zbmd.collectives.communicator.cost_model import Model
+from zbmd.collectives.errors import CollectiveError
+from zbmd.collectives.execution.executor import Call, MappedExecutor
+from zbmd.collectives.group import flight_dump, priority_machine
+from zbmd.collectives.group.priority_driver import decode_told, encode_told
+from zbmd.collectives.native._program import READ
+from zbmd.collectives.native._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_MAX
+from zbmd.collectives.p2p import elastic_machine as elastic_tag_machine
+from zbmd.collectives.p2p import wire as tagged_wire
+from zbmd.collectives.p2p.tag_machine import Arrived, MemberLeft, SendPosted, TagMachine, TakenThere
+from zbmd.collectives.programs.plan import Plan, plan_of
+from zbmd.collectives.programs.program import IN, OUT
+from zbmd.collectives.repair.adoption import Publication, read_published
+from zbmd.collectives.repair.events import Call as RepairCall
+from zbmd.collectives.repair.events import Inputs, OnLoss, Phase, Report
+from zbmd.collectives.repair.measured_model import Measured
+from zbmd.collectives.repair.operations_uneven import blocks_of
+from zbmd.collectives.repair.splits import Split, SplitLedger, SplitsTold
+from zbmd.collectives.repair.verdict import decide
+from zbmd.collectives.repair.wire import Told, decode_report, encode_report
+from zbmd.tools.cli import flights as flight
+from zbmd.tools.fuzzing.script import Script, blocks, read_blocks
+from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.fuzzing.targets.actors import DECODED
+from zbmd.training.replicated.workload import open_state
+from zbmd.training.run.journal import read_parts
+from zbmd.training.run.ledger import VotePart
+from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
+from zbmd.transport.memory.placement import PAGE_BYTES
+from zbmd.transport.memory.region import RegionHandle
+from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.native import _native
+
+MESSAGES_MAX = 64
+RANKS = (0, 1, 2)
+LAST_VERSION = 3
+ELEMENTS = 64
+STATE_BYTES = 256
+EPOCH = 1
+FOREIGN_AT = 332
+"""Where a descriptor says which of its rank's buffers are in memory of its own, and then how long."""
+
+
+# ---- the commit of steps
+
+
+def _no_reference(data: wire.RefData) -> Ref:
+    raise RemoteProtocolError(f"no message of a commit refers to {data.actor}")
+
+
+@functools.cache
+def _codec() -> wire.Codec:
+    return wire.Codec(_no_reference)
+
+
+def _commit_seeds() -> tuple[bytes, ...]:
+    digest, part = bytes(16), b"part"
+    report = commit_wire.Report(
+        epoch=EPOCH, version=0, digest=digest, slot=0, handle=b"h", known=0, fresh=True
+    )
+    vote = commit_wire.Vote(epoch=EPOCH, version=1, digest=b"1" * 16, part=part)
+    finish = commit_wire.Finish(epoch=EPOCH)
+    encoded = [_from(sender, message) for sender in RANKS[1:] for message in (report, vote, finish)]
+    ahead = msgspec.structs.replace(report, version=2, digest=b"2" * 16, slot=1)
+    order = (0, 3, 1, 4, 2, 5)
+    return (
+        blocks(encoded),
+        blocks(encoded[i] for i in order),
+        blocks([_from(RANKS[1], ahead), encoded[3], encoded[1]]),
+    )
+
+
+def _from(sender: int, message: Contract) -> bytes:
+    return bytes([sender]) + msgspec.msgpack.encode(message)
+
+
+def _commit(data: bytes) -> None:
+    """A rank in a group of three of which the others send anything; our own work always ends well."""
+    machine = StepCommit(rank=0, version=0, digest=bytes(16), handle=b"own", last_version=LAST_VERSION)
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS)
+    _perform(machine, cm.EpochInstalled(epoch=EPOCH, members=members))
+    for body in read_blocks(data, MESSAGES_MAX):
+        message = _codec().decode_contract(body[1:])
+        if isinstance(message, commit_wire.Report | commit_wire.Vote | commit_wire.Finish):
+            _perform(machine, commit_wire.from_wire(message, body[0] if body else 0))
+
+
+def _perform(machine: StepCommit, event: cm.CommitEvent) -> None:
+    waiting = [event]
+    # Bounded: each version is worked on once or twice in an epoch.
+    while waiting:
+        actions = machine.handle(waiting.pop(), now_ns=0)
+        machine.check_invariants()
+        for action in actions:
+            match action:
+                case cm.Fetch(epoch=epoch, version=version, digest=digest):
+                    waiting.append(cm.FetchEnded(epoch=epoch, version=version, digest=digest))
+                case cm.Recall(epoch=epoch, version=version):
+                    waiting.append(cm.RecallEnded(epoch=epoch, version=version, digest=None))
+                case cm.RunStep(epoch=epoch, version=version):
+                    digest = str(version).encode() * 16
+                    waiting.append(cm.StepEnded(epoch=epoch, version=version, digest=digest, part=b"own"))
+                case cm.Commit(version=version) | cm.Adopted(version=version):
+                    if not 0 < version <= LAST_VERSION:
+                        raise Broken(f"version {version} was committed")
+                case _:
+                    pass
+
+
+# ---- priorities
+
+
+def _told_seeds() -> tuple[bytes, ...]:
+    window = priority_machine.WINDOW
+    return tuple(
+        encode_told(priority_machine.Told(made=made, priorities=tuple(range(min(made, window)))))
+        for made in (1, 3, 60)
+    )
+
+
+def _told(data: bytes) -> None:
+    """One member tells anything, and we of three calls: one of ours, or a typed error."""
+    machine = priority_machine.PriorityMachine()
+    for priority in (0, 1, 2):
+        machine.handle(priority_machine.Made(priority=priority), now_ns=0)
+    (mine,) = machine.handle(priority_machine.TurnBegan(), now_ns=0)
+    if not isinstance(mine, priority_machine.Count):
+        raise Broken(f"a turn began with {mine}")
+    told = {0: mine.told, 1: decode_told(data, 1)}
+    (action,) = machine.handle(priority_machine.Counted(told=told), now_ns=0)
+    if not isinstance(action, priority_machine.Run | priority_machine.Differ) or action.number > 2:
+        raise Broken(f"{action} of three calls")
+
+
+# ---- the repair of operations
+
+
+def _report_seeds() -> tuple[bytes, ...]:
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS)
+    call = RepairCall(text="all_reduce", on_loss=OnLoss.SURVIVORS, inputs=Inputs.ADOPT)
+    reports = (
+        Report(born=0, sequence=1, phase=Phase.IDLE),
+        Report(born=1, sequence=2, phase=Phase.PENDING, call=call, attempted=members, readable=members[2:]),
+        Report(born=1, sequence=2, phase=Phase.HELD, call=call, attempted=members, contributors=members),
+    )
+    measured = (None, Measured(model=Model(cores=2), far=True), Measured(model=Model(), far=False))
+    return tuple(
+        encode_report(Told(report=report, record_at=4096, measured=each, reading=k), ranks=62).tobytes()
+        for k, (report, each) in enumerate(zip(reports, measured, strict=True))
+    )
+
+
+def _reports(data: bytes) -> None:
+    """One member sends anything, and another and we a sound report: a verdict, or a typed error."""
+    sound = decode_report(np.frombuffer(_report_seeds()[1], np.uint8), RANKS[0]).report
+    told = decode_report(np.frombuffer(data, np.uint8), RANKS[1])
+    if told.measured is not None and not told.measured.model.alpha_ns > 0:
+        raise Broken(f"a model of {told.measured}")
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS[:2])
+    verdict = decide(EPOCH + 1, members, {0: sound, 1: told.report}, frozenset())
+    if not set(verdict.runners) <= set(RANKS[:2]):
+        raise Broken(f"ranks {verdict.runners} are to run")
+
+
+def _splits_seeds() -> tuple[bytes, ...]:
+    split = Split(channel=8, mend=9, base=3, places=((0, 1, 0), (1, 1, -1), (2, 0, 0)))
+    both = (split, msgspec.structs.replace(split, closed=True))
+    return tuple(_from(0, SplitsTold(splits=both[:k])) for k in range(3))
+
+
+def _splits(data: bytes) -> None:
+    """Two elders tell rank 1 the same anything of how a group was split."""
+    told = _codec().decode_contract(data[1:])
+    if not isinstance(told, SplitsTold):
+        return
+    ledger = SplitLedger()
+    ledger.learn({0: told, 2: told}, rank=1)
+    for split in ledger.splits:
+        part = split.part_of(1)
+        if len(set(part)) != len(part) or (part and 1 not in part):
+            raise Broken(f"rank 1 belongs to {part}")
+
+
+def _record_seeds() -> tuple[bytes, ...]:
+    with contextlib.closing(
+        Segment.create(slot=0, incarnation=1, arena_bytes=PAGE_BYTES, inbox_bytes=0)
+    ) as segment:
+        publication = Publication(segment.arena)
+        publication.publish(1, segment.arena.empty(ELEMENTS, np.uint8))
+        begin = segment.nbytes - segment.arena.capacity_bytes
+        whole = bytes(segment.mapping.view(begin, segment.arena.capacity_bytes))
+        del publication
+    return (whole[:256],)
+
+
+def _record(data: bytes) -> None:
+    found = read_published(memoryview(data), 1 << 17, 1 << 17, 1)
+    if found is None:
+        return
+    if len(found) > len(data):
+        raise Broken(f"{len(found)} bytes of a contribution in an arena of {len(data)}")
+    blocks_of(found, (1, 0, 2), row_bytes=4)
+
+
+def _parts() -> tuple[bytes, ...]:
+    part = VotePart(shards={0: (1, 2)}, losses={0: 1.5}, grad_norm=0.5, held_out=(3.0, 2))
+    return (msgspec.msgpack.encode(part),)
+
+
+def _part(data: bytes) -> None:
+    read_parts((data,))
+
+
+# ---- memory that ranks share
+
+
+@contextlib.contextmanager
+def _two_segments() -> Generator[tuple[Segment, Segment, PeerSegment]]:
+    made = [
+        Segment.create(slot=slot, incarnation=4, arena_bytes=PAGE_BYTES, inbox_bytes=PAGE_BYTES)
+        for slot in range(2)
+    ]
+    try:
+        yield made[0], made[1], PeerSegment.attach(made[1].fd, slot=1)
+    finally:
+        for segment in made:
+            segment.close()
+
+
+def _state_handles() -> tuple[bytes, ...]:
+    arena = RegionHandle(
+        slot=1, incarnation=4, offset=_native.OFF_END + PAGE_BYTES, nbytes=STATE_BYTES, writable=False
+    )
+    inbox = msgspec.structs.replace(arena, offset=_native.OFF_END, writable=True)
+    return tuple(bytes([slot]) + msgspec.msgpack.encode([arena, inbox]) for slot in range(2))
+
+
+def _state_handle(data: bytes) -> None:
+    """Which slot, and where a rank says that its slots are; then all of it is read."""
+    with _two_segments() as (own, _, peer):
+        slot = data[0] % 2 if data else 0
+        region = open_state(data[1:], slot, peer, own, rank=1, nbytes=STATE_BYTES)
+        into = np.empty(STATE_BYTES, np.uint8)
+        region.get(into).wait()
+        region.close()
+        peer.close()
+
+
+def _plan(rank: int, pair: bool) -> Plan:
+    read = Request(operation=Operation.ALL_REDUCE, algorithm="direct", n=2, chunks=2)
+    return plan_of(replace(read, algorithm="swap"), rank, read) if pair else plan_of(read, rank)
+
+
+def _all_reduce(
+    own: Segment, peer: PeerSegment, deadline_ns: int, *, pair: bool, foreign: bool = False
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    executor = MappedExecutor(
+        segment=own, peers={1 - own.slot: peer}, members=(0, 1), rank=own.slot, epoch=EPOCH, channel=0
+    )
+    source, target = (
+        own.arena.from_array(np.ones(ELEMENTS, np.float32)),
+        own.arena.empty(ELEMENTS, np.float32),
+    )
+    call = Call(
+        dtype=0, reduction=0, count=ELEMENTS, total=ELEMENTS, piece=0, in_stride=ELEMENTS, out_stride=ELEMENTS
+    )
+    addresses = {IN: _native.address_of(source), OUT: _native.address_of(target)}
+    executor.native.always(READ)
+    if foreign:  # what is told of its own memory is looked for in ours
+        executor.read_peers([os.getpid()] * 2)
+    try:
+        executor.run(_plan(own.slot, pair), call, addresses, deadline_ns=deadline_ns)
+    finally:
+        executor.release()
+    return target
+
+
+@functools.cache
+def _descriptor(pair: bool) -> bytes:
+    """The descriptor that a good rank 1 publishes for the operation of `_all_reduce`."""
+    with _two_segments() as (one, two, _):
+        with contextlib.suppress(DeadlineExceeded):
+            _all_reduce(two, PeerSegment.attach(one.fd, slot=0), 1, pair=pair)
+        at = _native.OFF_DESCRIPTORS + _descriptor_offset()
+        published = bytearray(two.mapping.view(at, DESCRIPTOR_HEADER_BYTES))
+    published[8:16] = bytes(8)  # nobody answered, so the run has been given up since
+    return bytes(published)
+
+
+def _descriptor_offset() -> int:
+    """Of the first run of channel 0: runs take turns with two descriptors."""
+    return DESCRIPTOR_HEADER_BYTES + PUB_BYTES_MAX
+
+
+def _descriptors() -> tuple[bytes, ...]:
+    foreign = bytearray(_descriptor(False))
+    foreign[FOREIGN_AT : FOREIGN_AT + 20] = (1 << IN | 1 << OUT).to_bytes(4, "little") + bytes([255, 0]) * 8
+    numbers = [(EPOCH << 32 | notified).to_bytes(8, "little") for notified in (0xFFFF, 1)]
+    kinds = ((0, _descriptor(False)), (1, _descriptor(True)), (2, bytes(foreign)))
+    return tuple(bytes([kind]) + number + good for number in numbers for kind, good in kinds)
+
+
+def _operation(data: bytes) -> None:
+    """An all-reduce with a rank whose descriptor and notification are the script's.
+
+    By one program, or by the choice of two, or where a rank may tell of its own memory.
+    """
+    script = Script(data)
+    kind = script.number(1)
+    cell, descriptor = script.number(8), script.take(DESCRIPTOR_HEADER_BYTES)
+    with _two_segments() as (own, theirs, peer):
+        at = _native.OFF_DESCRIPTORS + _descriptor_offset()
+        theirs.mapping.view(at, len(descriptor), writable=True)[:] = descriptor
+        PeerSegment.attach(own.fd, slot=0).notify(1, 0, cell)
+        result = _all_reduce(own, peer, 1, pair=kind & 1 == 1, foreign=kind & 2 == 2)
+        if result.shape != (ELEMENTS,):
+            raise Broken(f"a result of {result.shape}")
+
+
+# ---- dumps of flight recorders
+
+
+def _flights() -> tuple[bytes, ...]:
+    done = flight_dump.Operation("all_reduce", "direct", 1, 1024, 10, 20, 30, "complete", "")
+    runs = flight_dump.Operation("barrier", "dissemination", 2, 0, 40, 0, 0, "running", "")
+    group = flight_dump.GroupFlights(
+        channel=0, epoch=1, rank=0, members=(0, 1), begun=2, closed=False, operations=(done, runs)
+    )
+    dump = flight_dump.Dump(
+        version=flight_dump.VERSION,
+        name="rank0",
+        pid=1,
+        reason="SIGUSR2",
+        taken_ns=50,
+        taken_unix_ns=100,
+        groups=(group,),
+    )
+    return (msgspec.json.encode(dump),)
+
+
+def _flight(data: bytes) -> None:
+    dump = flight_dump.read_dump(data, "the dump")
+    flight.text([dump], last=flight.LAST_DEFAULT)
+    flight.trace([dump])
+
+
+# ---- tagged messages
+
+
+def _tagged_seeds() -> tuple[bytes, ...]:
+    small = tagged_wire.TaggedMessage(
+        epoch=EPOCH, channel=0, number=1, tag=3, dtype=0, shape=(2, 3), data=bytes(24), lent=None, digest=b""
+    )
+    handle = RegionHandle(slot=1, incarnation=1, offset=4096, nbytes=1 << 20, writable=False)
+    large = msgspec.structs.replace(small, number=2, shape=(1 << 18,), data=b"", lent=handle, digest=bytes(8))
+    taken = tagged_wire.TaggedTaken(epoch=EPOCH, channel=0, number=1)
+    greeting = tagged_wire.TaggedGreeting(epoch=0, channel=0, view=EPOCH, since=EPOCH)
+    first = EPOCH << elastic_tag_machine.SESSION_BITS
+    later = msgspec.structs.replace(small, number=first + 1)
+    told = msgspec.structs.replace(taken, number=first + 1)
+    closed = tagged_wire.TaggedClosed(epoch=0, channel=0)
+    plain = [_from(RANKS[1], message) for message in (small, large, taken, closed)]
+    elastic = [_from(RANKS[1], message) for message in (greeting, later, told, closed)]
+    return tuple(blocks(each[:k]) for each in (plain, elastic) for k in range(1, len(each) + 1))
+
+
+def _tagged(data: bytes) -> None:
+    """Messages of others to a member that has sent one of its own."""
+    machine = TagMachine(RANKS)
+    machine.handle(SendPosted(key=1, to=RANKS[1], tag=0), now_ns=0)
+    for body in read_blocks(data, MESSAGES_MAX):
+        message, source = _codec().decode_contract(body[1:]), body[0] if body else 0
+        if isinstance(message, tagged_wire.TaggedMessage):
+            tagged_wire.described(message, source)
+            machine.handle(Arrived(source=source, number=message.number, tag=message.tag), now_ns=0)
+        elif isinstance(message, tagged_wire.TaggedTaken):
+            machine.handle(TakenThere(by=source, number=message.number), now_ns=0)
+        elif isinstance(message, tagged_wire.TaggedClosed):
+            machine.handle(MemberLeft(source=source), now_ns=0)
+        machine.check_invariants()
+
+
+def _tagged_elastic(data: bytes) -> None:
+    """Messages of others to a member of an elastic group, that has sent one of its own."""
+    machine = elastic_tag_machine.ElasticTagMachine(RANKS[0])
+    members = tuple(cm.MemberId(rank=rank, incarnation=1) for rank in RANKS)
+    machine.handle(elastic_tag_machine.Settled(epoch=EPOCH, members=members), now_ns=0)
+    machine.handle(SendPosted(key=1, to=RANKS[1], tag=0), now_ns=0)
+    for body in read_blocks(data, MESSAGES_MAX):
+        message, source = _codec().decode_contract(body[1:]), body[0] if body else 0
+        match message:
+            case tagged_wire.TaggedGreeting(view=view, since=since):
+                greeted = elastic_tag_machine.Greeted(source=source, epoch=view, since=since)
+                machine.handle(greeted, now_ns=0)
+            case tagged_wire.TaggedMessage():
+                tagged_wire.described(message, source)
+                machine.handle(Arrived(source=source, number=message.number, tag=message.tag), now_ns=0)
+            case tagged_wire.TaggedTaken(number=number):
+                machine.handle(TakenThere(by=source, number=number), now_ns=0)
+            case tagged_wire.TaggedClosed():
+                machine.handle(MemberLeft(source=source), now_ns=0)
+            case _:
+                pass
+        machine.check_invariants()
+
+
+TARGETS = (
+    Target(
+        name="tagged.messages",
+        what="arrays that other members of a group send with tags",
+        allowed=DECODED,
+        seeds=_tagged_seeds,
+        run=_tagged,
+    ),
+    Target(
+        name="tagged.elastic",
+        what="greetings and arrays that other members of an elastic group send with tags",
+        allowed=DECODED,
+        seeds=_tagged_seeds,
+        run=_tagged_elastic,
+    ),
+    Target(
+        name="flight.dump",
+        what="a file that a rank's flight recorder was written to",
+        allowed=(UserError,),
+        seeds=_flights,
+        run=_flight,
+        bytes_per_byte=4096,
+    ),
+    Target(
+        name="priority.told",
+        what="the calls that a member of a group has made, and their priorities",
+        allowed=(RemoteProtocolError,),
+        seeds=_told_seeds,
+        run=_told,
+    ),
+    Target(
+        name="repair.report",
+        what="where a member stands in an operation that is to be repaired",
+        allowed=(RemoteProtocolError,),
+        seeds=_report_seeds,
+        run=_reports,
+    ),
+    Target(
+        name="elastic.splits",
+        what="how a group was split, as its members tell one that comes later",
+        allowed=DECODED,
+        seeds=_splits_seeds,
+        run=_splits,
+    ),
+    Target(
+        name="repair.record",
+        what="what a dead rank says that it had published, in its arena",
+        allowed=(RemoteProtocolError,),
+        seeds=_record_seeds,
+        run=_record,
+    ),
+    Target(
+        name="commit.conversation",
+        what="reports, votes and finishes of a group's other ranks",
+        allowed=DECODED,
+        seeds=_commit_seeds,
+        run=_commit,
+    ),
+    Target(
+        name="commit.part",
+        what="a rank's share of the ledger",
+        allowed=(RemoteProtocolError,),
+        seeds=_parts,
+        run=_part,
+    ),
+    Target(
+        name="commit.handle",
+        what="where a rank says that its state can be read",
+        allowed=(RemoteProtocolError,),
+        seeds=_state_handles,
+        run=_state_handle,
+    ),
+    Target(
+        name="collective.descriptor",
+        what="a rank's descriptor of an operation, in shared memory",
+        allowed=(CollectiveError, RemoteProtocolError, DeadlineExceeded),
+        seeds=_descriptors,
+        run=_operation,
+    ),
+)

@@ -1,0 +1,580 @@
+"""Targets of files and texts that people hand us: settings, cookies, checkpoints, logs of runs, options."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from msgspec.msgpack import encode
+from xxhash import xxh3_64_intdigest
+
+from zbmd.actors.rank_env import RankEnvironment, host_memory_bytes, parse_arena, parse_size
+from zbmd.actors.replay.process_capture import parse_bulk
+from zbmd.collectives.errors import ProgramError
+from zbmd.collectives.programs.program import (
+    Copy,
+    Finish,
+    Notify,
+    Operand,
+    Program,
+    Put,
+    Reduce,
+    Wait,
+    format_program,
+    parse_program,
+)
+from zbmd.tools.cli import settings
+from zbmd.tools.cli.run_result import RESULT_NAME, load_result, save_result
+from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.runs.plot_metrics import picture_of_metrics, read_metrics
+from zbmd.training.autograd.parameter_layout import ParameterLayout
+from zbmd.training.checkpoint.parameter_cut import run_of
+from zbmd.training.checkpoint.plan import read_plan
+from zbmd.training.checkpoint.sharded import (
+    SHARDS_FORMAT,
+    SHARDS_NAME,
+    Piece,
+    ShardNames,
+    open_state,
+    write_names,
+    write_shard,
+)
+from zbmd.training.checkpoint.whole import Checkpoint, checkpoint_version, load_checkpoint, save_checkpoint
+from zbmd.training.config import GPTConfig
+from zbmd.training.data.corpus import CORPUS_FILE, Corpus, prepare_corpus
+from zbmd.training.data.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_tokens, shard_name
+from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
+from zbmd.training.model.gpt import parameter_shapes
+from zbmd.training.model.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
+from zbmd.training.model.hugging_face import WEIGHTS_NAME as GPT2_WEIGHTS_NAME
+from zbmd.training.model.weights import load_weights, save_weights
+from zbmd.training.optim.mixed_precision import LossScale
+from zbmd.training.redundancy.state_file import StateFile, StateName
+from zbmd.training.run.ledger import CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
+from zbmd.training.run.repeated_oom import read_note
+from zbmd.training.sharded.records import last_steps
+from zbmd.transport import kill_points as faults
+from zbmd.transport.clock.durations import parse_duration
+from zbmd.transport.errors import UserError
+from zbmd.transport.handshake.cookie import CookieError, load_or_create_cookie
+from zbmd.transport.sim import parse_faults
+from zbmd.transport.sim.faults import format_plan
+from zbmd.transport.tcp.address import parse_address, source_of
+from zbmd.transport.tcp.settings import tcp_settings
+
+MODEL = GPTConfig(context=4, width=8, heads=2, layers=1)
+PLAN = '{"model":{"width":8},"seed":1}'
+ELEMENTS = 12
+HEADER = LogHeader(format=1, run_id="run", base_version=0, plan=PLAN, seed=1)
+
+
+@contextmanager
+def _file(data: bytes, name: str = "file") -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        path = Path(made) / name
+        path.write_bytes(data)
+        path.chmod(0o600)
+        yield path
+
+
+def _written(name: str, write: Callable[[Path], object]) -> bytes:
+    """What `write` makes of the file `name` in a directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        write(Path(made))
+        return (Path(made) / name).read_bytes()
+
+
+def _on_file(read: Callable[[Path], object], name: str = "file") -> Callable[[bytes], None]:
+    def run(data: bytes) -> None:
+        with _file(data, name) as path:
+            read(path)
+
+    return run
+
+
+# ---- settings and secrets
+
+
+def _settings_seeds() -> tuple[bytes, ...]:
+    good = settings.merge({}, {}, None).lines()
+    return (
+        "\n".join(good).encode(),
+        b'nproc-per-node = 4\non-loss = "shrink"\narena = "64MiB"\nrestart_window = "500ms"\n',
+        b'max_restarts = 3\ncapture = \'run.zlog\'\ndata = """a\nb"""\n',
+    )
+
+
+def _merge(path: Path) -> None:
+    settings.merge({}, {}, path).lines()
+
+
+def _cookie(data: bytes) -> None:
+    with _file(data) as path:
+        cookie = load_or_create_cookie(path)
+        if not 32 <= len(cookie) <= 1024:
+            raise Broken(f"a cookie of {len(cookie)} bytes")
+
+
+# ---- what runs leave behind
+
+
+def _record(version: int) -> CommitRecord:
+    return CommitRecord(
+        version=version,
+        epoch=1,
+        members=(0, 1),
+        shards={0: (1, 2), 1: (3,)},
+        losses={0: 1.5, 1: 2.5},
+        rng_key=(1, version - 1),
+        digest="00" * 16,
+        at_ns=5,
+    )
+
+
+def _append(path: Path, first: int = 1) -> None:
+    log = CommitLog(path, HEADER)
+    try:
+        for version in range(first, first + 3):
+            log.append(_record(version))
+    finally:
+        log.close()
+
+
+def _ledger(path: Path) -> None:
+    """Read it; then go on with it as a run would, which may not cost a record that could be read."""
+    try:
+        _, known = read_log(path)
+    except UserError:
+        known = []
+    try:
+        _append(path, len(known) + 1)
+    except (UserError, LedgerBroken):
+        if not known:
+            raise
+    # By their bytes: a loss may be NaN, which is not even itself.
+    if encode(read_log(path)[1][: len(known)]) != encode(known):
+        raise Broken("records are gone")
+
+
+@functools.cache
+def _checkpoint_seeds() -> tuple[bytes, ...]:
+    flat = np.arange(ELEMENTS, dtype=np.float32)
+    return (
+        _written("c", lambda d: save_checkpoint(d / "c", Checkpoint(version=3, plan=PLAN, flat=flat))),
+        _written("c", lambda d: save_checkpoint(d / "c", Checkpoint(version=3, plan="{}", flat=flat[:6]))),
+    )
+
+
+def _checkpoint(path: Path) -> None:
+    checkpoint_version(path)
+    found = load_checkpoint(path, plan=PLAN, elements=ELEMENTS)
+    if found.flat.shape != (ELEMENTS,) or found.plan != PLAN:
+        raise Broken(f"{found}")
+
+
+STATE_NAME = StateName(run=7, place=0, ranks=2, elements=ELEMENTS)
+
+
+@functools.cache
+def _state_seeds() -> tuple[bytes, ...]:
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        file = StateFile(Path(made), STATE_NAME, again=False)
+        for version in (2, 3):
+            file.begin(version % 2)
+            file.slots[version % 2][:] = version
+            file.wrote([file.slots[version % 2]])
+            file.end(version % 2, version)
+        return (file.path.read_bytes(),)
+
+
+def _state(path: Path) -> None:
+    """A replacement finds anything under its predecessor's name: what it takes for whole has its digest."""
+    file = StateFile(path.parent, STATE_NAME, again=True)
+    for slot, array in enumerate(file.slots):
+        file.drop_damaged(slot, [[array]])
+        version = file.version_in(slot)
+        if version is not None and (
+            version % 2 != slot or xxh3_64_intdigest(array.data) != file.digest_in(slot)
+        ):
+            raise Broken(f"version {version} is taken for whole in slot {slot}")
+
+
+SHARD_NAME = f"checkpoint-3-{0:016x}-0.safetensors"
+SLOTS = ParameterLayout.of({"a": (2, 3), "b": (5,)}).slots
+
+
+@functools.cache
+def _shard_files() -> tuple[bytes, bytes]:
+    """What names the shard of a checkpoint, and the shard."""
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        flats = [np.arange(slot.size, dtype=np.float32) for slot in SLOTS]
+        pieces = [
+            Piece(slot.name, run_of(slot.size, 0, slot.size), (flat, flat, flat))
+            for slot, flat in zip(SLOTS, flats, strict=True)
+        ]
+        write_shard(Path(made) / SHARD_NAME, pieces)
+        names = ShardNames(
+            format=SHARDS_FORMAT, version=3, plan=PLAN, loss_scale=(8.0, 1.0, 2.0), files=(SHARD_NAME,)
+        )
+        write_names(Path(made), names)
+        return (Path(made) / SHARDS_NAME).read_bytes(), (Path(made) / SHARD_NAME).read_bytes()
+
+
+def _shards(names: bytes, shard: bytes) -> None:
+    with _file(names, SHARDS_NAME) as path:
+        (path.parent / SHARD_NAME).write_bytes(shard)
+        with contextlib.closing(open_state(path, plan=PLAN, layout=ParameterLayout(SLOTS))) as state:
+            LossScale().read(np.array(state.loss_scale))
+            for slot in SLOTS:
+                flat = state.parameter("mean", slot)
+                if flat.tolist() != list(range(slot.size)):
+                    raise Broken(f"{flat} of {slot}")
+
+
+@functools.cache
+def _weights_seeds() -> tuple[bytes, ...]:
+    layout = ParameterLayout.of(parameter_shapes(MODEL))
+    flat = np.arange(layout.size, dtype=np.float32)
+    return (_written("w", lambda d: save_weights(d / "w", flat, MODEL, step=3)),)
+
+
+def _weights(path: Path) -> None:
+    flat, config, _ = load_weights(path)
+    if flat.size != ParameterLayout.of(parameter_shapes(config)).size:
+        raise Broken(f"{flat.size} weights for {config}")
+
+
+@functools.cache
+def _gpt2_files() -> tuple[bytes, bytes]:
+    """The description and the weights of a small GPT-2."""
+    config = GPTConfig(family="gpt2", activation="gelu", vocabulary=5, context=4, width=4, heads=2, layers=1)
+    flat = np.arange(ParameterLayout.of(parameter_shapes(config)).size, dtype=np.float32)
+    described = _written(CONFIG_NAME, lambda d: save_gpt2(d, flat, config))
+    return described, _written(GPT2_WEIGHTS_NAME, lambda d: save_gpt2(d, flat, config))
+
+
+def _gpt2_config(data: bytes) -> None:
+    _load_gpt2(data, _gpt2_files()[1])
+
+
+def _gpt2_weights(data: bytes) -> None:
+    _load_gpt2(_gpt2_files()[0], data)
+
+
+def _load_gpt2(described: bytes, weights: bytes) -> None:
+    with _file(described, CONFIG_NAME) as path:
+        (path.parent / GPT2_WEIGHTS_NAME).write_bytes(weights)
+        flat, config = load_gpt2(path.parent)
+        if flat.size != ParameterLayout.of(parameter_shapes(config)).size:
+            raise Broken(f"{flat.size} weights for {config}")
+
+
+@functools.cache
+def _corpus_seeds() -> tuple[bytes, ...]:
+    def prepare(directory: Path) -> None:
+        (directory / "text").write_bytes(b"some text to train on, long enough. " * 8)
+        prepare_corpus(str(directory / "text"), directory, context=4)
+
+    return (_written(CORPUS_FILE, prepare),)
+
+
+def _corpus(path: Path) -> None:
+    corpus = Corpus(path, context=4)
+    if len(corpus.data) != corpus.header.nbytes:
+        raise Broken(f"{len(corpus.data)} bytes of data")
+
+
+@functools.cache
+def _token_files() -> tuple[bytes, bytes, bytes]:
+    """A manifest, its one shard of tokens, and their tokenizer."""
+    with tempfile.TemporaryDirectory(prefix="zbmd-fuzz-") as made:
+        (Path(made) / "text").write_bytes(b"some text to train on, long enough. " * 8)
+        prepare_tokens(str(Path(made) / "text"), Path(made), vocabulary=260, context=4)
+        names = (MANIFEST_NAME, shard_name(0), TOKENIZER_NAME)
+        manifest, shard, tokenizer = ((Path(made) / name).read_bytes() for name in names)
+        return manifest, shard, tokenizer
+
+
+def _tokens(data: bytes) -> None:
+    with _file(data, MANIFEST_NAME) as path:
+        (path.parent / shard_name(0)).write_bytes(_token_files()[1])
+        corpus = TokenCorpus(path.parent, context=4)
+        corpus.windows(np.arange(corpus.split.window_count))
+
+
+def _tokenizer(data: bytes) -> None:
+    made = BPETokenizer(data, "the tokenizer")
+    if made.separator < 0:
+        raise Broken(f"a separator of {made.separator}")
+
+
+def _result_seeds() -> tuple[bytes, ...]:
+    found = {"parameters": 10, "heldout_loss_last": 1.5, "verified": True, "other": [1, {"a": None}]}
+    death = b'{"deaths": [{"rank": 1, "incarnation": 1, "step": 3, "epoch": 1, "recovery_ms": 12.5}]}'
+    return (_written(RESULT_NAME, lambda d: save_result(d, found, [])), death)
+
+
+_PLAN = (
+    '{"corpus":"00","model":{"width":8,"heads":2,"layers":1,"context":4,"activation":"gelu"},"reduction":"r",'
+    '"training":{"steps":3,"shards":2,"learning_rate":0.001,"seed":1,"optimizer":{"type":"adamw"}}}'
+)
+
+
+# ---- texts
+
+
+def _text(parse: Callable[[str], object]) -> Callable[[bytes], None]:
+    def run(data: bytes) -> None:
+        parse(data.decode(errors="replace"))
+
+    return run
+
+
+def _options(text: str) -> None:
+    """Each way to write a number, a size, a time or a choice; one refusal must not hide the next."""
+    parsers: tuple[Callable[[str], object], ...] = (
+        settings.parse_ranks,
+        settings.parse_restarts,
+        parse_duration,
+        settings.parse_on_loss,
+        parse_bulk,
+        parse_size,
+        parse_arena,
+        lambda value: tcp_settings({"ZBMD_PROTECTION": value, "ZBMD_SOCKET_IFNAME": value}),
+        lambda value: host_memory_bytes({"ZBMD_HOST_MEMORY": value}),
+        lambda value: RankEnvironment.read({**_ENVIRONMENT, "WORLD_SIZE": value}),
+        lambda value: RankEnvironment.read({**_ENVIRONMENT, "ZBMD_JOB": value}),
+    )
+    for parse in parsers:
+        try:
+            parse(text)
+        except UserError:
+            continue
+
+
+def _address(text: str) -> None:
+    found = parse_address(text)
+    if found.host and parse_address(str(found)) != found:
+        raise Broken(f"{found!r} is written {found}")
+    if found.is_numeric:
+        source_of(found.host)
+
+
+_ENVIRONMENT = RankEnvironment(rank=0, world_size=1, incarnation=1, job=7, node_address="n").variables()
+
+
+def _faults(text: str) -> None:
+    found = parse_faults(text)
+    if not isinstance(found, int) and parse_faults(format_plan(found)) != found:
+        raise Broken(f"{found} is written {format_plan(found)}")
+
+
+def _kill_points(text: str) -> None:
+    found = faults.parse(text)
+    if faults.parse(",".join(map(str, found))) != found:
+        raise Broken(f"{found}")
+
+
+def _program(text: str) -> None:
+    found = parse_program(text)
+    if parse_program(format_program(found)) != found:
+        raise Broken(f"{found}")
+
+
+def _program_seeds() -> tuple[bytes, ...]:
+    a, b = Operand(0, 0, 1), Operand(1, 4, 2)
+    program = Program(
+        algorithm="ring",
+        n=2,
+        rank=0,
+        blocks=1,
+        chunks=2,
+        scratch_slots=1,
+        inbox_slots=1,
+        instructions=(
+            Put(1, b, a),
+            Notify(1),
+            Wait(1, 2),
+            Reduce(0, a, a, b),
+            Copy(1, a, b),
+            Finish(1, a, b),
+        ),
+    )
+    return (format_program(program).encode(),)
+
+
+TARGETS = (
+    Target(
+        name="settings.toml",
+        what="a settings file",
+        allowed=(UserError,),
+        seeds=_settings_seeds,
+        run=_on_file(_merge),
+    ),
+    Target(
+        name="options",
+        what="sizes, times, counts and choices, on the command line and in the environment",
+        allowed=(),
+        seeds=lambda: (b"64MiB", b"1.5 GiB", b"500ms", b"1min", b"3", b"replace", b"digest", b"4096"),
+        run=_text(_options),
+    ),
+    Target(
+        name="tcp.address",
+        what="the address of a listener",
+        allowed=(UserError,),
+        seeds=lambda: (b"node1:29400", b"[::1]:29400", b"10.0.0.1:0", b"[fe80::1%eth0]:1", b"*:29400"),
+        run=_text(_address),
+    ),
+    Target(
+        name="cookie",
+        what="a cookie file",
+        allowed=(CookieError,),
+        seeds=lambda: (b"a" * 64 + b"\n", b"!" * 32, b"~" * 1024 + b"\n"),
+        run=_cookie,
+    ),
+    Target(
+        name="ledger",
+        what="a commit log, read and gone on with",
+        allowed=(UserError, LedgerBroken),
+        seeds=lambda: (_written("log", lambda d: _append(d / "log")),),
+        run=_on_file(_ledger),
+    ),
+    Target(
+        name="metrics.tail",
+        what="the end of a run's metrics, to go on with",
+        allowed=(),
+        seeds=lambda: (b'{"step":1,"loss":2.5}\n{"step":2.0,"held_out_loss":2.4}\n{"step":3,"lo',),
+        run=_on_file(last_steps),
+    ),
+    Target(
+        name="ledger.plan",
+        what="the plan in a commit log",
+        allowed=(UserError,),
+        seeds=lambda: (_PLAN.encode(),),
+        run=_text(read_plan),
+    ),
+    Target(
+        name="memory.note",
+        what="the note of a rank that ran out of memory",
+        allowed=(),
+        seeds=lambda: (b'{"job":7,"rank":1,"incarnation":1,"step":3}',),
+        run=_on_file(read_note),
+    ),
+    Target(
+        name="checkpoint",
+        what="a checkpoint",
+        allowed=(UserError,),
+        seeds=_checkpoint_seeds,
+        run=_on_file(_checkpoint),
+    ),
+    Target(
+        name="checkpoint.names",
+        what="what names the shards of a checkpoint",
+        allowed=(UserError,),
+        seeds=lambda: (_shard_files()[0],),
+        run=lambda data: _shards(data, _shard_files()[1]),
+    ),
+    Target(
+        name="checkpoint.shard",
+        what="a shard of a checkpoint",
+        allowed=(UserError,),
+        seeds=lambda: (_shard_files()[1],),
+        run=lambda data: _shards(_shard_files()[0], data),
+    ),
+    Target(
+        name="zero.state",
+        what="the optimizer's state of a rank, in a file",
+        allowed=(UserError,),
+        seeds=_state_seeds,
+        run=_on_file(_state, "zero-0-of-2.state"),
+    ),
+    Target(
+        name="gpt2.config",
+        what="the description of a GPT-2 in Hugging Face's layout",
+        allowed=(UserError,),
+        seeds=lambda: (_gpt2_files()[0],),
+        run=_gpt2_config,
+    ),
+    Target(
+        name="gpt2.weights",
+        what="the weights of a GPT-2 in Hugging Face's layout",
+        allowed=(UserError,),
+        seeds=lambda: (_gpt2_files()[1],),
+        run=_gpt2_weights,
+    ),
+    Target(
+        name="tokens",
+        what="a directory of tokens",
+        allowed=(UserError,),
+        seeds=lambda: (_token_files()[0],),
+        run=_tokens,
+    ),
+    Target(
+        name="tokenizer",
+        what="a tokenizer",
+        allowed=(UserError,),
+        seeds=lambda: (_token_files()[2],),
+        run=_tokenizer,
+    ),
+    Target(
+        name="weights",
+        what="a file of weights",
+        allowed=(UserError,),
+        seeds=_weights_seeds,
+        run=_on_file(_weights),
+    ),
+    Target(
+        name="corpus",
+        what="a prepared corpus",
+        allowed=(UserError,),
+        seeds=_corpus_seeds,
+        run=_on_file(_corpus, CORPUS_FILE),
+    ),
+    Target(
+        name="result",
+        what="the result of a run",
+        allowed=(UserError,),
+        seeds=_result_seeds,
+        run=_on_file(lambda path: load_result(path.parent), RESULT_NAME),
+    ),
+    Target(
+        name="metrics",
+        what="the metrics of a run",
+        allowed=(UserError,),
+        seeds=lambda: (
+            b'{"step":1,"loss":6.2,"grad_norm":0.3}\n{"step":1,"held_out_loss":6.1}\n',
+            b'{"step":2,"loss":1e308}\n\n{"step":2,"loss":0.5}\n{"st',
+        ),
+        run=_on_file(lambda path: picture_of_metrics(read_metrics(path), [], None)),
+    ),
+    Target(
+        name="sim.faults",
+        what="a plan of simulated faults",
+        allowed=(UserError,),
+        seeds=lambda: (
+            b"crash:process=rank1,at=5ms,for=2ms",
+            b"8",
+            b"crash:process=rank1,at=1ns,for=1ms;crash:process=rank2,at=2s,for=1us",
+        ),
+        run=_text(_faults),
+    ),
+    Target(
+        name="faults",
+        what="ZBMD_FAULT",
+        allowed=(UserError,),
+        seeds=lambda: (b"rank2:vote.sent,rank1#2:recovery.pull:3",),
+        run=_text(_kill_points),
+    ),
+    Target(
+        name="program",
+        what="a collective's program as text",
+        allowed=(ProgramError,),
+        seeds=_program_seeds,
+        run=_text(_program),
+    ),
+)

@@ -1,0 +1,330 @@
+"""Targets of links: a real listener, and a peer that holds the cookie and then does anything at all.
+
+The peer is this process too, but it talks to the listener only as another process could: over the socket, by
+the descriptors that it hands over, and in the memory that both have mapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import struct
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import msgspec
+
+from zbmd.tools.fuzzing.script import Script, block
+from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.tools.fuzzing.targets import wires
+from zbmd.tools.fuzzing.targets.memories import segment_file
+from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError, ZbmdError
+from zbmd.transport.frames import HEADER_BYTES
+from zbmd.transport.handshake.hello import Accept, BytesReceived, Identity, Opened, Reject, SendBytes, Side
+from zbmd.transport.handshake.hello import HelloMachine as Hello
+from zbmd.transport.link.interface import Link, LinkLimits
+from zbmd.transport.memory.frame_loans import BLOCK_BYTES_MIN
+from zbmd.transport.memory.memfd import create_memfd
+from zbmd.transport.memory.placement import PAGE_BYTES
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.native import _native
+from zbmd.transport.native._native import RING_HEADER_BYTES, Mapping
+from zbmd.transport.shm.attach import MESSAGE_BYTES_MAX, Offer
+from zbmd.transport.shm.connect import Endpoint, Listener, dial, listen
+from zbmd.transport.shm.link import link_memory_bytes
+
+RING_BYTES = 1 << 12
+STEPS_MAX = 200
+FDS_MAX = 8
+MARK = 1 << 31
+"""In a frame's length: its payload is lent."""
+RECORDS = ((_native.OFF_END + PAGE_BYTES, 0), (_native.OFF_END + PAGE_BYTES, 16), (0, 1), ((1 << 64) - 8, 2))
+ARENA_BYTES = 4 << 20
+LENT = bytes(BLOCK_BYTES_MIN)
+"""So large that it is lent."""
+PATIENCE_NS = 5_000_000_000
+PATIENCE_S = PATIENCE_NS / 1e9
+
+_addresses = itertools.count()
+
+
+def _endpoint(name: str, segment: Segment | None = None) -> Endpoint:
+    identity = Identity(name=name, pid=os.getpid(), uid=os.getuid(), incarnation=3, job=wires.JOB)
+    limits = LinkLimits(ring_bytes=RING_BYTES, queue_bytes_max=1 << 18, queue_frames_max=64)
+    return Endpoint(identity=identity, cookie=wires.COOKIE, limits=limits, segment=segment)
+
+
+class _Ours:
+    """Our side: a listener, the links that it makes, and all that goes wrong on the loop."""
+
+    def __init__(self) -> None:
+        self.address = f"zbmd-fuzz-{os.getpid()}-{next(_addresses)}"
+        self.trouble: list[dict[str, Any]] = []
+        self.ends: list[ZbmdError | None] = []
+        self.frames = 0
+        self.made: asyncio.Queue[Link] = asyncio.Queue()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.trouble.append(context))
+        self.segment = Segment.create(slot=0, incarnation=3, arena_bytes=ARENA_BYTES, inbox_bytes=0)
+        self.listener: Listener = listen(
+            self.address, self._on_link, _endpoint("node", self.segment), timeout_ns=PATIENCE_NS
+        )
+        self.ended = asyncio.Event()
+
+    def _on_link(self, link: Link) -> None:
+        link.on_frame = self._on_frame
+        link.on_closed = self._on_closed
+        self.made.put_nowait(link)
+
+    def _on_frame(self, header: object, payload: memoryview) -> None:
+        self.frames += 1
+
+    def _on_closed(self, error: ZbmdError | None) -> None:
+        self.ends.append(error)
+        self.ended.set()
+
+    async def close(self) -> None:
+        """Our listener must still welcome others; then nothing may be left, and nothing have gone wrong."""
+        link = await dial(self.address, _endpoint("friend"))
+        link.close()
+        self.listener.close()
+        await self.listener.wait_closed()
+        while not self.made.empty():
+            self.made.get_nowait().close()
+        await asyncio.sleep(0)
+        self.segment.arena.check_invariants()
+        self.segment.close()
+        for context in self.trouble:
+            raise context.get("exception") or Broken(str(context["message"]))
+        for error in self.ends:
+            if not isinstance(error, RemoteProtocolError | PeerLost | None):
+                raise error
+
+
+@contextlib.asynccontextmanager
+async def _enemy(address: str) -> AsyncGenerator[socket.socket]:
+    """A connection of somebody who has said a good hello."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        sock.connect(b"\0" + address.encode())
+        await _say_hello(sock)
+        yield sock
+    finally:
+        sock.close()
+
+
+async def _say_hello(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    machine = Hello(
+        side=Side.DIALER,
+        identity=_endpoint("enemy").identity,
+        cookie=wires.COOKIE,
+        nonce=os.urandom(32),
+        deadline_ns=1 << 62,
+    )
+    actions = machine.handle(Opened(peer_uid=os.getuid()), now_ns=0)
+    while True:
+        for action in actions:
+            match action:
+                case SendBytes(data=data):
+                    sock.send(data)
+                case Accept():
+                    return
+                case Reject(error=error):
+                    raise error
+                case _:
+                    pass
+        actions = machine.handle(BytesReceived(data=await loop.sock_recv(sock, 1 << 16)), now_ns=0)
+
+
+# ---- what is handed over
+
+
+def _eventfd(flags: int) -> int:
+    return os.eventfd(0, flags | os.EFD_CLOEXEC)
+
+
+def _bare_memory(nbytes: int) -> int:
+    fd = os.memfd_create("zbmd-fuzz", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def _segment_of(slot: int) -> int:
+    header = segment_file(slot, 3)
+    fd = create_memfd("zbmd-fuzz", int.from_bytes(header[-8:], "little") * os.sysconf("SC_PAGESIZE"))
+    os.pwrite(fd, header[:-8], 0)
+    return fd
+
+
+DESCRIPTORS: tuple[Callable[[], int], ...] = (
+    lambda: create_memfd("zbmd-fuzz", link_memory_bytes(RING_BYTES)),
+    lambda: _eventfd(os.EFD_NONBLOCK),
+    lambda: _segment_of(1),
+    lambda: _eventfd(0),
+    lambda: _eventfd(os.EFD_NONBLOCK | os.EFD_SEMAPHORE),
+    lambda: _bare_memory(link_memory_bytes(RING_BYTES)),
+    lambda: _bare_memory(1 << 50),
+    lambda: create_memfd("zbmd-fuzz", 4096),
+    lambda: os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC),
+    lambda: os.open("/", os.O_PATH | os.O_CLOEXEC),
+)
+
+
+def _offers() -> tuple[bytes, ...]:
+    encode = msgspec.msgpack.encode
+    good, bare = Offer(ring_bytes=RING_BYTES, slot=1), Offer(ring_bytes=RING_BYTES, slot=None)
+    return (
+        b"\4\0\1\1\2" + encode(good),
+        b"\3\0\1\1" + encode(bare),
+        b"\3\0\3\1" + encode(bare),
+        b"\4\5\1\1\6" + encode(good),
+    )
+
+
+def _handover(data: bytes) -> None:
+    """A count, which descriptors, and the offer: our listener takes it, or ends this connection alone."""
+
+    async def main() -> None:
+        script = Script(data)
+        ours = _Ours()
+        fds = [DESCRIPTORS[kind % len(DESCRIPTORS)]() for kind in script.take(script.number(1) % FDS_MAX)]
+        try:
+            async with _enemy(ours.address) as sock:
+                offer = script.rest()[: 2 * MESSAGE_BYTES_MAX] or b"\0"
+                socket.send_fds(sock, [offer], fds)
+                with contextlib.suppress(ConnectionResetError):
+                    await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1024), PATIENCE_S)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        await ours.close()
+
+    asyncio.run(main())
+
+
+# ---- what is done with a link that stands
+
+
+def _deeds() -> tuple[bytes, ...]:
+    frame = wires.frame(b"payload")
+    wire = len(frame).to_bytes(4, "little") + frame
+    good = b"\0" + block(wire)
+    return (
+        good * 3,
+        good + b"\2\1\6\3" + good,
+        good + b"\4\1\1",
+        b"\1" + (0).to_bytes(2, "little") + (1 << 20).to_bytes(8, "little") + b"\2",
+        b"\0" + block((1 << 21).to_bytes(4, "little")) + b"\2",
+        b"\5\5\5\7" + good,
+        b"\0" + block(wire + bytes(4)) + b"\3\5",
+        *(b"\0" + block(_marked(offset, number)) + b"\3\5" for offset, number in RECORDS),
+    )
+
+
+def _marked(offset: int, number: int) -> bytes:
+    """A frame that says where in our peer's arena its payload lies."""
+    lying = wires.frame(bytes(64))[:HEADER_BYTES] + struct.pack("<QI", offset, number)
+    return (len(lying) | MARK).to_bytes(4, "little") + lying
+
+
+class _Deeds:
+    """Does what a script says with the memory, the eventfds and the socket of a link."""
+
+    def __init__(self, sock: socket.socket, mapping: Mapping, wakes: tuple[int, int]) -> None:
+        self._sock = sock
+        self._mapping = mapping
+        self._wakes = wakes
+        self._written = 0
+
+    def do(self, script: Script) -> None:
+        """The next instruction but those that need our side."""
+        match script.number(1) % 8:
+            case 0:
+                for byte in script.block():
+                    at = RING_HEADER_BYTES + self._written % RING_BYTES
+                    self._mapping.view(at, 1, writable=True)[0] = byte
+                    self._written += 1
+                self._mapping.store64(0, self._written)
+                self._wake(1)
+            case 1:
+                word = script.number(2) % (self._mapping.nbytes // 8)
+                self._mapping.store64(word * 8, script.number(8))
+                self._wake(1)
+            case 2:
+                self._wake(1)
+            case 3:
+                self._wake(0)
+            case 4:
+                with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+                    self._sock.send(script.take(script.number(1) % 8) or b"\1")
+            case 7:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_WR)
+            case _:
+                pass
+
+    def _wake(self, which: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._wakes[which], 1)
+
+
+def _standing(data: bytes) -> None:
+    """A link stands; what its peer does then ends that link, with a typed error, or harms nobody."""
+
+    async def main() -> None:
+        script, ours = Script(data), _Ours()
+        nbytes = link_memory_bytes(RING_BYTES)
+        memory = create_memfd("zbmd-fuzz", nbytes)
+        segment = _segment_of(1)
+        wakes = (_eventfd(os.EFD_NONBLOCK), _eventfd(os.EFD_NONBLOCK))
+        try:
+            async with _enemy(ours.address) as sock:
+                offer = msgspec.msgpack.encode(Offer(ring_bytes=RING_BYTES, slot=1))
+                socket.send_fds(sock, [offer], [memory, *wakes, segment])
+                await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1024), PATIENCE_S)
+                link = await asyncio.wait_for(ours.made.get(), PATIENCE_S)
+                await _misbehave(script, link, _Deeds(sock, Mapping(memory, nbytes, nbytes), wakes))
+            # Its end of the socket is closed now: whatever it did before, our end must come to its end too.
+            await asyncio.wait_for(ours.ended.wait(), PATIENCE_S)
+        finally:
+            for fd in (memory, segment, *wakes):
+                os.close(fd)
+        if len(ours.ends) != 1 or not link.closed:
+            raise Broken(f"the link ended {len(ours.ends)} times")
+        await ours.close()
+
+    asyncio.run(main())
+
+
+async def _misbehave(script: Script, link: Link, deeds: _Deeds) -> None:
+    for step in range(STEPS_MAX):
+        if script.ended:
+            return
+        deeds.do(script)
+        await asyncio.sleep(0)
+        if step % 4 == 3:
+            with contextlib.suppress(LinkClosed, LinkFull):
+                link.send(LENT if step % 8 == 7 else bytes(100))
+
+
+TARGETS = (
+    Target(
+        name="link.handover",
+        what="an offer with its descriptors, at a real listener",
+        allowed=(),
+        seeds=_offers,
+        run=_handover,
+        bytes_per_byte=4096,
+    ),
+    Target(
+        name="link.standing",
+        what="the peer of a link that stands: rings, eventfds, socket",
+        allowed=(),
+        seeds=_deeds,
+        run=_standing,
+        bytes_per_byte=4096,
+    ),
+)

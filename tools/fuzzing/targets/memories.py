@@ -1,0 +1,232 @@
+"""Targets in shared memory: what an enemy can store where both sides look."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Generator
+
+import msgspec
+import numpy as np
+
+from zbmd.tools.fuzzing.script import Script
+from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.transport.errors import OutOfMemory, RemoteProtocolError
+from zbmd.transport.memory.memfd import SEALS
+from zbmd.transport.memory.placement import PAGE_BYTES
+from zbmd.transport.memory.region import RegionHandle
+from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.native import _native
+from zbmd.transport.native._native import RING_HEADER_BYTES, Mapping, RingReader, RingWriter
+
+RING_BYTES = 1 << 12
+FRAME_BYTES_MAX = 3 * RING_BYTES
+STEPS_MAX = 256
+FILE_BYTES_MAX = 1 << 20
+HEADER_BYTES = 64
+"""The words of a segment's header that are read when it is attached."""
+
+
+@contextlib.contextmanager
+def memfd(nbytes: int, seals: int = SEALS) -> Generator[int]:
+    """A memfd of any size, without the memory behind it: what a peer may hand over."""
+    fd = os.memfd_create("zbmd-fuzz", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+# ---- rings
+
+
+def _ring(data: bytes) -> None:
+    """A reader and a writer over two rings whose other ends are the script's."""
+    nbytes = 2 * (RING_HEADER_BYTES + RING_BYTES)
+    wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    try:
+        with memfd(nbytes) as fd:
+            mapping = Mapping(fd, nbytes, nbytes)
+        reader = RingReader(mapping, 0, RING_BYTES, wake, FRAME_BYTES_MAX)
+        writer = RingWriter(mapping, nbytes // 2, RING_BYTES, wake)
+        _ring_steps(Script(data), mapping, reader, writer)
+    finally:
+        os.close(wake)
+
+
+def _ring_steps(script: Script, mapping: Mapping, reader: RingReader, writer: RingWriter) -> None:
+    done, message = 0, bytes(range(256)) * 9
+    for _ in range(STEPS_MAX):
+        if script.ended:
+            return
+        match script.number(1) % 8:
+            case 0:
+                mapping.store64(script.number(2) % (mapping.nbytes // 8) * 8, script.number(8))
+            case 1:
+                part = script.block()
+                at = script.number(2) % mapping.nbytes
+                part = part[: mapping.nbytes - at]
+                mapping.view(at, len(part), writable=True)[:] = part
+            case 2:
+                mapping.store64(0, mapping.load64(0) + script.number(1))
+            case 3 | 4:
+                frame = reader.read()
+                if frame is not None and len(frame) > FRAME_BYTES_MAX:
+                    raise Broken(f"a frame of {len(frame)} bytes came out of the ring")
+            case 5:
+                reader.park()
+                writer.park()
+            case 6:
+                done = writer.write(message[:48], message, done)
+                if not 0 <= done <= 4 + 48 + len(message):
+                    raise Broken(f"{done} bytes of {4 + 48 + len(message)} are written")
+                done = 0 if done == 4 + 48 + len(message) else done
+            case _:
+                # One good frame, so that what follows meets a reader in the middle of things.
+                _good_frame(mapping, script.take(script.number(1)))
+
+
+def _good_frame(mapping: Mapping, body: bytes) -> None:
+    head = mapping.load64(0)
+    for i, byte in enumerate(len(body).to_bytes(4, "little") + body):
+        mapping.view(RING_HEADER_BYTES + (head + i) % RING_BYTES, 1, writable=True)[0] = byte
+    mapping.store64(0, (head + 4 + len(body)) & (1 << 64) - 1)
+
+
+def _ring_seeds() -> tuple[bytes, ...]:
+    good = b"\x07\x05hello\x03"
+    half = (
+        b"\x01\x06\x00\x0a\x00\x00\x00ab"
+        + RING_HEADER_BYTES.to_bytes(2, "little")
+        + b"\x02\x06\x03\x02\x04\x03"
+    )
+    written = b"\x06\x06\x05\x00" + ((RING_HEADER_BYTES + RING_BYTES + 64) // 8).to_bytes(2, "little")
+    return (
+        good * 3 + b"\x05",
+        half,
+        b"\x00\x00\x00" + (RING_BYTES).to_bytes(8, "little") + b"\x03" * 20,
+        written + (4000).to_bytes(8, "little") + b"\x06",
+    )
+
+
+# ---- segments and handles
+
+
+def segment_file(slot: int = 2, incarnation: int = 9, pages: int = 2) -> bytes:
+    """The start of a good segment, as the file of its process has it."""
+    made = Segment.create(
+        slot=slot, incarnation=incarnation, arena_bytes=PAGE_BYTES * pages, inbox_bytes=PAGE_BYTES
+    )
+    try:
+        return bytes(made.mapping.view(0, HEADER_BYTES)) + (made.nbytes // PAGE_BYTES).to_bytes(8, "little")
+    finally:
+        made.close()
+
+
+def _segment(data: bytes) -> None:
+    """A segment out of a header, a size in pages, which seals it has, and how it is opened."""
+    script = Script(data)
+    header = script.take(HEADER_BYTES)
+    nbytes = min(script.number(8), (1 << 63) // PAGE_BYTES - 1) * PAGE_BYTES
+    seals, how = script.number(1), script.number(1)
+    with _forged(header, nbytes, SEALS ^ (seals & 31), read_only=how & 1 == 1) as fd:
+        peer = PeerSegment.attach(fd, slot=2)
+    if peer.slot != 2 or not peer.incarnation > 0 or not _native.OFF_END <= peer.arena_offset <= peer.nbytes:
+        raise Broken(f"a segment of slot {peer.slot}, arena at {peer.arena_offset} of {peer.nbytes}")
+    peer.notify(1, 0, 5)
+    peer.close()
+
+
+@contextlib.contextmanager
+def _forged(header: bytes, nbytes: int, seals: int, *, read_only: bool) -> Generator[int]:
+    fd = os.memfd_create("zbmd-fuzz", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        os.pwrite(fd, header[:nbytes], 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        if read_only:
+            other = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            os.close(fd)
+            fd = other
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _segment_seeds() -> tuple[bytes, ...]:
+    good = segment_file()
+    return (good, good + b"\x08", good + b"\x00\x01", good[:HEADER_BYTES] + (1 << 50).to_bytes(8, "little"))
+
+
+def _handles() -> tuple[bytes, ...]:
+    known = {"slot": 1, "incarnation": 4, "offset": _native.OFF_END, "nbytes": 4096}
+    handles = [
+        RegionHandle(**known, writable=True),
+        RegionHandle(**{**known, "offset": _native.OFF_END + PAGE_BYTES}, writable=False),
+    ]
+    return tuple(
+        at.to_bytes(8, "little") + count.to_bytes(8, "little") + msgspec.msgpack.encode(handle)
+        for handle in handles
+        for at, count in ((0, 4096), (4000, 96), (4096, 0))
+    )
+
+
+def _handle(data: bytes) -> None:
+    """A handle from a wire, and where in it somebody asks for what."""
+    script = Script(data)
+    at, count = script.number(8), script.number(8)
+    try:
+        handle = msgspec.msgpack.decode(script.rest(), type=RegionHandle)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return  # the contract that carries it refuses it: see contracts.message
+    segment = Segment.create(slot=1, incarnation=4, arena_bytes=PAGE_BYTES, inbox_bytes=PAGE_BYTES)
+    own = Segment.create(slot=0, incarnation=4, arena_bytes=0, inbox_bytes=0)
+    try:
+        peer = PeerSegment.attach(segment.fd, slot=1)
+        _use_region(peer, own, handle, at, count)
+    finally:
+        own.close()
+        segment.close()
+
+
+def _use_region(peer: PeerSegment, own: Segment, handle: RegionHandle, at: int, count: int) -> None:
+    inbox, arena = (_native.OFF_END, peer.arena_offset), (peer.arena_offset, peer.nbytes)
+    low, high = inbox if handle.writable else arena
+    region = peer.open_region(handle, own)
+    view = region.view(at, count)
+    begin = _native.address_of(view) - peer.base
+    if not (low <= begin and begin + view.nbytes <= high and view.readonly and view.nbytes == count):
+        raise Broken(f"{handle} gave {view.nbytes} bytes at {begin}")
+    buffer = np.zeros(count, np.uint8)
+    region.get(buffer, at).wait()
+    region.put(buffer, at, channel=0, value=1).wait()
+    region.close()
+    peer.close()
+
+
+TARGETS = (
+    Target(
+        name="ring",
+        what="both ends of a byte ring against a peer that stores anything anywhere",
+        allowed=(RemoteProtocolError,),
+        seeds=_ring_seeds,
+        run=_ring,
+    ),
+    Target(
+        name="segment",
+        what="a forged segment: header, size, seals",
+        allowed=(RemoteProtocolError, OutOfMemory),
+        seeds=_segment_seeds,
+        run=_segment,
+    ),
+    Target(
+        name="region.handle",
+        what="a forged region handle, read and written through",
+        allowed=(RemoteProtocolError,),
+        seeds=_handles,
+        run=_handle,
+    ),
+)

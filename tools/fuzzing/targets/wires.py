@@ -1,0 +1,279 @@
+"""Targets of the transport: frames, the hello, the exchange of descriptors, clocks."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+
+import msgspec
+
+from zbmd.tools.fuzzing.script import Script, blocks, read_blocks
+from zbmd.tools.fuzzing.target import Broken, Target
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.frames import FrameHeader, pack_header, unpack_frame, unpack_header
+from zbmd.transport.handshake import session_setup
+from zbmd.transport.handshake.hello import (
+    HELLO_MAGIC,
+    HELLO_VERSION,
+    NONCE_BYTES,
+    SECRET_BYTES,
+    Accept,
+    BytesReceived,
+    HelloAction,
+    HelloMachine,
+    Identity,
+    Opened,
+    PeerClosed,
+    Reject,
+    SendBytes,
+    Side,
+    TimerFired,
+)
+from zbmd.transport.secure.session_keys import Protection, Secrets, Session
+from zbmd.transport.shm.attach import Answer, Offer, decode
+
+JOB = 7
+INCARNATION = 3
+WALL_NS = 1_700_000_000_000_000_000
+COOKIE = b"a cookie that the fuzzers share."
+PIECES_MAX = 64
+UID = 1000
+
+
+# ---- frames
+
+
+def frame(payload: bytes, *, trace_id: int = 5, hlc: int = WALL_NS) -> bytes:
+    """A whole frame of the peer that every target here knows."""
+    header = FrameHeader(
+        payload_bytes=len(payload), job=JOB, incarnation=INCARNATION, epoch=2, hlc=hlc, trace_id=trace_id
+    )
+    return pack_header(header) + payload
+
+
+def _frames() -> tuple[bytes, ...]:
+    return (frame(b""), frame(b"payload"), frame(bytes(5000), hlc=(1 << 64) - 1))
+
+
+def _unpack_frame(data: bytes) -> None:
+    header, payload = unpack_frame(data, job=JOB, incarnation=INCARNATION)
+    if len(payload) != header.payload_bytes or pack_header(header) + bytes(payload) != data:
+        raise Broken(f"{header} does not stand for the frame that it was read from")
+
+
+def _unpack_header(data: bytes) -> None:
+    clock = HybridClock()
+    if clock.merge(unpack_header(data).hlc, WALL_NS) > WALL_NS + 2 * clock.max_drift_ns:
+        raise Broken("a peer's stamp has carried the clock away")
+
+
+# ---- the hello
+
+
+def identity(name: str = "rank1", **fields: object) -> Identity:
+    """A process that every hello here accepts."""
+    known = {"pid": 10, "uid": UID, "incarnation": INCARNATION, "job": JOB, "contracts": {"a.b/1": "0f"}}
+    return msgspec.convert({"name": name, **known, **fields}, Identity)
+
+
+def machine(side: Side, nonce: int = 1) -> HelloMachine:
+    """Our side of a hello that has just been opened."""
+    return HelloMachine(
+        side=side,
+        identity=identity("rank0"),
+        cookie=COOKIE,
+        nonce=bytes([nonce]) * NONCE_BYTES,
+        deadline_ns=1_000,
+    )
+
+
+def _conversation() -> tuple[list[bytes], list[bytes]]:
+    """What a good dialer and a good listener say, message by message."""
+    dialer, listener = machine(Side.DIALER, 2), machine(Side.LISTENER)
+    said: dict[Side, list[bytes]] = {Side.DIALER: [], Side.LISTENER: []}
+    actions: list[HelloAction] = dialer.handle(Opened(peer_uid=UID), now_ns=0)
+    listener.handle(Opened(peer_uid=UID), now_ns=0)
+    speaker, hearer = dialer, listener
+    while sent := b"".join(action.data for action in actions if isinstance(action, SendBytes)):
+        said[speaker.side].append(sent)
+        actions = hearer.handle(BytesReceived(data=sent), now_ns=0)
+        speaker, hearer = hearer, speaker
+    return said[Side.DIALER], said[Side.LISTENER]
+
+
+def _hello_seeds() -> tuple[bytes, ...]:
+    dialer, listener = _conversation()
+    refusal = struct.pack("<4sHHI", HELLO_MAGIC, HELLO_VERSION, 5, 1) + b"\x04"
+    return (
+        b"\0" + blocks(dialer),
+        b"\1" + blocks(listener),
+        b"\0" + blocks([b"".join(dialer)]),
+        b"\1" + blocks([refusal]),
+        b"\1" + blocks([listener[0], refusal]),
+        b"\0" + blocks([dialer[0], b"", b""]),
+    )
+
+
+def _hello_stream(data: bytes) -> None:
+    """A whole hello: the first byte picks our side, each block is what comes next; an empty one is time."""
+    script = Script(data)
+    side = Side.LISTENER if script.number(1) % 2 == 0 else Side.DIALER
+    ours = machine(side)
+    _checked(ours, ours.handle(Opened(peer_uid=UID), now_ns=0))
+    for number, piece in enumerate(read_blocks(script.rest(), PIECES_MAX)):
+        event = BytesReceived(data=piece) if piece else TimerFired()
+        if _checked(ours, ours.handle(event, now_ns=number * 100)):
+            return
+    if not _checked(ours, ours.handle(PeerClosed(), now_ns=0)):
+        raise Broken("a hello whose peer has gone is not over")
+
+
+def _checked(ours: HelloMachine, actions: list[HelloAction]) -> bool:
+    """Whether this ended the hello, with exactly one verdict as the last action."""
+    ours.check_invariants()
+    verdicts = [action for action in actions if isinstance(action, Accept | Reject)]
+    if len(verdicts) > 1 or (verdicts and actions[-1] is not verdicts[0]):
+        raise Broken(f"a hello ended with {actions}")
+    for verdict in verdicts:
+        if isinstance(verdict, Reject) and not isinstance(verdict.error, RemoteProtocolError):
+            raise Broken(f"a hello was refused with {verdict.error!r}")
+    return bool(verdicts)
+
+
+def _identities() -> tuple[bytes, ...]:
+    good = [identity(), identity(contracts={f"c{i}/1": "0" for i in range(20)}), identity("node", job=0)]
+    return tuple(msgspec.msgpack.encode(each) for each in good)
+
+
+def _hello_identity(data: bytes) -> None:
+    """An identity that is no identity, under a proof that is right: its sender holds the cookie."""
+    ours = machine(Side.LISTENER)
+    ours.handle(Opened(peer_uid=UID), now_ns=0)
+    opening = _message(1, bytes(NONCE_BYTES))
+    (challenge,) = ours.handle(BytesReceived(data=opening), now_ns=0)
+    assert isinstance(challenge, SendBytes)
+    transcript = hashlib.sha256(opening + challenge.data + data).digest()
+    proof = hmac.digest(COOKIE, b"zbmd hello dialer\0" + transcript, "sha256")
+    (*_, verdict) = ours.handle(BytesReceived(data=_message(3, proof + data)), now_ns=0)
+    ours.check_invariants()
+    match verdict:
+        case Reject(error=error):
+            if "cookie" in str(error):
+                raise Broken("the proof of this target is wrong: it reaches no decoder")
+            raise error
+        case Accept(peer=peer):
+            if peer.uid != UID or peer.job not in (0, JOB):
+                raise Broken(f"{peer} was let in")
+        case _:
+            raise Broken(f"a proof was answered with {verdict}")
+
+
+def _message(kind: int, body: bytes) -> bytes:
+    return struct.pack("<4sHHI", HELLO_MAGIC, HELLO_VERSION, kind, len(body)) + body
+
+
+# ---- the exchange of descriptors
+
+
+def _attach(data: bytes) -> None:
+    if data[:1] == b"\0":
+        decode(data[1:], Offer)
+    else:
+        decode(data[1:], Answer)
+
+
+def _attach_seeds() -> tuple[bytes, ...]:
+    offers = (Offer(ring_bytes=1 << 17, slot=3), Offer(ring_bytes=1 << 12, slot=None))
+    answers = (Answer(slot=0), Answer(slot=None))
+    encode = msgspec.msgpack.encode
+    return (*(b"\0" + encode(offer) for offer in offers), *(b"\1" + encode(answer) for answer in answers))
+
+
+# ---- the setup of a connection between hosts
+
+
+def _secrets(side: Side) -> Secrets:
+    return Secrets(bytes(range(SECRET_BYTES)), side)
+
+
+_WANTED = Protection.MAC
+
+
+def _session_seeds() -> tuple[bytes, ...]:
+    secrets, peer = _secrets(Side.DIALER), identity()
+    control = session_setup.control_session(secrets, _WANTED, peer)
+    offers = (
+        session_setup.make_offer(secrets, _WANTED),
+        session_setup.make_offer(secrets, _WANTED, control=control, lane=3),
+    )
+    answers = [
+        session_setup.accept_offer(
+            offer, _secrets(Side.LISTENER), _WANTED, peer, lambda *_: control, has_room=has_room
+        )[0]
+        for offer in offers
+        for has_room in (True, False)
+    ]
+    return (*(b"\0" + offer for offer in offers), *(b"\1" + answer for answer in answers))
+
+
+def _session(data: bytes) -> None:
+    """The first byte picks which side hears the rest."""
+    listener, peer = _secrets(Side.LISTENER), identity()
+    control = session_setup.control_session(listener, _WANTED, peer)
+    found: Session | session_setup.SetupError
+    if data[:1] == b"\1":
+        found = session_setup.accept_answer(data[1:], _secrets(Side.DIALER), _WANTED, peer)
+    else:
+        _, found = session_setup.accept_offer(data[1:], listener, _WANTED, peer, lambda *_: control)
+    if isinstance(found, session_setup.SetupError):
+        raise found
+    if found.protection is not _WANTED or found.keys is None:
+        raise Broken(f"protection {found.protection.value} was agreed on")
+
+
+TARGETS = (
+    Target(
+        name="session.setup",
+        what="an offer, an answer or a refusal between hosts, under keys that are right",
+        allowed=(RemoteProtocolError,),
+        seeds=_session_seeds,
+        run=_session,
+    ),
+    Target(
+        name="frames.header",
+        what="a frame's header, and the clock stamp in it",
+        allowed=(RemoteProtocolError,),
+        seeds=_frames,
+        run=_unpack_header,
+    ),
+    Target(
+        name="frames.frame",
+        what="a whole frame",
+        allowed=(RemoteProtocolError,),
+        seeds=_frames,
+        run=_unpack_frame,
+    ),
+    Target(
+        name="hello.stream",
+        what="either side of a hello with a stranger",
+        allowed=(),
+        seeds=_hello_seeds,
+        run=_hello_stream,
+    ),
+    Target(
+        name="hello.identity",
+        what="the identity of somebody who holds the cookie",
+        allowed=(RemoteProtocolError,),
+        seeds=_identities,
+        run=_hello_identity,
+    ),
+    Target(
+        name="attach.message",
+        what="an offer or an answer, without its descriptors",
+        allowed=(RemoteProtocolError,),
+        seeds=_attach_seeds,
+        run=_attach,
+    ),
+)

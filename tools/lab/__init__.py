@@ -1,0 +1,1 @@
+"""The package `lab` of `zbmd.tools`."""

@@ -1,0 +1,1 @@
+"""The package `gpu` of `zbmd.tools.lab`."""

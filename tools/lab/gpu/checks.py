@@ -1,0 +1,335 @@
+"""The checks of `lab.gpu`, in the order of the table. They run on GPUs alone, by cupy."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import numpy as np
+
+from zbmd.actors.core.system import ActorSystem
+from zbmd.tools.chaos.soak_operators import FlakyDevice
+from zbmd.tools.lab.gpu.__main__ import Check, CheckFailed, Needs
+from zbmd.tools.lab.gpu.collectives import run_ranks
+from zbmd.tools.lab.gpu.owner import INCARNATION
+from zbmd.training.autograd.array_module import to_host, xp_for
+from zbmd.training.config import GPTConfig
+from zbmd.training.model.gpt import GPT
+from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.model_actors.operator_devices import HostDevice, cuda_device
+from zbmd.training.replicated.scenario import plain_job
+from zbmd.training.run.two_slot_store import Store, own_memory
+from zbmd.transport.cuda.facts import choose_way, why_no_ipc
+from zbmd.transport.cuda.handle import DeviceHandle, decode
+from zbmd.transport.cuda.peer import CudaPeer
+from zbmd.transport.cuda.region import CudaRegion
+from zbmd.transport.cuda.runtime import CudaRuntime, visible_devices
+from zbmd.transport.host.topology.rdma import read_rdma_devices
+from zbmd.transport.memory.segment import PeerSegment, Segment
+from zbmd.transport.native._native import WAIT_OK, now_ns
+
+OWN_SLOT, PEER_SLOT = 1, 2
+PUT_BYTES: Final = 64 << 20
+DMA_BUF_BYTES: Final = 2 << 20
+ROUNDS: Final = 20
+WAIT_NS: Final = 60_000_000_000
+TOLERANCE: Final = 1e-4
+"""Relative, of float32 gradients whose sums are in another order."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Owner:
+    """Another process's device memory, open here, and the cells by which it would be told."""
+
+    process: subprocess.Popen[str]
+    runtime: CudaRuntime
+    peer: CudaPeer
+    region: CudaRegion
+    cells: Segment
+
+    def crc(self) -> int:
+        """Of what that process sees in its memory."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("look\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def wait(self, channel: int, value: int) -> None:
+        """Until its cell is set: its cells are in this process, whose own life is not at stake here."""
+        outcome = self.cells.wait(OWN_SLOT, channel, value, deadline_ns=now_ns() + WAIT_NS)
+        if outcome != WAIT_OK:
+            raise CheckFailed(f"a put was not told: {outcome}")
+
+
+@contextmanager
+def _owner(own_device: int, their_device: int, nbytes: int = PUT_BYTES) -> Generator[_Owner]:
+    command = [
+        sys.executable,
+        "-m",
+        "zbmd.tools.lab.gpu.owner",
+        str(their_device),
+        str(nbytes),
+        str(PEER_SLOT),
+    ]
+    own = Segment.create(slot=OWN_SLOT, incarnation=1, arena_bytes=0, inbox_bytes=4096)
+    cells = Segment.create(slot=PEER_SLOT, incarnation=INCARNATION, arena_bytes=0, inbox_bytes=4096)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            told = bytes.fromhex(process.stdout.readline())
+            handle = decode(told, DeviceHandle, slot=PEER_SLOT, incarnation=INCARNATION)
+            anchor = cells.regions.register(cells.inbox.empty(64, np.uint8))
+            cell = PeerSegment.attach(cells.fd, slot=PEER_SLOT).open_region(anchor, own)
+            runtime = CudaRuntime(own_device)
+            peer = CudaPeer(runtime, cell)
+            try:
+                with CudaRegion(peer, handle) as region:
+                    yield _Owner(process=process, runtime=runtime, peer=peer, region=region, cells=cells)
+            finally:
+                peer.close()
+        finally:
+            process.stdin.close()
+    cells.close()
+    own.close()
+
+
+def facts() -> str:
+    """What CUDA says of the devices, and the way between each two."""
+    found = [CudaRuntime(index) for index in range(visible_devices())]
+    lines = [f"{each.facts().name} at {each.facts().pci}" for each in found]
+    lines += [f"IPC of GPU {each.device}: {why_no_ipc(each.facts()) or 'yes'}" for each in found]
+    lines += [f"dma-buf of GPU {each.device}: {each.facts().dma_buf}" for each in found]
+    for a in found:
+        for b in found[a.device + 1 :]:
+            reaches = a.can_access_peer(b.device)
+            choice = choose_way(a.facts(), b.facts(), same_host=True, visible=True, can_access_peer=reaches)
+            lines.append(f"{a.device} to {b.device}: {choice.way.value}, {choice.reason}")
+    return "; ".join(lines)
+
+
+def put_between_processes(their_device: int) -> str:
+    """Puts of host and device arrays, gets, and what the owner sees."""
+    xp: Any = xp_for("cuda")
+    random = np.random.default_rng(1)
+    with _owner(0, their_device) as owner, xp.cuda.Device(0):
+        for value, nbytes in enumerate((1, 4095, 1 << 20, PUT_BYTES), 1):
+            src = random.integers(0, 256, PUT_BYTES, np.uint8)
+            owner.region.put(src, channel=0, value=2 * value - 1).wait()
+            new = random.integers(0, 256, nbytes, np.uint8)
+            src[:nbytes] = new
+            owner.region.put(xp.asarray(new), channel=0, value=2 * value)
+            owner.wait(0, 2 * value)
+            if owner.crc() != zlib.crc32(src.tobytes()):
+                raise CheckFailed(f"after a put of {nbytes} bytes the owner sees something else")
+            into = xp.empty(PUT_BYTES, xp.uint8)
+            owner.region.get(into).wait()
+            if not np.array_equal(to_host(into), src):
+                raise CheckFailed("a get brought something else")
+    return f"4 sizes up to {PUT_BYTES >> 20} MiB, from the host and from the device, and back"
+
+
+def signals_between_streams(their_device: int) -> str:
+    """Puts that are told at once; a stream of ours follows the event that was recorded behind them."""
+    xp: Any = xp_for("cuda")
+    with _owner(0, their_device) as owner, xp.cuda.Device(0):
+        owner.region.put(np.zeros(PUT_BYTES, np.uint8), channel=0, value=1).wait()
+        owner.peer.offer_event(OWN_SLOT, 1, 1)
+        spans_ns: list[int] = []
+        for value in range(1, ROUNDS + 1):
+            src = xp.full(1 << 20, value, xp.uint8)
+            xp.cuda.get_current_stream().synchronize()
+            begin_ns = time.monotonic_ns()
+            transfer = owner.region.put_behind(src, channel=1, value=value)
+            spans_ns.append(time.monotonic_ns() - begin_ns)
+            owner.wait(1, value)
+            transfer.wait()
+        if owner.crc() != zlib.crc32(bytes([ROUNDS]) * (1 << 20) + bytes(PUT_BYTES - (1 << 20))):
+            raise CheckFailed("the owner sees something else")
+    return f"asked and told in {statistics.median(spans_ns) / 1e3:.1f} us (median of {ROUNDS}, 1 MiB)"
+
+
+def put_beside_cupy(their_device: int) -> str:
+    """Puts of 64 MiB beside copies by cupy alone, turn by turn."""
+    xp: Any = xp_for("cuda")
+    with _owner(0, their_device) as owner, xp.cuda.Device(0):
+        src = xp.zeros(PUT_BYTES, xp.uint8)
+        with xp.cuda.Device(their_device):
+            into = xp.empty(PUT_BYTES, xp.uint8)
+        stream = xp.cuda.Stream(non_blocking=True)
+
+        def raw() -> None:
+            into.data.copy_from_device_async(src.data, PUT_BYTES, stream)
+            stream.synchronize()
+
+        def ours(value: int) -> None:
+            owner.region.put(src, channel=0, value=value)
+            owner.wait(0, value)
+
+        raw_ns: list[int] = []
+        ours_ns: list[int] = []
+        for value in range(1, ROUNDS + 1):
+            raw_ns.append(_span_ns(raw))
+            ours_ns.append(_span_ns(partial(ours, value)))
+    theirs, mine = statistics.median(raw_ns), statistics.median(ours_ns)
+    return (
+        f"put {PUT_BYTES / mine:.1f} GB/s, cupy {PUT_BYTES / theirs:.1f} GB/s: {mine / theirs:.2f} times its "
+        f"time (medians of {ROUNDS})"
+    )
+
+
+def _span_ns(call: Callable[[], None]) -> int:
+    begin_ns = time.monotonic_ns()
+    call()
+    return time.monotonic_ns() - begin_ns
+
+
+def gpt_step() -> str:
+    """Loss and gradients of a small GPT in float32, beside the processor's."""
+    xp: Any = xp_for("cuda")
+    config = GPTConfig(context=64, width=128, heads=4, layers=2)
+    host, device = GPT(config), GPT(config, xp=xp)
+    params = host.init(0)
+    params += np.random.default_rng(0).standard_normal(params.shape).astype(np.float32) * np.float32(0.02)
+    tokens = np.random.default_rng(1).integers(0, 256, (4, 65), dtype=np.uint8)
+    grads = np.zeros_like(params)
+    loss = host.loss_and_grads(params, grads, tokens, global_batch=4)
+    there, device_grads = xp.asarray(params), xp.zeros(params.shape, xp.float32)
+    device_loss = device.loss_and_grads(there, device_grads, tokens, global_batch=4)
+    again = xp.zeros_like(device_grads)
+    device.loss_and_grads(there, again, tokens, global_batch=4)
+    found = to_host(device_grads)
+    error = float(np.abs(found - grads).max() / np.abs(grads).max())
+    if error > TOLERANCE or abs(device_loss - loss) > TOLERANCE * abs(loss):
+        raise CheckFailed(f"gradients differ by {error:.2e} of the largest, losses {device_loss} and {loss}")
+    same = "the same" if found.tobytes() == to_host(again).tobytes() else "other"
+    return f"gradients within {error:.1e} of the processor's; {same} bits when run again"
+
+
+def operators_leave_a_failed_device() -> str:
+    """Operator actors on the GPU, which is told to fail after a while: they go on on the processor."""
+    recipe = plain_job(2, 3).recipe
+    flaky = FlakyDevice(cuda_device(0), Random(0), share=0.0, fault_after=5)
+    weights = recipe.model.init(0) + np.float32(0.01)
+
+    def gradients(made: Any) -> Any:
+        grads = np.zeros_like(weights)
+        made.shard_gradient(weights, grads, recipe.sample_ids(1)[0], step=1)
+        return grads
+
+    async def run() -> tuple[Any, int]:
+        system = ActorSystem("gpu-check")
+        actors = ModelActors(recipe, Store(recipe.model.layout, own_memory), devices=(flaky, HostDevice()))
+        await actors.start(system)
+        try:
+            return await asyncio.to_thread(gradients, actors.recipe), actors.model.moves
+        finally:
+            await system.stop()
+
+    found, moves = asyncio.run(run())
+    wanted = gradients(recipe)
+    error = float(np.abs(found - wanted).max() / np.abs(wanted).max())
+    if not moves or flaky.failures != 1 or error > TOLERANCE:
+        raise CheckFailed(f"{moves} moves, {flaky.failures} failures, gradients differ by {error:.2e}")
+    return f"{moves} operators moved behind one fault; gradients within {error:.1e}"
+
+
+def tests_with_cupy() -> str:
+    """The project's own tests that want cupy."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "tests").is_dir():
+        root = Path.cwd()
+    paths = ["tests/training/test_xp.py", "tests/transport/test_cuda_runtime.py"]
+    with tempfile.TemporaryFile("w+") as output:
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "cupy", *paths]
+        code = subprocess.run(command, cwd=root, stdout=output, stderr=output, check=False).returncode
+        output.seek(0)
+        last = output.read().strip().splitlines()[-1:]
+    if code or (last and "skipped" in last[0]):
+        raise CheckFailed(f"pytest ended with {code}: {' '.join(last)}")
+    return " ".join(last)
+
+
+def dma_buf() -> str:
+    """Device memory is exported and registered with a network card."""
+    # Here, not above: they need libibverbs, other checks do not.
+    from zbmd.transport.rdma.dmabuf import Staged, register_device_memory
+    from zbmd.transport.rdma.native._rdma_device import Device
+
+    runtime = CudaRuntime(0)
+    name = read_rdma_devices()[0].name
+    base = runtime.malloc(DMA_BUF_BYTES)
+    try:
+        found = register_device_memory(
+            Device(name), runtime, base, DMA_BUF_BYTES, remote_read=True, remote_write=True
+        )
+        if isinstance(found, Staged):
+            raise CheckFailed(found.reason)
+        found.registration.revoke()
+    finally:
+        runtime.free(base)
+    return f"2 MiB exported, and registered with {name}"
+
+
+_PEERS: Final = ((0, "one GPU", Needs()), (1, "two GPUs", Needs(gpus=2)))
+
+
+def _of_a_pair(
+    name: str, would: str, run: Callable[[int], str], device: int, where: str, needs: Needs
+) -> Check:
+    return Check(name=f"{name}, {where}", needs=needs, would=would, run=lambda: run(device))
+
+
+CHECKS: Final = (
+    Check(name="facts", needs=Needs(), would="ask CUDA for the devices and the ways between them", run=facts),
+    Check(name="tests", needs=Needs(), would="run the tests that want cupy", run=tests_with_cupy),
+    *(
+        _of_a_pair(name, would, run, *pair)
+        for name, would, run in (
+            (
+                "put",
+                "put to and get from another process's device memory, which says what it sees",
+                put_between_processes,
+            ),
+            ("signal", "order streams by events that are told at once", signals_between_streams),
+            ("bandwidth", "time puts of 64 MiB beside cupy's own copies", put_beside_cupy),
+        )
+        for pair in _PEERS
+    ),
+    *(
+        Check(name=f"{name}, {where}", needs=needs, would=would, run=partial(run_ranks, what, 1 + device))
+        for name, what, would in (
+            (
+                "collectives",
+                "compare",
+                "compare every operation and dtype of two ranks' arrays there with the same of numpy's",
+            ),
+            ("collectives' speed", "time", "time an all-reduce of 64 MiB beside the host's and NCCL's"),
+        )
+        for device, where, needs in _PEERS
+    ),
+    Check(name="gpt", needs=Needs(), would="compute a GPT's gradients beside the processor's", run=gpt_step),
+    Check(
+        name="operators",
+        needs=Needs(),
+        would="let the GPU fail under operator actors, which move to the processor",
+        run=operators_leave_a_failed_device,
+    ),
+    Check(
+        name="dma-buf",
+        needs=Needs(rdma=True),
+        would="register device memory with a network card",
+        run=dma_buf,
+    ),
+)

@@ -1,0 +1,252 @@
+"""`zbmd-node`: run a job on this machine, see what runs, check the machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import zbmd
+from zbmd.actors.rank.log import log_to_stderr
+from zbmd.actors.view import USAGE_EXIT_CODE
+from zbmd.tools.cli import entry
+from zbmd.transport.errors import UserError, ZbmdError
+
+EXAMPLES = """\
+examples:
+  zbmd-node run train.py                    one process a core
+  zbmd-node run -n 4 train.py --lr 3e-4     options after the script are the script's
+  zbmd-node run -n 4 -m package.module      a module instead of a script
+  zbmd-node run --nnodes 2 --rdzv-endpoint node0:29400 train.py   the same on two hosts
+  srun --ntasks-per-node=1 zbmd-node run train.py   on all nodes of a Slurm step
+  srun --ntasks-per-node=1 zbmd-node run --explain train.py   what Slurm says of the nodes
+  zbmd-node run --on-loss shrink train.py   go on without a lost rank instead of replacing it
+  zbmd-node run --capture run.zlog train.py   record every input, for zbmd replay run.zlog
+  zbmd-node run --config job.toml --show-config train.py
+  zbmd-node status                          nodes, ranks, actors, restarts
+  zbmd-node dump --trace flights.json       what the ranks' groups have run lately
+  zbmd-node top                             the busiest actors of all ranks, live
+  zbmd-node tree                            who supervises whom
+  zbmd-node doctor                          this machine: its parts, links and deadlines
+  zbmd-node up                              begin a cluster, or go back into the one this node was in
+  zbmd-node token                           the line to paste on the next host
+  zbmd-node members                         who is in the cluster, as this host's node sees it
+  zbmd-node down                            leave the cluster in order
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one paragraph, and ends with the exit code for misuse."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. See {self.prog} --help.")
+
+
+def parser(*only: str) -> argparse.ArgumentParser:
+    """The command line: all of it, or that of these commands, whose modules alone are imported."""
+    top = _Parser(
+        prog="zbmd-node",
+        description="Run a supervised training job on this machine, and see how it stands.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"zbmd {zbmd.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in dict.fromkeys(ADDS[name] for name in only or ADDS):
+        add(commands)
+    return top
+
+
+def _add_run(commands: Any) -> None:
+    from zbmd.tools.cli.launch import add_flags, spellings
+    from zbmd.tools.cli.settings import SETTINGS
+
+    run = commands.add_parser(
+        "run",
+        help="run a script or module in supervised processes",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for setting in SETTINGS:
+        short = ["-n"] if setting.name == "nproc_per_node" else []
+        run.add_argument(
+            *short, *spellings(setting.name), dest=setting.name, metavar=setting.metavar, help=setting.help
+        )
+    add_flags(run)
+    run.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML, by the options' names")
+    run.add_argument("--show-config", "--show_config", action="store_true", help="print the settings and end")
+    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    run.add_argument("target", nargs="?", metavar="SCRIPT", help="a Python script, or with -m a module")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+
+
+def _add_status(commands: Any) -> None:
+    shown = commands.add_parser(
+        "status", help="show the nodes of this user that run here", allow_abbrev=False
+    )
+    shown.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _add_dump(commands: Any) -> None:
+    from zbmd.tools.node import dump as node_dump
+
+    node_dump.add_dump(commands)
+
+
+def _add_inside(commands: Any) -> None:
+    from zbmd.tools.node import top as node_inside
+
+    node_inside.add_commands(commands)
+
+
+def _add_cluster(commands: Any) -> None:
+    from zbmd.tools.node import cluster as node_cluster
+
+    node_cluster.add_commands(commands)
+
+
+def _add_doctor(commands: Any) -> None:
+    from zbmd.tools.doctor import command as doctor
+
+    examined = commands.add_parser(
+        "doctor",
+        help="check this machine; show its parts, links and deadlines",
+        description="Check this machine: what it has, which link each pair of processes gets and why, "
+        "every deadline and where it comes from, and what is missing.",
+        epilog=doctor.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    examined.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    examined.add_argument(
+        "--peer", action="append", metavar="HOST[:PORT]", help="another host to reach; may be repeated"
+    )
+    for name in ("--recovery-budget", "--recovery_budget"):
+        hidden = (
+            argparse.SUPPRESS if "_" in name else "derive the deadlines from it; default: the setting, or 1s"
+        )
+        examined.add_argument(name, dest="recovery_budget", metavar="TIME", help=hidden)
+    examined.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
+
+
+ADDS: Final = {
+    "run": _add_run,
+    "status": _add_status,
+    "dump": _add_dump,
+    "top": _add_inside,
+    "tree": _add_inside,
+    "doctor": _add_doctor,
+    **dict.fromkeys(("up", "submit", "token", "members", "jobs", "stop", "down"), _add_cluster),
+}
+"""What adds a command."""
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """`zbmd-node run`."""
+    import uvloop
+
+    from zbmd.actors.bootstrap.merge import Role
+    from zbmd.actors.host.early_template import fork_template
+    from zbmd.tools.cli import launch
+    from zbmd.tools.cli.settings import SETTINGS, merge
+    from zbmd.tools.node.run import Job, check, check_own, host_config, run_job
+
+    on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
+    settings = merge(on_line, os.environ, arguments.config)
+    bootstrap = launch.read(arguments, settings, os.environ)
+    settings = launch.with_processes(settings, bootstrap)
+    notes = launch.notes(arguments, settings, bootstrap)
+    if arguments.show_config or arguments.explain:
+        shown = settings.lines() if arguments.show_config else []
+        if arguments.explain:
+            shown += bootstrap.explain() + [f"note: {note}" for note in notes]
+        print("\n".join(shown))
+        return 0
+    for note in notes:
+        print(f"zbmd-node: {note}", file=sys.stderr)
+    if bootstrap.role is Role.EXTRA:
+        print(f"zbmd-node: nothing to do here: {bootstrap.facts[-1].source}", file=sys.stderr)
+        return 0
+    if arguments.target is None:
+        raise UserError("there is no script to run. Give a Python file, or -m and a module's name.")
+    job = Job(target=arguments.target, is_module=arguments.module, arguments=tuple(arguments.arguments))
+    check(job, settings)
+    variables = launch.rank_variables(settings, os.environ)
+    if bootstrap.role is Role.ALONE:
+        check_own(job, settings)
+        config = host_config(job, settings, variables)
+        return uvloop.run(run_job(config, fork_template(config.preload, os.environ)))
+    from zbmd.tools.node import run_many as node_run_many
+
+    plan = node_run_many.Plan(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
+    template = fork_template(node_run_many.preload_of(plan), node_run_many.local_variables(plan))
+    return uvloop.run(node_run_many.run_over_nodes(plan, template))
+
+
+def status_command(arguments: argparse.Namespace) -> int:
+    """`zbmd-node status`."""
+    import uvloop
+
+    from zbmd.tools.cli.console import screen_for_tables
+    from zbmd.tools.node import status
+
+    nodes, silent = uvloop.run(status.collect())
+    if arguments.json:
+        print(status.as_json(nodes, silent))
+    else:
+        status.show(nodes, silent, screen_for_tables())
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    log_to_stderr()
+    try:
+        with entry.ended_by_ctrl_c():
+            found = parser(*(word for word in words[:1] if word in ADDS))
+        return _run(found.parse_args(words))
+    except UserError as error:
+        print(f"zbmd-node: {error}", file=sys.stderr)
+        return USAGE_EXIT_CODE
+    except KeyboardInterrupt:
+        print("zbmd-node: stopped: SIGINT received", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except ZbmdError as error:
+        print(f"zbmd-node: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run a command; its modules are imported when it is chosen, and no others."""
+    match arguments.command:
+        case "run":
+            return run_command(arguments)
+        case "status":
+            return status_command(arguments)
+        case "dump":
+            from zbmd.tools.node import dump as node_dump
+
+            return node_dump.dump_command(arguments)
+        case "top" | "tree":
+            from zbmd.tools.node import top as node_inside
+
+            return node_inside.main(arguments)
+        case "doctor":
+            from zbmd.tools.doctor import command as doctor
+
+            return doctor.main(arguments)
+        case _:
+            from zbmd.tools.node import cluster as node_cluster
+
+            return node_cluster.main(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(entry.run(main))

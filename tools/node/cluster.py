@@ -1,0 +1,103 @@
+"""The commands of `zbmd-node` that are about a cluster: nodes, and the jobs that they run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any, Final
+
+import uvloop
+
+from zbmd.actors.host.early_template import fork_template
+from zbmd.tools.cli.console import screen_for_tables
+from zbmd.tools.node import (
+    jobs as node_jobs,
+)
+from zbmd.tools.node import (
+    join_token as node_token,
+)
+from zbmd.tools.node import (
+    members as node_members,
+)
+from zbmd.tools.node import (
+    submit as node_submit,
+)
+from zbmd.tools.node import (
+    up as node_up,
+)
+
+ASKING: Final = {
+    "token": "print the line to paste on the next host; it holds the cookie",
+    "members": "show who is in the cluster, as one node sees it",
+    "down": "have a node leave the cluster in order, and end",
+    "jobs": "show the cluster's jobs: what runs where",
+    "stop": "end a job of the cluster",
+}
+
+
+def add_commands(commands: Any) -> None:
+    """Their parsers."""
+    shape: dict[str, Any] = {
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
+    up = commands.add_parser(
+        "up",
+        help="run this host's node of a cluster",
+        description="Run this host's node: in the foreground, until it is told to leave.",
+        epilog=node_up.EXAMPLES,
+        **shape,
+    )
+    node_up.add_arguments(up)
+    submit = commands.add_parser(
+        "submit",
+        help="run a script or module on the cluster",
+        description="Give a job to the cluster. Its files must be the same, in the same place, on all hosts.",
+        epilog=node_submit.EXAMPLES,
+        **shape,
+    )
+    node_submit.add_arguments(submit)
+    for name, text in ASKING.items():
+        asked = commands.add_parser(name, help=text, allow_abbrev=False)
+        asked.add_argument("--at", metavar="HOST:PORT", help="ask this node; default: the one of this host")
+        if name in ("members", "jobs"):
+            asked.add_argument("--json", action="store_true", help="one JSON object on standard output")
+        if name == "stop":
+            asked.add_argument("job", metavar="JOB", help="its name, or how that begins")
+            asked.add_argument("--kill", action="store_true", help="at once: SIGKILL instead of SIGTERM")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run one of them; returns the exit code."""
+    match arguments.command:
+        case "up":
+            config = node_up.node_config(arguments)
+            template = fork_template(node_up.PRELOADS, os.environ)
+            start = None if arguments.actors is None else node_up.load_start(arguments.actors)
+            return uvloop.run(node_up.run_node(config, arguments.store, start, template))
+        case "submit":
+            return uvloop.run(node_submit.submit(arguments))
+        case "token":
+            uvloop.run(node_token.print_token(arguments.at))
+        case "members":
+            members = uvloop.run(node_members.members(arguments.at))
+            _print(node_members, members, as_json=arguments.json)
+        case "jobs":
+            _print(node_jobs, uvloop.run(node_jobs.jobs(arguments.at)), as_json=arguments.json)
+        case "stop":
+            _tell(uvloop.run(node_jobs.stop(arguments.at, arguments.job, kill=arguments.kill)))
+        case _:
+            _tell(uvloop.run(node_members.down(arguments.at)))
+    return 0
+
+
+def _print(shown_by: Any, reply: Any, *, as_json: bool) -> None:
+    if as_json:
+        print(shown_by.as_json(reply))
+    else:
+        shown_by.show(reply, screen_for_tables())
+
+
+def _tell(text: str) -> None:
+    print(f"zbmd-node: {text}", file=sys.stderr)

@@ -1,0 +1,204 @@
+"""What `zbmd-node run` tells of a job: failures, repaired views, and progress where the job reports it.
+
+A job that gives `Node.report` the fields `kind` = "step", `version` (the step that is committed) and any of
+`loss`, `grad_norm`, `tokens_per_s`, `tflops`, `mfu`, `steps_total` gets the progress line and bar, and each
+loss the one line that says what it cost.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from zbmd.actors.hangs.verdict import HangNotice
+from zbmd.actors.host.events import (
+    HostEvent,
+    RankDown,
+    RankInfo,
+    RankReport,
+    RankStarted,
+    RunResult,
+    ViewChanged,
+)
+from zbmd.actors.host.process import resident_bytes
+from zbmd.actors.view import USAGE_EXIT_CODE
+from zbmd.tools.cli.console import Console
+from zbmd.tools.cli.progress import Progress, Recovery
+
+RUN_ENDS = "the run ends"
+"""`RankDown.next_step` of a failure that the paragraph on the run's end will tell of."""
+LAST_WORDS_KNOWN_MAX = 64
+
+_CONSEQUENCE = re.compile(r"zbmd\.[\w.]+\.(PeerLost|MembersLost|OperationAborted): ")
+
+
+class Story:
+    """An observer of a host that puts its events into words, and its end into one paragraph.
+
+    `ranks` gives the ranks as they are now; `console` holds their last words.
+    """
+
+    def __init__(self, console: Console, ranks: Callable[[], dict[int, RankInfo]]) -> None:
+        self._console = console
+        self._ranks = ranks
+        self._first: tuple[RankDown, tuple[str, ...]] | None = None  # failure that is no other's consequence
+        self._words_known: set[tuple[str, ...]] = set()  # ranks often fail for one and the same reason
+        self._said_too: list[tuple[int, tuple[str, ...]]] = []  # users' mistakes told while the run ended
+        self._lost: list[RankDown] = []  # no view without them yet
+        self._repaired: list[RankDown] = []  # no step since; both are bounded by the restarts allowed
+        self._step: int | None = None
+
+    async def observe(self, event: HostEvent) -> None:
+        """Take one event."""
+        match event:
+            case RankDown():
+                await self._down(event)
+            case ViewChanged():
+                await self._view_changed(event)
+            case RankReport():
+                if event.payload.get("kind") == "step" and isinstance(event.payload.get("version"), int):
+                    await self._committed(event.payload)
+            case HangNotice():
+                await self._hung(event)
+            case RankStarted():
+                pass
+
+    async def failed(self, result: RunResult) -> None:
+        """Tell how the run failed; the last thing to be told."""
+        users_own = self._first is not None and _is_users_own(*self._first)
+        for rank, words in self._said_too:
+            if not users_own:  # all ranks were asked for the same: one paragraph on it is enough
+                await self._console.rank_lines(rank, words)
+        await self._console.note(self._describe_end(result))
+
+    def _describe_end(self, result: RunResult) -> str:
+        """How a run failed: its first failure, and what to do."""
+        if self._first is None:
+            return f"the run failed: {_sentence(result.reason)}"
+        first, words = self._first
+        if _is_users_own(first, words):
+            return f"rank {first.rank} cannot go on, and so the run ends: {_sentence(words[-1])}"
+        text = f"the run failed: {_sentence(result.reason)} The first failure was rank {first.rank}'s: "
+        text += f"{_sentence(_cause(first, words))} {_advice(first, words)}"
+        more = len(result.failures) - 1
+        if more:
+            text += f" {more} more came with it or after it."
+        if result.last_records is not None:
+            text += f" See what went before: zbmd replay --show {result.last_records}."
+        return text
+
+    async def _down(self, down: RankDown) -> None:
+        words = self._console.take_last_words(down.rank, down.incarnation)
+        if down.expected and len(words) == 1:  # a paragraph, whatever ended it before it could exit
+            self._said_too.append((down.rank, words))
+            return
+        told_at_the_end = False
+        if not down.expected and (self._first is None or _is_consequence(self._first[1])):
+            if self._first is None or not _is_consequence(words):
+                self._first = (down, words)
+            told_at_the_end = _is_users_own(down, words)
+        if words not in self._words_known:
+            if not told_at_the_end:
+                await self._console.rank_lines(down.rank, words)
+            if len(self._words_known) < LAST_WORDS_KNOWN_MAX:
+                self._words_known.add(words)
+        if down.expected:
+            return
+        if down.next_step != RUN_ENDS:
+            await self._console.note(describe_failure(down, words))
+        self._lost.append(down)
+
+    async def _hung(self, notice: HangNotice) -> None:
+        if notice.over:
+            await self._console.note(notice.text)
+            return
+        stack = "".join(f"\n    {line}" for line in notice.stack)
+        await self._console.note(f"no progress: {notice.text}; {notice.next_step}{stack}")
+
+    async def _view_changed(self, event: ViewChanged) -> None:
+        lost, self._lost = self._lost, []
+        size = len(event.view.members)
+        for down in lost:
+            delay_ms = (event.at_ns - (down.noticed_ns or down.confirmed_ns)) / 1e6
+            await self._console.note(
+                f"rank {down.rank} {_how(down)}; {size} ranks together again (epoch {event.view.epoch}) "
+                f"{delay_ms:.0f} ms after the notice"
+            )
+        if self._step is not None:
+            self._repaired += lost
+
+    async def _committed(self, report: dict[str, Any]) -> None:
+        step = int(report["version"])
+        repaired, self._repaired = self._repaired, []
+        for down in repaired:
+            before = step - 1 if self._step is None else self._step
+            recovery = Recovery(
+                rank=down.rank,
+                how=_how(down),
+                step=before + 1,
+                recovery_ns=time.monotonic_ns() - (down.noticed_ns or down.confirmed_ns),
+                step_after=step,
+                steps_lost=max(0, before + 1 - step),
+            )
+            await self._console.recovery(recovery)
+        self._step = step
+        progress = Progress(
+            step=step,
+            loss=_number(report, "loss"),
+            grad_norm=_number(report, "grad_norm"),
+            memory_bytes=sum(resident_bytes(info.pid) for info in self._ranks().values()),
+            tokens_per_s=_number(report, "tokens_per_s"),
+            tflops=_number(report, "tflops"),
+            mfu=_number(report, "mfu"),
+        )
+        total = report.get("steps_total")
+        await self._console.progress(progress, steps_total=total if isinstance(total, int) else None)
+
+
+def describe_failure(down: RankDown, words: tuple[str, ...]) -> str:
+    """Who, what, and what next. `words`: what the rank said as it ended, most of it for all to see above."""
+    who = f"rank {down.rank} (pid {down.pid}, incarnation {down.incarnation})"
+    return f"{who} failed: {_cause(down, words)}; {down.next_step}"
+
+
+def _cause(down: RankDown, words: tuple[str, ...]) -> str:
+    """How it ended, and the last thing that it said of it."""
+    said = words or (down.tail if down.code > 0 else ())
+    return f"{down.reason}: {said[-1]}" if said else down.reason
+
+
+def _is_users_own(down: RankDown, words: tuple[str, ...]) -> bool:
+    """Whether its last words are a paragraph for its user, not a traceback."""
+    return down.code == USAGE_EXIT_CODE and bool(words)
+
+
+def _is_consequence(words: tuple[str, ...]) -> bool:
+    """Whether the rank failed because another had: it may be reaped before the one that it is about."""
+    return bool(words) and _CONSEQUENCE.match(words[-1]) is not None
+
+
+def _advice(down: RankDown, words: tuple[str, ...]) -> str:
+    if down.code == -signal.SIGKILL:
+        return "If nobody killed it, the kernel's out-of-memory killer may have: see dmesg."
+    if down.code < 0:
+        return "If nobody sent it that signal, native code crashed: PYTHONFAULTHANDLER=1 shows where."
+    if words:
+        return "Its traceback is above: mend the script, and start it again."
+    return "It raised nothing but ended itself (sys.exit, os._exit): see what it printed."
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _how(down: RankDown) -> str:
+    return f"was {down.reason}" if down.code < 0 else f"ended with {down.reason}"
+
+
+def _number(report: dict[str, Any], name: str) -> float | None:
+    """A field of a report that is a finite number; a job may send anything."""
+    value = report.get(name)
+    return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None

@@ -1,0 +1,205 @@
+"""`zbmd-node run`: check what was asked for, run the job, and tell how it went."""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import importlib
+import importlib.util
+import pkgutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+from zbmd.actors.host.early_template import EarlyTemplate
+from zbmd.actors.host.supervisor import PRELOAD, Host, HostConfig
+from zbmd.actors.rank_env import ARENA_BYTES_MIN, HOST_MEMORY_VARIABLE
+from zbmd.actors.replay.process_capture import CAPTURE_BULK_VARIABLE, CAPTURE_VARIABLE, LOG_DIR_VARIABLE
+from zbmd.actors.view import Outcome, RankState
+from zbmd.tools.cli.console import Console
+from zbmd.tools.cli.settings import Settings
+from zbmd.tools.node.narration import Story
+from zbmd.transport.errors import UserError
+from zbmd.transport.memory.memfd import available_memory, in_words
+
+RANK_BYTES = 96 << 20
+"""What a rank needs beside its arena, roughly: interpreter, inbox, rings."""
+OWN_PACKAGE = "zbmd."
+OWN_JOBS = ("zbmd.training", "zbmd.training.pipeline", "zbmd.training.sharded")
+"""They say what they cannot do before any rank is started."""
+MORE_PRELOADS = ("zbmd.collectives.group.group",)  # what `import zbmd` finds only when it is used
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class OwnJob(Protocol):
+    """A job of zbmd's own, as a module."""
+
+    def check(self, argv: Sequence[str], *, ranks: int, data: str | None) -> None:
+        """Raise `UserError` for what it cannot do on `ranks` ranks of this host, before one is started.
+
+        data: what ranks will have as ZBMD_DATA.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to run. `target`: a script's path, or with `is_module` a module's name."""
+
+    target: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+
+def check(job: Job, settings: Settings) -> None:
+    """Raise `UserError` for what cannot work, before anything is started."""
+    if job.is_module:
+        _check_module(job.target)
+    else:
+        script = Path(job.target)
+        if script.is_dir() and not (script / "__main__.py").exists():
+            raise UserError(f"{script} is a directory without a __main__.py. Give a script's path.")
+        if not script.exists():
+            raise UserError(
+                f"there is no script {script} (looked in {Path.cwd()}). Give the path of a Python file, "
+                "or -m and a module's name."
+            )
+    ranks, arena_bytes = settings["nproc_per_node"], settings["arena"]
+    available = available_memory()
+    needed_bytes = ranks * (arena_bytes + RANK_BYTES)
+    if needed_bytes > available.nbytes:
+        raise UserError(
+            f"{ranks} ranks with an arena of {in_words(arena_bytes)} each need about "
+            f"{in_words(needed_bytes)}, but {available.limited_by} has {in_words(available.nbytes)} "
+            f"available. {_less_memory(ranks, arena_bytes, available.nbytes)}"
+        )
+    data = settings["data"]
+    if data is not None and not glob.glob(data, recursive=True):
+        raise UserError(f"--data {data} matches no file. Give a file, a directory or a glob that does.")
+
+
+def check_own(job: Job, settings: Settings) -> None:
+    """Have a job of zbmd's own say what it cannot do on these ranks, all of this host: raises `UserError`.
+
+    What it imports for that its ranks need, too: they are forked from here.
+    """
+    if job.is_module and job.target in OWN_JOBS:
+        name = f"{job.target}.__main__"
+        own = cast(OwnJob, importlib.import_module(name))
+        del sys.modules[name]  # ranks run it as their program, and would warn of a second copy
+        own.check(job.arguments, ranks=settings["nproc_per_node"], data=settings["data"])
+
+
+def _less_memory(ranks: int, arena_bytes: int, available_bytes: int) -> str:
+    """What to ask for instead."""
+    arena_bytes_max = available_bytes // ranks - RANK_BYTES
+    ranks_max = available_bytes // (arena_bytes + RANK_BYTES)
+    choices: list[str] = []
+    if arena_bytes_max >= ARENA_BYTES_MIN:
+        choices.append(f"--arena {arena_bytes_max >> 20}MiB or less")
+    if ranks_max > 0:
+        choices.append(f"-n {ranks_max} or less")
+    return f"Give {' or '.join(choices)}." if choices else "Free some memory, or raise the limit."
+
+
+def _check_module(name: str) -> None:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        # Of a dotted name only the first part: to find more, the package would have to run here.
+        found = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        del sys.path[0]
+    if found is None:
+        raise UserError(
+            f"there is no module {name} (looked in {Path.cwd()} and the installed packages). Give a module's "
+            "dotted name, or a script's path without -m."
+        )
+
+
+def host_variables(settings: Settings) -> dict[str, str]:
+    """Variables for the ranks of this host alone."""
+    environment = {HOST_MEMORY_VARIABLE: str(available_memory().nbytes)}
+    if settings["log_dir"] is not None:
+        environment[LOG_DIR_VARIABLE] = str(Path(settings["log_dir"]).absolute())
+    if settings["capture"] is not None:
+        environment[CAPTURE_VARIABLE] = str(Path(settings["capture"]).absolute())
+        environment[CAPTURE_BULK_VARIABLE] = settings["capture_bulk"].value
+    return environment
+
+
+def host_config(job: Job, settings: Settings, variables: Mapping[str, str]) -> HostConfig:
+    """The host's configuration for a job. variables: more of them for the ranks."""
+    environment = {**variables, **host_variables(settings)}
+    if settings["data"] is not None:
+        environment["ZBMD_DATA"] = settings["data"]
+    return HostConfig(
+        target=job.target,
+        is_module=job.is_module,
+        arguments=job.arguments,
+        world_size=settings["nproc_per_node"],
+        on_loss=settings["on_loss"],
+        max_restarts=settings["max_restarts"],
+        restart_window_s=settings["restart_window"],
+        arena_bytes=settings["arena"],
+        recovery_budget_ns=round(settings["recovery_budget"] * 1e9),
+        progress_deadline_ns=round(settings["progress_deadline"] * 1e9),
+        on_hang=settings["on_hang"],
+        environment=environment,
+        preload=(*PRELOAD, *MORE_PRELOADS, *own_modules(job)),
+    )
+
+
+def own_modules(job: Job) -> tuple[str, ...]:
+    """What a job that is a package of zbmd itself imports, so that a replacement need not do it again.
+
+    A user's module is not imported before the fork: what it does then may not survive one.
+    """
+    if not job.is_module or not job.target.startswith(OWN_PACKAGE):
+        return ()
+    found = importlib.util.find_spec(job.target)
+    folders = found.submodule_search_locations if found is not None else None
+    # The packages below it, too. A package is searched by importing it: those of zbmd hold no code.
+    modules = pkgutil.walk_packages(folders, f"{job.target}.") if folders else ()
+    return tuple(sorted(each.name for each in modules if not each.name.endswith(".__main__")))
+
+
+async def run_job(config: HostConfig, template: EarlyTemplate | None) -> int:
+    """Run the job on this terminal; returns the exit code. template: see `Host`."""
+    loop = asyncio.get_running_loop()
+    async with Console(hold_last_words=True) as console:
+        story = Story(console, lambda: host.ranks)
+        host = Host(config, output=console, observer=story.observe, template=template)
+        running = loop.create_task(host.run())
+        received: list[signal.Signals] = []
+
+        def on_signal(number: signal.Signals) -> None:
+            received.append(number)
+            host.stop(f"{number.name} received", kill=len(received) > 1)
+            if len(received) == 1 and all(rank.state is RankState.WAITING for rank in host.ranks.values()):
+                running.cancel()  # the template still imports, and nobody else is there to be stopped
+
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            result = await running
+        except asyncio.CancelledError:
+            if not received:
+                raise
+            await console.note(f"stopped: {received[0].name} received before any rank had started")
+            return 128 + received[0]
+        finally:
+            for number in STOP_SIGNALS:
+                loop.remove_signal_handler(number)
+        if result.outcome is Outcome.FAILED:
+            await story.failed(result)
+        elif result.outcome is Outcome.STOPPED:
+            await console.note(f"stopped: {result.reason}")
+    if result.outcome is Outcome.STOPPED and received:
+        return 128 + received[0]
+    return result.exit_code

@@ -1,0 +1,408 @@
+"""`zbmd-node run` over several nodes: this host's node of a cluster that is made for the job, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, assert_never
+
+import zbmd
+from zbmd.actors.bootstrap.founding import as_told, joining, node_id_of, node_name
+from zbmd.actors.bootstrap.merge import Bootstrap, Role
+from zbmd.actors.cluster.capture_kinds import ONE_JOB
+from zbmd.actors.cluster.jobs import single_job as o
+from zbmd.actors.cluster.jobs.code_digest import code_of
+from zbmd.actors.cluster.jobs.hosted_job import ON_HANG_VARIABLE
+from zbmd.actors.cluster.jobs.node_driver import JobHost
+from zbmd.actors.cluster.jobs.table import REASON_CHARACTERS_MAX, JobSpec, Stop, Submit
+from zbmd.actors.cluster.node.actors import NodeActors
+from zbmd.actors.cluster.node.capture import node_capture
+from zbmd.actors.cluster.node.join import JoinFailed, NotLetInYet
+from zbmd.actors.cluster.node.lives import Hindered, NodeConfig, NodeEvent
+from zbmd.actors.cluster.node.node import ClusterNode
+from zbmd.actors.cluster.node.persistent_state import BriefMemory
+from zbmd.actors.cluster.node_id import Node, NodeKey
+from zbmd.actors.cluster.view import ClusterView
+from zbmd.actors.contracts import Contract
+from zbmd.actors.host.early_template import EarlyTemplate
+from zbmd.actors.host.events import EXIT_FAILED
+from zbmd.actors.host.supervisor import PRELOAD
+from zbmd.actors.rank_env import OFF, PROGRESS_DEADLINE_VARIABLE
+from zbmd.actors.replay.process_capture import CaptureSettings
+from zbmd.tools.cli.console import Console
+from zbmd.tools.cli.launch import free_port
+from zbmd.tools.cli.settings import DEFAULT, Settings
+from zbmd.tools.node.run import MORE_PRELOADS, STOP_SIGNALS, Job, host_variables, own_modules
+from zbmd.tools.node.run_report import RunTeller
+from zbmd.tools.node.store import with_store
+from zbmd.transport.capture.tap import Tap
+from zbmd.transport.clock.deadlines import SECOND_NS
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.errors import UserError
+from zbmd.transport.handshake.cookie import load_or_create_cookie
+from zbmd.transport.tcp.settings import tcp_settings
+from zbmd.transport.tcp.sockets import PortInUse
+
+LEAVE_S: Final = 10.0
+"""To leave the cluster in order, once the job is over."""
+NAMED_MAX: Final = 16
+NOT_COMPARED: Final = ("environment", "code")
+"""A node's environment is its own; a host whose code differs says so itself."""
+STORE_TRY_S: Final = 12.0
+"""At the doors that a store lists; then it is read again, since its founder may be gone by then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one node is to do. variables: for the ranks of all nodes, as this one would have them."""
+
+    job: Job
+    settings: Settings
+    bootstrap: Bootstrap
+    variables: Mapping[str, str]
+
+    @property
+    def patience_ns(self) -> int:
+        """How long enough nodes may be missing."""
+        timeout_s: float = self.settings["join_timeout"]
+        return round(timeout_s * SECOND_NS)
+
+
+def job_id(bootstrap: Bootstrap) -> int:
+    """What all nodes of a run call their job. A cluster has no other job, so a run without a name has one."""
+    name = f"zbmd-node run {bootstrap.job}".encode()
+    return (int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 2) + 1
+
+
+def spec_of(plan: Plan) -> JobSpec:
+    """The job as this node would give it to the cluster. Raises `UserError`."""
+    job, settings, nodes = plan.job, plan.settings, plan.bootstrap.nodes
+    environment = dict(plan.variables)
+    environment.pop("MASTER_PORT", None)  # chosen where rank 0 is to run
+    if settings["master_port"] and all(door.port != settings["master_port"] for door in plan.bootstrap.doors):
+        environment["MASTER_PORT"] = str(settings["master_port"])
+    deadline_s = settings["progress_deadline"]
+    environment[PROGRESS_DEADLINE_VARIABLE] = f"{deadline_s:g}s" if deadline_s else OFF
+    environment[ON_HANG_VARIABLE] = settings["on_hang"].value
+    if settings["data"] is not None:
+        environment["ZBMD_DATA"] = settings["data"]
+    spec = JobSpec(
+        job=job_id(plan.bootstrap),
+        target=job.target if job.is_module else str(Path(job.target).absolute()),
+        is_module=job.is_module,
+        arguments=job.arguments,
+        environment=tuple(sorted(environment.items())),
+        code=code_of(job.target, is_module=job.is_module),
+        ranks_per_node=settings["nproc_per_node"],
+        nodes_min=nodes.least,
+        nodes_max=nodes.most,
+        on_loss=settings["on_loss"],
+        max_restarts=settings["max_restarts"],
+        restart_window_ns=round(settings["restart_window"] * SECOND_NS),
+        arena_bytes=settings["arena"],
+        recovery_budget_ns=round(settings["recovery_budget"] * SECOND_NS),
+    )
+    if problem := spec.problem():
+        raise UserError(
+            f"a job of {nodes.most} nodes with {spec.ranks_per_node} ranks each cannot be: {problem}. Give "
+            "fewer with --nnodes or --nproc-per-node."
+        )
+    return spec
+
+
+def differences(own: JobSpec, given: JobSpec) -> list[str]:
+    """In which settings of this node the job that the cluster was given is another."""
+    return [
+        field.name
+        for field in dataclasses.fields(JobSpec)
+        if field.name not in ("environment", "code")
+        and getattr(own, field.name) != getattr(given, field.name)
+    ]
+
+
+def preload_of(plan: Plan) -> tuple[str, ...]:
+    """What the template imports."""
+    return *PRELOAD, *MORE_PRELOADS, *own_modules(plan.job)
+
+
+def local_variables(plan: Plan) -> dict[str, str]:
+    """The environment of the ranks of this host, but for what a rank is told of itself."""
+    return {**os.environ, **host_variables(plan.settings)}
+
+
+async def run_over_nodes(plan: Plan, template: EarlyTemplate | None) -> int:
+    """Run this node until the job is over; returns the exit code. Raises `UserError`.
+
+    template: of the ranks of this host, if it was forked already.
+    """
+    spec = await asyncio.to_thread(spec_of, plan)
+    config = await as_told(plan.bootstrap, _config(plan))
+    given_up_ns = time.monotonic_ns() + plan.patience_ns
+    async with Console(hold_last_words=True) as console:
+        while True:  # until it has run, or time is up
+            try:
+                async with _found(plan, config) as (found, superseded):
+                    node = _NodeRun(plan, spec, found, console, template)
+                    template = None  # it is its own now
+                    return await node.run(superseded)
+            except PortInUse:
+                if not (plan.bootstrap.role is Role.HOLDER and config.founds):
+                    raise
+                config = joining(plan.bootstrap, config)  # another node of this host was faster
+            except JoinFailed as error:
+                if plan.bootstrap.role is Role.STORE:
+                    if time.monotonic_ns() < given_up_ns:
+                        continue
+                elif not isinstance(error, NotLetInYet):
+                    raise
+                await console.note(str(error))
+                return EXIT_FAILED
+
+
+def _config(plan: Plan) -> NodeConfig:
+    """Of this node, but for what the launcher says of where it is."""
+    given = plan.settings.source("recovery_budget") != DEFAULT
+    return NodeConfig(
+        name=node_name(plan.bootstrap),
+        join_ns=plan.patience_ns,
+        recovery_budget_ns=round(plan.settings["recovery_budget"] * SECOND_NS) if given else None,
+        cookie=load_or_create_cookie(),
+        settings=tcp_settings(),
+        release=zbmd.__version__,
+    )
+
+
+@asynccontextmanager
+async def _found(
+    plan: Plan, config: NodeConfig
+) -> AsyncGenerator[tuple[NodeConfig, asyncio.Future[str] | None]]:
+    """The configuration, as the store has it if there is one; see `with_store`."""
+    if plan.bootstrap.role is not Role.STORE:
+        yield config, None
+        return
+    tried = dataclasses.replace(config, join_ns=min(plan.patience_ns, round(STORE_TRY_S * SECOND_NS)))
+    async with with_store(tried, plan.bootstrap.store) as (found, superseded):
+        yield found, superseded
+
+
+class _NodeRun:
+    """One node, from its start to its end: the driver of `OneJob`, and a `ClusterListener`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        spec: JobSpec,
+        config: NodeConfig,
+        console: Console,
+        template: EarlyTemplate | None,
+    ) -> None:
+        self._plan = plan
+        self._spec = spec
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+        self._teller = RunTeller(console)
+        self._members: tuple[Node, ...] = ()
+        self._compared = False
+        about: dict[str, int] = {
+            "job": spec.job,
+            "nodes_min": spec.nodes_min,
+            "nodes_max": spec.nodes_max,
+            "patience_ns": plan.patience_ns,
+            "leave_ns": round(LEAVE_S * SECOND_NS),
+        }
+        self.machine = o.OneJob(**about)
+        founds = config.founds or (plan.bootstrap.role is Role.STORE and config.anew)
+        self._name = config.name
+        memory = BriefMemory(node_id_of(plan.bootstrap.node, founds=founds))
+        local = local_variables(plan)
+        self._clock = HybridClock()
+        captured = CaptureSettings.read(local, job=0)
+        self._capture = node_capture(config.name, self._clock, captured)
+        self._tap = Tap(self._capture.recorder, ONE_JOB, "one job", self.machine, about)
+        self._node = ClusterNode(dataclasses.replace(config, capture=captured), memory, self._hear)
+        self._actors = NodeActors(
+            self._node,
+            cookie=config.cookie,
+            settings=config.settings,
+            linked=False,
+            on_listening=partial(setattr, self._node, "actors_at"),
+        )
+        self._jobs = JobHost(
+            self._node,
+            recorder=self._capture.recorder,
+            clock=self._clock,
+            output=console,
+            listen_host=f"[{config.listen.host}]" if ":" in config.listen.host else config.listen.host,
+            preload=preload_of(plan),
+            environment=local,
+            on_event=lambda _, event: self._teller.happened(event),
+            template=template,
+            finder=self._actors.finder,
+        )
+
+    # -- its course --------------------------------------------------------------------------------------
+
+    async def run(self, superseded: asyncio.Future[str] | None) -> int:
+        """Until the job is over and this node has left; the exit code."""
+        for number in STOP_SIGNALS:
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        if superseded is not None:
+            superseded.add_done_callback(self._superseded)
+        try:
+            async with self._teller.telling():
+                code = await self._run()
+                with contextlib.suppress(TimeoutError):
+                    await self._teller.told()
+                if (job := self.machine.job) is not None:
+                    await self._teller.over(job)
+                return code
+        except BaseException as error:
+            self._capture.failed(error)
+            raise
+        finally:
+            if superseded is not None:
+                superseded.remove_done_callback(self._superseded)
+            for number in STOP_SIGNALS:
+                self._loop.remove_signal_handler(number)
+            self._capture.close("the run is over")
+
+    async def _run(self) -> int:
+        self._node.listen(self)
+        living = self._loop.create_task(self._node.run())
+        hosting = self._loop.create_task(_host(self._jobs, self._actors))
+        try:
+            first: list[asyncio.Future[Any]] = [living, hosting, self._ended]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.done():
+                return self._ended.result()
+            if hosting.done():
+                hosting.result()  # it only ever ends by an error
+            living.result()
+            return await self._ended
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            await self._jobs.settle()
+            for task in (living, hosting):
+                task.cancel()
+            await asyncio.wait([living, hosting])
+            await self._actors.close()
+            await self._jobs.close()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        asked = o.EndAsked(
+            reason=f"{number.name} received on {self._name}",
+            exit_code=128 + number,
+            leave=number is not signal.SIGINT,
+        )
+        self._put(asked)
+
+    def _superseded(self, reason: asyncio.Future[str]) -> None:
+        self._put(o.EndAsked(reason=reason.result(), exit_code=EXIT_FAILED, leave=True))
+
+    def _hear(self, event: NodeEvent) -> None:
+        if isinstance(event, Hindered):
+            self._teller.say(f"not let in yet: {event.text}")
+
+    # -- `ClusterListener` -------------------------------------------------------------------------------
+
+    def began(self, me: Node) -> None:
+        """See `ClusterListener`."""
+        self._put(o.LifeBegan(me=me.key))
+
+    def acts_on(self, view: ClusterView, reason: str) -> None:
+        """See `ClusterListener`."""
+        if view.nodes != self._members and self.machine.state is not o.State.LEAVING:
+            self._teller.say(_members_in_words(self._members, view.nodes, self._node.me))
+            self._members = view.nodes
+        self._compare(view)
+        self._put(o.ViewActedOn(view=view))
+
+    def received(self, sender: NodeKey, message: Contract) -> None:
+        """See `ClusterListener`: it is for the jobs."""
+
+    def stopped(self, reason: str) -> None:
+        """See `ClusterListener`."""
+        self._members = ()
+        self._put(o.LifeEnded(reason=reason))
+
+    def _compare(self, view: ClusterView) -> None:
+        """Say once if another node has given the cluster another job than this one would have."""
+        job = view.jobs.job(self._spec.job)
+        if job is None or self._compared:
+            return
+        self._compared = True
+        if differing := differences(self._spec, job.spec):
+            self._teller.say(
+                f"this node was started with another {', '.join(differing)} than {job.submitter}, which has "
+                "given the job to the cluster: its settings are used. Start all nodes alike"
+            )
+
+    # -- the machine -------------------------------------------------------------------------------------
+
+    def _put(self, event: o.Event) -> None:
+        try:
+            actions = self._tap.handle(event, now_ns=time.monotonic_ns())
+            self._tap.check_invariants()
+            for action in actions:
+                self._perform(action)
+        except Exception as error:  # noqa: BLE001 (given to whoever awaits `run`)
+            if not self._ended.done():
+                self._ended.set_exception(error)
+
+    def _perform(self, action: o.Action) -> None:
+        match action:
+            case o.GiveJob():
+                self._node.command(Submit(spec=_with_port(self._spec)))
+            case o.StopJob(reason=reason):
+                self._node.command(Stop(job=self._spec.job, reason=reason[:REASON_CHARACTERS_MAX]))
+            case o.Leave():
+                self._node.leave()
+            case o.Say(text=text):
+                self._teller.say(text)
+            case o.SetTimer(at_ns=at_ns):
+                if self._timer is not None:
+                    self._timer.cancel()
+                delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
+                self._timer = self._loop.call_later(delay_s, self._timer_fired, at_ns)
+            case o.End(exit_code=exit_code):
+                if not self._ended.done():
+                    self._ended.set_result(exit_code)
+            case _:
+                assert_never(action)
+
+    def _timer_fired(self, due_ns: int) -> None:
+        self._capture.recorder.timer("one job", due_ns, stream=self._tap.stream)
+        self._put(o.TimerFired())
+
+
+def _members_in_words(before: tuple[Node, ...], now: tuple[Node, ...], me: Node) -> str:
+    names = [node.name for node in now[:NAMED_MAX]]
+    text = f"nodes: {', '.join(names)}" + (f" and {len(now) - NAMED_MAX} more" if now[NAMED_MAX:] else "")
+    if not before:
+        return f"this node is {me.name} at {me.address}; {text}"
+    gone = [node.name for node in before if node not in now][:NAMED_MAX]
+    return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone; {text}" if gone else text
+
+
+def _with_port(spec: JobSpec) -> JobSpec:
+    """With a port for rank 0, which runs where the job is given from: on the first node of the view."""
+    environment = {"MASTER_PORT": str(free_port()), **dict(spec.environment)}
+    return dataclasses.replace(spec, environment=tuple(sorted(environment.items())))
+
+
+async def _host(jobs: JobHost, actors: NodeActors) -> None:
+    """Run the job's ranks, and what tells them where others are, until that fails."""
+    await jobs.open()
+    await asyncio.gather(jobs.failed(), actors.failed())

@@ -1,0 +1,53 @@
+"""Every kind of machine of every layer, registered by being imported here, and what their secrets are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zbmd.actors.cluster.capture_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, ONE_JOB
+from zbmd.actors.replay.kinds import (
+    DIRECTORY,
+    MEMBERSHIP,
+    SUPERVISION,
+    UPGRADE,
+    UPGRADE_AGENT,
+    UPGRADE_LEDGER,
+)
+from zbmd.actors.replay.recording import ACTOR
+from zbmd.collectives.capture_kinds import ELASTIC_TAGS, OPERATIONS, REPAIR, STEP_COMMIT, VIEWS
+from zbmd.training.capture_kinds import MIRROR, STAGE, ZERO_STEP
+from zbmd.transport.handshake.capture_kind import HELLO
+from zbmd.transport.handshake.cookie import cookie_path, load_or_create_cookie
+
+__all__ = [
+    "ACTOR",
+    "CLUSTER",
+    "DETECTOR",
+    "DIRECTORY",
+    "ELASTIC_TAGS",
+    "HELLO",
+    "LOCAL_JOBS",
+    "MEMBERSHIP",
+    "MIRROR",
+    "ONE_JOB",
+    "OPERATIONS",
+    "REPAIR",
+    "STAGE",
+    "STEP_COMMIT",
+    "SUPERVISION",
+    "UPGRADE",
+    "UPGRADE_AGENT",
+    "UPGRADE_LEDGER",
+    "VIEWS",
+    "ZERO_STEP",
+    "secrets_for",
+]
+
+
+def secrets_for(cookie: Path | None) -> dict[str, bytes]:
+    """What a replay needs and no log holds: the cookie in this file, or in its usual place if it is there.
+
+    Raises `CookieError` if a file that was named cannot be used.
+    """
+    path = cookie_path() if cookie is None else cookie
+    return {"cookie": load_or_create_cookie(path)} if cookie is not None or path.exists() else {}

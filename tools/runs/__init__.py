@@ -1,0 +1,1 @@
+"""The package `runs` of `zbmd.tools`."""

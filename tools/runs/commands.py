@@ -1,0 +1,121 @@
+"""`zbmd generate`, `ledger` and `plot`: text, proof and picture of what a run left behind."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.tools.runs.plot_draw import FORMATS, PICTURE_NAME, plot_run
+from zbmd.training.checkpoint.plan import read_plan
+from zbmd.training.config import VOCABULARY
+from zbmd.training.data.corpus import CORPUS_FILE, Corpus
+from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
+from zbmd.training.model.generate import generate, generate_tokens
+from zbmd.training.model.gpt import GPT
+from zbmd.training.run.ledger import LOG_NAME, Audit, audit, read_log
+from zbmd.training.run.load_weights import load_trained
+from zbmd.training.step.recipe import Recipe
+from zbmd.transport.errors import UserError
+
+
+def audit_run(directory: Path) -> Audit:
+    """Compare the commit log of a finished run with the samples that its plan asks for.
+
+    Raises `UserError` if the directory holds no commit log or not the corpus that the log names.
+    """
+    header, records = read_log(directory / LOG_NAME)
+    plan = read_plan(header.plan)
+    corpus = Corpus(directory / CORPUS_FILE, context=plan.model.context)
+    if corpus.header.digest != plan.corpus:
+        raise UserError(
+            f"{directory / CORPUS_FILE} is not the corpus of this run: its digest is "
+            f"{corpus.header.digest[:16]}, the log names {plan.corpus[:16]}. Restore it, or train again."
+        )
+    recipe = Recipe(GPT(plan.model), corpus, plan.training)
+    return audit(
+        records,
+        lambda version: recipe.sample_ids(version - 1).reshape(-1).tolist(),
+        base_version=header.base_version,
+        steps=plan.training.steps - header.base_version,
+    )
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    path: Path = arguments.weights
+    params, config, step = load_trained(path)
+    print(f"weights of step {step} from {path}", file=sys.stderr)
+    sys.stdout.buffer.write(arguments.prompt.encode())
+    for text in _sampled(path, GPT(config), params, arguments):
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+    print(flush=True)
+    return 0
+
+
+def _sampled(
+    path: Path, model: GPT, params: npt.NDArray[np.float32], arguments: argparse.Namespace
+) -> Iterator[bytes]:
+    """What is added to the prompt: by the tokenizer that lies beside the weights, if there is one."""
+    drawing = {"temperature": arguments.temperature, "top_k": arguments.top_k, "seed": arguments.seed}
+    beside = (path if path.is_dir() else path.parent) / TOKENIZER_NAME
+    if model.config.vocabulary == VOCABULARY or not beside.exists():
+        prompt = arguments.prompt.encode()
+        yield from generate(model, params, prompt=prompt, length=arguments.length, **drawing)
+        return
+    tokenizer = BPETokenizer.load(beside)
+    tokens = tokenizer.encode(arguments.prompt.encode()).tolist() or [tokenizer.separator]
+    for token in generate_tokens(model, params, prompt=tokens, length=arguments.length, **drawing):
+        yield tokenizer.decode([token])
+
+
+def _ledger(arguments: argparse.Namespace) -> int:
+    found = audit_run(arguments.run)
+    print(msgspec.json.encode(found).decode())
+    return 1 if found.steps_lost or found.samples_skipped or found.samples_repeated else 0
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    print(plot_run(arguments.run, arguments.out))
+    return 0
+
+
+def add_generate(commands: Any) -> None:
+    """Add `generate` to the commands of `zbmd`."""
+    sample = commands.add_parser("generate", help="print text sampled from trained weights")
+    sample.add_argument("weights", type=Path, help="weights, a checkpoint, or the directory of a run")
+    sample.add_argument("--prompt", default="import ", help="text to continue (%(default)r)")
+    sample.add_argument("--length", type=int, default=400, help="tokens to add (%(default)s)")
+    sample.add_argument(
+        "--temperature", type=float, default=0.8, help="0: always the likeliest (%(default)s)"
+    )
+    sample.add_argument("--top-k", type=int, default=40, help="draw from so many tokens (%(default)s)")
+    sample.add_argument("--seed", type=int, default=0, help="another seed, another text (%(default)s)")
+    sample.set_defaults(run_command=_generate)
+
+
+def add_ledger(commands: Any) -> None:
+    """Add `ledger` to the commands of `zbmd`."""
+    ledger = commands.add_parser("ledger", help="prove from the commit log that no sample was lost")
+    ledger.add_argument("run", type=Path, help="the directory of a run")
+    ledger.set_defaults(run_command=_ledger)
+
+
+def add_plot(commands: Any) -> None:
+    """Add `plot` to the commands of `zbmd`."""
+    plot = commands.add_parser("plot", help="draw the run: losses, deaths and recoveries, time of each step")
+    plot.add_argument("run", type=Path, help="the directory of a run")
+    plot.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"{' or '.join(FORMATS)} file to write ({PICTURE_NAME} in the directory of the run)",
+    )
+    plot.set_defaults(run_command=_plot)

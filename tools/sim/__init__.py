@@ -1,0 +1,1 @@
+"""The package `sim` of `zbmd.tools`."""

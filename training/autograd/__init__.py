@@ -1,0 +1,1 @@
+"""The package `autograd` of `zbmd.training`."""

@@ -1,0 +1,252 @@
+"""Reverse-mode automatic differentiation on a tape, with gradients written in place.
+
+An op computes its output and records one closure that takes the output's gradient and passes gradients on.
+The tape plays the closures backwards. Ownership keeps it free of needless copies: a closure *owns* the
+gradient it is given (nobody reads it afterwards, so it may be overwritten or passed on), and an array given
+to `Tensor.accumulate` belongs to that tensor from then on.
+
+A parameter's gradient is written straight to memory that the caller chose, and a hook tells when it is
+final, so that its reduction can start while the backward pass goes on. The method is the Wengert list
+(R. E. Wengert, "A simple automatic derivative evaluation program", 1964).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
+
+import numpy as np
+
+from zbmd.training.autograd import spans
+from zbmd.training.autograd.array_module import Array, is_narrow, widened
+from zbmd.training.autograd.first_non_finite import Lookout, Where, lookout
+from zbmd.transport.errors import LocalProtocolError
+
+Backward = Callable[[Array], None]
+GradReady = Callable[[int], None]
+
+_NO_SPAN = nullcontext()
+
+
+class Tensor:
+    """A value on the tape and, during the backward pass, the gradient gathered for it so far."""
+
+    __slots__ = ("data", "grad")
+
+    def __init__(self, data: Array) -> None:
+        self.data = data
+        self.grad: Array | None = None
+
+    def accumulate(self, grad: Array) -> None:
+        """Add `grad` (the shape of `data`) to the gradient; the tensor owns `grad` from here on."""
+        if self.grad is None:
+            self.grad = grad
+        else:
+            self.grad += grad
+
+
+class Parameter:
+    """A leaf whose gradient goes to the caller's memory.
+
+    Shapes and dtypes of `stored` and `grad` agree. What `grad` held before does not matter: the first use
+    overwrites it, each further use adds to it. Of 16-bit floats everything is computed in float32, and a
+    gradient is rounded as it is kept.
+    """
+
+    __slots__ = ("_fresh", "deferred", "grad", "handed", "index", "on_ready", "stored", "uses_left")
+
+    def __init__(self, stored: Array, grad: Array | None, index: int, on_ready: GradReady | None) -> None:
+        self.stored = stored
+        self.grad = grad
+        self.index = index
+        self.uses_left = 0
+        self.handed = False
+        """Whether the hook has been told that the gradient is final."""
+        self._fresh = True
+        self.on_ready = on_ready
+        self.deferred: list[Callable[[], None]] | None = None
+        """Where gradients that are computed later wait, in their order; None: each is computed at once."""
+
+    @property
+    def data(self) -> Array:
+        """The value to compute with; of 16-bit floats a copy, made anew at each call."""
+        return widened(self.stored)
+
+    def rows(self, places: Array) -> Array:
+        """The rows `places` of the value: a copy."""
+        return widened(self.stored[places])
+
+    def release(self) -> None:
+        """Give up one use that was counted and will bring no gradient: those counted since will."""
+        self.uses_left -= 1
+
+    def receive(self, write: Callable[[Array], object], *, lasting: bool = False) -> None:
+        """Take the gradient of one use: `write(out)` sets all of `out`, an array like `data`.
+
+        lasting: nothing that `write` reads changes any more, so that it can be called later. What cannot be
+        put off is computed now, and kept apart until its turn.
+        """
+        if self.deferred is None:
+            self._take(write)
+            return
+        later = write if lasting else self._kept_apart(write)
+        self.deferred.append(lambda: self._take(later))
+
+    def _kept_apart(self, write: Callable[[Array], object]) -> Callable[[Array], object]:
+        """What `write` sets, computed now."""
+        partial = self._room()
+        write(partial)
+
+        def copy(out: Array) -> None:
+            out[...] = partial
+
+        return copy
+
+    def _room(self) -> Array:
+        """An array like `data`, of its own; what is in it does not matter."""
+        if self.grad is None:
+            raise LocalProtocolError(f"parameter {self.index} got a gradient that it did not expect")
+        return widened(self.grad) if is_narrow(self.grad) else self.grad.copy()
+
+    def _take(self, write: Callable[[Array], object]) -> None:
+        if self.grad is None or self.uses_left == 0:
+            raise LocalProtocolError(f"parameter {self.index} got a gradient that it did not expect")
+        if self._fresh and not is_narrow(self.grad):
+            write(self.grad)
+        else:
+            partial = self._room()
+            write(partial)
+            if not self._fresh:
+                partial += self.grad
+            with np.errstate(over="ignore"):  # what is too large for 16 bits becomes infinite, which is seen
+                self.grad[...] = partial
+        self._fresh = False
+        self.uses_left -= 1
+        if self.uses_left == 0 and self.on_ready is not None:
+            self.on_ready(self.index)
+            self.handed = True
+
+    @property
+    def handing(self) -> bool:
+        """Whether the hook is being told, or has raised."""
+        told = not self._fresh and self.uses_left == 0 and self.on_ready is not None
+        return told and not self.handed
+
+
+class Tape:
+    """The record of one forward pass. With `recording=False` it keeps nothing and `backward` is refused."""
+
+    __slots__ = ("_nodes", "_parameters", "_units", "_unrecorded", "recording", "xp")
+
+    def __init__(self, xp: ModuleType, *, recording: bool = True) -> None:
+        self.xp = xp
+        self.recording = recording
+        self._nodes: list[tuple[Tensor, Backward]] = []
+        self._parameters: list[Parameter] = []
+        self._units: list[tuple[int, int]] = []
+        self._unrecorded = 0
+
+    @property
+    def position(self) -> int:
+        """Which op is at work, counted from 0 in the order of the forward pass: forwards and backwards."""
+        return len(self._nodes) if self.recording else self._unrecorded
+
+    def kept(self) -> Iterator[object]:
+        """What the way back needs: the outputs of ops, and their rules with all that these close over."""
+        for node in self._nodes:
+            yield from node
+
+    def unit(self, number: int) -> AbstractContextManager[None]:
+        """What is recorded from here on is of the model's unit `number`; enter the result around that."""
+        if not self.recording:
+            return _NO_SPAN
+        self._units.append((len(self._nodes), number))
+        watching = lookout()
+        return spans.FORWARD[number] if watching is None else self._watched(watching, number)
+
+    @contextmanager
+    def _watched(self, watching: Lookout, number: int) -> Generator[None]:
+        watching.at(Where.FORWARD, number)
+        with spans.FORWARD[number]:
+            yield
+        watching.look(self._nodes[-1][0].data)
+
+    def record(self, data: Array, backward: Backward, *parameters: Parameter) -> Tensor:
+        """Return the tensor of an op's output, made from `parameters` and others by the rule `backward`.
+
+        `backward` passes exactly one gradient to each of `parameters` (`Parameter.receive`).
+        """
+        output = Tensor(data)
+        if self.recording:
+            self._nodes.append((output, backward))
+            for parameter in parameters:
+                parameter.uses_left += 1
+                self._parameters.append(parameter)
+        else:
+            self._unrecorded += 1
+        return output
+
+    def backward(self, loss: Tensor, *, scale: float = 1.0) -> None:
+        """Play the tape backwards from `loss` with a gradient of `scale`. A tape plays once.
+
+        Raises `LocalProtocolError` if a parameter that was used gets no gradient, or nothing was recorded.
+        """
+        if not self._nodes:
+            raise LocalProtocolError("nothing is recorded on this tape, or it was played before")
+        self.play(loss, self.xp.ones_like(loss.data) * loss.data.dtype.type(scale))
+        self.check_whole()
+
+    def check_whole(self) -> None:
+        """Raise `LocalProtocolError` if a parameter that was used has got no gradient."""
+        for parameter in self._parameters:
+            if parameter.uses_left:
+                raise LocalProtocolError(f"parameter {parameter.index} was used but the loss is blind to it")
+
+    def checkpoint(
+        self, block: Callable[[Tape, Tensor], Tensor], x: Tensor, parameters: Sequence[Parameter]
+    ) -> Tensor:
+        """Return `block(tape, x)` and keep nothing of it but `x`: the way back computes it again.
+
+        `parameters` are all that `block` uses, each at least once. It must be a function of `x`, `parameters`
+        and constants, so that the second time gives the same bits; random numbers are such a function too
+        (`zbmd.training.autograd.rng.random_words`). T. Chen and others, "Training deep nets with sublinear
+        memory cost", 2016, arXiv:1604.06174.
+        """
+        if not self.recording:
+            return block(self, x)
+        y = block(Tape(self.xp, recording=False), Tensor(x.data))
+
+        def backward(dy: Array) -> None:
+            inner, source = Tape(self.xp), Tensor(x.data)
+            with spans.RECOMPUTE:
+                output = block(inner, source)
+            for parameter in parameters:
+                parameter.release()  # `inner` has counted its uses by now
+            inner.play(output, dy)
+            if source.grad is not None:
+                x.accumulate(source.grad)
+
+        return self.record(y.data, backward, *parameters)
+
+    def play(self, output: Tensor, grad: Array) -> None:
+        """Play the tape backwards from `output`, whose gradient is `grad`, and no further than it goes."""
+        output.accumulate(grad)
+        while self._units:
+            floor, number = self._units.pop()
+            watching = lookout()
+            if watching is not None:
+                watching.at(Where.BACKWARD, number)
+            with spans.BACKWARD[number]:
+                self._play_down_to(floor)
+            before = self._nodes[-1][0].grad if self._nodes else None
+            if watching is not None and before is not None:
+                watching.look(before)
+        self._play_down_to(0)
+
+    def _play_down_to(self, floor: int) -> None:
+        while len(self._nodes) > floor:
+            node, backward = self._nodes.pop()
+            found, node.grad = node.grad, None
+            if found is not None:
+                backward(found)

@@ -1,0 +1,149 @@
+"""What fixes the bits of a run, as JSON: no log and no checkpoint is gone on with under another plan.
+
+Every job writes the same, whoever computes it: one process, ranks with and without ZeRO, meshes. Plans of
+versions that had more names for the same are understood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision
+from zbmd.transport.errors import UserError
+
+DIFFERENCES_MAX = 8
+VALUE_CHARACTERS_MAX = 16
+_HORIZON: Final = "training.horizon"
+_PRECISION: Final = "precision"
+_SCALED: Final = "float16"
+"""The precision whose gradients have a loss scale: of others, what it would begin with fixes nothing."""
+
+
+class Plan(msgspec.Struct, kw_only=True):
+    """What a plan says that readers of a run need: the model, its training, and the digest of its text."""
+
+    model: GPTConfig
+    training: TrainingConfig
+    corpus: str
+
+
+def plan_text(
+    model: GPTConfig,
+    training: TrainingConfig,
+    *,
+    corpus: str,
+    precision: Precision = "float32",
+    loss_scale: float = SCALE_FIRST,
+) -> str:
+    """The plan of a run on text of digest `corpus`; stages, meshes and the number of ranks are none of it."""
+    plan: dict[str, Any] = {
+        "model": asdict(model),
+        "training": asdict(training),
+        "corpus": corpus,
+        _PRECISION: precision,
+    }
+    if precision == _SCALED:
+        plan["loss_scale"] = loss_scale
+    return msgspec.json.encode(plan, order="deterministic").decode()
+
+
+def read_plan(text: str, *, where: str = "the commit log") -> Plan:
+    """The plan in a log or a checkpoint. Raises `UserError`."""
+    try:
+        return msgspec.json.decode(text, type=Plan)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the plan in {where} cannot be read ({error}): restore it.") from None
+
+
+def require_plan(path: Path, there: str, here: str, *, alike: bool = True) -> None:
+    """Raise `UserError` unless the plan of the checkpoint at `path` is ours, and its state is `alike`.
+
+    How many steps a plan has may differ, where the learning rates of steps do not depend on it.
+    """
+    if there == here and alike:
+        return
+    wanted = _fixed_by(here)
+    try:
+        known = _fixed_by(there)
+    except (ValueError, RecursionError):
+        known, differing = {}, ["its plan cannot be read"]
+    else:
+        differing = _differences(known, wanted)
+    if alike and not differing:
+        return
+    raise UserError(
+        f"{path} belongs to another run, so it cannot go on bit for bit. What differs (there, here): "
+        f"{', '.join(differing) or 'the size of its state'}.{_advice(known, wanted)} Give the options and "
+        "data of that run, or leave out --resume."
+    )
+
+
+def _advice(known: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+    """What to do where one difference says it; nothing where the whole plan is another, or unread."""
+    if not known:
+        return ""
+    said, horizon, precision = "", known.get(_HORIZON), known.get(_PRECISION)
+    if _differ(known, wanted, "model."):
+        said += (
+            " Weights of another model do not fit: give that run's --width, --heads, --layers and --context, "
+            "and, with zbmd train, its --family and --tokens."
+        )
+    if _differ(known, wanted, "training.optimizer"):
+        said += " Moments of another optimizer do not fit: zbmd train goes on with its --optimizer."
+    if _differ(known, wanted, _PRECISION):
+        said += (
+            f" It was trained in {_shortened(precision)}: --storage, with zbmd train --precision, says so."
+        )
+    if horizon is not None and horizon != wanted.get(_HORIZON, horizon):
+        said += (
+            f" The learning rate of that run goes down over {horizon} steps: with --horizon {horizon} it "
+            "does so here, and is at its lowest behind them."
+        )
+    return said
+
+
+def _differ(known: Mapping[str, object], wanted: Mapping[str, object], begins: str) -> bool:
+    names = (name for name in {**known, **wanted} if name.startswith(begins))
+    return any(known.get(name) != wanted.get(name) for name in names)
+
+
+def _fixed_by(plan: str) -> dict[str, object]:
+    """The leaves of a plan that fix bits, each by one name, with the horizon of its rates for its steps."""
+    found = _leaves(msgspec.json.decode(plan))
+    found.pop("reduction", None)  # one tree, in plans of before
+    found.setdefault(_PRECISION, found.pop("storage", "float32"))
+    if found[_PRECISION] != _SCALED:
+        found.pop("loss_scale", None)
+    steps, horizon = found.pop("training.steps", None), found.pop(_HORIZON, 0)
+    if found.get("training.curve") != "constant":
+        found[_HORIZON] = horizon or steps
+    return found
+
+
+def _differences(known: Mapping[str, object], wanted: Mapping[str, object]) -> list[str]:
+    """The leaves in which two plans differ, in words: at most `DIFFERENCES_MAX`, each short."""
+    names = sorted(name for name in {**known, **wanted} if known.get(name) != wanted.get(name))
+    return [
+        f"{name} ({_shortened(known.get(name))}, {_shortened(wanted.get(name))})"
+        for name in names[:DIFFERENCES_MAX]
+    ]
+
+
+def _leaves(value: object, name: str = "") -> dict[str, object]:
+    if not isinstance(value, dict):
+        return {name: value}
+    found: dict[str, object] = {}
+    for key, inner in value.items():
+        found |= _leaves(inner, f"{name}.{key}" if name else str(key))
+    return found
+
+
+def _shortened(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= VALUE_CHARACTERS_MAX else f"{text[:VALUE_CHARACTERS_MAX]}…"

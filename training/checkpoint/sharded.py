@@ -1,0 +1,368 @@
+"""Durable checkpoints in shards: each rank writes what it holds, and one small file names them all.
+
+A shard is a safetensors file of float32: parts of parameters' weights and moments, each with where it lies in
+the whole parameter (`Cut`) and a digest. So any number of ranks, on any mesh, read what they hold out of the
+shards of any other. The names of a checkpoint's shards are its own, and those of the one before go when the
+new one has been named: whoever is killed meanwhile leaves the last durable one.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+import numpy as np
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot
+from zbmd.training.checkpoint.parameter_cut import Cut
+from zbmd.training.checkpoint.plan import require_plan
+from zbmd.training.checkpoint.whole import (
+    CHECKPOINT_NAME,
+    checkpoint_version,
+    load_checkpoint,
+    no_checkpoint,
+    require_checkpoint,
+    require_steps_left,
+)
+from zbmd.training.optim.adamw import ARRAYS, AdamWState, StateArray
+from zbmd.training.run.atomic_files import write_atomically
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import UserError
+
+if TYPE_CHECKING:  # who reads what a run has left needs no groups
+    from zbmd.collectives.group.group import Group
+
+SHARDS_FORMAT: Final = "zbmd-checkpoint-shards-1"
+SHARDS_NAME: Final = "checkpoint.json"
+MANIFEST_BYTES_MAX: Final = 1 << 20
+OPEN_TRIES: Final = 3
+"""A checkpoint may be replaced between the reading of its names and the opening of its shards."""
+_SHARD_NAME: Final = re.compile(r"checkpoint-\d+-[0-9a-f]{16}-\d+\.safetensors")
+
+WRITE_POINT = faults.declare("shards.write", "before a rank writes its shard of a checkpoint")
+WRITTEN_POINT = faults.declare("shards.written", "when its shard is durable, before all are named")
+NAMED_POINT = faults.declare("shards.named", "when a new checkpoint is named, before the old one's shards go")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of parameter `name`: its weights and moments (the first of `ARRAYS`), in the order of `cut`."""
+
+    name: str
+    cut: Cut
+    arrays: tuple[Array, ...]
+
+
+def shared_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which of what has these sizes each of `ranks` that all hold it writes, the same on all of them.
+
+    The largest first, each to whoever has least: nobody has more than 4/3 of the best (Graham 1969, LPT).
+    """
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    taken = [0] * ranks
+    for at in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):
+        rank = taken.index(min(taken))
+        found[rank].append(at)
+        taken[rank] += sizes[at]
+    return [sorted(one) for one in found]
+
+
+class ShardNames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What names a checkpoint: its version, its plan (see `Checkpoint`), the loss scale, and its shards."""
+
+    format: str
+    version: int
+    plan: str
+    loss_scale: tuple[float, ...]
+    files: tuple[str, ...]
+
+
+def write_shards(
+    group: Group,
+    directory: Path,
+    pieces: Sequence[Piece],
+    *,
+    version: int,
+    plan: str,
+    loss_scale: tuple[float, ...] = (),
+) -> None:
+    """Write a checkpoint of which this rank holds `pieces`, maybe none; all members together.
+
+    `directory` is one that all of them share. Durable once the first member has returned; until then the one
+    before is. Raises `UserError` for a full disk and a directory that is not shared, and as the group does.
+    """
+    place, first = group.members.index(group.rank), group.members[0]
+    token = np.array([secrets.randbits(64) if group.rank == first else 0], np.uint64)
+    token = group.blocking.broadcast(token, first)
+    stem = f"checkpoint-{version}-{int(token[0]):016x}"
+    faults.hit(WRITE_POINT)
+    if pieces:
+        write_shard(directory / f"{stem}-{place}.safetensors", pieces)
+    faults.hit(WRITTEN_POINT)
+    wrote = group.blocking.all_gather(np.array([len(pieces)], np.int64)).reshape(-1)
+    if group.rank != first:
+        return
+    files = tuple(f"{stem}-{at}.safetensors" for at in np.flatnonzero(wrote).tolist())
+    absent = [name for name in files if not (directory / name).exists()]
+    if absent:
+        raise UserError(
+            f"{', '.join(absent)} is not in {directory} of this host: a checkpoint needs a directory that "
+            "all ranks share. Name one with --out."
+        )
+    names = ShardNames(format=SHARDS_FORMAT, version=version, plan=plan, loss_scale=loss_scale, files=files)
+    _take_over(directory, names)
+
+
+def write_alone(
+    directory: Path,
+    pieces: Sequence[Piece],
+    *,
+    version: int,
+    plan: str,
+    loss_scale: tuple[float, ...] = (),
+) -> None:
+    """As `write_shards`, by one process that holds all of the state. Raises `UserError` for a full disk."""
+    name = f"checkpoint-{version}-{secrets.randbits(64):016x}-0.safetensors"
+    write_shard(directory / name, pieces)
+    names = ShardNames(format=SHARDS_FORMAT, version=version, plan=plan, loss_scale=loss_scale, files=(name,))
+    _take_over(directory, names)
+
+
+def _take_over(directory: Path, names: ShardNames) -> None:
+    """Name the shards that are there, and remove those of the checkpoint before."""
+    write_names(directory, names)
+    faults.hit(NAMED_POINT)
+    for path in directory.glob("checkpoint-*.safetensors"):
+        if path.name not in names.files and _SHARD_NAME.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def write_names(directory: Path, names: ShardNames) -> None:
+    """Name the shards that are there: durable on return. Raises `UserError` for a full disk."""
+    data = msgspec.json.encode(names)
+    write_atomically(directory / SHARDS_NAME, lambda file: file.write(data))
+
+
+def write_shard(path: Path, pieces: Sequence[Piece]) -> None:
+    """Write one shard: durable on return. Raises `UserError` for a full disk."""
+    tensors = {
+        f"{array}.{piece.name}": np.ascontiguousarray(data, np.float32).reshape(piece.cut.shape)
+        for piece in pieces
+        for array, data in zip(ARRAYS, piece.arrays, strict=False)
+    }
+    metadata = {f"digest.{name}": _digest(tensor) for name, tensor in tensors.items()}
+    metadata |= {f"cut.{piece.name}": msgspec.json.encode(piece.cut).decode() for piece in pieces}
+    made = save(tensors, metadata={"format": SHARDS_FORMAT, **metadata})
+    write_atomically(path, lambda file: file.write(made))
+
+
+def _digest(tensor: Array) -> str:
+    return xxhash.xxh3_64_hexdigest(tensor.data)
+
+
+class SavedState(Protocol):
+    """The state in a checkpoint, in shards or whole, read parameter by parameter. Close it after use."""
+
+    version: int
+    loss_scale: tuple[float, ...]
+
+    def parameter(self, array: StateArray, slot: ParameterSlot) -> Array:
+        """One of `ARRAYS` of a whole parameter, (slot.size,) float32. Raises `UserError` for damage."""
+        ...
+
+    def close(self) -> None:
+        """Close its files."""
+        ...
+
+
+class _Whole(SavedState):
+    """That of `zbmd.training.checkpoint.whole`."""
+
+    def __init__(self, path: Path, plan: str, layout: ParameterLayout, arrays: Sequence[StateArray]) -> None:
+        found = load_checkpoint(path, plan=plan, elements=len(arrays) * layout.size)
+        self.version, self.loss_scale = found.version, ()
+        self._arrays = dict(zip(arrays, np.split(found.flat, len(arrays)), strict=True))
+
+    def parameter(self, array: StateArray, slot: ParameterSlot) -> Array:
+        """See `SavedState`."""
+        return self._arrays[array][slot.span]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Shards(SavedState):
+    """That of `write_shards`; what is open can be read even if it is replaced meanwhile."""
+
+    def __init__(self, path: Path, plan: str) -> None:
+        self._path = path
+        self._files = ExitStack()
+        try:
+            names = self._open()
+        except BaseException:
+            self._files.close()
+            raise
+        self.version, self.loss_scale = names.version, names.loss_scale
+        try:
+            require_plan(path, names.plan, plan)
+        except UserError:
+            self._files.close()
+            raise
+
+    def close(self) -> None:
+        """See `SavedState`."""
+        self._files.close()
+
+    def _open(self) -> ShardNames:
+        for left in reversed(range(OPEN_TRIES)):
+            names = read_names(self._path)
+            self._parts: dict[str, list[tuple[Any, dict[str, str]]]] = {}
+            try:
+                for name in names.files:
+                    self._open_shard(self._path.parent / name)
+            except FileNotFoundError as error:
+                self._files.close()
+                if not left:
+                    raise _unreadable(self._path, f"{error.filename} is missing") from error
+            else:
+                return names
+        raise AssertionError("the last try returns or raises")
+
+    def _open_shard(self, path: Path) -> None:
+        try:
+            path.open("rb").close()  # safetensors takes every failure to open for a missing file
+            file = self._files.enter_context(safe_open(path, framework="numpy"))
+            metadata = file.metadata() or {}
+            if metadata.get("format") != SHARDS_FORMAT:
+                raise ValueError(f"its format is {metadata.get('format')}, not {SHARDS_FORMAT}")
+        except FileNotFoundError:
+            raise
+        except (SafetensorError, OSError, ValueError) as error:
+            raise _unreadable(path, error) from error
+        for key in metadata:
+            if key.startswith("cut."):
+                self._parts.setdefault(key.removeprefix("cut."), []).append((file, metadata))
+
+    def parameter(self, array: StateArray, slot: ParameterSlot) -> Array:
+        """See `SavedState`."""
+        whole = np.empty(slot.size, np.float32)
+        there = np.zeros(slot.size, np.bool_)
+        try:
+            for file, metadata in self._parts.get(slot.name, ()):
+                cut = msgspec.json.decode(metadata[f"cut.{slot.name}"], type=Cut)
+                cut.check(slot.size)
+                found: Array = file.get_tensor(f"{array}.{slot.name}")
+                if found.dtype != np.float32 or found.shape != cut.shape:
+                    raise ValueError(f"{array} of {slot.name} is {found.dtype} of shape {found.shape}")
+                if metadata.get(f"digest.{array}.{slot.name}") != _digest(found):
+                    raise ValueError(f"{array} of {slot.name} has other bits than were written")
+                if cut.of(there).any():
+                    raise ValueError(f"a part of {slot.name} is there twice")
+                cut.of(whole)[...] = found
+                cut.of(there)[...] = True
+            if not there.all():
+                raise ValueError(f"a part of {slot.name} is missing")
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise _unreadable(self._path, error) from error
+        return whole
+
+
+def read_names(path: Path) -> ShardNames:
+    """What names the checkpoint at `path`. Raises `UserError` if it is missing or damaged."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MANIFEST_BYTES_MAX + 1)
+        if len(data) > MANIFEST_BYTES_MAX:
+            raise ValueError(f"it has more than {MANIFEST_BYTES_MAX} bytes")
+        names = msgspec.json.decode(data, type=ShardNames)
+        if names.format != SHARDS_FORMAT or names.version < 0:
+            raise ValueError(f"its format is {names.format}, its version {names.version}")
+        strange = [name for name in names.files if not _SHARD_NAME.fullmatch(name)]
+        if strange:
+            raise ValueError(f"{strange[0]!r} is no name of a shard")
+    except FileNotFoundError as error:
+        raise no_checkpoint(path) from error
+    except (OSError, ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
+        raise _unreadable(path, error) from error
+    return names
+
+
+def checkpoint_in(directory: Path) -> Path | None:
+    """The checkpoint of a run in `directory`, of shards or whole, the later one; None if there is none."""
+    shards, whole = (directory / name for name in (SHARDS_NAME, CHECKPOINT_NAME))
+    if not shards.exists() or not whole.exists():
+        return next((path for path in (shards, whole) if path.exists()), None)
+    try:
+        version = read_names(shards).version
+    except UserError:
+        return shards  # whoever opens it is told
+    return whole if (checkpoint_version(whole) or 0) > version else shards
+
+
+def open_state(
+    path: Path, *, plan: str, layout: ParameterLayout, arrays: Sequence[StateArray] = ARRAYS
+) -> SavedState:
+    """Open a checkpoint of the whole model `layout`, in shards or whole; `path` may be a run's directory.
+
+    arrays: what the state is made of, see `zbmd.training.optim.arrays_of`.
+
+    Raises `UserError` if it is missing, damaged, or belongs to a run with other settings or data.
+    """
+    if path.is_dir():
+        path = checkpoint_in(path) or path / SHARDS_NAME
+    return _Shards(path, plan) if path.suffix == ".json" else _Whole(path, plan, layout, arrays)
+
+
+def take_state(
+    saved: SavedState,
+    state: AdamWState,
+    layout: ParameterLayout,
+    arrays: Sequence[StateArray],
+    *,
+    xp: ModuleType,
+) -> None:
+    """Fill a whole state, of arrays of `xp`, with that in a checkpoint. Raises `UserError` for damage."""
+    for name, slot in product(arrays, layout.slots):
+        getattr(state, name)[slot.span] = xp.asarray(saved.parameter(name, slot))
+
+
+def require_state(
+    path: Path,
+    *,
+    plan: str,
+    layout: ParameterLayout,
+    steps: int,
+    arrays: Sequence[StateArray] = ARRAYS,
+) -> None:
+    """See that a run of `steps` can go on from what `open_state` would open; its numbers are not read.
+
+    Raises `UserError` as that does, and if there is nothing left to do.
+    """
+    if path.is_dir():
+        path = checkpoint_in(path) or path / SHARDS_NAME
+    if path.suffix == ".json":
+        with closing(_Shards(path, plan)) as found:
+            version = found.version
+    else:
+        version = require_checkpoint(path, plan=plan, elements=len(arrays) * layout.size)
+    require_steps_left(path, version, steps)
+
+
+def _unreadable(path: Path, why: object) -> UserError:
+    reason = why.strerror if isinstance(why, OSError) and why.strerror else why
+    return UserError(
+        f"{path} cannot be read as a checkpoint: {reason}. Give --resume a run's directory with a whole "
+        "checkpoint, or leave it out to start from the beginning."
+    )

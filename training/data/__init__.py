@@ -1,0 +1,1 @@
+"""The package `data` of `zbmd.training`."""

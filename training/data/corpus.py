@@ -1,0 +1,372 @@
+"""Training text: any files, joined into one memory-mapped file, cut into windows, some of them held out.
+
+The corpus file is one header page (JSON, padded) and then the bytes of all sources in order, a zero byte
+between two of them. It is made once and mapped by every process: opening it reads one page.
+
+Windows. Window i is the bytes [i * T, i * T + T]: T inputs, each predicting the byte after it, so that
+every byte but the first is predicted once. Windows are grouped into blocks of `BLOCK_WINDOWS`, or fewer in
+a short corpus, and the last of every `HELD_OUT_EVERY` blocks is held out (5 %). Held-out text is thus spread
+evenly over the corpus, in contiguous runs, and no held-out byte is ever a target in training.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import mmap
+import os
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.training.autograd.rng import Permutation
+from zbmd.training.run.atomic_files import locked_directory, write_atomically
+from zbmd.transport.errors import UserError
+
+CORPUS_FILE = "corpus.bin"
+CORPUS_FORMAT = 1
+CORPUS_BYTES_MAX = 1 << 40
+STDLIB_BYTES_MAX = 64 << 20
+SOURCES_MAX = 100_000
+SEPARATOR = b"\0"
+BLOCK_WINDOWS = 64
+HELD_OUT_EVERY = 20
+# Third-party packages differ from machine to machine, and tests are mostly tables of cases.
+STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+
+_HEADER_BYTES = mmap.PAGESIZE
+_COPY_BYTES = 1 << 20
+
+Windows = npt.NDArray[np.uint8]
+Ids = npt.NDArray[np.int64]
+
+
+class CorpusHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What a corpus file says about itself.
+
+    `digest` is the SHA-256 of its bytes; `inputs_digest` that of the list of its sources' paths, sizes and
+    modification times. `left_out_bytes` is what the bound on a corpus cut off the end.
+    """
+
+    format: int
+    digest: str
+    inputs_digest: str
+    nbytes: int
+    sources: int
+    left_out_bytes: int
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input file and what identifies its content without reading it."""
+
+    path: Path
+    nbytes: int
+    modified_ns: int
+
+
+def prepare_corpus(
+    data: str | None, directory: Path, *, context: int = 1, bytes_max: int | None = None
+) -> Path:
+    """Make sure `directory` holds the corpus file of `data` and return its path.
+
+    `data` is a file, a directory (all files below it) or a glob (`**` crosses directories); None is the
+    Python standard library's own source, without tests and third-party packages. Sources are joined in the
+    order of their paths, a piece in memory at a time. A file already there is used again if its sources have
+    not changed; a corpus is cut at `bytes_max` bytes where that is given, and the standard library at
+    `STDLIB_BYTES_MAX`. One process of a host at a time does this in a directory.
+
+    Raises `UserError` if nothing matches, a source cannot be read, the corpus is empty, too short for
+    windows of `context` bytes or longer than `CORPUS_BYTES_MAX`, or the disk is full or has too little room;
+    for data that will not do nothing is made on disk.
+    """
+    sources, origin = _usable(data, context=context)
+    if bytes_max is None:
+        bytes_max = STDLIB_BYTES_MAX if data is None else CORPUS_BYTES_MAX
+    _check_length(min(_joined_bytes(sources), bytes_max), origin, context)
+    wanted = inputs_digest(sources, CORPUS_FORMAT, bytes_max)
+    path = directory / CORPUS_FILE
+    with locked_directory(directory):
+        known = _read_header(path)
+        if known is None or known.inputs_digest != wanted:
+            require_disk(directory, min(_joined_bytes(sources), bytes_max), origin)
+            write_atomically(path, lambda file: write_corpus(file, sources, wanted, origin, bytes_max))
+    return path
+
+
+def require_data(data: str | None, *, context: int) -> None:
+    """Raise `UserError` for data that `prepare_corpus` would refuse; nothing is read or made."""
+    _usable(data, context=context)
+
+
+def require_disk(directory: Path, nbytes: int, origin: str) -> None:
+    """Raise `UserError` unless the disk of `directory` has room for so many bytes more."""
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise UserError(
+            f"the dataset {origin} takes {nbytes:,} bytes in {directory}, and its disk has {free:,} left: "
+            "make room, or name a directory on another disk with --out."
+        )
+
+
+def _joined_bytes(sources: list[Source]) -> int:
+    return sum(source.nbytes for source in sources) + len(sources) - 1
+
+
+def _usable(data: str | None, *, context: int) -> tuple[list[Source], str]:
+    """The sources of a corpus that is long enough, and what they are called."""
+    sources = _stdlib_sources() if data is None else find_sources(data)
+    origin = "the Python standard library" if data is None else data
+    if not any(source.nbytes for source in sources):
+        raise UserError(
+            f"the corpus {origin} is empty: all of its {len(sources)} files have no bytes. Give --data files "
+            "with text in them."
+        )
+    joined = _joined_bytes(sources)
+    if joined > CORPUS_BYTES_MAX:
+        raise UserError(
+            f"the corpus {origin} has {joined:,} bytes, more than {CORPUS_BYTES_MAX:,}: narrow it."
+        )
+    _check_length(joined, origin, context)
+    return sources, origin
+
+
+def _check_length(nbytes: int, origin: str, context: int) -> int:
+    """The number of windows; `UserError` if there is none for training or none to hold out."""
+    window_count = (nbytes - 1) // context
+    if window_count < 2:
+        raise UserError(
+            f"the corpus {origin} is too short: it has {nbytes} bytes, and contexts of "
+            f"{context} bytes need at least {2 * context + 1}. Give more text, or a shorter context."
+        )
+    return window_count
+
+
+def find_sources(data: str) -> list[Source]:
+    """Return the files that `data` (a file, a directory or a glob) names, in the order of their paths.
+
+    Raises `UserError` if there is none, if there are more than `SOURCES_MAX`, or if one cannot be read.
+    """
+    given = Path(data)
+    if given.is_file():
+        return [_source(given)]
+    if given.is_dir():
+        paths = _files_below(given, frozenset({"__pycache__"}), suffix="")
+    elif glob.has_magic(data):
+        paths = [path for match in glob.iglob(data, recursive=True) if (path := Path(match)).is_file()]
+    else:
+        raise UserError(f'there is no data file or directory "{data}": check the path given to --data.')
+    if not paths:
+        raise UserError(
+            f'no file matches "{data}": check the path or pattern given to --data, and quote a pattern so '
+            "that it reaches us."
+        )
+    if len(paths) > SOURCES_MAX:
+        raise UserError(f'"{data}" matches {len(paths)} files, more than {SOURCES_MAX}: narrow it.')
+    return [_source(path) for path in sorted(paths, key=os.fsencode)]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Which of `window_count` windows are held out; no table, so that it costs nothing to make."""
+
+    window_count: int
+
+    @property
+    def _every(self) -> int:
+        return min(HELD_OUT_EVERY, self.window_count)
+
+    @property
+    def _block(self) -> int:
+        return min(BLOCK_WINDOWS, self.window_count // self._every)
+
+    @property
+    def _group(self) -> int:
+        return self._every * self._block
+
+    @property
+    def training_count(self) -> int:
+        """How many windows there are to train on."""
+        groups, rest = divmod(self.window_count, self._group)
+        kept = self._group - self._block
+        return groups * kept + min(rest, kept)
+
+    @property
+    def held_out_count(self) -> int:
+        """How many windows are held out."""
+        return self.window_count - self.training_count
+
+    def training_ids(self, places: Ids) -> Ids:
+        """Return the ids of the training windows at `places`, each in [0, training_count), ascending."""
+        groups, rest = np.divmod(places, self._group - self._block)
+        ids: Ids = groups * self._group + rest
+        return ids
+
+    def held_out_ids(self, places: Ids) -> Ids:
+        """Return the ids of the held-out windows at `places`, each in [0, held_out_count), ascending."""
+        groups, rest = np.divmod(places, self._block)
+        ids: Ids = groups * self._group + (self._group - self._block) + rest
+        return ids
+
+
+class Corpus:
+    """An open corpus, cut into windows for contexts of `context` bytes.
+
+    Raises `UserError` if the file is no corpus, or too short for one window of training and one held out.
+    """
+
+    def __init__(self, path: Path, *, context: int) -> None:
+        header = _read_header(path)
+        if header is None:
+            raise UserError(f"{path} is not a corpus file of this version: delete it and start again.")
+        self.header = header
+        self.context = context
+        self.split = Split(_check_length(header.nbytes, header.origin, context))
+        self.data: Windows = np.memmap(path, np.uint8, mode="r", offset=_HEADER_BYTES, shape=(header.nbytes,))
+
+    def windows(self, ids: Ids) -> Windows:
+        """Return the bytes of windows `ids`: (len(ids), context + 1) uint8."""
+        picked: Windows = self.data[ids[:, None] * self.context + np.arange(self.context + 1)]
+        return picked
+
+    def evaluation_ids(self, count: int) -> Ids:
+        """Return at most `count` held-out windows, evenly spread; the same for every caller."""
+        available = self.split.held_out_count
+        picked = min(count, available)
+        return self.split.held_out_ids(np.arange(picked) * available // picked)
+
+
+class SampleOrder:
+    """Which windows each step trains on: every one once, in an order of its own, before any comes again.
+
+    The order follows from the seed alone: neither history nor the number of ranks matters.
+    """
+
+    def __init__(self, split: Split, *, seed: int, batch: int) -> None:
+        self._split = split
+        self._seed = seed
+        self._batch = batch
+        self._permutations: dict[int, Permutation] = {}
+
+    def sample_ids(self, step: int) -> Ids:
+        """Return the window ids of `step` (from 0): (batch,) int64, in the order of the batch."""
+        draws = np.arange(step * self._batch, (step + 1) * self._batch, dtype=np.int64)
+        passes, draws_of_pass = np.divmod(draws, self._split.training_count)
+        places = np.empty(self._batch, dtype=np.int64)
+        for number in range(int(passes[0]), int(passes[-1]) + 1):
+            mine = passes == number
+            places[mine] = self._permutation(number)(draws_of_pass[mine])
+        return self._split.training_ids(places)
+
+    def _permutation(self, number: int) -> Permutation:
+        """The order of pass `number` over the corpus; the last pass but one is forgotten."""
+        if number not in self._permutations:
+            kept = {old: self._permutations[old] for old in self._permutations if old == number - 1}
+            made = Permutation(self._split.training_count, seed=self._seed, index=number)
+            self._permutations = kept | {number: made}
+        return self._permutations[number]
+
+
+def _stdlib_sources() -> list[Source]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = _files_below(root, STDLIB_SKIPPED, suffix=".py")
+    if not paths:
+        raise UserError(
+            f"this Python has no source files in {root} to train on: give text of your own with --data."
+        )
+    return [_source(path) for path in sorted(paths, key=os.fsencode)]
+
+
+def _files_below(root: Path, skipped: frozenset[str], *, suffix: str) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise unreadable(error.filename, error.strerror)
+
+    paths: list[Path] = []
+    for directory, names, files in os.walk(root, onerror=refuse):
+        names[:] = [name for name in names if name not in skipped]
+        found = (Path(directory, name) for name in files if name.endswith(suffix))
+        paths += [path for path in found if path.is_file()]
+    return paths
+
+
+def _source(path: Path) -> Source:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable(path, error.strerror) from error
+    if not os.access(path, os.R_OK):
+        raise unreadable(path, os.strerror(errno.EACCES))
+    return Source(path, status.st_size, status.st_mtime_ns)
+
+
+def unreadable(path: object, why: str | None) -> UserError:
+    """The error for a source that cannot be read."""
+    return UserError(f"cannot read {path}: {why}. Give --data files that are there and that you may read.")
+
+
+def inputs_digest(sources: list[Source], *asked: int | str) -> str:
+    """What identifies data that is made of `sources` in the way that was asked for."""
+    rows = [(os.fsencode(source.path.absolute()), source.nbytes, source.modified_ns) for source in sources]
+    return hashlib.sha256(msgspec.msgpack.encode((*asked, rows))).hexdigest()
+
+
+def write_corpus(file: BinaryIO, sources: list[Source], inputs: str, origin: str, bytes_max: int) -> None:
+    """Write the file of a corpus, cut at `bytes_max` bytes. Raises `UserError` for an unreadable source."""
+    digest = hashlib.sha256()
+    room, left_out = bytes_max, 0
+    file.write(bytes(_HEADER_BYTES))
+
+    def put(data: bytes) -> None:
+        nonlocal room, left_out
+        taken = data[:room]
+        file.write(taken)
+        digest.update(taken)
+        room -= len(taken)
+        left_out += len(data) - len(taken)
+
+    for number, source in enumerate(sources):
+        if room == 0:
+            left_out += source.nbytes
+            continue
+        if number:
+            put(SEPARATOR)
+        try:
+            with source.path.open("rb") as opened:
+                while chunk := opened.read(_COPY_BYTES):
+                    put(chunk)
+        except OSError as error:
+            if error.filename is None:
+                raise  # not this source: our own file, say on a full disk
+            raise unreadable(source.path, error.strerror) from error
+    header = CorpusHeader(
+        format=CORPUS_FORMAT,
+        digest=digest.hexdigest(),
+        inputs_digest=inputs,
+        nbytes=bytes_max - room,
+        sources=len(sources),
+        left_out_bytes=left_out,
+        origin=origin[:512],
+    )
+    file.seek(0)
+    file.write(msgspec.json.encode(header).ljust(_HEADER_BYTES))
+
+
+def _read_header(path: Path) -> CorpusHeader | None:
+    """Return the header of the corpus file, or None if the file is missing or not a whole one of ours."""
+    try:
+        with path.open("rb") as file:
+            header = msgspec.json.decode(file.read(_HEADER_BYTES), type=CorpusHeader)
+            complete = os.fstat(file.fileno()).st_size == _HEADER_BYTES + header.nbytes
+    except (FileNotFoundError, ValueError, RecursionError):  # text that is no UTF-8 is no MsgspecError
+        return None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}. Choose another directory.") from error
+    return header if complete and header.format == CORPUS_FORMAT and header.nbytes > 0 else None

@@ -1,0 +1,238 @@
+"""Training text as tokens: shards of 16-bit integers in files that are mapped, and a list of them.
+
+Texts are encoded one after the other, with the tokenizer's separator between two, and packed: windows are cut
+from the whole, wherever a text ends, so no token is padding. What is held out is as in
+`zbmd.training.data.corpus`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.training.data.corpus import (
+    Corpus,
+    CorpusHeader,
+    Ids,
+    Source,
+    Split,
+    find_sources,
+    inputs_digest,
+    require_disk,
+    unreadable,
+)
+from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer, Tokenizer, Tokens, read_pieces
+from zbmd.training.run.atomic_files import locked_directory, write_atomically
+from zbmd.transport.errors import UserError
+
+MANIFEST_NAME = "tokens.json"
+FORMAT = 1
+SHARD_TOKENS = 1 << 25
+"""A file of tokens has no more: 64 MiB."""
+PIECE_BYTES = 1 << 20
+"""So much text is encoded at once."""
+TRAINED_ON_BYTES = 64 << 20
+"""So much text a tokenizer is trained on: of longer texts the same share of each."""
+MANIFEST_BYTES_MAX = 1 << 20
+SHARDS_MAX = 4096
+
+
+class TokenManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a directory of tokens says about itself. `shards`: tokens in each file, in order.
+
+    `inputs_digest` tells the sources and the tokenizer that were asked for, `digest` the tokens.
+    """
+
+    format: int
+    digest: str
+    inputs_digest: str
+    vocabulary: int
+    shards: list[int]
+    sources: int
+    left_out_bytes: int
+    origin: str
+
+
+class TokenCorpus(Corpus):
+    """An open directory of tokens, cut into windows for contexts of `context` tokens.
+
+    Raises `UserError` if it is none, is damaged, or is too short.
+    """
+
+    def __init__(self, directory: Path, *, context: int) -> None:
+        manifest = read_manifest(directory)
+        if manifest is None:
+            raise UserError(f"{directory} holds no tokens of this version: prepare them again.")
+        count = sum(manifest.shards)
+        self.manifest = manifest
+        self.context = context
+        self.header = CorpusHeader(
+            format=manifest.format,
+            digest=manifest.digest,
+            inputs_digest=manifest.inputs_digest,
+            nbytes=2 * count,
+            sources=manifest.sources,
+            left_out_bytes=manifest.left_out_bytes,
+            origin=manifest.origin,
+        )
+        self.split = Split(require_windows(count, manifest.origin, context))
+        self._maps = [
+            _mapped(directory / shard_name(number), length) for number, length in enumerate(manifest.shards)
+        ]
+        self._starts = np.array([0, *accumulate(manifest.shards)])
+
+    def windows(self, ids: Ids) -> npt.NDArray[np.uint16]:  # type: ignore[override]
+        """The tokens of windows `ids`: (len(ids), context + 1) uint16."""
+        places = ids[:, None] * self.context + np.arange(self.context + 1)
+        made = np.empty(places.shape, np.uint16)
+        shards = np.searchsorted(self._starts, places, side="right") - 1
+        for shard in np.unique(shards):
+            here = shards == shard
+            made[here] = self._maps[shard][places[here] - self._starts[shard]]
+        return made
+
+
+def require_windows(tokens: int, origin: str, context: int) -> int:
+    """The windows in so many tokens. Raises `UserError` without one to train on and one to hold out."""
+    windows = (tokens - 1) // context
+    if windows < 2:
+        raise UserError(
+            f"the dataset {origin} is too short: it has {tokens} tokens, and sequences of {context} need at "
+            f"least {2 * context + 1}. Give more text, or a shorter --context."
+        )
+    return windows
+
+
+def prepare_tokens(
+    data: str,
+    directory: Path,
+    *,
+    vocabulary: int,
+    context: int,
+    tokenizer: Path | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+) -> BPETokenizer:
+    """Make sure `directory` holds the tokens of `data`, by byte pairs, and return their tokenizer.
+
+    data: files, as of `prepare_corpus`, of any length: no more than a shard is in memory. Without
+    `tokenizer`, a file, one with `vocabulary` tokens is trained on `TRAINED_ON_BYTES` of the text and kept in
+    the directory. What is there is used again if the sources have not changed. One process of a host at a
+    time does this in a directory. Raises `UserError`.
+    """
+    sources = find_sources(data)
+    given = None if tokenizer is None else BPETokenizer.load(tokenizer)
+    asked = given.digest if given is not None else f"vocabulary {vocabulary}"
+    wanted = inputs_digest(sources, FORMAT, TRAINED_ON_BYTES, f"{asked} {shard_tokens}")
+    with locked_directory(directory):
+        known, path = read_manifest(directory), directory / TOKENIZER_NAME
+        if known is not None and known.inputs_digest == wanted and path.exists():
+            require_windows(sum(known.shards), known.origin, context)
+            return BPETokenizer.load(path)
+        made = given or BPETokenizer.train(_sample(sources, TRAINED_ON_BYTES), vocabulary)
+        manifest = _write(directory, made, sources, (wanted, data), shard_tokens, context)
+        made.save(path)
+        write_atomically(directory / MANIFEST_NAME, lambda file: file.write(msgspec.json.encode(manifest)))
+    return made
+
+
+def _write(
+    directory: Path,
+    tokenizer: Tokenizer,
+    sources: list[Source],
+    asked: tuple[str, str],
+    shard_tokens: int,
+    context: int,
+) -> TokenManifest:
+    digest, lengths = hashlib.sha256(tokenizer.digest.encode()), list[int]()
+    held: list[Tokens] = []
+
+    def put(size: int) -> None:
+        if len(lengths) == SHARDS_MAX:
+            raise UserError(
+                f"{asked[1]} is more than {SHARDS_MAX} files of {size} tokens: give less text at once."
+            )
+        tokens = np.concatenate(held)
+        require_disk(directory, min(len(tokens), size) * tokens.itemsize, asked[1])
+        shard, rest = tokens[:size], tokens[size:]
+        data = shard.astype("<u2").tobytes()
+        digest.update(data)
+        write_atomically(directory / shard_name(len(lengths)), lambda file: file.write(data))
+        lengths.append(len(shard))
+        held[:] = [rest] if len(rest) else []
+
+    for tokens in _encoded(tokenizer, sources):
+        held.append(tokens)
+        while sum(map(len, held)) >= shard_tokens:
+            put(shard_tokens)
+    if held:
+        put(shard_tokens)
+    require_windows(sum(lengths), asked[1], context)
+    return TokenManifest(
+        format=FORMAT,
+        digest=digest.hexdigest(),
+        inputs_digest=asked[0],
+        vocabulary=tokenizer.vocabulary,
+        shards=lengths,
+        sources=len(sources),
+        left_out_bytes=0,
+        origin=asked[1][:512],
+    )
+
+
+def _encoded(tokenizer: Tokenizer, sources: list[Source]) -> Iterator[Tokens]:
+    separator = np.array([tokenizer.separator], np.uint16)
+    for number, source in enumerate(sources):
+        if number:
+            yield separator
+        for piece in _pieces_of(source):
+            yield tokenizer.encode(piece)
+
+
+def _sample(sources: list[Source], nbytes: int) -> Iterator[bytes]:
+    """Pieces of the texts: all of them, or about so many bytes, the same share of each text's beginning."""
+    share = min(1.0, nbytes / max(1, sum(source.nbytes for source in sources)))
+    for source in sources:
+        yield from _pieces_of(source, math.ceil(share * source.nbytes))
+
+
+def _pieces_of(source: Source, nbytes: int | None = None) -> Iterator[bytes]:
+    """The pieces of a text, or of its first `nbytes`. Raises `UserError` if it cannot be read."""
+    try:
+        with source.path.open("rb") as file:
+            yield from read_pieces(file, PIECE_BYTES, nbytes)
+    except OSError as error:
+        raise unreadable(source.path, error.strerror) from error
+
+
+def shard_name(number: int) -> str:
+    """What the file of shard `number` is called."""
+    return f"tokens-{number:05}.bin"
+
+
+def read_manifest(directory: Path) -> TokenManifest | None:
+    """The manifest in `directory`, or None if there is none of this version."""
+    try:
+        with (directory / MANIFEST_NAME).open("rb") as file:
+            found = msgspec.json.decode(file.read(MANIFEST_BYTES_MAX), type=TokenManifest)
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    except OSError as error:
+        raise UserError(f"cannot read the tokens in {directory}: {error.strerror}.") from error
+    fits = found.format == FORMAT and 0 < len(found.shards) <= SHARDS_MAX
+    return found if fits and all(0 < length <= SHARD_TOKENS for length in found.shards) else None
+
+
+def _mapped(path: Path, length: int) -> Tokens:
+    try:
+        if path.stat().st_size != 2 * length:
+            raise UserError(f"{path} is damaged: it should hold {length} tokens. Prepare them again.")
+        return np.memmap(path, np.dtype("<u2"), mode="r", shape=(length,))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}. Prepare the tokens again.") from error

@@ -1,0 +1,171 @@
+"""Tokens: bytes as they are, or byte pairs merged as a training text has them (BPE).
+
+BPE by the `tokenizers` library, on bytes, so that every text can be told and nothing is unknown (R. Sennrich
+and others, 2016, arXiv:1508.07909; A. Radford and others, 2019).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.training.config import EXTENT_MAX, VOCABULARY
+from zbmd.training.run.atomic_files import write_atomically
+from zbmd.transport.errors import UserError
+
+TOKENIZER_NAME = "tokenizer.json"
+TOKENIZER_BYTES_MAX = 64 << 20
+END_OF_TEXT = "<|endoftext|>"
+BPE_VOCABULARY_MIN = VOCABULARY + 1
+"""All bytes, and the end of a text."""
+
+Tokens = npt.NDArray[np.uint16]
+
+
+class Tokenizer(Protocol):
+    """What turns text into tokens and back."""
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        ...
+
+    @property
+    def separator(self) -> int:
+        """The token between two texts."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what it does, hex."""
+        ...
+
+    def encode(self, text: bytes) -> Tokens:
+        """The tokens of a text."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        """The text of tokens."""
+        ...
+
+
+class ByteTokenizer:
+    """A token is a byte; a zero byte stands between texts."""
+
+    vocabulary = VOCABULARY
+    separator = 0
+    digest = hashlib.sha256(b"bytes").hexdigest()
+
+    def encode(self, text: bytes) -> Tokens:
+        """See `Tokenizer`."""
+        return np.frombuffer(text, np.uint8).astype(np.uint16)
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        """See `Tokenizer`."""
+        return bytes(tokens)
+
+
+class BPETokenizer:
+    """Byte pairs, as `text` describes them: what the `tokenizers` library writes. Raises `UserError`."""
+
+    def __init__(self, text: bytes, origin: str) -> None:
+        tokenizers = _library()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text.decode())
+        except Exception as error:  # the library raises nothing narrower
+            raise UserError(f"{origin} is no tokenizer: {error}. Train one again.") from error
+        separator = self._tokenizer.token_to_id(END_OF_TEXT)
+        self.vocabulary: int = self._tokenizer.get_vocab_size()
+        if separator is None or self.vocabulary > EXTENT_MAX:
+            raise UserError(
+                f"{origin} is no tokenizer of this kind: it must have at most {EXTENT_MAX} tokens (it has "
+                f"{self.vocabulary}), and {END_OF_TEXT} among them."
+            )
+        self.separator: int = separator
+        self.digest = hashlib.sha256(text).hexdigest()
+        self.text = text
+
+    @classmethod
+    def train(cls, texts: Iterable[bytes], vocabulary: int) -> BPETokenizer:
+        """Learn at most `vocabulary` tokens from `texts`. Raises `UserError`."""
+        if not BPE_VOCABULARY_MIN <= vocabulary <= EXTENT_MAX:
+            raise UserError(
+                f"a vocabulary of {vocabulary} cannot be trained: give {BPE_VOCABULARY_MIN} to {EXTENT_MAX}."
+            )
+        tokenizers = _library()
+        made = tokenizers.Tokenizer(tokenizers.models.BPE())
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        made.train_from_iterator((text.decode(errors="replace") for text in texts), trainer)
+        return cls(made.to_str().encode(), "the tokenizer just trained")
+
+    @classmethod
+    def load(cls, path: Path) -> BPETokenizer:
+        """Read a tokenizer. Raises `UserError`."""
+        try:
+            with path.open("rb") as file:
+                text = file.read(TOKENIZER_BYTES_MAX + 1)
+        except OSError as error:
+            raise UserError(f"cannot read the tokenizer {path}: {error.strerror}.") from None
+        if len(text) > TOKENIZER_BYTES_MAX:
+            raise UserError(f"{path} has more than {TOKENIZER_BYTES_MAX} bytes: it is no tokenizer.")
+        return cls(text, str(path))
+
+    def save(self, path: Path) -> None:
+        """Write it, atomically. Raises `UserError`."""
+        write_atomically(path, lambda file: file.write(self.text))
+
+    def encode(self, text: bytes) -> Tokens:
+        """See `Tokenizer`; bytes that are no UTF-8 become U+FFFD, and no text is a special token."""
+        ids = self._tokenizer.encode(text.decode(errors="replace")).ids
+        return np.array([i for i in ids if i != self.separator], dtype=np.uint16)
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        """See `Tokenizer`."""
+        decoded: str = self._tokenizer.decode(list(tokens))
+        return decoded.encode()
+
+
+def read_pieces(file: IO[bytes], size: int, nbytes: int | None = None) -> Iterator[bytes]:
+    """Read a text in pieces of up to `size` bytes: to a line's end, else to a space, where there is one.
+
+    nbytes: of the text's beginning alone. A piece is in memory at a time.
+    """
+    left, room = b"", nbytes
+    while True:
+        wanted = size - len(left)
+        more = file.read(wanted if room is None else min(wanted, room))
+        room = None if room is None else room - len(more)
+        text = left + more
+        if not more:  # its end
+            if text:
+                yield text
+            return
+        if len(text) < size:
+            left = text
+            continue
+        stop = text.rfind(b"\n") + 1 or max(0, text.rfind(b" ")) or size
+        yield text[:stop]
+        left = text[stop:]
+
+
+def _library() -> Any:
+    # Without a pool of its own: a process with threads cannot fork, and the ranks of a host share its cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        return importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise UserError('BPE needs the tokenizers library: pip install "zbmd[train]".') from error

@@ -1,0 +1,1 @@
+"""The package `model` of `zbmd.training`."""

@@ -1,0 +1,396 @@
+"""A decoder-only transformer (GPT) as a pure function of flat parameters.
+
+Pre-norm blocks: x += proj(attention(norm(x))); x += out(activation(in(norm(x)))). A layer is `x @ weight`:
+matrices are (inputs, outputs). There are two families:
+
+- `zbmd`: norms by the root mean square, no biases, an output head of its own. Positions are relative, given
+  by a constant bias on the attention scores; learned positions made it worse (0.09 nats a byte after 600,000
+  bytes).
+- `gpt2`: layer norms, biases, learned positions, and the embedding's table as the head (A. Radford and
+  others, "Language models are unsupervised multitask learners", 2019). Its layers are called as those of
+  `zbmd`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.training import ops
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot
+from zbmd.training.autograd.rng import Noise, Purpose, stream
+from zbmd.training.autograd.tape import GradReady, Parameter, Tape, Tensor
+from zbmd.training.config import GPTConfig
+from zbmd.transport.errors import UserError
+
+Tokens = npt.NDArray[np.integer]
+
+EMBEDDING_STD = 0.5
+GPT2_STD = 0.02
+MLP_RATIO = 4
+PARAMETERS_PER_BLOCK = 6
+
+
+def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter, in the order in which the forward pass uses them."""
+    if config.family == "gpt2":
+        return _gpt2_shapes(config)
+    width, hidden = config.width, MLP_RATIO * config.width
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocabulary, width)}
+    for block in range(config.layers):
+        shapes |= {
+            f"blocks.{block}.attn.norm.weight": (width,),
+            f"blocks.{block}.attn.qkv.weight": (width, 3 * width),
+            f"blocks.{block}.attn.proj.weight": (width, width),
+            f"blocks.{block}.mlp.norm.weight": (width,),
+            f"blocks.{block}.mlp.in.weight": (width, hidden),
+            f"blocks.{block}.mlp.out.weight": (hidden, width),
+        }
+    return shapes | {"head.norm.weight": (width,), "head.weight": (width, config.vocabulary)}
+
+
+def _gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    width, hidden = config.width, MLP_RATIO * config.width
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed.weight": (config.vocabulary, width),
+        "positions.weight": (config.context, width),
+    }
+    for block in range(config.layers):
+        for name, shape in (
+            ("attn.norm", (width,)),
+            ("attn.qkv", (width, 3 * width)),
+            ("attn.proj", (width, width)),
+            ("mlp.norm", (width,)),
+            ("mlp.in", (width, hidden)),
+            ("mlp.out", (hidden, width)),
+        ):
+            shapes |= {f"blocks.{block}.{name}.weight": shape, f"blocks.{block}.{name}.bias": shape[-1:]}
+    return shapes | {"head.norm.weight": (width,), "head.norm.bias": (width,)}
+
+
+Operator = Callable[..., Tensor]
+"""An op as those of `zbmd.training.ops`: it leaves its inputs as they are, and records exactly one node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operators:
+    """What units compute with: each is called like the op of its name."""
+
+    embedding: Operator = ops.embedding
+    rms_norm: Operator = ops.rms_norm
+    linear: Operator = ops.linear
+    causal_attention: Operator = ops.causal_attention
+    activation: Operator = ops.squared_relu
+    dropout: Operator = ops.dropout
+    add: Operator = ops.add
+    cross_entropy: Operator = ops.cross_entropy
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Inputs, (samples, T) tokens, and what a loss needs: targets, (samples * T,), and each one's weight."""
+
+    inputs: Array
+    targets: Array | None = None
+    weight: float = 1.0
+    noise: Noise | None = None
+    offset: int = 0
+    """The position of the first of `inputs`."""
+
+
+class GPT:
+    """The model of one configuration. It holds no weights: they are arguments."""
+
+    def __init__(self, config: GPTConfig, *, xp: ModuleType = np, recompute: bool = False) -> None:
+        """With `recompute`, blocks keep nothing but their input, and are computed again on the way back.
+
+        It costs about a third more time, and changes no bit.
+        """
+        self.config = config
+        self.recompute = recompute
+        self.xp = xp
+        self.layout = ParameterLayout.of(parameter_shapes(config))
+        self.operators = Operators(
+            activation={"relu2": ops.squared_relu, "gelu": ops.gelu}[config.activation]
+        )
+        self.distance_bias = self._distance_bias(np.float32)
+        """What positions are known by, (heads, context): see `ops.causal_distance_bias`."""
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head's table is the embedding's."""
+        return self.config.family == "gpt2"
+
+    @property
+    def units(self) -> tuple[slice, ...]:
+        """The parameters, by index, of what is computed one after the other: embedding, each block, head.
+
+        Raises `UserError` for a tied head: such a model cannot be cut between its units.
+        """
+        if self.is_tied:
+            raise UserError(
+                "the head of a gpt2 model is its embedding, so it cannot be cut into parts that share no "
+                'parameters, as pipelines, ZeRO and actors do: use a model of the family "zbmd" there.'
+            )
+        starts = [1 + PARAMETERS_PER_BLOCK * number for number in range(self.config.layers + 1)]
+        blocks = [slice(start, start + PARAMETERS_PER_BLOCK) for start in starts[:-1]]
+        return slice(0, 1), *blocks, slice(starts[-1], starts[-1] + 2)
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """What the units are called: embed, blocks.0, …, head."""
+        return "embed", *(f"blocks.{number}" for number in range(self.config.layers)), "head"
+
+    def unit_parameters(self, number: int) -> tuple[int, ...]:
+        """The parameters that unit `number` computes with, by index."""
+        if not self.is_tied:
+            return tuple(range(len(self.layout.slots)))[self.units[number]]
+        if number == 0:
+            return (0, 1)
+        start, stop = (2 + 2 * PARAMETERS_PER_BLOCK * n for n in (number - 1, number))
+        return tuple(range(start, stop)) if number <= self.config.layers else (start, start + 1, 0)
+
+    def init(self, seed: int) -> npt.NDArray[np.float32]:
+        """Return fresh flat parameters, (layout.size,) float32 in host memory; the same for the same seed.
+
+        Matrices are normal with deviation 1/sqrt(inputs), those that write to the residual stream also
+        divided by sqrt(2 * layers) (GPT-2); the embedding has deviation 0.5; gains are 1; the head is 0, so
+        that the first loss is exactly log 256. In a gpt2 model all deviations are 0.02 (those that write to
+        the residual stream divided as above), and biases are 0.
+        """
+        flat = np.zeros(self.layout.size, dtype=np.float32)
+        residual_scale = 1.0 / math.sqrt(2 * self.config.layers)
+        for index, slot in enumerate(self.layout.slots):
+            if slot.name == "head.weight":
+                continue
+            if not slot.decayed:
+                flat[slot.span] = 0.0 if slot.name.endswith(".bias") else 1.0
+                continue
+            std = self._std(slot)
+            if slot.name.endswith(("attn.proj.weight", "mlp.out.weight")):
+                std *= residual_scale
+            normal = stream(seed, Purpose.INIT, index).standard_normal(slot.size, dtype=np.float32)
+            flat[slot.span] = normal * np.float32(std)
+        return flat
+
+    def _std(self, slot: ParameterSlot) -> float:
+        if self.config.family == "gpt2":
+            return GPT2_STD
+        return EMBEDDING_STD if slot.name == "embed.weight" else 1.0 / math.sqrt(slot.shape[0])
+
+    def loss_and_grads(
+        self,
+        params: Array,
+        grads: Array,
+        tokens: Tokens,
+        *,
+        global_batch: int,
+        on_grad_ready: GradReady | None = None,
+        noise: Noise | None = None,
+        loss_scale: float = 1.0,
+    ) -> float:
+        """Return the loss of `tokens` and write its gradient to `grads`; same inputs, same bits.
+
+        params, grads: (layout.size,), one float dtype; all of `grads` but its padding is overwritten. 16-bit
+        floats are widened to float32, layer by layer, and gradients rounded.
+        tokens: (samples, T + 1) integers below the vocabulary, T at most the context; T + 1 tokens hold T
+        predictions. The loss (nats per token) is the sum over the samples of their mean loss, divided by
+        `global_batch`: the losses and gradients of a batch's shards add up to those of the batch.
+        `on_grad_ready(index)` is called as soon as parameter `index` has its final gradient in `grads`,
+        from the last parameters to the first. Without `noise` nothing is dropped out.
+        Gradients, not the loss, are multiplied by `loss_scale`.
+        """
+        parameters = self.parameters(params, grads, on_grad_ready)
+        batch = self.batch(tokens, global_batch=global_batch, noise=noise)
+        return self.differentiate(Tape(self.xp), parameters, batch, loss_scale=loss_scale)
+
+    def parameters(self, params: Array, grads: Array, on_grad_ready: GradReady | None) -> list[Parameter]:
+        """The leaves of a pass forwards and backwards; see `loss_and_grads`."""
+        return self.parameters_in(self.layout, params, grads, on_grad_ready)
+
+    def parameters_in(
+        self, layout: ParameterLayout, params: Array, grads: Array | None, on_grad_ready: GradReady | None
+    ) -> list[Parameter]:
+        """As `parameters`, of those in `layout` alone: some of the model's, in flat arrays of their own.
+
+        Without `grads` they are for a pass forwards.
+        """
+        views = layout.views(params)
+        into = [None] * len(views) if grads is None else layout.views(grads)
+        return [
+            self._parameter(slot.name, Parameter(data, grad, index, on_grad_ready))
+            for index, (slot, data, grad) in enumerate(zip(layout.slots, views, into, strict=True))
+        ]
+
+    def _parameter(self, name: str, parameter: Parameter) -> Parameter:
+        """The leaf of the parameter called `name`."""
+        return parameter
+
+    def differentiate(
+        self, tape: Tape, parameters: list[Parameter], batch: Batch, *, loss_scale: float
+    ) -> float:
+        """Go forwards and backwards on an empty `tape`; returns the loss."""
+        loss = self.run(tape, parameters, batch)
+        value = float(loss.data)
+        tape.backward(loss, scale=loss_scale)
+        return value
+
+    def loss(self, params: Array, tokens: Tokens) -> float:
+        """Return the mean loss of `tokens`, (samples, T + 1), in nats per token."""
+        batch = self.batch(tokens, global_batch=len(tokens))
+        return float(self.evaluate(params, batch).data)
+
+    def logits(self, params: Array, tokens: Tokens) -> Array:
+        """Return log odds, (samples, T, vocabulary), of the token behind each of `tokens`, (samples, T)."""
+        batch = Batch(self._checked(self.xp.asarray(tokens)))
+        logits = self.evaluate(params, batch)
+        return logits.data.reshape(*tokens.shape, self.config.vocabulary)
+
+    def batch(self, tokens: Tokens, *, global_batch: int, noise: Noise | None = None) -> Batch:
+        """Return what the units compute of `tokens`, (samples, T + 1): see `loss_and_grads`."""
+        device_tokens = self.xp.asarray(tokens)
+        inputs, targets = self._checked(device_tokens[:, :-1]), device_tokens[:, 1:].reshape(-1)
+        weight = 1.0 / (global_batch * (tokens.shape[1] - 1))
+        return Batch(inputs, targets=targets, weight=weight, noise=noise)
+
+    def unit(self, tape: Tape, number: int, x: Tensor, parameters: list[Parameter], batch: Batch) -> Tensor:
+        """Compute unit `number` (see `units`) of what the one before returned; the first one reads no `x`.
+
+        The last one returns the loss, or log odds where the batch has no targets.
+        """
+        if number == 0:
+            return self._dropout(tape, self._embed(tape, batch, *parameters), batch, 0)
+        if number <= self.config.layers:
+            return self._block(tape, x, parameters=parameters, number=number - 1, batch=batch)
+        *norm, table = parameters
+        logits = self._head(tape, self._norm(tape, x, norm), table)
+        return logits if batch.targets is None else self._loss(tape, logits, batch)
+
+    def evaluate(self, params: Array, batch: Batch) -> Tensor:
+        """Go forwards alone: the loss, or log odds where the batch has no targets."""
+        return self.run(Tape(self.xp, recording=False), self.leaves(params), batch)
+
+    def leaves(self, params: Array) -> list[Parameter]:
+        """The parameters, for a pass forwards alone."""
+        return self.parameters_in(self.layout, params, None, None)
+
+    def _checked(self, inputs: Array) -> Array:
+        if not 0 < inputs.shape[1] <= self.config.context:
+            raise ValueError(f"sequences have 1 to {self.config.context} positions, not {inputs.shape[1]}")
+        return inputs
+
+    def run(self, tape: Tape, parameters: list[Parameter], batch: Batch) -> Tensor:
+        """Go forwards on an empty `tape`, unit after unit; returns what the last one does."""
+        everything = range(self.config.layers + 2)
+        return self.run_units(tape, everything, Tensor(self.xp.zeros(0)), parameters, batch)
+
+    def run_units(
+        self, tape: Tape, numbers: range, x: Tensor, parameters: list[Parameter], batch: Batch
+    ) -> Tensor:
+        """Go forwards through the units `numbers` from `x`, what the one before them returned.
+
+        `parameters` are theirs alone, in order.
+        """
+        first = self.unit_parameters(numbers[0])[0]
+        for number in numbers:
+            own = [parameters[index - first] for index in self.unit_parameters(number)]
+            with tape.unit(number):
+                if self.recompute and 0 < number <= self.config.layers:
+                    x = self._recomputed(tape, number, x, own, batch)
+                else:
+                    x = self.unit(tape, number, x, own, batch)
+        return x
+
+    def _recomputed(
+        self, tape: Tape, number: int, x: Tensor, parameters: list[Parameter], batch: Batch
+    ) -> Tensor:
+        def block(inner: Tape, source: Tensor) -> Tensor:
+            return self.unit(inner, number, source, parameters, batch)
+
+        return tape.checkpoint(block, x, parameters)
+
+    def _block(
+        self,
+        tape: Tape,
+        x: Tensor,
+        *,
+        parameters: list[Parameter],
+        number: int,
+        batch: Batch,
+    ) -> Tensor:
+        each = len(parameters) // PARAMETERS_PER_BLOCK  # a weight, or a weight and a bias
+        layers = [parameters[start : start + each] for start in range(0, len(parameters), each)]
+        attn_norm, qkv, proj, mlp_norm, mlp_in, mlp_out = layers
+        packed = self._into(tape, self._norm(tape, x, attn_norm), qkv)
+        mixed = self._attention(tape, packed, batch, number)
+        x = self._onto(tape, x, mixed, proj, batch, 1 + 2 * number)
+        hidden = self.operators.activation(tape, self._into(tape, self._norm(tape, x, mlp_norm), mlp_in))
+        return self._onto(tape, x, hidden, mlp_out, batch, 2 + 2 * number)
+
+    def _embed(self, tape: Tape, batch: Batch, *tables: Parameter) -> Tensor:
+        """The rows of the table of tokens, plus those of the table of positions if there is one."""
+        embedded = self.operators.embedding(tape, batch.inputs.reshape(-1), tables[0])
+        if len(tables) == 1:
+            return embedded
+        samples, length = batch.inputs.shape
+        places = self.xp.tile(self.xp.arange(batch.offset, batch.offset + length), samples)
+        return ops.add(tape, embedded, ops.embedding(tape, places, tables[1]))
+
+    def _norm(self, tape: Tape, x: Tensor, layer: Sequence[Parameter]) -> Tensor:
+        return (
+            self.operators.rms_norm(tape, x, *layer) if len(layer) == 1 else ops.layer_norm(tape, x, *layer)
+        )
+
+    def _into(self, tape: Tape, x: Tensor, layer: Sequence[Parameter]) -> Tensor:
+        """A linear layer that reads the residual stream."""
+        weight, *bias = layer
+        y = self.operators.linear(tape, x, weight)
+        return ops.add_bias(tape, y, bias[0]) if bias else y
+
+    def _attention(self, tape: Tape, packed: Tensor, batch: Batch, number: int) -> Tensor:
+        samples, bias = len(batch.inputs), self._bias(packed.data.dtype)
+        return self.operators.causal_attention(tape, packed, bias, batch=samples, heads=self.config.heads)
+
+    def _onto(
+        self, tape: Tape, x: Tensor, inner: Tensor, layer: Sequence[Parameter], batch: Batch, site: int
+    ) -> Tensor:
+        """Add the output of a linear layer, thinned by dropout, to the residual stream."""
+        weight, *bias = layer
+        if not bias and not self._drops_out(batch):
+            return self.operators.linear(tape, inner, weight, residual=x)
+        y = self.operators.linear(tape, inner, weight)
+        if bias:
+            y = ops.add_bias(tape, y, bias[0])
+        return self.operators.add(tape, x, self._dropout(tape, y, batch, site))
+
+    def _head(self, tape: Tape, x: Tensor, table: Parameter) -> Tensor:
+        return ops.tied_linear(tape, x, table) if self.is_tied else self.operators.linear(tape, x, table)
+
+    def _loss(self, tape: Tape, logits: Tensor, batch: Batch) -> Tensor:
+        return self.operators.cross_entropy(tape, logits, batch.targets, weight=batch.weight)
+
+    def _drops_out(self, batch: Batch) -> bool:
+        return batch.noise is not None and self.config.dropout > 0.0
+
+    def _dropout(self, tape: Tape, x: Tensor, batch: Batch, site: int) -> Tensor:
+        if batch.noise is None or self.config.dropout == 0.0:
+            return x
+        return self.operators.dropout(tape, x, rate=self.config.dropout, noise=batch.noise, site=site)
+
+    def _bias(self, dtype: np.dtype[np.floating]) -> Array:
+        if self.distance_bias.dtype != dtype:
+            self.distance_bias = self._distance_bias(dtype)
+        return self.distance_bias
+
+    def _distance_bias(self, dtype: npt.DTypeLike) -> Array:
+        heads, context = self.config.heads, self.config.context
+        if self.config.family == "gpt2":  # positions are learned
+            nothing: Array = self.xp.zeros((heads, context), dtype=dtype)
+            return nothing
+        return ops.causal_distance_bias(self.xp, heads, context, dtype)

@@ -1,0 +1,139 @@
+"""Weights and gradients kept in 16 bits, computed with in float32, and updated from float32 masters.
+
+P. Micikevicius and others, "Mixed precision training", 2018, arXiv:1710.03740. bfloat16 has float32's range
+and needs no more; float16 overflows at 65,504 and loses what is below 6e-8, so its gradients are made
+larger by a factor that follows what happens: an attempt at a step whose gradients overflow changes nothing
+and is counted, and the step is attempted anew with a smaller factor. All ranks see one norm, so they decide
+alike.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, assert_never
+
+import numpy as np
+
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.transport.errors import UserError
+
+Storage = Literal["float32", "bfloat16", "float16"]
+Precision = Literal["float32", "float64", "bfloat16", "float16"]
+
+SCALE_FIRST = 2.0**16
+SCALE_LEAST = 1.0
+SCALE_MOST = 2.0**24
+SCALE_FACTOR = 2.0
+GROWTH_STEPS = 2_000
+"""Steps without an overflow after which the scale is doubled."""
+SKIPPED_MOST = 1 << 24
+"""Attempts that are counted: the last integer that float32 counts to."""
+SCALE_NUMBERS: Final = 16
+"""Room for a loss scale beside masters and moments: a cache line of float32."""
+
+
+def storage_dtype(storage: Precision) -> np.dtype[Any]:
+    """Return the dtype. Raises `UserError` where bfloat16 is wanted and ml_dtypes is missing."""
+    match storage:
+        case "float32":
+            return np.dtype(np.float32)
+        case "float64":
+            return np.dtype(np.float64)
+        case "float16":
+            return np.dtype(np.float16)
+        case "bfloat16":
+            try:
+                found: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+                return found
+            except ImportError as error:
+                raise UserError("bfloat16 needs ml_dtypes: pip install 'zbmd[bfloat16]'.") from error
+        case _:
+            assert_never(storage)
+
+
+def computing_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
+    """What is computed with, and what masters and moments are kept in, where weights are `stored` so."""
+    return np.dtype(np.float32) if stored.itemsize == 2 else stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """What gradients are multiplied by, and how it came to that. A part of a training's state.
+
+    `good_steps` have passed since it changed; `skipped` attempts at steps overflowed so far.
+    """
+
+    scale: float = SCALE_FIRST
+    good_steps: int = 0
+    skipped: int = 0
+    dynamic: bool = True
+
+    @classmethod
+    def of(cls, stored: np.dtype[Any], *, first: float = SCALE_FIRST) -> LossScale:
+        """The scale to begin with, of weights and gradients `stored` so: only float16 needs one, `first`.
+
+        Raises `UserError` for one out of bounds.
+        """
+        if not SCALE_LEAST <= first <= SCALE_MOST:
+            raise UserError(f"a loss scale of {first:g} is none of {SCALE_LEAST:g} to {SCALE_MOST:g}.")
+        return cls(scale=first) if stored == np.float16 else cls(scale=1.0, dynamic=False)
+
+    def after(self, *, finite: bool) -> LossScale:
+        """The scale after an attempt whose gradients were finite, or were not and changed nothing."""
+        if not finite:
+            smaller = max(SCALE_LEAST, self.scale / SCALE_FACTOR) if self.dynamic else self.scale
+            return replace(self, scale=smaller, good_steps=0, skipped=min(self.skipped + 1, SKIPPED_MOST))
+        if not self.dynamic or self.good_steps + 1 < GROWTH_STEPS:
+            return replace(self, good_steps=self.good_steps + 1)
+        return replace(self, scale=min(SCALE_MOST, self.scale * SCALE_FACTOR), good_steps=0)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether a smaller scale cannot help: the next overflow is a divergence."""
+        return not self.dynamic or self.scale <= SCALE_LEAST
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers of room it takes beside a state: none if it never changes."""
+        return SCALE_NUMBERS if self.dynamic else 0
+
+    def write(self, room: Array) -> None:
+        """Put it into `room`, (numbers,) float32, from which `read` takes it."""
+        room[: len(self.said)] = self.said
+
+    @property
+    def said(self) -> tuple[float, ...]:
+        """What `write` puts: nothing if it never changes."""
+        return (self.scale, self.good_steps, self.skipped)[: self.numbers]
+
+    def read(self, room: Array) -> LossScale:
+        """The scale in `room`; this one, if there is none. Raises `UserError` for numbers that are none."""
+        if not len(room):
+            return self
+        if not self.dynamic or len(room) < 3:
+            raise UserError(f"{len(room)} numbers are no loss scale of this precision.")
+        scale, good, skipped = (float(number) for number in room[:3])
+        whole = good.is_integer() and skipped.is_integer()
+        if not (whole and SCALE_LEAST <= scale <= SCALE_MOST and 0 <= good < GROWTH_STEPS and skipped >= 0):
+            raise UserError(
+                f"{scale}, {good}, {skipped} is no loss scale: the state that holds it is damaged."
+            )
+        return replace(self, scale=scale, good_steps=int(good), skipped=int(skipped))
+
+
+def attempted(scale: LossScale, attempt: Callable[[LossScale], float]) -> tuple[float, LossScale]:
+    """Attempt a step until its gradient is finite; its norm, unscaled, and the scale that it was done with.
+
+    `attempt(scale)` computes the step's gradient, multiplied by that, and returns its norm, or raises
+    `TrainingDiverged`. Where no smaller scale can help, that is what is raised here.
+    """
+    while True:
+        try:
+            return attempt(scale) / scale.scale, scale
+        except TrainingDiverged:
+            if scale.exhausted:
+                raise
+            scale = scale.after(finite=False)

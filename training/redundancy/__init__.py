@@ -1,0 +1,1 @@
+"""The package `redundancy` of `zbmd.training`."""

@@ -1,0 +1,211 @@
+"""Drives a rank's mirror of shards: copies its ward's shard beside the passes, pulls its own after a loss.
+
+A shard is what a rank alone holds (`KeptState`), under ZeRO and on a mesh alike.
+
+Nothing is sent: the buddy reads its ward's shard where it lies, in the ward's arena (`RemoteRegion.get`), on
+a thread of its own. That every rank holds a version, and that every copy is whole, is learnt from operations
+that a step does anyway. `Safekeeping` is what a job asks of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+
+from zbmd.actors.rank.member import Node
+from zbmd.collectives.commit.driver import Cancellation, WorkCancelled
+from zbmd.collectives.group.group import Group, hosts_of
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.redundancy import machine as zm
+from zbmd.training.redundancy.interface import Digests, Keeper, KeptState
+from zbmd.training.redundancy.wire import ROW_NUMBERS, Row
+from zbmd.training.replicated.workload import FETCH_ELEMENTS, pull
+from zbmd.training.step.step_hook import VOTE_NUMBERS, Vote
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError
+from zbmd.transport.memory.region import RegionHandle
+from zbmd.transport.native._native import now_ns
+
+COPIES: Final = 1 + zm.SLOTS
+"""Copies of shards that a rank has room for: its own last version, and two of its ward's."""
+
+
+COPY_POINT = faults.declare("mirror.copy", "before a copy of the ward's shard")
+COPY_MIDDLE_POINT = faults.declare("mirror.middle", "half-way through a copy of the ward's shard")
+COPIED_POINT = faults.declare("mirror.copied", "when a copy is whole, before it is voted for")
+RESTORE_POINT = faults.declare("mirror.restore", "before the own shard is pulled back")
+RESTORE_MIDDLE_POINT = faults.declare("mirror.restore_middle", "half-way through that")
+RESTORED_POINT = faults.declare("mirror.restored", "when the own shard is back")
+
+
+class BuddyMirror(Keeper):
+    """`Safekeeping` by a copy at a buddy, of what `own` holds at `place` of `ranks`.
+
+    copies: `SLOTS` arrays that peers can read, each with room for the slot of any rank. known: the highest
+    version that the run is known to have committed. on_update: told of each step whose update is done here;
+    on_commit: of each version that is safe, with its digests.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        own: KeptState,
+        *,
+        place: int,
+        ranks: int,
+        copies: Sequence[Array],
+        known: int,
+        on_update: Callable[[Any], None],
+        on_commit: Callable[[int, Digests], None],
+    ) -> None:
+        if len(copies) != zm.SLOTS:
+            raise LocalProtocolError(f"a buddy has {zm.SLOTS} slots of copies")
+        machine = zm.Mirror(place=place, ranks=ranks, known=known)
+        super().__init__(node, own, machine, outlives=False, on_update=on_update, on_commit=on_commit)
+        self._node = node
+        self._copies = list(copies)
+        register = node.segment.regions.register
+        self._handles = tuple(register(array) for array in (*own.slots, *self._copies))
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-mirror")
+        self._cancellation = Cancellation()
+        self._under_way: Future[tuple[int, int | None]] | None = None
+        self._rows: list[Row] = []
+        self.busy_ns = 0
+        """How long copies took so far, beside the passes."""
+        self.waited_ns = 0
+        """How long steps waited for them."""
+
+    # ---- epochs
+
+    def meet(self, group: Group) -> int:
+        """See `Safekeeping`."""
+        self._group, self._cancellation = group, Cancellation()
+        mine = Row(held=self._machine.held, handles=self._handles).encoded()
+        every = group.blocking.all_gather(mine).reshape(group.size, ROW_NUMBERS)
+        self._rows = [
+            Row.decoded(row, *self._whose(rank)) for row, rank in zip(every, group.members, strict=True)
+        ]
+        entered = zm.Entered(
+            held=tuple(row.held for row in self._rows), hosts=hosts_of(group.view, group.members)
+        )
+        self._perform(self._handle(entered))
+        return self._machine.version
+
+    def _whose(self, rank: int) -> tuple[int, int]:
+        """Slot and incarnation of a member."""
+        if rank == self._node.rank:
+            return self._node.segment.slot, self._node.segment.incarnation
+        memory = self._node.peers[rank].memory
+        return memory.slot, memory.incarnation
+
+    def epoch_over(self) -> None:
+        """See `Safekeeping`."""
+        self._cancellation.cancel()
+        if self._under_way is not None:
+            self._end_copy(self._ended())
+        if self._machine.state is not zm.State.FAILED:
+            self._handle(zm.EpochOver())
+
+    def close(self) -> None:
+        """See `Safekeeping`."""
+        self._cancellation.cancel()
+        self._pool.shutdown()
+        super().close()
+
+    # ---- steps
+
+    def _keep(self, version: int) -> None:
+        """Begin to copy the ward's shard, unless its copy is here."""
+        self._perform(self._handle(zm.AllHold(version=version)))
+        if self._under_way is None:  # the copy is there from an epoch before
+            self._under_way = self._pool.submit(self._copy, None)
+
+    def vote(self) -> Vote:
+        """See `StepWatch`."""
+        began_ns = now_ns()
+        found = self._ended()
+        self.waited_ns += now_ns() - began_ns
+        self._end_copy(found)
+        if found is None:
+            raise PeerLost(self._ward_rank(), "its shard could not be copied")
+        own, copied = found
+        if copied is None:
+            kept = self._machine.copies[self._machine.version % zm.SLOTS]
+            copied = own if kept is None else kept.digest
+        faults.hit(COPIED_POINT)
+        said = np.zeros(VOTE_NUMBERS, np.uint64)
+        said[:2] = own, copied
+        return said
+
+    def _start_copy(self, work: zm.CopyWard) -> None:
+        self._under_way = self._pool.submit(self._copy, work)
+
+    def _restore(self, version: int, source: zm.Source) -> zm.Restored:
+        faults.hit(RESTORE_POINT)
+        into = self._own.slots[version % zm.SLOTS]
+        handle = self._rows[source.place].handles[zm.SLOTS + source.slot]
+        self._pull(source.place, handle, into, middle=RESTORE_MIDDLE_POINT)
+        faults.hit(RESTORED_POINT)
+        return zm.Restored(digest=_digest(into))
+
+    def _copy(self, work: zm.CopyWard | None) -> tuple[int, int | None]:
+        """On the mirror's thread: the digest of the own shard, and that of the copy of the ward's."""
+        began_ns, copied = now_ns(), None
+        if work is not None:
+            faults.hit(COPY_POINT)
+            handle = self._rows[work.ward].handles[work.version % zm.SLOTS]
+            into = self._room(work, handle)
+            self._pull(work.ward, handle, into, middle=COPY_MIDDLE_POINT)
+            copied = _digest(into)
+        own = _digest(self._own.slots[self._own.slot])
+        self.busy_ns += now_ns() - began_ns
+        return own, copied
+
+    def _room(self, work: zm.CopyWard, handle: RegionHandle) -> Array:
+        """Where the copy goes: as long as what it is a copy of."""
+        whole = self._copies[work.slot]
+        if handle.nbytes > whole.nbytes or handle.nbytes % whole.itemsize:
+            raise RemoteProtocolError(
+                f"place {work.ward} holds {handle.nbytes} bytes, more than can be copied"
+            )
+        return whole[: handle.nbytes // whole.itemsize]
+
+    def _ended(self) -> tuple[int, int | None] | None:
+        """Wait for the copy under way; None if it was cut short."""
+        assert self._under_way is not None, "no copy is under way"
+        under_way, self._under_way = self._under_way, None
+        try:
+            return under_way.result()
+        except (PeerLost, LinkClosed, WorkCancelled):
+            return None
+
+    def _end_copy(self, found: tuple[int, int | None] | None) -> None:
+        if self._machine.state is zm.State.COPYING:
+            self._perform(self._handle(zm.Copied(digest=None if found is None else found[1])))
+
+    def _ward_rank(self) -> int:
+        assert self._group is not None
+        return self._group.members[self._machine.ward]
+
+    def _pull(self, place: int, handle: RegionHandle, into: Array, *, middle: faults.Point) -> None:
+        """Fill `into` from the memory of the rank at `place`."""
+        assert self._group is not None
+        rank = self._group.members[place]
+        peer = self._node.peers.get(rank)
+        if peer is None:
+            raise PeerLost(rank, "it is no peer any more")
+        region = peer.memory.open_region(handle, self._node.segment)
+        for start in range(0, len(into), FETCH_ELEMENTS):
+            self._cancellation.check()
+            part = into[start : start + FETCH_ELEMENTS]
+            pull(region, peer.memory, part, start * into.itemsize, self._cancellation, source=rank)
+            if start <= len(into) // 2 < start + FETCH_ELEMENTS:
+                faults.hit(middle)
+
+
+def _digest(flat: Array) -> int:
+    return xxhash.xxh3_64_intdigest(flat.data)

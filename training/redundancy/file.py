@@ -1,0 +1,121 @@
+"""Drives the machine of what a rank alone holds where that lies in a file, which outlives the rank.
+
+There is no buddy: the replacement of a killed rank, on the same host, opens its predecessor's file. So all
+ranks may be killed at once, and one copy of the state is enough; a host that is lost takes its files along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from zbmd.actors.rank.member import Node
+from zbmd.collectives.group.group import Group, hosts_of
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.redundancy import machine as zm
+from zbmd.training.redundancy.interface import Digests, Keeper, KeptState
+from zbmd.training.redundancy.state_file import NO_VERSION, Note, StateFile
+from zbmd.training.step.step_hook import VOTE_NUMBERS, Vote
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+
+STAMP_POINT = faults.declare("file.stamp", "when the next version is written, before it is stamped whole")
+STAMPED_POINT = faults.declare("file.stamped", "when it is")
+
+
+class PartedState(KeptState, Protocol):
+    """A state that is looked at part by part, always in one order."""
+
+    def parts_in(self, slot: int) -> Iterable[Sequence[Array]]:
+        """Views that together are all of a slot."""
+        ...
+
+
+class FileKeeper(Keeper):
+    """`Safekeeping` of what `own` holds, at `place` of `ranks`, by `file`, where its slots lie.
+
+    known: the highest version that the run is known to have committed; note: what the file is to say of a
+    step that is done, for whoever goes on if all ranks are killed at once.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        own: PartedState,
+        file: StateFile,
+        *,
+        place: int,
+        ranks: int,
+        known: int,
+        on_update: Callable[[Any], None],
+        on_commit: Callable[[int, Digests], None],
+        note: Callable[[Any], Note],
+    ) -> None:
+        self._file, self._parted, self._note = file, own, note
+        for slot in range(zm.SLOTS):
+            file.drop_damaged(slot, own.parts_in(slot))
+        held = (file.version_in(0), file.version_in(1))
+        machine = zm.Mirror(place=place, ranks=ranks, known=known, own=held, outlives=True)
+        super().__init__(node, own, machine, outlives=True, on_update=on_update, on_commit=on_commit)
+
+    def meet(self, group: Group) -> int:
+        """See `Safekeeping`."""
+        self._group = group
+        held = self._machine.held
+        mine = [NO_VERSION if version is None else version for version in held.own]
+        every = group.blocking.all_gather(np.array([*mine, held.known], np.int64))
+        entered = zm.Entered(
+            held=tuple(_held(row) for row in every.tolist()), hosts=hosts_of(group.view, group.members)
+        )
+        self._perform(self._handle(entered))
+        return self._machine.version
+
+    def epoch_over(self) -> None:
+        """See `Safekeeping`."""
+        if self._machine.state is not zm.State.FAILED:
+            self._handle(zm.EpochOver())
+
+    def vote(self) -> Vote:
+        """See `StepWatch`."""
+        said = np.zeros(VOTE_NUMBERS, np.uint64)
+        said[:2] = self._file.digest_in(self._own.slot)
+        return said
+
+    def voted(self, votes: Sequence[Vote]) -> None:
+        """See `StepWatch`. An update follows: what it writes over is whole no more."""
+        super().voted(votes)
+        self._file.begin((self._machine.version + 1) % zm.SLOTS)
+
+    def updated(self, done: Any) -> None:
+        """See `StepWatch`."""
+        version = self._machine.version + 1
+        faults.hit(STAMP_POINT)
+        self._file.end(version % zm.SLOTS, version, self._note(done))
+        faults.hit(STAMPED_POINT)
+        super().updated(done)
+
+    def _start_anew(self) -> None:
+        self._file.begin(0)
+        super()._start_anew()
+        for part in self._parted.parts_in(0):
+            self._file.wrote(part)
+        self._file.end(0, 0)
+
+    def _keep(self, version: int) -> None:
+        self._perform(self._handle(zm.AllHold(version=version)))
+
+    def _restore(self, version: int, source: zm.Source) -> zm.Restored:
+        raise LocalProtocolError("there are no copies of what lies in files")
+
+    def _start_copy(self, work: zm.CopyWard) -> None:
+        raise LocalProtocolError("there are no copies of what lies in files")
+
+
+def _held(row: Sequence[int]) -> zm.Held:
+    """What a member says. Raises `RemoteProtocolError`."""
+    own = [None if version == NO_VERSION else int(version) for version in row[: zm.SLOTS]]
+    if any(v is not None and (v < 0 or v % zm.SLOTS != slot) for slot, v in enumerate(own)) or row[2] < 0:
+        raise RemoteProtocolError(f"a rank says that it holds {row}: these are no versions by slot")
+    return zm.Held(own=(own[0], own[1]), known=int(row[2]), copies=(None, None))

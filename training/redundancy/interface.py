@@ -1,0 +1,154 @@
+"""What a job asks of whoever keeps what one rank alone holds, so that it outlives that rank.
+
+Two do: a copy at a buddy (`keeper`), and a file of the rank's own (`file`). Both drive the same
+machine (`mirror`); an erasure code could take their place.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, assert_never
+
+from zbmd.actors.rank.member import Node
+from zbmd.collectives.commit.driver import StepFailed
+from zbmd.collectives.commit.events import FailureKind
+from zbmd.collectives.group.group import Group
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.capture_kinds import MIRROR, mirror_config, recorded
+from zbmd.training.redundancy import machine as zm
+from zbmd.training.step.step_hook import StepWatch, Vote
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.native._native import now_ns
+
+COMMIT_POINT = faults.declare("mirror.commit", "when all copies of a version are voted for")
+
+Digests = tuple[int, ...]
+"""Of all ranks' shards of one version, by their places."""
+
+
+class KeptState(Protocol):
+    """What one rank alone holds, in two slots: version v lies in slot v % SLOTS. Peers can read them."""
+
+    slots: list[Array]
+    """1-D, of one length and dtype."""
+    slot: int
+    """The one in use."""
+
+    def begin_anew(self) -> None:
+        """Take the state of version 0, in slot 0."""
+        ...
+
+
+class Safekeeping(StepWatch, Protocol):
+    """Keeps what one rank alone holds, so that it outlives that rank. For the thread that trains."""
+
+    def meet(self, group: Group) -> int:
+        """Agree with all members of a new epoch on the version to go on from, and hold it.
+
+        Raises `StepFailed` if the state is lost, `PeerLost` and `OperationAborted` as the group does.
+        """
+        ...
+
+    def epoch_over(self) -> None:
+        """Return once nothing of this epoch is under way."""
+        ...
+
+    def settle(self) -> None:
+        """Keep the last version, which no further step will; all ranks together. Raises as a step does."""
+        ...
+
+    def close(self) -> None:
+        """Give back threads."""
+        ...
+
+
+class Keeper(Safekeeping):
+    """What every driver of the machine does: its votes, its commits, and how it fails.
+
+    on_update: told of each step whose update is done here; on_commit: of each version that is safe, with its
+    digests. outlives: as of `Mirror`.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        own: KeptState,
+        machine: zm.Mirror,
+        *,
+        outlives: bool,
+        on_update: Callable[[Any], None],
+        on_commit: Callable[[int, Digests], None],
+    ) -> None:
+        if len(own.slots) != zm.SLOTS:
+            raise LocalProtocolError(f"a rank whose state is kept has {zm.SLOTS} slots of it")
+        self._own, self._machine = own, machine
+        self._tap = recorded(node, MIRROR, "mirror", machine, mirror_config(machine, outlives=outlives))
+        self._on_update, self._on_commit = on_update, on_commit
+        self._group: Group | None = None
+
+    def settle(self) -> None:
+        """See `Safekeeping`."""
+        assert self._group is not None, "a version is kept in an epoch"
+        blocking = self._group.blocking
+        blocking.barrier()
+        self._keep(self._machine.version)
+        self.voted(list(blocking.all_gather(self.vote())))
+
+    def all_hold(self, version: int) -> None:
+        """See `StepWatch`."""
+        self._tap.mark(version + 1)
+        self._keep(version)
+
+    def voted(self, votes: Sequence[Vote]) -> None:
+        """See `StepWatch`. Raises `StepFailed` if a copy has other bits than its original."""
+        self._perform(self._handle(zm.Voted(votes=tuple((int(vote[0]), int(vote[1])) for vote in votes))))
+
+    def updated(self, done: Any) -> None:
+        """See `StepWatch`."""
+        self._perform(self._handle(zm.Updated()))
+        self._on_update(done)
+
+    def close(self) -> None:
+        """See `Safekeeping`."""
+        self._tap.close("closed")
+
+    # ---- the machine
+
+    def _handle(self, event: zm.Event) -> list[zm.Action]:
+        return self._tap.handle(event, now_ns=now_ns())
+
+    def _perform(self, actions: list[zm.Action]) -> None:
+        for action in actions:
+            match action:
+                case zm.Restore(version=version, source=source):
+                    self._perform(self._handle(self._restore(version, source)))
+                case zm.StartAnew():
+                    self._start_anew()
+                case zm.Resume(version=version):
+                    self._own.slot = version % zm.SLOTS
+                case zm.CopyWard():
+                    self._start_copy(action)
+                case zm.Commit(version=version, digests=digests):
+                    faults.hit(COMMIT_POINT)
+                    self._on_commit(version, digests)
+                case zm.Fail(lost=lost, reason=reason):
+                    raise StepFailed(FailureKind.STATE_LOST if lost else FailureKind.DIVERGED, reason)
+                case _:
+                    assert_never(action)
+
+    def _start_anew(self) -> None:
+        self._own.begin_anew()
+
+    @abstractmethod
+    def _keep(self, version: int) -> None:
+        """All ranks hold `version`: see that it is kept."""
+
+    @abstractmethod
+    def _restore(self, version: int, source: zm.Source) -> zm.Restored:
+        """Pull the own shard."""
+
+    @abstractmethod
+    def _start_copy(self, work: zm.CopyWard) -> None:
+        """Begin to copy the ward's shard."""

@@ -1,0 +1,235 @@
+"""A rank's optimizer state in a file: masters and moments, in two slots that are mapped, not held in memory.
+
+What is not at work is on disk: each unit's part is brought in ahead of its update, and paged out behind it.
+The file outlives the process, so who replaces a killed rank on its host finds there what that held: a slot
+is stamped with its version, and with a digest that was made while its parts were written.
+
+A page of the kernel's cache outlives a process, not a host: nothing is synced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.redundancy.machine import SLOTS
+from zbmd.transport.errors import LocalProtocolError, UserError
+from zbmd.transport.host.smaps import counted
+from zbmd.transport.memory.memfd import in_words
+from zbmd.transport.native._native import address_of
+
+MAGIC: Final = b"zbmdstate2\0\0\0\0\0\0"
+NO_VERSION: Final = -1
+_NAME: Final = struct.Struct("<16s5Q")  # magic, run, place, ranks, elements of a slot, numbers of a note
+_STAMP: Final = struct.Struct("<qQ")  # version, digest
+Note = NDArray[np.float64]
+NO_NOTE: Final[Note] = np.zeros(0)
+NOTE_NUMBERS: Final = 220
+"""Two notes of so many fit the page before the slots: for longer ones there are more pages."""
+_NOTES_AT: Final = 256
+_WILL_NEED, _PAGE_OUT = 3, 21  # of madvise(2); Python has no name for the second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateName:
+    """Whose state a file holds. run: tells this run from others; elements: float32 numbers of a slot.
+
+    note: the most numbers that are noted of a version.
+    """
+
+    run: int
+    place: int
+    ranks: int
+    elements: int
+    note: int = NOTE_NUMBERS
+
+    def encoded(self) -> bytes:
+        """As in the file."""
+        return _NAME.pack(MAGIC, self.run, self.place, self.ranks, self.elements, self.note)
+
+
+class StateFile:
+    """The state of one rank in `folder`. For one thread.
+
+    again: this is a replacement, which takes over a file of the same name that is there. Raises `UserError`
+    if the folder cannot be written, or has no room.
+    """
+
+    def __init__(self, folder: Path, name: StateName, *, again: bool) -> None:
+        self.path = folder / f"zero-{name.place}-of-{name.ranks}.state"
+        self._stride, nbytes = _stride(name.elements), file_bytes(name.elements, note=name.note)
+        self._note, head = name.note, _head(name.note)
+        try:
+            fd = self._opened(name, nbytes) if again else None
+            if fd is None:
+                fd = self._made(folder, name, nbytes)
+        except OSError as error:
+            raise _cannot(folder, nbytes, error.strerror) from error
+        try:
+            self._map = mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+        self.slots: list[Array] = [
+            np.frombuffer(self._map, np.float32, name.elements, head + slot * self._stride)
+            for slot in range(SLOTS)
+        ]
+        self._begin = address_of(self.slots[0]) - head
+        self._hash = xxhash.xxh3_64()
+
+    def _opened(self, name: StateName, nbytes: int) -> int | None:
+        """The file that is there, if it is this rank's of this run and whole."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        if os.fstat(fd).st_size == nbytes and os.pread(fd, _NAME.size, 0) == name.encoded():
+            return fd
+        os.close(fd)
+        return None
+
+    def _made(self, folder: Path, name: StateName, nbytes: int) -> int:
+        """A new file in place of any that is there, which another run may still have mapped."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path.unlink(missing_ok=True)
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)  # a full disk is told here, not by a SIGBUS later
+            os.pwrite(fd, name.encoded() + SLOTS * _STAMP.pack(NO_VERSION, 0), 0)
+        except BaseException:
+            os.close(fd)
+            self.path.unlink(missing_ok=True)
+            raise
+        return fd
+
+    # ---- what is whole
+
+    def version_in(self, slot: int) -> int | None:
+        """Of what is whole there."""
+        version = _STAMP.unpack_from(self._map, self._stamp_at(slot))[0]
+        return version if version >= 0 and version % SLOTS == slot else None
+
+    def digest_in(self, slot: int) -> int:
+        """Of what is whole there, as it was written."""
+        return int(_STAMP.unpack_from(self._map, self._stamp_at(slot))[1])
+
+    def begin(self, slot: int) -> None:
+        """What is in the slot is not whole from here on."""
+        _STAMP.pack_into(self._map, self._stamp_at(slot), NO_VERSION, 0)
+        self._hash.reset()
+
+    def end(self, slot: int, version: int, note: Note = NO_NOTE) -> None:
+        """All of it is written. The version last: a process may be killed before it.
+
+        note: what is to be known of the version by whoever finds it, of no more numbers than the name says.
+        """
+        if version % SLOTS != slot:
+            raise LocalProtocolError(f"version {version} does not lie in slot {slot}")
+        if len(note) > self._note:
+            raise LocalProtocolError(f"a note has {len(note)} numbers, and there is room for {self._note}")
+        at = self._stamp_at(slot)
+        struct.pack_into("<Q", self._map, at + 8, self._hash.intdigest())
+        struct.pack_into(f"<Q{len(note)}d", self._map, self._note_at(slot), len(note), *note.tolist())
+        struct.pack_into("<q", self._map, at, version)
+
+    def noted(self, slot: int) -> Note:
+        """What `end` was told of the version that is whole there; empty if nothing was, or none is."""
+        (count,) = struct.unpack_from("<Q", self._map, self._note_at(slot))
+        if self.version_in(slot) is None or count > self._note:
+            return NO_NOTE
+        return np.frombuffer(self._map, np.float64, count, self._note_at(slot) + 8).copy()
+
+    def drop_damaged(self, slot: int, parts: Iterable[Sequence[Array]]) -> None:
+        """Look at what a predecessor has left: with other bits than were written it is not whole."""
+        if self.version_in(slot) is None:
+            return
+        told = self.digest_in(slot)
+        self._hash.reset()
+        for part in parts:
+            self.wrote(part)
+        if self._hash.intdigest() != told:
+            self.begin(slot)
+
+    def _stamp_at(self, slot: int) -> int:
+        return _NAME.size + slot * _STAMP.size
+
+    def _note_at(self, slot: int) -> int:
+        return _NOTES_AT + slot * 8 * (1 + self._note)
+
+    # ---- what is in memory
+
+    def wrote(self, arrays: Iterable[Array]) -> None:
+        """Take parts of a slot into its digest, always in one order, while they are in the cache."""
+        for array in arrays:
+            self._hash.update(array.data)
+
+    def will_need(self, arrays: Iterable[Array]) -> None:
+        """Have them brought in."""
+        self._advise(arrays, _WILL_NEED)
+
+    def rest(self, arrays: Iterable[Array]) -> None:
+        """They are not needed for some time: let them go to disk."""
+        self._advise(arrays, _PAGE_OUT)
+
+    def _advise(self, arrays: Iterable[Array], advice: int) -> None:
+        for array in arrays:
+            start = address_of(array) - self._begin
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            with contextlib.suppress(OSError):  # an older kernel; then it decides alone
+                self._map.madvise(advice, first, start + array.nbytes - first)
+
+    def resident_bytes(self) -> int:
+        """Of the file, in this process's memory now, as the kernel counts."""
+        return counted(self._begin, len(self._map), "Rss")
+
+    def remove(self) -> None:
+        """The run is over, and nobody will ask for it. Idempotent."""
+        self.path.unlink(missing_ok=True)
+
+
+def _head(note: int) -> int:
+    """Bytes before the slots: whole pages."""
+    return -(-(_NOTES_AT + SLOTS * 8 * (1 + note)) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def file_bytes(elements: int, *, note: int = NOTE_NUMBERS) -> int:
+    """Bytes of a file with slots of so many float32 numbers, and notes of at most `note`."""
+    return _head(note) + SLOTS * _stride(elements)
+
+
+def require_folder(folder: Path, *, elements: int, ranks: int, note: int = NOTE_NUMBERS) -> None:
+    """Make `folder`, if need be. Raise `UserError` if it has no room for the files of so many ranks."""
+    nbytes = file_bytes(elements, note=note)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise _cannot(folder, nbytes, os.strerror(errno.EACCES))
+        disk = os.statvfs(folder)
+    except OSError as error:
+        raise _cannot(folder, nbytes, error.strerror) from error
+    free_bytes = disk.f_bavail * disk.f_frsize
+    there = sum(path.stat().st_blocks * 512 for path in folder.glob("*.state") if path.is_file())
+    if ranks * nbytes > free_bytes + there:  # those of a run before make room
+        raise _cannot(folder, nbytes, f"{ranks} ranks are here, and {in_words(free_bytes)} are free")
+
+
+def _stride(elements: int) -> int:
+    return -(-4 * elements // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _cannot(folder: Path, nbytes: int, why: str | None) -> UserError:
+    return UserError(
+        f"the optimizer's state cannot be offloaded to {folder}, {in_words(nbytes)} a rank: {why}. Free some "
+        "room, or give another folder to --offload."
+    )

@@ -1,0 +1,1 @@
+"""The package `replicated` of `zbmd.training`."""

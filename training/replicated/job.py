@@ -1,0 +1,321 @@
+"""The training job: what `python -m zbmd.training` runs on every rank, alone or under `zbmd-node run`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from zbmd.actors.rank.member import Node, join
+from zbmd.actors.rank_env import RankEnvironment
+from zbmd.collectives.commit.driver import CommitDriver, StepFailed
+from zbmd.collectives.commit.machine import StepCommit
+from zbmd.training.autograd.array_module import Array, to_host
+from zbmd.training.autograd.parameter_layout import ParameterLayout
+from zbmd.training.checkpoint.plan import plan_text
+from zbmd.training.checkpoint.sharded import open_state, require_state, take_state, write_alone
+from zbmd.training.checkpoint.whole import CHECKPOINT_NAME, no_checkpoint
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.data.bigram_baseline import bigram_loss, fit_bigram
+from zbmd.training.data.corpus import CORPUS_FILE, Corpus, prepare_corpus, require_data
+from zbmd.training.model.gpt import GPT, parameter_shapes
+from zbmd.training.model.weights import save_weights
+from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.optim import arrays_of
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision, Storage
+from zbmd.training.profiler.profiler import open_profiler
+from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.replicated.workload import TrainingWorkload, arena_bytes_needed
+from zbmd.training.run.atomic_files import NoRoom
+from zbmd.training.run.journal import WEIGHTS_NAME, Journal
+from zbmd.training.run.ledger import LOG_FORMAT, LOG_NAME, LogHeader, loss_of, read_log, require_no_log
+from zbmd.training.run.repeated_oom import raise_for
+from zbmd.training.run.two_slot_store import Store
+from zbmd.training.step.memory_estimate import (
+    RankNeeds,
+    StepOutOfMemory,
+    activation_bytes,
+    require_room,
+    too_large,
+)
+from zbmd.training.step.recipe import Recipe
+from zbmd.transport.errors import ArenaFull, OutOfMemory, UserError
+from zbmd.transport.shm.death_notice import DeathNotice
+
+FINAL_HELD_OUT_WINDOWS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """One training job. `checkpoint_every` and `evaluate_every` are in steps; 0 is never."""
+
+    out: Path
+    data: str | None = None
+    resume: Path | None = None
+    model: GPTConfig = field(default_factory=GPTConfig)
+    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(steps=300))
+    checkpoint_every: int = 50
+    evaluate_every: int = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """What a finished job says of itself; losses in nats per byte."""
+
+    steps: int
+    parameters: int
+    loss_last: float
+    held_out_loss: float
+    held_out_loss_bigram: float
+    weights_sha256: str
+    directory: str
+
+
+def open_recipe(options: JobOptions, *, prepare: bool = True) -> Recipe:
+    """The job's model, data and settings. With `prepare`, make the corpus file first if it is not there.
+
+    Raises `UserError` for data that is missing, empty or too short, and for a directory closed to us.
+    """
+    path, context = options.out / CORPUS_FILE, options.model.context
+    if prepare:
+        path = prepare_corpus(options.data, options.out, context=context)
+    return Recipe(GPT(options.model), Corpus(path, context=context), options.training)
+
+
+def plan_of(recipe: Recipe, *, precision: Precision = "float32", loss_scale: float = SCALE_FIRST) -> str:
+    """See `plan_text`."""
+    return plan_text(
+        recipe.model.config,
+        recipe.config,
+        corpus=recipe.corpus.header.digest,
+        precision=precision,
+        loss_scale=loss_scale,
+    )
+
+
+def weights_sha256(weights: Array) -> str:
+    """SHA-256 over the bits of flat float32 weights, padding included, hex."""
+    return hashlib.sha256(to_host(weights).data).hexdigest()
+
+
+def result_of(options: JobOptions, recipe: Recipe, weights: Array, loss_last: float) -> JobResult:
+    """Evaluate final `weights` on the held-out text, beside a bigram table of the training text."""
+    ids = recipe.corpus.evaluation_ids(FINAL_HELD_OUT_WINDOWS)
+    return JobResult(
+        steps=recipe.config.steps,
+        parameters=recipe.model.layout.parameter_count,
+        loss_last=loss_last,
+        held_out_loss=recipe.held_out_loss(weights, windows_max=FINAL_HELD_OUT_WINDOWS),
+        held_out_loss_bigram=bigram_loss(fit_bigram(recipe.corpus), recipe.corpus.windows(ids)),
+        weights_sha256=weights_sha256(weights),
+        directory=str(options.out),
+    )
+
+
+def run_plain(options: JobOptions, *, storage: Storage = "float32") -> JobResult:
+    """The job in this process, without any of the stack: the reference for its bits.
+
+    Raises `UserError` for settings, data, and a checkpoint that it cannot go on from.
+    """
+    launched = RankEnvironment.read(os.environ)
+    recipe, loss = open_recipe(options), 0.0
+    plan, steps, every = plan_of(recipe, precision=storage), recipe.config.steps, options.checkpoint_every
+    require_beginning(options, recipe, plan)
+    trainer = PlainTrainer(recipe, storage=storage)
+    if options.resume is not None:
+        layout, arrays = recipe.model.layout, arrays_of(recipe.config.optimizer)
+        with closing(open_state(options.resume, plan=plan, layout=layout, arrays=arrays)) as saved:
+            trainer.begin_from(saved)
+    while trainer.step < steps:
+        loss = trainer.run_step().loss
+        is_due = trainer.step == steps or (every > 0 and trainer.step % every == 0)
+        if is_due and (launched is None or launched.rank == 0):
+            scale = trainer.loss_scale.said
+            write_alone(options.out, trainer.pieces(), version=trainer.step, plan=plan, loss_scale=scale)
+    save_weights(options.out / WEIGHTS_NAME, trainer.state.weights, options.model, step=recipe.config.steps)
+    return result_of(options, recipe, trainer.state.weights, loss)
+
+
+async def run(options: JobOptions, *, before_step: Callable[[int], None] | None = None) -> JobResult | None:
+    """The job on this rank; the lowest rank of the last epoch returns the result, the others None.
+
+    `before_step(version)` is called on the event loop before each step. Raises `UserError` for what only a
+    person can mend: settings, data, a full disk, a state that every holder took with it.
+    """
+    launched = RankEnvironment.read(os.environ)
+    replacement = launched is not None and launched.incarnation > 1
+    check_memory(options, ranks=1 if launched is None else launched.ranks_per_host)
+    recipe = open_recipe(options, prepare=not replacement)
+    if not replacement:
+        require_beginning(options, recipe, plan_of(recipe))
+    arena_bytes = arena_bytes_needed(recipe.model.layout, options.training)
+    try:
+        async with join(arena=arena_bytes, enter=False) as node:
+            return await _train(node, options, recipe, before_step)
+    except StepFailed as error:
+        again = "start again, with a smaller --checkpoint-every"
+        raise UserError(_advice(str(error), options, otherwise=again)) from error
+    except NoRoom as error:
+        again = "start again once there is room"
+        raise UserError(_advice(str(error), options, otherwise=again)) from error
+    except TrainingDiverged as error:
+        raise UserError(str(error)) from error
+    except StepOutOfMemory as error:
+        raise_for(error, options.out, launched)
+    except ArenaFull:
+        raise
+    except (OutOfMemory, MemoryError) as error:
+        raise UserError(f"{too_large(options.model)}: {error}") from error
+
+
+def check_memory(options: JobOptions, *, ranks: int) -> None:
+    """Raise `UserError` for a model for which `ranks` of one host have no memory, before any is taken."""
+    model, training = options.model, options.training
+    layout = ParameterLayout.of(parameter_shapes(model))
+    weights_bytes, bias_bytes = 4 * layout.size, 8 * model.heads * model.context**2
+    needs = RankNeeds(
+        state_bytes=arena_bytes_needed(layout, training) + weights_bytes + bias_bytes,
+        activation_bytes=activation_bytes(model, rows=training.sequences_per_shard * model.context),
+    )
+    advice = "Choose smaller --width, --layers, --context or --sequences-per-shard, or fewer ranks (-n)."
+    require_room(model, needs, ranks=ranks, advice=advice)
+
+
+def check_data(
+    options: JobOptions, *, plan: Callable[[Recipe], str], is_named: bool, has_log: bool = True
+) -> None:
+    """Raise `UserError` for data or a checkpoint that will not do, before any rank is started.
+
+    is_named: whether `options.out` is the run's directory: then the corpus is made there, once for all ranks.
+    Where it is one that the launcher will name, nothing is made, and what a checkpoint holds is not compared.
+    has_log: whether the job writes a commit log, which must not be there yet.
+    """
+    if not is_named:
+        require_data(options.data, context=options.model.context)
+        if options.resume is not None and not options.resume.exists():
+            raise no_checkpoint(options.resume)
+        return
+    recipe = open_recipe(options)
+    if has_log:
+        require_no_log(options.out / LOG_NAME)
+    require_beginning(options, recipe, plan(recipe))
+
+
+def require_beginning(options: JobOptions, recipe: Recipe, plan: str) -> None:
+    """Raise `UserError` for a checkpoint that the run cannot go on from; its numbers are not read."""
+    if options.resume is not None:
+        require_state(
+            options.resume,
+            plan=plan,
+            layout=recipe.model.layout,
+            steps=recipe.config.steps,
+            arrays=arrays_of(recipe.config.optimizer),
+        )
+
+
+def _advice(reason: str, options: JobOptions, *, otherwise: str) -> str:
+    """What happened, and where to go on from; `otherwise`: what to do if no checkpoint is there."""
+    checkpoint = options.out / CHECKPOINT_NAME
+    what_happened = reason if reason.endswith(".") else f"{reason}."
+    if not checkpoint.exists():
+        return f"{what_happened} No checkpoint had been written yet: {otherwise}."
+    return (
+        f"{what_happened} The last durable checkpoint is {checkpoint}: go on from it with "
+        f"--resume {checkpoint} and a new --out."
+    )
+
+
+async def _train(
+    node: Node, options: JobOptions, recipe: Recipe, before_step: Callable[[int], None] | None
+) -> JobResult | None:
+    plan = plan_of(recipe)
+    # On a thread: the loop links up meanwhile, and the others are at work.
+    store, base_version = await asyncio.to_thread(_initial_store, node, recipe, options, plan)
+    journal = Journal(
+        options.out,
+        log_header(node, recipe, plan, base_version),
+        options.model,
+        rank=node.rank,
+        report=node.report,
+        checkpoint_every=options.checkpoint_every,
+    )
+    actors = ModelActors(recipe, store)
+    profiler = open_profiler(options.out, recipe.model, sequences=recipe.config.sequences_per_shard)
+    workload = TrainingWorkload(
+        node,
+        actors,
+        store,
+        journal,
+        profiler,
+        evaluate_every=options.evaluate_every,
+        before_step=before_step,
+    )
+    machine = StepCommit(
+        rank=node.rank,
+        version=base_version,
+        digest=store.digest(store.committed),
+        handle=workload.handle(),
+        last_version=recipe.config.steps,
+        known_version=journal.log.last_version(),
+    )
+    forget = report_losses(node)
+    await actors.start(node.system)
+    try:
+        await CommitDriver(node, machine, workload).run()
+        profiler.end_step()
+        await journal.settle()
+        if machine.members[0].rank != node.rank:
+            return None
+        # From the log: this rank may have come up when the last step was done.
+        loss_last = loss_of(read_log(journal.log.path)[1][-1])
+        actors.while_waiting()  # the last step and its cancellation are over
+        weights = store.current.state.weights
+        result = await asyncio.to_thread(result_of, options, actors.recipe, weights, loss_last)
+    finally:
+        forget()
+        profiler.close()
+        await actors.stop()
+    node.report({"kind": "result", **asdict(result)})
+    return result
+
+
+def log_header(node: Node, recipe: Recipe, plan: str, base_version: int = 0) -> LogHeader:
+    """Of the commit log of this run, whose plan is as of `plan_of`."""
+    return LogHeader(
+        format=LOG_FORMAT,
+        run_id=f"{node.job:016x}",
+        base_version=base_version,
+        plan=plan,
+        seed=recipe.config.seed,
+    )
+
+
+def report_losses(node: Node) -> Callable[[], None]:
+    """Report each rank that is lost; the result ends that."""
+
+    def report(rank: int, incarnation: int, notice: DeathNotice) -> None:
+        if not notice.clean:
+            node.report({"kind": "lost", "peer": rank, "incarnation": incarnation, "at_ns": notice.at_ns})
+
+    return node.on_peer_lost(report)
+
+
+def _initial_store(node: Node, recipe: Recipe, options: JobOptions, plan: str) -> tuple[Store, int]:
+    """A store whose committed slot is filled, and its version: initial weights, or those of a checkpoint."""
+    arena, arrays, layout = node.segment.arena, arrays_of(recipe.config.optimizer), recipe.model.layout
+    store = Store(layout, lambda size: arena.empty((size,), np.float32), arrays=len(arrays))
+    state, xp = store.current.state, recipe.model.xp
+    if options.resume is None:
+        state.weights[:] = xp.asarray(recipe.model.init(recipe.config.seed))
+        return store, 0
+    with closing(open_state(options.resume, plan=plan, layout=layout, arrays=arrays)) as saved:
+        take_state(saved, state, layout, arrays, xp=xp)
+        store.version = saved.version
+    return store, store.version

@@ -1,0 +1,119 @@
+"""The job in one plain process: a loop, with no supervision, no messages and no shared memory.
+
+It is the reference for the bits (a distributed run ends with the same weights) and for the time (what the
+stack costs is measured against it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from zbmd.training.autograd.array_module import Array, to_host
+from zbmd.training.checkpoint.parameter_cut import run_of
+from zbmd.training.checkpoint.sharded import Piece, SavedState, take_state
+from zbmd.training.optim import arrays_of
+from zbmd.training.optim.adamw import AdamWState
+from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, attempted, storage_dtype
+from zbmd.training.step.accumulate import AccumulationPlan
+from zbmd.training.step.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainStep:
+    """What a step reported: its number, training loss (nats per byte) and gradient norm before clipping."""
+
+    step: int
+    loss: float
+    grad_norm: float
+
+
+class PlainTrainer:
+    """Trains `recipe` from its initial weights. `state` and `step` are those of the next step.
+
+    With a `storage` of 16 bits, weights and gradients are kept so, and `state` holds masters and moments.
+    `loss_scale` is what float16 begins with.
+    """
+
+    def __init__(
+        self, recipe: Recipe, *, storage: Storage = "float32", loss_scale: float = SCALE_FIRST
+    ) -> None:
+        xp, layout, dtype = recipe.model.xp, recipe.model.layout, storage_dtype(storage)
+        self.recipe = recipe
+        self.step = 0
+        weights: Array = xp.asarray(recipe.model.init(recipe.config.seed))
+        arrays = len(arrays_of(recipe.config.optimizer))
+        self.state, self._spare = (
+            AdamWState.of(xp.zeros(arrays * layout.size, dtype=weights.dtype), layout.size, arrays)
+            for _ in range(2)
+        )
+        self.state.weights[:] = weights
+        self.loss_scale = LossScale.of(dtype, first=loss_scale)
+        self._narrow: Array | None = weights.astype(dtype) if dtype.itemsize == 2 else None
+        self._plan = AccumulationPlan.of(recipe.config.shards, 0, recipe.config.shards)
+        self._buffers: list[Array] = [xp.zeros_like(self.weights) for _ in range(self._plan.buffers)]
+        self._everything = slice(0, layout.size)
+        self._loss = 0.0
+
+    def begin_from(self, saved: SavedState) -> None:
+        """Begin with the state in a checkpoint, of any job. Raises `UserError` for one that is damaged."""
+        model, arrays = self.recipe.model, arrays_of(self.recipe.config.optimizer)
+        take_state(saved, self.state, model.layout, arrays, xp=model.xp)
+        self.step, self.loss_scale = saved.version, self.loss_scale.read(np.array(saved.loss_scale))
+        self._round()
+
+    def pieces(self) -> list[Piece]:
+        """What a checkpoint of this holds: every parameter, whole."""
+        views = (
+            self.recipe.model.layout.views(to_host(getattr(self.state, name)))
+            for name in arrays_of(self.recipe.config.optimizer)
+        )
+        return [
+            Piece(slot.name, run_of(slot.size, 0, slot.size), tuple(held))
+            for slot, *held in zip(self.recipe.model.layout.slots, *views, strict=True)
+        ]
+
+    def run_step(self) -> PlainStep:
+        """Do one step, attempted anew with a smaller loss scale where its gradients overflow.
+
+        Raises `TrainingDiverged` for a gradient that is not finite and no scale helps; the state stays.
+        """
+        norm, scale = attempted(self.loss_scale, self._attempt)
+        self.recipe.apply(
+            self.state, self._spare, self._total, step=self.step, norm=norm, loss_scale=scale.scale
+        )
+        self.state, self._spare = self._spare, self.state
+        self.loss_scale = scale.after(finite=True)
+        self._round()
+        self.step += 1
+        return PlainStep(step=self.step - 1, loss=self._loss, grad_norm=norm)
+
+    def _round(self) -> None:
+        """As behind every change of the state."""
+        if self._narrow is not None:
+            self._narrow[:] = self.state.weights
+
+    @property
+    def weights(self) -> Array:
+        """What is computed with; of 16 bits, the masters rounded."""
+        return self.state.weights if self._narrow is None else self._narrow
+
+    @property
+    def _total(self) -> Array:
+        (total,) = self._plan.partials.values()
+        return self._buffers[total]
+
+    def _attempt(self, scale: LossScale) -> float:
+        """Compute the gradient of the step, times `scale`, and its norm."""
+        ids, self._loss = self.recipe.sample_ids(self.step), 0.0
+        for leaf in self._plan.leaves:
+            self._loss += self.recipe.shard_gradient(
+                self.weights,
+                self._buffers[leaf.buffer],
+                ids[leaf.shard],
+                step=self.step,
+                loss_scale=scale.scale,
+            )
+            self._plan.perform(leaf.additions, self._buffers, self._everything)
+        return self.recipe.norm(self._total, step=self.step)

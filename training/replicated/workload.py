@@ -1,0 +1,419 @@
+"""The data-parallel training step as a transactional workload (see `zbmd.collectives.commit.driver`).
+
+A rank computes the gradients of its logical shards, combines them in tree order, and sends each bucket on its
+way as soon as the backward pass of its last shard has made it final. The sum is the same bits for every
+number of ranks, so the update is too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from zbmd.actors.rank.member import Node
+from zbmd.collectives.algorithms.shard_tree import assign_shards, assign_to
+from zbmd.collectives.commit import events as cm
+from zbmd.collectives.commit.driver import Cancellation, StepOutcome
+from zbmd.collectives.group.group import Group
+from zbmd.training.autograd import spans
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.first_non_finite import Lookout
+from zbmd.training.autograd.parameter_layout import ParameterLayout
+from zbmd.training.config import TrainingConfig
+from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.model_actors.tensor_actor import CommitSlot, Committed, TensorActor
+from zbmd.training.optim import arrays_of
+from zbmd.training.optim.clip import TrainingDiverged, non_finite
+from zbmd.training.profiler.profiler import Profiler
+from zbmd.training.run.journal import Journal
+from zbmd.training.run.ledger import VotePart
+from zbmd.training.run.two_slot_store import Store
+from zbmd.training.step.accumulate import AccumulationPlan, Buckets
+from zbmd.training.step.memory_estimate import told_by_step
+from zbmd.training.step.non_finite import bad_gradient, bad_weights, where_it_began
+from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.reduction import ShardReduction
+from zbmd.transport import kill_points as faults
+from zbmd.transport.connect.remote_memory import RemoteMemory
+from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, RemoteProtocolError
+from zbmd.transport.memory.peer_memory import PeerMemory
+from zbmd.transport.memory.region import RegionHandle, RemoteRegion
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.native._native import now_ns
+
+FETCH_ELEMENTS = 1 << 18
+"""A pull looks for its cancellation after every MiB."""
+FETCH_LOOK_NS = 100_000_000
+"""And as often as this, while nothing comes."""
+
+COMMIT_S = 30.0
+"""How long the actor that holds the state may take to change its slots."""
+
+AHEAD_NS = 20_000_000
+"""In steps that take longer, the samples of the next are drawn half-way, when the loop has nothing to do."""
+
+HELD_OUT_WINDOWS = 96
+"""Held-out windows evaluated on the way, all ranks together."""
+
+STEP_BEGIN = faults.declare("step.begin", "before anything of a step is computed")
+STEP_BACKWARD = faults.declare("step.backward", "in the backward pass, before a bucket is sent on its way")
+STEP_REDUCE = faults.declare("step.reduce", "when all buckets are on their way")
+STEP_UPDATE = faults.declare("step.update", "before the optimizer writes the new version")
+STEP_PREPARED = faults.declare("step.prepared", "when the new version is prepared and not yet voted for")
+FETCH_BEGIN = faults.declare("fetch.begin", "before a pull of the state")
+FETCH_MIDDLE = faults.declare("fetch.middle", "half-way through a pull")
+FETCH_END = faults.declare("fetch.end", "when a pull is complete and not yet adopted")
+RECALL_BEGIN = faults.declare("recall.begin", "before it looks for the preserved last version")
+
+
+def arena_bytes_needed(layout: ParameterLayout, config: TrainingConfig) -> int:
+    """Bytes of arena that a rank needs, however few ranks are left: the store, gradients, partial sums."""
+    shards, arrays = config.shards, len(arrays_of(config.optimizer))
+    buffers = AccumulationPlan.of(shards, 0, shards).buffers
+    flat_bytes = layout.size * np.dtype(np.float32).itemsize
+    return Store.nbytes(layout, arrays=arrays) + (buffers + 2) * flat_bytes
+
+
+def _awake() -> None:
+    """Nothing: for who comes to it is awake."""
+
+
+class _Rehearsed(Exception):
+    """The others are done: no time is left to compute for nothing."""
+
+
+class TrainingWorkload:
+    """Trains on `node`, with `actors` whose state is in `store`; what is committed goes to `journal`.
+
+    What it computes, it asks of the actors; memory that peers read, it knows by the store.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        actors: ModelActors,
+        store: Store,
+        journal: Journal,
+        profiler: Profiler,
+        *,
+        evaluate_every: int,
+        before_step: Callable[[int], None] | None = None,
+    ) -> None:
+        self.node = node
+        self.actors = actors
+        self.recipe: Recipe = actors.recipe
+        self.store = store
+        self.journal = journal
+        self.profiler = profiler
+        self._prepared_ns = 0
+        """When the last step was ready to be voted for."""
+        self._took_ns = 0
+        """Until then, from its beginning."""
+        self._evaluate_every = evaluate_every
+        self._before_step = before_step
+        self._buckets = Buckets(store.layout)
+        self._buffers: list[Array] = []
+        self._total: Array = node.segment.arena.empty((store.layout.size,), np.float32)
+        self._total[:] = 0.0
+        self._ahead: tuple[int, np.ndarray] | None = None
+        """A step to come, and its samples."""
+        self._settled = False
+        """Whether a step has been committed since this rank is up."""
+
+    def handle(self) -> bytes:
+        """Where peers read the slots."""
+        regions = self.node.segment.regions
+        handles = [regions.register(slot.flat) for slot in self.store.slots]
+        return msgspec.msgpack.encode(handles)
+
+    # ---- on the compute thread
+
+    def run_step(self, work: cm.RunStep, group: Group, cancellation: Cancellation) -> StepOutcome:
+        """Compute version `work.version` into `work.slot`; see `Workload`."""
+        began_ns = now_ns()
+        self.profiler.follow(group)
+        self.profiler.begin_step(work.version)
+        with self.profiler.recording(), told_by_step(self.node.rank, work.version - 1):
+            outcome = self._run_step(work, group, cancellation)
+        self._prepared_ns = now_ns()
+        self._took_ns = self._prepared_ns - began_ns
+        return outcome
+
+    def _run_step(self, work: cm.RunStep, group: Group, cancellation: Cancellation) -> StepOutcome:
+        faults.hit(STEP_BEGIN)
+        self.actors.while_waiting(cancellation.check)
+        step, shards = work.version - 1, self.recipe.config.shards
+        assignment = assign_to(shards, work.members, work.workers)
+        plan = AccumulationPlan.of(shards, *assignment[work.members.index(self.node.rank)])
+        reduction = ShardReduction(group, plan, assignment, self._buffers_for(plan), self._total)
+        ids = self._samples_of(step)
+        held_out = self._evaluate(work)
+        try:
+            losses = {
+                leaf.shard: self._run_leaf(index, step, ids[leaf.shard], reduction, cancellation)
+                for index, leaf in enumerate(plan.leaves)
+            }
+            if not plan.leaves:
+                for span in self._buckets.spans:
+                    reduction.submit(span)
+                self._rehearse(work, ids, reduction, cancellation)
+            faults.hit(STEP_REDUCE)
+            reduction.finish()
+        finally:
+            reduction.drain()
+        cancellation.check()
+        faults.hit(STEP_UPDATE)
+        tensors = self.actors.tensors
+        old, new = tensors.call(TensorActor.state, 1 - work.slot), tensors.call(TensorActor.state, work.slot)
+        try:
+            norm = self.recipe.update(old, new, reduction.total, step=step)
+        except TrainingDiverged as error:
+            began = self._where_it_began(group, reduction, ids, step, cancellation)
+            raise TrainingDiverged(f"{error} {began}") from None
+        part = VotePart(
+            shards={shard: tuple(ids[shard].tolist()) for shard in losses},
+            losses=losses,
+            grad_norm=norm,
+            held_out=held_out,
+        )
+        # A core that has slept for long takes 0.1 ms to wake up: have the loop's do so meanwhile.
+        self.node.system.loop.call_soon_threadsafe(_awake)
+        with spans.DIGEST:
+            digest = tensors.call(TensorActor.digest, work.slot)
+        faults.hit(STEP_PREPARED)
+        return StepOutcome(digest, msgspec.msgpack.encode(part))
+
+    def _samples_of(self, step: int) -> np.ndarray:
+        ahead = self._ahead
+        return ahead[1] if ahead is not None and ahead[0] == step else self.recipe.sample_ids(step)
+
+    def _where_it_began(
+        self,
+        group: Group,
+        reduction: ShardReduction,
+        ids: np.ndarray,
+        step: int,
+        cancellation: Cancellation,
+    ) -> str:
+        """Where the first value that is not finite arose; all ranks together.
+
+        They agree, for all have the sum's bits. Each computes its shards once more, and looks.
+        """
+        model, plan, watching = self.recipe.model, reduction.plan, Lookout()
+        partials = [reduction.buffers[place] for place in plan.partials.values()]
+        gradient = bad_gradient([non_finite(model.layout, grads, xp=np) for grads in partials], model)
+        weights = self.actors.tensors.call(TensorActor.weights)
+        watching.first = bad_weights(model.layout, weights, model)
+        with watching.on():
+            for leaf in plan.leaves:
+                cancellation.check()
+                grads = reduction.buffers[leaf.buffer]
+                self.recipe.shard_gradient(weights, grads, ids[leaf.shard], step=step)
+        return where_it_began(group, model, watching.first or gradient)
+
+    def _run_leaf(
+        self, index: int, step: int, ids: np.ndarray, reduction: ShardReduction, cancellation: Cancellation
+    ) -> float:
+        """Compute one shard; behind the last one, hand over each bucket as it becomes final.
+
+        Who is alone hands over nothing. Additions amid the backward pass would cost it its caches then.
+        """
+        cancellation.check()
+        leaf, last = reduction.plan.leaves[index], index == len(reduction.plan.leaves) - 1
+        hands_over, buffers = last and not reduction.is_alone, reduction.buffers
+        self._buckets.begin()
+
+        def send(parameter: int) -> None:
+            cancellation.check()
+            span = self._buckets.ready(parameter)
+            if span is not None:
+                faults.hit(STEP_BACKWARD)
+                AccumulationPlan.perform(leaf.additions, buffers, span)
+                reduction.submit(span)
+
+        weights = self.actors.tensors.call(TensorActor.weights)
+        on_grad_ready = send if hands_over else cancellation.check_between
+        grads = buffers[leaf.buffer]
+        loss = self.recipe.shard_gradient(weights, grads, ids, step=step, on_grad_ready=on_grad_ready)
+        if not hands_over:
+            everything = slice(0, self.recipe.model.layout.size)
+            AccumulationPlan.perform(leaf.additions, buffers, everything)
+        return loss
+
+    def _rehearse(
+        self,
+        work: cm.RunStep,
+        ids: np.ndarray,
+        reduction: ShardReduction,
+        cancellation: Cancellation,
+    ) -> None:
+        """Compute a shard to come, for nothing, while others compute theirs: the first takes longest."""
+        shards = self.recipe.config.shards
+        lo, hi = assign_shards(shards, len(work.members))[work.members.index(self.node.rank)]
+        if lo == hi:
+            return
+        plan = AccumulationPlan.of(shards, lo, hi)
+        leaf, weights = plan.leaves[0], self.actors.tensors.call(TensorActor.weights)
+
+        def check(_: int) -> None:
+            cancellation.check()
+            if reduction.done:
+                raise _Rehearsed
+
+        grads = self._buffers_for(plan)[leaf.buffer]
+        with contextlib.suppress(_Rehearsed):
+            self.recipe.shard_gradient(
+                weights, grads, ids[leaf.shard], step=work.version - 1, on_grad_ready=check
+            )
+
+    def _buffers_for(self, plan: AccumulationPlan) -> list[Array]:
+        while len(self._buffers) < plan.buffers:
+            buffer = self.node.segment.arena.empty((self.recipe.model.layout.size,), np.float32)
+            buffer[:] = 0.0
+            self._buffers.append(buffer)
+        return self._buffers
+
+    def _evaluate(self, work: cm.RunStep) -> tuple[float, int]:
+        """This rank's part of the held-out loss of the committed version, on some steps."""
+        if self._evaluate_every == 0 or (work.version - 1) % self._evaluate_every:
+            return (0.0, 0)
+        index, size = work.members.index(self.node.rank), len(work.members)
+        ids = self.recipe.corpus.evaluation_ids(HELD_OUT_WINDOWS)[index::size]
+        if len(ids) == 0:
+            return (0.0, 0)
+        weights = self.actors.tensors.call(TensorActor.weights)
+        with spans.EVALUATE:
+            loss = self.recipe.model.loss(weights, self.recipe.corpus.windows(ids))
+        return (loss * len(ids), len(ids))
+
+    def fetch(self, work: cm.Fetch, cancellation: Cancellation) -> bytes:
+        """Pull a version from a peer's slot into `work.slot`; see `Workload`."""
+        with self.profiler.recording(), spans.COMM:
+            return self._fetch(work, cancellation)
+
+    def _fetch(self, work: cm.Fetch, cancellation: Cancellation) -> bytes:
+        faults.hit(FETCH_BEGIN)
+        target = self.store.slots[work.slot].flat
+        region, memory = self._source(work, target.nbytes)
+        for start in range(0, len(target), FETCH_ELEMENTS):
+            cancellation.check()
+            into = target[start : start + FETCH_ELEMENTS]
+            pull(region, memory, into, start * target.itemsize, cancellation, source=work.source)
+            if start <= len(target) // 2 < start + FETCH_ELEMENTS:
+                faults.hit(FETCH_MIDDLE)
+        digest = self.store.digest(work.slot)
+        faults.hit(FETCH_END)
+        return digest
+
+    def _source(self, work: cm.Fetch, nbytes: int) -> tuple[RemoteRegion, PeerMemory]:
+        """The peer's slot that `work` names, which must have `nbytes`, and all of its memory."""
+        peer = self.node.peers.get(work.source)
+        if peer is None:
+            raise RemoteProtocolError(f"rank {work.source} is to be read, and is no peer")
+        own, memory = self.node.segment, peer.memory
+        found = open_state(work.handle, work.source_slot, memory, own, rank=work.source, nbytes=nbytes)
+        return found, memory
+
+    def recall(self, work: cm.Recall, cancellation: Cancellation) -> bytes | None:
+        """Read the last checkpoint into `work.slot` if it holds the last version; see `Workload`."""
+        faults.hit(RECALL_BEGIN)
+        target = self.store.slots[work.slot].flat
+        flat = self.journal.preserved(work.version, elements=len(target))
+        if flat is None:
+            return None
+        cancellation.check()
+        target[:] = self.recipe.model.xp.asarray(flat)
+        return self.store.digest(work.slot)
+
+    # ---- on the event loop
+
+    async def before_step(self, work: cm.RunStep) -> None:
+        """Call the hook that the job was given, if any; and draw the next step's samples amid this one."""
+        if self._before_step is not None:
+            self._before_step(work.version)
+        if self._took_ns > AHEAD_NS:
+            self.node.system.loop.call_later(self._took_ns / 2e9, self._look_ahead, work.version)
+
+    def _look_ahead(self, step: int) -> None:
+        if step < self.recipe.config.steps:
+            self._ahead = step, self.recipe.sample_ids(step)
+
+    async def epoch_installed(self, epoch: int, members: tuple[int, ...], *, whole: bool) -> None:
+        """Let the journal catch up with what the last writer may not have lived to write."""
+        await self.journal.epoch_installed(epoch, members, whole=whole)
+
+    async def committed(self, commit: cm.Commit, members: tuple[int, ...]) -> None:
+        """Flip the slots and write the record."""
+        self.profiler.add(spans.COMM, self._prepared_ns, now_ns())
+        await self._commit(commit.version, commit.slot)
+        self._settle()
+        began_ns = now_ns()
+        await self.journal.committed(commit, members, self.store.current)
+        self.profiler.add(spans.CHECKPOINT, began_ns, now_ns())
+
+    async def _commit(self, version: int, slot: int) -> None:
+        await self.actors.tensors.ask(
+            CommitSlot(version=version, slot=slot), reply=Committed, timeout=COMMIT_S
+        )
+
+    def _settle(self) -> None:
+        """Once a step is done, nobody waits for this rank to come up any more: give it huge pages."""
+        if not self._settled:
+            self._settled = True
+            move = self.node.segment.use_huge_pages
+            threading.Thread(target=move, name="zbmd-huge-pages", daemon=True).start()
+
+    async def adopted(self, adopted: cm.Adopted) -> None:
+        """Flip the slots: the pulled version is ours."""
+        await self._commit(adopted.version, adopted.slot)
+        self.journal.adopted(adopted)
+
+    async def preserve(self, version: int) -> None:
+        """Write the last checkpoint and wait until it is durable."""
+        began_ns = now_ns()
+        await self.journal.preserve(version, self.store.current)
+        self.profiler.add(spans.CHECKPOINT, began_ns, now_ns())
+
+
+def pull(
+    region: RemoteRegion,
+    memory: PeerMemory,
+    into: Array,
+    offset: int,
+    cancellation: Cancellation,
+    *,
+    source: int,
+) -> None:
+    """Fill `into` from byte `offset`; a source that stands still holds us no longer than our epoch lasts."""
+    transfer = region.get(into, offset)
+    try:
+        while not transfer.done:
+            cancellation.check()
+            with contextlib.suppress(DeadlineExceeded):
+                transfer.wait(now_ns() + FETCH_LOOK_NS)
+        transfer.wait()
+    except LinkClosed as error:
+        raise PeerLost(source, str(error)) from error
+    finally:
+        if not transfer.done and isinstance(memory, RemoteMemory):
+            memory.let_go((transfer,))
+
+
+def open_state(
+    handle: bytes, slot: int, peer: PeerMemory, own: Segment, *, rank: int, nbytes: int
+) -> RemoteRegion:
+    """The state in a slot of `rank`, which must have `nbytes`; `handle`: what it said of its slots.
+
+    Raises `RemoteProtocolError` if that is not what it should be.
+    """
+    try:
+        described = msgspec.msgpack.decode(handle, type=list[RegionHandle])[slot]
+    except (IndexError, ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
+        raise RemoteProtocolError(f"rank {rank} sent a handle of no use: {error}") from error
+    if described.nbytes != nbytes:
+        raise RemoteProtocolError(f"rank {rank} holds {described.nbytes} bytes of state, this rank {nbytes}")
+    return peer.open_region(described, own)

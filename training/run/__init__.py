@@ -1,0 +1,1 @@
+"""The package `run` of `zbmd.training`."""

@@ -1,0 +1,195 @@
+"""What a run leaves behind while it goes on: the commit log, checkpoints, and reports of progress.
+
+Every member keeps the journal; the lowest rank of the epoch writes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from zbmd.collectives.commit import events as cm
+from zbmd.training.autograd.array_module import Array, to_host
+from zbmd.training.checkpoint.whole import (
+    CHECKPOINT_NAME,
+    Checkpoint,
+    checkpoint_version,
+    load_checkpoint,
+    save_checkpoint,
+)
+from zbmd.training.config import GPTConfig
+from zbmd.training.model.weights import save_weights
+from zbmd.training.run.ledger import LOG_NAME, CommitLog, CommitRecord, LogHeader, VotePart, loss_of
+from zbmd.training.run.two_slot_store import Slot
+from zbmd.transport.errors import RemoteProtocolError
+
+WEIGHTS_NAME = "weights.safetensors"
+
+Report = dict[str, Any]
+
+
+class Journal:
+    """The journal of one rank for the run in `directory`.
+
+    `report` takes progress for the host, and must not block.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        header: LogHeader,
+        model: GPTConfig,
+        *,
+        rank: int,
+        report: Callable[[Report], None],
+        checkpoint_every: int,
+    ) -> None:
+        self.directory = directory
+        self.log = CommitLog(directory / LOG_NAME, header)
+        self._model = model
+        self._rank = rank
+        self._report = report
+        self._checkpoint_every = checkpoint_every
+        self._members: tuple[int, ...] = ()
+        self._last_record: CommitRecord | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
+        """The last record: written before anything is handled that comes in on the loop later."""
+
+    def _is_writer(self) -> bool:
+        return self._members[0] == self._rank
+
+    async def epoch_installed(self, epoch: int, members: tuple[int, ...], *, whole: bool) -> None:
+        """Write our last record if the last writer died before it had; let the next writer have the log.
+
+        whole: all members of the epoch before go on, so the last writer lives. Raises `UserError` as
+        `committed`.
+        """
+        await self._written()
+        self._members = members
+        if self._last_record is not None and epoch > self._last_record.epoch and not whole:
+            self.log.append(self._last_record)
+        self.log.close()
+
+    async def committed(self, commit: cm.Commit, members: tuple[int, ...], slot: Slot) -> None:
+        """Record a commit; the writer logs and reports it, and starts a checkpoint when one is due.
+
+        It logs a turn of the loop later, beside the beginning of the next step and before it can vote for
+        that one: if it dies in between, the others have this record as their last, and log it.
+
+        Raises `UserError` when the disk is full, also for the log of the commit before and the checkpoint
+        begun at an earlier one.
+        """
+        if not commit.parts:
+            return  # learnt from a report: a member that has the votes logs it
+        await self._written()
+        record, part_norm = _record_of(commit, members, self.log.header.seed)
+        self._last_record = record
+        if not self._is_writer():
+            return
+        self._writing = asyncio.create_task(self._write(record, part_norm))
+        if self._saving is not None and self._saving.done():
+            saved, self._saving = self._saving, None
+            await saved  # if it failed, the run is to end now and not at the next checkpoint
+        if self._checkpoint_every and commit.version % self._checkpoint_every == 0:
+            await self._start_checkpoint(commit.version, slot)
+
+    async def _write(self, record: CommitRecord, grad_norm: float) -> None:
+        self.log.append(record)
+        self._report(step_report(record, grad_norm))
+
+    async def _written(self) -> None:
+        """Wait for the record under way. Raises what writing it raised, once."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    def adopted(self, adopted: cm.Adopted) -> None:
+        """Report that this rank has caught up by a pull or a recall."""
+        self._report(adopted_report(adopted.version, adopted.epoch))
+
+    def preserved(self, version: int, *, elements: int) -> Array | None:
+        """The state of `version`, (elements,) float32, if that is the checkpoint on disk; else None.
+
+        Raises `UserError` if the checkpoint is damaged or of another run.
+        """
+        path = self.directory / CHECKPOINT_NAME
+        if checkpoint_version(path) != version:
+            return None
+        return load_checkpoint(path, plan=self.log.header.plan, elements=elements).flat
+
+    async def preserve(self, version: int, slot: Slot) -> None:
+        """Write weights and checkpoint of the last version; durable on return. Raises `UserError`."""
+        await self._start_checkpoint(version, slot)
+        await self.settle()
+        weights = slot.state.weights
+        path = self.directory / WEIGHTS_NAME
+        await asyncio.to_thread(save_weights, path, weights, self._model, step=version)
+
+    async def settle(self) -> None:
+        """Wait for record and checkpoint under way and close the log. Raises what writing them raised."""
+        await self._written()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
+        self.log.close()
+
+    async def _start_checkpoint(self, version: int, slot: Slot) -> None:
+        if self._saving is not None:
+            await self._saving  # one at a time: a disk slower than the training slows it down, in the open
+        # A copy: the slot is written again one commit from now, while the file is still being made.
+        flat = to_host(slot.flat).copy()
+        checkpoint = Checkpoint(version=version, plan=self.log.header.plan, flat=flat)
+        path = self.directory / CHECKPOINT_NAME
+        self._saving = asyncio.create_task(asyncio.to_thread(save_checkpoint, path, checkpoint))
+
+
+def step_report(record: CommitRecord, grad_norm: float) -> Report:
+    """What the host is told of a step that is logged."""
+    return {
+        "kind": "step",
+        "version": record.version,
+        "epoch": record.epoch,
+        "members": list(record.members),
+        "loss": loss_of(record),
+        "grad_norm": grad_norm,
+        "held_out_loss": record.held_out_loss,
+        "at_ns": record.at_ns,
+    }
+
+
+def adopted_report(version: int, epoch: int) -> Report:
+    """What the host is told when a rank has caught up with `version`."""
+    return {"kind": "adopted", "version": version, "epoch": epoch, "at_ns": time.monotonic_ns()}
+
+
+def read_parts(parts: tuple[bytes, ...]) -> list[VotePart]:
+    """The members' shares of the ledger, in rank order. Raises `RemoteProtocolError`."""
+    try:
+        return [msgspec.msgpack.decode(part, type=VotePart) for part in parts]
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(
+            f"a member voted with a share of the ledger that is none: {error}"
+        ) from error
+
+
+def _record_of(commit: cm.Commit, members: tuple[int, ...], seed: int) -> tuple[CommitRecord, float]:
+    parts = read_parts(commit.parts)
+    windows = sum(part.held_out[1] for part in parts)
+    record = CommitRecord(
+        version=commit.version,
+        epoch=commit.epoch,
+        members=members,
+        shards={shard: ids for part in parts for shard, ids in part.shards.items()},
+        losses={shard: loss for part in parts for shard, loss in part.losses.items()},
+        rng_key=(seed, commit.version - 1),
+        digest=commit.digest.hex(),
+        at_ns=time.monotonic_ns(),
+        held_out_loss=sum(part.held_out[0] for part in parts) / windows if windows else None,
+    )
+    return record, parts[0].grad_norm

@@ -1,0 +1,322 @@
+"""The commit log: what each committed step was made of, and the audit that proves no sample was lost.
+
+The log is a stream of MessagePack objects that any msgpack tool can read: one header, then one record a
+committed version. The lowest rank of an epoch appends; after its death the next one cuts off a torn last
+record and goes on. A version that is in the log already is not written again (its digest must be the same).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
+import msgspec
+
+from zbmd.training.run.atomic_files import NO_ROOM, NoRoom
+from zbmd.transport.errors import UserError, ZbmdError
+
+LOG_FORMAT = 1
+RECORD_BYTES_MAX = 1 << 20
+"""A record larger than this is not ours: reading stops there."""
+
+LOG_NAME = "commits.zlog"
+
+
+class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """Which run the log belongs to: a log of another run is never appended to."""
+
+    format: int
+    run_id: str
+    base_version: int
+    plan: str
+    """What fixes the bits of the run: model, data digest, shards, batch, reduction tree, optimizer."""
+    seed: int
+
+
+class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed version: who computed which logical shard from which samples, and what came out."""
+
+    version: int
+    epoch: int
+    members: tuple[int, ...]
+    shards: dict[int, tuple[int, ...]]
+    """Logical shard → sample ids, as the ranks that computed them voted."""
+    losses: dict[int, float]
+    rng_key: tuple[int, int]
+    digest: str
+    """xxh3-128 of weights and optimizer state, hex."""
+    at_ns: int
+    """CLOCK_MONOTONIC of the writer, ns."""
+    held_out_loss: float | None = None
+    """Nats per byte of the version before, on held-out text; None where the step did not evaluate it."""
+
+
+class VotePart(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's share of the record, carried by its vote: per shard the sample ids and the loss."""
+
+    shards: dict[int, tuple[int, ...]]
+    losses: dict[int, float]
+    grad_norm: float
+    held_out: tuple[float, int] = (0.0, 0)
+    """Sum of losses and number of held-out windows evaluated on the version before; (0, 0) mostly."""
+
+
+class LedgerBroken(ZbmdError):
+    """The commit log contradicts what is being committed."""
+
+
+class _Damaged(Exception):
+    """No object of a log begins where one should, and it is not that the last one is cut short."""
+
+    def __init__(self, offset: int, why: object) -> None:
+        super().__init__(f"it is damaged at byte {offset}: {why}")
+
+
+_pack: Callable[[Any], bytes] = msgpack.Packer(use_bin_type=True).pack
+
+
+def _objects(path: Path, start: int = 0) -> Iterator[tuple[int, Any]]:
+    """The whole objects of a log from the offset `start` on, with the offset behind each.
+
+    Stops at a torn end. Raises `_Damaged`.
+    """
+    end = start
+    with path.open("rb") as file:
+        file.seek(start)
+        unpacker = msgpack.Unpacker(
+            file,
+            raw=False,
+            strict_map_key=False,
+            max_buffer_size=2 * RECORD_BYTES_MAX,
+            max_str_len=RECORD_BYTES_MAX,
+            max_array_len=65_536,
+            max_map_len=65_536,
+        )
+        while True:
+            try:
+                value = unpacker.unpack()
+            except msgpack.OutOfData:
+                return
+            except (msgpack.UnpackException, ValueError, TypeError, RecursionError) as error:
+                raise _Damaged(end, f"{type(error).__name__} {error}") from None
+            end = start + unpacker.tell()
+            yield end, value
+
+
+def read_log(path: Path) -> tuple[LogHeader, list[CommitRecord]]:
+    """The header and all whole records of a commit log, up to where it is damaged.
+
+    Raises `UserError` if the file is missing or is not a commit log of this format.
+    """
+    records: list[CommitRecord] = []
+    try:
+        objects = _objects(path)
+        _, first = next(objects)
+        header = msgspec.convert(first, LogHeader)
+        with contextlib.suppress(_Damaged):  # whoever goes on with the log is told
+            for _, value in objects:
+                records.append(msgspec.convert(value, CommitRecord))
+    except FileNotFoundError:
+        raise UserError(f"There is no commit log at {path}: name the directory of a run.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}. Name the directory of a run.") from error
+    except (StopIteration, msgspec.ValidationError, _Damaged) as error:
+        raise UserError(f"{path} is not a commit log ({error}): name the directory of a run.") from None
+    if header.format != LOG_FORMAT:
+        raise UserError(f"{path} has format {header.format}; this version reads format {LOG_FORMAT}.")
+    return header, records
+
+
+class CommitLog:
+    """The appending side. One regular writer at a time: the lowest rank of the epoch.
+
+    A member that saw a commit which the writer did not live to log appends it too, at the change of epochs.
+    So each record is written under the file's lock, and behind what has come meanwhile. The lock is held for
+    that record alone: a writer whose host was cut off lives on for a while, and nobody waits for its end.
+    """
+
+    def __init__(self, path: Path, header: LogHeader) -> None:
+        self.path = path
+        self.header = header
+        self._file: int | None = None
+        self._digests: dict[int, str] = {}
+        self._last = header.base_version
+        """The highest version that is known to be in the log."""
+        self._read = (0, 0)
+        """The file that was read (its inode), and up to which offset: nothing before it changes any more."""
+
+    def last_version(self) -> int:
+        """The highest version in the log on disk; the header's base version if there is no log yet.
+
+        Raises `UserError` if the log belongs to another run.
+        """
+        if not self.path.exists():
+            return self.header.base_version
+        header, records = read_log(self.path)
+        self._check(header)
+        return max((record.version for record in records), default=header.base_version)
+
+    def append(self, record: CommitRecord) -> None:
+        """Write `record`, unless its version is in the log already.
+
+        Raises `LedgerBroken` if the log has the version with another digest or a gap before it, and
+        `UserError` when the disk is full.
+        """
+        if self._file is None:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND
+            self._file = os.open(self.path, flags, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._catch_up(self._file)
+            self._append(self._file, record)
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        except BaseException:
+            self.close()  # and the lock with it
+            raise
+
+    def _append(self, file: int, record: CommitRecord) -> None:
+        known = self._digests.get(record.version)
+        if known is not None and known != record.digest:
+            raise LedgerBroken(f"version {record.version} is in {self.path} as {known}, now {record.digest}")
+        if known is not None:
+            return
+        if record.version != self._last + 1:
+            raise LedgerBroken(f"version {record.version} cannot follow {self._last} in {self.path}")
+        self._write(file, _pack(msgspec.to_builtins(record, str_keys=False)))
+        self._know(record)
+
+    def _know(self, record: CommitRecord) -> None:
+        self._digests[record.version] = record.digest
+        self._last = max(self._last, record.version)
+
+    def close(self) -> None:
+        """Close the file; `append` opens it again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _catch_up(self, file: int) -> None:
+        """Know all that is in the log, whose lock is held, and have it end behind a whole record."""
+        status = os.fstat(file)
+        if status.st_size and self._read == (status.st_ino, status.st_size):
+            return
+        end = self._read_known(status)
+        os.ftruncate(file, end)  # a record torn by the last writer's death
+        if end == 0:
+            self._write(file, _pack(msgspec.to_builtins(self.header)))
+
+    def _write(self, file: int, data: bytes) -> None:
+        _write(file, data, self.path)
+        inode, end = self._read
+        self._read = inode, end + len(data)
+
+    def _read_known(self, status: os.stat_result) -> int:
+        """Take in the digests of what is in the log; return the offset behind its last whole record.
+
+        Only a record that was cut short is left out. Damage is not: what is behind it may be the run's.
+        """
+        inode, end = self._read
+        if inode != status.st_ino or end > status.st_size:
+            self._digests.clear()
+            self._last = self.header.base_version
+            end = 0
+        begin = end
+        try:
+            for offset, value in _objects(self.path, begin):
+                if end == 0:
+                    self._check(msgspec.convert(value, LogHeader))
+                else:
+                    record = msgspec.convert(value, CommitRecord)
+                    self._know(record)
+                end = offset
+        except (msgspec.ValidationError, _Damaged) as error:
+            raise UserError(
+                f"{self.path} is not a commit log, or a damaged one ({error}): restore it, or give this run "
+                "a directory of its own."
+            ) from None
+        self._read = (status.st_ino, end)
+        return end
+
+    def _check(self, header: LogHeader) -> None:
+        if header != self.header:
+            raise _of_another_run(self.path, header)
+
+
+def require_no_log(path: Path) -> None:
+    """Raise `UserError` if there is a log at `path`: a run that begins has none."""
+    if path.exists():
+        raise _of_another_run(path, read_log(path)[0])
+
+
+def _of_another_run(path: Path, header: LogHeader) -> UserError:
+    return UserError(
+        f"{path} belongs to another run ({header.run_id}, seed {header.seed}). Give this run a directory of "
+        "its own with --out; from there --resume can go on from that run's checkpoint."
+    )
+
+
+def _write(file: int, data: bytes, path: Path) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(file, view) :]
+        except OSError as error:
+            kind = NoRoom if error.errno in NO_ROOM else UserError
+            raise kind(
+                f"cannot write the commit log {path}: {error.strerror}. Free some space there, or choose "
+                "another directory with --out."
+            ) from error
+
+
+def loss_of(record: CommitRecord) -> float:
+    """The training loss of a step, nats per byte: its shards' parts added in their order."""
+    return sum(record.losses[shard] for shard in sorted(record.losses))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """What the ledger proves about a run."""
+
+    steps: int
+    steps_lost: int
+    samples: int
+    samples_skipped: int
+    samples_repeated: int
+
+
+def audit(
+    records: Iterable[CommitRecord],
+    expected: Callable[[int], Iterable[int]],
+    *,
+    base_version: int,
+    steps: int,
+) -> Audit:
+    """Compare what was committed with what should have been.
+
+    `expected(version)` are the sample ids that belong to a version. A sample is skipped if an expected one
+    was not consumed in its step, repeated if it was consumed there more often than expected.
+    """
+    by_version: dict[int, Counter[int]] = {}
+    for record in records:
+        consumed = Counter(sample for ids in record.shards.values() for sample in ids)
+        by_version[record.version] = by_version.get(record.version, Counter()) + consumed
+    skipped = repeated = samples = 0
+    for version in range(base_version + 1, base_version + steps + 1):
+        want, got = Counter(expected(version)), by_version.get(version, Counter())
+        samples += want.total()
+        skipped += (want - got).total()
+        repeated += (got - want).total()
+    return Audit(
+        steps=len(by_version),
+        steps_lost=steps - len(by_version),
+        samples=samples,
+        samples_skipped=skipped,
+        samples_repeated=repeated,
+    )

@@ -1,0 +1,1 @@
+"""The package `sharded` of `zbmd.training`."""

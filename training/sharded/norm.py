@@ -1,0 +1,67 @@
+"""The norm of a gradient that lies in parts on the ranks of a mesh, the same on all of them.
+
+Without tensor parallelism it has the bits of `zbmd.training.optim.clip.global_norm` over the whole flat
+array. With it, squares are summed parameter by parameter, in double precision, each over the ranks that hold
+a part of it, and then in the order of the parameters: so the bits do not depend on the number of stages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zbmd.collectives.group.group import Group
+from zbmd.training.autograd import spans
+from zbmd.training.autograd.array_module import Array, widened
+from zbmd.training.optim.clip import global_norm, norm_from
+from zbmd.training.optim.mixed_precision import computing_dtype
+from zbmd.training.pipeline.norm import norm_of, pieces_length, pieces_of
+from zbmd.training.pipeline.own import OwnParts
+from zbmd.training.step.gathering import gather_rows
+from zbmd.training.tensor.shards import cut_of
+from zbmd.transport.errors import RemoteProtocolError
+
+
+def mesh_norm(total: Array, own: OwnParts, *, pipeline: Group | None, tensor: Group | None) -> float:
+    """The norm, from this rank's `total`, (own.layout.size,); all ranks of both groups together.
+
+    Raises `TrainingDiverged` if it is not finite.
+    """
+    if tensor is not None:
+        return _by_parameters(total, own, pipeline, tensor)
+    if pipeline is None:
+        return global_norm(total, xp=np)
+    pieces = [pieces_of(total[own.spans[number]], part.span) for number, part in own.parts.items()]
+    lengths = {number: pieces_length(own.every[number].span) for number in own.order}
+    found, dtype = (
+        _by_part(gather_rows(pipeline, np.concatenate(pieces)), lengths),
+        computing_dtype(total.dtype),
+    )
+    return norm_of([(part.span, found[number]) for number, part in enumerate(own.every)], dtype)
+
+
+def _by_parameters(total: Array, own: OwnParts, pipeline: Group | None, tensor: Group) -> float:
+    is_first = tensor.rank == tensor.members[0]
+    squares = np.zeros(len(own.layout.slots))
+    for index, (slot, view) in enumerate(zip(own.layout.slots, own.layout.views(total), strict=True)):
+        if is_first or cut_of(slot.name)[1]:  # what is whole on all ranks counts once
+            flat = widened(view.reshape(-1))
+            squares[index] = float(np.dot(flat, flat))
+    with spans.COMM:
+        tensor.blocking.all_reduce(squares)
+    if pipeline is not None:
+        lengths = {number: len(own.every[number].layout.slots) for number in own.order}
+        found = _by_part(gather_rows(pipeline, squares), lengths)
+        squares = np.concatenate([found[number] for number in range(len(own.every))])
+    return norm_from(sum(squares.tolist()))
+
+
+def _by_part(every: Array, lengths: dict[int, int]) -> dict[int, Array]:
+    """What all stages said, part by part; `lengths` in the order in which they hold them."""
+    if sum(lengths.values()) != len(every):
+        raise RemoteProtocolError(
+            f"the stages say {len(every)} numbers of their gradients, not {sum(lengths.values())}"
+        )
+    ends = np.cumsum(list(lengths.values()))
+    return {
+        number: every[end - size : end] for (number, size), end in zip(lengths.items(), ends, strict=True)
+    }

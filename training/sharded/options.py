@@ -1,0 +1,85 @@
+"""Everything that a recipe of `zbmd train` says: what each rank is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Precision, storage_dtype
+from zbmd.training.sharded.stages import Stages
+from zbmd.transport.errors import UserError
+
+Tokens = Literal["bytes", "bpe"]
+TOKENS: tuple[Tokens, ...] = ("bytes", "bpe")
+PRECISIONS: tuple[Precision, ...] = ("float32", "float64", "bfloat16", "float16")
+
+
+class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A recipe. The vocabulary of `model` is that of the tokens; `*_every` are in steps, 0: only at the end.
+
+    loss_scale: what float16 begins with; weights: a GPT-2 in Hugging Face's layout to begin with; resume: a
+    checkpoint to go on from; offload: a folder, on a disk of each host, for files with the ranks' states.
+    """
+
+    out: Path
+    data: str
+    mesh: str
+    model: GPTConfig
+    training: TrainingConfig
+    tokens: Tokens = "bytes"
+    vocabulary: int = 1024
+    tokenizer: Path | None = None
+    precision: Precision = "float32"
+    loss_scale: float = SCALE_FIRST
+    recompute: bool = False
+    overlap: bool = True
+    schedule: str = "1f1b"
+    chunks: int = 1
+    weights: Path | None = None
+    resume: Path | None = None
+    offload: Path | None = None
+    evaluate_every: int = 50
+    evaluate_windows: int = 64
+    checkpoint_every: int = 100
+    tensorboard: bool = False
+
+    @property
+    def stages(self) -> Stages:
+        """How the model passes through the stages along `pp`."""
+        return Stages(schedule=self.schedule, chunks=self.chunks)
+
+    def encode(self) -> str:
+        """As JSON."""
+        return msgspec.json.encode(self, enc_hook=str).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> TrainOptions:
+        """What `encode` has made. Raises `UserError` for anything else."""
+        try:
+            return msgspec.json.decode(text, type=cls, dec_hook=_path)
+        except ValueError as error:
+            raise UserError(f"this is no recipe ({error}): start one with zbmd train.") from None
+
+    def check(self) -> None:
+        """Raise `UserError` for what cannot go together."""
+        if self.weights is not None and self.resume is not None:
+            raise UserError("give --weights to begin with, or --resume to go on from: not both.")
+        if self.precision == "float64" and (self.checkpoint_every or self.resume is not None):
+            raise UserError("checkpoints hold float32: with --precision float64 give --checkpoint-every 0.")
+        if self.offload is not None and self.precision == "float64":
+            raise UserError("--offload keeps states in float32: choose another --precision.")
+        LossScale.of(storage_dtype(self.precision), first=self.loss_scale)
+        for name in ("evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be 0 or more.")
+        if self.evaluate_windows < 1:
+            raise UserError(f"evaluate_windows is {self.evaluate_windows}: it must be at least 1.")
+
+
+def _path(kind: type, value: Any) -> Any:
+    if kind is not Path or not isinstance(value, str):
+        raise ValueError(f"{value!r} is no {kind.__name__}")
+    return Path(value)

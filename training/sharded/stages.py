@@ -1,0 +1,114 @@
+"""How a model is shared out over the stages of a mesh, and what a rank needs of memory for its part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from zbmd.collectives.algorithms.shard_tree import assign_shards
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.model.gpt import GPT
+from zbmd.training.optim import OptimizerConfig, arrays_of
+from zbmd.training.optim.mixed_precision import LossScale, computing_dtype
+from zbmd.training.pipeline.layers import even_cuts
+from zbmd.training.pipeline.own import OwnParts
+from zbmd.training.pipeline.program import Shape, StageProgram
+from zbmd.training.pipeline.rings import inbox_bytes_needed
+from zbmd.training.pipeline.runnable import runnable_programs, traffic_of
+from zbmd.training.sharded.axes import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
+from zbmd.training.sharded.mesh import Mesh
+from zbmd.training.step.accumulate import AccumulationPlan
+from zbmd.training.tensor.model import PartOfGPT
+from zbmd.transport.errors import UserError
+
+FLOAT32: np.dtype[np.floating] = np.dtype(np.float32)
+SLOTS = 2
+"""Versions of the state: a step reads one and writes the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """How a model passes through stages. cuts: the layers of each part; empty: equally many blocks each."""
+
+    schedule: str = "1f1b"
+    chunks: int = 1
+    cuts: tuple[range, ...] = ()
+
+    def cuts_of(self, config: GPTConfig, stages: int) -> tuple[range, ...]:
+        """The layers of each part. Raises `UserError` for blocks that do not divide."""
+        if self.chunks < 1:
+            raise UserError(f"chunks is {self.chunks}: it must be at least 1.")
+        shape = Shape(stages=stages, chunks=self.chunks, microbatches=1)
+        return self.cuts or even_cuts(config.layers, shape)
+
+    def programs(self, training: TrainingConfig, mesh: Mesh) -> tuple[tuple[StageProgram, ...], ...]:
+        """The programs of the pipeline at each place along `dp`. Raises `UserError`."""
+        if mesh.size(PIPELINE_AXIS) > 1 and training.shards < mesh.size(DATA_AXIS):
+            raise UserError(
+                f"{training.shards} logical shards are too few for dp={mesh.size(DATA_AXIS)} pipelines, each "
+                "of which wants a micro-batch: give more --shards, or a smaller dp."
+            )
+        return tuple(
+            runnable_programs(
+                self.schedule,
+                Shape(stages=mesh.size(PIPELINE_AXIS), chunks=self.chunks, microbatches=max(1, stop - start)),
+            )
+            for start, stop in assign_shards(training.shards, mesh.size(DATA_AXIS))
+        )
+
+
+ONE_EACH = Stages()
+"""A part a stage, in 1F1B."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBytes:
+    """What a rank needs of memory that others reach."""
+
+    arena: int
+    inbox: int
+
+
+def bytes_needed(
+    model: GPT,
+    training: TrainingConfig,
+    mesh: Mesh,
+    stages: Stages,
+    *,
+    dtype: np.dtype[np.floating] = FLOAT32,
+    copies: int = 0,
+    offloaded: bool = False,
+) -> RankBytes:
+    """Of any rank of the mesh; `model` is the first part along `tp`, `copies`: of states kept for others.
+
+    `dtype` is that of weights and gradients. offloaded: whether states are in files.
+
+    Raises `UserError` for layers or shards that cannot be shared out over the mesh.
+    """
+    count, data_ranks = mesh.size(PIPELINE_AXIS), mesh.size(DATA_AXIS)
+    most = elements_most(model.config, mesh, stages)
+    shares = assign_shards(training.shards, data_ranks)
+    buffers = max(AccumulationPlan.of(training.shards, *share).buffers for share in shares)
+    computing = computing_dtype(dtype)
+    stored = (buffers + 1 + (dtype != computing or offloaded)) * most * dtype.itemsize
+    state = 0 if offloaded else state_elements(most, dtype, training.optimizer) * computing.itemsize
+    every = stages.programs(training, mesh)
+    inbox = 0
+    if count > 1:
+        traffic = traffic_of(model.config, training, tensor_ranks=mesh.size(TENSOR_AXIS), dtype=computing)
+        inbox = max(inbox_bytes_needed(programs, traffic) for programs in every)
+    return RankBytes(arena=stored + (SLOTS + copies) * state, inbox=inbox)
+
+
+def state_elements(size: int, dtype: np.dtype[np.floating], optimizer: OptimizerConfig) -> int:
+    """How many numbers the state of `size` parameters of `dtype` has, with the loss scale, if it changes."""
+    return len(arrays_of(optimizer)) * size + LossScale.of(dtype).numbers
+
+
+def elements_most(config: GPTConfig, mesh: Mesh, stages: Stages) -> int:
+    """Parameters, with padding, of the rank that holds most. Raises `UserError` as `bytes_needed`."""
+    count, parts = mesh.size(PIPELINE_AXIS), mesh.size(TENSOR_AXIS)
+    cuts = stages.cuts_of(config, count)
+    models = [PartOfGPT(config, part, parts) for part in range(parts)] if parts > 1 else [GPT(config)]
+    return max(OwnParts(model, cuts, stages=count, stage=0).size_most for model in models)

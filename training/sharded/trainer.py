@@ -1,0 +1,532 @@
+"""Training on a mesh of `dp × pp × tp` ranks: the driver of a step, for one thread that may wait.
+
+Along `dp` ranks share out the logical shards of the recipe, and sum the gradients along their tree: bucket
+after bucket, while the last backward pass goes on. Along `pp` each holds some of the layers, and shards pass
+through as micro-batches (`zbmd.training.pipeline`). So the bits depend neither on the sizes of `dp` and `pp`,
+nor on schedule and overlap. Along `tp` each holds a part of the parameters; there the order of sums depends
+on the size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.collectives.algorithms.shard_tree import assign_shards
+from zbmd.collectives.group.group import Group
+from zbmd.training.autograd import spans
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.first_non_finite import Lookout
+from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot
+from zbmd.training.autograd.rng import Noise
+from zbmd.training.checkpoint.parameter_cut import Cut, run_of
+from zbmd.training.checkpoint.sharded import Piece, SavedState, shared_out
+from zbmd.training.model.gpt import GPT, Batch
+from zbmd.training.optim import HeldMatrices, HeldMatrix, arrays_of, hidden_of
+from zbmd.training.optim.adamw import AdamWState
+from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite
+from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, attempted, computing_dtype
+from zbmd.training.pipeline.own import OwnParts
+from zbmd.training.pipeline.passes import StagePasses
+from zbmd.training.pipeline.program import Op
+from zbmd.training.pipeline.rings import RingMemory, StageRings
+from zbmd.training.pipeline.runnable import traffic_of
+from zbmd.training.pipeline.simulate import Costs, simulate
+from zbmd.training.profiler.lines import HeldMost
+from zbmd.training.redundancy.paging import PagedUpdate
+from zbmd.training.redundancy.state_file import StateFile
+from zbmd.training.sharded.axes import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
+from zbmd.training.sharded.groups import MeshGroups
+from zbmd.training.sharded.held_out_relay import relayed_loss
+from zbmd.training.sharded.mesh import Mesh
+from zbmd.training.sharded.norm import mesh_norm
+from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
+from zbmd.training.step.accumulate import AccumulationPlan
+from zbmd.training.step.gathering import gather_pieces, gather_rows
+from zbmd.training.step.memory_estimate import told_by_step
+from zbmd.training.step.non_finite import bad_gradient, bad_weights, where_it_began
+from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.reduction import ShardReduction, is_alone
+from zbmd.training.step.step_hook import ALONE, VOTE_NUMBERS, StepWatch
+from zbmd.training.tensor.model import ParallelGPT
+from zbmd.training.tensor.shards import cut_of
+from zbmd.transport.native._native import now_ns
+
+COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT: 3}
+"""The rows in which ranks tell what these take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshStep:
+    """What a step reported, the same on all ranks but for times: loss (nats per token), norm unclipped.
+
+    compute_ns: forwards and backwards, with the waits along `pp` and `tp`; waited_ns: behind that, for
+    reductions along `dp`; busy_ns: of each rank, `compute_ns` without the waits along `pp`. loss_scale: what
+    its gradients were multiplied by; skipped: attempts that overflowed, so far.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    compute_ns: int
+    waited_ns: int
+    busy_ns: tuple[int, ...] = field(default=())
+    loss_scale: float = 1.0
+    skipped: int = 0
+
+
+class MeshTrainer:
+    """Trains `recipe`, whose model is of `groups.model`, with weights and gradients of `dtype`.
+
+    Of 16 bits, masters and moments are kept, and all is computed, in float32; `loss_scale` is what float16
+    begins with. Arrays are made by `empty`, which may give memory that peers can read
+    (`node.segment.arena`): that saves copies, and is needed where a mirror goes along. Without `overlap` the
+    reductions begin when the backward pass has ended. `offload` makes a file for slots of so many float32
+    numbers: they lie there, and hold the initial state only behind `begin_anew`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        groups: MeshGroups,
+        *,
+        stages: Stages = ONE_EACH,
+        dtype: np.dtype[np.floating] = FLOAT32,
+        empty: Callable[[int, npt.DTypeLike], Array] = np.empty,
+        overlap: bool = True,
+        loss_scale: float = SCALE_FIRST,
+        offload: Callable[[int], StateFile] | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.groups = groups
+        self.overlap = overlap
+        self.step = 0
+        self.base = 0
+        """The step that version 0 of the state begins: versions are counted from there."""
+        self.dtype, self.state_dtype = dtype, computing_dtype(dtype)
+        self._initial_scale = LossScale.of(dtype, first=loss_scale)
+        config, model = recipe.config, recipe.model
+        self._arrays = arrays_of(config.optimizer)
+        count, stage = groups.size(PIPELINE_AXIS), groups.place(PIPELINE_AXIS)
+        self.own = OwnParts(model, stages.cuts_of(model.config, count), stages=count, stage=stage)
+        self._cuts = _cuts_of(model, self.own.layout)
+        self._programs = stages.programs(config, groups.mesh)[groups.place(DATA_AXIS)]
+        self._assignment = assign_shards(config.shards, groups.size(DATA_AXIS))
+        self._plan = AccumulationPlan.of(config.shards, *self._assignment[groups.place(DATA_AXIS)])
+        self._reporters = _reporters(groups.mesh, self._assignment, last=(len(self.own.every) - 1) % count)
+
+        def zeros(size: int, dtype: np.dtype[np.floating] = dtype) -> Array:
+            made = empty(size, dtype)
+            made[...] = 0.0
+            return made
+
+        size = self.own.layout.size
+        self._buffers = [zeros(size) for _ in range(self._plan.buffers)]
+        self._room = None if is_alone(self._assignment) else zeros(size)
+        self._total = self._reduction().total
+        """The gradient, of this rank's part, once an attempt has computed it."""
+        elements = state_elements(size, dtype, config.optimizer)
+        self.file = None if offload is None else offload(elements)
+        if self.file is None:
+            self.slots = [zeros(elements, self.state_dtype) for _ in range(SLOTS)]
+        else:
+            self.slots = self.file.slots
+        """Versions of what this rank holds: weights and moments, one behind the other, and the loss scale, if
+        it changes."""
+        self._apart = zeros(size) if dtype != self.state_dtype or self.file is not None else None
+        """What is computed with, where that is not the state's own weights."""
+        self.slot = 0
+        """The one in use."""
+        self._initial: Sequence[Array] = ()
+        self._optimizer = PagedUpdate(config.optimizer, self.own.layout, self.file, self._held_matrices())
+        self._begin()
+        self._ring_memory: RingMemory | None = None
+        self._passes_or_none: StagePasses | None = None
+        self._compute_ns = self._waited_ns = 0
+        self._scale = self._initial_scale
+        """Of the last attempt."""
+
+    def _held_matrices(self) -> HeldMatrices | None:
+        """What ranks along tp hold of the hidden matrices of this stage; None: all of each."""
+        if not isinstance(self.recipe.model, ParallelGPT):
+            return None
+        place, parts = self.groups.place(TENSOR_AXIS), self.groups.size(TENSOR_AXIS)
+        shards, hidden, held = self.recipe.model.shards, hidden_of(self.own.layout), list[HeldMatrix]()
+        for (slot, own), here in zip(self._cuts, self.own.layout.slots, strict=True):
+            is_cut = bool(cut_of(slot.name)[1])
+            cuts = tuple(shards.piece(slot, part) for part in range(parts)) if is_cut else (own,)
+            if here in hidden:
+                at = place if is_cut else 0
+                held.append(HeldMatrix(shape=slot.shape, span=here.span, cuts=cuts, place=at))
+        return HeldMatrices(matrices=tuple(held), gather=self._gathered)
+
+    def _gathered(self, piece: Array) -> Sequence[Array]:
+        return [piece] if self.groups.tensor is None else gather_pieces(self.groups.tensor, piece)
+
+    # ---- the state
+
+    @property
+    def state(self) -> AdamWState:
+        """Weights and moments of this rank's part, in the slot in use."""
+        return self._state_in(self.slot)
+
+    def _state_in(self, slot: int) -> AdamWState:
+        return AdamWState.of(self.slots[slot], self.own.layout.size, len(self._arrays))
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """That of the next step, the same on all ranks. Raises `UserError` for a state that is damaged."""
+        return self._initial_scale.read(self._scale_room(self.slot))
+
+    def _scale_room(self, slot: int) -> Array:
+        return self.slots[slot][len(self._arrays) * self.own.layout.size :]
+
+    @property
+    def params(self) -> Array:
+        """What is computed with: the weights, of 16 bits as they were rounded last."""
+        return self.state.weights if self._apart is None else self._apart
+
+    def _round(self) -> None:
+        """As behind every change of the slot in use."""
+        if self._apart is not None:
+            self._apart[:] = self.state.weights
+
+    def begin_with(self, weights: Array) -> None:
+        """Begin with the whole model's weights, not with the seed's."""
+        self._initial = [self._mine(weights).copy()]
+        self._begin()
+
+    def begin_from(self, saved: SavedState) -> None:
+        """Begin with the state in a checkpoint, of any mesh. Raises `UserError` for one that is damaged."""
+        layout = self.own.layout
+        flats = [np.zeros(layout.size, self.state_dtype) for _ in self._arrays]
+        for array, flat in zip(self._arrays, flats, strict=True):
+            for (slot, cut), own in zip(self._cuts, layout.slots, strict=True):
+                flat[own.span] = cut.of(saved.parameter(array, slot)).reshape(-1)
+        self.step = self.base = saved.version
+        self._initial, self._initial_scale = flats, self._initial_scale.read(np.array(saved.loss_scale))
+        self._begin()
+
+    def pieces(self) -> list[Piece]:
+        """What this rank writes of a checkpoint: its part of what its replicas along `dp` hold alike.
+
+        What is whole along `tp` the first there writes.
+        """
+        state, layout = self.state, self.own.layout
+        views = (layout.views(getattr(state, name)) for name in self._arrays)
+        is_first = self.groups.place(TENSOR_AXIS) == 0
+        pieces = [
+            Piece(slot.name, cut, tuple(held))
+            for (slot, cut), *held in zip(self._cuts, *views, strict=True)
+            if is_first or cut_of(slot.name)[1]
+        ]
+        sizes = [sum(one.size for one in piece.arrays) for piece in pieces]
+        mine = shared_out(sizes, self.groups.size(DATA_AXIS))[self.groups.place(DATA_AXIS)]
+        return [pieces[at] for at in mine]
+
+    def _begin(self) -> None:
+        if self.file is None:  # else a predecessor's state may be there
+            self.begin_anew()
+
+    def parts_in(self, slot: int) -> Iterator[Sequence[Array]]:
+        """Views that together are all of a slot, run by run, the loss scale last."""
+        yield from self._optimizer.parts_of(self._state_in(slot))
+        yield [self._scale_room(slot)]
+
+    def begin_anew(self) -> None:
+        """Take the state that the training begins with, in slot 0."""
+        recipe, self.slot = self.recipe, 0
+        initial = self._initial or [self.own.cut(recipe.model.init(recipe.config.seed))]
+        self.slots[0][:] = 0
+        state = self._state_in(0)
+        for name, flat in zip(self._arrays, initial, strict=False):
+            getattr(state, name)[:] = flat
+        self._initial_scale.write(self._scale_room(0))
+        self._round()
+
+    def _mine(self, flat: Array) -> Array:
+        """This rank's part of the whole model's flat array."""
+        model = self.recipe.model
+        return self.own.cut(model.shards.cut(flat, model.part) if isinstance(model, ParallelGPT) else flat)
+
+    def weights(self) -> Array:
+        """The weights of the whole model, on all ranks; all together."""
+        return self.whole(self.state.weights)
+
+    def whole(self, flat: Array) -> Array:
+        """The whole flat array of which each rank holds the part `flat`; all ranks together."""
+        model, pipeline, tensor = self.recipe.model, self.groups.pipeline, self.groups.tensor
+        if pipeline is not None:
+            flat = self.own.joined(gather_rows(pipeline, np.ascontiguousarray(flat)))
+        if tensor is None or not isinstance(model, ParallelGPT):
+            return flat.copy()
+        every = gather_rows(tensor, np.ascontiguousarray(flat))
+        sizes = [model.shards.layout(part).size for part in range(tensor.size)]
+        return model.shards.joined(np.split(every, np.cumsum(sizes)[:-1]))
+
+    def held_out_loss(self, *, windows_max: int) -> float:
+        """The mean loss on at most `windows_max` held-out windows, on all ranks; all together."""
+        weights = self.state.weights
+        if self.groups.pipeline is None:
+            return self.recipe.held_out_loss(weights, windows_max=windows_max)
+        return relayed_loss(self.recipe, self.own, weights, self.groups.pipeline, windows_max=windows_max)
+
+    # ---- epochs
+
+    def enter(self, groups: MeshGroups, base: int, version: int) -> None:
+        """Go on in the groups of a new view, from the slot in use, which is `version` steps behind `base`."""
+        self.close()
+        self.groups, self.base, self.step = groups, base, base + version
+        if isinstance(self.recipe.model, ParallelGPT) and groups.tensor is not None:
+            self.recipe.model.group = groups.tensor
+        self._round()
+
+    def close(self, *, gave_up: bool = False) -> None:
+        """Leave the neighbours' memory; with `gave_up` who waits for us there waits no longer. Idempotent.
+
+        Ours is there for them until this process ends.
+        """
+        if self._passes_or_none is not None:
+            self._passes_or_none.close(gave_up=gave_up)
+            self._passes_or_none = None
+
+    @property
+    def held_most(self) -> HeldMost | None:
+        """What this rank held of activations in the last step; None if it computed none in this view."""
+        return None if self._passes_or_none is None else self._passes_or_none.held_most
+
+    def bubble_of_times(self) -> float:
+        """The bubble that the schedule has if each computation takes the median of what it took here.
+
+        Transfers and wake-ups take no time: what a step waits for beyond that is not the schedule's. Of a
+        pipeline alone, the whole world: 0 for a single stage. All ranks together.
+        """
+        if self.groups.pipeline is None:
+            return 0.0
+        mine = np.zeros((len(COSTS), len(self.own.every)))
+        for (operation, part), times in self._passes.took_ns.items():
+            mine[COSTS[operation], part] = np.median(times)
+        forward, whole, half, weight = self.groups.pipeline.blocking.all_gather(mine).sum(axis=0)
+        costs = Costs(
+            forward=tuple(forward), input_gradient=tuple(whole + half), weight_gradient=tuple(weight)
+        )
+        return float(simulate(self._programs, costs).bubble)
+
+    @property
+    def _passes(self) -> StagePasses:
+        """The way to the other stages, made by all of them together in the first step of a view."""
+        if self._passes_or_none is None:
+            self._passes_or_none = self._new_passes()
+        return self._passes_or_none
+
+    def _new_passes(self) -> StagePasses:
+        groups, rings = self.groups, None
+        if groups.pipeline is not None:
+            if self._ring_memory is None:
+                traffic = traffic_of(
+                    self.recipe.model.config,
+                    self.recipe.config,
+                    tensor_ranks=groups.size(TENSOR_AXIS),
+                    dtype=self.state_dtype,
+                )
+                self._ring_memory = RingMemory(groups.node.segment, self._programs[self.own.stage], traffic)
+            rings = StageRings(
+                groups.node, groups.pipeline, self._programs, self._ring_memory, world=groups.world.members
+            )
+        return StagePasses(
+            self.own,
+            self._programs,
+            self._plan,
+            self._buffers,
+            groups.pipeline,
+            rings,
+            groups.node,
+            groups.world.epoch,
+        )
+
+    # ---- steps
+
+    def run_step(self, watch: StepWatch = ALONE) -> MeshStep:
+        """Do one step; all ranks together.
+
+        Raises `PeerLost` or `OperationAborted` when a rank is lost, `DeadlineExceeded` when one stands still,
+        `StepOutOfMemory` on this rank, and `TrainingDiverged` on all alike. The slot in use is then that
+        before the step, or, where others had not come so far, that behind it: see
+        `zbmd.training.redundancy.machine`. Go on behind `enter`.
+        """
+        with told_by_step(self.groups.world.rank, self.step):
+            try:
+                return self._run_step(watch)
+            except BaseException:
+                self.groups.give_up()
+                self.close(gave_up=True)
+                raise
+
+    def _reduction(self) -> ShardReduction:
+        return ShardReduction(self.groups.data, self._plan, self._assignment, self._buffers, self._room)
+
+    def _run_step(self, watch: StepWatch) -> MeshStep:
+        world = self.groups.world
+        held = _Held(watch, self.step - self.base, None if watch is ALONE else _begun(world))
+        self._compute_ns = self._waited_ns = 0
+        try:
+            norm, scale = attempted(self.loss_scale, lambda scale: self._attempt(scale, held))
+        except TrainingDiverged as error:
+            raise self._named(error, held) from None
+        held.wait()
+        loss, busy_ns = self._meet(watch)
+        self._update(norm, scale)
+        done = MeshStep(
+            step=self.step - 1,
+            loss=loss,
+            grad_norm=norm,
+            compute_ns=self._compute_ns,
+            waited_ns=self._waited_ns,
+            busy_ns=busy_ns,
+            loss_scale=scale.scale,
+            skipped=scale.skipped,
+        )
+        watch.updated(done)
+        return done
+
+    def _attempt(self, scale: LossScale, held: _Held) -> float:
+        """Compute the gradient, times `scale`, and its norm, on all ranks the same."""
+        self._scale, reduction = scale, self._reduction()
+        try:
+            return self._differentiated(scale, held, reduction)
+        finally:
+            reduction.drain()
+
+    def _differentiated(self, scale: LossScale, held: _Held, reduction: ShardReduction) -> float:
+        started_ns = now_ns()
+        if self._plan.leaves:
+            self._passes.run(
+                self.params,
+                self._batches(),
+                deadline_ns=self.groups.world.deadline_ns(),
+                final=reduction.submit if self.overlap else None,
+                between=held.look,
+                loss_scale=scale.scale,
+            )
+        computed_ns = now_ns()
+        if not self.overlap or not self._plan.leaves:
+            for span in self._passes.spans:
+                reduction.submit(span)
+        reduction.finish()
+        self._compute_ns += computed_ns - started_ns
+        self._waited_ns += now_ns() - computed_ns
+        return self._norm()
+
+    def _batches(self) -> list[Batch]:
+        recipe, ids = self.recipe, self.recipe.sample_ids(self.step)
+        with spans.DATA:
+            return [
+                recipe.model.batch(
+                    recipe.corpus.windows(ids[leaf.shard]),
+                    global_batch=recipe.config.global_batch,
+                    noise=Noise(recipe.config.seed, self.step, ids[leaf.shard]),
+                )
+                for leaf in self._plan.leaves
+            ]
+
+    def _norm(self) -> float:
+        """The norm of the whole gradient; raises `TrainingDiverged`, on all ranks if on one."""
+        groups = self.groups
+        with spans.GRAD_CLIP:
+            return mesh_norm(self._total, self.own, pipeline=groups.pipeline, tensor=groups.tensor)
+
+    def _named(self, error: TrainingDiverged, held: _Held) -> TrainingDiverged:
+        """`error` with where it began, on all ranks alike: all is computed once more, and looked at."""
+        model, layout, watching = self.recipe.model, self.own.layout, Lookout()
+        partials = [self._buffers[place] for place in self._plan.partials.values()]
+        gradient = bad_gradient([non_finite(layout, grads, xp=np) for grads in partials], model)
+        watching.first = bad_weights(layout, self.params, model)
+        with watching.on(), contextlib.suppress(TrainingDiverged):
+            self._attempt(self._scale, held)
+        began = where_it_began(self.groups.world, model, watching.first or gradient)
+        return TrainingDiverged(f"step {self.step}: {error} {began}")
+
+    def _meet(self, watch: StepWatch) -> tuple[float, tuple[int, ...]]:
+        """Tell all ranks the votes, the losses of shards and how long each computed: one operation.
+
+        Returns the sum of all shards' losses, in their order, and the times.
+        """
+        shards = self.recipe.config.shards
+        mine = np.zeros(VOTE_NUMBERS + shards + 1)
+        with spans.COMM:  # it may wait for the copy of a state
+            mine[:VOTE_NUMBERS] = watch.vote().view(np.float64)
+        for microbatch, loss in self._passes.losses.items():
+            mine[VOTE_NUMBERS + self._plan.leaves[microbatch].shard] = loss
+        mine[-1] = float(self._passes.busy_ns)
+        with spans.COMM:
+            every = self.groups.world.blocking.all_gather(mine)
+        watch.voted([row[:VOTE_NUMBERS].view(np.uint64) for row in every])
+        losses = [float(every[place][VOTE_NUMBERS + shard]) for shard, place in enumerate(self._reporters)]
+        return sum(losses), tuple(int(row[-1]) for row in every)
+
+    def _update(self, norm: float, scale: LossScale) -> None:
+        config, target = self.recipe.config, 1 - self.slot
+        with spans.OPTIMIZER:
+            self._optimizer.update(
+                self.state,
+                self._state_in(target),
+                self._total,
+                step=self.step,
+                learning_rate=self.recipe.learning_rate(self.step),
+                grad_scale=clip_scale(norm, limit=config.clip_norm) / scale.scale,
+            )
+        scale.after(finite=True).write(self._scale_room(target))
+        self._optimizer.paging.wrote(self._scale_room(target))
+        self.slot = target
+        self._round()
+        self.step += 1
+
+
+def _cuts_of(model: GPT, own: ParameterLayout) -> list[tuple[ParameterSlot, Cut]]:
+    """Each parameter in `own`, as it is in the whole model, and which part of it a rank of `model` holds."""
+    if isinstance(model, ParallelGPT):
+        whole, shards, part = model.shards.whole, model.shards, model.part
+        cuts = {slot.name: (slot, shards.piece(slot, part)) for slot in whole.slots}
+    else:
+        cuts = {slot.name: (slot, run_of(slot.size, 0, slot.size)) for slot in model.layout.slots}
+    return [cuts[slot.name] for slot in own.slots]
+
+
+def _begun(world: Group) -> Future[None]:
+    """An operation that ends when all have begun it."""
+    end_ns = world.deadline_ns()
+    return world.submit(lambda c: c.barrier(deadline_ns=end_ns))
+
+
+class _Held:
+    """Tells the watch once that all ranks have begun the step, so that each holds the version before it."""
+
+    def __init__(self, watch: StepWatch, version: int, begun: Future[None] | None) -> None:
+        self._watch, self._version, self._begun = watch, version, begun
+
+    def look(self) -> None:
+        """Tell it if it is so by now. Raises as the operation."""
+        if self._begun is not None and self._begun.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Tell it as soon as it is so."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            with spans.COMM:
+                begun.result()
+            self._watch.all_hold(self._version)
+
+
+def _reporters(mesh: Mesh, assignment: Sequence[tuple[int, int]], *, last: int) -> list[int]:
+    """The place in the world of who tells the loss of each logical shard."""
+    found: list[int] = []
+    for data, (start, stop) in enumerate(assignment):
+        places = {DATA_AXIS: data, PIPELINE_AXIS: last, TENSOR_AXIS: 0}
+        found += [mesh.rank({axis: places[axis] for axis in mesh.axes})] * (stop - start)
+    return found

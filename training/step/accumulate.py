@@ -1,0 +1,120 @@
+"""Gradient accumulation over a rank's logical shards, in the order of the shard tree.
+
+A rank walks its shards from left to right and adds buffers as soon as a subtree is complete, so it needs a
+buffer a level of the tree, not one a shard. The additions behind the last shard are left to be done bucket by
+bucket, since that is when buckets become final while the backward pass still runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+import numpy as np
+
+from zbmd.collectives.algorithms.shard_tree import Node, shard_tree_nodes, split
+from zbmd.training.autograd import spans
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.parameter_layout import ParameterLayout
+
+PLANS_MAX = 256
+"""Plans kept: each step asks for the one of the step before."""
+BUCKET_ELEMENTS = 1 << 18
+"""A bucket is closed by the parameter that makes it at least this large: 1 MiB of float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Add buffer `source` onto buffer `target`."""
+
+    target: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Compute shard `shard` into buffer `buffer`, then perform `additions`."""
+
+    shard: int
+    buffer: int
+    additions: tuple[Add, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AccumulationPlan:
+    """What a rank that holds shards [lo, hi) does; `partials` maps its tree nodes to their buffers."""
+
+    leaves: tuple[Leaf, ...]
+    partials: Mapping[Node, int]
+    buffers: int
+
+    @classmethod
+    @lru_cache(maxsize=PLANS_MAX)
+    def of(cls, shards: int, lo: int, hi: int) -> AccumulationPlan:
+        """The plan for the shards [lo, hi) of the tree over [0, shards). Raises `ProgramError` if invalid."""
+        visits: list[tuple[int, int, list[Add]]] = []
+        free: list[int] = []
+        buffers = 0
+
+        def visit(node: Node) -> int:
+            nonlocal buffers
+            if node[1] - node[0] == 1:
+                if not free:
+                    free.append(buffers)
+                    buffers += 1
+                buffer = free.pop()
+                visits.append((node[0], buffer, []))
+                return buffer
+            left, right = (visit(child) for child in split(node))
+            visits[-1][2].append(Add(left, right))
+            free.append(right)
+            return left
+
+        partials = {node: visit(node) for node in shard_tree_nodes(shards, lo, hi)}
+        leaves = tuple(Leaf(shard, buffer, tuple(adds)) for shard, buffer, adds in visits)
+        return cls(leaves, MappingProxyType(partials), buffers)
+
+    @staticmethod
+    def perform(additions: Sequence[Add], buffers: Sequence[Array], span: slice) -> None:
+        """Do `additions` on the elements `span` of the flat `buffers`, in place."""
+        with spans.BACKWARD:
+            for addition in additions:
+                add_onto(buffers[addition.target][span], buffers[addition.source][span])
+
+
+def add_onto(target: Array, source: Array) -> None:
+    """Add `source` onto `target`, in place: a node of the tree. 16-bit floats are rounded at each one."""
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is seen in the norm
+        target += source
+
+
+class Buckets:
+    """The flat gradient cut into spans that become final together, from the last parameters to the first."""
+
+    def __init__(self, layout: ParameterLayout, *, bucket_elements: int = BUCKET_ELEMENTS) -> None:
+        self.spans: list[slice] = []
+        self._bucket_of = [0] * len(layout.slots)
+        self._sizes: list[int] = []
+        stop = layout.size
+        members = 0
+        for index in range(len(layout.slots) - 1, -1, -1):
+            start = layout.slots[index].offset
+            self._bucket_of[index] = len(self.spans)
+            members += 1
+            if stop - start >= bucket_elements or index == 0:
+                self.spans.append(slice(start, stop))
+                self._sizes.append(members)
+                stop, members = start, 0
+        self._left = list(self._sizes)
+
+    def begin(self) -> None:
+        """Start a backward pass: no parameter is ready."""
+        self._left = list(self._sizes)
+
+    def ready(self, parameter: int) -> slice | None:
+        """Note that `parameter` is final; the bucket's span if that was the last one it waited for."""
+        bucket = self._bucket_of[parameter]
+        self._left[bucket] -= 1
+        return self.spans[bucket] if self._left[bucket] == 0 else None

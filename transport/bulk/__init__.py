@@ -1,0 +1,1 @@
+"""The package `bulk` of `zbmd.transport`."""

@@ -1,0 +1,314 @@
+"""What the bulk machine is told and what it asks for. Sans-I/O.
+
+Payloads are named, never held: a put's source and a get's destination by the number of the transfer, what a
+peer reads from us by the number of its get, and our regions by their handles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from zbmd.transport.bulk.records import Record
+from zbmd.transport.errors import ZbmdError
+from zbmd.transport.memory.region import RegionHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneOpened:
+    """A further connection to the peer stands. lane: its number, not used before."""
+
+    lane: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanesUsed:
+    """From now on, give what is to be sent to the first `count` lanes alone; at first, all are used."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutAsked:
+    """Put `total` bytes to `at` of the peer's region, then set its cell of `channel`. transfer: fresh."""
+
+    transfer: int
+    handle: RegionHandle
+    at: int
+    total: int
+    channel: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotifyAsked:
+    """Set the peer's cell of `channel`, behind all puts asked for before. transfer: fresh."""
+
+    transfer: int
+    channel: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetAsked:
+    """Get `total` bytes at `at` of the peer's region. transfer: fresh."""
+
+    transfer: int
+    handle: RegionHandle
+    at: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuickMoved:
+    """What went past the machine since it was at rest (`BulkMachine.rest`), by `_quick.QuickPuts`."""
+
+    puts: int
+    """Puts and notifications of ours, whose transfers are finished."""
+    acked: int
+    """Puts of ours that the peer has published, of all."""
+    published: int
+    """The peer's that are, of all."""
+    told: int
+    """Of those, what the peer has been told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsSent:
+    """The oldest `records` of those given to this lane with `SendRecord` have left whole."""
+
+    lane: int
+    records: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordCame:
+    """The header of a record has arrived and is authentic."""
+
+    lane: int
+    record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadCame:
+    """The payload that was last asked for on this lane is in place and authentic. text: if it is one."""
+
+    lane: int
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutRefused:
+    """The region of `ReceivePut` on this lane is not to be written; its payload is thrown away."""
+
+    lane: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetResolved:
+    """The region of `Serve` can be read."""
+
+    get: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetRefused:
+    """The region of `Serve` is not to be read."""
+
+    get: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneEnded:
+    """The peer's side of the lane has ended; between two records, or in the middle of one."""
+
+    lane: int
+    between_records: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneFailed:
+    """The lane is of no use any more. error: a `BulkError` if what came on it was wrong, else `PeerLost`."""
+
+    lane: int
+    error: ZbmdError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseAsked:
+    """Finish what is under way, say goodbye and end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired:
+    """The time of the last `SetTimer` has come."""
+
+
+BulkEvent: TypeAlias = (
+    LaneOpened
+    | LanesUsed
+    | PutAsked
+    | NotifyAsked
+    | GetAsked
+    | QuickMoved
+    | RecordsSent
+    | RecordCame
+    | PayloadCame
+    | PutRefused
+    | GetResolved
+    | GetRefused
+    | LaneEnded
+    | LaneFailed
+    | CloseAsked
+    | TimerFired
+)
+
+
+class Of(Enum):
+    """Whose bytes a payload is."""
+
+    TRANSFER = "the source of our put"
+    SERVED = "what the peer's get reads from us"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """`nbytes` at `offset` of the buffer with this number."""
+
+    of: Of
+    number: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRecord:
+    """Send a record behind those given before, with its payload: a source, or a text, or none."""
+
+    lane: int
+    record: Record
+    source: Source | None = None
+    text: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivePut:
+    """Check that peers may write these bytes of our region, and receive the payload there.
+
+    It may come later than the record: until then nothing is to be read from the lane. Answer `PayloadCame`
+    when it is there, at once if `nbytes` is 0; and before it `PutRefused` if they may not.
+    """
+
+    lane: int
+    handle: RegionHandle
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveGet:
+    """Receive the payload into the destination of our get; answer as to `ReceivePut`."""
+
+    lane: int
+    transfer: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveText:
+    """Receive the payload as a text."""
+
+    lane: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serve:
+    """Check that peers may read these bytes of our region; keep them until `Unserve`.
+
+    Answer `GetResolved` or `GetRefused`.
+    """
+
+    get: int
+    handle: RegionHandle
+    at: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unserve:
+    """The peer's get needs its bytes no more."""
+
+    get: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Set our own cell of (the peer's slot, channel)."""
+
+    channel: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """A transfer of ours is over: its buffer is not touched any more."""
+
+    transfer: int
+    error: ZbmdError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShutLane:
+    """Nothing more will be sent on this lane: tell the peer's kernel."""
+
+    lane: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseLane:
+    """Both sides are done with this lane."""
+
+    lane: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer:
+    """Deliver `TimerFired` at this monotonic time, ns. There is one timer."""
+
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkLost:
+    """The peer's notifications cannot come any more: set its bit in the lost mask.
+
+    It comes before any transfer is finished, so that whoever learns of an end by one finds the bit set.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Everything is over: close all lanes. error: None after an orderly end."""
+
+    error: ZbmdError | None
+
+
+BulkAction: TypeAlias = (
+    SendRecord
+    | ReceivePut
+    | ReceiveGet
+    | ReceiveText
+    | Serve
+    | Unserve
+    | Publish
+    | Finish
+    | ShutLane
+    | CloseLane
+    | SetTimer
+    | MarkLost
+    | End
+)

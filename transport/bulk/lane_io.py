@@ -1,0 +1,175 @@
+"""One lane of the bulk stream on its socket: receives into destinations, sends from sources, never blocks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from enum import Enum
+from typing import Final
+
+from zbmd.transport.bulk.lane import Lane
+from zbmd.transport.bulk.records import Forged, Record
+from zbmd.transport.bulk.stream import Arrived, LaneReader, LaneWriter
+from zbmd.transport.errors import PeerLost
+from zbmd.transport.host.tcp_silence import Silence, read_progress
+from zbmd.transport.native._native import now_ns
+from zbmd.transport.secure.payload_mac import TagHelper
+from zbmd.transport.secure.record_mac import RecordMac
+from zbmd.transport.secure.session_keys import Keys
+
+GATHER_PARTS_MAX: Final = 16
+"""Views in one gathering send."""
+TLS_SEND_BYTES: Final = 1 << 18
+"""What is given to TLS at a time: it must take all of it before we may go on."""
+AHEAD_BYTES: Final = 4096
+"""Read at a time where records begin: several small ones, or a large one's first bytes, in one call."""
+WAKE_BYTES: Final = 1 << 20
+"""While a payload is under way, the thread is woken for no less than that (SO_RCVLOWAT)."""
+SCRATCH_BYTES: Final = 1 << 16
+
+
+class Wait(Enum):
+    """Why nothing came."""
+
+    BLOCKED = "no bytes are there yet"
+    MORE = "the bytes that came complete nothing"
+    ENDED = "the peer's side has ended"
+
+
+class LaneSocket:
+    """The socket of a lane, its reader and its writer. Owns the socket.
+
+    peer: how it is called in errors; helper: makes tags beside us.
+    """
+
+    def __init__(self, lane: Lane, peer: int | str, helper: TagHelper | None) -> None:
+        self.sock = lane.sock
+        self.peer = peer
+        keys: Keys | None = lane.session.keys
+        self.reader = LaneReader(None if keys is None else RecordMac(keys.receive), helper)
+        self.writer = LaneWriter(None if keys is None else RecordMac(keys.send), helper)
+        self._surplus = memoryview(lane.surplus)
+        self._ahead = memoryview(bytearray(AHEAD_BYTES))
+        self._drained = False
+        """The last call gave less than there was room for: there is nothing more for now."""
+        self._tls = isinstance(self.sock, ssl.SSLSocket)
+        self._wake_bytes = 1
+        self.paused = False
+        """Nothing is to be read for now."""
+        self.owed = False
+        """Whether the peer's host may have something to acknowledge."""
+        self._silence = Silence()
+        self.sock.setblocking(False)
+        # It would also end connections whose reader pauses; `is_silent` tells the one from the other.
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+
+    def receive(self) -> Record | Arrived | Wait:
+        """Take what one call gives. Raises `BulkError` if it is wrong, `PeerLost` if the socket fails."""
+        into = self.reader.want()
+        if not self._surplus:
+            ahead = len(into) < AHEAD_BYTES
+            found = self._recv(self._ahead if ahead else into)
+            if isinstance(found, Wait):
+                return found
+            if not ahead:
+                came = self.reader.filled(found)
+                return Wait.MORE if came is None else came
+            self._surplus = self._ahead[:found]
+        nbytes = min(len(into), len(self._surplus))
+        into[:nbytes] = self._surplus[:nbytes]
+        self._surplus = self._surplus[nbytes:]
+        came = self.reader.filled(nbytes)
+        return Wait.MORE if came is None else came
+
+    def _recv(self, into: memoryview) -> int | Wait:
+        """One call, unless the one before has shown that nothing is there."""
+        if self._drained:
+            self._drained = False
+            self.set_wake_bytes()
+            return Wait.BLOCKED
+        try:
+            nbytes = self.sock.recv_into(into)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            self.set_wake_bytes()
+            return Wait.BLOCKED
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            return Wait.ENDED
+        except OSError as error:
+            raise self._failed(error) from error
+        # Not with TLS, which may keep what it has read beyond one of its records.
+        self._drained = nbytes < len(into) and not self._tls
+        return nbytes or Wait.ENDED
+
+    def send(self) -> int | None:
+        """Send what the socket takes; how many records have left whole, None if it takes nothing now.
+
+        Raises `PeerLost` if the socket fails.
+        """
+        parts = self.writer.pending(1 if self._tls else GATHER_PARTS_MAX)
+        try:
+            nbytes = self.sock.send(parts[0][:TLS_SEND_BYTES]) if self._tls else self.sock.sendmsg(parts)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return None
+        except OSError as error:
+            raise self._failed(error) from error
+        self.owed = True
+        return self.writer.sent(nbytes)
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is under way on it, either way."""
+        return self.writer.idle and self.reader.between_records and not self._surplus and not self.paused
+
+    def go_on(self, *, sent_records: int, come_records: int, come: bytes) -> None:
+        """So many records have gone and come past it while it rested; `come`: bytes behind those."""
+        self.writer.records, self.reader.records = sent_records, come_records
+        self._surplus = memoryview(come)
+        self._drained = False
+
+    @property
+    def has_surplus(self) -> bool:
+        """Whether bytes have been received that are not looked at yet."""
+        return bool(self._surplus)
+
+    def is_silent(self, silent_ms: int) -> bool:
+        """Whether the peer's host has acknowledged nothing for so long, though it had to. Ask repeatedly."""
+        progress = read_progress(self.sock)
+        if not progress.owed:
+            self.owed = not self.writer.idle
+        return self._silence.look(progress, now_ns(), silent_ms * 1_000_000)
+
+    def discard(self, scratch: bytearray) -> bool:
+        """Throw away what comes, at most the size of `scratch`; False once the peer's side has ended."""
+        try:
+            return self.sock.recv_into(scratch) > 0
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return True
+        except OSError:
+            return False
+
+    def shut(self) -> None:
+        """Nothing more will be sent."""
+        try:
+            # Not SSLSocket's own: that would give up TLS and go on in the clear.
+            socket.socket.shutdown(self.sock, socket.SHUT_WR)
+        except OSError:
+            # The peer is gone already; its end is read next.
+            return
+
+    def close(self) -> None:
+        """Give the socket back. Idempotent."""
+        self.sock.close()
+
+    def set_wake_bytes(self) -> None:
+        """Ask the kernel to wake us for a good part of a payload, not for every segment of it."""
+        wanted = min(WAKE_BYTES, self.reader.wanted_bytes) if self.reader.in_payload else 1
+        if wanted != self._wake_bytes and not self._tls:
+            self._wake_bytes = wanted
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+
+    def _failed(self, error: OSError) -> Forged | PeerLost:
+        if isinstance(error, ssl.SSLError):
+            return Forged(f"a TLS record of a lane is wrong: {error.reason}")
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        return PeerLost(self.peer, f"its bulk connection failed: {reason}")

@@ -1,0 +1,562 @@
+"""The data plane's end of a peer: performs the bulk machine's actions on sockets, regions and cells.
+
+Any thread asks; the data-plane thread alone drives the machine and touches sockets and memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, assert_never
+
+import structlog
+
+from zbmd.transport.bulk._fast_path import QUICK_BYTES_MAX
+from zbmd.transport.bulk.events import (
+    BulkAction,
+    BulkEvent,
+    CloseAsked,
+    CloseLane,
+    End,
+    Finish,
+    GetAsked,
+    GetRefused,
+    GetResolved,
+    LaneEnded,
+    LaneFailed,
+    LaneOpened,
+    LanesUsed,
+    MarkLost,
+    NotifyAsked,
+    Of,
+    PayloadCame,
+    Publish,
+    PutAsked,
+    PutRefused,
+    ReceiveGet,
+    ReceivePut,
+    ReceiveText,
+    RecordCame,
+    RecordsSent,
+    SendRecord,
+    Serve,
+    SetTimer,
+    ShutLane,
+    TimerFired,
+    Unserve,
+)
+from zbmd.transport.bulk.fast_path import QuickLane
+from zbmd.transport.bulk.lane import Lane
+from zbmd.transport.bulk.lane_count import SLOW_BYTES_PER_S, buffer_bytes_max, lanes_for, round_trip_us
+from zbmd.transport.bulk.lane_io import SCRATCH_BYTES, LaneSocket, Wait
+from zbmd.transport.bulk.lane_scaling import LaneUse, read_work
+from zbmd.transport.bulk.limits import BulkLimits
+from zbmd.transport.bulk.machine import BulkMachine, State
+from zbmd.transport.bulk.records import Ack, BulkError, Error
+from zbmd.transport.bulk.region import BulkRegion
+from zbmd.transport.bulk.stream import Arrived
+from zbmd.transport.errors import LinkClosed, LinkFull, PeerLost, RemoteProtocolError, ZbmdError
+from zbmd.transport.memory.region import RegionHandle, require_owner
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.memory.transfer import DONE, Transfer
+from zbmd.transport.native import _native
+
+if TYPE_CHECKING:
+    from zbmd.transport.bulk.plane import DataPlane
+
+TURN_CALLS_MAX: Final = 16
+"""Receives or sends on one lane before others have their turn."""
+LINGER_NS: Final = 1_000_000_000
+"""How long we go on reading after telling a peer of its fault: to close earlier would take it back."""
+
+OnEnded = Callable[[ZbmdError | None], None]
+log: Final = structlog.stdlib.get_logger("zbmd.transport.bulk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulkPeerInfo:
+    """Whom a bulk connection goes to."""
+
+    name: int | str
+    """For errors."""
+    slot: int
+    """Where the peer's cells and its bit in the lost mask are in our segment."""
+    incarnation: int
+
+
+class BulkPeer:
+    """One-sided transfers to and from one incarnation of a peer. Made by `DataPlane.connect`.
+
+    It has as many lanes as are given to it, at any time, and waits for the first. When it has ended it never
+    touches a region, cell or buffer again; `ended` tells when. Its methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        info: BulkPeerInfo,
+        *,
+        segment: Segment,
+        limits: BulkLimits,
+        on_ended: OnEnded | None,
+        adapts: bool,
+    ) -> None:
+        self.info = info
+        self.ended = Transfer()
+        """Done when the connection has ended and nothing is touched any more; raises why, if not orderly."""
+        self._plane = plane
+        self._own = segment.mapping
+        self._regions = segment.regions
+        self._limits = limits
+        self._on_ended = on_ended
+        self._adapts = adapts
+        self._lock = threading.Lock()
+        self._next_transfer = 0
+        self._under_way = 0
+        self._error: ZbmdError | None = None
+        """What new transfers raise."""
+        # What follows belongs to the data-plane thread.
+        self._machine = BulkMachine(peer=info.name, limits=limits)
+        self._events: deque[BulkEvent] = deque()
+        """What the machine is to be told; the first is being handled."""
+        self._lanes: dict[int, LaneSocket] = {}
+        self._buffers: dict[int, tuple[Transfer, memoryview]] = {}
+        self._served: dict[int, memoryview] = {}
+        self._landing: dict[int, int] = {}
+        """Lane to the get of ours whose answer is what it receives now, or received last."""
+        self._unsent: dict[int, LaneSocket] = {}
+        """Lanes that have something to send."""
+        self._prompt = False
+        """Some of it is more than an acknowledgement."""
+        self._quick = QuickLane(self._machine, self._regions, self._own, info.slot)
+        self._use: LaneUse | None = None
+        self._lingering = False
+        self._told = False
+
+    # -- any thread ----------------------------------------------------------------------------------
+
+    @property
+    def plane(self) -> DataPlane:
+        """Who moves the bytes."""
+        return self._plane
+
+    @property
+    def one_sided(self) -> bool:
+        """Our memory is reached by us: what is not lent any more is refused."""
+        return False
+
+    def open_region(self, handle: RegionHandle) -> BulkRegion:
+        """The peer's region behind `handle`. Raises `RemoteProtocolError` if it is forged or stale."""
+        require_owner(handle, slot=self.info.slot, incarnation=self.info.incarnation)
+        return BulkRegion(self, handle)
+
+    def add_lane(self, lane: Lane) -> None:
+        """Use one more connection; it is ours now. Closed at once if we have ended."""
+        if not self._plane.call(lambda: self._open_lane(lane)):
+            lane.sock.close()
+
+    def close(self) -> None:
+        """Finish what is under way, say goodbye and end, within `BulkLimits.close_ns`. Idempotent."""
+        self._refuse_new(LinkClosed(f"the bulk connection with {self.info.name} is closed"))
+        self._plane.call(lambda: self._handle(CloseAsked()))
+
+    def abort(self, error: ZbmdError) -> None:
+        """End at once, with `error` for all that is under way: the peer is known to be gone. Idempotent."""
+        self._refuse_new(error)
+        self._plane.call(lambda: self.cut(error))
+
+    def put(
+        self, handle: RegionHandle, src: memoryview, at: int, *, channel: int, value: int, owner: object
+    ) -> Transfer:
+        """Put `src`, flat bytes of `owner`, which is kept alive. What can be checked has been."""
+        if self.put_now(handle, src, at, channel=channel, value=value):
+            return DONE
+        return self._ask(
+            lambda n: PutAsked(
+                transfer=n, handle=handle, at=at, total=len(src), channel=channel, value=value
+            ),
+            src,
+            owner,
+        )
+
+    def put_now(self, handle: RegionHandle, src: memoryview, at: int, *, channel: int, value: int) -> bool:
+        """Put `src` past the machine: whether that was done. Then it may change at once."""
+        return len(src) <= QUICK_BYTES_MAX and self._plane.at_once(
+            lambda: self._go_quickly(lambda lane: lane.put(handle, src, at, channel, value))
+        )
+
+    def get(self, handle: RegionHandle, into: memoryview, at: int, *, owner: object) -> Transfer:
+        """Get into `into`, flat bytes of `owner`, which is kept alive. What can be checked has been."""
+        return self._ask(lambda n: GetAsked(transfer=n, handle=handle, at=at, total=len(into)), into, owner)
+
+    def let_go(self, transfers: Iterable[Transfer]) -> None:
+        """Once this returns, `transfers` touch their buffers no more, nor does what the peer is being served.
+
+        Puts and answers to the peer's gets go out as they are now, from copies; the answers to gets of ours
+        come to nothing. For who has to give up, and cannot wait for the peer.
+        """
+        given_up, gone = frozenset(transfers), threading.Event()
+
+        def on_thread() -> None:
+            try:
+                self._let_go(given_up)
+            finally:
+                gone.set()
+
+        if self._plane.call(on_thread):
+            gone.wait()
+
+    def notify(self, channel: int, value: int) -> None:
+        """Set the peer's cell of (our slot, channel) behind all puts before."""
+        if self._plane.at_once(lambda: self._go_quickly(lambda lane: lane.notify(channel, value))):
+            return
+        self._ask(lambda n: NotifyAsked(transfer=n, channel=channel, value=value), memoryview(b""), None)
+
+    def settled(self) -> Transfer:
+        """Done once all that was put and notified before has arrived; raises what ends the connection."""
+        # A cell only grows: this notification changes none.
+        return self._ask(lambda n: NotifyAsked(transfer=n, channel=0, value=0), memoryview(b""), None)
+
+    def _ask(
+        self, event: Callable[[int], PutAsked | GetAsked | NotifyAsked], view: memoryview, owner: object
+    ) -> Transfer:
+        transfer = Transfer(owner, view)
+        with self._lock:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            if self._under_way >= self._limits.transfers_max:
+                raise LinkFull(
+                    f"{self._under_way} transfers with {self.info.name} are under way: wait for some"
+                )
+            self._under_way += 1
+            self._next_transfer += 1
+            asked, number = event(self._next_transfer), self._next_transfer
+            # Under the lock, so that numbers and order are one.
+            if not self._plane.call(lambda: self._start(number, asked, transfer, view)):
+                raise LinkClosed("the data plane of this process is closed")
+        return transfer
+
+    def _refuse_new(self, error: ZbmdError) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+    # -- the data-plane thread -----------------------------------------------------------------------
+
+    def _go_quickly(self, send: Callable[[QuickLane], bool | None]) -> bool:
+        """Send something past the machine, if it is at rest; whether that was done."""
+        quick = self._quick
+        if self._events or self._error is not None:
+            return False
+        if quick.lane < 0:
+            self.flush()  # acknowledgements that are held back are all that may be in the way
+            if not quick.begin(self._lanes):
+                return False
+        whole = send(quick)
+        if whole is None:
+            return False
+        self._sent_quickly(whole=whole)
+        return True
+
+    def _sent_quickly(self, *, whole: bool) -> None:
+        self._plane.check_silence_of(self)
+        self._plane.flushed(self)
+        if whole and self._quick.owes:
+            self._plane.flush_later(self)  # it came while we waited to send
+        if not whole:
+            number = self._quick.lane
+            self._leave_quick()
+            self._unsent[number] = self._lanes[number]
+            self._prompt = True
+            self._plane.flush_soon(self)
+
+    def _leave_quick(self) -> None:
+        """What follows is the machine's."""
+        number = self._quick.lane
+        if number >= 0:
+            self._handle(self._quick.end())
+            if self._lanes[number].has_surplus:
+                self._plane.again(self, number)
+
+    def _start(self, number: int, event: BulkEvent, transfer: Transfer, view: memoryview) -> None:
+        self._buffers[number] = transfer, view
+        self._handle(event)
+
+    def _let_go(self, transfers: frozenset[Transfer]) -> None:
+        for number, (transfer, view) in self._buffers.items():
+            if transfer in transfers:
+                self._buffers[number] = transfer, memoryview(bytearray(view))
+        for lane, number in self._landing.items():
+            if number in self._buffers and self._buffers[number][0] in transfers:
+                self._lanes[lane].reader.redirect()
+        self._served = {get: memoryview(bytes(view)) for get, view in self._served.items()}
+        for io in self._lanes.values():
+            io.writer.let_go()
+
+    def _open_lane(self, lane: Lane) -> None:
+        number = lane.session.lane
+        if self._machine.state is State.ENDED or number in self._lanes:
+            lane.sock.close()
+            return
+        io = self._lanes[number] = LaneSocket(lane, self.info.name, self._plane.tag_helper)
+        self._plane.watch(io.sock, self, number)
+        if self._adapts and self._use is None:
+            at_first = lanes_for(round_trip_us(io.sock), buffer_bytes_max(), SLOW_BYTES_PER_S)
+            self._use = LaneUse(at_first)
+            self._handle(LanesUsed(count=at_first))
+        self._handle(LaneOpened(lane=number))
+        if lane.surplus:
+            self.readable(number)
+
+    def readable(self, number: int) -> None:
+        """Bytes may have come on a lane."""
+        io = self._lanes.get(number)
+        if io is None or io.paused:
+            return
+        if number == self._quick.lane or (self._plane.is_driven and self._quick_again(number)):
+            if self._quick.receive():
+                if self._quick.owes:
+                    self._plane.flush_later(self)
+                return
+            self._leave_quick()
+        if self._lingering:
+            self._discard(io)
+            return
+        for _ in range(TURN_CALLS_MAX):
+            try:
+                came = io.receive()
+            except (BulkError, PeerLost) as error:
+                self._handle(LaneFailed(lane=number, error=error))
+                return
+            match came:
+                case Wait.MORE:
+                    continue
+                case Wait.BLOCKED:
+                    return
+                case Wait.ENDED:
+                    self._plane.want_read(io.sock, wanted=False)
+                    self._handle(LaneEnded(lane=number, between_records=io.reader.between_records))
+                    return
+                case Arrived():
+                    self._handle(PayloadCame(lane=number, text=came.text))
+                case _:
+                    self._handle(RecordCame(lane=number, record=came))
+            if self._lanes.get(number) is not io or self._lingering:
+                return
+            if not io.reader.wanted_bytes:
+                # What comes next has no place yet. Unread, it slows the peer down.
+                io.paused = True
+                self._plane.want_read(io.sock, wanted=False)
+                return
+        self._plane.again(self, number)
+
+    def flush(self) -> None:
+        """Send on every lane that has something to send, as far as sockets take it."""
+        self._prompt = False
+        if self._quick.lane >= 0 and self._quick.owes:
+            self._sent_quickly(whole=self._quick.acknowledge())
+        while self._unsent:
+            number, io = self._unsent.popitem()
+            self.writable(number, io)
+
+    def writable(self, number: int, io: LaneSocket | None = None) -> None:
+        """A lane's socket may take bytes."""
+        io = io or self._lanes.get(number)
+        if io is None:
+            return
+        for _ in range(TURN_CALLS_MAX):
+            if io.writer.idle:
+                self._plane.want_write(io.sock, wanted=False)
+                return
+            try:
+                records = io.send()
+            except (BulkError, PeerLost) as error:
+                self._handle(LaneFailed(lane=number, error=error))
+                return
+            if records is None:
+                break
+            self._plane.check_silence_of(self)
+            if records:
+                self._handle(RecordsSent(lane=number, records=records))
+            if self._lanes.get(number) is not io:
+                return
+        self._plane.want_write(io.sock, wanted=True)
+
+    def check_lanes(self) -> None:
+        """Use more lanes if those in use are too few for the path."""
+        if self._use is None or self._lingering:
+            return
+        used = self._use.count
+        count, reason = self._use.look({number: read_work(io.sock) for number, io in self._lanes.items()})
+        if count != used:
+            log.info("more lanes are used", peer=self.info.name, lanes=count, reason=reason.value)
+            self._handle(LanesUsed(count=count))
+
+    def check_silence(self) -> bool:
+        """Give the peer up if its host is silent; whether there is something to check again."""
+        for number, io in list(self._lanes.items()):
+            if io.owed and not self._lingering and io.is_silent(self._limits.silent_ms):
+                reason = f"its host has acknowledged nothing for {self._limits.silent_ms} ms"
+                self._handle(LaneFailed(lane=number, error=PeerLost(self.info.name, reason)))
+                return False
+        return any(io.owed for io in self._lanes.values())
+
+    def cut(self, error: ZbmdError) -> None:
+        """End now, without a word to the peer. On the thread, and never from within an action."""
+        self._events.clear()  # nothing, unless a bug of ours has broken off
+        self._handle(LaneFailed(lane=-1, error=error))
+        self._close_lanes()
+
+    def timer_fired(self) -> None:
+        """The time asked for has come."""
+        if self._lingering:
+            self._close_lanes()
+        else:
+            self._handle(TimerFired())
+
+    def _handle(self, event: BulkEvent) -> None:
+        if self._quick.lane >= 0:
+            self._leave_quick()
+        self._events.append(event)
+        if len(self._events) > 1:
+            return  # by an action of the event before, all of whose actions come first
+        while self._events:
+            for action in self._machine.handle(self._events[0], now_ns=_native.now_ns()):
+                self._perform(action)
+            self._events.popleft()
+        if self._prompt:
+            self._plane.flush_soon(self)
+        elif self._unsent:
+            self._plane.flush_later(self)
+
+    def _perform(self, action: BulkAction) -> None:
+        match action:
+            case SendRecord():
+                self._send(action)
+            case ReceivePut():
+                self._receive_put(action)
+            case ReceiveGet(lane=lane, transfer=transfer, offset=offset, nbytes=nbytes):
+                self._landing[lane] = transfer
+                _, view = self._buffers[transfer]
+                self._receive_into(lane, nbytes, view[offset : offset + nbytes])
+            case ReceiveText(lane=lane):
+                self._landing.pop(lane, None)
+                self._lanes[lane].reader.receive_text()
+            case Serve():
+                self._serve(action)
+            case Unserve(get=get):
+                self._served.pop(get, None)
+            case Publish(channel=channel, value=value):
+                # A cell only grows. We alone write those of this slot.
+                if value > _native.load_cell(self._own.address, self.info.slot, channel):
+                    _native.notify(self._own.address, self.info.slot, channel, value)
+            case Finish(transfer=number, error=error):
+                self._finish(number, error)
+            case ShutLane(lane=lane):
+                self._lanes[lane].shut()
+            case CloseLane(lane=lane):
+                self._close_lane(lane)
+            case SetTimer(at_ns=at_ns):
+                self._plane.set_timer(self, at_ns)
+            case MarkLost():
+                _native.set_lost(self._own.address, self.info.slot)
+            case End(error=error):
+                self._end(error)
+            case _:
+                assert_never(action)
+
+    def _send(self, action: SendRecord) -> None:
+        io = self._lanes[action.lane]
+        payload = memoryview(action.text) if action.text else None
+        if (source := action.source) is not None:
+            ours = source.of is Of.TRANSFER
+            whole = self._buffers[source.number][1] if ours else self._served[source.number]
+            payload = whole[source.offset : source.offset + source.nbytes]
+        self._told |= isinstance(action.record, Error)
+        self._prompt |= not isinstance(action.record, Ack)
+        io.writer.add(action.record, payload)
+        self._unsent[action.lane] = io
+
+    def _receive_put(self, action: ReceivePut) -> None:
+        self._landing.pop(action.lane, None)
+        try:
+            view = self._regions.resolve(action.handle, action.offset, action.nbytes, write=True)
+        except RemoteProtocolError as error:
+            self._handle(PutRefused(lane=action.lane, reason=str(error)))
+            view = None
+        self._receive_into(action.lane, action.nbytes, view)
+
+    def _receive_into(self, lane: int, nbytes: int, view: memoryview | None) -> None:
+        if not nbytes:
+            self._handle(PayloadCame(lane=lane))
+            return
+        io = self._lanes[lane]
+        if view is None:
+            io.reader.receive_nowhere()
+        else:
+            io.reader.receive_into(view)
+        if io.paused:
+            io.paused = False
+            self._plane.want_read(io.sock, wanted=True)
+            self._plane.again(self, lane)
+
+    def _serve(self, action: Serve) -> None:
+        try:
+            view = self._regions.resolve(action.handle, action.at, action.total, write=False)
+        except RemoteProtocolError as error:
+            self._handle(GetRefused(get=action.get, reason=str(error)))
+        else:
+            self._served[action.get] = view
+            self._handle(GetResolved(get=action.get))
+
+    def _finish(self, number: int, error: ZbmdError | None) -> None:
+        transfer, _ = self._buffers.pop(number)
+        with self._lock:
+            self._under_way -= 1
+        transfer.finish(error)
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def _end(self, error: ZbmdError | None) -> None:
+        self._served.clear()
+        # We alone write on its behalf, and write no more.
+        self._regions.writer_gone(self.info.slot)
+        self._refuse_new(self._machine.end_error)
+        if self._told and self._lanes:
+            self._lingering = True
+            for io in self._lanes.values():
+                io.paused = False
+                self._plane.want_read(io.sock, wanted=True)
+            self._plane.set_timer(self, _native.now_ns() + LINGER_NS)
+        else:
+            self._close_lanes()
+        self.ended.finish(error)
+        if self._on_ended is not None:
+            self._on_ended(error)
+        if error is not None:
+            log.warning("bulk connection ended", peer=self.info.name, reason=str(error))
+
+    def _quick_again(self, number: int) -> bool:
+        """Whether what comes on this lane may go past the machine from now on."""
+        if self._lingering or self._quick.lane >= 0:  # then on another lane, which goes on
+            return False
+        return self._quick.begin(self._lanes) and self._quick.lane == number
+
+    def _discard(self, io: LaneSocket) -> None:
+        if not io.discard(bytearray(SCRATCH_BYTES)):
+            self._close_lanes()
+
+    def _close_lanes(self) -> None:
+        for number in list(self._lanes):
+            self._close_lane(number)
+        self._lingering = False
+        self._plane.forget(self)
+
+    def _close_lane(self, number: int) -> None:
+        io = self._lanes.pop(number)
+        self._landing.pop(number, None)
+        self._unsent.pop(number, None)
+        self._plane.unwatch(io.sock)
+        io.close()

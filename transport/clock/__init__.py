@@ -1,0 +1,1 @@
+"""The package `clock` of `zbmd.transport`."""

@@ -1,0 +1,1 @@
+"""The package `connect` of `zbmd.transport`."""

@@ -1,0 +1,220 @@
+"""Links to another host: RDMA where both sides can, else the TCP link that it would have been set up over.
+
+The dialer says first whether it wants RDMA, so both sides know which link it is, and why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import structlog
+
+from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.handshake.hello import PeerInfo
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.native._native import now_ns
+from zbmd.transport.rdma.handshake import Memory, Talk, answer, offer
+from zbmd.transport.rdma.link import RdmaLink
+from zbmd.transport.rdma.setup import Offer, RdmaRefused
+from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp.address import TcpAddress
+from zbmd.transport.tcp.link import TcpLink
+from zbmd.transport.tcp.settings import TcpSettings
+
+if TYPE_CHECKING:
+    from zbmd.transport.rdma.message_device import RdmaDevice
+
+log: Final = structlog.stdlib.get_logger("zbmd.transport.rdma")
+
+RemoteLink: TypeAlias = TcpLink | RdmaLink
+OnLink = Callable[[RemoteLink, str], None]
+"""Takes a link, and why it is of its kind."""
+Plain = Callable[[PeerInfo], bool]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rdma:
+    """What a process offers. memory: gives links regions, if the peer has it; only: never TCP instead."""
+
+    device: RdmaDevice
+    memory: Memory | None = None
+    only: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NoRdma:
+    """A process offers none. why: in a line that makes sense on both hosts."""
+
+    why: str
+
+
+OwnRdma: TypeAlias = Rdma | NoRdma
+
+
+async def dial(
+    address: TcpAddress | str,
+    endpoint: Endpoint,
+    own: OwnRdma,
+    *,
+    settings: TcpSettings | None = None,
+    timeout_ns: int | None = None,
+) -> tuple[RemoteLink, str]:
+    """Connect to the listener at `address`: the link, and why it is of its kind.
+
+    timeout_ns: by default the endpoint's `deadlines.dial_ns`. Raises as `tcp.dial`, and if it must be RDMA
+    `RdmaRefused` if the peer cannot and `UserError` if we cannot.
+    """
+    deadline_ns = now_ns() + (endpoint.deadlines.dial_ns if timeout_ns is None else timeout_ns)
+    link = await tcp.dial(address, _for_setup(endpoint, own), settings=settings, timeout_ns=timeout_ns)
+    talk = Talk(link, deadline_ns)
+    try:
+        if isinstance(own, NoRdma):
+            talk.refuse(own.why)
+            return talk.release(), own.why
+        try:
+            return await offer(talk, endpoint, own.device, own.memory), _by(own.device)
+        except (RdmaRefused, UserError) as error:
+            if own.only:
+                with contextlib.suppress(ZbmdError):
+                    await link.flush()  # it says why
+                raise
+            return talk.release(), str(error)
+    except BaseException:
+        link.close()
+        raise
+
+
+class Listener:
+    """Accepts links until closed. Made by `listen`."""
+
+    def __init__(
+        self, on_link: OnLink, endpoint: Endpoint, own: OwnRdma, timeout_ns: int, plain: Plain | None
+    ) -> None:
+        self._on_link = on_link
+        self._plain = plain
+        self._endpoint = endpoint
+        self._own = own
+        self._timeout_ns = timeout_ns
+        self._tcp: tcp.Listener | None = None
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    async def begin(self, address: TcpAddress | str, settings: TcpSettings | None) -> None:
+        """Once, by `listen`."""
+        self._tcp = await tcp.listen(
+            address,
+            self._welcome,
+            _for_setup(self._endpoint, self._own),
+            settings=settings,
+            timeout_ns=self._timeout_ns,
+        )
+
+    @property
+    def listening(self) -> tcp.Listener:
+        """What is listened with."""
+        assert self._tcp is not None
+        return self._tcp
+
+    @property
+    def address(self) -> TcpAddress:
+        """Where others can dial it."""
+        return self.listening.address
+
+    @property
+    def half_open(self) -> int:
+        """How many connections are in the middle of their set-up."""
+        return self.listening.half_open + len(self._under_way)
+
+    def close(self) -> None:
+        """Stop listening and end the connections under way; links already made live on. Idempotent."""
+        self.listening.close()
+        for task in self._under_way:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until the connections under way have ended, after `close`."""
+        await self.listening.wait_closed()
+        while self._under_way:
+            self.close()
+            await asyncio.wait(self._under_way)
+
+    def _welcome(self, link: TcpLink) -> None:
+        if self._plain is not None and self._plain(link.peer):
+            self._on_link(link, f"{link.peer.name} asks for no other")
+            return
+        task = asyncio.ensure_future(self._set_up(link))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def _set_up(self, link: TcpLink) -> None:
+        try:
+            made, why = await self._answer(Talk(link, now_ns() + self._timeout_ns))
+        except ZbmdError as error:
+            log.warning("no link between hosts", peer=link.peer.name, reason=str(error))
+            if not link.closed:
+                with contextlib.suppress(ZbmdError):
+                    await link.flush()  # it may say why
+            link.close()
+        except BaseException:
+            link.close()
+            raise
+        else:
+            self._on_link(made, why)
+
+    async def _answer(self, talk: Talk) -> tuple[RemoteLink, str]:
+        own = self._own
+        if isinstance(own, NoRdma):
+            return await _decline(talk, own.why)
+        try:
+            return await answer(talk, self._endpoint, own.device, own.memory), _by(own.device)
+        except (RdmaRefused, UserError) as error:
+            if own.only:
+                raise
+            return talk.release(), str(error)
+
+
+async def _decline(talk: Talk, why: str) -> tuple[RemoteLink, str]:
+    """We have none; the dialer may have refused before us."""
+    try:
+        await talk.hear(Offer)
+    except RdmaRefused as error:
+        why = str(error)
+    else:
+        talk.refuse(why)
+    return talk.release(), why
+
+
+async def listen(
+    address: TcpAddress | str,
+    on_link: OnLink,
+    endpoint: Endpoint,
+    own: OwnRdma,
+    *,
+    settings: TcpSettings | None = None,
+    timeout_ns: int | None = None,
+    plain: Plain | None = None,
+) -> Listener:
+    """Listen at `address`, as `tcp.listen`; `on_link` is called with each link, and why it is of its kind.
+
+    timeout_ns: from a connection to its link, by default the endpoint's `deadlines.hello_ns`. plain: tells
+    whose links come by `tcp.dial`, nobody's by default.
+    """
+    if timeout_ns is None:
+        timeout_ns = endpoint.deadlines.hello_ns
+    listener = Listener(on_link, endpoint, own, timeout_ns, plain)
+    await listener.begin(address, settings)
+    return listener
+
+
+def _by(device: RdmaDevice) -> str:
+    return f"both sides have RDMA; here by {device.name}"
+
+
+def _for_setup(endpoint: Endpoint, own: OwnRdma) -> Endpoint:
+    """A TCP link that carries the set-up alone is no larger or smaller for what the RDMA link may."""
+    only = isinstance(own, Rdma) and own.only
+    return dataclasses.replace(endpoint, limits=LinkLimits()) if only else endpoint

@@ -1,0 +1,1 @@
+"""The package `cuda` of `zbmd.transport`."""

@@ -1,0 +1,349 @@
+"""CUDA by cupy: each method is a call of `cupy.cuda.runtime`, and of libcuda where cupy has none.
+
+cupy is imported when the first is made. Written against cupy 13.3 to 14 (`tests/transport/cupy_calls.txt`
+records what is called, with its source); it was not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from zbmd.transport.cuda.api import CudaApi, CudaFault, DeviceBytes, DeviceKernels
+from zbmd.transport.cuda.facts import DeviceFacts
+from zbmd.transport.errors import UserError
+
+_SUCCESS: Final = 0
+_NOT_READY: Final = 600
+"""cudaErrorNotReady, which cupy's eventQuery returns."""
+_BLOCKING_SYNC: Final = 1
+"""cudaEventBlockingSync: who waits sleeps."""
+_IPC_EVENT_SUPPORT: Final = 125
+"""cudaDevAttrIpcEventSupport."""
+_DMA_BUF_SUPPORTED: Final = 124
+"""CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, which the runtime's attributes leave out."""
+_WORD: Final = (1 << 64) - 1
+_DMA_BUF_FD: Final = 1
+"""CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD."""
+_BLOCK_THREADS: Final = 256
+_BLOCKS_MAX: Final = 2048
+"""Enough to fill any device; kernels go on in strides of the grid."""
+ResultT = TypeVar("ResultT")
+
+
+@cache
+def _runtime() -> ModuleType:
+    try:
+        runtime: ModuleType = importlib.import_module("cupy").cuda.runtime
+    except ImportError as error:
+        raise UserError(
+            'device memory needs cupy, which is not installed here: pip install "zbmd[gpu]".'
+        ) from error
+    return runtime
+
+
+@cache
+def _libcuda() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaFault(f"NVIDIA's driver is not installed: {error}") from error
+
+
+@cache
+def runtime_of_device(device: int) -> CudaRuntime:
+    """The one of this process for that device. Raises as `CudaRuntime`."""
+    return CudaRuntime(device)
+
+
+def runtime_at(address: int) -> CudaApi:
+    """The one of the device whose memory lies at that address. Raises `UserError`, `CudaFault`."""
+    runtime = _runtime()
+    try:
+        device = int(runtime.pointerGetAttributes(address).device)
+    except runtime.CUDARuntimeError as error:
+        raise CudaFault(f"pointerGetAttributes of {address:#x}: {error}") from error
+    return runtime_of_device(device)
+
+
+@cache
+def _module(source: str, options: tuple[str, ...]) -> Any:
+    """Compiled by cupy, which keeps what it compiled on disk and loads it once a device."""
+    return importlib.import_module("cupy").RawModule(code=source, options=options)
+
+
+def visible_devices() -> int:
+    """How many there are. Raises `UserError` without cupy, and if its driver is missing or too old."""
+    runtime = _runtime()
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        raise UserError(f"no GPU can be used ({error}): check the driver with nvidia-smi") from error
+
+
+class CudaRuntime:
+    """See `zbmd.transport.cuda.api.CudaApi`: the GPU of index `device`."""
+
+    def __init__(self, device: int) -> None:
+        """Raises `UserError` without cupy or such a device."""
+        count = visible_devices()
+        if not 0 <= device < count:
+            raise UserError(f"there is no GPU {device}: {count} are visible.")
+        self._runtime: Any = _runtime()
+        self._device = device
+        self._devices = count
+        self._facts: DeviceFacts | None = None
+
+    @property
+    def device(self) -> int:
+        """See `CudaApi`."""
+        return self._device
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """A call of the runtime's, with our device made current for this thread."""
+        runtime = self._runtime
+        try:
+            runtime.setDevice(self._device)
+            return getattr(runtime, name)(*arguments)
+        except runtime.CUDARuntimeError as error:
+            raise CudaFault(f"{name} on GPU {self._device}: {error}") from error
+
+    def _driver_call(self, name: str, *arguments: Any) -> None:
+        """A call of the driver's, in our device's context."""
+        self._call("free", 0)  # makes the context, as CUDA's own libraries do
+        status = int(getattr(_libcuda(), name)(*arguments))
+        if status != _SUCCESS:
+            raise CudaFault(f"{name} on GPU {self._device}: CUresult {status}")
+
+    # -- devices -----------------------------------------------------------------------------------------
+
+    def facts(self) -> DeviceFacts:
+        """See `CudaApi`."""
+        if self._facts is None:
+            properties = self._call("getDeviceProperties", self._device)
+            self._facts = DeviceFacts(
+                index=self._device,
+                uuid=bytes(properties["uuid"]),
+                name=properties["name"].decode(errors="replace"),
+                memory_bytes=int(properties["totalGlobalMem"]),
+                pci=self._call("deviceGetPCIBusId", self._device).lower(),
+                unified_addressing=bool(properties["unifiedAddressing"]),
+                ipc_events=bool(self._call("deviceGetAttribute", _IPC_EVENT_SUPPORT, self._device)),
+                dma_buf=self._has_dma_buf(),
+                wsl=_under_wsl(),
+            )
+        return self._facts
+
+    def _has_dma_buf(self) -> bool:
+        value = ctypes.c_int(0)
+        try:
+            self._driver_call(
+                "cuDeviceGetAttribute", ctypes.byref(value), _DMA_BUF_SUPPORTED, ctypes.c_int(self._device)
+            )
+        except CudaFault:  # an older driver knows no such attribute
+            return False
+        return bool(value.value)
+
+    def device_of(self, uuid: bytes) -> int | None:
+        """See `CudaApi`."""
+        if self.facts().uuid == uuid:
+            return self._device
+        for index in range(self._devices):
+            if bytes(self._call("getDeviceProperties", index)["uuid"]) == uuid:
+                return index
+        return None
+
+    def can_access_peer(self, peer: int) -> bool:
+        """See `CudaApi`."""
+        return bool(self._call("deviceCanAccessPeer", self._device, peer))
+
+    # -- memory ------------------------------------------------------------------------------------------
+
+    def malloc(self, nbytes: int) -> int:
+        """See `CudaApi`."""
+        return int(self._call("malloc", nbytes))
+
+    def free(self, address: int) -> None:
+        """See `CudaApi`."""
+        self._call("free", address)
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        """See `CudaApi`."""
+        base, nbytes = ctypes.c_uint64(0), ctypes.c_size_t(0)
+        self._driver_call(
+            "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)
+        )
+        return base.value, nbytes.value
+
+    def ipc_get_mem_handle(self, base: int) -> bytes:
+        """See `CudaApi`."""
+        return bytes(self._call("ipcGetMemHandle", base))
+
+    def ipc_open_mem_handle(self, handle: bytes, device: int) -> int:
+        """See `CudaApi`."""
+        return int(
+            self._on(
+                device,
+                lambda: self._runtime.ipcOpenMemHandle(handle, self._runtime.cudaIpcMemLazyEnablePeerAccess),
+            )
+        )
+
+    def ipc_close_mem_handle(self, address: int) -> None:
+        """See `CudaApi`."""
+        self._call("ipcCloseMemHandle", address)
+
+    def _on(self, device: int, call: Callable[[], ResultT]) -> ResultT:
+        """Make `device` current for one call."""
+        runtime = self._runtime
+        try:
+            runtime.setDevice(device)
+            try:
+                return call()
+            finally:
+                runtime.setDevice(self._device)
+        except runtime.CUDARuntimeError as error:
+            raise CudaFault(f"on GPU {device}: {error}") from error
+
+    def host_alloc(self, nbytes: int) -> memoryview:
+        """See `CudaApi`."""
+        address = int(self._call("hostAlloc", nbytes, self._runtime.hostAllocPortable))
+        return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
+
+    def host_free(self, memory: memoryview) -> None:
+        """See `CudaApi`."""
+        address = ctypes.addressof(ctypes.c_uint8.from_buffer(memory))
+        self._call("freeHost", address)
+
+    def host_register(self, address: int, nbytes: int) -> None:
+        """See `CudaApi`."""
+        self._call("hostRegister", address, nbytes, self._runtime.hostAllocPortable)
+
+    def host_unregister(self, address: int) -> None:
+        """See `CudaApi`."""
+        self._call("hostUnregister", address)
+
+    def new_array(self, shape: tuple[int, ...], typestr: str) -> Any:
+        """See `CudaApi`. Raises `UserError` if this cupy has no such dtype."""
+        cupy = importlib.import_module("cupy")
+        dtype = importlib.import_module("ml_dtypes").bfloat16 if typestr == "<V2" else typestr
+        try:
+            with cupy.cuda.Device(self._device):
+                return cupy.empty(shape, dtype)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"this cupy makes no array of type {typestr}: pass `out` ({error}).") from error
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise CudaFault(f"GPU {self._device}: {error}") from error
+
+    # -- kernels -----------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        kernels: DeviceKernels,
+        name: str,
+        threads: int,
+        arguments: Sequence[DeviceBytes | int],
+        stream: int,
+    ) -> None:
+        """See `CudaApi`."""
+        cupy, runtime = importlib.import_module("cupy"), self._runtime
+        given = tuple(
+            np.uint64(each.address if isinstance(each, DeviceBytes) else each & _WORD) for each in arguments
+        )
+        blocks = min(_BLOCKS_MAX, max(1, -(-threads // _BLOCK_THREADS)))
+        try:
+            with cupy.cuda.Device(self._device), cupy.cuda.ExternalStream(stream, self._device):
+                kernel = _module(kernels.source, kernels.options).get_function(name)
+                kernel((blocks,), (_BLOCK_THREADS,), given)
+        except (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+            raise CudaFault(f"kernel {name} on GPU {self._device}: {error}") from error
+        except cupy.cuda.compiler.CompileException as error:
+            raise CudaFault(f"kernel {name} was not compiled: {error}") from error
+
+    def dmabuf(self, address: int, nbytes: int) -> int:
+        """See `CudaApi`."""
+        descriptor = ctypes.c_int(-1)
+        self._driver_call(
+            "cuMemGetHandleForAddressRange",
+            ctypes.byref(descriptor),
+            ctypes.c_uint64(address),
+            ctypes.c_size_t(nbytes),
+            ctypes.c_int(_DMA_BUF_FD),
+            ctypes.c_ulonglong(0),
+        )
+        return descriptor.value
+
+    # -- streams and events ------------------------------------------------------------------------------
+
+    def ipc_get_event_handle(self, event: int) -> bytes:
+        """See `CudaApi`."""
+        return bytes(self._call("ipcGetEventHandle", event))
+
+    def ipc_open_event_handle(self, handle: bytes) -> int:
+        """See `CudaApi`."""
+        return int(self._call("ipcOpenEventHandle", handle))
+
+    def event_create(self, *, interprocess: bool = False) -> int:
+        """See `CudaApi`."""
+        flags = self._runtime.eventDisableTiming | (
+            self._runtime.eventInterprocess if interprocess else _BLOCKING_SYNC
+        )
+        return int(self._call("eventCreateWithFlags", flags))
+
+    def event_record(self, event: int, stream: int) -> None:
+        """See `CudaApi`."""
+        self._call("eventRecord", event, stream)
+
+    def event_query(self, event: int) -> bool:
+        """See `CudaApi`."""
+        status = int(self._call("eventQuery", event))
+        if status not in (_SUCCESS, _NOT_READY):
+            raise CudaFault(f"eventQuery on GPU {self._device}: status {status}")
+        return status == _SUCCESS
+
+    def event_synchronize(self, event: int) -> None:
+        """See `CudaApi`."""
+        self._call("eventSynchronize", event)
+
+    def event_destroy(self, event: int) -> None:
+        """See `CudaApi`."""
+        self._call("eventDestroy", event)
+
+    def stream_create(self) -> int:
+        """See `CudaApi`."""
+        return int(self._call("streamCreateWithFlags", self._runtime.streamNonBlocking))
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        """See `CudaApi`."""
+        self._call("streamWaitEvent", stream, event)
+
+    def stream_synchronize(self, stream: int) -> None:
+        """See `CudaApi`."""
+        self._call("streamSynchronize", stream)
+
+    def stream_destroy(self, stream: int) -> None:
+        """See `CudaApi`."""
+        self._call("streamDestroy", stream)
+
+    def memcpy_async(self, into: int, src: int, nbytes: int, stream: int) -> None:
+        """See `CudaApi`."""
+        self._call("memcpyAsync", into, src, nbytes, self._runtime.memcpyDefault, stream)
+
+    def memcpy_peer_async(
+        self, into: int, into_device: int, src: int, src_device: int, nbytes: int, stream: int
+    ) -> None:
+        """See `CudaApi`."""
+        self._call("memcpyPeerAsync", into, into_device, src, src_device, nbytes, stream)
+
+
+def _under_wsl(root: Path = Path("/")) -> bool:
+    try:
+        return "microsoft" in (root / "proc/version").read_text().lower()
+    except OSError:
+        return False

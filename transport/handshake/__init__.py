@@ -1,0 +1,1 @@
+"""The package `handshake` of `zbmd.transport`."""

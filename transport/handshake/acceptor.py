@@ -1,0 +1,186 @@
+"""Accepts connections and sees each through its hello, bounded in number and time. Shared by all listeners.
+
+The listener survives what a stranger or the machine may do to it: a flood is let in no faster than places
+become free (`half_open`), and when descriptors run out it says so once and goes on when there are some.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
+
+import structlog
+
+from zbmd.transport.errors import PeerLost, ZbmdError
+from zbmd.transport.handshake.half_open import Admit, HalfOpen, Wait
+from zbmd.transport.handshake.hello import HungUp
+from zbmd.transport.host import file_descriptors as descriptors
+from zbmd.transport.native._native import now_ns
+
+log: Final = structlog.stdlib.get_logger("zbmd.transport.listener")
+
+ACCEPTS_PER_WAKE: Final = 16
+EXHAUSTED_PAUSE_NS: Final = 50_000_000
+"""After descriptors have run out."""
+HALF_OPEN_FAIR_NS: Final = 50_000_000
+"""How long a connection keeps its place whoever else knocks; an honest hello takes a few ms."""
+REFUSALS_LOGGED_MAX: Final = 32
+"""In each `REFUSALS_WINDOW_NS`; the others are counted, so that a flood does not fill a disk."""
+REFUSALS_WINDOW_NS: Final = 10_000_000_000
+
+_EXHAUSTED: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+Welcome = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
+"""Sees one connection through: the non-blocking socket, which becomes its own, and the source. It raises
+nothing, and closes the socket when it is cancelled."""
+
+
+class Evicted(ZbmdError):
+    """A connection gave up its place to others."""
+
+    def __init__(self) -> None:
+        super().__init__("its hello was not done when others needed its place")
+
+
+class Acceptor:
+    """Serves listening sockets on the running loop until closed. Owns them.
+
+    name: of the listener, for the log; welcome: see `Welcome`; source_of: names where a connection comes
+    from; places: how many may be in the middle of their hello.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sockets: Sequence[socket.socket],
+        welcome: Welcome,
+        *,
+        source_of: Callable[[socket.socket], str],
+        places: int,
+        fair_ns: int = HALF_OPEN_FAIR_NS,
+    ) -> None:
+        self._name = name
+        self._sockets = list(sockets)
+        self._welcome = welcome
+        self._source_of = source_of
+        self._half_open: HalfOpen[asyncio.Task[None]] = HalfOpen(places=places, fair_ns=fair_ns)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._exhausted = False
+        self._window_ns = 0
+        self._window_refusals = 0
+        self._resume()
+
+    @property
+    def half_open(self) -> int:
+        """How many connections are in the middle of their hello."""
+        return len(self._half_open)
+
+    def refused(self, error: Exception, **who: object) -> None:
+        """Log that a connection was turned away, unless there are too many of that to be told."""
+        at_ns = now_ns()
+        if at_ns - self._window_ns >= REFUSALS_WINDOW_NS:
+            untold = max(0, self._window_refusals - REFUSALS_LOGGED_MAX)
+            self._window_ns, self._window_refusals = at_ns, 0
+            if untold:
+                log.warning("more connections were refused", listener=self._name, count=untold)
+        self._window_refusals += 1
+        if self._window_refusals <= REFUSALS_LOGGED_MAX:
+            # A process of ours that ends in its hello hangs up, too, and is told of by who started it.
+            tell = log.info if isinstance(error, HungUp | PeerLost | ConnectionError) else log.warning
+            kind = type(error).__name__
+            tell("connection refused", listener=self._name, kind=kind, reason=str(error), **who)
+
+    def close(self) -> None:
+        """Stop listening and end the connections under way. Idempotent."""
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        for sock in self._sockets:
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
+        self._sockets.clear()
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until the connections under way have ended, after `close`."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _resume(self) -> None:
+        self._pause = None
+        for sock in self._sockets:
+            self._loop.add_reader(sock.fileno(), self._on_connection, sock)
+
+    def _pause_for(self, duration_ns: int) -> None:
+        for sock in self._sockets:
+            self._loop.remove_reader(sock.fileno())
+        if self._pause is not None:
+            self._pause.cancel()
+        self._pause = self._loop.call_later(duration_ns / 1e9, self._resume)
+
+    def _on_connection(self, listening: socket.socket) -> None:
+        for knocks in range(ACCEPTS_PER_WAKE):
+            if knocks and self._half_open.full:
+                return  # only the first is known to have somebody behind it for whom to make room
+            at_ns = now_ns()
+            match self._half_open.decide(at_ns):
+                case Wait(until_ns=until_ns):
+                    self._pause_for(until_ns - at_ns)
+                    return
+                case Admit(evict=evict, source=source):
+                    if evict is not None:
+                        evict.cancel()
+                        self.refused(Evicted(), source=source)
+            sock = self._accept(listening)
+            if sock is None:
+                return
+            self._enter(sock, at_ns)
+
+    def _accept(self, listening: socket.socket) -> socket.socket | None:
+        try:
+            sock, _ = listening.accept()
+        except OSError as error:
+            # accept(2): what went wrong on the connection itself is told here too, and is not ours.
+            if error.errno in _EXHAUSTED:
+                if not self._exhausted:
+                    log.error("no connection can be accepted", listener=self._name, reason=_advice(error))
+                self._exhausted = True
+                self._pause_for(EXHAUSTED_PAUSE_NS)
+            return None
+        if self._exhausted:
+            self._exhausted = False
+            log.warning("connections are accepted again", listener=self._name)
+        sock.setblocking(False)
+        return sock
+
+    def _enter(self, sock: socket.socket, at_ns: int) -> None:
+        try:
+            source = self._source_of(sock)
+        except OSError:  # it has gone already
+            sock.close()
+            return
+        task = self._loop.create_task(self._welcome(sock, source))
+        self._tasks.add(task)
+        self._half_open.enter(task, source, at_ns)
+        task.add_done_callback(lambda done: self._leave(done, sock))
+
+    def _leave(self, task: asyncio.Task[None], sock: socket.socket) -> None:
+        if task.cancelled():
+            sock.close()  # it may have been cancelled before it had begun
+        self._tasks.discard(task)
+        self._half_open.leave(task)
+        if self._pause is not None and not self._exhausted:
+            self._pause.cancel()
+            self._resume()
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return descriptors.advice(error.errno)
+    return "this machine has no memory left for sockets"

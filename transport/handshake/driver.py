@@ -1,0 +1,124 @@
+"""Runs a hello over whatever carries its bytes; the machine decides everything."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from dataclasses import dataclass, field
+from typing import Protocol, assert_never
+
+from zbmd.transport.capture.tap import Tap
+from zbmd.transport.handshake.capture_kind import HELLO, hello_config
+from zbmd.transport.handshake.hello import (
+    NONCE_BYTES,
+    Accept,
+    BytesReceived,
+    HelloAction,
+    HelloEvent,
+    HelloMachine,
+    Opened,
+    PeerClosed,
+    PeerInfo,
+    Reject,
+    SendBytes,
+    SetTimer,
+    Side,
+    TimerFired,
+)
+from zbmd.transport.link.endpoint import Endpoint
+from zbmd.transport.native._native import now_ns
+
+
+class Wire(Protocol):
+    """A connection that carries the bytes of a hello."""
+
+    async def send(self, data: bytes, deadline_ns: int) -> None:
+        """Send all of `data`. A peer that has gone is no error here: `receive` tells of it."""
+        ...
+
+    async def receive(self, deadline_ns: int) -> bytes | None:
+        """What has come, at most a hello's message at once; empty at its end, None at the deadline."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """What an accepted hello yields."""
+
+    peer: PeerInfo
+    surplus: bytes
+    """What the peer has sent behind its hello."""
+    secret: bytes = field(repr=False)
+    """See `HelloMachine.session_secret`."""
+
+
+async def say_hello(
+    wire: Wire, endpoint: Endpoint, side: Side, deadline_ns: int, *, peer_uid: int | None, label: str
+) -> Greeting:
+    """Run one hello on a connected wire. label: the peer's name in the log. Raises its `HelloError`."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    identity, cookie = endpoint.identity, endpoint.cookie
+    machine = HelloMachine(side=side, identity=identity, cookie=cookie, nonce=nonce, deadline_ns=deadline_ns)
+    config = hello_config(side=side, identity=identity, cookie=cookie, nonce=nonce, deadline_ns=deadline_ns)
+    tap = Tap(endpoint.recorder, HELLO, f"hello/{side.value}/{label}", machine, config)
+    try:
+        accept = await _drive(wire, tap, Opened(peer_uid=peer_uid), deadline_ns)
+        return Greeting(peer=accept.peer, surplus=accept.surplus, secret=machine.session_secret())
+    finally:
+        tap.close(machine.state.value)
+
+
+async def _drive(
+    wire: Wire, tap: Tap[HelloEvent, HelloAction], event: HelloEvent, deadline_ns: int
+) -> Accept:
+    timer_ns = deadline_ns
+    # Bounded by the machine: each message moves it on, and the deadline ends it.
+    while True:
+        for action in tap.handle(event, now_ns=now_ns()):
+            match action:
+                case SendBytes(data=data):
+                    await wire.send(data, timer_ns)
+                case SetTimer(at_ns=at_ns):
+                    timer_ns = at_ns
+                case Accept():
+                    return action
+                case Reject(error=error):
+                    raise error
+                case _:
+                    assert_never(action)
+        event = _event(await wire.receive(timer_ns))
+
+
+def _event(data: bytes | None) -> HelloEvent:
+    if data is None:
+        return TimerFired()
+    return BytesReceived(data=data) if data else PeerClosed()
+
+
+async def readable(sock: socket.socket, deadline_ns: int) -> bool:
+    """Wait for something to read; False if the monotonic deadline comes first."""
+    return await _ready(sock, deadline_ns, writing=False)
+
+
+async def writable(sock: socket.socket, deadline_ns: int) -> bool:
+    """Wait for room to write; False if the monotonic deadline comes first."""
+    return await _ready(sock, deadline_ns, writing=True)
+
+
+async def _ready(sock: socket.socket, deadline_ns: int, *, writing: bool) -> bool:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[bool] = loop.create_future()
+
+    def settle(value: bool) -> None:
+        if not ready.done():
+            ready.set_result(value)
+
+    timer = loop.call_later(max(0, deadline_ns - now_ns()) / 1e9, settle, False)
+    add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
+    add(sock.fileno(), settle, True)
+    try:
+        return await ready
+    finally:
+        timer.cancel()
+        remove(sock.fileno())

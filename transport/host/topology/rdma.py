@@ -1,0 +1,167 @@
+"""The RDMA devices and their ports, from sysfs: what can be known without a library."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from zbmd.transport.host.topology.kernel_files import entries, parse_int, read_int, read_text
+from zbmd.transport.host.topology.pci import Place, place_of
+
+GIDS_MAX: Final = 32
+"""Of a port; a RoCE port has one for each address, VLAN and version."""
+FREE_GIDS_MAX: Final = 64
+"""In a row, and a table counts as read: new ones take the first free place, and tables of 1024 have few."""
+
+LOSS_COUNTERS: Final = (
+    "packet_seq_err",
+    "out_of_sequence",
+    "local_ack_timeout_err",
+    "rcvd_seq_err",
+    "out_of_seq_request",
+    "completer_retry_err",
+)
+"""Of packets that were lost on the way."""
+SHORTAGE_COUNTERS: Final = ("out_of_buffer", "rnr_nak_retry_err", "rcvd_rnr_err")
+"""Of messages for which no receive was posted."""
+COUNTERS: Final = (*LOSS_COUNTERS, *SHORTAGE_COUNTERS, "link_downed")
+"""Of a port, those that tell of trouble, as mlx5, rxe and others call them; since the driver was loaded."""
+PRIORITIES: Final = 8
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
+_EMPTY_GIDS = frozenset(
+    {"0000:0000:0000:0000:0000:0000:0000:0000", "fe80:0000:0000:0000:0000:0000:0000:0000"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gid:
+    """An address of a port. kind: `IB/RoCE v1` or `RoCE v2`; interface: the one it belongs to, for RoCE."""
+
+    index: int
+    gid: str
+    kind: str | None
+    interface: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaPort:
+    """One port. state: such as ACTIVE or DOWN; link_layer: InfiniBand or Ethernet; rate: in Gbit/s.
+
+    counters: those of `COUNTERS` that its driver has.
+    """
+
+    number: int
+    state: str
+    link_layer: str
+    rate_gbps: float | None
+    gids: tuple[Gid, ...]
+    counters: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def active(self) -> bool:
+        """Whether it carries traffic."""
+        return self.state == "ACTIVE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaDevice:
+    """One device, such as `mlx5_0`. place: None for one in software; interfaces: its network interfaces.
+
+    board: the vendor's name of the card; ecn: the priorities in which its interfaces answer marks of
+    congestion, None if the driver does not tell.
+    """
+
+    name: str
+    place: Place | None
+    firmware: str | None
+    interfaces: tuple[str, ...]
+    ports: tuple[RdmaPort, ...]
+    board: str | None = None
+    ecn: tuple[int, ...] | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether any of its ports carries traffic."""
+        return any(port.active for port in self.ports)
+
+
+def read_rdma_devices(root: Path = Path("/")) -> tuple[RdmaDevice, ...]:
+    """The devices in `root`'s sysfs."""
+    return tuple(_device(path, root) for path in entries(root / "sys/class/infiniband"))
+
+
+def _device(path: Path, root: Path) -> RdmaDevice:
+    ports = tuple(
+        _port(folder, number)
+        for folder in entries(path / "ports")
+        if (number := parse_int(folder.name)) is not None
+    )
+    # A device in software has no hardware of its own: `parent` names the interface it was made on.
+    parent = read_text(path / "parent")
+    named = [folder.name for folder in entries(path / "device/net")] or ([parent] if parent else [])
+    named += [gid.interface for port in ports for gid in port.gids if gid.interface is not None]
+    interfaces = tuple(dict.fromkeys(named))
+    return RdmaDevice(
+        name=path.name,
+        place=place_of(path / "device") if (path / "device").exists() else None,
+        firmware=read_text(path / "fw_ver") or None,
+        interfaces=interfaces,
+        ports=ports,
+        board=read_text(path / "board_id") or None,
+        ecn=_ecn(root, interfaces),
+    )
+
+
+def _ecn(root: Path, interfaces: tuple[str, ...]) -> tuple[int, ...] | None:
+    """As NVIDIA's own driver tells it; the kernel's does so by debugfs, which is root's."""
+    folders = [root / "sys/class/net" / name / "ecn/roce_np/enable" for name in interfaces]
+    found = [(number, read_int(folder / str(number))) for folder in folders for number in range(PRIORITIES)]
+    if all(value is None for _, value in found):
+        return None
+    return tuple(sorted({number for number, value in found if value}))
+
+
+def _port(folder: Path, number: int) -> RdmaPort:
+    state = (read_text(folder / "state") or "").rpartition(":")[2].strip()  # "4: ACTIVE"
+    rate = _RATE.match(read_text(folder / "rate") or "")
+    return RdmaPort(
+        number=number,
+        state=state or "unknown",
+        link_layer=read_text(folder / "link_layer") or "unknown",
+        rate_gbps=float(rate[1]) if rate is not None else None,
+        gids=_gids(folder),
+        counters=tuple(
+            (name, value)
+            for name in COUNTERS
+            for value in [read_int(folder / "hw_counters" / name), read_int(folder / "counters" / name)]
+            if value is not None
+        ),
+    )
+
+
+def _gids(folder: Path) -> tuple[Gid, ...]:
+    found: list[Gid] = []
+    free = 0
+    for path in entries(folder / "gids"):
+        gid, index = read_text(path), parse_int(path.name)
+        free += 1
+        if free > FREE_GIDS_MAX:
+            break
+        if gid is None or index is None or gid in _EMPTY_GIDS:
+            continue
+        free = 0
+        attributes = folder / "gid_attrs"
+        found.append(
+            Gid(
+                index=index,
+                gid=gid,
+                kind=read_text(attributes / "types" / path.name),
+                interface=read_text(attributes / "ndevs" / path.name),
+            )
+        )
+        if len(found) == GIDS_MAX:
+            break
+    return tuple(found)

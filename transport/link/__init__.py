@@ -1,0 +1,1 @@
+"""The package `link` of `zbmd.transport`."""

@@ -1,0 +1,1 @@
+"""The package `memory` of `zbmd.transport`."""

@@ -1,0 +1,236 @@
+"""The symmetric arena: arrays allocated in a process's segment, so that its peers can read them in place.
+
+Best fit over address-ordered holes with immediate coalescing (Knuth, TAOCP vol. 1, 2.5). An array's memory
+returns to the arena when the array and every view of it are gone.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from zbmd.transport.errors import ArenaFull, LocalProtocolError
+from zbmd.transport.memory._region import stream
+from zbmd.transport.memory.memfd import in_words
+from zbmd.transport.native._native import address_of
+
+ALIGNMENT = 64
+BLOCKS_MAX = 1 << 16
+"""Arrays alive at once in one arena."""
+
+
+class Memory(Protocol):
+    """A range of memory that arrays can lie in: a `Mapping`, or what stands for one in the simulator."""
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        ...
+
+    def view(self, offset: int, nbytes: int, *, writable: bool = False) -> memoryview:
+        """A view that keeps it alive."""
+        ...
+
+
+class Allocator:
+    """Which bytes of [begin, begin + capacity) are in use. Pure: it knows offsets, no memory."""
+
+    def __init__(self, begin: int, capacity_bytes: int) -> None:
+        if begin % ALIGNMENT or capacity_bytes < 0:
+            raise LocalProtocolError(f"allocator at {begin} of {capacity_bytes} bytes: bad range")
+        self.begin = begin
+        self.capacity_bytes = capacity_bytes - capacity_bytes % ALIGNMENT
+        self.used_bytes = 0
+        self._hole_starts: list[int] = [begin] if self.capacity_bytes else []
+        self._hole_sizes: list[int] = [self.capacity_bytes] if self.capacity_bytes else []
+        self._blocks: dict[int, int] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        """Reserve `nbytes`, rounded up to the alignment; return their offset. Raises `ArenaFull`."""
+        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        best = -1
+        for i, hole in enumerate(self._hole_sizes):
+            if hole >= size and (best < 0 or hole < self._hole_sizes[best]):
+                best = i
+                if hole == size:
+                    break
+        if best < 0 or len(self._blocks) >= BLOCKS_MAX:
+            raise self._full(size)
+        offset = self._hole_starts[best]
+        if self._hole_sizes[best] == size:
+            del self._hole_starts[best], self._hole_sizes[best]
+        else:
+            self._hole_starts[best] += size
+            self._hole_sizes[best] -= size
+        self._blocks[offset] = size
+        self.used_bytes += size
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give back the block at `offset`. Raises `LocalProtocolError` if there is none."""
+        size = self._blocks.pop(offset, None)
+        if size is None:
+            raise LocalProtocolError(f"no block of the arena begins at {offset}")
+        self.used_bytes -= size
+        i = bisect_left(self._hole_starts, offset)
+        joins_next = i < len(self._hole_starts) and self._hole_starts[i] == offset + size
+        joins_previous = i > 0 and self._hole_starts[i - 1] + self._hole_sizes[i - 1] == offset
+        if joins_next:
+            size += self._hole_sizes[i]
+            del self._hole_starts[i], self._hole_sizes[i]
+        if joins_previous:
+            self._hole_sizes[i - 1] += size
+        else:
+            self._hole_starts.insert(i, offset)
+            self._hole_sizes.insert(i, size)
+
+    def check_invariants(self) -> None:
+        """Blocks and holes tile the range, and no two holes touch."""
+        ranges = sorted(
+            [(start, size, False) for start, size in self._blocks.items()]
+            + [(s, n, True) for s, n in zip(self._hole_starts, self._hole_sizes, strict=True)]
+        )
+        at, after_hole = self.begin, False
+        for start, size, hole in ranges:
+            assert start == at, f"a gap or an overlap at {at}"
+            assert start % ALIGNMENT == 0 and size > 0, f"block {start}+{size} is misaligned or empty"
+            assert not (hole and after_hole), f"two holes touch at {start}"
+            at, after_hole = start + size, hole
+        assert at == self.begin + self.capacity_bytes, f"the tiling ends at {at}"
+        assert self.used_bytes == sum(self._blocks.values()), "used_bytes is wrong"
+        assert self._hole_starts == sorted(self._hole_starts), "holes out of order"
+
+    def _full(self, size: int) -> ArenaFull:
+        largest = max(self._hole_sizes, default=0)
+        return ArenaFull(
+            f"no room for {in_words(size)} in the arena: {in_words(self.used_bytes)} of "
+            f"{in_words(self.capacity_bytes)} in {len(self._blocks):,} arrays (at most {BLOCKS_MAX:,}) are "
+            f"in use and the largest hole is {in_words(largest)}. Raise --arena (or ZBMD_ARENA), or drop "
+            "arrays.",
+            asked_bytes=size,
+            available_bytes=largest,
+        )
+
+
+class Arena:
+    """Arrays in one range of a process's own segment. Safe to use from any thread.
+
+    `unsettled` tells of peers that may still store here though they are known to have ended: while there are
+    any, memory that is returned waits.
+    """
+
+    def __init__(
+        self, mapping: Memory, offset: int, nbytes: int, *, unsettled: Callable[[], bool] | None = None
+    ) -> None:
+        self._mapping = mapping
+        self._unsettled = unsettled
+        self._allocator = Allocator(offset, nbytes)
+        self._begin = mapping.address + offset
+        self._end = self._begin + nbytes
+        self._lock = threading.Lock()
+        # Filled by finalizers, which may run in the middle of anything, this class included; so they only
+        # append here, and the next allocation frees.
+        self._returned: deque[int] = deque()
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """An uninitialised C-contiguous array in the arena, 64-byte aligned. Raises `ArenaFull`."""
+        kind = np.dtype(dtype)
+        if kind.hasobject:
+            raise LocalProtocolError(f"an array of {kind} holds Python objects and cannot be shared")
+        dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(extent < 0 for extent in dimensions):
+            raise LocalProtocolError(f"an array of shape {dimensions} has a negative extent")
+        nbytes = math.prod(dimensions) * kind.itemsize
+        with self._lock:
+            self._collect()
+            offset = self._allocate(nbytes)
+        view = self._mapping.view(offset, nbytes, writable=True)
+        array = np.ndarray(dimensions, kind, buffer=view)
+        # numpy keeps every view's base at this array, so it lives as long as any of them.
+        weakref.finalize(array, self._returned.append, offset).atexit = False
+        return array
+
+    def from_array(self, array: NDArray[Any]) -> NDArray[Any]:
+        """A C-contiguous copy of `array` in the arena. Raises `ArenaFull`."""
+        copy = self.empty(array.shape, array.dtype)
+        np.copyto(copy, array)
+        return copy
+
+    def reserve(self, nbytes: int) -> int:
+        """Bytes of the arena without an array over them, until `unreserve`; their offset from the segment's
+        base. Raises `ArenaFull`."""
+        with self._lock:
+            self._collect()
+            return self._allocate(nbytes)
+
+    def unreserve(self, offset: int) -> None:
+        """Give back what `reserve` gave. Raises `LocalProtocolError` if nothing begins there."""
+        with self._lock:
+            self._allocator.free(offset)
+
+    def fill(self, offset: int, *pieces: bytes) -> None:
+        """Copy the pieces, one behind the other, to what `reserve` gave: for a peer, so past our caches."""
+        for piece in pieces:
+            stream(self._mapping.view(offset, len(piece), writable=True), piece)
+            offset += len(piece)
+
+    def offset_of(self, array: NDArray[Any]) -> int | None:
+        """Where `array` begins, counted from the segment's base; None if it is not C-contiguous or does
+        not lie wholly in this arena."""
+        if not array.flags.c_contiguous:
+            return None
+        address = address_of(array)
+        if address < self._begin or address + array.nbytes > self._end:
+            return None
+        return address - self._mapping.address
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in live arrays, each rounded up to 64."""
+        with self._lock:
+            self._collect()
+            return self._allocator.used_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes in the arena."""
+        return self._allocator.capacity_bytes
+
+    def check_invariants(self) -> None:
+        """See `Allocator.check_invariants`."""
+        with self._lock:
+            self._allocator.check_invariants()
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Arrays that are gone and whose memory waits until the end of a peer is certain."""
+        with self._lock:
+            self._collect()
+            return len(self._returned)
+
+    def _allocate(self, nbytes: int) -> int:
+        try:
+            return self._allocator.allocate(nbytes)
+        except ArenaFull as full:
+            if not self._returned:
+                raise
+            raise ArenaFull(
+                f"{full} The memory of {len(self._returned):,} arrays more is kept until a peer that died "
+                "is proven gone: try again then.",
+                asked_bytes=full.asked_bytes,
+                available_bytes=full.available_bytes,
+            ) from None
+
+    def _collect(self) -> None:
+        if self._returned and self._unsettled is not None and self._unsettled():
+            return
+        for _ in range(len(self._returned)):
+            self._allocator.free(self._returned.popleft())

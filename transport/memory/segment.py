@@ -1,0 +1,271 @@
+"""A process's shared segment: control words, an inbox that peers write, an arena that peers read.
+
+The layout is native/segment.h's. One memfd per process incarnation, so a killed process leaves nothing
+behind, and no memory of a dead incarnation is ever mistaken for its replacement's.
+"""
+
+from __future__ import annotations
+
+import os
+
+from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
+from zbmd.transport.memory._region import Cells, ShmRegion
+from zbmd.transport.memory.arena import Arena
+from zbmd.transport.memory.copy_queue import CopyQueue
+from zbmd.transport.memory.frame_loans import FrameLender
+from zbmd.transport.memory.memfd import map_from_peer, sealed_size
+from zbmd.transport.memory.placement import PAGE_BYTES, Placed, collapse, place
+from zbmd.transport.memory.region import RegionHandle, Regions, require_owner
+from zbmd.transport.native import _native
+from zbmd.transport.native._native import Mapping
+
+NODE_SLOT = _native.MAX_SLOTS - 1
+"""The slots below it are for ranks."""
+
+
+class _Ends:
+    """Which of the lost are proven to touch our memory no more.
+
+    Apart from the segment, so that arenas can ask without keeping it alive.
+    """
+
+    def __init__(self, mapping: Mapping) -> None:
+        self._mapping = mapping
+        self.proven = 0
+
+    def any_unsettled(self) -> bool:
+        return _native.lost_mask(self._mapping.address) & ~self.proven != 0
+
+
+class Segment(Cells):
+    """This process's own segment, mapped read-write."""
+
+    def __init__(self, placed: Placed, *, slot: int, incarnation: int, slots: int) -> None:
+        mapping, arena_offset = placed.mapping, placed.arena_offset
+        self._fd = placed.fd
+        self.placement = placed.placement
+        """The pages and the NUMA node that it got."""
+        self._mapping: Mapping | None = mapping
+        self._open_cells(mapping)
+        self.slot = slot
+        self.incarnation = incarnation
+        self.slots = slots
+        """Of peers that may watch us or be dialed: those from 0 to one below it, and the node's."""
+        self._ends = _Ends(mapping)
+        inbox_bytes = arena_offset - _native.OFF_END
+        self.inbox = Arena(mapping, _native.OFF_END, inbox_bytes, unsettled=self._ends.any_unsettled)
+        self.arena = Arena(mapping, arena_offset, mapping.nbytes - arena_offset)
+        self.frame_lender = FrameLender(self.arena)
+        self.regions = Regions(slot=slot, incarnation=incarnation, inbox=self.inbox, arena=self.arena)
+
+    @classmethod
+    def create(
+        cls, *, slot: int, incarnation: int, arena_bytes: int, inbox_bytes: int, slots: int = NODE_SLOT
+    ) -> Segment:
+        """Allocate and lay out a segment; both sizes are rounded up to pages.
+
+        slots: how many ranks the job has, at most; a small job's deaths are noticed sooner for it. Raises
+        `OutOfMemory` if the sizes do not fit into the machine's or cgroup's memory, `LocalProtocolError` on a
+        slot, number of slots, incarnation or size out of range.
+        """
+        if not 0 <= slots <= NODE_SLOT:
+            raise LocalProtocolError(f"{slots} slots for ranks: there are 0 to {NODE_SLOT}")
+        if not 0 <= slot < _native.MAX_SLOTS:
+            raise LocalProtocolError(f"slot {slot} is not in 0..{_native.MAX_SLOTS - 1}")
+        if not 0 < incarnation < 1 << 64 or arena_bytes < 0 or inbox_bytes < 0:
+            raise LocalProtocolError(
+                f"segment with incarnation {incarnation}, arena {arena_bytes}, inbox {inbox_bytes}: "
+                "the incarnation must be a positive u64 and the sizes not negative"
+            )
+        placed = place(
+            f"zbmd-segment-{slot}", head_bytes=_native.OFF_END + inbox_bytes, arena_bytes=arena_bytes
+        )
+        mapping = placed.mapping
+        mapping.store64(_native.OFF_TOTAL, mapping.nbytes)
+        mapping.store64(_native.OFF_INBOX, _native.OFF_END)
+        mapping.store64(_native.OFF_ARENA, placed.arena_offset)
+        mapping.store64(_native.OFF_PID, os.getpid())
+        mapping.store64(_native.OFF_INCARNATION, incarnation)
+        mapping.store32(_native.OFF_SLOT, slot)
+        mapping.store64(_native.OFF_MAGIC, _native.MAGIC)
+        return cls(placed, slot=slot, incarnation=incarnation, slots=slots)
+
+    @property
+    def fd(self) -> int:
+        """The memfd, to hand to peers. Raises `LocalProtocolError` once closed."""
+        if self._fd < 0:
+            raise self._closed()
+        return self._fd
+
+    @property
+    def mapping(self) -> Mapping:
+        """The mapping. Raises `LocalProtocolError` once closed."""
+        if self._mapping is None:
+            raise self._closed()
+        return self._mapping
+
+    @property
+    def base(self) -> int:
+        """The segment's address, for native code; valid until `close` or the end of this object."""
+        return self.mapping.address
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the whole segment."""
+        return self.mapping.nbytes
+
+    def use_huge_pages(self) -> None:
+        """Move it to huge pages, in place, if the kernel can: worth it for memory that is worked on for long.
+
+        Blocks, without the GIL, for as long as copying all of it takes; everyone may use it meanwhile.
+        `placement` tells what came of it. Raises `LocalProtocolError` once closed.
+        """
+        self.placement = collapse(self.mapping, self.placement)
+
+    def lost_mask(self) -> int:
+        """Bit s is set once the process in slot s is known to have ended."""
+        return _native.lost_mask(self.mapping.address)
+
+    def set_lost(self, slot: int) -> None:
+        """The process in `slot`, which is on another host, is known to have ended: waits for it end."""
+        _native.set_lost(self.base, slot)
+
+    def clear_lost(self, slot: int) -> None:
+        """Forget the death of the process in `slot`, which is proven, for a replacement takes its place."""
+        self.end_proven(slot)
+        _native.clear_lost(self.base, slot)
+        self._ends.proven &= ~(1 << slot)
+
+    def end_proven(self, slot: int) -> None:
+        """The lost process in `slot` can store nothing more: the kernel reported its end, or closed its
+        socket; or nobody stores on its behalf any more, if it was on another host. A notice does not prove
+        that, for it comes before the process's other threads have stopped.
+
+        What the process could write may be reused from now on. Idempotent.
+        """
+        self.regions.writer_gone(slot)
+        self._ends.proven |= 1 << slot
+
+    def close(self) -> None:
+        """Close the memfd and let go of the mapping, which ends with the last array in it. Idempotent."""
+        self._mapping = None
+        self._close_cells()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _closed(self) -> LocalProtocolError:
+        return LocalProtocolError(f"the segment of slot {self.slot} is closed")
+
+
+class PeerSegment:
+    """A peer's segment: control words and inbox mapped read-write, the arena read-only."""
+
+    def __init__(self, mapping: Mapping, *, slot: int, incarnation: int, pid: int, arena_offset: int) -> None:
+        self._mapping: Mapping | None = mapping
+        self._copies = CopyQueue()
+        self.slot = slot
+        self.incarnation = incarnation
+        self.pid = pid
+        self.inbox_offset = _native.OFF_END
+        self.arena_offset = arena_offset
+
+    @classmethod
+    def attach(cls, fd: int, *, slot: int) -> PeerSegment:
+        """Map the segment behind `fd`, which the peer in `slot` sent; `fd` stays the caller's.
+
+        Everything in it is untrusted: raises `RemoteProtocolError` on a memfd that can still shrink or
+        cannot be mapped, a wrong magic number, sizes that do not fit the file, another slot, or incarnation
+        0, and `OutOfMemory` if there is no room to map it.
+        """
+        total = sealed_size(fd)
+        if total < _native.OFF_END:
+            raise RemoteProtocolError(f"the segment of slot {slot} has {total} bytes, too few for its header")
+        header = map_from_peer(fd, total, 0)  # the whole, since huge pages cannot be mapped in part
+        arena_offset = header.load64(_native.OFF_ARENA)
+        incarnation = header.load64(_native.OFF_INCARNATION)
+        sizes_fit = (
+            header.load64(_native.OFF_MAGIC) == _native.MAGIC
+            and header.load64(_native.OFF_TOTAL) == total
+            and header.load64(_native.OFF_INBOX) == _native.OFF_END
+            and _native.OFF_END <= arena_offset <= total
+            and arena_offset % PAGE_BYTES == 0
+        )
+        if not sizes_fit:
+            raise RemoteProtocolError(f"what the peer in slot {slot} sent as its segment is not one of ours")
+        if header.load32(_native.OFF_SLOT) != slot or incarnation == 0:
+            raise RemoteProtocolError(
+                f"the segment sent for slot {slot} says slot {header.load32(_native.OFF_SLOT)}, "
+                f"incarnation {incarnation}"
+            )
+        pid = header.load64(_native.OFF_PID)
+        mapping = map_from_peer(fd, total, arena_offset)
+        return cls(mapping, slot=slot, incarnation=incarnation, pid=pid, arena_offset=arena_offset)
+
+    @property
+    def mapping(self) -> Mapping:
+        """The mapping. Raises `LocalProtocolError` once closed."""
+        if self._mapping is None:
+            raise LocalProtocolError(f"the mapping of slot {self.slot}'s segment is closed")
+        return self._mapping
+
+    @property
+    def base(self) -> int:
+        """Where the peer's segment is mapped here; valid until `close` or the end of this object."""
+        return self.mapping.address
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the whole segment."""
+        return self.mapping.nbytes
+
+    def notify(self, our_slot: int, channel: int, value: int) -> None:
+        """Publish `value` in the peer's cell of (our slot, channel), after all that we stored before it."""
+        mapping = self.mapping
+        _native.notify(mapping.address, our_slot, channel, value)
+
+    def open_region(self, handle: RegionHandle, own: Segment) -> ShmRegion:
+        """The peer's region behind `handle`; its notifications are told as from `own`.
+
+        It keeps this segment mapped. Raises `RemoteProtocolError` on a handle that is forged, stale or out
+        of bounds: its numbers are a peer's.
+        """
+        require_owner(handle, slot=self.slot, incarnation=self.incarnation)
+        begin, end = (
+            (self.inbox_offset, self.arena_offset) if handle.writable else (self.arena_offset, self.nbytes)
+        )
+        if handle.offset < begin or handle.offset + handle.nbytes > end:
+            raise RemoteProtocolError(
+                f"a region handle of slot {self.slot} has bytes {handle.offset}+{handle.nbytes}, outside its "
+                f"{'inbox' if handle.writable else 'arena'} ({begin}..{end})"
+            )
+        return ShmRegion(own.mapping, own.slot, self.mapping, handle, self._copies)
+
+    def arena_view(self, offset: int, nbytes: int) -> memoryview:
+        """A read-only view of [offset, offset + nbytes), counted from the segment's base.
+
+        Raises `RemoteProtocolError` if that is not wholly inside the peer's arena: the numbers are a peer's.
+        """
+        self.require_arena(offset, nbytes)
+        return self.mapping.view(offset, nbytes)
+
+    def require_arena(self, offset: int, nbytes: int) -> None:
+        """Raise `RemoteProtocolError` unless [offset, offset + nbytes) is wholly inside the peer's arena."""
+        if offset < self.arena_offset or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise RemoteProtocolError(
+                f"range {offset}+{nbytes} is outside the arena of slot {self.slot} "
+                f"({self.arena_offset}..{self.nbytes})"
+            )
+
+    def inbox_view(self, offset: int, nbytes: int) -> memoryview:
+        """A writable view of [offset, offset + nbytes) of the peer's inbox; raises as `arena_view`."""
+        if offset < self.inbox_offset or nbytes < 0 or offset + nbytes > self.arena_offset:
+            raise RemoteProtocolError(
+                f"range {offset}+{nbytes} is outside the inbox of slot {self.slot} "
+                f"({self.inbox_offset}..{self.arena_offset})"
+            )
+        return self.mapping.view(offset, nbytes, writable=True)
+
+    def close(self) -> None:
+        """Let go of the mapping, which ends with the last view of it. Idempotent."""
+        self._mapping = None

@@ -1,0 +1,1 @@
+"""The package `rdma` of `zbmd.transport`."""

@@ -1,0 +1,280 @@
+"""An RDMA device as this process uses it on one event loop: one completion queue for all its links.
+
+All receive into one shared queue of buffers, and all complete into one queue, whose channel the loop watches.
+After a completion the queue is polled for a while, once a turn of the loop, before the channel is armed again
+(`spin`). The protection domain of the links has no memory in it that a peer could read or write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import mmap
+from collections import deque
+from typing import Any, Final, NamedTuple, Protocol
+
+import structlog
+
+from zbmd.transport.errors import UserError
+from zbmd.transport.host.topology.verbs_devices import rdma_devices
+from zbmd.transport.link.interface import LinkLimits
+from zbmd.transport.link.spin import SpinPolicy
+from zbmd.transport.native import _native
+from zbmd.transport.rdma.credit import BUFFERS, CREDITS, MESSAGE_BYTES
+from zbmd.transport.rdma.neighbour_lookup import looks_up, reach
+from zbmd.transport.rdma.pyverbs_compat import open_channel, verbs
+from zbmd.transport.rdma.setup import QueuePairAt
+
+QUEUE_PAIRS_MAX: Final = 96
+"""Of a device: links that stand, or are about to end."""
+CONTROL_SLOTS: Final = 4
+SEND_SLOTS: Final = CREDITS + CONTROL_SLOTS
+"""Messages of a link that have not arrived yet: what credit allows, and those without a frame's bytes."""
+COMPLETIONS_MAX: Final = QUEUE_PAIRS_MAX * (BUFFERS + SEND_SLOTS)
+GIDS_MAX: Final = 256
+"""Addresses of a device, on all ports."""
+POLL_MAX: Final = 64
+"""Completions that are taken at once."""
+DRAIN_S: Final = 5.0
+"""How long `aclose` waits for what the links have sent to be acknowledged."""
+
+log: Final = structlog.stdlib.get_logger("zbmd.transport.rdma")
+
+
+class Completes(Protocol):
+    """Who has a queue pair."""
+
+    def on_sent(self, number: int, status: int) -> None:
+        """The send with this number is done, and all before it; or failed, unless status is 0."""
+        ...
+
+    def on_message(self, word: int, data: bytes) -> None:
+        """A message has come."""
+        ...
+
+
+class RdmaDevice:
+    """One port of a device, opened by `open_device`. For its loop's thread."""
+
+    def __init__(self, name: str, context: Any, at: _At, loop: asyncio.AbstractEventLoop) -> None:
+        v = verbs()
+        self.name = name
+        self.context = context
+        self.port = at.port
+        self.gid_index = at.gid_index
+        self.gid = at.gid.packed
+        self._loop = loop
+        self._owners: dict[int, Completes] = {}
+        self._taken: deque[Any] = deque()
+        """Completions that are off the queue; in their order."""
+        self._slabs: list[mmap.mmap] = []
+        self._regions: list[Any] = []
+        self._closed = False
+        self._policy = SpinPolicy(LinkLimits().spin_ns)
+        self._spinning = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._look_up = looks_up(name, str(at.gid))
+        attributes = context.query_port(at.port)
+        self.mtu, self.lid = int(attributes.active_mtu), int(attributes.lid)
+        self.domain = v.PD(context)
+        self._channel, self._fd = open_channel(context)
+        self.queue = v.CQ(context, COMPLETIONS_MAX, None, self._channel, 0)
+        limit = v.SrqAttr(max_wr=QUEUE_PAIRS_MAX * BUFFERS, max_sge=1)
+        self.receives = v.SRQ(self.domain, v.SrqInitAttr(limit))
+        self._arm()
+        loop.add_reader(self._fd, self._on_event)
+
+    @property
+    def links(self) -> int:
+        """How many queue pairs stand, or are about to end."""
+        return len(self._owners)
+
+    async def reach(self, peer: QueuePairAt, deadline_ns: int) -> None:
+        """Before a queue pair is connected to that one: see `rdma_reach.reach`."""
+        if self._look_up is not None:
+            await reach(self.name, self._look_up, peer, deadline_ns)
+
+    # -- queue pairs -------------------------------------------------------------------------------------
+
+    def add(self, number: int, owner: Completes) -> None:
+        """Whose completions those of the queue pair are; buffers for it are posted."""
+        self._owners[number] = owner
+        self._idle.clear()
+        if len(self._owners) > len(self._slabs):
+            self._add_slab()
+
+    def remove(self, number: int) -> None:
+        """The queue pair is in its error state, or reset: what completes of it is of no interest."""
+        self.poll()
+        self._owners.pop(number, None)
+        if not self._owners:
+            self._idle.set()
+
+    def require_room(self) -> None:
+        """Raise `UserError` if no further queue pair can be had."""
+        if self._closed or len(self._owners) >= QUEUE_PAIRS_MAX:
+            raise UserError(f"the RDMA device {self.name} carries {len(self._owners)} links, its most.")
+
+    def _add_slab(self) -> None:
+        v = verbs()
+        slab = mmap.mmap(-1, BUFFERS * MESSAGE_BYTES)
+        region = v.MR(self.domain, len(slab), v.c.IBV_ACCESS_LOCAL_WRITE, address=address_of(slab))
+        self._slabs.append(slab)
+        self._regions.append(region)
+        for buffer in range(BUFFERS):
+            self._post(len(self._slabs) - 1, buffer)
+
+    def _post(self, slab: int, buffer: int) -> None:
+        v, region = verbs(), self._regions[slab]
+        place = v.SGE(region.buf + buffer * MESSAGE_BYTES, MESSAGE_BYTES, region.lkey)
+        self.receives.post_recv(v.RecvWR(wr_id=slab * BUFFERS + buffer, num_sge=1, sg=[place]))
+
+    # -- completions -------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Take all completions that are there; whether there were any."""
+        found = False
+        while not self._closed:
+            count, completions = self.queue.poll(POLL_MAX)
+            self._taken.extend(completions[:count])
+            while self._taken:  # one that ends a link polls again, and goes on with these
+                self._take(self._taken.popleft())
+            found |= count > 0
+            if count < POLL_MAX:
+                break
+        return found
+
+    def _take(self, completion: Any) -> None:
+        c = verbs().c
+        owner = self._owners.get(completion.qp_num)
+        if completion.wr_id >= 1 << 32:  # a send's
+            if owner is not None:
+                owner.on_sent(completion.wr_id & 0xFFFFFFFF, int(completion.status))
+            return
+        slab, buffer = divmod(completion.wr_id, BUFFERS)
+        if completion.status == c.IBV_WC_SUCCESS and owner is not None:
+            start = buffer * MESSAGE_BYTES
+            data = self._slabs[slab][start : start + completion.byte_len]
+            owner.on_message(int(completion.imm_data), data)
+        self._post(slab, buffer)
+
+    def _arm(self) -> None:
+        self.queue.req_notify()
+
+    def _on_event(self) -> None:
+        with contextlib.suppress(verbs().Error, BlockingIOError):
+            self._channel.get_cq_event(self.queue)
+            self.queue.ack_events(1)
+        if self.poll():
+            self._policy.came(_native.now_ns())
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Poll on for a while, or arm; what has come before it was armed is not told."""
+        if self._closed or self._spinning:
+            return
+        if self._policy.begins(_native.now_ns()):
+            self._spinning = True
+            self._loop.call_soon(self._spin)
+        else:
+            self._park()
+
+    def _park(self) -> None:
+        self._arm()
+        if self.poll():
+            self._loop.call_soon(self._look_again)
+
+    def _spin(self) -> None:
+        if self._closed:
+            return
+        if self.poll():
+            self._policy.came(_native.now_ns())
+            self._spinning = False
+            self._look_again()
+        elif self._policy.goes_on(_native.now_ns()):
+            self._loop.call_soon(self._spin)
+        else:
+            self._spinning = False
+            self._park()
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Wait, for a bounded time, until what the links have sent has arrived; then close the device."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await self._idle.wait()
+        self.close()
+
+    def close(self) -> None:
+        """Give everything back. Its links must have ended. Idempotent."""
+        if self._closed:
+            return
+        if self._owners:
+            log.warning("links are cut with their RDMA device", device=self.name, links=len(self._owners))
+        self._closed = True
+        self._look_up = None
+        self._loop.remove_reader(self._fd)
+        # Closes what is made on it too: queue pairs, queues, registrations.
+        self.context.close()
+        self._owners.clear()
+        self._slabs.clear()
+
+
+class _At(NamedTuple):
+    """A port of a device, and its address."""
+
+    port: int
+    gid_index: int
+    gid: ipaddress.IPv6Address
+
+
+def open_device(name: str, address: str | None = None) -> RdmaDevice:
+    """Open the device on the running loop. address: of the interface to use, if the device has several.
+
+    Raises `UserError` if it is not there, is down or has no such address, or pyverbs is missing.
+    """
+    v = verbs()
+    try:
+        context = v.Context(name=name)
+    except v.Error as error:
+        known = ", ".join(rdma_devices()) or "none"
+        raise UserError(f"there is no RDMA device {name!r} ({error}). There are: {known}.") from error
+    try:
+        return RdmaDevice(name, context, _choose(context, name, address), asyncio.get_running_loop())
+    except v.Error as error:
+        context.close()
+        raise UserError(
+            f"the RDMA device {name} cannot be used: {error}. May this user lock memory (ulimit -l)?"
+        ) from error
+    except BaseException:
+        context.close()
+        raise
+
+
+def _choose(context: Any, name: str, address: str | None) -> _At:
+    """An address of an active port, RoCE v2 or InfiniBand; rather one that is not link-local.
+
+    By the device's table: sysfs has a file for every entry that there could be, a thousand of them.
+    """
+    c = verbs().c
+    wanted = None if address is None else ipaddress.ip_address(address)
+    found: list[_At] = []
+    for entry in context.query_gid_table(GIDS_MAX):
+        port, index = int(entry.port_num), int(entry.gid_index)
+        if entry.gid_type == c.IBV_GID_TYPE_ROCE_V1 or context.query_port(port).state != c.IBV_PORT_ACTIVE:
+            continue
+        gid = ipaddress.IPv6Address(str(context.query_gid(port, index)))
+        if wanted is None or wanted in (gid, gid.ipv4_mapped):
+            found.append(_At(port, index, gid))
+    if not found:
+        which = f" with the address {address}" if address else ""
+        raise UserError(f"the RDMA device {name} has no active port{which}.")
+    return min(found, key=lambda at: at.gid.is_link_local)
+
+
+def address_of(slab: mmap.mmap) -> int:
+    """Of its first byte."""
+    return _native.address_of(memoryview(slab))

@@ -1,0 +1,1 @@
+"""The package `native` of `zbmd.transport.rdma`."""

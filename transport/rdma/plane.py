@@ -1,0 +1,231 @@
+"""The data plane over RDMA: one device, the registered segment, and the thread that takes completions.
+
+The thread polls natively, without the GIL, for a while after each completion, and then sleeps until the next;
+Python runs on it only when a transfer that somebody holds is done, or a connection ends. A thread that waits
+for what the plane brings polls itself (`wait`, `Transfer.wait`) or may do so (`driving`, `drive`). Its
+own thread stands by meanwhile, and half a millisecond longer, unless somebody sleeps who counts on it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Final
+
+from zbmd.transport.bulk.limits import BulkLimits
+from zbmd.transport.bulk.peer import BulkPeerInfo, OnEnded
+from zbmd.transport.errors import LinkClosed
+from zbmd.transport.memory.segment import Segment
+from zbmd.transport.native import _native
+from zbmd.transport.rdma.counts import TransferCounts
+from zbmd.transport.rdma.native._rdma import ATTENTION, ENDS_MAX, NEVER_NS, Plane
+from zbmd.transport.rdma.native._rdma_device import Device
+from zbmd.transport.rdma.peer import RdmaPeer
+from zbmd.transport.rdma.port import choose_port
+from zbmd.transport.rdma.registrations import RdmaRegionKeys, Registrations
+
+PARK_MS: Final = 1
+"""How long a thread that drives sleeps at once: what it waits for may also end where nobody wakes it."""
+ENDS_MIN: Final = 62
+"""Queue pairs that a small job's plane has room for; a larger job's has one a rank."""
+_CLOSED: Final = "the RDMA data plane of this process is closed"
+
+
+class RdmaPlane:
+    """The thread, and what it polls. Start it after forking; `close` it before the end.
+
+    name, address: as `rdma_device.open_device`. segment: ours, which is registered whole: peers may read and
+    write its inbox and read its arena, as those of one host may. A region of the inbox that is registered
+    from now on has a key of its own, too, which ends with it. Raises `UserError` if the device cannot be
+    used, or too little memory may be locked.
+    """
+
+    def __init__(self, name: str, address: str | None = None, *, segment: Segment) -> None:
+        device = Device(name)
+        self.port = choose_port(device, address)
+        self.segment = segment
+        self.native = Plane(device, min(max(segment.slots, ENDS_MIN), ENDS_MAX))
+        self.registrations = Registrations(device)
+        base, arena_offset = segment.base, segment.nbytes - segment.arena.capacity_bytes
+        inbox_bytes = arena_offset - _native.OFF_END
+        self.inbox_key = self.arena_key = 0
+        if inbox_bytes:
+            inbox = device.register(base + _native.OFF_END, inbox_bytes, remote_read=True, remote_write=True)
+            self.native.keep(inbox)
+            self.inbox_key = inbox.key
+        if arena_offset < segment.nbytes:
+            arena = device.register(base + arena_offset, segment.nbytes - arena_offset, remote_read=True)
+            self.native.keep(arena)
+            self.arena_key = arena.key
+        self.native.keep(
+            device.register(base + _native.OFF_DESCRIPTORS, _native.OFF_END - _native.OFF_DESCRIPTORS)
+        )
+        self._kept = segment.mapping
+        self._keys = RdmaRegionKeys(device, base)
+        segment.regions.keyed_by(self._keys)
+        self._peers: dict[RdmaPeer, None] = {}
+        self._ended_counts = TransferCounts()
+        self._timers: dict[RdmaPeer, int] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        """What other threads ask for: connects, closes and aborts, a few of each peer."""
+        self._lock = threading.Lock()
+        self._turns = threading.Lock()
+        """Held by the thread that finishes transfers and ends connections."""
+        self._driver = 0
+        self._drives = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="zbmd-rdma", daemon=True)
+        self._thread.start()
+
+    @property
+    def counts(self) -> TransferCounts:
+        """Of the transfers of all peers, also of those that have ended."""
+        with self._lock:
+            counts, peers = self._ended_counts, list(self._peers)
+        for peer in peers:
+            counts = counts.plus(peer.counts)
+        return counts
+
+    def connect(
+        self, info: BulkPeerInfo, *, limits: BulkLimits | None = None, on_ended: OnEnded | None = None
+    ) -> RdmaPeer:
+        """One end of a connection to a peer; `at` of each is given to the `connect` of the other.
+
+        on_ended: called from the plane's thread, once, when it has ended. Raises `UserError` if the device
+        gives no queue pair, and `LinkClosed` once the plane is closed.
+        """
+        peer = RdmaPeer(self, info, limits=limits or BulkLimits(), on_ended=on_ended)
+        if not self.call(lambda: self._peers.update({peer: None})):
+            peer.cut(LinkClosed(_CLOSED))
+            raise LinkClosed(_CLOSED)
+        return peer
+
+    def call(self, function: Callable[[], None]) -> bool:
+        """Have the thread call `function`, in the order of these calls; False if the plane is closed."""
+        with self._lock:
+            if self._closing:
+                return False
+            self._calls.append(function)
+        self.native.wake()
+        return True
+
+    def wait(
+        self,
+        slot: int,
+        channel: int,
+        value: int,
+        *,
+        group_mask: int = 0,
+        deadline_ns: int = 0,
+    ) -> int:
+        """`Segment.wait`, by a thread that takes completions itself: no other is woken, and no Python runs.
+
+        It polls three times as long as to be woken costs on this host (`native.spin_ns`), then has the device
+        wake it, and after 20 ms in vain leaves that to the plane's own thread.
+        """
+        return self.native.wait(
+            self._kept, slot, channel, value, group_mask=group_mask, deadline_ns=deadline_ns
+        )
+
+    # -- a thread that waits polls itself, as with `bulk_plane.DataPlane` ----------------------------------
+
+    @contextmanager
+    def driving(self) -> Generator[None]:
+        """For the time of the context this thread, if no other does so, polls by `drive`."""
+        ident = threading.get_ident()
+        with self._lock:
+            ours = self._driver == 0
+            if ours:
+                self._driver = ident
+        try:
+            yield
+        finally:
+            if ours:
+                self.hand_over()
+                self._driver = 0
+
+    def drive(self) -> bool:
+        """Take what has completed; whether there was anything. Only within `driving`."""
+        if self._driver == threading.get_ident() and not self._drives:
+            self._drives = True
+            self.native.enter()
+        found = self.native.poll()
+        if found & ATTENTION or self._calls:
+            self._turn()
+        return bool(found)
+
+    def park(self) -> None:
+        """Sleep until something completes, but not for long."""
+        self.native.doze(PARK_MS)
+
+    def hand_over(self) -> None:
+        """This thread polls no more for now: the plane's own does."""
+        if self._driver == threading.get_ident() and self._drives:
+            self._drives = False
+            self.native.leave()
+
+    def wake(self) -> None:
+        """Have a thread that sleeps in `park` look again."""
+        self.native.wake()
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def set_timer(self, peer: RdmaPeer, at_ns: int) -> None:
+        """Fire the peer's one timer at this monotonic time. On the thread."""
+        self._timers[peer] = at_ns
+        self.native.wake()
+
+    def forget(self, peer: RdmaPeer) -> None:
+        """This peer has ended. On the thread."""
+        with self._lock:
+            if peer in self._peers:
+                del self._peers[peer]
+                self._ended_counts = self._ended_counts.plus(peer.counts)
+        self._timers.pop(peer, None)
+
+    def close(self) -> None:
+        """End the thread and every connection at once; close peers first for an orderly end. Idempotent."""
+        with self._lock:
+            closing, self._closing = self._closing, True
+        if closing:
+            return
+        self.native.stop()
+        self._thread.join()
+        self.segment.regions.keyed_by(None)
+        self._keys.close()
+        self.registrations.close()
+        self.native.close()
+
+    def _run(self) -> None:
+        try:
+            while self.native.run(self.native.spin_ns, min(self._timers.values(), default=NEVER_NS)):
+                self._turn()
+        finally:
+            # Also after a bug of ours: nobody may wait for ever for a thread that has ended.
+            with self._lock:
+                self._closing = True
+            with self._turns:
+                while self._calls:
+                    self._calls.popleft()()
+                for peer in list(self._peers):
+                    peer.cut(LinkClosed(_CLOSED))
+
+    def _turn(self) -> None:
+        if not self._turns.acquire(blocking=False):
+            self.native.wake()  # whoever holds it may have looked already
+            os.sched_yield()
+            return
+        try:
+            while self._calls:
+                self._calls.popleft()()
+            for peer in list(self._peers):
+                peer.look()
+            now_ns = _native.now_ns()
+            for peer in [peer for peer, at_ns in self._timers.items() if at_ns <= now_ns]:
+                del self._timers[peer]
+                peer.timer_fired()
+        finally:
+            self._turns.release()

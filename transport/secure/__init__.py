@@ -1,0 +1,1 @@
+"""The package `secure` of `zbmd.transport`."""

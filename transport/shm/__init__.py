@@ -1,0 +1,1 @@
+"""The package `shm` of `zbmd.transport`."""

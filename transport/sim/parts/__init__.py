@@ -1,0 +1,1 @@
+"""The package `parts` of `zbmd.transport.sim`."""

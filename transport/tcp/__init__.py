@@ -1,0 +1,1 @@
+"""The package `tcp` of `zbmd.transport`."""

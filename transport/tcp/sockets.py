@@ -1,0 +1,248 @@
+"""The sockets of TCP links: options, listening, resolving and connecting; what goes wrong says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any, Final
+
+from zbmd.transport.clock.deadlines import Deadlines
+from zbmd.transport.errors import DeadlineExceeded, OutOfDescriptors, PeerLost, UserError
+from zbmd.transport.handshake.driver import writable
+from zbmd.transport.host import file_descriptors as descriptors
+from zbmd.transport.native._native import now_ns
+from zbmd.transport.tcp.address import TcpAddress
+from zbmd.transport.tcp.congestion import begin_short
+
+BACKLOG: Final = 1024
+"""Connections that wait to be accepted; the kernel's net.core.somaxconn bounds it too."""
+ADDRESSES_MAX: Final = 8
+"""Of a name: how many are tried."""
+ATTEMPT_DELAY_NS: Final = 250_000_000
+"""Until the next address is tried beside one that does not answer; RFC 8305 recommends it."""
+PORT_TRIES_MAX: Final = 16
+"""For one free port on several addresses."""
+NOTSENT_BYTES_MAX: Final = 1 << 17
+"""What may wait in the kernel of a control connection unsent, so that it does not grow stale there."""
+
+
+class HostUnknown(UserError):
+    """No name server knows the host (yet)."""
+
+
+class PortInUse(UserError):
+    """Another process listens at the address."""
+
+
+SocketAddress = tuple[Any, ...]
+Resolved = tuple[socket.AddressFamily, SocketAddress]
+
+
+def set_options(sock: socket.socket, deadlines: Deadlines, *, control: bool) -> None:
+    """Options of every connection: no delay, and the end of a silent peer by the recovery budget.
+
+    control: whether it carries a link, which sends little and soon, and whose reader may pause for as long as
+    it likes. The user timeout also ends connections whose window stays shut, of which tcp(7) says nothing:
+    it is for bulk data alone, which always has a place to go; links watch for `silence`.
+    """
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, deadlines.tcp_keepalive_idle_s)
+    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, deadlines.tcp_keepalive_interval_s)
+    sock.setsockopt(tcp, socket.TCP_KEEPCNT, deadlines.tcp_keepalive_count)
+    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, 0 if control else deadlines.tcp_user_timeout_ms)
+    sock.setsockopt(tcp, socket.TCP_NOTSENT_LOWAT, NOTSENT_BYTES_MAX if control else 0)
+
+
+# --- resolving ------------------------------------------------------------------------------------------
+
+
+async def resolve(address: TcpAddress, deadline_ns: int, *, passive: bool = False) -> list[Resolved]:
+    """The socket addresses of `address`, at most `ADDRESSES_MAX`, families in turn, best first (RFC 6724).
+
+    Raises `HostUnknown` if the name is not known, `DeadlineExceeded` if nobody says so in time.
+    """
+    flags = (socket.AI_PASSIVE if passive else 0) | (socket.AI_NUMERICHOST if address.is_numeric else 0)
+    loop = asyncio.get_running_loop()
+    lookup = loop.getaddrinfo(
+        address.host or None, address.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=flags
+    )
+    try:
+        found = await asyncio.wait_for(lookup, max(0, deadline_ns - now_ns()) / 1e9)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the name {address.host!r} was not resolved in time: the name server does not answer"
+        ) from None
+    except (socket.gaierror, UnicodeError) as error:
+        why = error.strerror if isinstance(error, socket.gaierror) else str(error)
+        raise HostUnknown(
+            f"the host of {address} is not known ({why}). Check its spelling, DNS and /etc/hosts, "
+            "or write its IP address."
+        ) from None
+    return _interleaved([(family, sockaddr) for family, _, _, _, sockaddr in found])[:ADDRESSES_MAX]
+
+
+def _interleaved(found: list[Resolved]) -> list[Resolved]:
+    """Without repetitions, the families in turn, beginning with that of the first."""
+    unique = list(dict.fromkeys(found))
+    first = [each for each in unique if each[0] == unique[0][0]]
+    others = [each for each in unique if each[0] != unique[0][0]]
+    mixed: list[Resolved] = []
+    for n in range(max(len(first), len(others))):
+        mixed += first[n : n + 1] + others[n : n + 1]
+    return mixed
+
+
+# --- listening ------------------------------------------------------------------------------------------
+
+
+def listen_on(addresses: Sequence[Resolved], *, asked: str) -> list[socket.socket]:
+    """Listening sockets on all of `addresses`, on one port. asked: what the user asked for.
+
+    A family that this machine does not have is left out if there is another. Raises `UserError` and
+    `OutOfDescriptors`.
+    """
+    port_is_free = all(sockaddr[1] == 0 for _, sockaddr in addresses)
+    for tries_left in reversed(range(PORT_TRIES_MAX)):
+        try:
+            with descriptors.exhaustion_is_typed(f"the listener at {asked}"):
+                return _listen_on(addresses)
+        except OSError as error:
+            # Another process may have taken our free port on the second address.
+            if port_is_free and error.errno == errno.EADDRINUSE and len(addresses) > 1 and tries_left:
+                continue
+            kind = PortInUse if error.errno == errno.EADDRINUSE else UserError
+            raise kind(f"cannot listen at {asked}: {_listen_advice(error)}") from None
+    raise AssertionError("the last try returns or raises")
+
+
+def _listen_on(addresses: Sequence[Resolved]) -> list[socket.socket]:
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    port = 0
+    with contextlib.ExitStack() as undo:
+        for family, sockaddr in addresses:
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+                undo.callback(sock.close)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                begin_short(sock)
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.bind((sockaddr[0], sockaddr[1] or port, *sockaddr[2:]))
+            except OSError as error:
+                if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) and len(addresses) > 1:
+                    missing = error
+                    continue
+                raise
+            sock.listen(BACKLOG)
+            port = sock.getsockname()[1]
+            sockets.append(sock)
+        if not sockets:
+            assert missing is not None
+            raise missing
+        undo.pop_all()
+    return sockets
+
+
+def _listen_advice(error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return "the port is in use. Choose another, or 0 for any free one; `ss -ltnp` shows who has it."
+        case errno.EADDRNOTAVAIL:
+            return "no interface of this machine has that address. `ip addr` shows those that there are."
+        case errno.EACCES:
+            return "ports below 1024 are for root. Choose a higher one."
+        case _:
+            return f"{error.strerror}."
+
+
+# --- connecting -----------------------------------------------------------------------------------------
+
+
+async def connect(address: TcpAddress, deadline_ns: int, *, local_hosts: Sequence[str] = ()) -> socket.socket:
+    """A connected, non-blocking socket to the first of the host's addresses that answers.
+
+    They are tried in turn, each `ATTEMPT_DELAY_NS` after the one before or as soon as that has failed, and
+    the first to stand wins (RFC 8305, simplified). local_hosts: numeric addresses of which the one of the
+    right family is ours; none for the kernel's choice. Raises `PeerLost` if nobody listens there,
+    `DeadlineExceeded`, `UserError` if the name is unknown, and `OutOfDescriptors`.
+    """
+    targets = await resolve(address, deadline_ns)
+    loop = asyncio.get_running_loop()
+    waiting = list(targets)
+    running: set[asyncio.Task[socket.socket]] = set()
+    errors: list[OSError] = []
+    try:
+        # Bounded: each round begins an attempt, or ends one, or is the last.
+        while waiting or running:
+            if waiting:
+                running.add(loop.create_task(_attempt(*waiting.pop(0), local_hosts, deadline_ns)))
+            pause_ns = max(0, deadline_ns - now_ns())
+            if waiting:
+                pause_ns = min(pause_ns, ATTEMPT_DELAY_NS)
+            done, running = await asyncio.wait(
+                running, timeout=pause_ns / 1e9 + 0.01, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                try:
+                    return task.result()
+                except OSError as error:
+                    errors.append(error)
+    finally:
+        await _abandon(running)
+    refused = [error for error in errors if error.errno == errno.ECONNREFUSED]
+    most = (refused or errors)[-1]  # a refusal tells most: the host is there, and nobody listens
+    raise _unreachable(address, most) from most
+
+
+async def _abandon(tasks: set[asyncio.Task[socket.socket]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled() and task.exception() is None:
+            task.result().close()
+
+
+async def _attempt(
+    family: socket.AddressFamily, sockaddr: SocketAddress, local_hosts: Sequence[str], deadline_ns: int
+) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    with contextlib.ExitStack() as undo:
+        undo.callback(sock.close)
+        begin_short(sock)
+        for host in local_hosts:
+            if (":" in host) == (family == socket.AF_INET6):
+                sock.bind((host, 0))
+                break
+        code = sock.connect_ex(sockaddr)
+        if code == errno.EINPROGRESS:
+            if not await writable(sock, deadline_ns):
+                raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        undo.pop_all()
+    return sock
+
+
+def _unreachable(address: TcpAddress, error: OSError) -> Exception:
+    """What to tell when no address answered."""
+    match error.errno:
+        case errno.ECONNREFUSED | errno.ECONNRESET:
+            return PeerLost(str(address), "nobody listens at its address")
+        case errno.ETIMEDOUT:
+            return DeadlineExceeded(
+                f"{address} did not answer in time: the host is down, or a firewall drops what we send"
+            )
+        case errno.EMFILE | errno.ENFILE as number:
+            return OutOfDescriptors(f"no file descriptor to dial {address}: {descriptors.advice(number)}")
+        case _:
+            return PeerLost(str(address), f"it cannot be reached: {error.strerror}")

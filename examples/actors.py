@@ -22,14 +22,14 @@ class Counter(zbmd.Actor):
 
 
 async def main() -> None:
-    async with zbmd.join() as node:
-        if node.rank == 0:
-            await node.system.spawn(Counter, name="counter")
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        if worker.rank == 0:
+            await worker.system.spawn(Counter, name="counter")
+        group = await zbmd.group(worker)
         await group.barrier()  # the counter is there
-        counter = node.system.ref("rank0/counter")
-        total = await counter.ask(Add(node.rank + 1), reply=Total, timeout=5.0)
-        print(f"rank {node.rank} added {node.rank + 1}, the counter said {total.value}")
+        counter = worker.system.ref("rank0/counter")
+        total = await counter.ask(Add(worker.rank + 1), reply=Total, timeout=5.0)
+        print(f"rank {worker.rank} added {worker.rank + 1}, the counter said {total.value}")
         await group.barrier()  # everybody has asked
         await group.close()
 

@@ -6,13 +6,13 @@ import zbmd
 
 
 async def main() -> None:
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
-        gradient = node.segment.arena.empty((1_000_000,), np.float32)  # peers read it where it lies
-        gradient[:] = node.rank
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
+        gradient = worker.segment.arena.empty((1_000_000,), np.float32)  # peers read it where it lies
+        gradient[:] = worker.rank
         await group.all_reduce(gradient)
-        elsewhere = await group.all_reduce(np.full(3, node.rank + 1.0))  # any array will do
-        if node.rank == 0:
+        elsewhere = await group.all_reduce(np.full(3, worker.rank + 1.0))  # any array will do
+        if worker.rank == 0:
             print(f"{group!r}: ranks sum to {gradient[0]:.0f}, ranks + 1 to {elsewhere[0]:.0f}")
         await group.close()
 

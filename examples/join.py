@@ -4,9 +4,9 @@ import zbmd
 
 
 async def main() -> None:
-    async with zbmd.join() as node:
-        view = await node.view(after=0)
-        print(f"rank {node.rank} of {node.world_size}, epoch {view.epoch}, with {list(view.ranks)}")
+    async with zbmd.join() as worker:
+        view = await worker.view(after=0)
+        print(f"rank {worker.rank} of {worker.world_size}, epoch {view.epoch}, with {list(view.ranks)}")
 
 
 zbmd.run(main())

@@ -14,25 +14,25 @@ ROUNDS = 5
 
 
 async def main() -> None:
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         done = 0
         while done < ROUNDS:
             try:
                 rounds = await group.all_reduce(
-                    np.array([done, node.rank]), op="min"
+                    np.array([done, worker.rank]), op="min"
                 )  # who is furthest behind
                 done = int(rounds[0])
-                if node.rank == 1 and node.incarnation == 1 and done == 2:
+                if worker.rank == 1 and worker.incarnation == 1 and done == 2:
                     os.kill(os.getpid(), signal.SIGKILL)
                 await group.all_reduce(np.ones(1000))
                 done += 1
             except (zbmd.PeerLost, zbmd.OperationAborted) as error:
-                print(f"rank {node.rank}: {error}; waiting for its replacement")
+                print(f"rank {worker.rank}: {error}; waiting for its replacement")
                 await group.close()
-                group = await zbmd.group(node, after=group.epoch)
-                done = 0 if node.incarnation > 1 else done
-        print(f"rank {node.rank} (incarnation {node.incarnation}) finished {done} rounds in {group!r}")
+                group = await zbmd.group(worker, after=group.epoch)
+                done = 0 if worker.incarnation > 1 else done
+        print(f"rank {worker.rank} (incarnation {worker.incarnation}) finished {done} rounds in {group!r}")
         await group.close()
 
 

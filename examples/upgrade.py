@@ -36,30 +36,30 @@ class Wrong(Better, remote=True, version=3):
         raise ValueError("this version is wrong")
 
 
-async def change(node: zbmd.Node, group: zbmd.Group) -> None:
-    if node.rank == 0:
-        print(await node.upgrade(Counter, Better, probation_s=0.1))
+async def change(worker: zbmd.Worker, group: zbmd.Group) -> None:
+    if worker.rank == 0:
+        print(await worker.upgrade(Counter, Better, probation_s=0.1))
         try:
-            await node.upgrade(Better, Wrong)
+            await worker.upgrade(Better, Wrong)
         except zbmd.UpgradeUndone as undone:
             print(f"taken back: {undone}")
     await group.barrier()
 
 
 async def main() -> None:
-    async with zbmd.join() as node:
-        if node.rank == 0:
-            await node.system.spawn(Counter, name="counter")
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        if worker.rank == 0:
+            await worker.system.spawn(Counter, name="counter")
+        group = await zbmd.group(worker)
         await group.barrier()  # the counter is there
-        counter, asked = node.system.ref("rank0/counter"), 0
-        changing = asyncio.create_task(change(node, group))
+        counter, asked = worker.system.ref("rank0/counter"), 0
+        changing = asyncio.create_task(change(worker, group))
         while not changing.done():
             await counter.ask(Add(1), timeout=5.0)
             asked += 1
         await changing
         total = await group.all_reduce(np.array([asked]))
-        if node.rank == 0:
+        if worker.rank == 0:
             last = await counter.ask(Add(0), reply=Total, timeout=5.0)
             print(f"version {last.version} counted {last.value} of {total[0]}")
         await group.close()

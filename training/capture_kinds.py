@@ -20,7 +20,7 @@ from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.machine import Machine
 
 if TYPE_CHECKING:
-    from zbmd.actors.rank.member import Node
+    from zbmd.actors.rank.member import Worker
 
 
 def stage_config(programs: Sequence[StageProgram], stage: int) -> dict[str, Any]:
@@ -83,15 +83,15 @@ ZERO_STEP: MachineKind[machine.Event, machine.Action] = register(
 
 
 def recorded(
-    node: Node,
+    worker: Worker,
     kind: MachineKind[EventT, ActionT],
     name: str,
     machine: Machine[EventT, ActionT],
     config: Mapping[str, Any],
 ) -> ThreadTap[EventT, ActionT]:
-    """`machine`, for the thread that trains, recorded if the process of `node` writes a log.
+    """`machine`, for the thread that trains, recorded if the process of `worker` writes a log.
 
     As the operations of a group, it costs too much for the ring in memory that is always there.
     """
-    loop = node.system.loop
-    return ThreadTap(node.capture.whole, kind, name, machine, config, post=loop.call_soon_threadsafe)
+    loop = worker.system.loop
+    return ThreadTap(worker.capture.whole, kind, name, machine, config, post=loop.call_soon_threadsafe)

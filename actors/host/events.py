@@ -57,7 +57,7 @@ class ViewChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a rank gave to `Node.report`: plain data, as MessagePack carries it."""
+    """What a rank gave to `Worker.report`: plain data, as MessagePack carries it."""
 
     rank: int
     incarnation: int

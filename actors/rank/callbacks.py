@@ -21,7 +21,7 @@ OnLeave = Callable[[], Coroutine[Any, Any, None]]
 
 @dataclass(slots=True)
 class Callbacks:
-    """Those of one process. Each is for a method of `zbmd.actors.rank.member.Node`, which says what it is
+    """Those of one process. Each is for a method of `zbmd.actors.rank.member.Worker`, which says what it is
     told."""
 
     peer_lost: list[OnPeerLost] = field(default_factory=list[OnPeerLost])

@@ -1,7 +1,7 @@
 """A rank's membership in its job: join, see views, reach peers, leave.
 
 Each pair of ranks has one link, dialed by the higher rank, whatever the view. Links are made in the
-background as soon as a view is known; segments and the lost mask change only inside `Node.view`, when the
+background as soon as a view is known; segments and the lost mask change only inside `Worker.view`, when the
 job itself asks for the next view. Until then the dead stay marked, so nothing of the old view can wait for
 a process of the new one.
 """
@@ -107,30 +107,30 @@ class MemberActor(Actor):
 
     captured = False
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
 
     @on(ViewInstalled)
     async def view_installed(self, message: ViewInstalled) -> None:
         """A new view."""
-        self._node.installed(message.view)
+        self._worker.installed(message.view)
 
     @on(EnterView)
     async def enter_view(self, message: EnterView) -> None:
         """All members are linked."""
-        self._node.all_linked(message.epoch)
+        self._worker.all_linked(message.epoch)
 
     @on(MemberDown)
     async def member_down(self, message: MemberDown) -> None:
         """A peer is dead."""
-        self._node.down(message)
+        self._worker.down(message)
 
     @on(MemoryOffered)
     async def memory_offered(self, message: MemoryOffered) -> None:
         """A member on another host tells where its memory is."""
         rank = rank_of(sender_process())
         if rank is not None:
-            self._node.memory_offered(rank, message)
+            self._worker.memory_offered(rank, message)
 
     @on(ActorsRequest)
     async def actors(self, message: ActorsRequest) -> ActorsReply:
@@ -139,7 +139,7 @@ class MemberActor(Actor):
         return ActorsReply(names=tuple(names[:ACTORS_NAMED_MAX]))
 
 
-class Node:
+class Worker:
     """This process as a member of its job. Made by `join`; used from its event loop's thread."""
 
     def __init__(
@@ -214,7 +214,7 @@ class Node:
         self.log = rank_logger(self._log_file, rank=self.rank, incarnation=self.incarnation)
 
     def __repr__(self) -> str:
-        return f"<Node {self.system.name}#{self.incarnation} of {self.world_size}, epoch {self.epoch}>"
+        return f"<Worker {self.system.name}#{self.incarnation} of {self.world_size}, epoch {self.epoch}>"
 
     @property
     def peers(self) -> Mapping[int, Peer]:
@@ -514,13 +514,13 @@ class Node:
 @asynccontextmanager
 async def join(
     *, arena: int | None = None, inbox_bytes: int = INBOX_BYTES_DEFAULT, enter: bool = True
-) -> AsyncGenerator[Node, None]:
+) -> AsyncGenerator[Worker, None]:
     """Join the job that this process was started for; leave it at the end.
 
     arena: bytes of shared memory for arrays, default ZBMD_ARENA or 64 MiB; inbox_bytes: what peers may
     write. Started by hand, without a launcher, this is a world of one. Returns once the first view is
-    entered. Without `enter` it returns before that, and `Node.view` enters it: the others go on without this
-    rank until then, so what takes it long belongs in between. Raises `UserError` on a wrong environment,
+    entered. Without `enter` it returns before that, and `Worker.view` enters it: the others go on without
+    this rank until then, so what takes it long belongs in between. Raises `UserError` on a wrong environment,
     `OutOfMemory`, `PeerLost` if the host is gone.
     """
     found = RankEnvironment.read(os.environ)
@@ -550,14 +550,14 @@ async def join(
             inbox_bytes=inbox_bytes,
             slots=environment.world_size,
         )
-        node = Node(environment, identity, segment, cookie, capture, clock, alone=found is None)
+        worker = Worker(environment, identity, segment, cookie, capture, clock, alone=found is None)
         try:
-            await node.open()
+            await worker.open()
             if enter:
-                await node.view(after=0)
-            yield node
+                await worker.view(after=0)
+            yield worker
         finally:
-            await node.leave()
+            await worker.leave()
     except BaseException as error:
         capture.failed(error)
         raise

@@ -104,7 +104,7 @@ class DeviceChecked(Contract, id="zbmd.device.checked"):
     problem: str
 
 
-class Workers:
+class ProcessPool:
     """The workers of this process's devices. `close` it at the end, before the system.
 
     Workers are forked from a template that has imported what they need, where that starts no thread; else
@@ -203,11 +203,11 @@ class Workers:
 
 
 class DeviceWorker(ProcessActor):
-    """One worker: `name` in its supervisor, and as a process. Made by `Workers.child`."""
+    """One worker: `name` in its supervisor, and as a process. Made by `ProcessPool.child`."""
 
     stopping_s = 5.0
 
-    def __init__(self, places: Places, workers: Workers) -> None:
+    def __init__(self, places: Places, workers: ProcessPool) -> None:
         super().__init__(places)
         self._workers = workers
         self._checking: asyncio.Task[None] | None = None

@@ -18,7 +18,7 @@ import structlog
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.errors import ActorError
-from zbmd.actors.rank.member import ComingView, Node
+from zbmd.actors.rank.member import ComingView, Worker
 from zbmd.actors.rank_names import rank_of
 from zbmd.collectives.capture_kinds import STEP_COMMIT, commit_config
 from zbmd.collectives.commit import events as cm
@@ -189,12 +189,12 @@ class _Receiver(Actor):
 
 
 class CommitDriver:
-    """Runs `workload` on `node` under `machine` until every member has the last version."""
+    """Runs `workload` on `worker` under `machine` until every member has the last version."""
 
-    def __init__(self, node: Node, machine: StepCommit, workload: Workload) -> None:
-        self._node = node
+    def __init__(self, worker: Worker, machine: StepCommit, workload: Workload) -> None:
+        self._worker = worker
         self._machine = machine
-        self._tap = Tap(node.recorder, STEP_COMMIT, ACTOR_NAME, machine, commit_config(machine))
+        self._tap = Tap(worker.recorder, STEP_COMMIT, ACTOR_NAME, machine, commit_config(machine))
         self._workload = workload
         self._events: asyncio.Queue[cm.CommitEvent | _Broken] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -208,16 +208,16 @@ class CommitDriver:
     async def run(self) -> None:
         """Go through all steps. Raises `StepFailed` when this rank cannot go on.
 
-        The node has not entered a view yet (`join` with `enter=False`): else others could be in it, and
+        The worker has not entered a view yet (`join` with `enter=False`): else others could be in it, and
         report to a rank that does not listen. Raises `LocalProtocolError` if it has.
         """
-        if self._node.epoch and not self._node.alone:
+        if self._worker.epoch and not self._worker.alone:
             raise LocalProtocolError(
-                f"{self._node!r} has entered a view already: use zbmd.join(enter=False) for a run of steps"
+                f"{self._worker!r} has entered a view already: use zbmd.join(enter=False) for a run of steps"
             )
         # It outlives the run: what others still send, who are not through or have not heard, goes nowhere.
-        await self._node.system.spawn(_Receiver, self._take, name=ACTOR_NAME)
-        forget = self._node.on_peer_lost(self._peer_lost)
+        await self._worker.system.spawn(_Receiver, self._take, name=ACTOR_NAME)
+        forget = self._worker.on_peer_lost(self._peer_lost)
         views = asyncio.create_task(self._follow_views(), name="zbmd-views")
         views.add_done_callback(self._views_ended)
         try:
@@ -279,20 +279,20 @@ class CommitDriver:
         """
         epoch = 0
         while True:
-            coming = await self._node.coming_view(after=epoch)
+            coming = await self._worker.coming_view(after=epoch)
             epoch, members = coming.view.epoch, _members_of(coming)
             self._may_enter.clear()
             self._take(cm.EpochReady(epoch=epoch, members=members))
             await self._may_enter.wait()
-            view = self._node.enter(coming)
+            view = self._worker.enter(coming)
             with FLIGHTS.lasting():
                 if self._group is not None:
                     await self._group.close()
                 faults.hit(VIEW_POINT)
-                self._group = group_of(self._node, view)
-            self._node.recorder.note(f"made the group of epoch {epoch}")
+                self._group = group_of(self._worker, view)
+            self._worker.recorder.note(f"made the group of epoch {epoch}")
             self._take(cm.EpochInstalled(epoch=epoch, members=members))
-            if self._node.alone:
+            if self._worker.alone:
                 return  # no other view will come
 
     # ---- what goes out
@@ -332,7 +332,7 @@ class CommitDriver:
 
     async def _send(self, action: SendAction) -> None:
         faults.hit(_POINT_OF_SEND[type(action)])
-        peer = self._node.system.ref(f"rank{action.to}/{ACTOR_NAME}")
+        peer = self._worker.system.ref(f"rank{action.to}/{ACTOR_NAME}")
         try:
             await peer.tell(to_wire(action))
         except (PeerLost, LinkClosed, ActorError):
@@ -355,7 +355,7 @@ class CommitDriver:
         try:
             if group.epoch != epoch:  # the next view came between this work's order and its start
                 raise WorkCancelled(f"epoch {epoch} is over")
-            with self._node.progress.doing(what, progress=lambda: cancellation.checks):
+            with self._worker.progress.doing(what, progress=lambda: cancellation.checks):
                 match work:
                     case cm.Fetch():
                         digest = self._workload.fetch(work, cancellation)

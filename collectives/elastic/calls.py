@@ -44,11 +44,11 @@ class ElasticCalls(ElasticParts):
 
     def __init__(self, home: Home, place: Place) -> None:
         super().__init__(home, place)
-        self._node = home.node
-        self._machine = RepairMachine(rank=home.node.rank)
+        self._worker = home.worker
+        self._machine = RepairMachine(rank=home.worker.rank)
         self._publication: Publication | None = None
         self._remains = Remains()
-        self._landings = Landings(home.node.segment)
+        self._landings = Landings(home.worker.segment)
         self._turn = asyncio.Lock()
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._job: Job | None = None

@@ -14,7 +14,7 @@ from typing import Final, assert_never
 import numpy as np
 import structlog
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
 from zbmd.collectives.capture_kinds import REPAIR, repair_config
 from zbmd.collectives.commit.events import MemberId
@@ -60,7 +60,7 @@ _CUT = (PeerLost, OperationAborted)
 class ElasticGroup(ElasticCalls):
     """The members of a job, or some ranks of it, through all of its views.
 
-    Make it with `zbmd.elastic_group(node)`, and groups of some ranks with its `split` or `subgroup`.
+    Make it with `zbmd.elastic_group(worker)`, and groups of some ranks with its `split` or `subgroup`.
 
     Every rank makes the same calls in the same order. What an operation does when a member dies in it:
 
@@ -77,9 +77,9 @@ class ElasticGroup(ElasticCalls):
 
     def __init__(self, home: Home, place: Place, on_close: Callable[[ElasticGroup], None]) -> None:
         super().__init__(home, place)
-        node, machine = home.node, self._machine
+        worker, machine = home.worker, self._machine
         self._on_close = on_close
-        self._tap = Tap(node.recorder, REPAIR, f"elastic{place.channel}", machine, repair_config(machine))
+        self._tap = Tap(worker.recorder, REPAIR, f"elastic{place.channel}", machine, repair_config(machine))
         self._group: Group | None = None
         self._view = View(epoch=0, members=())
         self._mend: Communicator | None = None
@@ -96,7 +96,7 @@ class ElasticGroup(ElasticCalls):
         self.blocking: Final = ElasticBlocking(self, self._tagged.on_loop)
         """Its calls for threads that may wait."""
         self._number = home.views.register(self)
-        self._stay = node.on_leave(self.close)
+        self._stay = worker.on_leave(self.close)
         home.asks.add((place.channel, place.base), self)
 
     def __repr__(self) -> str:
@@ -135,14 +135,14 @@ class ElasticGroup(ElasticCalls):
 
     @property
     def _arena(self) -> Arena:
-        return self._node.segment.arena
+        return self._worker.segment.arena
 
     async def refresh(self, *, timeout: float | None = None) -> int:
         """Enter the newest view that a member knows of, if it is newer than the group's; its epoch.
 
         So a group grows: a loss is noticed by itself, a member that comes is not. All members must call this.
         """
-        newest = np.array([self._node.latest.epoch])
+        newest = np.array([self._worker.latest.epoch])
         found = await self.all_reduce(newest, op="max", inputs="preserve", timeout=timeout)
         if int(found.value[0]) > self.epoch:
             await self._shielded(self._follow(int(found.value[0]), timeout))
@@ -308,11 +308,11 @@ class ElasticGroup(ElasticCalls):
         self.group.communicator.give_up()
         left_s = max(0.0, (self._end_ns - now_ns()) / 1e9)
         if not self._lost():  # a member gave up by itself: there may be no other view
-            left_s = min(left_s, self._node.deadlines.view_ns / 1e9)
+            left_s = min(left_s, self._worker.deadlines.view_ns / 1e9)
         what = self._job.call.text if self._job else "the group"
         coming = asyncio.ensure_future(self._home.views.after(after))
         closing = asyncio.ensure_future(self._closed.wait())
-        with self._node.progress.doing(f"repair of {what}: the next view after epoch {after}"):
+        with self._worker.progress.doing(f"repair of {what}: the next view after epoch {after}"):
             await asyncio.wait([coming, closing], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         closing.cancel()
         if not coming.done():
@@ -332,7 +332,7 @@ class ElasticGroup(ElasticCalls):
 
     def _lost(self) -> bool:
         """Whether a member of the group is marked as lost."""
-        mask = self._node.segment.lost_mask()
+        mask = self._worker.segment.lost_mask()
         return any(mask >> rank & 1 for rank in self.members)
 
     def _entered(self) -> rm.EpochEntered:
@@ -341,13 +341,13 @@ class ElasticGroup(ElasticCalls):
         belong = [m for m in view.members if not place.ranks or m.rank in place.ranks]
         self._view = view
         self._group = make_group(
-            self._node,
+            self._worker,
             view,
             members=tuple(m.rank for m in belong),
             agreed=Agreed(channel=place.channel, stamp=place.base + view.epoch),
         )
         if self._publication is None:
-            self._publication = Publication(self._node.segment.arena)
+            self._publication = Publication(self._worker.segment.arena)
         members = tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in belong)
         gone = (*view.finished, *view.lost)
         readable = tuple(member for member in self._remains.of if self._read(member) is not None)
@@ -363,7 +363,7 @@ class ElasticGroup(ElasticCalls):
             measured=self._measured,
             reading=self._reading.number,
         )
-        known, ranks, end_ns = self._reading, self._home.node.world_size, self._end_ns
+        known, ranks, end_ns = self._reading, self._home.worker.world_size, self._end_ns
         try:
             met = await self.group.run(lambda c: meet(c, mine, known, ranks=ranks, deadline_ns=end_ns))
         except _CUT:
@@ -394,7 +394,7 @@ class ElasticGroup(ElasticCalls):
     def _keep_remains(self) -> None:
         """Keep the memory of the members of this epoch: who of them is dead will be known later."""
         if self._job is not None and self._job.published is not None:
-            self._remains.keep(self._machine.members, self._node.peers)
+            self._remains.keep(self._machine.members, self._worker.peers)
 
     def _read(self, member: MemberId) -> memoryview | None:
         """What a dead member published for the operation under way."""
@@ -424,8 +424,8 @@ class ElasticGroup(ElasticCalls):
         ranks = action.runners if isinstance(action, rm.Rerun) else (action.source, *action.to)
         members = tuple(sorted(ranks))
         made = Communicator(
-            segment=self._node.segment,
-            peers={rank: self._node.peers[rank].memory for rank in members if rank != self.rank},
+            segment=self._worker.segment,
+            peers={rank: self._worker.peers[rank].memory for rank in members if rank != self.rank},
             members=members,
             rank=self.rank,
             epoch=self._place.base + action.epoch,
@@ -444,11 +444,11 @@ class ElasticGroup(ElasticCalls):
         mend: Communicator | None,
     ) -> Outcome:
         """On the data-plane thread: bring the result about, then commit it."""
-        worker = c if mend is None else mend
-        since = worker.sequence
+        acting = c if mend is None else mend
+        since = acting.sequence
         holds = isinstance(action, rm.Confirm)
         try:
-            self._bring_about(worker, action)
+            self._bring_about(acting, action)
             holds = True
             c.barrier(deadline_ns=self._end_ns)
         except _CUT:
@@ -456,7 +456,7 @@ class ElasticGroup(ElasticCalls):
                 return Outcome.HELD
             job = self._job
             in_place = job is not None and job.call.inputs is Inputs.RECOMPUTE
-            return Outcome.SPOILED if in_place and worker.has_moved(since) else Outcome.INTACT
+            return Outcome.SPOILED if in_place and acting.has_moved(since) else Outcome.INTACT
         except (ZbmdError, ValueError) as error:
             self._error = error
             return Outcome.BROKEN
@@ -483,8 +483,8 @@ class ElasticGroup(ElasticCalls):
                 job.adopt(c, Estate(bequests, self._machine.contributors), end_ns)
 
 
-async def elastic_group(node: Node, *, channel: int = 0, timeout: float | None = None) -> ElasticGroup:
-    """The elastic group of the job that `node` has joined; returns once this rank is in line with the others.
+async def elastic_group(worker: Worker, *, channel: int = 0, timeout: float | None = None) -> ElasticGroup:
+    """Return the elastic group of the job that `worker` joined, once this rank is in line with the others.
 
     A replacement comes in while they are in the midst of an operation, and takes part from the next one on.
     timeout: seconds, as of an operation. channel: 0..7, another for each elastic group of all ranks; plain
@@ -492,8 +492,8 @@ async def elastic_group(node: Node, *, channel: int = 0, timeout: float | None =
     """
     if not 0 <= channel < CHANNELS_ELASTIC:
         raise UserError(f"channel={channel} is not in 0..{CHANNELS_ELASTIC - 1}")
-    subgroups = await open_subgroups(node)
-    home = Home(node, views_of(node), await open_asks(node), subgroups, await tagged_groups(node))
+    subgroups = await open_subgroups(worker)
+    home = Home(worker, views_of(worker), await open_asks(worker), subgroups, await tagged_groups(worker))
     mend = channel + CHANNELS_ELASTIC
     subgroups.channels.reserve(mend)
 

@@ -11,7 +11,7 @@ import structlog
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.deferred import Deferred, Later
 from zbmd.actors.errors import ActorError, NoReply
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.repair.splits import Split, SplitsAsked, SplitsTold
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost
@@ -36,10 +36,10 @@ class Elder(Protocol):
 
 
 class ElasticAsks:
-    """The groups of this process that can be asked; used on the node's loop."""
+    """The groups of this process that can be asked; used on the worker's loop."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._groups: dict[Key, Elder] = {}
         self._answers: set[asyncio.Task[None]] = set()
 
@@ -82,7 +82,7 @@ class ElasticAsks:
         left_s = (end_ns - now_ns()) / 1e9
         if left_s <= 0:
             raise DeadlineExceeded(f"rank {rank} was not asked in time how the group was split")
-        ref = self._node.system.ref(f"rank{rank}/{ACTOR_NAME}")
+        ref = self._worker.system.ref(f"rank{rank}/{ACTOR_NAME}")
         try:
             return await ref.ask(message, reply=SplitsTold, timeout=left_s)
         except (PeerLost, LinkClosed, ActorError) as error:
@@ -106,13 +106,13 @@ class ElasticActor(Actor):
         return later
 
 
-_asks: WeakKeyDictionary[Node, ElasticAsks] = WeakKeyDictionary()
+_asks: WeakKeyDictionary[Worker, ElasticAsks] = WeakKeyDictionary()
 
 
-async def open_asks(node: Node) -> ElasticAsks:
+async def open_asks(worker: Worker) -> ElasticAsks:
     """Those of this process."""
-    known = _asks.get(node)
+    known = _asks.get(worker)
     if known is None:
-        known = _asks[node] = ElasticAsks(node)
-        await node.system.spawn(ElasticActor, known, name=ACTOR_NAME)
+        known = _asks[worker] = ElasticAsks(worker)
+        await worker.system.spawn(ElasticActor, known, name=ACTOR_NAME)
     return known

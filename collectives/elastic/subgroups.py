@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.commit.events import MemberId
 from zbmd.collectives.communicator.blocking import timeout_ns
 from zbmd.collectives.device.arrays import taken
@@ -28,7 +28,7 @@ from zbmd.transport.native._native import now_ns
 class Home:
     """What the elastic groups of a process share."""
 
-    node: Node
+    worker: Worker
     views: ElasticViews
     asks: ElasticAsks
     subgroups: Subgroups
@@ -53,12 +53,12 @@ class ElasticParts(ElasticOperations):
     `zbmd.collectives.elastic.group.ElasticGroup`."""
 
     def __init__(self, home: Home, place: Place) -> None:
-        self.rank = home.node.rank
+        self.rank = home.worker.rank
         self._home = home
         self._place = place
         self._ledger = SplitLedger()
-        may_be = place.ranks or tuple(range(home.node.world_size))
-        self._tagged = ElasticTagged(home.node, ranks=may_be, stamp=place.base, channel=place.channel)
+        may_be = place.ranks or tuple(range(home.worker.world_size))
+        self._tagged = ElasticTagged(home.worker, ranks=may_be, stamp=place.base, channel=place.channel)
         home.tagged[place.base, place.channel] = self._tagged
 
     @property
@@ -85,7 +85,7 @@ class ElasticParts(ElasticOperations):
 
     @property
     def _ranks_max(self) -> int:
-        return len(self._place.ranks) or self._home.node.world_size
+        return len(self._place.ranks) or self._home.worker.world_size
 
     async def send(
         self, x: Any, to: int, *, tag: int = 0, timeout: float | None = None, stream: Any = None
@@ -155,7 +155,7 @@ class ElasticParts(ElasticOperations):
         All members of this group call it; None for those that are not among `ranks`.
         """
         chosen = tuple(ranks)
-        belong = self._place.ranks or range(self._home.node.world_size)
+        belong = self._place.ranks or range(self._home.worker.world_size)
         if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= {*belong}:
             raise UserError(f"{list(chosen)} are not ranks of {self!r}, each once")
         color = 0 if self.rank in chosen else None
@@ -192,10 +192,10 @@ class ElasticParts(ElasticOperations):
     def _part_closed(self, part: Self, split: Split) -> None:
         """Its channels are free again once its other members have closed it, too."""
         self._ledger.mark_closed(split)
-        node, others = self._home.node, [m for m in part._present if m.rank != self.rank]
+        worker, others = self._home.worker, [m for m in part._present if m.rank != self.rank]
 
         def all_have() -> bool:
-            return all(has_ended(node, member, split.channel, split.base) for member in others)
+            return all(has_ended(worker, member, split.channel, split.base) for member in others)
 
         for channel in (split.channel, split.mend):
             self._home.subgroups.channels.give_back(channel, all_have, last=split.base + part.epoch)

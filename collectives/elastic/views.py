@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import structlog
 
-from zbmd.actors.rank.member import ComingView, Node
+from zbmd.actors.rank.member import ComingView, Worker
 from zbmd.actors.view import Member, View
 from zbmd.collectives.capture_kinds import VIEWS
 from zbmd.collectives.commit.events import MemberId
@@ -42,10 +42,10 @@ class Follower(Protocol):
 
 
 class ElasticViews:
-    """Those of one process; used on the node's loop. See `views_of`."""
+    """Those of one process; used on the worker's loop. See `views_of`."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._groups: dict[int, Follower] = {}
         self._last = 0
         self._news = asyncio.Event()
@@ -55,7 +55,7 @@ class ElasticViews:
         self._error: ZbmdError | None = None
         self._memories: Mapping[MemberId, PeerMemory] = {}
         machine = vm.ViewsMachine()
-        self._tap = Tap(node.recorder, VIEWS, "elastic-views", machine, {})
+        self._tap = Tap(worker.recorder, VIEWS, "elastic-views", machine, {})
         self.view = View(epoch=0, members=())
         self._see()
 
@@ -93,33 +93,33 @@ class ElasticViews:
 
     def _ask(self) -> None:
         """Ask for the next view, unless that is under way."""
-        if (self._task is None or self._task.done()) and not self._node.alone:
+        if (self._task is None or self._task.done()) and not self._worker.alone:
             self._error = None
             self._task = asyncio.ensure_future(self._run())
 
     def _see(self) -> None:
         """Take over the view that the process is in."""
-        node = self._node
-        if node.epoch == self.view.epoch:
+        worker = self._worker
+        if worker.epoch == self.view.epoch:
             return
-        members = [Member(rank=node.rank, incarnation=node.incarnation, address="")]
-        for peer in node.peers.values():
+        members = [Member(rank=worker.rank, incarnation=worker.incarnation, address="")]
+        for peer in worker.peers.values():
             members.append(Member(rank=peer.rank, incarnation=peer.incarnation, address=""))
         members.sort(key=lambda member: member.rank)
         # The view that was entered, with its members' hosts, if no newer one is known.
-        latest = node.latest
-        built = View(epoch=node.epoch, members=tuple(members))
-        self.view = latest if latest.epoch == node.epoch else built
+        latest = worker.latest
+        built = View(epoch=worker.epoch, members=tuple(members))
+        self.view = latest if latest.epoch == worker.epoch else built
         self._memories = self._held()
 
     def _held(self) -> dict[MemberId, PeerMemory]:
-        peers = self._node.peers.values()
+        peers = self._worker.peers.values()
         return {MemberId(rank=p.rank, incarnation=p.incarnation): p.memory for p in peers}
 
     async def _run(self) -> None:
         try:
             while self._groups:
-                coming = await self._node.coming_view(after=self.view.epoch)
+                coming = await self._worker.coming_view(after=self.view.epoch)
                 members = tuple(MemberId(rank=m.rank, incarnation=m.incarnation) for m in coming.view.members)
                 kept = tuple(m for m in members if self._keeps(m, coming))
                 self._coming = coming
@@ -132,7 +132,7 @@ class ElasticViews:
             self._news.set()
 
     def _keeps(self, member: MemberId, coming: ComingView) -> bool:
-        if member.rank == self._node.rank:
+        if member.rank == self._worker.rank:
             return True
         memory = coming.memories[member.rank]
         return self._memories.get(member) is memory
@@ -150,7 +150,7 @@ class ElasticViews:
                 task.add_done_callback(self._drains.discard)
             case vm.Enter():
                 assert self._coming is not None
-                self.view, self._coming = self._node.enter(self._coming), None
+                self.view, self._coming = self._worker.enter(self._coming), None
                 self._memories = self._held()
                 self._news.set()
                 for group in self._groups.values():
@@ -167,12 +167,12 @@ class ElasticViews:
         self._feed(vm.Drained(group=number))
 
 
-_views: WeakKeyDictionary[Node, ElasticViews] = WeakKeyDictionary()
+_views: WeakKeyDictionary[Worker, ElasticViews] = WeakKeyDictionary()
 
 
-def views_of(node: Node) -> ElasticViews:
+def views_of(worker: Worker) -> ElasticViews:
     """This process's."""
-    known = _views.get(node)
+    known = _views.get(worker)
     if known is None:
-        known = _views[node] = ElasticViews(node)
+        known = _views[worker] = ElasticViews(worker)
     return known

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 from numpy.typing import NDArray
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.capture_kinds import (
     OPERATIONS,
     OperationBegan,
@@ -28,12 +28,12 @@ from zbmd.transport.capture.recorder import BULK_WHOLE_BYTES_MAX, Detail, Record
 from zbmd.transport.capture.tap import Tap
 
 
-def record_operations(node: Node, communicator: Communicator) -> None:
+def record_operations(worker: Worker, communicator: Communicator) -> None:
     """Record all operations of `communicator` from now on, if this process writes a log."""
-    recorder = node.capture.whole
+    recorder = worker.capture.whole
     if recorder is not None:
-        whole = node.capture.bulk is Detail.WHOLE
-        communicator.on_flight = _OperationRecorder(recorder, communicator, node.system.loop, whole=whole)
+        whole = worker.capture.bulk is Detail.WHOLE
+        communicator.on_flight = _OperationRecorder(recorder, communicator, worker.system.loop, whole=whole)
 
 
 class _OperationRecorder:

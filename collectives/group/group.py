@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
 from zbmd.collectives.communicator.blocking import Blocking, OnLoop, timeout_ns
 from zbmd.collectives.communicator.communicator import Communicator
@@ -43,13 +43,13 @@ Array = NDArray[Any]
 
 
 class Group:
-    """The members of one epoch, from this rank's side. Make it with `zbmd.group(node)`.
+    """The members of one epoch, from this rank's side. Make it with `zbmd.group(worker)`.
 
     `blocking` has the same operations for a thread that may wait; a small one takes a microsecond there.
     Every operation takes a `timeout` in seconds, from the call to the result (`TIMEOUT_S_DEFAULT`).
     Arrays may lie on a device (`device.arrays`); what `stream` was asked before the call comes before the
     operation. By default that is the stream which the array names, with cupy the current one.
-    With `zbmd.group(node, priorities=True)` operations have a `priority`, -127..127: of those that all
+    With `zbmd.group(worker, priorities=True)` operations have a `priority`, -127..127: of those that all
     members have called, the one of the highest goes first (`priority_machine`).
     Each raises `PeerLost` when a member ends meanwhile, `DeadlineExceeded` when the timeout has passed, and
     `OperationAborted` when a member has given up or the group is closed; after any of them the group is not
@@ -101,7 +101,7 @@ class Group:
         if priority and (self._turns is None or abs(priority) > PRIORITY_MAX):
             raise UserError(
                 f"priority={priority} on {self!r}: it is -{PRIORITY_MAX}..{PRIORITY_MAX}, and 0 unless the "
-                "group was made with zbmd.group(node, priorities=True)"
+                "group was made with zbmd.group(worker, priorities=True)"
             )
         if not self._slots.acquire(blocking=False):
             raise LocalProtocolError(
@@ -394,7 +394,7 @@ class Group:
         give_back = home.subgroups.leaving(members, agreed)
         try:
             made = make_group(
-                home.node,
+                home.worker,
                 self.view,
                 members=members,
                 agreed=agreed,
@@ -407,7 +407,7 @@ class Group:
         home.subgroups.watch(agreed, made.abort)
         try:
             made.home = home
-            made.tagged = await open_tagged(home.node, members, epoch=agreed.stamp, channel=agreed.channel)
+            made.tagged = await open_tagged(home.worker, members, epoch=agreed.stamp, channel=agreed.channel)
             await made.run(lambda c: self._begin_subgroup(c, end_ns))
         except BaseException:
             await made.close()
@@ -427,7 +427,7 @@ class Group:
     def _home(self) -> Home:
         if self.home is None:
             raise LocalProtocolError("this group can have no sub-groups: get it from zbmd.group")
-        if self.home.node.epoch != self.epoch:
+        if self.home.worker.epoch != self.epoch:
             raise OperationAborted(
                 f"{self!r} is of a view that is over: make sub-groups of the new one's group"
             )
@@ -510,11 +510,11 @@ class GroupBlocking(Blocking):
 class Home:
     """Where a group's sub-groups are made: its process's membership, and the channels there."""
 
-    node: Node
+    worker: Worker
     subgroups: Subgroups
 
 
-async def group(node: Node, *, after: int = 0, channel: int = 0, priorities: bool = False) -> Group:
+async def group(worker: Worker, *, after: int = 0, channel: int = 0, priorities: bool = False) -> Group:
     """The group of the first view with an epoch greater than `after`; waits for it and for its members.
 
     They measure how fast they reach each other, once a process: "auto" chooses by that (`Communicator.tune`).
@@ -523,10 +523,10 @@ async def group(node: Node, *, after: int = 0, channel: int = 0, priorities: boo
     priorities: whether operations have them (`Group.all_reduce`), the same on all members; it costs a round
     of 64 bytes an operation.
     """
-    view = await node.view(after=after)
-    made = group_of(node, view, channel=channel, priorities=priorities)
-    made.tagged = await open_tagged(node, made.members, epoch=made.epoch, channel=channel)
-    made.home = Home(node, await open_subgroups(node))
+    view = await worker.view(after=after)
+    made = group_of(worker, view, channel=channel, priorities=priorities)
+    made.tagged = await open_tagged(worker, made.members, epoch=made.epoch, channel=channel)
+    made.home = Home(worker, await open_subgroups(worker))
     if made.size > 1:
         end_ns = made.deadline_ns()
         await made.run(lambda c: c.tune(deadline_ns=end_ns))
@@ -540,18 +540,18 @@ def hosts_of(view: View, members: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(hosts[rank], len(numbers)) for rank in members)
 
 
-def group_of(node: Node, view: View, *, channel: int = 0, priorities: bool = False) -> Group:
-    """The group of a view that `node` has already got. Waits for nobody."""
+def group_of(worker: Worker, view: View, *, channel: int = 0, priorities: bool = False) -> Group:
+    """The group of a view that `worker` has already got. Waits for nobody."""
     if channel >= SUBGROUP_CHANNEL_FIRST:
         raise LocalProtocolError(
             f"channel {channel} is for sub-groups; use one below {SUBGROUP_CHANNEL_FIRST}"
         )
     agreed = Agreed(channel=channel, stamp=view.epoch)
-    return make_group(node, view, members=view.ranks, agreed=agreed, priorities=priorities)
+    return make_group(worker, view, members=view.ranks, agreed=agreed, priorities=priorities)
 
 
 def make_group(
-    node: Node,
+    worker: Worker,
     view: View,
     *,
     members: tuple[int, ...],
@@ -559,19 +559,19 @@ def make_group(
     priorities: bool = False,
     closed: Callable[[], None] = lambda: None,
 ) -> Group:
-    """The group of some members of a view that `node` has entered, on a channel. Waits for nobody."""
+    """The group of some members of a view that `worker` has entered, on a channel. Waits for nobody."""
     communicator = Communicator(
-        segment=node.segment,
-        peers={rank: node.peers[rank].memory for rank in members if rank != node.rank},
+        segment=worker.segment,
+        peers={rank: worker.peers[rank].memory for rank in members if rank != worker.rank},
         members=members,
-        rank=node.rank,
+        rank=worker.rank,
         epoch=agreed.stamp,
         channel=agreed.channel,
         hosts=hosts_of(view, members),
     )
-    record_operations(node, communicator)
-    forget = node.progress.add_group(GroupWatch(node.system.name, communicator))
-    land = FLIGHTS.add(node.system.name, communicator)
+    record_operations(worker, communicator)
+    forget = worker.progress.add_group(GroupWatch(worker.system.name, communicator))
+    land = FLIGHTS.add(worker.system.name, communicator)
 
     def unwatch() -> None:
         forget()
@@ -580,5 +580,5 @@ def make_group(
         closed()
 
     made = Group(communicator, view, priorities=priorities, unwatch=unwatch)
-    stay = node.on_leave(made.close)
+    stay = worker.on_leave(made.close)
     return made

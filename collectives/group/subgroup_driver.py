@@ -21,7 +21,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.errors import ActorError
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.actors.rank_names import rank_of
 from zbmd.actors.view import EPOCH_MAX, RANKS_MAX
 from zbmd.collectives.errors import MembersLost
@@ -88,10 +88,10 @@ class _Made:
 
 
 class Subgroups:
-    """The sub-groups of this process; used on the node's loop."""
+    """The sub-groups of this process; used on the worker's loop."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self.channels = Channels()
         # Two agreements at once would offer the same channels.
         self.turn = asyncio.Lock()
@@ -133,16 +133,16 @@ class Subgroups:
 
         It is used again when each of the others has closed it too, or has ended.
         """
-        node, last, made = self._node, agreed.stamp << 32 | COUNTER_MAX, self._made[agreed.channel]
-        others = {member: node.peers[member].incarnation for member in members if member != node.rank}
+        worker, last, made = self._worker, agreed.stamp << 32 | COUNTER_MAX, self._made[agreed.channel]
+        others = {member: worker.peers[member].incarnation for member in members if member != worker.rank}
 
         def has_left(member: int, incarnation: int) -> bool:
-            peer = node.peers.get(member)
-            if peer is None or peer.incarnation != incarnation or node.segment.lost_mask() >> member & 1:
+            peer = worker.peers.get(member)
+            if peer is None or peer.incarnation != incarnation or worker.segment.lost_mask() >> member & 1:
                 return True
             if member in made.gone:
                 return True
-            return load_cell(node.segment.base, member, agreed.channel) >= last
+            return load_cell(worker.segment.base, member, agreed.channel) >= last
 
         def all_have() -> bool:
             return all(has_left(member, incarnation) for member, incarnation in others.items())
@@ -153,12 +153,12 @@ class Subgroups:
         """That of these members; None if it would be one too many."""
         found = self._meetings.get((epoch, members))
         if found is None and len(self._meetings) < MEMBER_SETS_MAX:
-            found = self._meetings[epoch, members] = _Meeting(self._node.rank, members)
+            found = self._meetings[epoch, members] = _Meeting(self._worker.rank, members)
         return found
 
     async def _meet(self, key: Key, meeting: _Meeting) -> mm.Met:
         members, machine = key[1], meeting.machine
-        forget = self._node.on_peer_lost(lambda _rank, _incarnation, _notice: meeting.changed.set())
+        forget = self._worker.on_peer_lost(lambda _rank, _incarnation, _notice: meeting.changed.set())
         meeting.to_do.clear()
         self._put(key, meeting, mm.Called(offer=self.channels.offer()))
         try:
@@ -170,7 +170,7 @@ class Subgroups:
                         return action
                     if isinstance(action, mm.TellOffer):
                         await self._tell_all(key, _offered(key, action))
-                mask = self._node.segment.lost_mask()
+                mask = self._worker.segment.lost_mask()
                 lost = tuple(member for member in machine.missing if mask >> member & 1)
                 if lost:
                     raise MembersLost(lost, f"as the sub-group of {list(members)} was made")
@@ -206,7 +206,7 @@ class Subgroups:
 
     async def _tell_those_left(self, key: Key, message: SubgroupWithdrawn) -> None:
         for member in key[1]:
-            if member != self._node.rank:
+            if member != self._worker.rank:
                 try:
                     await self._tell(member, message)
                 except (MembersLost, LocalProtocolError) as error:
@@ -214,12 +214,12 @@ class Subgroups:
 
     async def _tell_all(self, key: Key, message: SubgroupOffered) -> None:
         for member in key[1]:
-            if member != self._node.rank:
+            if member != self._worker.rank:
                 await self._tell(member, message)
 
     async def _tell(self, member: int, message: SubgroupOffered | SubgroupWithdrawn) -> None:
         try:
-            await self._node.system.ref(f"rank{member}/{ACTOR_NAME}").tell(message)
+            await self._worker.system.ref(f"rank{member}/{ACTOR_NAME}").tell(message)
         except (PeerLost, LinkClosed):
             raise MembersLost((member,), "it was to be told of a sub-group") from None
         except ActorError as error:
@@ -228,7 +228,7 @@ class Subgroups:
     def heard(self, source: int, message: SubgroupOffered | SubgroupWithdrawn) -> None:
         """A member's offer has come, or its end."""
         key: Key = (message.epoch, message.members)
-        meeting = self._meeting(*key) if {source, self._node.rank} <= {*message.members} else None
+        meeting = self._meeting(*key) if {source, self._worker.rank} <= {*message.members} else None
         if meeting is None:
             log.warning("an offer for a sub-group is dropped", source=source, members=message.members)
             return
@@ -269,13 +269,13 @@ class SubgroupActor(Actor):
             self._subgroups.heard(source, message)
 
 
-_subgroups: WeakKeyDictionary[Node, Subgroups] = WeakKeyDictionary()
+_subgroups: WeakKeyDictionary[Worker, Subgroups] = WeakKeyDictionary()
 
 
-async def open_subgroups(node: Node) -> Subgroups:
+async def open_subgroups(worker: Worker) -> Subgroups:
     """This process's sub-groups. Members may offer once all have called this."""
-    known = _subgroups.get(node)
+    known = _subgroups.get(worker)
     if known is None:
-        known = _subgroups[node] = Subgroups(node)
-        await node.system.spawn(SubgroupActor, known, name=ACTOR_NAME)
+        known = _subgroups[worker] = Subgroups(worker)
+        await worker.system.spawn(SubgroupActor, known, name=ACTOR_NAME)
     return known

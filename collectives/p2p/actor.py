@@ -12,7 +12,7 @@ import structlog
 
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.actors.rank_names import rank_of
 from zbmd.collectives.p2p.tagged import ACTOR_NAME, Tagged, TaggedEnd
 from zbmd.collectives.p2p.wire import (
@@ -72,16 +72,16 @@ class TaggedActor(Actor):
             group.take(source, message)
 
 
-_groups: WeakKeyDictionary[Node, dict[tuple[int, int], TaggedEnd]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Worker, dict[tuple[int, int], TaggedEnd]] = WeakKeyDictionary()
 
 
-async def tagged_groups(node: Node) -> dict[tuple[int, int], TaggedEnd]:
+async def tagged_groups(worker: Worker) -> dict[tuple[int, int], TaggedEnd]:
     """The ends of all groups of this process that have tagged messages, by stamp and channel."""
-    groups = _groups.get(node)
+    groups = _groups.get(worker)
     if groups is None:
-        groups = _groups[node] = {}
-        await node.system.spawn(TaggedActor, groups, name=ACTOR_NAME)
-        node.on_link_ended(lambda *process: pass_on_end(node, groups.values(), *process))
+        groups = _groups[worker] = {}
+        await worker.system.spawn(TaggedActor, groups, name=ACTOR_NAME)
+        worker.on_link_ended(lambda *process: pass_on_end(worker, groups.values(), *process))
     for old in [key for key, tagged in groups.items() if tagged.ended]:
         del groups[old]
     return groups
@@ -90,7 +90,7 @@ async def tagged_groups(node: Node) -> dict[tuple[int, int], TaggedEnd]:
 _telling: set[asyncio.Task[None]] = set()
 
 
-def pass_on_end(node: Node, groups: Iterable[TaggedEnd], rank: int, incarnation: int) -> None:
+def pass_on_end(worker: Worker, groups: Iterable[TaggedEnd], rank: int, incarnation: int) -> None:
     """Tell groups of this process that a link has ended, behind what came over it and is still to be taken.
 
     A process's last messages would be lost if its end passed them: it may have left in good order.
@@ -101,16 +101,16 @@ def pass_on_end(node: Node, groups: Iterable[TaggedEnd], rank: int, incarnation:
     async def tell() -> None:
         with contextlib.suppress(ZbmdError):  # this process has left by now
             ended = TaggedLinkEnded(rank=rank, incarnation=incarnation)
-            await node.system.ref(f"{node.system.name}/{ACTOR_NAME}").tell(ended)
+            await worker.system.ref(f"{worker.system.name}/{ACTOR_NAME}").tell(ended)
 
     task = asyncio.ensure_future(tell())
     _telling.add(task)
     task.add_done_callback(_telling.discard)
 
 
-async def open_tagged(node: Node, members: tuple[int, ...], *, epoch: int, channel: int) -> Tagged:
+async def open_tagged(worker: Worker, members: tuple[int, ...], *, epoch: int, channel: int) -> Tagged:
     """This rank's end of a group's tagged messages. Members may send once all have called this."""
-    groups = await tagged_groups(node)
-    made = Tagged(node, members, epoch=epoch, channel=channel)
+    groups = await tagged_groups(worker)
+    made = Tagged(worker, members, epoch=epoch, channel=channel)
     groups[epoch, channel] = made
     return made

@@ -6,7 +6,7 @@ import time
 from typing import Any, assert_never
 
 from zbmd.actors.errors import ActorError
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.capture_kinds import ELASTIC_TAGS, tags_config
 from zbmd.collectives.commit.events import MemberId
 from zbmd.collectives.device.arrays_in import Array
@@ -28,13 +28,13 @@ class ElasticTagged(TaggedEnd):
     ranks: those that may be members, of which one that is not there is told apart from one that never can be.
     """
 
-    def __init__(self, node: Node, *, ranks: tuple[int, ...], stamp: int, channel: int) -> None:
-        super().__init__(node, stamp=stamp, channel=channel)
+    def __init__(self, worker: Worker, *, ranks: tuple[int, ...], stamp: int, channel: int) -> None:
+        super().__init__(worker, stamp=stamp, channel=channel)
         self._ranks = frozenset(ranks)
-        machine = self._machine = ElasticTagMachine(node.rank)
+        machine = self._machine = ElasticTagMachine(worker.rank)
         name = f"elastic{channel}.tags"
         # Five events a message and its receipt, some 40 microseconds: for a log, and not for the ring.
-        self._tap = Tap(node.capture.whole, ELASTIC_TAGS, name, machine, tags_config(machine))
+        self._tap = Tap(worker.capture.whole, ELASTIC_TAGS, name, machine, tags_config(machine))
         self._members: dict[int, MemberId] = {}
 
     def settled(self, epoch: int, members: tuple[MemberId, ...]) -> None:
@@ -50,8 +50,8 @@ class ElasticTagged(TaggedEnd):
     def look(self) -> None:
         """Hear of members whose links have ended by now: it may have been told before they were members."""
         for rank, member in self._members.items():
-            if rank != self._node.rank and not self._node.is_linked(rank, member.incarnation):
-                pass_on_end(self._node, [self], rank, member.incarnation)
+            if rank != self._worker.rank and not self._worker.is_linked(rank, member.incarnation):
+                pass_on_end(self._worker, [self], rank, member.incarnation)
 
     def end(self, error: ZbmdError) -> None:
         """End what waits with this error: the group is of no use any more."""
@@ -117,8 +117,8 @@ class ElasticTagged(TaggedEnd):
             super()._give_back(match, error)
 
     async def _get(self, lent: RegionHandle, digest: bytes, source: int, flat: Array) -> None:
-        peer = self._node.peers.get(source)
-        if source != self._node.rank and (peer is None or peer.incarnation != lent.incarnation):
+        peer = self._worker.peers.get(source)
+        if source != self._worker.rank and (peer is None or peer.incarnation != lent.incarnation):
             raise MembersLost((source,), "its message went with it")
         try:
             await super()._get(lent, digest, source, flat)

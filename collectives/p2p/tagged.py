@@ -23,7 +23,7 @@ import xxhash
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.errors import ActorError
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.communicator.blocking import OnLoop, timeout_ns
 from zbmd.collectives.device.arrays import CallersArray
 from zbmd.collectives.device.arrays_in import (
@@ -112,14 +112,14 @@ class _Send:
 
 
 class TaggedEnd(ABC):
-    """Tagged messages among the members of one group, from this rank's side; used on the node's loop.
+    """Tagged messages among the members of one group, from this rank's side; used on the worker's loop.
 
     stamp, channel: what tells the group's messages from those of others.
     """
 
-    def __init__(self, node: Node, *, stamp: int, channel: int) -> None:
+    def __init__(self, worker: Worker, *, stamp: int, channel: int) -> None:
         self.on_loop: Final = OnLoop()
-        self._node = node
+        self._worker = worker
         self._stamp, self._channel = stamp, channel
         self._keys = itertools.count(1)
         self._sends: dict[int, _Send] = {}
@@ -129,7 +129,7 @@ class TaggedEnd(ABC):
         self._ended: ZbmdError | None = None
         self._ending: set[tuple[int, int]] = set()
         """Processes whose links have ended, with something that came over them still to be taken, perhaps."""
-        self._landings = Landings(node.segment)
+        self._landings = Landings(worker.segment)
         self._landing = asyncio.Lock()
         """For one array of a device at a time, and so that messages stay in the order of their calls."""
         self._sender = asyncio.create_task(self._send_all(), name="zbmd-tagged")
@@ -190,7 +190,7 @@ class TaggedEnd(ABC):
 
     def _own(self, given: Array, *, lasts: bool) -> Array:
         """A copy of it, or, if it lasts until it is there, itself where it is large and lies in the arena."""
-        flat, arena = packed(given), self._node.segment.arena
+        flat, arena = packed(given), self._worker.segment.arena
         dtype_code(flat.dtype)
         array = flat.reshape(given.shape)
         if array.nbytes <= INLINE_BYTES_MAX:
@@ -254,7 +254,7 @@ class TaggedEnd(ABC):
     async def close(self) -> None:
         """End what waits with `OperationAborted`, here and on the members. Idempotent."""
         self._part()
-        self._outbox.put_nowait((self._node.rank, TaggedClosed(epoch=0, channel=0)))  # the last
+        self._outbox.put_nowait((self._worker.rank, TaggedClosed(epoch=0, channel=0)))  # the last
         await asyncio.wait([self._sender], timeout=CLOSE_S_MAX)
         self._sender.cancel()
         await asyncio.wait([self._sender])
@@ -322,7 +322,7 @@ class TaggedEnd(ABC):
         if send.array.nbytes <= INLINE_BYTES_MAX:
             data = send.array.tobytes()
         else:
-            segment = self._node.segment
+            segment = self._worker.segment
             offset = segment.arena.offset_of(send.array)
             assert offset is not None, "a large array was put into the arena"
             send.handle = segment.regions.lend(send.array, offset, writable=False)
@@ -341,7 +341,7 @@ class TaggedEnd(ABC):
         self._say(to, message)
 
     def _say(self, to: int, message: TaggedMessage | TaggedTaken | TaggedGreeting) -> None:
-        if to == self._node.rank:
+        if to == self._worker.rank:
             asyncio.get_running_loop().call_soon(self.take, to, message)
         else:
             self._outbox.put_nowait((to, message))
@@ -349,11 +349,11 @@ class TaggedEnd(ABC):
     async def _send_all(self) -> None:
         while True:
             to, message = await self._outbox.get()
-            if to == self._node.rank:
+            if to == self._worker.rank:
                 return
             # The end of a member is told by its notice, not by what is sent to it.
             with contextlib.suppress(PeerLost, LinkClosed, ActorError):
-                await self._node.system.ref(f"rank{to}/{ACTOR_NAME}").tell(message)
+                await self._worker.system.ref(f"rank{to}/{ACTOR_NAME}").tell(message)
 
     async def _fetch(self, message: TaggedMessage, source: int, out: Any) -> Any:
         """The array of a message, in `out` or in a new one. Raises `RemoteProtocolError`, `UserError`."""
@@ -375,12 +375,12 @@ class TaggedEnd(ABC):
         return result
 
     async def _get(self, lent: RegionHandle, digest: bytes, source: int, flat: Array) -> None:
-        if source == self._node.rank:
+        if source == self._worker.rank:
             flat[:] = np.frombuffer(
-                self._node.segment.regions.resolve(lent, 0, flat.nbytes, write=False), np.uint8
+                self._worker.segment.regions.resolve(lent, 0, flat.nbytes, write=False), np.uint8
             )
             return
-        region = self._node.peers[source].memory.open_region(lent, self._node.segment)
+        region = self._worker.peers[source].memory.open_region(lent, self._worker.segment)
         transfer = region.get(flat)
         try:
             await transfer
@@ -394,7 +394,7 @@ class TaggedEnd(ABC):
 
     def _let_go(self, send: _Send, error: ZbmdError | None) -> None:
         if send.handle is not None:
-            self._node.segment.regions.take_back(send.handle)
+            self._worker.segment.regions.take_back(send.handle)
             if error is not None and send.to is not None:
                 self._let_memory_go(send.to)
         if send.done.done():
@@ -410,7 +410,7 @@ class TaggedEnd(ABC):
 
         Else a tag that covers it would be found wrong, which ends the connection.
         """
-        peer = self._node.peers.get(rank)
+        peer = self._worker.peers.get(rank)
         if peer is not None and isinstance(peer.memory, RemoteMemory):
             peer.memory.let_go(transfers)
 
@@ -432,8 +432,8 @@ def named(ranks: Sequence[int]) -> str:
 class Tagged(TaggedEnd):
     """Those of a group of one epoch: they end with the first loss, and outlast the close of a member."""
 
-    def __init__(self, node: Node, members: tuple[int, ...], *, epoch: int, channel: int) -> None:
-        super().__init__(node, stamp=epoch, channel=channel)
+    def __init__(self, worker: Worker, members: tuple[int, ...], *, epoch: int, channel: int) -> None:
+        super().__init__(worker, stamp=epoch, channel=channel)
         self._members = members
         self._machine = TagMachine(members)
 
@@ -444,7 +444,7 @@ class Tagged(TaggedEnd):
             self._perform(action)
 
     def _others(self) -> list[int]:
-        return [member for member in self._members if member != self._node.rank]
+        return [member for member in self._members if member != self._worker.rank]
 
     def _lost(self, rank: int, incarnation: int) -> None:
         if rank in self._members and not self._machine.has_left(rank):

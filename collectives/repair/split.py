@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.commit.events import MemberId
 from zbmd.collectives.native._stepper import COUNTER_MAX
 from zbmd.collectives.programs.channels import Offer
@@ -30,10 +30,14 @@ class SplitJob(AllGather):
         self._ledger.made(agree_on(self._wish, self.value, contributors))
 
 
-def has_ended(node: Node, member: MemberId, channel: int, base: int) -> bool:
+def has_ended(worker: Worker, member: MemberId, channel: int, base: int) -> bool:
     """Whether this member of a sub-group that is closed here has closed it, too, or is gone."""
-    peer = node.peers.get(member.rank)
-    if peer is None or peer.incarnation != member.incarnation or node.segment.lost_mask() >> member.rank & 1:
+    peer = worker.peers.get(member.rank)
+    if (
+        peer is None
+        or peer.incarnation != member.incarnation
+        or worker.segment.lost_mask() >> member.rank & 1
+    ):
         return True
-    cell = load_cell(node.segment.base, member.rank, channel)
+    cell = load_cell(worker.segment.base, member.rank, channel)
     return cell & COUNTER_MAX == COUNTER_MAX and cell >> 32 > base

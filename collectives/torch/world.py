@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import structlog
 import uvloop
 
-from zbmd.actors.rank.member import Node, join
+from zbmd.actors.rank.member import Worker, join
 from zbmd.actors.rank.script_end import at_script_end
 from zbmd.collectives.group.group import Group, group
 from zbmd.transport.errors import UserError, ZbmdError
@@ -38,7 +38,7 @@ class World:
         self.pid = os.getpid()
         self._loop = uvloop.new_event_loop()
         self._life = AsyncExitStack()
-        self._node: Node | None = None
+        self._worker: Worker | None = None
         self._base: Group | None = None
         self._groups: set[Group] = set()
         self._guard = threading.Lock()
@@ -85,21 +85,21 @@ class World:
 
     async def _base_group(self) -> Group:
         """The group of all, of a view in which nobody is known to have ended."""
-        if self._node is None:
-            self._node = await self._life.enter_async_context(join(enter=False))
+        if self._worker is None:
+            self._worker = await self._life.enter_async_context(join(enter=False))
         base = self._base
         if base is None:
-            base = self._base = await group(self._node)
-        elif self._is_over(base, self._node):
-            over, base = base, await group(self._node, after=base.epoch)
+            base = self._base = await group(self._worker)
+        elif self._is_over(base, self._worker):
+            over, base = base, await group(self._worker, after=base.epoch)
             self._base = base
             await over.close()
         return base
 
     @staticmethod
-    def _is_over(base: Group, node: Node) -> bool:
-        lost = node.segment.lost_mask()
-        return node.latest.epoch != base.epoch or any(lost >> rank & 1 for rank in base.members)
+    def _is_over(base: Group, worker: Worker) -> bool:
+        lost = worker.segment.lost_mask()
+        return worker.latest.epoch != base.epoch or any(lost >> rank & 1 for rank in base.members)
 
     def _end(self, failed: bool) -> None:
         """The script has ended: leave, once the others are through with what they do with this rank.

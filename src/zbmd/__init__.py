@@ -3,8 +3,8 @@
 import zbmd
 
 async def main() -> None:
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         total = await group.all_reduce(numpy.ones(4))
 
 zbmd.run(main())
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zbmd.actors.core.ref import Ref
     from zbmd.actors.core.system import ActorSystem
     from zbmd.actors.errors import ActorFailed, DeadActor, MailboxFull, UpgradeRefused, UpgradeUndone
-    from zbmd.actors.rank.member import Node, join
+    from zbmd.actors.rank.member import Worker, join
     from zbmd.actors.session import Session
     from zbmd.actors.supervision.events import BackOff, Restart, Strategy
     from zbmd.actors.supervision.supervisor import ChildSpec
@@ -60,7 +60,7 @@ __all__ = [
     "LayerActor",
     "MailboxFull",
     "ModelActors",
-    "Node",
+    "Worker",
     "NotReplaced",
     "OperationAborted",
     "OperatorActor",
@@ -96,7 +96,7 @@ _HOMES = {
     "zbmd.actors.cluster.session_routes": ("connect",),
     "zbmd.actors.contracts": ("Contract",),
     "zbmd.actors.errors": ("ActorFailed", "DeadActor", "MailboxFull", "UpgradeRefused", "UpgradeUndone"),
-    "zbmd.actors.rank.member": ("Node", "join"),
+    "zbmd.actors.rank.member": ("Worker", "join"),
     "zbmd.actors.core.ref": ("Ref",),
     "zbmd.actors.session": ("Session",),
     "zbmd.actors.supervision.events": ("BackOff", "Restart", "Strategy"),

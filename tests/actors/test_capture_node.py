@@ -51,18 +51,18 @@ asyncio.run(main())
 
 RAISES = ENDS_WELL.replace(
     "async with join():\n        pass",
-    "async with join() as node:\n        if node.rank == 1:\n            raise ValueError('a bug')\n"
+    "async with join() as worker:\n        if worker.rank == 1:\n            raise ValueError('a bug')\n"
     "        await asyncio.Event().wait()",
 )
 
 DIES = ENDS_WELL.replace(
     "async with join():\n        pass",
-    "async with join() as node:\n"
-    "        if node.rank == 1 and node.incarnation == 1:\n"
-    "            node.recorder.flush()\n"
+    "async with join() as worker:\n"
+    "        if worker.rank == 1 and worker.incarnation == 1:\n"
+    "            worker.recorder.flush()\n"
     "            os.kill(os.getpid(), signal.SIGKILL)\n"
-    "        if node.epoch == 1:\n"
-    "            await node.view(after=1)",
+    "        if worker.epoch == 1:\n"
+    "            await worker.view(after=1)",
 ).replace("import asyncio", "import asyncio, os, signal", 1)
 
 

@@ -19,7 +19,7 @@ from zbmd.actors.supervision.devices import (
     DeviceChecked,
     DeviceSpec,
     DeviceWorker,
-    Workers,
+    ProcessPool,
 )
 from zbmd.actors.supervision.events import BackOff
 from zbmd.actors.supervision.placement import Place, PlacesMachine, PlaceState
@@ -84,7 +84,7 @@ async def test_a_worker_has_a_device_and_moves_to_another_when_it_fails(
     system: ActorSystem, tmp_path: Path
 ) -> None:
     devices = [DeviceSpec(name=f"dev{n}", kind=KIND, index=n) for n in range(2)]
-    workers = Workers(system, devices, modules=["device_kinds"], failures=1, quarantine_s=0.2)
+    workers = ProcessPool(system, devices, modules=["device_kinds"], failures=1, quarantine_s=0.2)
     supervisor = await system.supervise([workers.child("w")], intensity=20, back_off=SOON)
     first = worker(system, "w")
     assert first.place == "dev0" and first.process is not None
@@ -114,7 +114,7 @@ async def test_a_worker_has_a_device_and_moves_to_another_when_it_fails(
 
 async def test_a_device_that_is_not_healthy_takes_no_worker(system: ActorSystem, tmp_path: Path) -> None:
     (tmp_path / "sick0").touch()
-    workers = Workers(system, [DeviceSpec(name="dev0", kind=KIND, index=0)], failures=1)
+    workers = ProcessPool(system, [DeviceSpec(name="dev0", kind=KIND, index=0)], failures=1)
     with pytest.raises(ZbmdError, match="dev0 is not healthy: it is sick"):
         await system.supervise([workers.child("w")])
     with pytest.raises(ZbmdError, match="no place for w: dev0 quarantined"):
@@ -126,14 +126,14 @@ async def test_a_kind_of_device_that_is_not_there_is_told(system: ActorSystem) -
     cuda = DeviceSpec(name="cuda0", kind="zbmd.training.model_actors.cuda_device:CudaDevice", index=0)
     missing = DeviceSpec(name="gone", kind="no_such_module:Device", index=0)
     for device, words in ((missing, "there is no kind of device 'no_such_module:Device'"), (cuda, "cuda")):
-        workers = Workers(system, [device])
+        workers = ProcessPool(system, [device])
         with pytest.raises((ChildrenFailed, ZbmdError), match=words):
             await system.supervise([workers.child("w")])
         await workers.close()
 
 
 async def test_workers_end_with_their_supervisor_and_with_its_process(system: ActorSystem) -> None:
-    workers = Workers(system, [DeviceSpec(name="dev", kind=KIND, index=0, capacity=4)])
+    workers = ProcessPool(system, [DeviceSpec(name="dev", kind=KIND, index=0, capacity=4)])
     supervisor = await system.supervise([workers.child("a")], template=workers.child("template"))
     await supervisor.ask(AddChild(name="b"), timeout=60)
     pids = [os.pidfd_open(p.pid) for n in "ab" if (p := worker(system, n).process) is not None]

@@ -38,22 +38,22 @@ class Bye(Contract, id="directory_ranks.bye"):
     """Answered once all have said it."""
 
 
-class Worker(Actor):
-    def __init__(self, node):
-        self.node = node
+class Member(Actor):
+    def __init__(self, worker):
+        self.worker = worker
         self.leaving = []
 
     @on(Bye)
     async def bye(self, _: Bye) -> Later | None:
         self.leaving.append(later := self.defer())
-        if len(self.leaving) == self.node.world_size:
+        if len(self.leaving) == self.worker.world_size:
             for each in self.leaving:
                 each.reply(None)
         return later
 
     @on(WhoAreYou)
     async def who(self, _: WhoAreYou) -> Life:
-        return Life(self.node.rank, self.node.incarnation)
+        return Life(self.worker.rank, self.worker.incarnation)
 
 
 def is_first():
@@ -64,42 +64,42 @@ def is_first():
     return True
 
 
-async def first_life(node, group, victim):
+async def first_life(worker, group, victim):
     """Rank 2 waits for its end; the others see it, and who comes in its place."""
     before = await victim.ask(WhoAreYou(), timeout=10, reply=Life)
     assert before.rank == 2
-    monitor = node.system.monitor(victim)
-    node.report({"first": node.rank})
-    if node.rank == 2:
+    monitor = worker.system.monitor(victim)
+    worker.report({"first": worker.rank})
+    if worker.rank == 2:
         await asyncio.Event().wait()
     down = await monitor.down(timeout=20)
     assert (down.ref, down.reason.kind.value) == (victim, "lost"), down
-    await node.view(after=node.epoch)
+    await worker.view(after=worker.epoch)
     async for _ in group.changes():
         others = [ref for ref in group.members if ref.process == "rank2" and ref != victim]
         if others:
             break
     found = None
     while found is None:  # until the new life has it
-        found = await node.system.whereis("worker2", timeout=10)
+        found = await worker.system.whereis("worker2", timeout=10)
         assert found is None or found == others[0], (found, others)
     after = await found.ask(WhoAreYou(), timeout=10, reply=Life)
     assert after.rank == 2 and after.incarnation > before.incarnation
 
 
 async def main():
-    async with join() as node:
-        system = node.system
-        worker = await system.spawn(Worker, node)
-        await system.register(f"worker{node.rank}", worker)
+    async with join() as worker:
+        system = worker.system
+        me = await system.spawn(Member, worker)
+        await system.register(f"worker{worker.rank}", me)
         group = await system.group("workers")
-        await group.join(worker)
+        await group.join(me)
         async for _ in group.changes():
-            if len(group.members) == node.world_size:
+            if len(group.members) == worker.world_size:
                 break
-        if node.rank != 2 or is_first():
-            await first_life(node, group, await system.whereis("worker2", timeout=10))
-        node.report({"second": node.rank})
+        if worker.rank != 2 or is_first():
+            await first_life(worker, group, await system.whereis("worker2", timeout=10))
+        worker.report({"second": worker.rank})
         with contextlib.suppress(PeerLost):
             await (await system.whereis("worker0")).ask(Bye(), timeout=20)
 

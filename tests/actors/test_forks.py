@@ -13,7 +13,7 @@ import pytest
 
 from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.host.reaper import descendants
-from zbmd.actors.supervision.devices import DeviceWorker, Workers, cpu_cores
+from zbmd.actors.supervision.devices import DeviceWorker, ProcessPool, cpu_cores
 from zbmd.actors.supervision.forks import Fork, Forks
 from zbmd.transport.errors import LocalProtocolError
 
@@ -151,7 +151,7 @@ def process_of(system: ActorSystem, name: str) -> Fork:
 
 async def test_a_worker_is_forked_again_by_the_same_template() -> None:
     system = ActorSystem("boss")
-    workers = Workers(system, cpu_cores(capacity=2), failures=100)
+    workers = ProcessPool(system, cpu_cores(capacity=2), failures=100)
     supervisor = await system.supervise([workers.child("w")], intensity=9)
     template, first = workers.forks.template_pid, process_of(system, "w")
     os.kill(first.pid, signal.SIGKILL)
@@ -169,14 +169,14 @@ async def test_a_worker_is_forked_again_by_the_same_template() -> None:
 
 BOSS = """
 import asyncio, sys
-from zbmd.actors.supervision.devices import Workers, cpu_cores
+from zbmd.actors.supervision.devices import ProcessPool, cpu_cores
 from zbmd.actors.rank.log import log_to_stderr
 from zbmd.actors.core.system import ActorSystem
 
 async def main():
     log_to_stderr()
     system = ActorSystem("boss")
-    workers = Workers(system, cpu_cores(capacity=2))
+    workers = ProcessPool(system, cpu_cores(capacity=2))
     await system.supervise([workers.child("a"), workers.child("b")])
     print(workers.forks.template_pid, flush=True)
     await asyncio.Event().wait()

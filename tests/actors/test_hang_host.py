@@ -65,7 +65,7 @@ def load_batch():
 
 async def main():
     global meeting
-    async with join() as node:
+    async with join() as worker:
         for_ever = asyncio.get_running_loop().create_future()
 {body}
 
@@ -128,15 +128,15 @@ def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_three_ranks_that_hang_each_in_its_own_way(tmp_path: Path) -> None:
     """One blocks its loop, one runs native code that keeps the GIL, one has an actor that never answers."""
     body = """
-        worker = await node.system.spawn(Worker, name="worker")
-        await node.system.spawn(Slow, name="slow")
-        group = await zbmd.group(node)
+        ref = await worker.system.spawn(Worker, name="worker")
+        await worker.system.spawn(Slow, name="slow")
+        group = await zbmd.group(worker)
         await group.barrier()
-        match node.rank:
+        match worker.rank:
             case 0:
-                await worker.ask(Work("rank3/slow"), reply=Done, timeout=60)
+                await ref.ask(Work("rank3/slow"), reply=Done, timeout=60)
             case 1:
-                await worker.tell(Work("block"))
+                await ref.tell(Work("block"))
             case 2:
                 ctypes.PyDLL(None).pause()
         await for_ever
@@ -166,13 +166,13 @@ async def test_three_ranks_that_hang_each_in_its_own_way(tmp_path: Path) -> None
 
 async def test_a_rank_that_never_enters_a_collective(tmp_path: Path) -> None:
     body = """
-        group = await zbmd.group(node)
-        with node.progress.allow(3600):
-            if node.rank == 1:
+        group = await zbmd.group(worker)
+        with worker.progress.allow(3600):
+            if worker.rank == 1:
                 gate.wait(0.7)  # longer than the deadline, and not told of
             await group.barrier()
-        if node.rank == 2:
-            with node.progress.doing("step 41: load"):
+        if worker.rank == 2:
+            with worker.progress.doing("step 41: load"):
                 await asyncio.to_thread(gate.wait)  # ELSEWHERE
         await group.all_reduce(np.ones(4, np.float32))
     """
@@ -199,11 +199,11 @@ async def test_a_stopped_rank_and_that_it_goes_on(tmp_path: Path) -> None:
             host.send_signal(1, signal.SIGCONT)
 
     body = """
-        group = await zbmd.group(node)
+        group = await zbmd.group(worker)
         for step in range(1_000_000_000):
             await group.barrier()
             if step == 10:
-                node.report({"ready": True})
+                worker.report({"ready": True})
     """
     job = Job(tmp_path, body, act=act, enough=lambda notice: notice.over)
     await job.run()
@@ -215,9 +215,9 @@ async def test_a_stopped_rank_and_that_it_goes_on(tmp_path: Path) -> None:
 
 
 DEADLOCK = """
-    await node.system.spawn(Worker, name="worker")
-    meeting = await zbmd.group(node)
-    await node.system.ref("worker").ask(Work(f"rank{1 - node.rank}/worker"), reply=Done, timeout=60)
+    await worker.system.spawn(Worker, name="worker")
+    meeting = await zbmd.group(worker)
+    await worker.system.ref("worker").ask(Work(f"rank{1 - worker.rank}/worker"), reply=Done, timeout=60)
 """
 
 
@@ -235,10 +235,10 @@ async def test_two_actors_that_ask_each_other(tmp_path: Path) -> None:
 
 async def test_what_hangs_is_replaced_if_so_asked(tmp_path: Path) -> None:
     body = """
-        if node.rank == 1 and node.incarnation == 1:
+        if worker.rank == 1 and worker.incarnation == 1:
             load_batch()
-        if node.epoch == 1:
-            await node.view(after=1)
+        if worker.epoch == 1:
+            await worker.view(after=1)
     """
     job = Job(tmp_path, body, on_hang=OnHang.REPLACE, enough=lambda notice: False)
     result = await job.run()

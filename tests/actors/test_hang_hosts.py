@@ -40,9 +40,9 @@ def load_batch():
     threading.Event().wait()  # STANDS HERE
 
 async def main():
-    async with zbmd.join(inbox_bytes=1 << 20) as node:
-        group = await zbmd.group(node)
-        if (node.rank, node.incarnation) == (int(os.environ["HANGS"]), 1):
+    async with zbmd.join(inbox_bytes=1 << 20) as worker:
+        group = await zbmd.group(worker)
+        if (worker.rank, worker.incarnation) == (int(os.environ["HANGS"]), 1):
             load_batch()
         done = False
         while not done:
@@ -50,7 +50,7 @@ async def main():
                 await group.all_reduce(np.ones(4, np.float32))
                 done = True
             except (zbmd.PeerLost, zbmd.OperationAborted):  # of the root; or who is done has left before us
-                group = await zbmd.group(node, after=group.epoch)
+                group = await zbmd.group(worker, after=group.epoch)
 
 asyncio.run(main())
 """

@@ -35,7 +35,7 @@ import asyncio, os, signal, sys
 from zbmd.actors.rank.member import join
 
 async def main():
-    async with join() as node:
+    async with join() as worker:
 {body}
 
 asyncio.run(main())
@@ -82,8 +82,8 @@ def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     body = """
-        print("hello from", node.rank)
-        node.report({"step": node.rank, "loss": 0.5, "path": ["a", {"b": None}]})
+        print("hello from", worker.rank)
+        worker.report({"step": worker.rank, "loss": 0.5, "path": ["a", {"b": None}]})
     """
     job = Job(tmp_path, body, world_size=2)
     result = await job.run()
@@ -105,10 +105,10 @@ async def test_live_ranks_that_lose_their_link_are_linked_anew(tmp_path: Path) -
     body = f"""
 scope = {{}}
 exec({CUT_CONNECTIONS!r}, scope)
-while node.epoch < 3:
-    if node.rank == 0:
+while worker.epoch < 3:
+    if worker.rank == 0:
         scope["cut_connections"]()
-    view = await node.view(after=node.epoch)
+    view = await worker.view(after=worker.epoch)
     print("entered", view.epoch, [member.incarnation for member in view.members])
 """
     job = Job(tmp_path, body, world_size=2, environment={"ZBMD_LINKS": "tcp"})
@@ -130,14 +130,14 @@ async def test_a_kill_is_noticed_told_and_repaired(tmp_path: Path) -> None:
             assert host.send_signal(2, signal.SIGKILL)
 
     body = """
-        node.report({"ready": node.incarnation == 1})
+        worker.report({"ready": worker.incarnation == 1})
         lost = asyncio.get_running_loop().create_future()
-        node.on_peer_lost(lambda *what: lost.set_result(what))
-        if node.epoch == 1:
+        worker.on_peer_lost(lambda *what: lost.set_result(what))
+        if worker.epoch == 1:
             rank, incarnation, notice = await lost
-            view = await node.view(after=1)
-            node.report({"lost": [rank, incarnation, notice.clean], "at_ns": notice.at_ns,
-                         "epoch": node.epoch, "peers": sorted(node.peers)})
+            view = await worker.view(after=1)
+            worker.report({"lost": [rank, incarnation, notice.clean], "at_ns": notice.at_ns,
+                         "epoch": worker.epoch, "peers": sorted(worker.peers)})
     """
     job = Job(tmp_path, body, act, world_size=3)
     result = await job.run()
@@ -174,9 +174,9 @@ async def test_a_second_kill_during_the_recovery_is_repaired_too(tmp_path: Path)
             host.send_signal(0, signal.SIGKILL)
 
     body = """
-        node.report({"epoch": node.epoch})
-        if node.epoch == 1:
-            await node.view(after=1)
+        worker.report({"epoch": worker.epoch})
+        if worker.epoch == 1:
+            await worker.view(after=1)
     """
     job = Job(tmp_path, body, act, world_size=3, max_restarts=10)
     result = await job.run()
@@ -194,9 +194,9 @@ async def test_shrink_tells_who_is_lost(tmp_path: Path) -> None:
             host.send_signal(0, signal.SIGKILL)
 
     body = """
-        node.report({})
-        view = await node.view(after=1)
-        print(view.ranks, view.lost, sorted(node.peers))
+        worker.report({})
+        view = await worker.view(after=1)
+        print(view.ranks, view.lost, sorted(worker.peers))
     """
     job = Job(tmp_path, body, act, world_size=3, on_loss=OnLoss.SHRINK)
     result = await job.run()
@@ -208,9 +208,9 @@ async def test_shrink_tells_who_is_lost(tmp_path: Path) -> None:
 
 async def test_a_failure_brings_the_tail_of_its_output(tmp_path: Path) -> None:
     body = """
-        if node.rank == 1:
+        if worker.rank == 1:
             raise ValueError("what went wrong")
-        await node.view(after=node.epoch)
+        await worker.view(after=worker.epoch)
     """
     job = Job(tmp_path, body, world_size=2, on_loss=OnLoss.STOP)
     result = await job.run()
@@ -226,7 +226,7 @@ async def test_stop_ends_the_run(tmp_path: Path) -> None:
         if isinstance(event, ViewChanged):
             host.stop("enough")
 
-    job = Job(tmp_path, "await node.view(after=1)", act, world_size=2)
+    job = Job(tmp_path, "await worker.view(after=1)", act, world_size=2)
     result = await job.run()
     assert (result.outcome, result.reason) == (Outcome.STOPPED, "enough")
     assert result.exit_code != 0
@@ -238,7 +238,7 @@ async def test_an_observer_that_raises_ends_the_run_with_its_error(tmp_path: Pat
         if isinstance(event, ViewChanged):
             raise KeyError("a bug in the observer")
 
-    job = Job(tmp_path, "await node.view(after=1)", act, world_size=2)
+    job = Job(tmp_path, "await worker.view(after=1)", act, world_size=2)
     with pytest.raises(KeyError, match="a bug in the observer"):
         await job.run()
 
@@ -250,7 +250,7 @@ async def test_a_cancelled_run_leaves_nothing(tmp_path: Path) -> None:
         if isinstance(event, ViewChanged):
             formed.set()
 
-    job = Job(tmp_path, "await node.view(after=1)", act, world_size=2)
+    job = Job(tmp_path, "await worker.view(after=1)", act, world_size=2)
     running = asyncio.create_task(job.run())
     async with asyncio.timeout(TIMEOUT_S):
         await formed.wait()
@@ -263,7 +263,7 @@ async def test_a_cancelled_run_leaves_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_rank_that_leaves_at_once_harms_nobody(tmp_path: Path) -> None:
-    job = Job(tmp_path, "print(sorted(node.peers))", world_size=5)
+    job = Job(tmp_path, "print(sorted(worker.peers))", world_size=5)
     result = await job.run()
     assert result.exit_code == 0, job.output.lines
     assert result.restarts == 0
@@ -274,11 +274,11 @@ async def test_without_a_launcher_a_script_is_a_world_of_one(monkeypatch: pytest
     for name in ("RANK", "WORLD_SIZE", "ZBMD_NODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ZBMD_ARENA", "2MiB")
-    async with join() as node:
-        assert (node.rank, node.world_size, node.incarnation, node.epoch) == (0, 1, 1, 1)
-        assert not node.peers
-        assert node.segment.arena.capacity_bytes == 2 << 20
-        assert (await node.view(after=0)).ranks == (0,)
-        node.report({"goes": "nowhere"})
+    async with join() as worker:
+        assert (worker.rank, worker.world_size, worker.incarnation, worker.epoch) == (0, 1, 1, 1)
+        assert not worker.peers
+        assert worker.segment.arena.capacity_bytes == 2 << 20
+        assert (await worker.view(after=0)).ranks == (0,)
+        worker.report({"goes": "nowhere"})
         with pytest.raises(LocalProtocolError, match="runs alone"):
-            await node.view(after=1)
+            await worker.view(after=1)

@@ -246,19 +246,19 @@ class Speaker3(Speaker2, remote=True, version=3):
 
 
 async def main():
-    async with zbmd.join(enter=False) as node:
-        early = await node.system.spawn(Speaker, name="early")
-        await node.view(after=0)
-        late = await node.system.spawn(Speaker, name="late")
-        if node.incarnation > 1:
+    async with zbmd.join(enter=False) as worker:
+        early = await worker.system.spawn(Speaker, name="early")
+        await worker.view(after=0)
+        late = await worker.system.spawn(Speaker, name="late")
+        if worker.incarnation > 1:
             first = [await ref.ask(Version(), reply=Runs, timeout=10) for ref in (early, late)]
-            node.report({"versions": [found.version for found in first]})
+            worker.report({"versions": [found.version for found in first]})
             return
-        if node.rank == 0:
-            await node.upgrade(Speaker, Speaker2, probation_s=0.01)
-            await node.upgrade(Speaker2, Speaker3, probation_s=0.01)
-            node.report({"changed": True})
-        await node.view(after=node.epoch)
+        if worker.rank == 0:
+            await worker.upgrade(Speaker, Speaker2, probation_s=0.01)
+            await worker.upgrade(Speaker2, Speaker3, probation_s=0.01)
+            worker.report({"changed": True})
+        await worker.view(after=worker.epoch)
 
 
 zbmd.run(main())

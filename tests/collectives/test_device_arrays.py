@@ -219,8 +219,8 @@ def test_what_cannot_be_used_is_told(run_ranks: RunRanks) -> None:
 async def test_a_group_takes_an_array_as_it_is_when_it_is_called() -> None:
     """What its stream is asked after the call is not in the result; results lie on the device, too."""
     process = model_host().process()
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         x = on_device(process, np.arange(6, dtype=np.float32))
         stream, event = process.stream_create(), process.event_create()
         process.event_record(event, process.default_stream)

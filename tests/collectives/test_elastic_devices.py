@@ -211,8 +211,8 @@ async def test_every_operation_takes_arrays_of_devices_and_gives_them(tmp_path: 
 async def test_what_streams_were_asked_and_strides_and_threads() -> None:
     """Of a job of one: the order of streams, arrays that are not contiguous, calls of threads, the end."""
     process = model_host(seed=3).process()
-    async with zbmd.join() as node:
-        group = await zbmd.elastic_group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.elastic_group(worker)
         x = on_device(process, np.arange(6, dtype=np.float32))
         stream, event = process.stream_create(), process.event_create()
         process.event_record(event, process.default_stream)
@@ -248,8 +248,8 @@ async def test_what_streams_were_asked_and_strides_and_threads() -> None:
 
 async def test_messages_take_arrays_of_devices_and_keep_their_order() -> None:
     process = model_host(seed=5).process()
-    async with zbmd.join() as node:
-        for group in (await zbmd.elastic_group(node), await zbmd.group(node, channel=1)):
+    async with zbmd.join() as worker:
+        for group in (await zbmd.elastic_group(worker), await zbmd.group(worker, channel=1)):
             sends = [
                 asyncio.ensure_future(
                     group.send(on_device(process, np.full(n, k + 0.0)) if k % 2 else np.full(n, k + 0.0), 0)
@@ -277,8 +277,8 @@ async def test_messages_take_arrays_of_devices_and_keep_their_order() -> None:
 async def test_a_device_that_fails_ends_the_group_with_its_own_error() -> None:
     host = model_host()
     x = on_device(host.process(), np.ones(1000))
-    async with zbmd.join() as node:
-        group = await zbmd.elastic_group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.elastic_group(worker)
         await group.all_reduce(x)
         host.failed = CudaFault("the device has fallen off the bus")
         with pytest.raises(CudaFault, match="bus"):

@@ -162,8 +162,8 @@ def test_a_channel_is_reserved_and_given_back_with_its_last_stamp() -> None:
 
 
 async def test_a_world_of_one_has_parts_of_parts_and_as_many_as_there_are_channels() -> None:
-    async with zbmd.join() as node:
-        group = await zbmd.elastic_group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.elastic_group(worker)
         part = await group.split(3)
         assert part is not None and await group.split(None) is None
         inner = await part.subgroup([0])

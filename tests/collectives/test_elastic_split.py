@@ -70,24 +70,24 @@ from zbmd.actors.rank_env import HOST_VARIABLE, LISTEN_LOCAL, LISTEN_VARIABLE
 ROUNDS, KILLS, MODE, HOSTS = {rounds}, {kills!r}, {mode!r}, {hosts}
 COLUMNS = ((0, 2), (3, 1))
 
-async def total(node, name, group):
+async def total(worker, name, group):
     k = group.sequence
     rank, point = KILLS.get((name, k), (None, 0))
-    if rank == node.rank and node.incarnation == 1:
+    if rank == worker.rank and worker.incarnation == 1:
         c = group.group.communicator
         c.kill_at(c.sequence + 1, point)
-    done = await group.all_reduce(zbmd.from_array(np.full(300, 10.0**node.rank * k)), timeout=60, **MODE)
+    done = await group.all_reduce(zbmd.from_array(np.full(300, 10.0**worker.rank * k)), timeout=60, **MODE)
     value = float(done.value.min()), float(done.value.max())
-    told = dict(k=k, rank=node.rank, of=done.contributors, repairs=done.repairs, epoch=done.epoch)
+    told = dict(k=k, rank=worker.rank, of=done.contributors, repairs=done.repairs, epoch=done.epoch)
     hosts = group.group.communicator.hosts
-    node.report(told | dict(group=name, value=value, life=node.incarnation, hosts=hosts))
+    worker.report(told | dict(group=name, value=value, life=worker.incarnation, hosts=hosts))
 
 async def main():
     if len(set(HOSTS)) > 1:  # as the nodes of several hosts tell it to their ranks
         os.environ |= {{HOST_VARIABLE: str(HOSTS[int(os.environ["RANK"])]), LISTEN_VARIABLE: LISTEN_LOCAL}}
-    async with zbmd.join() as node:
-        me = node.rank
-        group = await zbmd.elastic_group(node, timeout=60)
+    async with zbmd.join() as worker:
+        me = worker.rank
+        group = await zbmd.elastic_group(worker, timeout=60)
         row = await group.split(me // 2, timeout=60)
         made = [await group.subgroup(ranks, timeout=60) for ranks in COLUMNS]
         column = made[me % 2]
@@ -95,10 +95,10 @@ async def main():
         assert row.ranks == (me // 2 * 2, me // 2 * 2 + 1) and column.ranks == COLUMNS[me % 2], (row, column)
         while row.sequence <= ROUNDS or column.sequence <= ROUNDS:
             if row.sequence <= min(column.sequence, ROUNDS):
-                await total(node, "row%d" % (me // 2), row)
+                await total(worker, "row%d" % (me // 2), row)
             else:
-                await total(node, "column%d" % (me % 2), column)
-        await total(node, "all", group)
+                await total(worker, "column%d" % (me % 2), column)
+        await total(worker, "all", group)
         for each in (row, column, group):
             await each.close()
 

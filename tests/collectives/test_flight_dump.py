@@ -54,8 +54,8 @@ async def test_a_signal_and_the_tool_have_a_process_write_its_flights(
 ) -> None:
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     assert not listens(os.getpid())
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         assert listens(os.getpid())
         await group.all_reduce(np.ones(3, np.float32))
         dumps, silent = await collect([os.getpid(), 2**22 + 1], tmp_path)

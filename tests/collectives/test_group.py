@@ -21,8 +21,8 @@ WAIT_S_MAX = 60.0
 
 
 async def test_closing_ends_what_is_queued_and_tells_who_waits_for_it() -> None:
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         gate = threading.Event()
         running = group.submit(lambda _: gate.wait(WAIT_S_MAX))
         queued = [group.submit(lambda c: c.barrier()) for _ in range(3)]
@@ -41,8 +41,8 @@ async def test_closing_ends_what_is_queued_and_tells_who_waits_for_it() -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
 async def test_a_timeout_is_a_bounded_number_of_seconds(timeout: float) -> None:
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         with pytest.raises(UserError, match="timeout"):
             await group.barrier(timeout=timeout)
         await group.all_reduce(np.ones(3), timeout=5)

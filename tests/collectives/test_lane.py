@@ -278,8 +278,8 @@ def test_the_lane_records_its_flights(run_ranks: RunRanks) -> None:
 
 
 async def test_a_blocking_call_comes_after_what_was_submitted_before() -> None:
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         x = np.ones(3)
         for _ in range(2):
             assert group.blocking.all_reduce(x) is x

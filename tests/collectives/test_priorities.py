@@ -41,8 +41,8 @@ async def queued(group, priorities):
 
 
 async def main():
-    async with zbmd.join() as node:
-        group = await zbmd.group(node, priorities=True)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker, priorities=True)
         assert await queued(group, [0, -3, 5, 0, 9, 5]) == [4, 2, 5, 0, 3, 1]
         # By each in its own time: whatever is chosen, all choose the same.
         work = [group.all_reduce(np.full(4, float(k)), priority=k % 7) for k in range(60)]
@@ -60,8 +60,8 @@ async def main():
         else:
             raise AssertionError("priorities that differ are told")
         await group.barrier()  # which harms nothing
-        node.report({"ready": node.rank})
-        if node.rank == 2:
+        worker.report({"ready": worker.rank})
+        if worker.rank == 2:
             await asyncio.Event().wait()
         waiting = [group.all_reduce(np.ones(2), priority=k) for k in range(3)]
         ends = await asyncio.gather(*waiting, return_exceptions=True)
@@ -69,7 +69,7 @@ async def main():
         # The other one, which was told sooner, may have left already, and is missing then, too.
         assert any(isinstance(end, zbmd.PeerLost) and 2 in end.ranks for end in ends), ends
         await group.close()
-        node.report({"done": node.rank})
+        worker.report({"done": worker.rank})
 
 
 zbmd.run(main())
@@ -86,8 +86,8 @@ async def test_what_is_urgent_goes_first_on_all_ranks(
 
 
 async def test_a_group_without_priorities_says_so() -> None:
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         for call in (group.barrier(priority=1), group.all_reduce(np.ones(1), priority=128)):
             with pytest.raises(UserError, match="priorities=True"):
                 await call

@@ -81,15 +81,15 @@ async def only_some(group):
 
 
 async def main():
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         row, column = await rows_and_columns(group)
         await remade_again_and_again(group)
         await only_some(group)
-        node.report({"ready": node.rank})
-        if node.rank == 3:
+        worker.report({"ready": worker.rank})
+        if worker.rank == 3:
             await asyncio.Event().wait()
-        with_dead = row if node.rank == 2 else column if node.rank == 1 else None
+        with_dead = row if worker.rank == 2 else column if worker.rank == 1 else None
         if with_dead is not None:
             try:
                 await with_dead.all_reduce(np.ones(10))
@@ -97,7 +97,7 @@ async def main():
                 assert error.ranks == (3,), error
             else:
                 raise AssertionError("a member was lost")
-        if node.rank < 2:  # a sub-group without the dead goes on
+        if worker.rank < 2:  # a sub-group without the dead goes on
             assert ((await row.all_reduce(np.ones(5))) == 2).all()
         try:
             await group.subgroup([0, 1, 2, 3], timeout=30)
@@ -107,17 +107,17 @@ async def main():
             pass  # another has noticed first, and has given up
         for g in (row, column, group):
             await g.close()
-        first, group = group, await zbmd.group(node, after=group.epoch)
+        first, group = group, await zbmd.group(worker, after=group.epoch)
         try:
             await first.split(0)
         except OperationAborted as error:
             assert "view that is over" in str(error)
-        pair = await group.split(int(node.rank == 1))
-        assert pair.members == ((1,) if node.rank == 1 else (0, 2))
+        pair = await group.split(int(worker.rank == 1))
+        assert pair.members == ((1,) if worker.rank == 1 else (0, 2))
         assert (await pair.all_reduce(np.ones(3)))[0] == pair.size
         await pair.close()
         await group.close()
-        node.report({"done": node.rank})
+        worker.report({"done": worker.rank})
 
 asyncio.run(main())
 '''
@@ -144,10 +144,10 @@ async def test_who_closes_and_leaves_behind_the_last_operation_harms_nobody(
 import zbmd
 
 async def main():
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         x = zbmd.empty(1 << 20, "f8")
-        x.fill(node.rank)
+        x.fill(worker.rank)
         await group.broadcast(x, 0)
         await group.close()
     print("sum", x.sum())
@@ -162,8 +162,8 @@ zbmd.run(main())
 
 
 async def test_a_world_of_one_has_sub_groups_too() -> None:
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         parts = [await group.subgroup([0]) for _ in range(SUBGROUPS_MAX)]
         assert (await parts[-1].all_reduce(np.ones(3)) == 1).all()
         with pytest.raises(LocalProtocolError, match="close one"):
@@ -180,15 +180,15 @@ async def test_a_world_of_one_has_sub_groups_too() -> None:
 
 
 async def test_misuse_is_told() -> None:
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         for ranks in ([], [1], [0, 0], [0, 5]):
             with pytest.raises(UserError, match="are not members"):
                 await group.subgroup(ranks)
         with pytest.raises(UserError, match="out of bounds"):
             await group.split(2**70)
         with pytest.raises(LocalProtocolError, match="is for sub-groups"):
-            await zbmd.group(node, channel=8)
+            await zbmd.group(worker, channel=8)
         await group.close()
 
 
@@ -202,9 +202,9 @@ import numpy as np
 import zbmd
 
 async def main():
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
-        if node.rank == 0:
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
+        if worker.rank == 0:
             try:
                 await group.subgroup([0, 1], timeout=0.05)
             except zbmd.{DeadlineExceeded.__name__} as error:
@@ -217,9 +217,9 @@ async def main():
         await group.barrier()
         await again.close()
         pair = await group.subgroup([1, 0])
-        if node.rank == 0:  # the other may still be in the pair's last operation, and look at our descriptor
+        if worker.rank == 0:  # the other may still be in the pair's last operation, and read our descriptor
             await pair.close()
-        part = await group.subgroup([node.rank])
+        part = await group.subgroup([worker.rank])
         assert part.communicator.channel != pair.communicator.channel
         await part.barrier()
         await group.barrier()  # once both have closed the pair, its channel may be used again

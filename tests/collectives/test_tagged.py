@@ -80,23 +80,23 @@ async def give_up_and_take(group, shared, out):
 
 
 async def main():
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         await exchange(group)
-        node.report({"ready": node.rank})
+        worker.report({"ready": worker.rank})
         lost = False
         try:
-            if node.rank == 2:
+            if worker.rank == 2:
                 await asyncio.Event().wait()
             await group.recv(2, tag=99)
         except PeerLost as error:
             assert error.ranks == (2,), error
             lost = True
         await group.close()
-        group = await zbmd.group(node, after=group.epoch)
+        group = await zbmd.group(worker, after=group.epoch)
         assert lost and group.members == (0, 1)
         await exchange(group)
-        node.report({"after": node.rank})
+        worker.report({"after": worker.rank})
         await group.close()
 
 asyncio.run(main())
@@ -123,23 +123,23 @@ import zbmd
 
 
 async def main():
-    async with zbmd.join() as node:
+    async with zbmd.join() as worker:
         gone = asyncio.Event()
-        node.on_peer_lost(lambda *notice: gone.set())
-        group = await zbmd.group(node)
+        worker.on_peer_lost(lambda *notice: gone.set())
+        group = await zbmd.group(worker)
         total = await group.all_reduce(np.full(300_000, 1.0))  # who is slower in it than the one that leaves
         assert (total == 3).all()
-        if node.rank == 2:
+        if worker.rank == 2:
             for to in (0, 1):
                 for k in range(50):
                     await group.send(np.full(9, k), to, tag=k)
-            node.report({"left": node.rank})
+            worker.report({"left": worker.rank})
             return  # without a word, and closing nothing
         await gone.wait()
         for k in reversed(range(50)):
             assert (await group.recv(2, tag=k)).array[0] == k, "what it sent before has come"
-        other = 1 - node.rank
-        await group.send(np.full(9, node.rank), other)
+        other = 1 - worker.rank
+        await group.send(np.full(9, worker.rank), other)
         assert (await group.recv(other)).array[0] == other, "those who are there go on"
         for call in (group.recv(2), group.send(np.ones(9), 2), group.recv(), group.barrier()):
             try:
@@ -148,7 +148,7 @@ async def main():
                 pass
             else:
                 raise AssertionError("nobody was there for it")
-        node.report({"stayed": node.rank})
+        worker.report({"stayed": worker.rank})
 
 
 asyncio.run(main())
@@ -166,9 +166,9 @@ async def test_who_leaves_takes_nothing_with_it_that_was_sent_or_done(
 
 
 async def test_leaving_closes_what_is_open() -> None:
-    async with zbmd.join() as node:
-        plain, elastic = await zbmd.group(node), await zbmd.elastic_group(node, channel=1)
-        closed = await zbmd.group(node, channel=2)
+    async with zbmd.join() as worker:
+        plain, elastic = await zbmd.group(worker), await zbmd.elastic_group(worker, channel=1)
+        closed = await zbmd.group(worker, channel=2)
         await closed.close()
         waits = asyncio.create_task(plain.recv())
         await asyncio.sleep(0)
@@ -180,8 +180,8 @@ async def test_leaving_closes_what_is_open() -> None:
 
 
 async def test_a_receive_that_gives_up_leaves_the_message_for_the_next() -> None:
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         with pytest.raises(DeadlineExceeded, match="receive from 0 with tag 4"):
             await group.recv(0, tag=4, timeout=0.01)
         waits = asyncio.create_task(group.recv(tag=4))

@@ -45,8 +45,8 @@ with open({board!r}, "r+b") as file:
     # By rank: the operation that it has come to.
     REACHED = np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64)
 
-async def arm(node, group, k, run, point):
-    while (REACHED < k).any() and node.latest.epoch == group.epoch:
+async def arm(worker, group, k, run, point):
+    while (REACHED < k).any() and worker.latest.epoch == group.epoch:
         await asyncio.sleep(0)
     communicator, n = group.group.communicator, group.size
     if point == AT_END:
@@ -55,27 +55,27 @@ async def arm(node, group, k, run, point):
 
 async def main():
     global LIFE
-    async with zbmd.join() as node:
-        LIFE = node.incarnation
-        group = await zbmd.elastic_group(node, timeout=60)
-        new = node.incarnation > 1  # a replacement may be asked for the operation in which it died
+    async with zbmd.join() as worker:
+        LIFE = worker.incarnation
+        group = await zbmd.elastic_group(worker, timeout=60)
+        new = worker.incarnation > 1  # a replacement may be asked for the operation in which it died
         while group.sequence <= len(KILLS):
             k = group.sequence
             kill = KILLS[k - 1]
-            REACHED[node.rank] = k
-            if kill and kill[0] == node.rank and not new:
-                await arm(node, group, k, *kill[1:])
-            told = {{"k": k, "rank": node.rank, "incarnation": node.incarnation}}
+            REACHED[worker.rank] = k
+            if kill and kill[0] == worker.rank and not new:
+                await arm(worker, group, k, *kill[1:])
+            told = {{"k": k, "rank": worker.rank, "incarnation": worker.incarnation}}
             try:
-                done, found = await operate(group, node.rank, k)
+                done, found = await operate(group, worker.rank, k)
                 told |= {{"value": found, "of": done.contributors, "repairs": done.repairs}}
             except zbmd.ZbmdError as error:
                 told |= {{"error": type(error).__name__, "why": str(error)}}
-            if kill and kill[0] == node.rank and not new:
+            if kill and kill[0] == worker.rank and not new:
                 told["survived"] = True
                 group.group.communicator.kill_at(0, 0)
             new = False
-            node.report(told)
+            worker.report(told)
         await group.close()
 
 zbmd.run(main())

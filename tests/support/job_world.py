@@ -50,12 +50,13 @@ from zbmd.actors.rank.member import join
 
 async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, cut_connections)
-    async with join(inbox_bytes=1 << 20) as node:
+    async with join(inbox_bytes=1 << 20) as worker:
         while True:
-            view = node.latest
-            members = ",".join(f"{m.rank}#{m.incarnation}" for m in view.members if node.epoch == view.epoch)
-            print(f"{node.epoch} {os.environ['LOCAL_RANK']} {members}")
-            view = await node.view(after=node.epoch)
+            view = worker.latest
+            entered = view.members if worker.epoch == view.epoch else ()
+            members = ",".join(f"{m.rank}#{m.incarnation}" for m in entered)
+            print(f"{worker.epoch} {os.environ['LOCAL_RANK']} {members}")
+            view = await worker.view(after=worker.epoch)
             if os.path.exists(os.environ["DONE"]):
                 break
 

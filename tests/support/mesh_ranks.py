@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from zbmd.actors.rank.member import Node, join
+from zbmd.actors.rank.member import Worker, join
 from zbmd.collectives.group.group import Group, group
 from zbmd.training import ops
 from zbmd.training.autograd.tape import Tape, Tensor
@@ -50,10 +50,10 @@ class Case(msgspec.Struct, kw_only=True):
     """What it finds in the block that it has first."""
 
 
-def run_case(case: Case, groups: MeshGroups, node: Node) -> tuple[np.ndarray, list[float]]:
+def run_case(case: Case, groups: MeshGroups, worker: Worker) -> tuple[np.ndarray, list[float]]:
     model = groups.model(case.model, recompute=case.recompute)
     recipe = Recipe(model, Corpus(Path(case.corpus), context=case.model.context), case.training)
-    arena = node.segment.arena
+    arena = worker.segment.arena
 
     def empty(size: int, dtype: Any) -> np.ndarray:
         return arena.empty((size,), dtype)
@@ -67,10 +67,10 @@ def run_case(case: Case, groups: MeshGroups, node: Node) -> tuple[np.ndarray, li
         empty=empty,
         overlap=case.overlap,
     )
-    if case.poisoned == node.rank and case.poison == "weight":
+    if case.poisoned == worker.rank and case.poison == "weight":
         slot = next(one for one in trainer.own.layout.slots if one.name.endswith("blocks.0.mlp.out.weight"))
         trainer.params[slot.offset] = np.nan
-    elif case.poisoned == node.rank:
+    elif case.poisoned == worker.rank:
         model.operators = replace(model.operators, activation=poisoned_activation(case.poison == "forward"))
     losses = [trainer.run_step().loss for _ in range(case.training.steps)]
     losses.append(trainer.held_out_loss(windows_max=20))
@@ -97,11 +97,11 @@ def poisoned_activation(forwards: bool) -> Operator:
     return poisoned
 
 
-async def run_cases(world: Group, node: Node, cases: list[Case]) -> None:
+async def run_cases(world: Group, worker: Worker, cases: list[Case]) -> None:
     for case in cases:
         groups = await MeshGroups.of(world, Mesh.parse(case.mesh, world.size))
-        weights, losses = await asyncio.to_thread(run_case, case, groups, node)
-        path = Path(os.environ["MESH_OUT"]) / f"{case.name}.{node.rank}.npz"
+        weights, losses = await asyncio.to_thread(run_case, case, groups, worker)
+        path = Path(os.environ["MESH_OUT"]) / f"{case.name}.{worker.rank}.npz"
         np.savez(path, weights=weights, losses=np.array(losses))
         await world.barrier()
         await groups.close()
@@ -109,10 +109,10 @@ async def run_cases(world: Group, node: Node, cases: list[Case]) -> None:
 
 async def main() -> None:
     cases = msgspec.json.decode(os.environ["MESH_CASES"], type=list[Case])
-    async with join(arena=256 << 20) as node:
-        world = await group(node)
+    async with join(arena=256 << 20) as worker:
+        world = await group(worker)
         try:
-            await run_cases(world, node, cases)
+            await run_cases(world, worker, cases)
         finally:
             await world.close()
 

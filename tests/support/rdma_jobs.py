@@ -42,8 +42,8 @@ class Doubler(Actor):
     async def double(self, message: Double) -> Doubled:
         return Doubled(2 * message.number + len(message.padding))
 
-async def everything(node, group, ranks):
-    digest, rank = hashlib.sha256(), node.rank
+async def everything(worker, group, ranks):
+    digest, rank = hashlib.sha256(), worker.rank
     for count in (1, 300, 5000, 1 << 18):
         for make in (zbmd.from_array, np.array):  # in the arena, and elsewhere
             # Of integers and a product: no processor draws others.
@@ -56,39 +56,39 @@ async def everything(node, group, ranks):
     digest.update((await group.all_to_all(pieces)).tobytes())
     return digest.digest()
 
-async def actors(node, ranks):
-    await node.system.spawn(Doubler, name="doubler")
-    await node.view_barrier()
+async def actors(worker, ranks):
+    await worker.system.spawn(Doubler, name="doubler")
+    await worker.view_barrier()
     for peer in range(ranks):
-        far = node.system.ref(f"rank{peer}/doubler")
+        far = worker.system.ref(f"rank{peer}/doubler")
         for padding in (0, 100_000):
             answer = await far.ask(Double(peer, bytes(padding)), timeout=60, reply=Doubled)
             assert answer.number == 2 * peer + padding
 
 async def main():
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
-        node.view_barrier = group.barrier
-        kinds = {type(peer.memory).__name__ for peer in node.peers.values()}
-        kinds |= {type(link).__name__ for link in node._links._links.values()}
-        await actors(node, node.world_size)
-        digest = await everything(node, group, node.world_size)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
+        worker.view_barrier = group.barrier
+        kinds = {type(peer.memory).__name__ for peer in worker.peers.values()}
+        kinds |= {type(link).__name__ for link in worker._links._links.values()}
+        await actors(worker, worker.world_size)
+        digest = await everything(worker, group, worker.world_size)
         print("digest", digest.hex(), *sorted(kinds))
         lost = asyncio.get_running_loop().create_future()
-        node.on_peer_lost(lambda *what: lost.done() or lost.set_result(what))
+        worker.on_peer_lost(lambda *what: lost.done() or lost.set_result(what))
         await group.barrier()
-        node.report({"ready": node.rank})
+        worker.report({"ready": worker.rank})
         await lost
         try:
             await group.barrier(timeout=30)  # a rank that is gone is told of, not waited for
         except PeerLost as error:
-            node.report({"lost": node.rank})
+            worker.report({"lost": worker.rank})
         await group.close()
-        await node.view(after=1)
-        group = await zbmd.group(node)
+        await worker.view(after=1)
+        group = await zbmd.group(worker)
         assert (await group.all_reduce(np.ones(1 << 16))).tolist() == [2.0] * (1 << 16)
         await group.close()
-        node.report({"done": node.rank})
+        worker.report({"done": worker.rank})
 
 zbmd.run(main())
 """

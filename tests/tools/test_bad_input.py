@@ -248,10 +248,10 @@ def script(launcher: Launcher, body: str) -> str:
     path.write_text(
         "import asyncio, numpy, os, sys, threading, zbmd\n"
         "async def main():\n"
-        "    async with zbmd.join() as node:\n"
+        "    async with zbmd.join() as worker:\n"
         f"{textwrap.indent(textwrap.dedent(body), ' ' * 8)}\n"
         "        while True:\n"
-        "            await node.view(after=node.epoch)\n"
+        "            await worker.view(after=worker.epoch)\n"
         "zbmd.run(main())\n"
     )
     return path.name
@@ -291,7 +291,7 @@ def test_all_ranks_failing_alike_at_import_is_told_once(launcher: Launcher) -> N
 
 @pytest.mark.parametrize("how", [REASON, "sys.exit(3)"])
 def test_a_rank_that_fails_each_time_is_restarted_so_often_and_no_more(launcher: Launcher, how: str) -> None:
-    path = script(launcher, f"if node.rank == 1:\n    {how}")
+    path = script(launcher, f"if worker.rank == 1:\n    {how}")
     ended = launcher.run("run", "-n", "3", "--max-restarts", "2", path)
     told = failed(ended)
     assert "more than 2 restarts within 60 s" in told
@@ -305,9 +305,9 @@ def test_the_cause_is_named_and_not_the_siblings_that_lost_their_peer(launcher: 
     path = script(
         launcher,
         f"""
-        group = await zbmd.group(node)
+        group = await zbmd.group(worker)
         for step in range(4):
-            if node.rank == 1 and step == 3:
+            if worker.rank == 1 and step == 3:
                 {REASON}
             await group.all_reduce(numpy.ones(4))
         """,

@@ -107,8 +107,8 @@ from app import Caller
 
 async def main() -> None:
     allow_remote_modules("app")
-    async with zbmd.join() as node:
-        await node.system.spawn(Caller, name="caller")
+    async with zbmd.join() as worker:
+        await worker.system.spawn(Caller, name="caller")
         print("ready", flush=True)
         await asyncio.Event().wait()
 

@@ -12,31 +12,31 @@ import numpy as np
 import zbmd
 
 
-async def work(node, name, group, first):
+async def work(worker, name, group, first):
     # Operations by number: who comes later takes part from its `sequence` on.
     of, over = None, False
     while not over:
         if group.sequence % 2 != first:
             await group.refresh(timeout=60)
             continue
-        x = np.array([10.0**node.rank, os.path.exists("done")])
+        x = np.array([10.0**worker.rank, os.path.exists("done")])
         done = await group.all_reduce(x, inputs="preserve", timeout=60)
         assert done.value[0] == sum(10.0**rank for rank in done.contributors), done
         over = done.value[1] > 0
         if done.contributors != of:
             of = done.contributors
-            print(f"{name} of rank {node.rank}#{node.incarnation}: {of}", flush=True)
+            print(f"{name} of rank {worker.rank}#{worker.incarnation}: {of}", flush=True)
         await asyncio.sleep(0.01)
 
 
 async def main():
-    async with zbmd.join() as node:
-        group = await zbmd.elastic_group(node, timeout=60)
+    async with zbmd.join() as worker:
+        group = await zbmd.elastic_group(worker, timeout=60)
         part = await group.subgroup((2, 0), timeout=60)  # rank 2 is not there yet
-        both = [work(node, "all", group, 0)]
+        both = [work(worker, "all", group, 0)]
         if part is not None:
             assert part.ranks == (2, 0)
-            both.append(work(node, "part", part, 1))
+            both.append(work(worker, "part", part, 1))
         await asyncio.gather(*both)
         for each in (part, group):
             if each is not None:

@@ -91,8 +91,8 @@ async def test_the_comparison_of_collectives_finds_other_bits() -> None:
     def look(array: Any) -> np.ndarray:
         return of_device(array, np.dtype(array.span.typestr))
 
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
         known = lambda dtype: dtype.name in ("int32", "float16")  # noqa: E731
         told = await compare(group, lambda x: on_device(process, x), look, known)
         assert "results of 2 dtypes" in told and "float64" in told

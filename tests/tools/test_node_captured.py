@@ -17,10 +17,10 @@ import os
 import zbmd
 
 async def main():
-    async with zbmd.join() as node:
+    async with zbmd.join() as worker:
         while not os.path.exists("done"):
-            print("rank", node.rank, "of", len(node.peers) + 1, flush=True)
-            await node.view(after=node.epoch)
+            print("rank", worker.rank, "of", len(worker.peers) + 1, flush=True)
+            await worker.view(after=worker.epoch)
 
 zbmd.run(main())
 """

@@ -31,8 +31,8 @@ def say(*words):
     print(*words, flush=True)
 
 async def main():
-    async with join() as node:
-        say("joined", node.incarnation, "epoch", node.epoch, "with", *sorted(node.peers))
+    async with join() as worker:
+        say("joined", worker.incarnation, "epoch", worker.epoch, "with", *sorted(worker.peers))
 {body}
 
 asyncio.run(main())
@@ -248,7 +248,7 @@ async def test_no_line_is_lost_torn_or_mixed(start: Start, plain: Callable[[str]
 async def test_the_json_log_has_rank_and_time(
     start: Start, script: Callable[[str], str], tmp_path: Path
 ) -> None:
-    path = script('node.log.info("all_reduce", step=3, group="world", op="ring", peer=1)')
+    path = script('worker.log.info("all_reduce", step=3, group="world", op="ring", peer=1)')
     code, run = await run_to_end(start, "run", "-n", "2", "--log-dir", str(tmp_path / "logs"), path)
     assert code == 0, run.all_output
     for rank in (0, 1):
@@ -275,11 +275,11 @@ async def test_a_killed_rank_is_replaced_and_the_view_grows(
 ) -> None:
     path = script(
         """
-        if node.incarnation == 1 and node.rank == 1:
+        if worker.incarnation == 1 and worker.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        if node.epoch == 1:
-            view = await node.view(after=1)
-            say("entered", view.epoch, [m.incarnation for m in view.members], node.peers[1].incarnation)
+        if worker.epoch == 1:
+            view = await worker.view(after=1)
+            say("entered", view.epoch, [m.incarnation for m in view.members], worker.peers[1].incarnation)
         """
     )
     code, run = await run_to_end(start, "run", "-n", "3", path)
@@ -298,9 +298,9 @@ async def test_ranks_killed_from_outside_at_once_cost_one_view(
     path = script(
         """
         say("pid", os.getpid())
-        if node.epoch == 1:
-            await node.view(after=1)
-            say("entered", node.epoch)
+        if worker.epoch == 1:
+            await worker.view(after=1)
+            say("entered", worker.epoch)
         """
     )
     async with start("run", "-n", "4", path) as run:
@@ -316,10 +316,10 @@ async def test_ranks_killed_from_outside_at_once_cost_one_view(
 async def test_shrink_goes_on_over_those_left(start: Start, script: Callable[[str], str]) -> None:
     path = script(
         """
-        if node.rank == 2:
+        if worker.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        view = await node.view(after=1)
-        say("entered", view.epoch, view.ranks, view.lost, sorted(node.peers))
+        view = await worker.view(after=1)
+        say("entered", view.epoch, view.ranks, view.lost, sorted(worker.peers))
         """
     )
     code, run = await run_to_end(start, "run", "-n", "3", "--on-loss", "shrink", path)
@@ -331,13 +331,13 @@ async def test_shrink_goes_on_over_those_left(start: Start, script: Callable[[st
 async def test_progress_and_what_a_loss_cost_are_told(start: Start, script: Callable[[str], str]) -> None:
     path = script(
         """
-        if node.epoch == 1:
+        if worker.epoch == 1:
             say("pid", os.getpid())
-            if node.rank == 0:
-                node.report({"kind": "step", "version": 4, "loss": 2.5, "grad_norm": 0.5})
-            await node.view(after=1)
-            if node.rank == 0:
-                node.report({"kind": "step", "version": 5, "loss": 2.25, "steps_total": 9})
+            if worker.rank == 0:
+                worker.report({"kind": "step", "version": 4, "loss": 2.5, "grad_norm": 0.5})
+            await worker.view(after=1)
+            if worker.rank == 0:
+                worker.report({"kind": "step", "version": 5, "loss": 2.25, "steps_total": 9})
         """
     )
     async with start("run", "-n", "2", path) as run:
@@ -355,10 +355,10 @@ async def test_more_restarts_than_allowed_end_the_run_in_clear_words(
 ) -> None:
     path = script(
         """
-        if node.rank == 1:
+        if worker.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         while True:
-            await node.view(after=node.epoch)
+            await worker.view(after=worker.epoch)
         """
     )
     code, run = await run_to_end(start, "run", "-n", "2", "--max-restarts", "2", path)
@@ -372,9 +372,9 @@ async def test_a_script_that_raises_on_one_rank_ends_the_run(
 ) -> None:
     path = script(
         """
-        if node.rank == 1:
+        if worker.rank == 1:
             raise RuntimeError("the reason")
-        await node.view(after=100)
+        await worker.view(after=100)
         """
     )
     code, run = await run_to_end(start, "run", "-n", "3", "--on-loss", "stop", path)
@@ -405,7 +405,7 @@ async def test_a_users_mistake_found_by_the_script_is_one_paragraph(
 
 # Ending.
 
-WAIT_FOR_EVER = "say('address', os.environ['ZBMD_NODE'])\nawait node.view(after=100)"
+WAIT_FOR_EVER = "say('address', os.environ['ZBMD_NODE'])\nawait worker.view(after=100)"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -428,7 +428,7 @@ async def test_a_second_signal_kills_what_ignores_the_first(
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, say, "SIGTERM ignored")
         say("ready")
-        await node.view(after=100)
+        await worker.view(after=100)
         """
     )
     async with start("run", "-n", "2", path) as run:
@@ -453,7 +453,7 @@ async def test_killing_the_template_ends_the_run_in_clear_words(
     start: Start, script: Callable[[str], str]
 ) -> None:
     async with start(
-        "run", "-n", "2", script("say('template', os.getppid())\nawait node.view(after=100)")
+        "run", "-n", "2", script("say('template', os.getppid())\nawait worker.view(after=100)")
     ) as run:
         template_pid = int((await run.until(r"template (\d+)", 2))[0][1])
         os.kill(template_pid, signal.SIGKILL)
@@ -487,9 +487,9 @@ async def test_status_shows_nodes_ranks_and_actors(
         from zbmd.actors.core.actor import Actor
         class Counter(Actor):
             pass
-        await node.system.spawn(Counter, name="counter")
+        await worker.system.spawn(Counter, name="counter")
         say("ready", os.environ["ZBMD_NODE"], os.getpid())
-        await node.view(after=100)
+        await worker.view(after=100)
         """
     )
     async with start("run", "-n", "2", path) as run:
@@ -531,7 +531,7 @@ async def test_show_config_merges_by_precedence(start: Start, tmp_path: Path) ->
 
 
 async def test_the_recovery_budget_reaches_the_ranks(start: Start, script: Callable[[str], str]) -> None:
-    path = script('print("deadlines", node.deadlines.recovery_budget_ns, node.deadlines.suspicion_ns)')
+    path = script('print("deadlines", worker.deadlines.recovery_budget_ns, worker.deadlines.suspicion_ns)')
     code, run = await run_to_end(start, "run", "-n", "2", "--recovery-budget", "2500ms", path)
     assert code == 0, run.all_output
     assert sum("deadlines 2500000000 1000000000" in line for line in run.lines) == 2

@@ -100,9 +100,9 @@ import asyncio, os, sys
 from zbmd.actors.rank.member import join
 
 async def main():
-    async with join() as node:
-        size, where = len(node.peers) + 1, os.environ["WHERE"]
-        print("rank", node.rank, "of", size, where, *sys.argv[1:], flush=True)
+    async with join() as worker:
+        size, where = len(worker.peers) + 1, os.environ["WHERE"]
+        print("rank", worker.rank, "of", size, where, *sys.argv[1:], flush=True)
         while not os.path.exists("done"):
             await asyncio.sleep(0.02)
 

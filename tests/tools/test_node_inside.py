@@ -45,19 +45,19 @@ async def flood(ref):
         await asyncio.sleep(0)
 
 async def main() -> None:
-    async with zbmd.join() as node:
+    async with zbmd.join() as worker:
         children = [zbmd.ChildSpec(name="worker", actor=Worker)]
         inner = zbmd.ChildSpec(name="inner", actor=Supervisor, args=(children,))
-        await node.system.supervise([inner], name="outer")
-        worker = node.system.ref("worker")
+        await worker.system.supervise([inner], name="outer")
+        ref = worker.system.ref("worker")
         try:
-            await worker.ask(Crash(), timeout=5.0)
+            await ref.ask(Crash(), timeout=5.0)
         except zbmd.ActorFailed:
             pass
-        while node.system.find("worker", 0) is None:
+        while worker.system.find("worker", 0) is None:
             await asyncio.sleep(0)
-        flooding = asyncio.create_task(flood(worker))
-        group = await zbmd.group(node)
+        flooding = asyncio.create_task(flood(ref))
+        group = await zbmd.group(worker)
         await group.barrier()
         print("ready", flush=True)
         await flooding

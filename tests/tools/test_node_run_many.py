@@ -31,14 +31,14 @@ WAIT = """
 import asyncio, os, sys
 from zbmd.actors.rank.member import join
 
-async def follow(node):
+async def follow(worker):
     while True:
-        print("rank", node.rank, "of", len(node.peers) + 1, flush=True)
-        await node.view(after=node.epoch)  # who joins later waits for those who are there
+        print("rank", worker.rank, "of", len(worker.peers) + 1, flush=True)
+        await worker.view(after=worker.epoch)  # who joins later waits for those who are there
 
 async def main():
-    async with join() as node:
-        following = asyncio.create_task(follow(node))
+    async with join() as worker:
+        following = asyncio.create_task(follow(worker))
         while not os.path.exists("done"):
             await asyncio.sleep(0.02)
         following.cancel()
@@ -74,10 +74,10 @@ from zbmd.actors.core.introspection import INSIDE_ACTOR, InsideReply, InsideRequ
 
 async def main():
     ranks = ["rank0", "rank1"]
-    async with zbmd.join() as node:
-        system = node.system
+    async with zbmd.join() as worker:
+        system = worker.system
         me = await system.spawn(Greeter, name="greeter")
-        await system.register(f"greeter-{node.rank}", me)
+        await system.register(f"greeter-{worker.rank}", me)
         group = await system.group("greeters")
         await group.join(me)
         while len(group.members) < 2:
@@ -93,7 +93,7 @@ async def main():
         for refs in (by_name, by_group):
             assert [(await ref.ask(Where(), reply=Here, timeout=20)).process for ref in refs] == ranks
         met = f"{len(found)} processes by address, and rank0 and rank1 by name and group"
-        print(f"rank{node.rank} has met {met}", flush=True)
+        print(f"rank{worker.rank} has met {met}", flush=True)
         while not os.path.exists("done"):
             await asyncio.sleep(0.02)
 

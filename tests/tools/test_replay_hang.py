@@ -35,7 +35,7 @@ from zbmd.collectives.commit.driver import CommitDriver
 send = CommitDriver._send
 
 async def lossy(self, action):
-    if isinstance(action, cm.SendVote) and (self._node.rank, action.to, action.version) == (2, 0, 3):
+    if isinstance(action, cm.SendVote) and (self._worker.rank, action.to, action.version) == (2, 0, 3):
         return
     await send(self, action)
 
@@ -59,13 +59,13 @@ class Mute(Actor):
         await asyncio.Event().wait()
 
 async def main():
-    async with join() as node:
-        if node.rank == 0:
-            await node.system.spawn(Mute, name="mute")
+    async with join() as worker:
+        if worker.rank == 0:
+            await worker.system.spawn(Mute, name="mute")
             await asyncio.Event().wait()
         while True:
             with contextlib.suppress(DeadActor):  # not spawned yet
-                await node.system.ref("rank0/mute").ask(Question(7), timeout=3000)
+                await worker.system.ref("rank0/mute").ask(Question(7), timeout=3000)
 
 asyncio.run(main())
 """

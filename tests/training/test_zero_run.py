@@ -47,20 +47,20 @@ OPTIONS = [
     for storage, steps in KINDS for stage in (1, 2, 3)
 ]
 
-def train(node, group, recipe):
+def train(worker, group, recipe):
     for zero, steps in OPTIONS:
-        trainer = ZeroTrainer(node, group, recipe, zero)
+        trainer = ZeroTrainer(worker, group, recipe, zero)
         for _ in range(steps):
             done = trainer.run_step()
         digest = hashlib.sha256(trainer.weights().data).hexdigest()
-        if node.rank == 0:
+        if worker.rank == 0:
             told = f"{done.loss!r} {done.grad_norm!r} {done.skipped} {digest}"
             print(f"{zero.storage} stage {zero.stage}: {told}")
     group.blocking.barrier()
     # Of stage 1 each rank has weights of its own; of stage 3 all gather those of their owner.
     stage = 1 if os.environ["WORLD_SIZE"] == "2" else 3
-    trainer = ZeroTrainer(node, group, recipe, OPTIONS[stage - 1][0])
-    if node.rank == 1:
+    trainer = ZeroTrainer(worker, group, recipe, OPTIONS[stage - 1][0])
+    if worker.rank == 1:
         trainer.own.part(1)[0] = float("nan")
     try:
         trainer.run_step()
@@ -73,9 +73,9 @@ async def main():
         recipe = Recipe(recipe.model, recipe.corpus, replace(recipe.config, optimizer=MuonConfig()))
     ranks = int(os.environ["WORLD_SIZE"])
     sizes = [arena_bytes_needed(recipe.model, recipe.config, zero, ranks=ranks) for zero, _ in OPTIONS]
-    async with zbmd.join(arena=sum(sizes) + sizes[0]) as node:
-        group = await zbmd.group(node)
-        await asyncio.to_thread(train, node, group, recipe)
+    async with zbmd.join(arena=sum(sizes) + sizes[0]) as worker:
+        group = await zbmd.group(worker)
+        await asyncio.to_thread(train, worker, group, recipe)
         await group.close()
 
 zbmd.run(main())
@@ -90,8 +90,8 @@ from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.replicated.job import open_recipe
 from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
 
-def train(node, group, recipe, zero):
-    trainer = ZeroTrainer(node, group, recipe, zero)
+def train(worker, group, recipe, zero):
+    trainer = ZeroTrainer(worker, group, recipe, zero)
     trainer.run_step()
     attempt, part = trainer._attempt, trainer.own.part(1)
 
@@ -103,7 +103,7 @@ def train(node, group, recipe, zero):
         finally:
             part[0] = kept
 
-    if node.rank == 1:
+    if worker.rank == 1:
         trainer._attempt = errs
     try:
         trainer.run_step()
@@ -113,9 +113,9 @@ def train(node, group, recipe, zero):
 async def main():
     recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
     zero = ZeroOptions(stage=1)
-    async with zbmd.join(arena=arena_bytes_needed(recipe.model, recipe.config, zero, ranks=2)) as node:
-        group = await zbmd.group(node)
-        await asyncio.to_thread(train, node, group, recipe, zero)
+    async with zbmd.join(arena=arena_bytes_needed(recipe.model, recipe.config, zero, ranks=2)) as worker:
+        group = await zbmd.group(worker)
+        await asyncio.to_thread(train, worker, group, recipe, zero)
         await group.close()
 
 zbmd.run(main())

@@ -27,7 +27,7 @@ VIEW_S: Final = 120.0
 """What a view may take, on a machine with very many more ranks than cores."""
 
 
-async def check(node: zbmd.Node, group: zbmd.Group, told: dict[str, float]) -> None:
+async def check(worker: zbmd.Worker, group: zbmd.Group, told: dict[str, float]) -> None:
     """Operations of all, and of a few: an exact result each time."""
     size = group.size
     mark_s = time.perf_counter()
@@ -36,19 +36,19 @@ async def check(node: zbmd.Node, group: zbmd.Group, told: dict[str, float]) -> N
     took_s: list[float] = []
     for _ in range(ROUNDS):
         mark_s = time.perf_counter()
-        total = await group.all_reduce(np.array([node.rank], np.float32), timeout=VIEW_S)
+        total = await group.all_reduce(np.array([worker.rank], np.float32), timeout=VIEW_S)
         took_s.append(time.perf_counter() - mark_s)
         assert total[0] == size * (size - 1) // 2, (total, size)
     told["all_reduce 4 B ms"] = statistics.median(took_s) * 1e3
-    rooted = await group.broadcast(np.array([node.rank]), root=size - 1, timeout=VIEW_S)
+    rooted = await group.broadcast(np.array([worker.rank]), root=size - 1, timeout=VIEW_S)
     assert rooted[0] == size - 1, rooted
-    row = await group.split(node.rank // ROW, timeout=VIEW_S)
+    row = await group.split(worker.rank // ROW, timeout=VIEW_S)
     assert row is not None
-    first = node.rank // ROW * ROW
+    first = worker.rank // ROW * ROW
     took_s.clear()
     for _ in range(ROUNDS):
         mark_s = time.perf_counter()
-        total = await row.all_reduce(np.array([node.rank], np.int64), timeout=VIEW_S)
+        total = await row.all_reduce(np.array([worker.rank], np.int64), timeout=VIEW_S)
         took_s.append(time.perf_counter() - mark_s)
         assert total[0] == sum(range(first, min(first + ROW, size))), total
     told[f"all_reduce 8 B of {row.size} ms"] = statistics.median(took_s) * 1e3
@@ -75,38 +75,38 @@ def tell(epoch: int, told: dict[str, float]) -> None:
 async def main() -> None:
     """One rank of it."""
     began_s = time.perf_counter()
-    async with zbmd.join(inbox_bytes=1 << 16) as node:
-        victim = node.world_size - 2
-        group = await zbmd.group(node)
+    async with zbmd.join(inbox_bytes=1 << 16) as worker:
+        victim = worker.world_size - 2
+        group = await zbmd.group(worker)
         told = {"to the group s": time.perf_counter() - began_s}
-        await check(node, group, told)
-        if node.rank == 0:
+        await check(worker, group, told)
+        if worker.rank == 0:
             tell(group.epoch, told)
-        if node.incarnation == 1 and group.epoch == 1:
+        if worker.incarnation == 1 and group.epoch == 1:
             try:
-                if node.rank == victim:
+                if worker.rank == victim:
                     os.kill(os.getpid(), signal.SIGKILL)
                 await group.all_reduce(np.zeros(1), timeout=VIEW_S)
-                raise AssertionError(f"rank {node.rank} has finished an operation without rank {victim}")
+                raise AssertionError(f"rank {worker.rank} has finished an operation without rank {victim}")
             except zbmd.PeerLost as error:
                 assert f"rank{victim}" in str(error) or f"rank {victim}" in str(error), error
             except zbmd.OperationAborted:
                 pass  # another has noticed first, and has ended the operation
-            lost = node.segment.lost_mask()
+            lost = worker.segment.lost_mask()
             mark_s = time.perf_counter()
             await group.close()
-            group = await zbmd.group(node, after=group.epoch)
+            group = await zbmd.group(worker, after=group.epoch)
             again = {"to the next group s": time.perf_counter() - mark_s}
-            assert node.segment.lost_mask() == 0, (node.rank, hex(node.segment.lost_mask()))
-            assert lost in (0, 1 << victim), (node.rank, hex(lost))
-            await check(node, group, again)
-            if node.rank == 0:
+            assert worker.segment.lost_mask() == 0, (worker.rank, hex(worker.segment.lost_mask()))
+            assert lost in (0, 1 << victim), (worker.rank, hex(lost))
+            await check(worker, group, again)
+            if worker.rank == 0:
                 tell(group.epoch, again)
                 print(f"rank 0: {footprint()}", flush=True)
         await group.barrier(timeout=VIEW_S)
         await group.close()
-    if node.rank == 0:
-        print(f"all {node.world_size} ranks are done", flush=True)
+    if worker.rank == 0:
+        print(f"all {worker.world_size} ranks are done", flush=True)
 
 
 if __name__ == "__main__":

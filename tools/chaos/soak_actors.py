@@ -31,7 +31,7 @@ from zbmd.actors.core.actor import Down
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ActorError
-from zbmd.actors.supervision.devices import DeviceWorker, Workers, cpu_cores
+from zbmd.actors.supervision.devices import DeviceWorker, ProcessPool, cpu_cores
 from zbmd.actors.supervision.events import BackOff
 from zbmd.actors.supervision.machine import INTENSITY_MAX
 from zbmd.tools.chaos.soak_ledger import Audit, Bookkeeper, Books, Entry, Written
@@ -50,7 +50,7 @@ class Soak:
     """One run."""
 
     system: ActorSystem
-    workers: Workers
+    workers: ProcessPool
     names: Sequence[str]
     dice: random.Random
     books: Bookkeeper = field(default_factory=Bookkeeper)
@@ -163,7 +163,7 @@ async def soak(processes: int, seconds: float, kill_every_s: float, seed: int) -
     system = ActorSystem("soak")
     cores = cpu_cores(capacity=PROCESSES_MAX)
     # A kill is no fault of a core: none goes into quarantine.
-    workers = Workers(system, cores, modules=["zbmd.tools.chaos.soak_ledger"], failures=1000)
+    workers = ProcessPool(system, cores, modules=["zbmd.tools.chaos.soak_ledger"], failures=1000)
     names = [f"soak{number}" for number in range(processes)]
     made = Soak(system, workers, names, random.Random(seed))
     back_off = BackOff(first_ns=10_000_000, max_ns=500_000_000, seed=seed)

@@ -36,10 +36,10 @@ def work() -> float:
 
 async def main() -> None:
     """Take part until the process ends."""
-    async with zbmd.join() as node:
-        await node.system.spawn(Echo, name="echo")
-        group = await zbmd.group(node)
-        neighbour = node.system.ref(f"rank{(node.rank + 1) % node.world_size}/echo")
+    async with zbmd.join() as worker:
+        await worker.system.spawn(Echo, name="echo")
+        group = await zbmd.group(worker)
+        neighbour = worker.system.ref(f"rank{(worker.rank + 1) % worker.world_size}/echo")
         values = np.ones(50_000, np.float32)
         turns = 0
         while True:
@@ -48,8 +48,8 @@ async def main() -> None:
             await neighbour.ask(Ping(), reply=Ping, timeout=ASK_S)
             await asyncio.to_thread(work)
             turns += 1
-            if node.rank == 0 and turns % REPORT_EVERY == 1:
-                node.report({"turns": turns})
+            if worker.rank == 0 and turns % REPORT_EVERY == 1:
+                worker.report({"turns": turns})
 
 
 if __name__ == "__main__":

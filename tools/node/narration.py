@@ -1,6 +1,6 @@
 """What `zbmd-node run` tells of a job: failures, repaired views, and progress where the job reports it.
 
-A job that gives `Node.report` the fields `kind` = "step", `version` (the step that is committed) and any of
+A job that gives `Worker.report` the fields `kind` = "step", `version` (the step that is committed) and any of
 `loss`, `grad_norm`, `tokens_per_s`, `tflops`, `mfu`, `steps_total` gets the progress line and bar, and each
 loss the one line that says what it cost.
 """

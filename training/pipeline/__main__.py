@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, Node, join
+from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, Worker, join
 from zbmd.actors.rank_env import RankEnvironment
 from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.group.group import Group
@@ -88,8 +88,8 @@ async def run(options: JobOptions, *, schedule: str, chunks: int) -> PipelineRes
     arrays = len(arrays_of(recipe.config.optimizer))
     arena = 4 * (arrays * 2 * SLOTS + buffers) * recipe.model.layout.size + ARENA_SPARE_BYTES
     try:
-        async with join(arena=arena, inbox_bytes=INBOX_BYTES_DEFAULT + needed.inbox, enter=False) as node:
-            return await MeshJob(node, mesh, _Task(node, recipe, options, schedule, chunks)).run()
+        async with join(arena=arena, inbox_bytes=INBOX_BYTES_DEFAULT + needed.inbox, enter=False) as worker:
+            return await MeshJob(worker, mesh, _Task(worker, recipe, options, schedule, chunks)).run()
     except (StepFailed, TrainingDiverged) as error:
         raise UserError(str(error)) from error
 
@@ -130,9 +130,11 @@ def _stages(costs: Sequence[float], ranks: int, schedule: str, chunks: int) -> S
 class _Task(MeshTask[PipelineResult]):
     """Train with layers cut by what they cost on the first stage's machine."""
 
-    def __init__(self, node: Node, recipe: Recipe, options: JobOptions, schedule: str, chunks: int) -> None:
+    def __init__(
+        self, worker: Worker, recipe: Recipe, options: JobOptions, schedule: str, chunks: int
+    ) -> None:
         self.steps, self.known, self.out = recipe.config.steps, 0, options.out
-        self._node, self._recipe = node, recipe
+        self._worker, self._recipe = worker, recipe
         self._schedule, self._chunks = schedule, chunks
         self._costs = np.zeros(layers_in(recipe.model.config))
         """Of the layers; none is known at first."""
@@ -160,7 +162,7 @@ class _Task(MeshTask[PipelineResult]):
         return [self._empty(size, trainer.state_dtype) for _ in range(SLOTS)]
 
     def _empty(self, size: int, dtype: Any) -> np.ndarray:
-        return self._node.segment.arena.empty((size,), dtype)
+        return self._worker.segment.arena.empty((size,), dtype)
 
     def committed(self, done: MeshStep) -> None:
         """Say how it goes."""
@@ -168,7 +170,7 @@ class _Task(MeshTask[PipelineResult]):
             return
         self._done.append(done)
         step = done.step + 1
-        if self._node.rank == 0 and (step % REPORT_EVERY_STEPS == 0 or step == self.steps):
+        if self._worker.rank == 0 and (step % REPORT_EVERY_STEPS == 0 or step == self.steps):
             print(f"step {step} loss {done.loss:.4f} grad_norm {done.grad_norm:.2f}", file=sys.stderr)
 
     def profiled(self, line: StepLine, mfu: float | None) -> None:
@@ -180,7 +182,7 @@ class _Task(MeshTask[PipelineResult]):
     def finish(self, trainer: MeshTrainer) -> PipelineResult | None:
         """See `MeshTask`."""
         digest, bubble_of_times = weights_sha256(trainer.weights()), trainer.bubble_of_times()
-        if self._node.rank != 0:
+        if self._worker.rank != 0:
             return None
         bubbles = [one.compute_ns / max(one.busy_ns) - 1.0 for one in self._done if one.busy_ns]
         result = PipelineResult(
@@ -193,7 +195,7 @@ class _Task(MeshTask[PipelineResult]):
             bubble_of_times=bubble_of_times,
             weights_sha256=digest,
         )
-        tell_result(self._node, result)
+        tell_result(self._worker, result)
         return result
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import first_non_finite as lookout
 from zbmd.training.autograd import spans
@@ -61,7 +61,7 @@ class StagePasses:
     """Runs `programs[own.stage]`, step after step, over the micro-batches of `plan`.
 
     Gradients are written to `buffers`, flat arrays of `own.layout`. `group` and `rings` are those of
-    `epoch`, None for a pipeline of one stage. `node` is this process.
+    `epoch`, None for a pipeline of one stage. `worker` is this process.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class StagePasses:
         buffers: list[Array],
         group: Group | None,
         rings: StageRings | None,
-        node: Node,
+        worker: Worker,
         epoch: int,
     ) -> None:
         self._own, self._plan, self._buffers, self._group = own, plan, buffers, group
         self._machine = StageMachine(programs, own.stage)
         config = stage_config(programs, own.stage)
-        self._tap = recorded(node, STAGE, f"stage{own.stage}/{epoch}", self._machine, config)
+        self._tap = recorded(worker, STAGE, f"stage{own.stage}/{epoch}", self._machine, config)
         self._splits = any(one.op is Op.INPUT_GRADIENT for one in programs[own.stage].instructions)
         self._rings_or_none = rings
         schedule, shape = schedule_named(programs[own.stage].schedule), programs[own.stage].shape

@@ -15,7 +15,7 @@ from math import prod
 import msgspec
 import numpy as np
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
@@ -124,7 +124,7 @@ class StageRings:
 
     def __init__(
         self,
-        node: Node,
+        worker: Worker,
         group: Group,
         programs: Sequence[StageProgram],
         own: RingMemory,
@@ -132,20 +132,20 @@ class StageRings:
         world: Sequence[int],
         channel: int = CHANNEL_DEFAULT,
     ) -> None:
-        stage = group.members.index(node.rank)
-        self._segment: Segment = node.segment
+        stage = group.members.index(worker.rank)
+        self._segment: Segment = worker.segment
         self._members = group.members
         self._epoch, self._channel, self._traffic = group.epoch, channel, own.traffic
-        self._mask = sum(1 << rank for rank in world if rank != node.rank)
+        self._mask = sum(1 << rank for rank in world if rank != worker.rank)
         self._transfers: list[Transfer] = []
         self._own = own.arrays
         self._regions: dict[Boundary, RemoteRegion] = {}
         self._towards: dict[int, RemoteRegion] = {}
         self._require_fresh()
-        offered = own.offered([rank for rank in group.members if rank != node.rank])
+        offered = own.offered([rank for rank in group.members if rank != worker.rank])
         for other, data in enumerate(_exchange(group, offered)):
             if other != stage:
-                self._open(node, programs, stage, other, data)
+                self._open(worker, programs, stage, other, data)
 
     def _require_fresh(self) -> None:
         """Counts begin at 0 in an epoch. Raises `LocalProtocolError` if others have counted in this one."""
@@ -159,10 +159,10 @@ class StageRings:
                     )
 
     def _open(
-        self, node: Node, programs: Sequence[StageProgram], stage: int, other: int, data: bytes
+        self, worker: Worker, programs: Sequence[StageProgram], stage: int, other: int, data: bytes
     ) -> None:
         """Open the rings of stage `other` that this one puts into."""
-        memory = node.peers[self._members[other]].memory
+        memory = worker.peers[self._members[other]].memory
         offered = decode_offers(data, other)
         for boundary, slots in slots_of(programs[other]).items():
             sender = boundary.part + (1 if boundary.gradient else -1)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.commit.driver import Cancellation, WorkCancelled
 from zbmd.collectives.group.group import Group, hosts_of
 from zbmd.training.autograd.array_module import Array
@@ -52,7 +52,7 @@ class BuddyMirror(Keeper):
 
     def __init__(
         self,
-        node: Node,
+        worker: Worker,
         own: KeptState,
         *,
         place: int,
@@ -65,10 +65,10 @@ class BuddyMirror(Keeper):
         if len(copies) != zm.SLOTS:
             raise LocalProtocolError(f"a buddy has {zm.SLOTS} slots of copies")
         machine = zm.Mirror(place=place, ranks=ranks, known=known)
-        super().__init__(node, own, machine, outlives=False, on_update=on_update, on_commit=on_commit)
-        self._node = node
+        super().__init__(worker, own, machine, outlives=False, on_update=on_update, on_commit=on_commit)
+        self._worker = worker
         self._copies = list(copies)
-        register = node.segment.regions.register
+        register = worker.segment.regions.register
         self._handles = tuple(register(array) for array in (*own.slots, *self._copies))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-mirror")
         self._cancellation = Cancellation()
@@ -97,9 +97,9 @@ class BuddyMirror(Keeper):
 
     def _whose(self, rank: int) -> tuple[int, int]:
         """Slot and incarnation of a member."""
-        if rank == self._node.rank:
-            return self._node.segment.slot, self._node.segment.incarnation
-        memory = self._node.peers[rank].memory
+        if rank == self._worker.rank:
+            return self._worker.segment.slot, self._worker.segment.incarnation
+        memory = self._worker.peers[rank].memory
         return memory.slot, memory.incarnation
 
     def epoch_over(self) -> None:
@@ -195,10 +195,10 @@ class BuddyMirror(Keeper):
         """Fill `into` from the memory of the rank at `place`."""
         assert self._group is not None
         rank = self._group.members[place]
-        peer = self._node.peers.get(rank)
+        peer = self._worker.peers.get(rank)
         if peer is None:
             raise PeerLost(rank, "it is no peer any more")
-        region = peer.memory.open_region(handle, self._node.segment)
+        region = peer.memory.open_region(handle, self._worker.segment)
         for start in range(0, len(into), FETCH_ELEMENTS):
             self._cancellation.check()
             part = into[start : start + FETCH_ELEMENTS]

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
 from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.commit.events import FailureKind
@@ -22,7 +22,7 @@ class Ended(Generic[ResultT]):
 
 
 async def through_epochs(
-    node: Node, epoch: Callable[[View | None], Awaitable[Ended[ResultT] | None]]
+    worker: Worker, epoch: Callable[[View | None], Awaitable[Ended[ResultT] | None]]
 ) -> ResultT | None:
     """Call `epoch` with each view of all ranks until it says that the job has ended; what that resulted in.
 
@@ -31,9 +31,9 @@ async def through_epochs(
     """
     seen = 0
     while True:
-        view = await node.view(after=seen)
+        view = await worker.view(after=seen)
         seen = view.epoch
-        whole = not view.finished and is_whole(node, view)
+        whole = not view.finished and is_whole(worker, view)
         ended = await epoch(view if whole else None)
         if view.finished:
             return None  # nobody leaves before what the job makes is on disk
@@ -41,13 +41,13 @@ async def through_epochs(
             return ended.result
 
 
-def is_whole(node: Node, view: View) -> bool:
+def is_whole(worker: Worker, view: View) -> bool:
     """Whether all ranks are there. Raises `StepFailed` if some will not come back."""
     if view.lost:
         lost = ", ".join(map(str, view.lost))
         raise StepFailed(
             FailureKind.STATE_LOST,
-            f"rank {lost} is lost and will not be replaced, and the state is cut for {node.world_size}: "
+            f"rank {lost} is lost and will not be replaced, and the state is cut for {worker.world_size}: "
             "run with --on-loss replace",
         )
-    return len(view.members) == node.world_size
+    return len(view.members) == worker.world_size

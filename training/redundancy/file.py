@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group, hosts_of
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
@@ -42,7 +42,7 @@ class FileKeeper(Keeper):
 
     def __init__(
         self,
-        node: Node,
+        worker: Worker,
         own: PartedState,
         file: StateFile,
         *,
@@ -58,7 +58,7 @@ class FileKeeper(Keeper):
             file.drop_damaged(slot, own.parts_in(slot))
         held = (file.version_in(0), file.version_in(1))
         machine = zm.Mirror(place=place, ranks=ranks, known=known, own=held, outlives=True)
-        super().__init__(node, own, machine, outlives=True, on_update=on_update, on_commit=on_commit)
+        super().__init__(worker, own, machine, outlives=True, on_update=on_update, on_commit=on_commit)
 
     def meet(self, group: Group) -> int:
         """See `Safekeeping`."""

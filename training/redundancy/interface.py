@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, assert_never
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.commit.events import FailureKind
 from zbmd.collectives.group.group import Group
@@ -73,7 +73,7 @@ class Keeper(Safekeeping):
 
     def __init__(
         self,
-        node: Node,
+        worker: Worker,
         own: KeptState,
         machine: zm.Mirror,
         *,
@@ -84,7 +84,7 @@ class Keeper(Safekeeping):
         if len(own.slots) != zm.SLOTS:
             raise LocalProtocolError(f"a rank whose state is kept has {zm.SLOTS} slots of it")
         self._own, self._machine = own, machine
-        self._tap = recorded(node, MIRROR, "mirror", machine, mirror_config(machine, outlives=outlives))
+        self._tap = recorded(worker, MIRROR, "mirror", machine, mirror_config(machine, outlives=outlives))
         self._on_update, self._on_commit = on_update, on_commit
         self._group: Group | None = None
 

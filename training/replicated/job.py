@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zbmd.actors.rank.member import Node, join
+from zbmd.actors.rank.member import Worker, join
 from zbmd.actors.rank_env import RankEnvironment
 from zbmd.collectives.commit.driver import CommitDriver, StepFailed
 from zbmd.collectives.commit.machine import StepCommit
@@ -157,8 +157,8 @@ async def run(options: JobOptions, *, before_step: Callable[[int], None] | None 
         require_beginning(options, recipe, plan_of(recipe))
     arena_bytes = arena_bytes_needed(recipe.model.layout, options.training)
     try:
-        async with join(arena=arena_bytes, enter=False) as node:
-            return await _train(node, options, recipe, before_step)
+        async with join(arena=arena_bytes, enter=False) as worker:
+            return await _train(worker, options, recipe, before_step)
     except StepFailed as error:
         again = "start again, with a smaller --checkpoint-every"
         raise UserError(_advice(str(error), options, otherwise=again)) from error
@@ -233,23 +233,23 @@ def _advice(reason: str, options: JobOptions, *, otherwise: str) -> str:
 
 
 async def _train(
-    node: Node, options: JobOptions, recipe: Recipe, before_step: Callable[[int], None] | None
+    worker: Worker, options: JobOptions, recipe: Recipe, before_step: Callable[[int], None] | None
 ) -> JobResult | None:
     plan = plan_of(recipe)
     # On a thread: the loop links up meanwhile, and the others are at work.
-    store, base_version = await asyncio.to_thread(_initial_store, node, recipe, options, plan)
+    store, base_version = await asyncio.to_thread(_initial_store, worker, recipe, options, plan)
     journal = Journal(
         options.out,
-        log_header(node, recipe, plan, base_version),
+        log_header(worker, recipe, plan, base_version),
         options.model,
-        rank=node.rank,
-        report=node.report,
+        rank=worker.rank,
+        report=worker.report,
         checkpoint_every=options.checkpoint_every,
     )
     actors = ModelActors(recipe, store)
     profiler = open_profiler(options.out, recipe.model, sequences=recipe.config.sequences_per_shard)
     workload = TrainingWorkload(
-        node,
+        worker,
         actors,
         store,
         journal,
@@ -258,20 +258,20 @@ async def _train(
         before_step=before_step,
     )
     machine = StepCommit(
-        rank=node.rank,
+        rank=worker.rank,
         version=base_version,
         digest=store.digest(store.committed),
         handle=workload.handle(),
         last_version=recipe.config.steps,
         known_version=journal.log.last_version(),
     )
-    forget = report_losses(node)
-    await actors.start(node.system)
+    forget = report_losses(worker)
+    await actors.start(worker.system)
     try:
-        await CommitDriver(node, machine, workload).run()
+        await CommitDriver(worker, machine, workload).run()
         profiler.end_step()
         await journal.settle()
-        if machine.members[0].rank != node.rank:
+        if machine.members[0].rank != worker.rank:
             return None
         # From the log: this rank may have come up when the last step was done.
         loss_last = loss_of(read_log(journal.log.path)[1][-1])
@@ -282,34 +282,34 @@ async def _train(
         forget()
         profiler.close()
         await actors.stop()
-    node.report({"kind": "result", **asdict(result)})
+    worker.report({"kind": "result", **asdict(result)})
     return result
 
 
-def log_header(node: Node, recipe: Recipe, plan: str, base_version: int = 0) -> LogHeader:
+def log_header(worker: Worker, recipe: Recipe, plan: str, base_version: int = 0) -> LogHeader:
     """Of the commit log of this run, whose plan is as of `plan_of`."""
     return LogHeader(
         format=LOG_FORMAT,
-        run_id=f"{node.job:016x}",
+        run_id=f"{worker.job:016x}",
         base_version=base_version,
         plan=plan,
         seed=recipe.config.seed,
     )
 
 
-def report_losses(node: Node) -> Callable[[], None]:
+def report_losses(worker: Worker) -> Callable[[], None]:
     """Report each rank that is lost; the result ends that."""
 
     def report(rank: int, incarnation: int, notice: DeathNotice) -> None:
         if not notice.clean:
-            node.report({"kind": "lost", "peer": rank, "incarnation": incarnation, "at_ns": notice.at_ns})
+            worker.report({"kind": "lost", "peer": rank, "incarnation": incarnation, "at_ns": notice.at_ns})
 
-    return node.on_peer_lost(report)
+    return worker.on_peer_lost(report)
 
 
-def _initial_store(node: Node, recipe: Recipe, options: JobOptions, plan: str) -> tuple[Store, int]:
+def _initial_store(worker: Worker, recipe: Recipe, options: JobOptions, plan: str) -> tuple[Store, int]:
     """A store whose committed slot is filled, and its version: initial weights, or those of a checkpoint."""
-    arena, arrays, layout = node.segment.arena, arrays_of(recipe.config.optimizer), recipe.model.layout
+    arena, arrays, layout = worker.segment.arena, arrays_of(recipe.config.optimizer), recipe.model.layout
     store = Store(layout, lambda size: arena.empty((size,), np.float32), arrays=len(arrays))
     state, xp = store.current.state, recipe.model.xp
     if options.resume is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.algorithms.shard_tree import assign_shards, assign_to
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.driver import Cancellation, StepOutcome
@@ -87,14 +87,14 @@ class _Rehearsed(Exception):
 
 
 class TrainingWorkload:
-    """Trains on `node`, with `actors` whose state is in `store`; what is committed goes to `journal`.
+    """Trains on `worker`, with `actors` whose state is in `store`; what is committed goes to `journal`.
 
     What it computes, it asks of the actors; memory that peers read, it knows by the store.
     """
 
     def __init__(
         self,
-        node: Node,
+        worker: Worker,
         actors: ModelActors,
         store: Store,
         journal: Journal,
@@ -103,7 +103,7 @@ class TrainingWorkload:
         evaluate_every: int,
         before_step: Callable[[int], None] | None = None,
     ) -> None:
-        self.node = node
+        self.worker = worker
         self.actors = actors
         self.recipe: Recipe = actors.recipe
         self.store = store
@@ -117,7 +117,7 @@ class TrainingWorkload:
         self._before_step = before_step
         self._buckets = Buckets(store.layout)
         self._buffers: list[Array] = []
-        self._total: Array = node.segment.arena.empty((store.layout.size,), np.float32)
+        self._total: Array = worker.segment.arena.empty((store.layout.size,), np.float32)
         self._total[:] = 0.0
         self._ahead: tuple[int, np.ndarray] | None = None
         """A step to come, and its samples."""
@@ -126,7 +126,7 @@ class TrainingWorkload:
 
     def handle(self) -> bytes:
         """Where peers read the slots."""
-        regions = self.node.segment.regions
+        regions = self.worker.segment.regions
         handles = [regions.register(slot.flat) for slot in self.store.slots]
         return msgspec.msgpack.encode(handles)
 
@@ -137,7 +137,7 @@ class TrainingWorkload:
         began_ns = now_ns()
         self.profiler.follow(group)
         self.profiler.begin_step(work.version)
-        with self.profiler.recording(), told_by_step(self.node.rank, work.version - 1):
+        with self.profiler.recording(), told_by_step(self.worker.rank, work.version - 1):
             outcome = self._run_step(work, group, cancellation)
         self._prepared_ns = now_ns()
         self._took_ns = self._prepared_ns - began_ns
@@ -148,7 +148,7 @@ class TrainingWorkload:
         self.actors.while_waiting(cancellation.check)
         step, shards = work.version - 1, self.recipe.config.shards
         assignment = assign_to(shards, work.members, work.workers)
-        plan = AccumulationPlan.of(shards, *assignment[work.members.index(self.node.rank)])
+        plan = AccumulationPlan.of(shards, *assignment[work.members.index(self.worker.rank)])
         reduction = ShardReduction(group, plan, assignment, self._buffers_for(plan), self._total)
         ids = self._samples_of(step)
         held_out = self._evaluate(work)
@@ -181,7 +181,7 @@ class TrainingWorkload:
             held_out=held_out,
         )
         # A core that has slept for long takes 0.1 ms to wake up: have the loop's do so meanwhile.
-        self.node.system.loop.call_soon_threadsafe(_awake)
+        self.worker.system.loop.call_soon_threadsafe(_awake)
         with spans.DIGEST:
             digest = tensors.call(TensorActor.digest, work.slot)
         faults.hit(STEP_PREPARED)
@@ -253,7 +253,7 @@ class TrainingWorkload:
     ) -> None:
         """Compute a shard to come, for nothing, while others compute theirs: the first takes longest."""
         shards = self.recipe.config.shards
-        lo, hi = assign_shards(shards, len(work.members))[work.members.index(self.node.rank)]
+        lo, hi = assign_shards(shards, len(work.members))[work.members.index(self.worker.rank)]
         if lo == hi:
             return
         plan = AccumulationPlan.of(shards, lo, hi)
@@ -272,7 +272,7 @@ class TrainingWorkload:
 
     def _buffers_for(self, plan: AccumulationPlan) -> list[Array]:
         while len(self._buffers) < plan.buffers:
-            buffer = self.node.segment.arena.empty((self.recipe.model.layout.size,), np.float32)
+            buffer = self.worker.segment.arena.empty((self.recipe.model.layout.size,), np.float32)
             buffer[:] = 0.0
             self._buffers.append(buffer)
         return self._buffers
@@ -281,7 +281,7 @@ class TrainingWorkload:
         """This rank's part of the held-out loss of the committed version, on some steps."""
         if self._evaluate_every == 0 or (work.version - 1) % self._evaluate_every:
             return (0.0, 0)
-        index, size = work.members.index(self.node.rank), len(work.members)
+        index, size = work.members.index(self.worker.rank), len(work.members)
         ids = self.recipe.corpus.evaluation_ids(HELD_OUT_WINDOWS)[index::size]
         if len(ids) == 0:
             return (0.0, 0)
@@ -311,10 +311,10 @@ class TrainingWorkload:
 
     def _source(self, work: cm.Fetch, nbytes: int) -> tuple[RemoteRegion, PeerMemory]:
         """The peer's slot that `work` names, which must have `nbytes`, and all of its memory."""
-        peer = self.node.peers.get(work.source)
+        peer = self.worker.peers.get(work.source)
         if peer is None:
             raise RemoteProtocolError(f"rank {work.source} is to be read, and is no peer")
-        own, memory = self.node.segment, peer.memory
+        own, memory = self.worker.segment, peer.memory
         found = open_state(work.handle, work.source_slot, memory, own, rank=work.source, nbytes=nbytes)
         return found, memory
 
@@ -336,7 +336,7 @@ class TrainingWorkload:
         if self._before_step is not None:
             self._before_step(work.version)
         if self._took_ns > AHEAD_NS:
-            self.node.system.loop.call_later(self._took_ns / 2e9, self._look_ahead, work.version)
+            self.worker.system.loop.call_later(self._took_ns / 2e9, self._look_ahead, work.version)
 
     def _look_ahead(self, step: int) -> None:
         if step < self.recipe.config.steps:
@@ -364,7 +364,7 @@ class TrainingWorkload:
         """Once a step is done, nobody waits for this rank to come up any more: give it huge pages."""
         if not self._settled:
             self._settled = True
-            move = self.node.segment.use_huge_pages
+            move = self.worker.segment.use_huge_pages
             threading.Thread(target=move, name="zbmd-huge-pages", daemon=True).start()
 
     async def adopted(self, adopted: cm.Adopted) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
@@ -47,11 +47,11 @@ class MeshGroups:
         return cls(world, mesh, *made)
 
     @property
-    def node(self) -> Node:
+    def worker(self) -> Worker:
         """The membership that the groups are of."""
         if self.world.home is None:
             raise LocalProtocolError("a mesh is made of a group from zbmd.group")
-        return self.world.home.node
+        return self.world.home.worker
 
     def size(self, axis: str) -> int:
         """Ranks along an axis."""

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.actors.view import View
 from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.errors import OperationAborted
@@ -91,8 +91,8 @@ class MeshTask(Protocol[TaskResultT]):
 class MeshJob(Generic[ResultT]):
     """One rank's side of a run, through all of its epochs."""
 
-    def __init__(self, node: Node, mesh: Mesh, task: MeshTask[ResultT]) -> None:
-        self._node, self._mesh, self._task = node, mesh, task
+    def __init__(self, worker: Worker, mesh: Mesh, task: MeshTask[ResultT]) -> None:
+        self._worker, self._mesh, self._task = worker, mesh, task
         self._world: Group | None = None
         self._groups: MeshGroups | None = None
         self._trainer: MeshTrainer | None = None
@@ -105,7 +105,7 @@ class MeshJob(Generic[ResultT]):
     async def run(self) -> ResultT | None:
         """Train to the end. Raises `StepFailed` if the state is lost, and `TrainingDiverged`."""
         try:
-            return await through_epochs(self._node, self._epoch)
+            return await through_epochs(self._worker, self._epoch)
         except (StepFailed, TrainingDiverged):  # all ranks end, and nobody will ask for it
             self._remove_state()
             raise
@@ -134,9 +134,9 @@ class MeshJob(Generic[ResultT]):
         def lost(_rank: int, _incarnation: int, _notice: DeathNotice) -> None:
             making.cancel()
 
-        undo = self._node.on_peer_lost(lost)
+        undo = self._worker.on_peer_lost(lost)
         try:
-            if self._node.segment.lost_mask() & sum(1 << member.rank for member in view.members):
+            if self._worker.segment.lost_mask() & sum(1 << member.rank for member in view.members):
                 making.cancel()  # it was lost before we listened
             await asyncio.wait([making])
         finally:
@@ -147,7 +147,7 @@ class MeshJob(Generic[ResultT]):
 
     async def _make_groups(self, view: View) -> MeshGroups | None:
         try:
-            world = self._world = await group(self._node, after=view.epoch - 1)
+            world = self._world = await group(self._worker, after=view.epoch - 1)
             return await MeshGroups.of(world, self._mesh) if world.epoch == view.epoch else None
         except (PeerLost, OperationAborted):
             return None
@@ -189,10 +189,10 @@ class MeshJob(Generic[ResultT]):
         return self._trainer, self._keeper
 
     def _keeper_of(self, trainer: MeshTrainer, world: Group) -> Safekeeping:
-        place, known = world.members.index(self._node.rank), max(0, self._task.known - self._base)
+        place, known = world.members.index(self._worker.rank), max(0, self._task.known - self._base)
         if trainer.file is not None:
             return FileKeeper(
-                self._node,
+                self._worker,
                 trainer,
                 trainer.file,
                 place=place,
@@ -203,7 +203,7 @@ class MeshJob(Generic[ResultT]):
                 note=self._row_of,
             )
         return BuddyMirror(
-            self._node,
+            self._worker,
             trainer,
             place=place,
             ranks=world.size,
@@ -234,7 +234,7 @@ class MeshJob(Generic[ResultT]):
         faults.hit(MET_POINT)
         trainer.enter(groups, self._base, version)
         if version:
-            self._node.report(adopted_report(version, groups.world.epoch))
+            self._worker.report(adopted_report(version, groups.world.epoch))
             self._task.reached(trainer, keeper)
         profiler = self._profiled(groups, trainer)
         with profiler.recording():

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, Node, join
+from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, Worker, join
 from zbmd.actors.rank_env import RankEnvironment
 from zbmd.collectives.commit.driver import StepFailed
 from zbmd.collectives.group.group import Group
@@ -207,9 +207,9 @@ async def run(options: TrainOptions) -> TrainResult | None:
     needed = _bytes_needed(options, mesh, model)
     arena, inbox_bytes = needed.arena + ARENA_SPARE_BYTES, needed.inbox + INBOX_BYTES_DEFAULT
     try:
-        async with join(arena=arena, inbox_bytes=inbox_bytes, enter=False) as node:
-            with contextlib.closing(_Run(node, options, mesh, model, corpus, again=again)) as task:
-                return await MeshJob(node, mesh, task).run()
+        async with join(arena=arena, inbox_bytes=inbox_bytes, enter=False) as worker:
+            with contextlib.closing(_Run(worker, options, mesh, model, corpus, again=again)) as task:
+                return await MeshJob(worker, mesh, task).run()
     except TrainingDiverged as error:
         raise UserError(str(error)) from error
     except StepOutOfMemory as error:
@@ -230,7 +230,7 @@ class _Run(MeshTask[TrainResult]):
 
     def __init__(
         self,
-        node: Node,
+        worker: Worker,
         options: TrainOptions,
         mesh: Mesh,
         config: GPTConfig,
@@ -240,8 +240,8 @@ class _Run(MeshTask[TrainResult]):
     ) -> None:
         self.options, self.mesh, self.config, self.corpus = options, mesh, config, corpus
         self.steps, self.out = options.training.steps, options.out
-        self.is_first = node.rank == 0
-        self._node, self._again = node, again
+        self.is_first = worker.rank == 0
+        self._worker, self._again = worker, again
         self._records: Records | None = None
         if self.is_first:
             self._records = Records(options.out, tensorboard=options.tensorboard, again=again)
@@ -275,12 +275,12 @@ class _Run(MeshTask[TrainResult]):
 
     def _file_in(self, world: Group) -> Callable[[int], StateFile] | None:
         """What makes this rank's file, or opens that of a predecessor, where states are in files."""
-        folder, place, ranks = self.options.offload, world.members.index(self._node.rank), world.size
+        folder, place, ranks = self.options.offload, world.members.index(self._worker.rank), world.size
         if folder is None:
             return None
 
         def made(elements: int) -> StateFile:
-            name = StateName(run=self._node.job, place=place, ranks=ranks, elements=elements)
+            name = StateName(run=self._worker.job, place=place, ranks=ranks, elements=elements)
             return StateFile(folder, name, again=self._again)
 
         return made
@@ -292,7 +292,7 @@ class _Run(MeshTask[TrainResult]):
         return [self._empty(size, trainer.state_dtype) for _ in range(SLOTS)]
 
     def _empty(self, size: int, dtype: Any) -> Array:
-        return self._node.segment.arena.empty((size,), dtype)
+        return self._worker.segment.arena.empty((size,), dtype)
 
     def agree(self, world: Group) -> None:
         """Nothing: the recipe says it all."""
@@ -352,7 +352,7 @@ class _Run(MeshTask[TrainResult]):
             weights_sha256=weights_sha256(weights),
             directory=str(self.options.out),
         )
-        tell_result(self._node, result)
+        tell_result(self._worker, result)
         return result
 
     @property

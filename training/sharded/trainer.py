@@ -85,8 +85,8 @@ class MeshTrainer:
 
     Of 16 bits, masters and moments are kept, and all is computed, in float32; `loss_scale` is what float16
     begins with. Arrays are made by `empty`, which may give memory that peers can read
-    (`node.segment.arena`): that saves copies, and is needed where a mirror goes along. Without `overlap` the
-    reductions begin when the backward pass has ended. `offload` makes a file for slots of so many float32
+    (`worker.segment.arena`): that saves copies, and is needed where a mirror goes along. Without `overlap`
+    the reductions begin when the backward pass has ended. `offload` makes a file for slots of so many float32
     numbers: they lie there, and hold the initial state only behind `begin_anew`.
     """
 
@@ -334,9 +334,9 @@ class MeshTrainer:
                     tensor_ranks=groups.size(TENSOR_AXIS),
                     dtype=self.state_dtype,
                 )
-                self._ring_memory = RingMemory(groups.node.segment, self._programs[self.own.stage], traffic)
+                self._ring_memory = RingMemory(groups.worker.segment, self._programs[self.own.stage], traffic)
             rings = StageRings(
-                groups.node, groups.pipeline, self._programs, self._ring_memory, world=groups.world.members
+                groups.worker, groups.pipeline, self._programs, self._ring_memory, world=groups.world.members
             )
         return StagePasses(
             self.own,
@@ -345,7 +345,7 @@ class MeshTrainer:
             self._buffers,
             groups.pipeline,
             rings,
-            groups.node,
+            groups.worker,
             groups.world.epoch,
         )
 

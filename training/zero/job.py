@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from zbmd.actors.rank.member import Node, join
+from zbmd.actors.rank.member import Worker, join
 from zbmd.actors.rank_env import RankEnvironment
 from zbmd.actors.view import View
 from zbmd.collectives.algorithms.shard_tree import assign_shards
@@ -88,8 +88,8 @@ async def run_zero(options: JobOptions, zero: ZeroOptions) -> JobResult | None:
     if not again:
         require_beginning(options, recipe, zero_plan_of(recipe, zero))
     try:
-        async with join(arena=arena_bytes, enter=False) as node:
-            return await ZeroJob(node, recipe, options, zero, again=again).run()
+        async with join(arena=arena_bytes, enter=False) as worker:
+            return await ZeroJob(worker, recipe, options, zero, again=again).run()
     except StepFailed as error:
         path = checkpoint_in(options.out)
         how = f"Go on with --resume {path} and" if path else "Start again with"
@@ -150,9 +150,9 @@ class ZeroJob:
     """One rank's side of the job, through all of its epochs. again: whether this is a replacement."""
 
     def __init__(
-        self, node: Node, recipe: Recipe, options: JobOptions, zero: ZeroOptions, *, again: bool = False
+        self, worker: Worker, recipe: Recipe, options: JobOptions, zero: ZeroOptions, *, again: bool = False
     ) -> None:
-        self._node, self._recipe, self._options, self._zero = node, recipe, options, zero
+        self._worker, self._recipe, self._options, self._zero = worker, recipe, options, zero
         self._plan = zero_plan_of(recipe, zero)
         self._saved: SavedState | None = None
         if options.resume is not None:
@@ -163,7 +163,7 @@ class ZeroJob:
         if again and path.exists():  # what the run began with may have been written over since
             base = read_log(path)[0].base_version
         self._base = base
-        self._log = CommitLog(path, log_header(node, recipe, self._plan, base))
+        self._log = CommitLog(path, log_header(worker, recipe, self._plan, base))
         self._trainer: ZeroTrainer | None = None
         self._keeper: Safekeeping | None = None
         self._again = again
@@ -174,9 +174,9 @@ class ZeroJob:
 
     async def run(self) -> JobResult | None:
         """Train to the end, in as many epochs as it takes. Raises `StepFailed`, `TrainingDiverged`."""
-        forget = report_losses(self._node)
+        forget = report_losses(self._worker)
         try:
-            return await through_epochs(self._node, self._epoch)
+            return await through_epochs(self._worker, self._epoch)
         except (StepFailed, TrainingDiverged):  # all ranks end, and nobody will ask for it
             self._remove_state()
             raise
@@ -197,7 +197,7 @@ class ZeroJob:
             self._group = None
         if view is None:
             return None
-        self._group = group_of(self._node, view)
+        self._group = group_of(self._worker, view)
         return await asyncio.to_thread(self._in_epoch, self._group)
 
     # ---- on the thread that trains
@@ -234,7 +234,7 @@ class ZeroJob:
             if self._zero.offload is not None:
                 self._file = self._state_file(group, self._zero.offload)
             self._trainer = ZeroTrainer(
-                self._node, group, self._recipe, self._zero, keep_previous=True, offload=self._file
+                self._worker, group, self._recipe, self._zero, keep_previous=True, offload=self._file
             )
             if self._saved is not None:
                 self._trainer.begin_from(self._saved)
@@ -242,10 +242,10 @@ class ZeroJob:
         return self._trainer, self._keeper
 
     def _state_file(self, group: Group, folder: Path) -> StateFile:
-        place = group.members.index(self._node.rank)
+        place = group.members.index(self._worker.rank)
         elements = _elements(self._recipe.model, self._options, self._zero, group.size)
         note = NOTE_HEAD + self._recipe.config.shards
-        name = StateName(run=self._node.job, place=place, ranks=group.size, elements=elements, note=note)
+        name = StateName(run=self._worker.job, place=place, ranks=group.size, elements=elements, note=note)
         return StateFile(folder, name, again=self._again)
 
     def _keeper_of(self, own: ZeroRank, group: Group) -> Safekeeping:
@@ -253,7 +253,7 @@ class ZeroJob:
         if self._file is not None:
             self._take_notes(self._file)
             return FileKeeper(
-                self._node,
+                self._worker,
                 own,
                 self._file,
                 place=own.rank,
@@ -264,7 +264,7 @@ class ZeroJob:
                 note=self._row_of,
             )
         return BuddyMirror(
-            self._node,
+            self._worker,
             own,
             place=own.rank,
             ranks=group.size,
@@ -297,7 +297,7 @@ class ZeroJob:
             if row[0] and step not in self._records:
                 self._keep(_done_of(row, step))
         if step > self._base:
-            self._node.report(adopted_report(step, group.epoch))
+            self._worker.report(adopted_report(step, group.epoch))
 
     def _take_notes(self, file: StateFile) -> None:
         """Know of a predecessor's file what its last steps reported: all ranks may be new at once."""
@@ -318,7 +318,7 @@ class ZeroJob:
             self._append(self._base + version, digests)
 
     def _is_lowest(self) -> bool:
-        return self._group is not None and self._group.members[0] == self._node.rank
+        return self._group is not None and self._group.members[0] == self._worker.rank
 
     def _append(self, version: int, digests: Digests) -> None:
         assert self._group is not None, "a version is logged in an epoch"
@@ -336,7 +336,7 @@ class ZeroJob:
         )
         self._log.append(record)
         scaled = {"loss_scale": done.loss_scale, "skipped": done.skipped} if done.loss_scale != 1.0 else {}
-        self._node.report({**step_report(record, done.grad_norm), **scaled})
+        self._worker.report({**step_report(record, done.grad_norm), **scaled})
 
     def _finish(self, group: Group, trainer: ZeroTrainer, keeper: Safekeeping) -> JobResult | None:
         """The weights on disk and the last record in the log; then all ranks may part."""
@@ -346,7 +346,7 @@ class ZeroJob:
             save_weights(self._options.out / WEIGHTS_NAME, weights, self._options.model, step=trainer.step)
             loss_last = self._records[trainer.step].loss
             result = result_of(self._options, self._recipe, weights, loss_last)
-            tell_result(self._node, result)
+            tell_result(self._worker, result)
         faults.hit(SAVED_POINT)
         group.blocking.barrier()
         faults.hit(PARTED_POINT)

@@ -19,7 +19,7 @@ from typing import Any, Final, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.actors.rank.member import Node
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
@@ -133,13 +133,13 @@ def arena_bytes_needed(
 class ZeroTrainer:
     """Trains `recipe` on all members of `group`, its state shared out. For one thread, not the loop's.
 
-    All members make it and call its methods together. `node` was joined with an arena of at least
+    All members make it and call its methods together. `worker` was joined with an arena of at least
     `arena_bytes_needed`. keep_previous, offload: see `ZeroRank`.
     """
 
     def __init__(
         self,
-        node: Node,
+        worker: Worker,
         group: Group,
         recipe: Recipe,
         options: ZeroOptions,
@@ -148,8 +148,8 @@ class ZeroTrainer:
         offload: StateFile | None = None,
     ) -> None:
         self.recipe, self.options, self.group = recipe, options, group
-        place, ranks = group.members.index(node.rank), group.size
-        arena = node.segment.arena
+        place, ranks = group.members.index(worker.rank), group.size
+        arena = worker.segment.arena
         self.memory = Accountant(make=lambda size, dtype: arena.empty((size,), dtype))
         self.sums = ShardSum.of(recipe.config.shards, ranks)
         self.own = ZeroRank(
@@ -173,7 +173,7 @@ class ZeroTrainer:
         """How many steps are behind the shard."""
         units = len(self.own.shards.units)
         config = {"stage": options.stage, "units": units, "prefetch": options.prefetch}
-        self._machine = recorded(node, ZERO_STEP, "zero", zm.ZeroStep(**config), config)
+        self._machine = recorded(worker, ZERO_STEP, "zero", zm.ZeroStep(**config), config)
         self._pending: deque[tuple[Future[Any], Callable[[Any], zm.Event]]] = deque()
         self._watch: StepWatch = ALONE
         self._told = self._voted = False

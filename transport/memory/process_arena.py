@@ -1,4 +1,4 @@
-"""`zbmd.empty` and `zbmd.from_array`: arrays in the arena of the node that this process has joined as."""
+"""`zbmd.empty` and `zbmd.from_array`: arrays in the arena of the worker that this process has joined as."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _joined: list[Arena] = []
 
 
 def arena_joined(arena: Arena) -> None:
-    """A node of this process may be allocated from."""
+    """A worker of this process may be allocated from."""
     _joined.append(arena)
 
 
@@ -46,7 +46,7 @@ def _arena(function: str) -> Arena:
         )
     if len(_joined) > 1:
         raise UserError(
-            f"zbmd.{function} does not know which of the {len(_joined)} nodes of this process is meant. "
-            f"Say so: node.segment.arena.{function}(...)."
+            f"zbmd.{function} does not know which of the {len(_joined)} workers of this process is meant. "
+            f"Say so: worker.segment.arena.{function}(...)."
         )
     return _joined[0]

@@ -20,7 +20,7 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ActorFailed
-from zbmd.actors.supervision.devices import DeviceWorker, Workers, cpu_cores
+from zbmd.actors.supervision.devices import DeviceWorker, ProcessPool, cpu_cores
 from zbmd.actors.supervision.machine import INTENSITY_MAX
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.tools.bench.row import Row, percentile
@@ -112,7 +112,7 @@ async def restarting_process(system: ActorSystem, times: int = 10) -> Row:
 
     A worker of `zbmd.actors.supervision.devices`, forked from its supervisor's template.
     """
-    workers = Workers(system, cpu_cores(capacity=2), modules=[__name__], failures=1000)
+    workers = ProcessPool(system, cpu_cores(capacity=2), modules=[__name__], failures=1000)
     supervisor = await system.supervise([workers.child("killed")], intensity=INTENSITY_MAX)
     times_us: list[float] = []
     try:

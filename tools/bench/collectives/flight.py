@@ -49,9 +49,9 @@ def each_ns(call: Callable[[], object], rounds: int) -> float:
 
 
 async def _lane_ns(rounds: int) -> float:
-    async with zbmd.join() as node:
-        group = await zbmd.group(node)
-        x = node.segment.arena.empty((1,), np.float32)
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
+        x = worker.segment.arena.empty((1,), np.float32)
         x[:] = 0
         found = each_ns(lambda: group.blocking.all_reduce(x), rounds)
         await group.close()

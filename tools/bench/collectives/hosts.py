@@ -61,11 +61,11 @@ class _Found:
 
 
 async def _serve(control: str, arena_bytes: int) -> None:
-    async with join(arena=arena_bytes) as node:
-        members = await group(node)
+    async with join(arena=arena_bytes) as worker:
+        members = await group(worker)
         try:
-            ours = Rank(members.blocking, node.segment.arena, place=node.rank, size=members.size)
-            await asyncio.to_thread(serve, control, node.rank, ours.measure)
+            ours = Rank(members.blocking, worker.segment.arena, place=worker.rank, size=members.size)
+            await asyncio.to_thread(serve, control, worker.rank, ours.measure)
         finally:
             await members.close()
 

@@ -20,7 +20,7 @@ import uvloop
 from zbmd.actors.host.events import HostEvent, RankReport
 from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
-from zbmd.actors.rank.member import Node, join
+from zbmd.actors.rank.member import Worker, join
 from zbmd.actors.rank_env import LINKS_VARIABLE, RankEnvironment
 from zbmd.collectives.group import group as group_module
 from zbmd.collectives.group.group import Group, group
@@ -43,27 +43,27 @@ async def _time_all_reduce(members: Group, x: np.ndarray, repeats: int) -> list[
 
 
 async def _rank(repeats: int) -> None:
-    async with join(arena=ARENA_BYTES) as node:
-        members = await group(node)
+    async with join(arena=ARENA_BYTES) as worker:
+        members = await group(worker)
         try:
             for nbytes in SIZES:
-                x = node.segment.arena.empty(nbytes // 4, np.float32)
+                x = worker.segment.arena.empty(nbytes // 4, np.float32)
                 x[:] = 0.0
-                _report(node, nbytes, await _time_all_reduce(members, x, repeats))
+                _report(worker, nbytes, await _time_all_reduce(members, x, repeats))
         finally:
             await members.close()
 
 
-def _report(node: Node, nbytes: int, times_us: Sequence[float]) -> None:
-    if node.rank:
+def _report(worker: Worker, nbytes: int, times_us: Sequence[float]) -> None:
+    if worker.rank:
         return
     median_us = float(np.median(times_us))
-    node.report(
+    worker.report(
         {
             "bytes": nbytes,
             "median_us": median_us,
             "p99_us": float(np.percentile(times_us, 99)),
-            "busbw_gbps": 2 * (node.world_size - 1) / node.world_size * nbytes / median_us / 1e3,
+            "busbw_gbps": 2 * (worker.world_size - 1) / worker.world_size * nbytes / median_us / 1e3,
         }
     )
 

@@ -35,20 +35,20 @@ from zbmd.transport.native._native import now_ns
 PLAN = json.loads({plan!r})
 
 async def main():
-    async with zbmd.join() as node:
-        group = await zbmd.elastic_group(node)
+    async with zbmd.join() as worker:
+        group = await zbmd.elastic_group(worker)
         noticed = []
-        node.on_peer_lost(lambda rank, incarnation, notice: noticed.append(notice.at_ns))
-        x = zbmd.from_array(np.full(PLAN["count"], float(node.rank), np.float32))
+        worker.on_peer_lost(lambda rank, incarnation, notice: noticed.append(notice.at_ns))
+        x = zbmd.from_array(np.full(PLAN["count"], float(worker.rank), np.float32))
         out = zbmd.empty(x.shape)
         for _ in range(3):
             await group.all_reduce(x, out=out)
-        if node.rank == PLAN["victim"]:
+        if worker.rank == PLAN["victim"]:
             communicator = group.group.communicator
             communicator.kill_at(communicator.sequence + 1, PLAN["point"])
         done = await group.all_reduce(x, out=out, inputs=PLAN["inputs"])
         end_ns = now_ns()
-        node.report({{"took_ms": (end_ns - min(noticed)) / 1e6, "of": done.contributors}})
+        worker.report({{"took_ms": (end_ns - min(noticed)) / 1e6, "of": done.contributors}})
         await group.close()
 
 zbmd.run(main())

@@ -12,7 +12,7 @@ from typing import Final
 
 import uvloop
 
-from zbmd.actors.rank.member import Node, join
+from zbmd.actors.rank.member import Worker, join
 from zbmd.actors.rank_env import RankEnvironment
 from zbmd.collectives.group.group import Group, group
 from zbmd.training import __main__ as training
@@ -57,13 +57,13 @@ class RankCost:
     waited_ns: int
 
 
-def measured(node: Node, made: Group, recipe: Recipe, options: ZeroOptions, folder: Path) -> RankCost:
+def measured(worker: Worker, made: Group, recipe: Recipe, options: ZeroOptions, folder: Path) -> RankCost:
     """Do the recipe's steps with all trainers, after one of each to warm up."""
-    plain = ZeroTrainer(node, made, recipe, options)
+    plain = ZeroTrainer(worker, made, recipe, options)
     file = _file(folder, plain, made.size)
-    filed = ZeroTrainer(node, made, recipe, options, offload=file)
+    filed = ZeroTrainer(worker, made, recipe, options, offload=file)
     keeper = FileKeeper(
-        node,
+        worker,
         filed.own,
         file,
         place=filed.own.rank,
@@ -73,9 +73,9 @@ def measured(node: Node, made: Group, recipe: Recipe, options: ZeroOptions, fold
         on_commit=_ignore_commit,
         note=lambda _: NO_NOTE,
     )
-    kept = ZeroTrainer(node, made, recipe, options, keep_previous=True)
+    kept = ZeroTrainer(worker, made, recipe, options, keep_previous=True)
     mirror = BuddyMirror(
-        node,
+        worker,
         kept.own,
         place=kept.own.rank,
         ranks=made.size,
@@ -151,10 +151,10 @@ async def run() -> None:
         arena_bytes_needed(recipe.model, config, options, ranks=ranks, copies=copies)
         for copies in (0, COPIES)
     )
-    async with join(arena=arena_bytes) as node:
-        made = await group(node)
-        cost = await asyncio.to_thread(measured, node, made, recipe, options, folder)
-        node.report({"kind": KIND, "cost": asdict(cost)})
+    async with join(arena=arena_bytes) as worker:
+        made = await group(worker)
+        cost = await asyncio.to_thread(measured, worker, made, recipe, options, folder)
+        worker.report({"kind": KIND, "cost": asdict(cost)})
         await made.barrier()
         await made.close()
 

@@ -157,15 +157,15 @@ async def main(what: str) -> None:
     """One rank."""
     xp: Any = xp_for("cuda")
     gpus = int(xp.cuda.runtime.getDeviceCount())
-    async with join() as node:
-        xp.cuda.Device(node.rank % gpus).use()
-        made = await group(node)
+    async with join() as worker:
+        xp.cuda.Device(worker.rank % gpus).use()
+        made = await group(worker)
         try:
             told = await (compare_on_gpu(made, xp) if what == "compare" else timed(made, xp, gpus))
             await made.barrier()
         finally:
             await made.close()
-        if node.rank == 0:
+        if worker.rank == 0:
             print(json.dumps({"told": told}), flush=True)
 
 

@@ -1,11 +1,13 @@
-"""The house rules that a linter off the shelf does not know: budgets, import bans, honest tests.
+"""Check the rules that no standard linter knows: budgets, import bans, honest tests, prose.
 
-Docstrings, blind excepts and the like are ruff's (pyproject.toml); layers are import-linter's.
+Missing docstrings, blind excepts and the like are ruff's (pyproject.toml); layers are import-linter's; the
+rules of language are in `prose.py`.
 
 `python tools/dev/tidy.py [ROOT]` prints `file:line: rule: what to do` for every breach and exits with 1 if
-there is one. Files come from `git ls-files`, tracked or new, never ignored ones. The modules that must stay
-sans-I/O are found by their shape (a class with `handle` and `check_invariants`), by the words `Sans-I/O` at
-the start of their docstring, or by `PURE_MODULES`.
+there is one. `--phrases [PHRASE …]` lists banned phrases that are still allowed; `--shrink` allows no more of
+them than there are. Files come from `git ls-files`, tracked or new, never ignored ones. The modules that must
+stay sans-I/O are found by their shape (a class with `handle` and `check_invariants`), by the words `Sans-I/O`
+at the start of their docstring, or by `PURE_MODULES`.
 """
 
 from __future__ import annotations
@@ -16,16 +18,21 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
+from zbmd.tools.dev import prose
+
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 FILE_BYTES_MAX = 200 * 1024
+FOLDER_ENTRIES_MAX = 20
 
 LAYERS = ("transport", "actors", "collectives", "training", "tools")
+FOLDERS_COUNTED = (*LAYERS, "examples", "src")
 SOURCE_SUFFIXES = frozenset({".py", ".pyi", ".pyx", ".pxd", ".h", ".c", ".sh"})
 # Captured logs kept as regression tests are the one binary format that belongs in the repository.
 BINARY_ALLOWED = ("tests/*.zlog", "docs/*.png")
@@ -86,11 +93,15 @@ class Breach:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A text file as the rules see it. `tree` is the syntax tree of a `.py` or `.pyi` file, else None."""
+    """A text file as the rules see it. `tree` is the syntax tree of a `.py` or `.pyi` file, else None.
+
+    `nodes` are all nodes of the tree: to walk it once and not for each rule takes a third of the time.
+    """
 
     path: str
     text: str
     tree: ast.Module | None
+    nodes: tuple[ast.AST, ...] = ()
 
     @property
     def is_test(self) -> bool:
@@ -121,7 +132,7 @@ def file_budget(source: Source) -> Iterator[Breach]:
 def function_spans(source: Source) -> Iterator[tuple[str, int, int]]:
     """Yield (name, first line, line count) for each function of a Python, Cython or C file."""
     if source.tree is not None:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1
         return
@@ -175,14 +186,14 @@ def function_budget(source: Source) -> Iterator[Breach]:
             )
 
 
-def imported_names(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
+def imported_names(nodes: tuple[ast.AST, ...]) -> Iterator[tuple[str, int, bool]]:
     """Yield (dotted module, line, for types only) for every import, `import_module` and `__import__`."""
     typing_only: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
             for statement in node.body:
                 typing_only.update(ast.walk(statement))
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno, node in typing_only
@@ -205,14 +216,14 @@ def confined_imports(source: Source) -> Iterator[Breach]:
     """Optional packages only behind their seam; nothing that unpickles, anywhere."""
     if source.tree is None:
         return
-    for name, line, _ in imported_names(source.tree):
+    for name, line, _ in imported_names(source.nodes):
         top = name.split(".")[0]
         allowed = CONFINED_IMPORTS.get(top)
         if allowed is None or matches(source.path, allowed):
             continue
         where = f"import it only in {', '.join(allowed)}" if allowed else "nothing here is ever unpickled"
         yield source.breach(line, "import-ban", f"{top}: {where}")
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and _is_true(node.value):
             yield source.breach(node.value.lineno, "import-ban", "allow_pickle: nothing is ever unpickled")
 
@@ -239,7 +250,7 @@ def pure_machines(source: Source) -> Iterator[Breach]:
     """Machines hold no socket, clock, random source, logger or environment."""
     if source.tree is None or not is_pure_module(source):
         return
-    for name, line, for_types_only in imported_names(source.tree):
+    for name, line, for_types_only in imported_names(source.nodes):
         if name.split(".")[0] in IMPURE_IMPORTS and not for_types_only:
             yield source.breach(
                 line, "sans-io", f"{name} in a machine's module; pass it in or move it to the driver"
@@ -250,7 +261,7 @@ def swallowed_errors(source: Source) -> Iterator[Breach]:
     """No handler that catches everything and says nothing."""
     if source.tree is None:
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ExceptHandler) and _catches_all(node.type) and _does_nothing(node.body):
             yield source.breach(node.lineno, "swallowed-error", "name the error you expect, and act on it")
         if (
@@ -281,6 +292,8 @@ def _does_nothing(body: list[ast.stmt]) -> bool:
 
 def unfinished_work(source: Source) -> Iterator[Breach]:
     """No notes of work to do: they belong in the tracker."""
+    if not UNFINISHED.search(source.text):
+        return
     advice = "finish it or file it; the code says what is, not what is missing"
     if source.tree is None:
         if PurePosixPath(source.path).suffix in SOURCE_SUFFIXES:
@@ -311,7 +324,7 @@ def sleeping_tests(source: Source) -> Iterator[Breach]:
     """A test waits for the thing itself, never for a while."""
     if source.tree is None or not source.is_test or matches(source.path, VIRTUAL_TIME):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Call) or called_name(node) != "sleep":
             continue
         first = node.args[0] if node.args else None
@@ -327,7 +340,7 @@ def timing_assertions(source: Source) -> Iterator[Breach]:
     """No test asserts how long something took. A heuristic: it follows differences of clock readings."""
     if source.tree is None or not source.is_test or matches(source.path, VIRTUAL_TIME):
         return
-    for function in ast.walk(source.tree):
+    for function in source.nodes:
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         times, spans = _clock_names(function)
@@ -406,6 +419,19 @@ def repeated_test_names(paths: list[str]) -> Iterator[Breach]:
             first.setdefault(name, path)
 
 
+def crowded_folders(paths: list[str]) -> Iterator[Breach]:
+    """Folders of code with at most FOLDER_ENTRIES_MAX entries, sub-folders included."""
+    entries: dict[str, set[str]] = {}
+    for path in paths:
+        parts = path.split("/")
+        for depth in range(1, len(parts) if parts[0] in FOLDERS_COUNTED else 0):
+            entries.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
+    for folder, names in sorted(entries.items()):
+        if len(names) > FOLDER_ENTRIES_MAX:
+            advice = f"{len(names)} entries, at most {FOLDER_ENTRIES_MAX}; make a package of one concern"
+            yield Breach(path=folder, line=1, rule="folder-entries", advice=advice)
+
+
 def check_file(root: Path, path: str) -> list[Breach]:
     """Hold the file `path` under `root` against every rule. Symlinks are skipped: their target counts."""
     full = root / path
@@ -431,7 +457,7 @@ def check_file(root: Path, path: str) -> list[Breach]:
             tree = ast.parse(text)
         except SyntaxError as error:
             return [Breach(path=path, line=error.lineno or 1, rule="syntax", advice=error.msg)]
-    source = Source(path, text, tree)
+    source = Source(path, text, tree, tuple(ast.walk(tree)) if tree is not None else ())
     return [breach for rule in RULES for breach in rule(source)]
 
 
@@ -451,14 +477,69 @@ def repository_files(root: Path) -> list[str]:
     return sorted(path for path in listing.split("\0") if path)
 
 
+def phrases(root: Path, paths: list[str]) -> list[Breach]:
+    """Return every banned phrase in the prose of `paths`."""
+    found: list[Breach] = []
+    for path in paths:
+        full = root / path
+        if full.is_symlink() or not full.is_file() or matches(path, BINARY_ALLOWED):
+            continue
+        text = full.read_text(errors="replace")
+        try:
+            tree = ast.parse(text) if path.endswith((".py", ".pyi")) else None
+        except SyntaxError:
+            continue
+        for line, phrase in prose.phrases_in(path, text, tree):
+            found.append(Breach(path=path, line=line, rule=phrase, advice=prose.PHRASES[phrase][1]))
+    return sorted(found)
+
+
+def counted_breaches(root: Path, paths: list[str]) -> list[Breach]:
+    """Return every breach of the rules that old files may still break, by the numbers of `prose.ALLOWED`."""
+    docstrings = [
+        Breach(path=path, line=line, rule="public-docstring", advice=advice)
+        for path, line, advice in prose.public_docstrings(root)
+    ]
+    return [*phrases(root, paths), *docstrings, *crowded_folders(paths)]
+
+
+def over_allowance(root: Path, counted: list[Breach]) -> Iterator[Breach]:
+    """Yield a breach for each rule that is broken more often than is still allowed."""
+    allowed = prose.still_allowed(root)
+    for rule, count in sorted(Counter(breach.rule for breach in counted).items()):
+        most = allowed.get(rule, 0)
+        if count <= most:
+            continue
+        found = [breach for breach in counted if breach.rule == rule]
+        if most == 0 or rule not in prose.PHRASES:
+            yield from found
+        else:
+            advice = f"{count}, at most {most}: {found[0].advice}. List them: tidy.py --phrases {rule}"
+            yield Breach(path=prose.ALLOWED, line=1, rule=rule, advice=advice)
+
+
+def commit_subjects(root: Path) -> Iterator[Breach]:
+    """Commits with a subject of the form `area: imperative`, since the commit that began with it."""
+    for commit, advice in prose.subject_breaches(prose.subjects(root)):
+        yield Breach(path=commit, line=1, rule="commit-subject", advice=advice)
+
+
 def main(arguments: list[str]) -> int:
     """Check the repository at the given root (default: here) and return the exit code."""
-    root = Path(arguments[0]) if arguments else Path()
+    options = [argument for argument in arguments if argument.startswith("--")]
+    names = [argument for argument in arguments if not argument.startswith("--")]
+    root = Path(names[0]) if names and "--phrases" not in options else Path()
     paths = repository_files(root)
-    breaches = check(root, paths)
+    counted = counted_breaches(root, paths)
+    if "--phrases" in options:
+        breaches = [breach for breach in counted if not names or breach.rule in names]
+    else:
+        if "--shrink" in options:
+            prose.shrink(root, Counter(breach.rule for breach in counted))
+        breaches = [*check(root, paths), *over_allowance(root, counted), *commit_subjects(root)]
     for breach in breaches:
         print(breach)
-    verdict = f"{len(breaches)} to mend" if breaches else "all in order"
+    verdict = f"{len(breaches)} to fix" if breaches else "all in order"
     print(f"tidy: {len(paths)} files, {verdict}", file=sys.stderr)
     return 1 if breaches else 0
 

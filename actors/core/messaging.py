@@ -26,7 +26,7 @@ from zbmd.actors.errors import (
 )
 from zbmd.actors.hangs.loop_watch import watch_loop
 from zbmd.actors.routing.routes import Ways, deadline_left_s
-from zbmd.actors.supervision.pools import Pools
+from zbmd.actors.core.pools import Pools
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.link.interface import Link
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Final, NoReturn
 
-from zbmd.actors.host.prctl import adopt_orphans, end_with_parent, set_process_name
+from zbmd.transport.host.prctl import adopt_orphans, end_with_parent, set_process_name
 
 END_S_MAX: Final = 10.0
 """How long it waits for what it has killed; the memory of a large process takes its time to free."""

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import msgspec
 
-from zbmd.actors.host.prctl import end_with_parent, set_process_name
+from zbmd.transport.host.prctl import end_with_parent, set_process_name
 from zbmd.actors.rank.exit_reason import is_users_to_mend, say_last_words
 from zbmd.actors.rank.log import log_to_stderr
 from zbmd.actors.rank.script_end import script_ended

@@ -35,7 +35,7 @@ from zbmd.actors.core.actor import (
     remote_class_id,
 )
 from zbmd.actors.core.cell import ActorCell
-from zbmd.actors.core.constructor_args import NotPlain, pack_arguments
+from zbmd.actors.replay.constructor_args import NotPlain, pack_arguments
 from zbmd.actors.core.context import current_cell
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.native._turns import SERVING, Strand, Turns

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import assert_never
 
-from zbmd.actors.core.end_notice import Heeding
+from zbmd.actors.routing.end_notice import Heeding
 from zbmd.actors.errors import TooManyPending
 from zbmd.actors.routing import guest_registry as b
 from zbmd.actors.routing.contracts import REASON_CHARACTERS_MAX, NoWay, Way

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import rich.console
 
-from zbmd.actors.core.introspection import ActorRow, InsideReply, SupervisorRow
+from zbmd.actors.hangs.introspection import ActorRow, InsideReply, SupervisorRow
 from zbmd.tools.node.snapshots import Look
 from zbmd.tools.node.top import Rates, main, top_table, tree_of
 from zbmd.transport.errors import UserError

@@ -70,7 +70,7 @@ MEET = """
 import asyncio, os
 import zbmd
 from app import Greeter, Here, Where
-from zbmd.actors.core.introspection import INSIDE_ACTOR, InsideReply, InsideRequest
+from zbmd.actors.hangs.introspection import INSIDE_ACTOR, InsideReply, InsideRequest
 
 async def main():
     ranks = ["rank0", "rank1"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from zbmd.actors.core.introspection import InsideReply
+from zbmd.actors.hangs.introspection import InsideReply
 
 ASK_S: Final = 4.0
 

@@ -20,7 +20,7 @@ from typing import NoReturn, Self
 
 import msgspec
 
-from zbmd.actors.host.prctl import end_with_parent
+from zbmd.transport.host.prctl import end_with_parent
 from zbmd.tools.sim.scenarios import ENTRIES, run_once, scenario_named
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.sim import Options, Outcome, Report

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.actors.host.prctl import end_with_parent
+from zbmd.transport.host.prctl import end_with_parent
 from zbmd.collectives.communicator.blocking import Blocking
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.tools.bench.peers.collective_cases import CPU, FOREIGN, MODEL, elements, measured

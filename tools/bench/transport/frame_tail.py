@@ -21,7 +21,7 @@ from typing import Final
 
 import uvloop
 
-from zbmd.actors.host.prctl import end_with_parent
+from zbmd.transport.host.prctl import end_with_parent
 from zbmd.tools.bench.result import now_utc, this_machine
 from zbmd.tools.bench.stats import percentile
 from zbmd.transport.frames import FrameHeader

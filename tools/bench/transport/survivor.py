@@ -15,7 +15,7 @@ from typing import Final
 
 import uvloop
 
-from zbmd.actors.host.prctl import end_with_parent
+from zbmd.transport.host.prctl import end_with_parent
 from zbmd.tools.bench.load import TrainingLoad
 from zbmd.tools.bench.peers.control import connect, encode_reply, parse_command
 from zbmd.transport.errors import ZbmdError

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
-from zbmd.actors.host.prctl import end_with_parent
+from zbmd.transport.host.prctl import end_with_parent
 from zbmd.tools.chaos.programs.families import AGAIN, Kill
 from zbmd.tools.chaos.programs.rank import AUTO, MESSAGE_BYTES_MAX, OPERATION_S_MAX, RIGHT, Rank
 from zbmd.transport.errors import ZbmdError

@@ -13,7 +13,7 @@ import msgspec
 from zbmd.actors.contracts import Contract, fingerprint, registered
 from zbmd.actors.core import wire
 from zbmd.actors.core.actor import Actor, Reason, ReasonKind, on
-from zbmd.actors.core.constructor_args import pack_arguments, unpack_arguments
+from zbmd.actors.replay.constructor_args import pack_arguments, unpack_arguments
 from zbmd.actors.core.long_fields import LONG_BYTES
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.system import ActorSystem

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from zbmd.actors.host.prctl import end_with_parent
+from zbmd.transport.host.prctl import end_with_parent
 from zbmd.tools.lab.rdma_vm import bytecode, guest
 from zbmd.tools.lab.rdma_vm import preloaded_files as at_hand
 from zbmd.tools.lab.rdma_vm.image import Image

@@ -130,7 +130,7 @@ class Pools:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "zbmd.actors.supervision.pool_worker",
+            "zbmd.actors.core.pool_worker",
             str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

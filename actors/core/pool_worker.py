@@ -1,6 +1,6 @@
 """A process of an actor system's pool: reads a request, calls the handler it names, writes its answer.
 
-    python -m zbmd.actors.supervision.pool_worker PARENT
+    python -m zbmd.actors.core.pool_worker PARENT
 
 Requests come on standard input, answers go to what was standard output: a length of 4 bytes, big endian, and
 MessagePack. It ends when its input does, or with its parent.
@@ -17,8 +17,8 @@ import msgspec
 
 from zbmd.actors.contracts import ContractDecoder
 from zbmd.actors.core.wire import encode_body
-from zbmd.actors.host.prctl import end_with_parent, set_process_name
-from zbmd.actors.supervision.pools import LENGTH_BYTES
+from zbmd.transport.host.prctl import end_with_parent, set_process_name
+from zbmd.actors.core.pools import LENGTH_BYTES
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 

@@ -15,7 +15,6 @@ from zbmd.actors.cluster.view import ClusterView
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.core.deferred import Deferred, Later
-from zbmd.actors.routing.end_notice import Heeding
 from zbmd.actors.core.scopes import abroad, owner_of, scope_of_job
 from zbmd.actors.errors import TooManyPending
 from zbmd.actors.rank_names import child_id
@@ -33,6 +32,7 @@ from zbmd.actors.routing.contracts import (
     WayRequest,
     guests_address,
 )
+from zbmd.actors.routing.end_notice import Heeding
 from zbmd.actors.routing.routes import Ways
 from zbmd.transport.errors import LocalProtocolError
 

@@ -14,6 +14,7 @@ from zbmd.actors.core.context import current_cell, current_delivery
 from zbmd.actors.core.native._asking import Asked, Asker, ask, deadline, envelope
 from zbmd.actors.core.native._mailbox import Delivery, MailboxMemory
 from zbmd.actors.core.peer import Peer
+from zbmd.actors.core.pools import Pools
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.scopes import at_home
 from zbmd.actors.core.timer_wheel import DeadlineWheel, Expired
@@ -26,7 +27,6 @@ from zbmd.actors.errors import (
 )
 from zbmd.actors.hangs.loop_watch import watch_loop
 from zbmd.actors.routing.routes import Ways, deadline_left_s
-from zbmd.actors.core.pools import Pools
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.link.interface import Link
 

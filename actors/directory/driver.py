@@ -40,9 +40,9 @@ from zbmd.actors.directory.contracts import (
     WhereIs,
 )
 from zbmd.actors.directory.events import Key, Outcome, Process, What
+from zbmd.actors.directory.machine import DIRECTORY as KIND
 from zbmd.actors.directory.machine import DirectoryMachine
 from zbmd.actors.errors import ActorError, DeadActor, NameInUse, NoReply, TooManyPending
-from zbmd.actors.replay.kinds import DIRECTORY as KIND
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 

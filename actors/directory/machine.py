@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection
-from typing import assert_never
+from collections.abc import Collection, Mapping
+from typing import Any, assert_never
+
+import msgspec
 
 from zbmd.actors.directory.events import (
     GROUPS_MAX,
@@ -52,6 +54,7 @@ from zbmd.actors.directory.events import (
     Send,
     What,
 )
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 CALLS_MAX = 65_536
@@ -509,3 +512,18 @@ class DirectoryMachine:
 
 def _weight(name: str, member: Process) -> bytes:
     return hashlib.blake2b(f"{name}\0{member[0]}#{member[1]}".encode(), digest_size=8).digest()
+
+
+def _build_directory(config: Mapping[str, Any]) -> DirectoryMachine:
+    return DirectoryMachine(msgspec.convert(config["me"], tuple[str, int]))
+
+
+DIRECTORY: MachineKind[Event, Action] = register(
+    "directory",
+    1,
+    _build_directory,
+    events=Event,
+    actions=Action,
+    states=(DirectoryMachine,),
+)
+"""Its configuration: `me`, the process's name and incarnation."""

@@ -12,9 +12,9 @@ import structlog
 from zbmd.actors.cluster.route_table import WayFinder, WaysActor
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.core.scopes import scope_of_job
 from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.host.contracts import (
     HOST_ACTOR,
     MEMBER_ACTOR,

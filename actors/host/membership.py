@@ -12,8 +12,9 @@ installed, in which they link up anew.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
 from zbmd.actors.rank_names import child_id
 from zbmd.actors.supervision import events as supervision
@@ -50,6 +51,7 @@ from zbmd.actors.view import (
     TimerFired,
     View,
 )
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import LocalProtocolError
 
@@ -434,3 +436,33 @@ class MembershipMachine:
 
     def _misuse(self, event: Event, state: str) -> LocalProtocolError:
         return LocalProtocolError(f"{event!r} does not fit: {state}", story=tuple(self._story))
+
+
+_FIRST_GRACE_NS, _FIRST_KILL_NS, _FIRST_RELINK_NS = (
+    1_000_000_000,
+    500_000_000,
+    100_000_000,
+)  # of logs that do not name them
+
+
+def _build_membership(config: Mapping[str, Any]) -> MembershipMachine:
+    return MembershipMachine(
+        config["world_size"],
+        on_loss=OnLoss(config["on_loss"]),
+        restarts_max=config["restarts_max"],
+        period_ns=config["period_ns"],
+        grace_ns=config.get("grace_ns", _FIRST_GRACE_NS),
+        kill_ns=config.get("kill_ns", _FIRST_KILL_NS),
+        relink_ns=config.get("relink_ns", _FIRST_RELINK_NS),
+    )
+
+
+MEMBERSHIP: MachineKind[Event, Action] = register(
+    "membership",
+    2,
+    _build_membership,
+    events=Event,
+    actions=Action,
+    states=(MembershipMachine, SupervisionMachine),
+)
+"""Its configuration: the arguments of `MembershipMachine`."""

@@ -47,14 +47,13 @@ from zbmd.actors.host.events import (
     ViewChanged,
 )
 from zbmd.actors.host.links import HostLinks, host_identity
-from zbmd.actors.host.membership import MembershipMachine
+from zbmd.actors.host.membership import MEMBERSHIP, MembershipMachine
 from zbmd.actors.host.output import LineWriter, OutputSink
 from zbmd.actors.host.process import RankProcess, describe_exit, resident_bytes
 from zbmd.actors.host.processes import RankProcesses
 from zbmd.actors.host.template import ForkRequest
 from zbmd.actors.host.template_client import TemplateLost
 from zbmd.actors.rank_env import ARENA_BYTES_DEFAULT, RankEnvironment
-from zbmd.actors.replay.kinds import MEMBERSHIP
 from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
 from zbmd.actors.view import USAGE_EXIT_CODE, OnLoss, Outcome, Phase, RankState
 from zbmd.transport.capture.recorder import Recorder

@@ -26,12 +26,12 @@ from typing import NoReturn
 
 import msgspec
 
-from zbmd.transport.host.prctl import end_with_parent, set_process_name
 from zbmd.actors.rank.exit_reason import is_users_to_mend, say_last_words
 from zbmd.actors.rank.log import log_to_stderr
 from zbmd.actors.rank.script_end import script_ended
 from zbmd.actors.view import RANKS_MAX, USAGE_EXIT_CODE
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
+from zbmd.transport.host.prctl import end_with_parent, set_process_name
 
 REQUEST_BYTES_MAX = 128 * 1024  # one packet; argv and the environment's changes must fit
 FDS_PER_REQUEST_MIN = 2

@@ -25,10 +25,10 @@ import structlog
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
-from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.core.scopes import scope_of_job
 from zbmd.actors.core.system import PROBATION_S, ActorSystem
 from zbmd.actors.hangs.collector import collector_address
+from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.hangs.watchdog import Watchdog
 from zbmd.actors.host.contracts import (
     ACTORS_NAMED_MAX,
@@ -50,6 +50,7 @@ from zbmd.actors.host.contracts import (
 from zbmd.actors.rank.callbacks import Callbacks, OnLeave, OnLinkEnded, OnPeerLost, register
 from zbmd.actors.rank.links import MemberLinks
 from zbmd.actors.rank.log import RankLogFile, log_to_stderr, rank_logger
+from zbmd.actors.rank.routes import RankWays
 from zbmd.actors.rank.tcp import MemoryOffered
 from zbmd.actors.rank_env import (
     RankEnvironment,
@@ -60,7 +61,6 @@ from zbmd.actors.rank_env import (
 from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
 from zbmd.actors.replay.recording import CapturedSystem
-from zbmd.actors.rank.routes import RankWays
 from zbmd.actors.upgrade.driver import Upgraded
 from zbmd.actors.view import Member, View
 from zbmd.transport import kill_points as faults

@@ -16,8 +16,8 @@ import msgspec
 
 from zbmd.actors.contracts import Contract, contract_tag, fingerprint
 from zbmd.actors.core.actor import Actor, handler_table, remote_class_id
-from zbmd.actors.replay.constructor_args import unpack_arguments
 from zbmd.actors.core.wire import RefData
+from zbmd.actors.replay.constructor_args import unpack_arguments
 from zbmd.actors.replay.events import ActorAction, ActorEvent
 from zbmd.actors.replay.stage import Stage
 from zbmd.actors.replay.traced_system import TracedSystem

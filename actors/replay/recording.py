@@ -35,7 +35,6 @@ from zbmd.actors.core.actor import (
     remote_class_id,
 )
 from zbmd.actors.core.cell import ActorCell
-from zbmd.actors.replay.constructor_args import NotPlain, pack_arguments
 from zbmd.actors.core.context import current_cell
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.native._turns import SERVING, Strand, Turns
@@ -43,6 +42,7 @@ from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.system import STOP_S
 from zbmd.actors.core.wire import reason_data
 from zbmd.actors.replay import events as ev
+from zbmd.actors.replay.constructor_args import NotPlain, pack_arguments
 from zbmd.actors.replay.life import ActorLife
 from zbmd.actors.replay.traced_system import TracedSystem
 from zbmd.transport.capture.recorder import Recorder

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable
 from typing import assert_never
 
-from zbmd.actors.routing.end_notice import Heeding
 from zbmd.actors.errors import TooManyPending
 from zbmd.actors.routing import guest_registry as b
 from zbmd.actors.routing.contracts import REASON_CHARACTERS_MAX, NoWay, Way
+from zbmd.actors.routing.end_notice import Heeding
 
 
 class Guests(Heeding):

@@ -21,10 +21,10 @@ import uvloop
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.core.actor import Actor, allow_remote_modules, on
 from zbmd.actors.core.system import ActorSystem
-from zbmd.transport.host.prctl import set_process_name
 from zbmd.actors.supervision.devices import CHECK, CheckDevice, Device, DeviceChecked
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.host.prctl import set_process_name
 from zbmd.transport.link.endpoint import Endpoint
 from zbmd.transport.shm.connect import dial
 

@@ -16,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import assert_never
+from typing import Any, assert_never
+
+import msgspec
 
 from zbmd.actors.supervision.events import (
     Action,
@@ -47,6 +49,7 @@ from zbmd.actors.supervision.events import (
     TerminateRequested,
     TimerFired,
 )
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 
 STORY_EVENTS_MAX = 16
@@ -509,3 +512,25 @@ class SupervisionMachine:
 
     def _misuse(self, event: Event, state: str) -> LocalProtocolError:
         return LocalProtocolError(f"{event!r} does not fit: {state}", story=tuple(self._story))
+
+
+def _build_supervision(config: Mapping[str, Any]) -> SupervisionMachine:
+    return SupervisionMachine(
+        msgspec.convert(config["children"], list[ChildPolicy]),
+        strategy=Strategy(config["strategy"]),
+        intensity=config["intensity"],
+        period_ns=config["period_ns"],
+        back_off=msgspec.convert(config.get("back_off"), BackOff | None),
+        auto_shutdown=AutoShutdown(config.get("auto_shutdown", "never")),
+    )
+
+
+SUPERVISION: MachineKind[Event, Action] = register(
+    "supervision",
+    1,
+    _build_supervision,
+    events=Event,
+    actions=Action,
+    states=(SupervisionMachine,),
+)
+"""Its configuration: the arguments of `SupervisionMachine`."""

@@ -29,7 +29,6 @@ from zbmd.actors.errors import (
     TooManyPending,
     UnknownActorClass,
 )
-from zbmd.actors.replay.kinds import SUPERVISION
 from zbmd.actors.supervision.events import (
     Action,
     AddRequested,
@@ -59,7 +58,7 @@ from zbmd.actors.supervision.events import (
     TerminateRequested,
     TimerFired,
 )
-from zbmd.actors.supervision.machine import SupervisionMachine
+from zbmd.actors.supervision.machine import SUPERVISION, SupervisionMachine
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
 

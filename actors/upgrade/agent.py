@@ -9,9 +9,9 @@ for granted that links keep the order, and that an end is no mere suspicion, as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import assert_never
+from typing import Any, assert_never
 
 from zbmd.actors.upgrade.events import (
     AskFate,
@@ -42,6 +42,7 @@ from zbmd.actors.upgrade.events import (
     ToCoordinator,
     Voted,
 )
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 COORDINATOR = ""
@@ -213,3 +214,18 @@ class UpgradeAgent:
             actions.extend(TellOther(process=p, order=Order.DISMISS) for p in self._others())
             self.step = Step.OVER
             actions.append(End())
+
+
+def _build_upgrade_agent(config: Mapping[str, Any]) -> UpgradeAgent:
+    return UpgradeAgent(config["me"], config["processes"])
+
+
+UPGRADE_AGENT: MachineKind[LocalEvent, LocalAction] = register(
+    "upgrade-agent",
+    1,
+    _build_upgrade_agent,
+    events=LocalEvent,
+    actions=LocalAction,
+    states=(UpgradeAgent,),
+)
+"""One process's part in it; its configuration: the arguments of `UpgradeAgent`."""

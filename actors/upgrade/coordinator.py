@@ -7,9 +7,9 @@ or taken back by all. What happens when the coordinator itself dies is in `agent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import assert_never
+from typing import Any, assert_never
 
 from zbmd.actors.upgrade.events import (
     Action,
@@ -28,6 +28,7 @@ from zbmd.actors.upgrade.events import (
     TimerFired,
     Voted,
 )
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
 
 PROCESSES_MAX = 1024
@@ -205,3 +206,15 @@ class UpgradeMachine:
         # Whoever was lost may live on without us, and settle with those that are left there.
         silent = tuple(sorted(waited | self._unheard))
         actions.append(Finished(fate=self.fate, reason=self._reason, actors=actors, silent=silent))
+
+
+def _build_upgrade(config: Mapping[str, Any]) -> UpgradeMachine:
+    return UpgradeMachine(
+        config["stages"], answer_ns=config["answer_ns"], probation_ns=config["probation_ns"]
+    )
+
+
+UPGRADE: MachineKind[Event, Action] = register(
+    "upgrade", 1, _build_upgrade, events=Event, actions=Action, states=(UpgradeMachine,)
+)
+"""Whoever leads a change of code; its configuration: the arguments of `UpgradeMachine`."""

@@ -23,10 +23,9 @@ from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.system import ANSWER_S, PROBATION_S, ActorSystem
 from zbmd.actors.core.wire import TEXT_CHARS_MAX
 from zbmd.actors.errors import UnknownActorClass, UpgradeRefused, UpgradeUndone
-from zbmd.actors.replay.kinds import UPGRADE, UPGRADE_AGENT
 from zbmd.actors.upgrade import events as ev
-from zbmd.actors.upgrade.agent import COORDINATOR, UpgradeAgent
-from zbmd.actors.upgrade.coordinator import PROCESSES_MAX, UpgradeMachine
+from zbmd.actors.upgrade.agent import COORDINATOR, UPGRADE_AGENT, UpgradeAgent
+from zbmd.actors.upgrade.coordinator import PROCESSES_MAX, UPGRADE, UpgradeMachine
 from zbmd.actors.upgrade.ledger import Change
 from zbmd.actors.upgrade.local import LocalUpgrade, check
 from zbmd.transport.capture.tap import Tap

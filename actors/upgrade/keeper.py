@@ -19,8 +19,8 @@ from zbmd.actors.core import wire
 from zbmd.actors.core.actor import Actor, Down, on
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.errors import UpgradeRefused
-from zbmd.actors.replay.kinds import UPGRADE_LEDGER
 from zbmd.actors.upgrade import ledger as u
+from zbmd.actors.upgrade.ledger import UPGRADE_LEDGER
 from zbmd.actors.upgrade.local import adopt
 from zbmd.transport.capture.tap import Tap
 

@@ -8,11 +8,13 @@ all. So all processes of a view that stay linked end with the same changes, in w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeAlias, assert_never
+from typing import Annotated, Any, Final, TypeAlias, assert_never
 
 import msgspec
 
+from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import RemoteProtocolError
 
 CHANGES_MAX: Final = 1024
@@ -146,3 +148,18 @@ class CodeLedger:
             told = tuple(fresh)
             actions += [TellChanges(process=p, changes=told) for p in self._linked if p != source]
         return actions
+
+
+def _build_upgrade_ledger(_: Mapping[str, Any]) -> CodeLedger:
+    return CodeLedger()
+
+
+UPGRADE_LEDGER: MachineKind[Event, Action] = register(
+    "upgrade-ledger",
+    1,
+    _build_upgrade_ledger,
+    events=Event,
+    actions=Action,
+    states=(CodeLedger,),
+)
+"""The changes that one process knows to be in force; it has no configuration."""

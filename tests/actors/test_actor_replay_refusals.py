@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.actors.core.actor import Actor, ReasonKind, on
-from zbmd.actors.replay.constructor_args import NotPlain, pack_arguments, unpack_arguments
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.wire import ReasonData, RefData
+from zbmd.actors.replay.constructor_args import NotPlain, pack_arguments, unpack_arguments
 from zbmd.actors.replay.events import SaidCodec, said
 from zbmd.actors.replay.machine import allow_modules, find_actor_class
 from zbmd.actors.replay.recording import ACTOR, CapturedSystem

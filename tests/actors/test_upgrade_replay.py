@@ -14,10 +14,10 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import UpgradeUndone
-from zbmd.actors.replay.kinds import UPGRADE_AGENT, UPGRADE_LEDGER
 from zbmd.actors.upgrade import events as ev
 from zbmd.actors.upgrade import ledger as u
-from zbmd.actors.upgrade.agent import COORDINATOR, UpgradeAgent
+from zbmd.actors.upgrade.agent import COORDINATOR, UPGRADE_AGENT, UpgradeAgent
+from zbmd.actors.upgrade.ledger import UPGRADE_LEDGER
 from zbmd.transport import capture
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.hlc import HybridClock

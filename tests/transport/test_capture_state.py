@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.actors.directory import events as de
-from zbmd.actors.directory.machine import DirectoryMachine
-from zbmd.actors.replay.kinds import DIRECTORY
+from zbmd.actors.directory.machine import DIRECTORY, DirectoryMachine
 from zbmd.tools.replay import kinds as replay_kinds
 from zbmd.transport import capture
 from zbmd.transport.capture import thread_tap

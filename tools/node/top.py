@@ -18,9 +18,9 @@ import rich.tree
 
 from zbmd.actors.cluster.node.persistent_state import read_running, state_path
 from zbmd.actors.contracts import fingerprints
-from zbmd.actors.hangs.introspection import INSIDE_ACTOR, ActorRow, InsideReply, InsideRequest
 from zbmd.actors.core.scopes import scope_of_job
 from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.hangs.introspection import INSIDE_ACTOR, ActorRow, InsideReply, InsideRequest
 from zbmd.actors.host.contracts import HOST_ACTOR, NODE_NAME, NodeStatus, StatusRequest
 from zbmd.actors.rank_names import child_id
 from zbmd.tools.node.snapshots import ASK_S, Look, Source

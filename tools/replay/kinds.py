@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from zbmd.actors.cluster.capture_kinds import CLUSTER, DETECTOR, LOCAL_JOBS, ONE_JOB
-from zbmd.actors.replay.kinds import (
-    DIRECTORY,
-    MEMBERSHIP,
-    SUPERVISION,
-    UPGRADE,
-    UPGRADE_AGENT,
-    UPGRADE_LEDGER,
-)
+from zbmd.actors.directory.machine import DIRECTORY
+from zbmd.actors.host.membership import MEMBERSHIP
 from zbmd.actors.replay.recording import ACTOR
+from zbmd.actors.supervision.machine import SUPERVISION
+from zbmd.actors.upgrade.agent import UPGRADE_AGENT
+from zbmd.actors.upgrade.coordinator import UPGRADE
+from zbmd.actors.upgrade.ledger import UPGRADE_LEDGER
 from zbmd.collectives.capture_kinds import ELASTIC_TAGS, OPERATIONS, REPAIR, STEP_COMMIT, VIEWS
 from zbmd.training.capture_kinds import MIRROR, STAGE, ZERO_STEP
 from zbmd.transport.handshake.capture_kind import HELLO

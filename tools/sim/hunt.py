@@ -20,9 +20,9 @@ from typing import NoReturn, Self
 
 import msgspec
 
-from zbmd.transport.host.prctl import end_with_parent
 from zbmd.tools.sim.scenarios import ENTRIES, run_once, scenario_named
 from zbmd.transport.errors import ZbmdError
+from zbmd.transport.host.prctl import end_with_parent
 from zbmd.transport.sim import Options, Outcome, Report
 
 JOBS_MAX = 1024

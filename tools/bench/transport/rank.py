@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from zbmd.transport.host.prctl import end_with_parent
 from zbmd.tools.bench.peers.control import connect, encode_reply, parse_command
 from zbmd.tools.bench.transport.join import joined
 from zbmd.tools.bench.transport.pair import Pair, echo_frames, frame_round_trips
+from zbmd.transport.host.prctl import end_with_parent
 from zbmd.transport.link.interface import Link
 
 

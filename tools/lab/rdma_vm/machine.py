@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from zbmd.transport.host.prctl import end_with_parent
 from zbmd.tools.lab.rdma_vm import bytecode, guest
 from zbmd.tools.lab.rdma_vm import preloaded_files as at_hand
 from zbmd.tools.lab.rdma_vm.image import Image
 from zbmd.tools.lab.rdma_vm.initrd import Archive
 from zbmd.transport.errors import ZbmdError
+from zbmd.transport.host.prctl import end_with_parent
 
 MEMORY_MIB: Final = 1792
 CPUS: Final = 2

@@ -23,13 +23,15 @@ from typing import Any, Generic, Self, TypeVar, overload
 import uvloop
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, Down
+from zbmd.actors.core.actor import Actor
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.scopes import owner_of
-from zbmd.actors.core.system import STOP_S, ActorInfo, ActorSystem
+from zbmd.actors.core.signals import Down
+from zbmd.actors.core.system import STOP_S, ActorInfo
 from zbmd.actors.rank.log import log_to_stderr
 from zbmd.actors.supervision.supervisor import ChildSpec
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import LocalProtocolError, ZbmdError
 
 ASK_S = 30.0

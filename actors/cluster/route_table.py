@@ -225,7 +225,7 @@ class WaysActor(Actor):
 
     def _owner_of(self, process: str) -> Ways | None:
         """Our ways, if that process is in the cluster by way of this one."""
-        ways = self.system.ways
+        ways = self.system.service(Ways)
         return ways if ways is not None and ways.owns(process) else None
 
     async def stopping(self, reason: object) -> None:

@@ -10,11 +10,11 @@ from zbmd.actors.cluster.jobs.hosted_job import memory_domain
 from zbmd.actors.cluster.node.client import ASK_S, desk_of
 from zbmd.actors.cluster.node.contracts import ActorsDoorReply, ActorsDoorRequest
 from zbmd.actors.core.scopes import owned_name, owner_of
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.routing.contracts import Enrol, Way, guests_address
 from zbmd.actors.routing.guest_dialer import GuestDoor
 from zbmd.actors.routing.guest_lease import Stay
 from zbmd.actors.routing.routes import AskedFinder, Ways
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import UserError
 from zbmd.transport.handshake.cookie import load_or_create_cookie

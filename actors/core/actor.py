@@ -1,154 +1,29 @@
-"""What a user writes: actors, their handlers, and the signals they may receive."""
+"""Actors, as their authors write them: what a handler may call."""
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import importlib
-import inspect
 import os
-import re
-import sys
-import types
-import typing
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from enum import Enum
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, cast
 
-from zbmd.actors.contracts import Contract, fingerprint, older_versions, renewed
+from zbmd.actors.core.actor_base import ActorBase
+from zbmd.actors.core.actor_base import on as on
 from zbmd.actors.core.context import ActorClock
 from zbmd.actors.core.deferred import LATER, Deferred, Later
-from zbmd.actors.core.mailbox import MailboxSpec
-from zbmd.actors.errors import ContractError, UnknownActorClass
-from zbmd.transport.errors import LocalProtocolError, ZbmdError
+from zbmd.actors.core.signals import Reason, ReasonKind
+from zbmd.transport.errors import LocalProtocolError
 
 if TYPE_CHECKING:
+    from zbmd.actors.contracts import Contract
     from zbmd.actors.core.cell import ActorCell
     from zbmd.actors.core.ref import Ref
-    from zbmd.actors.core.system import ActorSystem
+    from zbmd.actors.core.system import CoreSystem
     from zbmd.actors.core.timers import Timer
 
-STOPPING_S = 5.0
 SEED_BYTES = 8
 
 
-class ReasonKind(Enum):
-    """The kinds of end an actor can have."""
-
-    NORMAL = "normal"  # it had nothing more to do
-    SHUTDOWN = "shutdown"  # it was asked to stop
-    KILLED = "killed"
-    FAILED = "failed"  # it raised
-    LOST = "lost"  # its process ended or was cut off
-    NO_ACTOR = "no_actor"  # there was none to begin with
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why an actor ended."""
-
-    kind: ReasonKind
-    text: str = ""
-
-    @property
-    def is_normal(self) -> bool:
-        """Whether a transient child is left down after it."""
-        return self.kind is ReasonKind.NORMAL or self.kind is ReasonKind.SHUTDOWN
-
-    def __str__(self) -> str:
-        return f"{self.kind.value}: {self.text}" if self.text else self.kind.value
-
-
-class Signal:
-    """What the system itself tells an actor; signals come before messages. Handlers for them are optional."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Down(Signal):
-    """A monitored actor ended. `ref` names the life that ended."""
-
-    ref: Ref
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class Exited(Signal):
-    """A linked actor ended; delivered only to actors with `trap_exit`, others end with it."""
-
-    ref: Ref
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class Undelivered(Signal):
-    """A message this actor told to another process was rejected there. `contract`: its `"id/version"`."""
-
-    ref: Ref
-    contract: str
-    error: ZbmdError
-
-
-ActorT = TypeVar("ActorT", bound="Actor")
-MessageT = TypeVar("MessageT", bound="Contract | Signal")
-ReplyT = TypeVar("ReplyT", bound="Contract | Later | None")
-HandlerOf = Callable[[ActorT, MessageT], Awaitable[ReplyT]]
-
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-class PooledMark(Protocol):
-    """What marks a function that is no coroutine as a handler."""
-
-    def __call__(self, function: FunctionT, /) -> FunctionT:
-        """The function itself."""
-        ...
-
-
-@overload
-def on(
-    message: type[MessageT],
-) -> Callable[[HandlerOf[ActorT, MessageT, ReplyT]], HandlerOf[ActorT, MessageT, ReplyT]]: ...
-
-
-@overload
-def on(message: type[Contract], *, pool: Literal["thread", "process"]) -> PooledMark: ...
-
-
-def on(message: type[Any], *, pool: Literal["thread", "process"] | None = None) -> Callable[..., Any]:
-    """Mark an async method as the handler of one contract or signal.
-
-    Its return annotation names the reply: a contract, None, or a union of such; with `Later` in it, the
-    handler may put its answer off (`Actor.defer`, `Actor.stash`).
-
-    pool: for what computes. "thread": a plain method, called in a thread; it has the actor for itself, and
-    leaves the loop, other actors and `clock` alone. "process": a static method (`@staticmethod` above `@on`)
-    of a class that can be imported, called with the message in another process. The next message waits.
-    """
-
-    def mark(function: Any) -> Any:
-        function.__zbmd_handles__ = message
-        if pool is not None:
-            function.__zbmd_pool__ = pool
-        return function
-
-    return mark
-
-
-class Handler(NamedTuple):
-    """One entry of an actor class's dispatch table."""
-
-    function: Callable[[Any, Any], Awaitable[Any]]
-    replies: frozenset[type]
-    puts_off: bool
-    """Whether it may return `Later`."""
-
-
-class Actor:
+class Actor(ActorBase):
     """The base of every actor. Its state is its own, and it handles one message at a time.
 
     An exception in a handler ends the actor ("let it crash"): the asker gets `ActorFailed`, linked actors
@@ -163,55 +38,15 @@ class Actor:
     actor and ask it.
     """
 
-    captured: ClassVar[bool] = True
-    """Whether its lives are recorded where a recorder is attached. False for what only hands messages on."""
-
-    trap_exit: ClassVar[bool] = False
-    """Receive `Exited` when a linked actor ends, instead of ending too."""
-    mailbox: ClassVar[MailboxSpec] = MailboxSpec()
-    """The bounds of the mailbox, unless `spawn` gives others."""
-    stopping_s: float = STOPPING_S
-    """How long `stopping()` may take."""
-    version: ClassVar[int] = 1
-    """Of its code: given as `class Counter(Actor, version=2)`. See `code_change`."""
-    progress_deadline_s: ClassVar[float | None] = None
-    """How long a handler may await one and the same thing before it is told of; None takes the process's."""
-
-    _handlers: ClassVar[dict[type, Callable[[Any, Any], Awaitable[Any]]]] = {}
-    _table: ClassVar[Mapping[type, Handler] | None] = None
-    _cell: ActorCell | None = None
-
-    def __init_subclass__(cls, *, remote: bool = False, version: int | None = None, **kwargs: Any) -> None:
-        """`remote=True` lets other processes spawn the class; `version`: of its code."""
-        super().__init_subclass__(**kwargs)
-        if version is not None:
-            cls.version = version
-        cls._table = None
-        cls._handlers = {}
-        for base in reversed(cls.__mro__):
-            for value in vars(base).values():
-                function = value.__func__ if isinstance(value, staticmethod) else value
-                message = getattr(function, "__zbmd_handles__", None)
-                if message is not None:
-                    cls._handlers[message] = function
-        if remote:
-            register_remote(cls)
-
-    async def started(self) -> None:
-        """Runs once, before the first message. If it raises, `spawn` raises `ActorStartFailed`."""
-
-    async def stopping(self, reason: Reason) -> None:
-        """Runs once, after the last message, also after a crash; has `stopping_s` seconds."""
-
     @property
     def ref(self) -> Ref:
         """This actor's own reference."""
         return self._running_cell().ref
 
     @property
-    def system(self) -> ActorSystem:
+    def system(self) -> CoreSystem:
         """The system this actor runs in."""
-        return self._running_cell().system
+        return cast("CoreSystem", self._running_cell().system)
 
     @property
     def clock(self) -> ActorClock:
@@ -229,18 +64,15 @@ class Actor:
 
     def monitor(self, ref: Ref) -> None:
         """Receive one `Down` when that actor ends."""
-        cell = self._running_cell()
-        cell.system.monitor(ref, to=cell.ref)
+        self.system.monitor(ref, to=self.ref)
 
     def link(self, ref: Ref) -> None:
         """Tie the two lives: when one ends other than normally, so does the other (see `trap_exit`)."""
-        cell = self._running_cell()
-        cell.system.link(cell.ref, ref)
+        self.system.link(self.ref, ref)
 
     def unlink(self, ref: Ref) -> None:
         """Undo `link`."""
-        cell = self._running_cell()
-        cell.system.unlink(cell.ref, ref)
+        self.system.unlink(self.ref, ref)
 
     def stop(self, text: str = "") -> None:
         """End normally once the current handler has returned."""
@@ -248,11 +80,6 @@ class Actor:
         if cell.life is not None:
             cell.life.asks_to_stop(text)
         cell.request_stop(Reason(ReasonKind.NORMAL, text))
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its life is not over."""
-        return self._running_cell().is_alive
 
     # Its own messages.
 
@@ -273,7 +100,8 @@ class Actor:
 
         The handler returns what this returns, and says so: `async def take(self, m: Take) -> Item | Later`.
         """
-        return self._running_cell().deferred.defer()
+        cell = self._running_cell()
+        return cell.deferred.defer(cell.handling("defer()"))
 
     def stash(self) -> Later:
         """Put the current message aside, until `unstash`. Its handler returns what this does (see `defer`).
@@ -288,31 +116,6 @@ class Actor:
         """Handle all that is aside next, in the order in which it came, before what waits in the mailbox."""
         self._running_cell().unstash()
 
-    # Changes of code: see `ActorSystem.upgrade`.
-
-    @classmethod
-    def code_change(cls, state: dict[str, Any], from_version: int) -> dict[str, Any]:
-        """The attributes of this version, made of those of `from_version`, for an actor that lives.
-
-        Whoever overrides it says with `code_change_back` how to return.
-        """
-        return state
-
-    @classmethod
-    def code_change_back(cls, state: dict[str, Any], to_version: int) -> dict[str, Any]:
-        """The attributes that `to_version` had, made of those of this version: for when this one crashes."""
-        return state
-
-    def code_state(self) -> dict[str, Any]:
-        """A copy of its attributes, to which it returns if a new version crashes in the next message.
-
-        Taken before each message while a new version is on probation. Override it if they cannot be copied
-        deeply, or should not: the copy is not to change when the actor changes what it holds.
-        """
-        cell = self._running_cell()
-        apart = {id(one): one for one in (self, cell, cell.system, cell.system.loop)}
-        return copy.deepcopy({name: value for name, value in vars(self).items() if name != "_cell"}, apart)
-
     def __repr__(self) -> str:
         cell = self._cell
         if cell is None:
@@ -320,141 +123,7 @@ class Actor:
         return f"<{type(self).__name__} {cell.ref.address}#{cell.incarnation}, {cell.words()}>"
 
     def _running_cell(self) -> ActorCell:
-        if self._cell is None:
+        cell: ActorCell | None = self._cell
+        if cell is None:
             raise LocalProtocolError(f"{type(self).__name__} has not been spawned: use system.spawn(...)")
-        return self._cell
-
-
-def handler_table(cls: type[Actor]) -> Mapping[type, Handler]:
-    """The dispatch table of an actor class, made at its first spawn. Raises `ContractError`."""
-    if cls._table is None:
-        table: dict[type, Handler] = {}
-        for message, function in cls._handlers.items():
-            replies = _reply_types(cls, function)
-            runs = pooled(cls, function) if hasattr(function, "__zbmd_pool__") else function
-            table[message] = Handler(runs, replies - {Later}, Later in replies)
-        for contract in {*table, *(reply for handler in table.values() for reply in handler.replies)}:
-            if issubclass(contract, Contract):
-                fingerprint(contract)  # raises here, not in a peer
-        for contract in [c for c in table if issubclass(c, Contract)]:
-            for older in older_versions(contract):
-                table.setdefault(older, _renewing(contract, table[contract]))
-        cls._table = table
-    return cls._table
-
-
-def _renewing(contract: type[Contract], handler: Handler) -> Handler:
-    """A handler of an older version of `contract`, which `contract` says that it stands for."""
-
-    async def run(actor: Any, message: Contract) -> Any:
-        return await handler.function(actor, renewed(message, contract))
-
-    return handler._replace(function=run)
-
-
-def pooled(cls: type[Actor], function: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """What awaits a function that is declared for a pool. Raises `ContractError`."""
-    in_process = getattr(function, "__zbmd_pool__", None) == "process"
-    where = f"{cls.__qualname__}.{function.__name__}"
-    if inspect.iscoroutinefunction(function):
-        raise ContractError(f"{where} is for a pool: declare it with `def`, it has no loop there")
-    if in_process and not isinstance(inspect.getattr_static(cls, function.__name__, None), staticmethod):
-        raise ContractError(f"{where} is for another process, where there is no actor: make it static")
-    if in_process and ("<locals>" in function.__qualname__ or function.__module__ == "__main__"):
-        raise ContractError(f"{where} is for another process, which cannot import it")
-    function_id = f"{function.__module__}:{function.__qualname__}"
-
-    async def run(actor: Actor, message: Contract) -> Any:
-        cell = actor._running_cell()
-        if cell.life is not None and cell.life.replays:
-            await asyncio.sleep(0)  # the turn in which the pool was done comes later
-            return function(message) if in_process else function(actor, message)
-        if in_process:
-            return await cell.system.pools.in_process(function_id, message)
-        return await cell.system.pools.in_thread(function, actor, message)
-
-    return run
-
-
-def _reply_types(cls: type[Actor], function: Callable[..., Any]) -> frozenset[type]:
-    where = f"{cls.__qualname__}.{function.__name__}"
-    try:
-        annotation = typing.get_type_hints(function).get("return", Any)
-    except NameError as error:
-        raise ContractError(f"{where}: {error}; define its contracts at module level") from error
-    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    found = frozenset(typing.get_args(annotation) if union else (annotation,))
-    for reply in found:
-        if reply in (types.NoneType, Later):
-            continue
-        if not (isinstance(reply, type) and issubclass(reply, Contract)):
-            raise ContractError(f"{where} must be annotated to return contracts or None, not {annotation}")
-    return found
-
-
-REMOTE_CLASSES_MAX = 1024
-_remote_classes: dict[str, type[Actor]] = {}
-
-
-def remote_class_id(cls: type[Actor] | str) -> str:
-    """The name under which other processes ask for the class; a name is its own."""
-    return cls if isinstance(cls, str) else f"{cls.__module__}:{cls.__qualname__}"
-
-
-def register_remote(cls: type[Actor]) -> None:
-    """Let other processes spawn `cls`; it must be importable there under the same name."""
-    if len(_remote_classes) >= REMOTE_CLASSES_MAX:
-        raise LocalProtocolError(f"{REMOTE_CLASSES_MAX} actor classes are registered for spawning from afar")
-    _remote_classes[remote_class_id(cls)] = cls
-
-
-def find_remote_class(class_id: str) -> type[Actor] | None:
-    """The class that other processes may spawn under that name, if it is here; nothing is imported."""
-    cls = _remote_classes.get(class_id)
-    return _class_in_module(class_id) if cls is None and may_import_for_peers(class_id) else cls
-
-
-REMOTE_MODULES_MAX = 256
-_remote_modules: list[str] = []
-_CLASS_ID = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
-
-
-def allow_remote_modules(*modules: str) -> None:
-    """Let other processes spawn every actor class of these modules and packages, imported when asked for."""
-    fresh = [module for module in modules if module not in _remote_modules]
-    if len(_remote_modules) + len(fresh) > REMOTE_MODULES_MAX:
-        raise LocalProtocolError(f"{REMOTE_MODULES_MAX} modules are allowed for spawning from afar")
-    if wrong := [module for module in fresh if not _CLASS_ID.fullmatch(f"{module}:x")]:
-        raise LocalProtocolError(f"{wrong[0]!r} is no name of a module or package")
-    _remote_modules.extend(fresh)
-
-
-def may_import_for_peers(class_id: str) -> bool:
-    """Whether `"module:Class"` is of a module that `allow_remote_modules` has named, or is below it."""
-    if not _CLASS_ID.fullmatch(class_id):
-        return False
-    module = class_id.partition(":")[0]
-    return any(module == allowed or module.startswith(f"{allowed}.") for allowed in _remote_modules)
-
-
-def import_remote_class(class_id: str) -> type[Actor]:
-    """Import a class that other processes may spawn; blocks. Raises `UnknownActorClass`."""
-    if not may_import_for_peers(class_id):
-        raise UnknownActorClass(f"{class_id} is of no module that other processes may spawn from")
-    try:
-        importlib.import_module(class_id.partition(":")[0])
-    except Exception as error:
-        raise UnknownActorClass(f"{class_id}: {type(error).__name__}: {error}") from error
-    cls = _class_in_module(class_id)
-    if cls is None:
-        raise UnknownActorClass(f"{class_id} is no actor class that is defined there")
-    return cls
-
-
-def _class_in_module(class_id: str) -> type[Actor] | None:
-    module, _, qualified = class_id.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in qualified.split("."):
-        found = getattr(found, part, None)
-    is_actor = isinstance(found, type) and issubclass(found, Actor)
-    return found if is_actor and remote_class_id(found) == class_id else None
+        return cell

@@ -1,4 +1,4 @@
-"""The runtime of one actor: its mailbox, the task that serves it, and how its life ends."""
+"""The runtime of one actor: its mailbox, the task that serves it, and the end of its life."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import traceback
 from collections.abc import Awaitable, Callable
 from contextvars import copy_context
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
 from zbmd.actors.contracts import Contract, contract_tag
-from zbmd.actors.core.actor import Actor, Down, Exited, Handler, Reason, ReasonKind, Signal, handler_table
+from zbmd.actors.core.actor_base import ActorBase, Handler, handler_table
 from zbmd.actors.core.context import current_cell, current_delivery
 from zbmd.actors.core.deferred import DeferredBook, Later
 from zbmd.actors.core.mailbox import MailboxSpec, ReplyTo
 from zbmd.actors.core.native._mailbox import SIGNALS_MAX, Delivery, Mailbox
 from zbmd.actors.core.native._serving import CellCore, Serving
-from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.ref import Messenger, Ref
+from zbmd.actors.core.signals import Down, Exited, Reason, ReasonKind, Signal
 from zbmd.actors.core.timers import TimerBook
 from zbmd.actors.errors import ActorError, ActorFailed, ActorStartFailed, NotUnderstood, StashFull
 from zbmd.transport.errors import LocalProtocolError
@@ -28,7 +29,7 @@ from zbmd.transport.errors import LocalProtocolError
 if TYPE_CHECKING:
     from random import Random
 
-    from zbmd.actors.core.system import ActorSystem
+    from zbmd.actors.core.native._mailbox import MailboxMemory
 
 LINKS_MAX = 65_536
 WATCHERS_MAX = 65_536
@@ -47,12 +48,25 @@ class Boundary:
 
 
 class CellState(Enum):
-    """Where one actor's life stands."""
+    """The state of one life of an actor."""
 
     STARTING = "starting"
     RUNNING = "running"
     STOPPING = "stopping"
     DEAD = "dead"
+
+
+class CellSystem(Messenger, Protocol):
+    """The part of an actor system that its cells use."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+    @property
+    def memory(self) -> MailboxMemory: ...
+    def forget(self, cell: ActorCell) -> None: ...
+    def linger(self, task: asyncio.Task[None]) -> None: ...
+    def send_exit(self, source: Ref, other: Ref, reason: Reason) -> None: ...
+    def bounced(self, ref: Ref, sender: str, contract: str, error: ActorError) -> None: ...
 
 
 class ActorCell(CellCore):
@@ -74,9 +88,9 @@ class ActorCell(CellCore):
     )
 
     def __init__(
-        self, system: ActorSystem, actor: Actor, ref: Ref, spec: MailboxSpec, parent: Ref | None
+        self, system: CellSystem, actor: ActorBase, ref: Ref, spec: MailboxSpec, parent: Ref | None
     ) -> None:
-        self.system = system
+        self.system: CellSystem = system
         self.actor = actor
         self.ref = ref
         self.name = ref.actor
@@ -114,7 +128,7 @@ class ActorCell(CellCore):
         return self.task is task
 
     def words(self) -> str:
-        """How it stands, in words."""
+        """Return its state and counts as text."""
         return f"{self.state.value}, {len(self.mailbox)} waiting, {self.handled} handled"
 
     def at_boundary(self, work: Callable[[], None]) -> None:
@@ -185,7 +199,7 @@ class ActorCell(CellCore):
             self._watchers.pop(number, None)
 
     def end(self) -> asyncio.Future[Reason]:
-        """What is done when this life is over, for those who take care not to cancel it."""
+        """Return a future that is done when this life is over. Shield it: a cancelled one is lost for all."""
         if self._end is None:
             self._end = self.system.loop.create_future()
             if self.state is CellState.DEAD:
@@ -362,7 +376,7 @@ class ActorCell(CellCore):
 
     @staticmethod
     async def awaiting(handling: Awaitable[Any]) -> Any:
-        """What awaits a handling that is no coroutine."""
+        """Await a handler's awaitable that is no coroutine."""
         return await handling
 
     def answers_later(self, delivery: Delivery, handler: Handler, reply: object) -> None:

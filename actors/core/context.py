@@ -1,4 +1,4 @@
-"""What a running handler knows of its message: inherited deadline, trace id, and whose handler it is."""
+"""The context of a running handler: its actor, and the deadline, trace id and sender of its message."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zbmd.actors.core.cell import ActorCell
     from zbmd.actors.core.native._mailbox import Delivery
+    from zbmd.actors.core.native._serving import CellCore
 
 current_delivery: ContextVar[Delivery | None] = ContextVar("zbmd_delivery", default=None)
-current_cell: ContextVar[ActorCell | None] = ContextVar("zbmd_cell", default=None)
+current_cell: ContextVar[CellCore | None] = ContextVar("zbmd_cell", default=None)
 
 
 def trace_id() -> int:
@@ -42,7 +42,7 @@ class ActorClock:
 
     __slots__ = ("_cell",)
 
-    def __init__(self, cell: ActorCell) -> None:
+    def __init__(self, cell: CellCore) -> None:
         self._cell = cell
 
     def monotonic_ns(self) -> int:

@@ -1,4 +1,4 @@
-"""Answers that come later than their handler returns."""
+"""Deferred replies: given after the handler has returned."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from zbmd.actors.errors import ActorError, DeadActor, NoReply, TooManyPending
 from zbmd.transport.errors import LocalProtocolError
 
 if TYPE_CHECKING:
-    from zbmd.actors.core.cell import ActorCell
     from zbmd.actors.core.mailbox import ReplyTo
+    from zbmd.actors.core.native._mailbox import Delivery
+    from zbmd.actors.core.native._serving import CellCore
 
 DEFERRED_MAX = 65_536
 
 
 class Later:
-    """What a handler returns in place of an answer: see `Actor.defer` and `Actor.stash`."""
+    """Returned by a handler in place of a reply: see `Actor.defer` and `Actor.stash`."""
 
     __slots__ = ("__weakref__",)
 
@@ -102,15 +103,14 @@ class DeferredBook:
 
     __slots__ = ("_cell", "_last", "open")
 
-    def __init__(self, cell: ActorCell) -> None:
+    def __init__(self, cell: CellCore) -> None:
         self._cell = cell
         self._last = 0
         self.open: dict[int, weakref.ref[Deferred]] = {}
 
-    def defer(self) -> Deferred:
+    def defer(self, delivery: Delivery) -> Deferred:
         """Take the answer to the current message over from its handler."""
         cell = self._cell
-        delivery = cell.handling("defer()")
         if len(self.open) >= DEFERRED_MAX:
             raise TooManyPending(f"{cell.ref.address} owes {DEFERRED_MAX} answers")
         replies = cell.handlers[type(delivery.message)].replies

@@ -1,4 +1,4 @@
-"""What a mailbox may hold, and where the answers to its messages go. The mailbox itself is `_mailbox`."""
+"""Bounds of mailboxes, and the way back of replies. The mailbox itself is `native/_mailbox`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zbmd.transport.errors import LocalProtocolError
 MAILBOX_MESSAGES = 1024
 MAILBOX_MESSAGES_MAX = 1_048_576
 MAILBOX_BYTES = 256 << 20
-"""What may wait in all mailboxes of one system together, unless it is given another bound."""
+"""Default bound of the bytes that wait in all mailboxes of one system together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MailboxSpec:
-    """How many messages wait for an actor; as many may be stashed.
+    """The bound of a mailbox: so many messages wait, and as many may be stashed.
 
     Full, the mailbox makes a local sender wait and refuses a remote one with `MailboxFull`. A message of a
     contract that is declared `telemetry=True` takes the place of the oldest one of such a contract instead
@@ -32,7 +32,7 @@ class MailboxSpec:
 
 
 class ReplyTo(Protocol):
-    """Where the answer to an ask goes."""
+    """The way back to an asker."""
 
     def reply(self, message: Any) -> Awaitable[None] | None:
         """Send the answer; what it returns, if anything, waits until there is room on the way back."""

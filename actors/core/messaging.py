@@ -1,13 +1,13 @@
-"""How messages leave: tell, ask and cast, their envelopes and deadlines."""
+"""Sending: tell, ask and cast, their envelopes and deadlines."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from zbmd.actors.contracts import Contract, check_fingerprints, contract_tag
+from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.core import wire
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.context import current_cell, current_delivery
@@ -17,7 +17,8 @@ from zbmd.actors.core.peer import Peer
 from zbmd.actors.core.pools import Pools
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.scopes import at_home
-from zbmd.actors.core.timer_wheel import DeadlineWheel, Expired
+from zbmd.actors.core.services import RouteService
+from zbmd.actors.core.timers import DeadlineWheel, Expired
 from zbmd.actors.errors import (
     ActorError,
     DeadActor,
@@ -25,14 +26,11 @@ from zbmd.actors.errors import (
     MailboxMemoryFull,
     SystemStopped,
 )
-from zbmd.actors.hangs.loop_watch import watch_loop
-from zbmd.actors.routing.routes import Ways, deadline_left_s
-from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
-from zbmd.transport.link.interface import Link
+from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
 
 
 class Messaging(Asker):
-    """What an actor system needs to send: who lives here, who can be reached, and how much may wait."""
+    """The sending half of an actor system: its actors, its links, and the bound of waiting messages."""
 
     def __init__(self, name: str, incarnation: int, mailbox_bytes_max: int) -> None:
         self.name = name
@@ -43,16 +41,14 @@ class Messaging(Asker):
         self.deadlines = DeadlineWheel(self.loop)
         self._stopped = False
         self.codec = wire.Codec(self._bind)
-        self.pools = Pools(self)
-        """Where handlers run that are declared for a pool."""
+        self.pools = Pools(self.codec)
+        """Runs the handlers that are declared with `pool=`."""
         self.scope = ""
         """What others put behind our name and those of our siblings; see `zbmd.actors.core.scopes`."""
-        self.ways: Ways | None = None
-        """To processes beyond our views, if we are in a cluster."""
+        self.routes: RouteService | None = None
+        """Makes links to processes beyond our views, if we are in a cluster."""
         self._spare: set[Peer] = set()
         """Further links to processes that there is one to already."""
-        self.watch_of_loop = watch_loop(self)
-        """Who held the event loop, if anyone did."""
 
     def serving(self, task: asyncio.Task[object]) -> ActorCell | None:
         """The actor that this task serves, if it does; may be called by any thread."""
@@ -229,51 +225,15 @@ class Messaging(Asker):
     # Processes beyond our views.
 
     async def reached(self, process: str, incarnation: int, deadline_ns: int) -> Peer:
-        """The link to a process of no view of ours, made if need be. Raises as `Ways.reach`."""
-        ways = self.ways_to(process)
-        if ways is not None:
-            await ways.reach(process, incarnation, deadline_left_s(deadline_ns))
+        """The link to a process of no view of ours, made if need be. Raises as `RouteService.reach_by`."""
+        routes = self.routes_to(process)
+        if routes is not None:
+            await routes.reach_by(process, incarnation, deadline_ns)
         return self._peer(process, incarnation)
 
-    async def processes(self) -> tuple[tuple[str, int, str], ...]:
-        """The nodes of the cluster and the ranks that are up: process, incarnation, the node it runs on.
-
-        At most `PROCESSES_TOLD_MAX`. Empty if this process is in no cluster. Raises as `Ref.ask`.
-        """
-        return () if self.ways is None else (await self.ways.processes()).processes
-
-    def ways_to(self, process: str) -> Ways | None:
-        """Who makes links to that process, if anybody does."""
-        return self.ways if self.ways is not None and self.ways.leads_to(process) else None
-
-    def admit(self, link: Link, name: str, on_closed: Callable[[ZbmdError | None], None]) -> bool:
-        """Reach a process of no view of ours, and be reached; the system owns the link from now on.
-
-        name: what we call it. Whether messages to it go over this link from now on: another may carry them.
-        Raises as `ActorSystem.attach`.
-        """
-        incarnation, known = link.peer.incarnation, self._peers.get(name)
-        if self._stopped:
-            raise SystemStopped(f"the actor system of {self.name} has been stopped")
-        if name == self.name or (known is not None and known.incarnation > incarnation):
-            raise LocalProtocolError(f"{self.name} is linked with a later life of {name}, or is {name}")
-        check_fingerprints(name, link.peer.contracts)
-        carries = known is None or known.incarnation < incarnation
-        if known is not None and carries:
-            known.close(PeerLost(name, f"replaced by incarnation {incarnation}"))
-        peer = Peer(self, link, on_closed, guest=name)  # type: ignore[arg-type]
-        if carries:
-            self._peers[name] = peer
-        else:
-            self._spare.add(peer)
-        peer.open()
-        return carries
-
-    def dismiss(self, process: str, incarnation: int, reason: str) -> None:
-        """Close all links to that life of a process of no view of ours."""
-        for peer in [*self._peers.values(), *self._spare]:
-            if peer.is_guest and (peer.name, peer.incarnation) == (process, incarnation):
-                peer.close(PeerLost(process, reason))
+    def routes_to(self, process: str) -> RouteService | None:
+        """Return the service that makes links to that process, if there is one."""
+        return self.routes if self.routes is not None and self.routes.leads_to(process) else None
 
     def _bind(self, data: wire.RefData) -> Ref:
         process = at_home(data.process, self.scope) if self.scope else data.process

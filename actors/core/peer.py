@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import Any, Protocol, assert_never
 
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.core import wire
-from zbmd.actors.core.actor import (
-    Down,
-    Reason,
-    ReasonKind,
+from zbmd.actors.core.actor_base import (
+    ActorBase,
     find_remote_class,
     import_remote_class,
     may_import_for_peers,
 )
-from zbmd.actors.core.cell import LINKS_MAX, ActorCell
+from zbmd.actors.core.cell import LINKS_MAX, ActorCell, CellSystem
 from zbmd.actors.core.native._asking import TIMEOUT_NS_MAX as TIMEOUT_NS_MAX
 from zbmd.actors.core.native._asking import PeerCore
 from zbmd.actors.core.native._asking import RemoteReply as RemoteReply
 from zbmd.actors.core.native._mailbox import Delivery
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.scopes import abroad, at_home, scope_of
+from zbmd.actors.core.signals import Down, Reason, ReasonKind
 from zbmd.actors.errors import (
     ActorError,
     ActorStartFailed,
@@ -43,13 +42,29 @@ from zbmd.transport.errors import (
 from zbmd.transport.link.base import LinkSide
 from zbmd.transport.link.interface import Link
 
-if TYPE_CHECKING:
-    from zbmd.actors.core.system import ActorSystem
-
 OUTBOX_FRAMES_MAX = 65_536
 """Replies and signals that wait for room on the link; past it the link is closed: its peer does not read."""
 WATCHES_MAX = 65_536
 SPAWNS_PENDING_MAX = 1024
+
+
+class PeerSystem(CellSystem, Protocol):
+    """The part of an actor system that its peers use."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def scope(self) -> str: ...
+    @property
+    def codec(self) -> wire.Codec: ...
+    def find(self, actor: str, incarnation: int) -> ActorCell | None: ...
+    def create_child(
+        self, cls: type[ActorBase], args: Sequence[Any], *, name: str | None, parent: Ref | None
+    ) -> ActorCell: ...
+    async def until_started(self, cell: ActorCell) -> Ref: ...
+    def exit(self, ref: Ref, reason: Reason) -> None: ...
+    def exit_links_to(self, peer: Peer, reason: Reason) -> None: ...
+    def peer_closed(self, peer: Peer) -> None: ...
 
 
 class Peer(PeerCore):
@@ -57,7 +72,7 @@ class Peer(PeerCore):
 
     def __init__(
         self,
-        system: ActorSystem,
+        system: PeerSystem,
         link: Link,
         on_closed: Callable[[ZbmdError | None], None] | None,
         *,
@@ -69,7 +84,7 @@ class Peer(PeerCore):
         self.incarnation = link.peer.incarnation
         self.link = link
         self.lost: PeerLost | None = None
-        self._system = system
+        self._system: PeerSystem = system
         self._codec = system.codec if guest is None else wire.Codec(self._bind)
         self._on_closed = on_closed
         self._watches: dict[int, tuple[Ref, Callable[[Down], None]]] = {}

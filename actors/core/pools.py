@@ -13,18 +13,15 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.wire import encode_body
+from zbmd.actors.core.actor_base import ActorBase
+from zbmd.actors.core.wire import Codec, encode_body
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
-
-if TYPE_CHECKING:
-    from zbmd.actors.core.actor import Actor
-    from zbmd.actors.core.messaging import Messaging
 
 POOL_WORKERS_MAX = 64
 LENGTH_BYTES = 4
@@ -73,8 +70,8 @@ class Pools:
     workers: of each kind at most; None for as many as there are CPUs.
     """
 
-    def __init__(self, system: Messaging, workers: int | None = None) -> None:
-        self._system = system
+    def __init__(self, codec: Codec, workers: int | None = None) -> None:
+        self._codec = codec
         self._workers_max = min(workers or os.cpu_count() or 1, POOL_WORKERS_MAX)
         self._threads: ThreadPoolExecutor | None = None
         self._room = asyncio.Semaphore(self._workers_max)
@@ -82,7 +79,9 @@ class Pools:
         self._busy: set[_Worker] = set()
         self._closed = False
 
-    async def in_thread(self, function: Callable[[Any, Any], Any], actor: Actor, message: Contract) -> Any:
+    async def in_thread(
+        self, function: Callable[[Any, Any], Any], actor: ActorBase, message: Contract
+    ) -> Any:
         """`function(actor, message)` in a thread. Cancelled, it is waited for all the same: it cannot be
         stopped, and the actor must not go on beside it."""
         if self._threads is None:
@@ -96,7 +95,7 @@ class Pools:
                 await self._until(done, actor)
             raise
 
-    async def _until(self, done: asyncio.Future[Any], actor: Actor) -> None:
+    async def _until(self, done: asyncio.Future[Any], actor: ActorBase) -> None:
         while not done.done() and actor.is_alive:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait((done,))
@@ -124,7 +123,7 @@ class Pools:
                     await asyncio.shield(worker.end())
         if not worked:
             raise PoolFailed(answer.decode(errors="replace"))
-        return self._system.codec.decode_reply(msgspec.Raw(answer))
+        return self._codec.decode_reply(msgspec.Raw(answer))
 
     async def _start(self) -> _Worker:
         process = await asyncio.create_subprocess_exec(

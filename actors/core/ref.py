@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 if TYPE_CHECKING:
     from zbmd.actors.contracts import Contract
-    from zbmd.actors.core.messaging import Messaging
 
 ContractT = TypeVar("ContractT", bound="Contract")
+
+
+class Messenger(Protocol):
+    """Sends for the references of a process: its actor system."""
+
+    def _tell(self, ref: Ref, message: Contract) -> Coroutine[Any, Any, None]: ...
+
+    def _ask(
+        self, ref: Ref, message: Contract, wanted: type[Any] | None, timeout: float | None
+    ) -> Coroutine[Any, Any, Any]: ...
 
 
 class Ref:
@@ -24,7 +33,7 @@ class Ref:
     __slots__ = ("_system", "actor", "incarnation", "process", "process_incarnation")
 
     def __init__(
-        self, system: Messaging, process: str, process_incarnation: int, actor: str, incarnation: int
+        self, system: Messenger, process: str, process_incarnation: int, actor: str, incarnation: int
     ) -> None:
         self._system = system
         self.process = process

@@ -8,18 +8,14 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar, cast
 
 import structlog
 
 from zbmd.actors.contracts import check_fingerprints, is_parting
 from zbmd.actors.core import wire
-from zbmd.actors.core.actor import (
-    Actor,
-    Down,
-    Reason,
-    ReasonKind,
-    Undelivered,
+from zbmd.actors.core.actor_base import (
+    ActorBase,
     find_remote_class,
     handler_table,
     import_remote_class,
@@ -28,37 +24,23 @@ from zbmd.actors.core.actor import (
 from zbmd.actors.core.cell import LINKS_MAX, ActorCell
 from zbmd.actors.core.mailbox import MAILBOX_BYTES, MailboxSpec
 from zbmd.actors.core.messaging import Messaging
-from zbmd.actors.core.monitor import Monitor
 from zbmd.actors.core.peer import Peer
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.scopes import at_home
-from zbmd.actors.core.timer_wheel import Expired
+from zbmd.actors.core.services import ClassBook, Service
+from zbmd.actors.core.signals import Down, Monitor, Reason, ReasonKind, Undelivered
+from zbmd.actors.core.timers import Expired
 from zbmd.actors.errors import ActorError, DeadActor, NameTaken, SystemStopped, TooManyPending
-from zbmd.actors.hangs.loop_watch import unwatch_loop
-from zbmd.actors.supervision.events import AutoShutdown, BackOff, Strategy
-from zbmd.actors.upgrade.local import CodeBook
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.link.interface import Link
 
-if TYPE_CHECKING:
-    from zbmd.actors.directory.driver import Directory
-    from zbmd.actors.directory.names import Group
-    from zbmd.actors.supervision.supervisor import ChildSpec
-    from zbmd.actors.upgrade.driver import Upgraded
-    from zbmd.actors.upgrade.keeper import CodeKeeper
-
 ACTORS_MAX = 1_048_576
 STOP_S = 5.0
-CALL_S = 5.0
-"""How long names and groups may take, unless their caller says otherwise."""
-PROBATION_S = 5.0
-"""How long a new version of an actor's code is on probation in each stage."""
-ANSWER_S = 30.0
-"""How long a process may take to change its actors: for the message that each is at."""
-
 _NAME = re.compile(rf"[A-Za-z0-9_.:<>-]{{1,{wire.ACTOR_NAME_CHARS_MAX}}}")
 _log = structlog.get_logger("zbmd.actors")
+
+ServiceT = TypeVar("ServiceT", bound=Service)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +56,10 @@ class ActorInfo:
     dropped: int
 
 
-class ActorSystem(Messaging):
+class CoreSystem(Messaging):
     """The actors of one process incarnation, and links to the systems of other processes.
+
+    `zbmd.actors.system.ActorSystem` is this with its services: names, groups, supervisors, changes of code.
 
     name: this process's name ("rank0"); incarnation: u64, greater in every replacement; recorder: takes down
     what its supervisors decide (frames are its links' to record); mailbox_bytes_max: bound of what waits in
@@ -98,21 +82,29 @@ class ActorSystem(Messaging):
         self.scope = scope
         self.recorder = recorder
         self.undelivered = 0
-        self.code = CodeBook()
-        """Which classes have been replaced."""
-        self.keeper: CodeKeeper | None = None
-        """Tells the processes of the view, if it has one."""
+        self.class_book: ClassBook | None = None
+        """Which classes have been replaced, if any was."""
+        self._services: dict[type[Service], Service] = {}
         self._lingering: set[asyncio.Task[None]] = set()
         self._last_actor = 0
-        self._directory: Directory | None = None
         digest = hashlib.blake2b(f"{name}#{incarnation}".encode(), digest_size=4).digest()
         self._last_trace = int.from_bytes(digest) << 32
+
+    def add_service(self, service: Service) -> None:
+        """Call its hooks from now on. Raises `LocalProtocolError` if there is one of its class already."""
+        if type(service) in self._services:
+            raise LocalProtocolError(f"{self.name} has a {type(service).__name__} already")
+        self._services[type(service)] = service
+
+    def service(self, kind: type[ServiceT]) -> ServiceT | None:
+        """The service of that class, if it was added."""
+        return cast("ServiceT | None", self._services.get(kind))
 
     # Life of actors.
 
     async def spawn(
         self,
-        cls: type[Actor],
+        cls: type[ActorBase],
         *args: Any,
         name: str | None = None,
         mailbox: MailboxSpec | None = None,
@@ -130,7 +122,7 @@ class ActorSystem(Messaging):
         return await self.until_started(cell)
 
     def create_child(
-        self, cls: type[Actor], args: Sequence[Any], *, name: str | None, parent: Ref | None
+        self, cls: type[ActorBase], args: Sequence[Any], *, name: str | None, parent: Ref | None
     ) -> ActorCell:
         """Begin to spawn, for a supervisor: if `parent` ends while the child lives, the child is killed."""
         cell = self._create(cls, args, {}, name, None, parent)
@@ -145,7 +137,7 @@ class ActorSystem(Messaging):
     async def spawn_on(
         self,
         process: str,
-        cls: type[Actor] | str,
+        cls: type[ActorBase] | str,
         *args: wire.Plain,
         name: str | None = None,
         timeout: float | None = None,
@@ -192,55 +184,6 @@ class ActorSystem(Messaging):
             self.exit(reply, Reason(ReasonKind.KILLED, "its supervisor has ended"))
         return reply
 
-    async def supervise(
-        self,
-        children: Sequence[ChildSpec],
-        *,
-        strategy: Strategy = Strategy.ONE_FOR_ONE,
-        intensity: int = 3,
-        period_s: float = 5.0,
-        back_off: BackOff | None = None,
-        template: ChildSpec | None = None,
-        auto_shutdown: AutoShutdown = AutoShutdown.NEVER,
-        name: str | None = None,
-    ) -> Ref:
-        """Start a supervisor and its children, in order; see
-        `zbmd.actors.supervision.supervisor.Supervisor`."""
-        from zbmd.actors.supervision.supervisor import Supervisor
-
-        arguments = (children, strategy, intensity, period_s, back_off, template, auto_shutdown)
-        return await self.spawn(Supervisor, *arguments, name=name)
-
-    async def upgrade(
-        self,
-        old: type[Actor],
-        new: type[Actor],
-        *,
-        processes: Sequence[str] | None = None,
-        canaries: int = 1,
-        probation_s: float = PROBATION_S,
-        answer_s: float = ANSWER_S,
-        lasting: bool = False,
-    ) -> Upgraded:
-        """Let all actors of `old` become ones of `new` while they live; see
-        `zbmd.actors.upgrade.driver.upgrade`.
-
-        processes: by name, linked with this one and with each other; None for this one alone.
-        """
-        from zbmd.actors.upgrade.driver import upgrade
-
-        names = (self.name,) if processes is None else tuple(processes)
-        return await upgrade(
-            self,
-            old,
-            new,
-            names,
-            canaries=canaries,
-            probation_s=probation_s,
-            answer_s=answer_s,
-            lasting=lasting,
-        )
-
     async def terminate(self, ref: Ref, *, timeout: float = STOP_S, text: str = "asked to stop") -> Down:
         """Stop an actor wherever it is, kill it after `timeout` seconds, and return its end."""
         monitor = self.monitor(ref)
@@ -262,8 +205,8 @@ class ActorSystem(Messaging):
                 cell.request_stop(reason)
         elif (peer := self._peer_or_none(ref)) is not None:
             peer.post(wire.Stop(ref.actor, ref.incarnation, wire.reason_data(reason)))
-        elif (ways := self.ways_to(ref.process)) is not None:
-            ways.exit(ref, reason)
+        elif (routes := self.routes_to(ref.process)) is not None:
+            routes.exit(ref, reason)
 
     async def stop(self, *, timeout: float = STOP_S) -> None:
         """End all actors, the last spawned first; after `timeout` seconds kill the rest; close all links.
@@ -285,14 +228,13 @@ class ActorSystem(Messaging):
             self._stopped = True
             for cell in reversed(list(self._cells.values())):
                 cell.kill(Reason(ReasonKind.KILLED, "the system stops"))
-            if self.ways is not None:
-                self.ways.end()
+            for service in self._services.values():
+                service.stopping()
             for peer in [*self._peers.values(), *self._spare]:
                 peer.close(None)
             self.deadlines.close()
-            unwatch_loop(self.watch_of_loop)
-        if self.ways is not None:
-            await self.ways.close()
+        for service in self._services.values():
+            await service.stopped()
         await self.pools.close()
         if self._lingering:
             await asyncio.wait(self._lingering, timeout=timeout)
@@ -314,7 +256,7 @@ class ActorSystem(Messaging):
 
     def _create(
         self,
-        cls: type[Actor],
+        cls: type[ActorBase],
         args: Sequence[Any],
         kwargs: dict[str, Any],
         name: str | None,
@@ -323,7 +265,7 @@ class ActorSystem(Messaging):
     ) -> ActorCell:
         if self._stopped:
             raise SystemStopped(f"the actor system of {self.name} has been stopped")
-        wanted, cls = cls, self.code.current(cls) if self.code.newer or self.code.absent else cls
+        wanted, cls = cls, cls if self.class_book is None else self.class_book.current(cls)
         if len(self._cells) >= ACTORS_MAX:
             raise TooManyPending(f"{ACTORS_MAX} actors live in {self.name}")
         incarnation = self._last_actor + 1
@@ -341,8 +283,8 @@ class ActorSystem(Messaging):
         cell = ActorCell(self, actor, ref, mailbox or cls.mailbox, parent)
         actor._cell = cell
         self._cells[actor_name] = cell
-        if cls is not wanted and (trial := self.code.on_trial.get(cls)) is not None:
-            trial.spawned(cell)
+        if cls is not wanted and self.class_book is not None:
+            self.class_book.spawned(cell)
         return cell
 
     async def until_started(self, cell: ActorCell) -> Ref:
@@ -391,11 +333,41 @@ class ActorSystem(Messaging):
         if known is not None:
             known.close(PeerLost(name, f"replaced by incarnation {incarnation}"))
         peer = self._peers[name] = Peer(self, link, on_closed)
-        if self.keeper is not None:
-            self.keeper.link_up(name, incarnation)
+        for service in self._services.values():
+            service.link_opening(name, incarnation)
         peer.open()
-        if self._directory is not None and peer.lost is None:
-            self._directory.link_up((name, incarnation))
+        if peer.lost is None:
+            for service in self._services.values():
+                service.link_up(name, incarnation)
+
+    def admit(self, link: Link, name: str, on_closed: Callable[[ZbmdError | None], None]) -> bool:
+        """Reach a process of no view of ours, and be reached; the system owns the link from now on.
+
+        name: what we call it. Whether messages to it go over this link from now on: another may carry them.
+        Raises as `attach`.
+        """
+        incarnation, known = link.peer.incarnation, self._peers.get(name)
+        if self._stopped:
+            raise SystemStopped(f"the actor system of {self.name} has been stopped")
+        if name == self.name or (known is not None and known.incarnation > incarnation):
+            raise LocalProtocolError(f"{self.name} is linked with a later life of {name}, or is {name}")
+        check_fingerprints(name, link.peer.contracts)
+        carries = known is None or known.incarnation < incarnation
+        if known is not None and carries:
+            known.close(PeerLost(name, f"replaced by incarnation {incarnation}"))
+        peer = Peer(self, link, on_closed, guest=name)
+        if carries:
+            self._peers[name] = peer
+        else:
+            self._spare.add(peer)
+        peer.open()
+        return carries
+
+    def dismiss(self, process: str, incarnation: int, reason: str) -> None:
+        """Close all links to that life of a process of no view of ours."""
+        for peer in [*self._peers.values(), *self._spare]:
+            if peer.is_guest and (peer.name, peer.incarnation) == (process, incarnation):
+                peer.close(PeerLost(process, reason))
 
     def detach(self, process: str, reason: str = "detached") -> None:
         """Close the link to a process, if there is one; monitors and links see its actors as lost."""
@@ -411,52 +383,6 @@ class ActorSystem(Messaging):
     def peers(self) -> dict[str, int]:
         """Attached processes by name, with their incarnations, but for those of no view of ours."""
         return {name: peer.incarnation for name, peer in self._peers.items() if not peer.is_guest}
-
-    # Names and groups.
-
-    def open_directory(self, *, alone: bool) -> Directory:
-        """The directory of this process, made if there is none. See `zbmd.actors.directory.driver`.
-
-        alone: until it is told of a view, this process is one of its own; else names wait for the first view.
-        """
-        if self._directory is None:
-            from zbmd.actors.directory.driver import Directory
-
-            self._directory = Directory(self, alone=alone)
-        return self._directory
-
-    async def register(self, name: str, ref: Ref, *, timeout: float = CALL_S) -> None:
-        """Give an actor a name that no other actor of the view has, until it ends.
-
-        Raises `NameInUse`, `DeadActor` if the actor does not live, and as `Ref.ask`. timeout: seconds; what
-        is granted after it is given back.
-        """
-        from zbmd.actors.directory import names
-
-        self.open_directory(alone=True)
-        await names.register(self, name, ref, timeout)
-
-    async def whereis(self, name: str, *, timeout: float = CALL_S) -> Ref | None:
-        """The actor that has the name, wherever it lives; None if nobody has it. Raises as `Ref.ask`."""
-        from zbmd.actors.directory import names
-
-        self.open_directory(alone=True)
-        return await names.whereis(self, name, timeout)
-
-    async def unregister(self, name: str, *, timeout: float = CALL_S) -> bool:
-        """Take the name from whoever has it; False if nobody has. Raises as `Ref.ask`."""
-        from zbmd.actors.directory import names
-
-        self.open_directory(alone=True)
-        return await names.unregister(self, name, timeout)
-
-    async def group(self, name: str, *, timeout: float = CALL_S) -> Group:
-        """The group of that name, once all processes of the view have said who is in it; it may be empty."""
-        from zbmd.actors.directory.names import Group, checked
-
-        group = Group(self, self.open_directory(alone=True), checked(name))
-        await group.settled(timeout=timeout)
-        return group
 
     # Monitors and links between actors.
 
@@ -479,8 +405,8 @@ class ActorSystem(Messaging):
             peer = self._peer_or_none(ref)
             if peer is not None:
                 return peer.watch(ref, callback)
-            if (ways := self.ways_to(ref.process)) is not None:
-                return ways.watch(ref, callback)
+            if (routes := self.routes_to(ref.process)) is not None:
+                return routes.watch(ref, callback)
             missing = Reason(ReasonKind.LOST, f"{self.name} has no link to that incarnation of {ref.process}")
             return self.loop.call_soon(callback, Down(ref, missing)).cancel
         cell = self._find_ref(ref)
@@ -513,8 +439,8 @@ class ActorSystem(Messaging):
                 cell.exit_signal(other, Reason(ReasonKind.NO_ACTOR, "there is no such actor"))
             else:
                 target.links[cell.ref] = None
-        elif (peer := self._peer_or_none(other)) is None and (ways := self.ways_to(other.process)):
-            ways.link(cell, other)
+        elif (peer := self._peer_or_none(other)) is None and (routes := self.routes_to(other.process)):
+            routes.link(cell, other)
         elif peer is None:
             cell.exit_signal(other, Reason(ReasonKind.LOST, f"no link to {other.process}"))
         else:
@@ -556,10 +482,9 @@ class ActorSystem(Messaging):
         self._spare.discard(peer)
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
-            if self.keeper is not None and not peer.is_guest:
-                self.keeper.link_down(peer.name, peer.incarnation)
-            if self._directory is not None and not peer.is_guest:
-                self._directory.link_down((peer.name, peer.incarnation))
+            if not peer.is_guest:
+                for service in self._services.values():
+                    service.link_down(peer.name, peer.incarnation)
 
     def exit_links_to(self, peer: Peer, reason: Reason) -> None:
         """Exit signals from all actors of a process that was lost."""

@@ -1,17 +1,61 @@
-"""An actor's timers: messages to itself, once or again and again. None of them holds a task."""
+"""Timers: the messages that an actor sends itself, and the deadlines of asks. None of them holds a task.
+
+Deadlines share one timer: a wheel of buckets, each a set of futures with one expiry. After Varghese & Lauck,
+"Hashed and hierarchical timing wheels" (1987), reduced to what asks need: a deadline is rounded up to a
+multiple of a quantum of about 1/32 of its timeout (at least 1 ms). The number of buckets stays small at any
+rate, and an answered ask costs one set removal.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import time
 from typing import TYPE_CHECKING
 
 from zbmd.actors.contracts import Contract
+from zbmd.actors.core.native._asking import Wheel
 from zbmd.actors.core.native._mailbox import Delivery
 from zbmd.actors.errors import ActorError, TooManyPending
 from zbmd.transport.errors import LocalProtocolError
 
 if TYPE_CHECKING:
-    from zbmd.actors.core.cell import ActorCell
+    from zbmd.actors.core.native._serving import CellCore
+
+
+class Expired(Exception):
+    """Set on a future whose deadline passed. The code that awaits it raises an error with a text."""
+
+
+class DeadlineWheel(Wheel):
+    """Sets `Expired` on each future that is still in the wheel when its deadline passes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def close(self) -> None:
+        """Cancel the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, expiry_ns: int, now_ns: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_ns = expiry_ns
+        # A loop's clock is coarser than ours (uvloop's: 1 ms) and may fire early: then it is armed again.
+        self._timer = self._loop.call_later(max(1e-3, (expiry_ns - now_ns) / 1e9), self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        now_ns = time.monotonic_ns()
+        while self._expiries_ns and self._expiries_ns[0] <= now_ns:
+            for future in self._buckets.pop(heapq.heappop(self._expiries_ns)):
+                if not future.done():
+                    future.set_exception(Expired())
+        if self._expiries_ns:
+            self._arm(self._expiries_ns[0], now_ns)
+
 
 TIMERS_PER_ACTOR_MAX = 256
 PERIOD_S_MIN = 1e-3
@@ -80,7 +124,7 @@ class TimerBook:
 
     __slots__ = ("_cell", "_last", "_timers", "loop", "refused")
 
-    def __init__(self, cell: ActorCell) -> None:
+    def __init__(self, cell: CellCore) -> None:
         self._cell = cell
         self._last = 0
         self._timers: dict[int, Timer] = {}

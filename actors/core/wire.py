@@ -12,9 +12,9 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from zbmd.actors.contracts import Contract, ContractDecoder, contract_tag
-from zbmd.actors.core.actor import Reason, ReasonKind
 from zbmd.actors.core.long_fields import filled, long_field, scatter, shortened
 from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.actors.errors import InvalidMessage
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Final, assert_never
 import structlog
 
 from zbmd.actors.core import wire
-from zbmd.actors.core.actor import Actor, Down, Reason, ReasonKind, Undelivered, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import current_delivery, deadline_ns
 from zbmd.actors.core.deferred import Deferred, Later
 from zbmd.actors.core.mailbox import MAILBOX_MESSAGES_MAX, MailboxSpec
 from zbmd.actors.core.native._mailbox import Delivery
 from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.services import Service
+from zbmd.actors.core.signals import Down, Reason, ReasonKind, Undelivered
 from zbmd.actors.directory import events as ev
 from zbmd.actors.directory.contracts import (
     DIRECTORY,
@@ -48,7 +50,7 @@ from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 
 if TYPE_CHECKING:
     from zbmd.actors.core.cell import ActorCell
-    from zbmd.actors.core.system import ActorSystem
+    from zbmd.actors.core.system import CoreSystem
 
 CHANGES_WAITING_MAX: Final = 1024
 """Of a group, for one who watches it; what is more is told as one."""
@@ -216,10 +218,10 @@ class DirectoryActor(Actor):
         return later
 
 
-class Directory:
+class Directory(Service):
     """See the module. Made by `ActorSystem.open_directory`; used on the system's loop."""
 
-    def __init__(self, system: ActorSystem, *, alone: bool) -> None:
+    def __init__(self, system: CoreSystem, *, alone: bool) -> None:
         me = (system.name, system.incarnation)
         self._system = system
         self._machine = DirectoryMachine(me)
@@ -260,15 +262,15 @@ class Directory:
         if not self._closed and epoch > self._machine.epoch and me in members:
             self._handle(ev.EnterView(epoch=epoch, members=tuple(members)))
 
-    def link_up(self, process: Process) -> None:
+    def link_up(self, process: str, incarnation: int) -> None:
         """The system has attached a link."""
         if not self._closed:
-            self._handle(ev.LinkUp(process=process))
+            self._handle(ev.LinkUp(process=(process, incarnation)))
 
-    def link_down(self, process: Process) -> None:
+    def link_down(self, process: str, incarnation: int) -> None:
         """It has lost one."""
         if not self._closed:
-            self._handle(ev.LinkDown(process=process))
+            self._handle(ev.LinkDown(process=(process, incarnation)))
 
     # For `DirectoryActor`.
 

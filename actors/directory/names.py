@@ -25,13 +25,13 @@ from zbmd.transport.errors import LocalProtocolError, ZbmdError
 
 if TYPE_CHECKING:
     from zbmd.actors.contracts import Contract
-    from zbmd.actors.core.messaging import Messaging
+    from zbmd.actors.core.system import CoreSystem
 
 CALL_S: Final = 5.0
 """How long a directory may take, unless its caller says otherwise."""
 
 
-def directory_of(system: Messaging, ref: Ref | None = None) -> Ref:
+def directory_of(system: CoreSystem, ref: Ref | None = None) -> Ref:
     """The directory of this process, or of the process where `ref` lives."""
     if ref is None:
         return Ref(system, system.name, system.incarnation, DIRECTORY, 0)
@@ -45,19 +45,19 @@ def checked(name: str) -> str:
     return name
 
 
-async def register(system: Messaging, name: str, ref: Ref, timeout: float) -> None:
+async def register(system: CoreSystem, name: str, ref: Ref, timeout: float) -> None:
     """See `ActorSystem.register`."""
     message = RegisterName(checked(name), ref.actor, ref.incarnation)
     await directory_of(system, ref).ask(message, timeout=timeout)
 
 
-async def whereis(system: Messaging, name: str, timeout: float) -> Ref | None:
+async def whereis(system: CoreSystem, name: str, timeout: float) -> Ref | None:
     """See `ActorSystem.whereis`."""
     found = await directory_of(system).ask(WhereIs(checked(name)), reply=Found, timeout=timeout)
     return found.ref
 
 
-async def unregister(system: Messaging, name: str, timeout: float) -> bool:
+async def unregister(system: CoreSystem, name: str, timeout: float) -> bool:
     """See `ActorSystem.unregister`."""
     holder = await whereis(system, name, timeout)
     if holder is None:
@@ -74,7 +74,7 @@ class Group:
     by `ActorSystem.group`.
     """
 
-    def __init__(self, system: Messaging, directory: Directory, name: str) -> None:
+    def __init__(self, system: CoreSystem, directory: Directory, name: str) -> None:
         self._system = system
         self._directory = directory
         self.name = name

@@ -11,6 +11,7 @@ from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.ref import Ref
+from zbmd.actors.hangs.loop_watch import LoopWatch
 from zbmd.actors.supervision.supervisor import Children, Supervisor, WhichChildren
 from zbmd.transport.errors import ZbmdError
 
@@ -90,12 +91,12 @@ class Inside(Actor):
             shown = sorted(cells, key=lambda cell: (len(cell.mailbox), cell.handled), reverse=True)
         supervisors = [cell.ref for cell in cells if isinstance(cell.actor, Supervisor)]
         asked = [self._children(ref) for ref in supervisors[:SUPERVISORS_ASKED_MAX]]
-        memory = self.system.memory
+        memory, watch = self.system.memory, self.system.service(LoopWatch)
         return InsideReply(
             process=self.system.name,
             incarnation=self.system.incarnation,
             actors=len(cells),
-            held=self.system.watch_of_loop.held,
+            held=0 if watch is None else watch.held,
             nbytes=memory.used,
             nbytes_max=memory.bound,
             rows=tuple(row(cell) for cell in shown[:ROWS_MAX]),

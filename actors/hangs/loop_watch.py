@@ -17,9 +17,11 @@ from weakref import WeakSet
 
 import structlog
 
+from zbmd.actors.core.services import Service
+
 if TYPE_CHECKING:
     from zbmd.actors.core.cell import ActorCell
-    from zbmd.actors.core.messaging import Messaging
+    from zbmd.actors.core.system import CoreSystem
     from zbmd.actors.hangs.wire import Frame
 
 LOOK_S = 0.04
@@ -43,10 +45,10 @@ class HeldNotice:
     stack: tuple[Frame, ...]
 
 
-class LoopWatch:
+class LoopWatch(Service):
     """What is known of one system's loop. `held`: how often it was held; `notices`: the last ones."""
 
-    def __init__(self, system: Messaging) -> None:
+    def __init__(self, system: CoreSystem) -> None:
         self.held = 0
         self.notices: deque[HeldNotice] = deque(maxlen=NOTICES_MAX)
         from zbmd.actors.hangs.stacks import thread_frames  # which knows how a system asks
@@ -64,6 +66,10 @@ class LoopWatch:
     def is_over(self) -> bool:
         """Whether there is no loop any more."""
         return self._loop.is_closed()
+
+    def stopping(self) -> None:
+        """Watch no longer; the thread ends with its last loop."""
+        _thread.remove(self)
 
     def look(self) -> None:
         """See whether the loop moves; called by the thread alone."""
@@ -164,14 +170,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def watch_loop(system: Messaging) -> LoopWatch:
-    """Watch the running loop, which is the system's, until `unwatch_loop`. Virtual time is not watched."""
+def watch_loop(system: CoreSystem) -> LoopWatch:
+    """Watch the running loop, which is the system's, until it stops. Virtual time is not watched."""
     watch = LoopWatch(system)
     if not hasattr(system.loop, "monotonic_ns"):  # a loop that has a clock of its own is simulated
         _thread.add(watch)
     return watch
-
-
-def unwatch_loop(watch: LoopWatch) -> None:
-    """Watch no longer; the thread ends with its last loop."""
-    _thread.remove(watch)

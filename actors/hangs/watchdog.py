@@ -18,7 +18,7 @@ from typing import Final
 
 import structlog
 
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.hangs.progress import Looked, MovedOn, ProgressMachine, Stuck, look_ns
 from zbmd.actors.hangs.report_text import describe_place
 from zbmd.actors.hangs.watched import (
@@ -59,7 +59,7 @@ class Watchdog:
     nothing; address: of the host's collector, None for a process without one.
     """
 
-    def __init__(self, name: str, system: ActorSystem, *, deadline_ns: int, address: str | None) -> None:
+    def __init__(self, name: str, system: CoreSystem, *, deadline_ns: int, address: str | None) -> None:
         self.deadline_ns = deadline_ns
         self._name = name
         self._address = address

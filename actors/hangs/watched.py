@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from zbmd.actors.contracts import contract_tag
 from zbmd.actors.core.cell import ActorCell
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.hangs.progress import Sample
 from zbmd.actors.hangs.stacks import asked_address, task_frames, thread_frames
 from zbmd.actors.hangs.wire import Frame, Place, PlaceKind, Position, cut
@@ -147,7 +147,7 @@ class LoopSource:
 class ActorSource:
     """The actors of a system: a handler makes progress whenever what it awaits comes and it goes on."""
 
-    def __init__(self, system: ActorSystem) -> None:
+    def __init__(self, system: CoreSystem) -> None:
         self._system = system
         self._left: Iterator[ActorCell] = iter(())
         self._found: dict[str, Watched] = {}

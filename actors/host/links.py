@@ -13,7 +13,6 @@ from zbmd.actors.cluster.route_table import WayFinder, WaysActor
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.scopes import scope_of_job
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.host.contracts import (
     HOST_ACTOR,
@@ -32,6 +31,7 @@ from zbmd.actors.host.contracts import (
 )
 from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.routing.contracts import WAYS_ACTOR
+from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import RANKS_MAX
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.clock.deadlines import Deadlines

@@ -9,9 +9,9 @@ from typing import Final
 import structlog
 
 from zbmd.actors.core.scopes import MARK
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.rank.tcp import MemberKey, MemberTcp, MemoryOffered
 from zbmd.actors.rank_names import child_id, rank_of
+from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.keeper import CodeKeeper
 from zbmd.actors.view import RANKS_MAX, Member, View
 from zbmd.transport.clock.durations import format_duration

@@ -26,7 +26,6 @@ from zbmd.actors.contracts import fingerprints
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.core.scopes import scope_of_job
-from zbmd.actors.core.system import PROBATION_S, ActorSystem
 from zbmd.actors.hangs.collector import collector_address
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.hangs.watchdog import Watchdog
@@ -61,7 +60,8 @@ from zbmd.actors.rank_env import (
 from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
 from zbmd.actors.replay.recording import CapturedSystem
-from zbmd.actors.upgrade.driver import Upgraded
+from zbmd.actors.system import ActorSystem
+from zbmd.actors.upgrade.driver import PROBATION_S, Upgraded
 from zbmd.actors.view import Member, View
 from zbmd.transport import kill_points as faults
 from zbmd.transport.clock.deadlines import derive

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.host.contracts import NODE_NAME
 from zbmd.actors.rank_env import RankEnvironment
 from zbmd.actors.routing.contracts import guests_address
 from zbmd.actors.routing.guest_dialer import GuestDoor
 from zbmd.actors.routing.routes import AskedFinder, Ways
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.link.interface import Link
 from zbmd.transport.tcp.settings import tcp_settings

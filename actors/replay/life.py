@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar
 
 from zbmd.actors.contracts import Contract, contract_tag
-from zbmd.actors.core.actor import Reason, Signal
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.native._mailbox import Delivery
 from zbmd.actors.core.native._turns import SERVING, Strand
+from zbmd.actors.core.signals import Reason, Signal
 from zbmd.actors.core.wire import reason_data
 from zbmd.actors.replay.events import (
     ActorAction,

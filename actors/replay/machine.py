@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from zbmd.actors.contracts import Contract, contract_tag, fingerprint
-from zbmd.actors.core.actor import Actor, handler_table, remote_class_id
+from zbmd.actors.core.actor import Actor
+from zbmd.actors.core.actor_base import handler_table, remote_class_id
 from zbmd.actors.core.wire import RefData
 from zbmd.actors.replay.constructor_args import unpack_arguments
 from zbmd.actors.replay.events import ActorAction, ActorEvent

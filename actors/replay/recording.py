@@ -23,22 +23,14 @@ from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from zbmd.actors.contracts import Contract, contract_tag, fingerprint
-from zbmd.actors.core.actor import (
-    SEED_BYTES,
-    Actor,
-    Down,
-    Exited,
-    Reason,
-    Signal,
-    Undelivered,
-    handler_table,
-    remote_class_id,
-)
+from zbmd.actors.core.actor import SEED_BYTES
+from zbmd.actors.core.actor_base import ActorBase, handler_table, remote_class_id
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.context import current_cell
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.native._turns import SERVING, Strand, Turns
 from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.signals import Down, Exited, Reason, Signal, Undelivered
 from zbmd.actors.core.system import STOP_S
 from zbmd.actors.core.wire import reason_data
 from zbmd.actors.replay import events as ev
@@ -216,7 +208,7 @@ class CapturedSystem(TracedSystem):
 
     def _create(
         self,
-        cls: type[Actor],
+        cls: type[ActorBase],
         args: Sequence[Any],
         kwargs: dict[str, Any],
         name: str | None,
@@ -274,7 +266,7 @@ class StrandFactory:
         return asyncio.Task(coroutine, loop=loop, **options)
 
 
-def _config(ref: Ref, cls: type[Actor], arguments: bytes, unreplayable: str) -> dict[str, Any]:
+def _config(ref: Ref, cls: type[ActorBase], arguments: bytes, unreplayable: str) -> dict[str, Any]:
     if "<locals>" in cls.__qualname__:
         unreplayable = f"{remote_class_id(cls)} is local to a function: it cannot be found again"
     table = handler_table(cls)

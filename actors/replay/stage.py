@@ -18,12 +18,13 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, TypeVarTuple, Unpack, asse
 import structlog
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, Down, Exited, Reason, Signal, Undelivered
+from zbmd.actors.core.actor import Actor
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.context import current_cell
 from zbmd.actors.core.native._mailbox import Delivery
 from zbmd.actors.core.native._turns import SERVING, Strand
 from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.signals import Down, Exited, Reason, Signal, Undelivered
 from zbmd.actors.core.wire import ReasonData, RefData
 from zbmd.actors.errors import ActorError
 from zbmd.actors.replay import events as ev

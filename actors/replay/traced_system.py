@@ -6,18 +6,19 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, Down, Reason, remote_class_id
+from zbmd.actors.core.actor_base import ActorBase, remote_class_id
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.context import current_cell
 from zbmd.actors.core.mailbox import MailboxSpec
-from zbmd.actors.core.monitor import Monitor
 from zbmd.actors.core.native._turns import Call, Strand, Turns
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import CALL_S, STOP_S, ActorInfo, ActorSystem
+from zbmd.actors.core.signals import Down, Monitor, Reason
+from zbmd.actors.core.system import STOP_S, ActorInfo
 from zbmd.actors.core.wire import Plain, reason_data
-from zbmd.actors.directory.names import Group
+from zbmd.actors.directory.names import CALL_S, Group
 from zbmd.actors.replay import events as ev
 from zbmd.actors.replay.life import ActorLife
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.link.interface import Link
 
@@ -130,7 +131,7 @@ class TracedSystem(ActorSystem):
 
     async def spawn(
         self,
-        cls: type[Actor],
+        cls: type[ActorBase],
         *args: Any,
         name: str | None = None,
         mailbox: MailboxSpec | None = None,
@@ -148,7 +149,7 @@ class TracedSystem(ActorSystem):
     async def spawn_on(
         self,
         process: str,
-        cls: type[Actor] | str,
+        cls: type[ActorBase] | str,
         *args: Plain,
         name: str | None = None,
         timeout: float | None = None,
@@ -165,7 +166,7 @@ class TracedSystem(ActorSystem):
     async def _spawned(
         self,
         process: str,
-        cls: type[Actor] | str,
+        cls: type[ActorBase] | str,
         arguments: tuple[Sequence[Any], dict[str, Any]],
         name: str | None,
         perform: Callable[[], Coroutine[Any, Any, Ref]],
@@ -247,7 +248,7 @@ class TracedSystem(ActorSystem):
         return super().watch(ref, callback)
 
     def create_child(
-        self, cls: type[Actor], args: Sequence[Any], *, name: str | None, parent: Ref | None
+        self, cls: type[ActorBase], args: Sequence[Any], *, name: str | None, parent: Ref | None
     ) -> ActorCell:
         """As `ActorSystem.create_child`."""
         _untold("system.create_child()")

@@ -12,9 +12,9 @@ from typing import Final
 
 import structlog
 
-from zbmd.actors.core.actor import Down
 from zbmd.actors.core.scopes import at_home, owner_of
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Down
+from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.routing.contracts import WAYS_ACTOR, Enrol, Enrolled
 from zbmd.actors.routing.routes import Ways
 from zbmd.transport.errors import PeerLost, ZbmdError
@@ -35,7 +35,7 @@ LinkUp = Callable[[], Awaitable[tuple[Link, Enrol]]]
 class Stay:
     """See the module. system: named as `owned_name` says; it lasts until that is stopped."""
 
-    def __init__(self, system: ActorSystem, ways: Ways, link_up: LinkUp) -> None:
+    def __init__(self, system: CoreSystem, ways: Ways, link_up: LinkUp) -> None:
         self.owner = at_home(owner_of(system.name), system.scope)
         """The process by way of which we are in."""
         self._system = system

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, assert_never
 import structlog
 
 from zbmd.actors.core import wire
-from zbmd.actors.core.actor import Down, Reason, ReasonKind
 from zbmd.actors.core.scopes import abroad, at_home, is_global, of_guest, owner_of, scope_of_job
+from zbmd.actors.core.services import Service
+from zbmd.actors.core.signals import Down, Reason, ReasonKind
 from zbmd.actors.errors import ActorError, DeadActor, TooManyPending
 from zbmd.actors.routing import machine as w
 from zbmd.actors.routing.contracts import (
@@ -38,7 +39,7 @@ from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdErr
 if TYPE_CHECKING:
     from zbmd.actors.core.cell import ActorCell
     from zbmd.actors.core.ref import Ref
-    from zbmd.actors.core.system import ActorSystem
+    from zbmd.actors.core.system import CoreSystem
     from zbmd.transport.link.interface import Link
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.ways")
@@ -89,7 +90,7 @@ class Finder(Asked, Protocol):
 class AskedFinder:
     """By asking the `ways` of a node. process: the one that it is in, linked with ours."""
 
-    def __init__(self, system: ActorSystem, process: str) -> None:
+    def __init__(self, system: CoreSystem, process: str) -> None:
         self._ways = system.ref(f"{process}/{WAYS_ACTOR}")
 
     async def find(self, process: str) -> Way | NoWay:
@@ -114,7 +115,7 @@ class AskedFinder:
                 continue
 
 
-class Ways:
+class Ways(Service):
     """The links of one system to processes beyond its views, which closes it when it stops.
 
     leads_to: which processes are ours to reach (default: all with a name that others have, too).
@@ -122,7 +123,7 @@ class Ways:
 
     def __init__(
         self,
-        system: ActorSystem,
+        system: CoreSystem,
         finder: Finder,
         dial: DialWay,
         *,
@@ -145,7 +146,8 @@ class Ways:
         self._doors: list[Door] = []
         self.guests = Guests()
         """Who is in the cluster by way of this process."""
-        system.ways = self
+        system.routes = self
+        system.add_service(self)
 
     async def reach(self, process: str, life: int, timeout_s: float = REACH_S) -> None:
         """Wait until a link to this life of a process (0: any) stands.
@@ -163,6 +165,10 @@ class Ways:
         finally:
             del self._waiting[ticket]
             self._feed(w.GivenUp(ticket=ticket))
+
+    async def reach_by(self, process: str, incarnation: int, deadline_ns: int) -> None:
+        """As `reach`, until a monotonic deadline, 0 for none."""
+        await self.reach(process, incarnation, deadline_left_s(deadline_ns))
 
     async def processes(self) -> ProcessesReply:
         """See `Finder`."""
@@ -197,6 +203,14 @@ class Ways:
             door.close()
         for task in self._tasks:
             task.cancel()
+
+    def stopping(self) -> None:
+        """The system stops."""
+        self.end()
+
+    async def stopped(self) -> None:
+        """The system has stopped."""
+        await self.close()
 
     def listens(self, door: Door) -> None:
         """Links are taken there for us; it is closed with us."""

@@ -11,9 +11,8 @@ from contextlib import suppress
 from typing import Final, TypeVar
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor
+from zbmd.actors.core.actor_base import ActorBase
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import NameInUse, UpgradeRefused, UpgradeUndone
 from zbmd.actors.simulated.ledgers import Change, Life
 from zbmd.actors.simulated.stand import ERRAND, GUESTS, Stand
@@ -31,6 +30,8 @@ from zbmd.actors.simulated.workers import (
     Who,
     Worker,
 )
+from zbmd.actors.system import ActorSystem
+from zbmd.actors.upgrade.local import CodeBook
 from zbmd.transport.errors import DeadlineExceeded, ZbmdError
 from zbmd.transport.sim import SimProcess
 
@@ -291,18 +292,18 @@ class Operator(Tormentor):
 
     async def _change(self) -> None:
         members = self.system.open_directory(alone=False).members
-        runs: dict[type[Actor], list[Life]] = {}
+        runs: dict[type[ActorBase], list[Life]] = {}
         for life in members:
             system = self.stand.nodes.system(life)
             if system is not None:
-                runs.setdefault(system.code.current(Worker), []).append(life)
+                runs.setdefault(CodeBook.of(system).current(Worker), []).append(life)
         if not runs:
             return
         old = self.rng.choice(list(runs))
         if old in LATER:
             await self._upgrade(old, self.rng.choice(LATER[old]), runs[old])
 
-    async def _upgrade(self, old: type[Actor], new: type[Actor], lives: Sequence[Life]) -> None:
+    async def _upgrade(self, old: type[ActorBase], new: type[ActorBase], lives: Sequence[Life]) -> None:
         change = Change(self.life, old, new, tuple(lives))
         self.stand.upgrades.changes.append(change)
         try:

@@ -6,7 +6,6 @@ import asyncio
 
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.scopes import owner_of
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.routing.contracts import Enrol, Way
 from zbmd.actors.routing.guest_lease import Stay
 from zbmd.actors.routing.routes import AskedFinder, Ways
@@ -15,6 +14,7 @@ from zbmd.actors.simulated.node import accept_guests, dial_guest
 from zbmd.actors.simulated.stand import ERRAND, Stand
 from zbmd.actors.simulated.supervision_scenario import Watch
 from zbmd.actors.simulated.workers import Here, Who, Worker
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.link.interface import Link
 from zbmd.transport.sim import SimProcess

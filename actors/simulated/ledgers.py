@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from zbmd.actors.core.actor import Actor, Down, ReasonKind
+from zbmd.actors.core.actor_base import ActorBase
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Down, ReasonKind
+from zbmd.actors.system import ActorSystem
+from zbmd.actors.upgrade.local import CodeBook
 from zbmd.transport.sim import SimProcess, World
 
 FAULTS_MAX: Final = 16
@@ -325,8 +327,8 @@ class Change:
     """One change of code. kept: what whoever asked for it was told; None if nothing. silent: not of all."""
 
     leader: Life
-    old: type[Actor]
-    new: type[Actor]
+    old: type[ActorBase]
+    new: type[ActorBase]
     lives: tuple[Life, ...]
     kept: bool | None = None
     silent: bool = False
@@ -346,12 +348,12 @@ class Upgrades(Ledger):
     def missing(self) -> str:
         """Where it is not so."""
         for process, living in self._nodes.living():
-            if living.code.on_trial:
+            if CodeBook.of(living).on_trial:
                 return f"{process}: a version is on probation still"
         last = {life: change for change in self.changes for life in change.lives}
         for change in self.changes:
             runs = {
-                life: system.code.newer.get(change.old) is change.new
+                life: CodeBook.of(system).newer.get(change.old) is change.new
                 for life in change.lives
                 if last[life] is change and (system := self._nodes.system(life)) is not None
             }

@@ -19,10 +19,10 @@ from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ActorError
 from zbmd.actors.supervision.machine import INTENSITY_MAX
 from zbmd.actors.supervision.supervisor import ChildSpec
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.link.interface import RING_BYTES_MIN, Link, LinkLimits
 from zbmd.transport.sim import (

@@ -24,7 +24,6 @@ from typing import Any, Final
 from zbmd.actors.cluster.membership.scenario import Cluster, draw_plan, harms, name_of, protected_of
 from zbmd.actors.cluster.node.actors import NodeActors
 from zbmd.actors.cluster.node_id import Node
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.simulated.clients import CLIENTS
 from zbmd.actors.simulated.guests import Guest
 from zbmd.actors.simulated.links_scenario import InTime
@@ -32,7 +31,9 @@ from zbmd.actors.simulated.node import SimDoor, SimNode
 from zbmd.actors.simulated.stand import GUESTS, Stand, StandWorld
 from zbmd.actors.simulated.supervision_scenario import Rules, ToldOnce, draw_tree
 from zbmd.actors.simulated.workers import Worker
+from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.driver import Coordinator
+from zbmd.actors.upgrade.local import CodeBook
 from zbmd.transport import sim
 
 FIRST: Final = 1
@@ -156,14 +157,16 @@ class Healed:
             are = {cell.name for cell in cells if isinstance(cell.actor, Worker)}
             if are != wanted[process.name]:
                 return f"{process} has {are} and should have {wanted[process.name]}"
-            current = system.code.current(Worker)
+            current = CodeBook.of(system).current(Worker)
             if wrong := [
                 c.name for c in cells if isinstance(c.actor, Worker) and type(c.actor) is not current
             ]:
                 return f"{process}: {wrong} are not {current}"
             if any(isinstance(cell.actor, Coordinator) for cell in cells):
                 return f"{process}: an upgrade is under way"
-        versions = {process.name: system.code.current(Worker) for process, system in stand.nodes.living()}
+        versions = {
+            process.name: CodeBook.of(system).current(Worker) for process, system in stand.nodes.living()
+        }
         return "" if len({*versions.values()}) == 1 else f"not one version: {versions}"
 
     def _watches(self) -> str:

@@ -5,10 +5,9 @@ supervisors of their own; strategies, restart policies and intensities are the s
 fail or to leave while processes die, stand still and are cut off. When the root gives up, or the node dies,
 a new tree is grown.
 
-Every supervisor tells a `Judge` what it learns and what it does; the judge knows the rules by itself: in what
-order children start and stop under each strategy, who goes down with whom, who is started again and how
-often. Once healed, the tree must be whole, every worker must answer, none may be left of a tree before, and
-whoever watched a worker must have been told of its end, once.
+Every supervisor reports its events and actions to a `Judge`, which knows the rules on its own: the order in
+which children start and stop, who is stopped with whom, who is restarted and how often. After the faults the
+tree is whole, each worker replies, no earlier tree has left any, and each watcher got one notice of an end.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zbmd.actors.contracts import Contract, fingerprints
-from zbmd.actors.core.actor import Actor, Down, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.deferred import Deferred
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Down
 from zbmd.actors.errors import ActorError
 from zbmd.actors.supervision.events import (
     Action,
@@ -43,6 +42,7 @@ from zbmd.actors.supervision.events import (
     Strategy,
 )
 from zbmd.actors.supervision.supervisor import ChildSpec, Supervisor
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost, ZbmdError
 from zbmd.transport.link.interface import Link
 from zbmd.transport.sim import (

@@ -19,9 +19,10 @@ from typing import Final, cast
 import uvloop
 
 from zbmd.actors.contracts import fingerprints
-from zbmd.actors.core.actor import Actor, allow_remote_modules, on
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.actor_base import allow_remote_modules
 from zbmd.actors.supervision.devices import CHECK, CheckDevice, Device, DeviceChecked
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.handshake.hello import Identity
 from zbmd.transport.host.prctl import set_process_name

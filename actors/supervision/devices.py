@@ -18,8 +18,8 @@ from typing import Final, Protocol
 import structlog
 
 from zbmd.actors.contracts import Contract, fingerprints
-from zbmd.actors.core.actor import Down, Reason, ReasonKind
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Down, Reason, ReasonKind
+from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.errors import ActorError
 from zbmd.actors.supervision.events import Restart
 from zbmd.actors.supervision.forks import Fork, Forks
@@ -116,7 +116,7 @@ class ProcessPool:
 
     def __init__(
         self,
-        system: ActorSystem,
+        system: CoreSystem,
         devices: Sequence[DeviceSpec],
         *,
         modules: Sequence[str] = (),

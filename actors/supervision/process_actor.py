@@ -19,7 +19,8 @@ from typing import Final, assert_never
 
 import structlog
 
-from zbmd.actors.core.actor import Actor, Down, Reason, ReasonKind
+from zbmd.actors.core.actor import Actor
+from zbmd.actors.core.signals import Down, Reason, ReasonKind
 from zbmd.actors.errors import ActorStartFailed
 from zbmd.actors.host.process import describe_exit
 from zbmd.actors.supervision import placement as p

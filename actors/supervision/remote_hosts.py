@@ -18,6 +18,7 @@ from typing import Final
 
 import structlog
 
+from zbmd.actors.routing.routes import Ways
 from zbmd.actors.supervision.events import Restart
 from zbmd.actors.supervision.process_actor import Places, ProcessActor
 from zbmd.actors.supervision.supervisor import ChildSpec
@@ -64,7 +65,7 @@ class NodeProcess(ProcessActor):
 
     async def until_lost(self) -> str:
         """See `ProcessActor`: the cluster goes on without it."""
-        ways = self.system.ways
+        ways = self.system.service(Ways)
         if self._life is None or ways is None:
             return await super().until_lost()
         while True:

@@ -15,10 +15,12 @@ import msgspec
 import structlog
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, Down, Reason, ReasonKind, find_remote_class, on
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.actor_base import ActorBase, find_remote_class
 from zbmd.actors.core.cell import CellState
 from zbmd.actors.core.deferred import Deferred, Later
 from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.signals import Down, Reason, ReasonKind
 from zbmd.actors.core.wire import SPAWN_ARGUMENTS_MAX, Plain
 from zbmd.actors.errors import (
     ActorError,
@@ -84,7 +86,7 @@ class ChildSpec:
     """
 
     name: str
-    actor: type[Actor]
+    actor: type[ActorBase]
     args: tuple[Any, ...] = ()
     restart: Restart = Restart.PERMANENT
     shutdown_s: float | None = None

@@ -12,20 +12,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, assert_never
+from typing import Annotated, Final, assert_never
 
 import msgspec
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, Down, Reason, find_remote_class, on, remote_class_id
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.actor_base import ActorBase, find_remote_class, remote_class_id
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ANSWER_S, PROBATION_S, ActorSystem
+from zbmd.actors.core.signals import Down, Reason
+from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.core.wire import TEXT_CHARS_MAX
 from zbmd.actors.errors import UnknownActorClass, UpgradeRefused, UpgradeUndone
 from zbmd.actors.upgrade import events as ev
 from zbmd.actors.upgrade.agent import COORDINATOR, UPGRADE_AGENT, UpgradeAgent
 from zbmd.actors.upgrade.coordinator import PROCESSES_MAX, UPGRADE, UpgradeMachine
+from zbmd.actors.upgrade.keeper import CodeKeeper
 from zbmd.actors.upgrade.ledger import Change
 from zbmd.actors.upgrade.local import LocalUpgrade, check
 from zbmd.transport.capture.tap import Tap
@@ -123,10 +126,16 @@ class Upgraded:
     silent: tuple[str, ...]
 
 
+PROBATION_S: Final = 5.0
+"""How long a new version of an actor's code is on probation in each stage."""
+ANSWER_S: Final = 30.0
+"""How long a process may take to change its actors: for the message that each is at."""
+
+
 async def upgrade(
-    system: ActorSystem,
-    old: type[Actor],
-    new: type[Actor],
+    system: CoreSystem,
+    old: type[ActorBase],
+    new: type[ActorBase],
     processes: Sequence[str],
     *,
     canaries: int = 1,
@@ -188,7 +197,7 @@ class Coordinator(Actor):
         self,
         machine: Tap[ev.Event, ev.Action],
         processes: tuple[str, ...],
-        classes: tuple[type[Actor], type[Actor]],
+        classes: tuple[type[ActorBase], type[ActorBase]],
         options: tuple[bool, bool],
         answer_s: float,
         over: asyncio.Future[ev.Finished],
@@ -303,7 +312,7 @@ class Agent(Actor, remote=True):
     captured = False
 
     def __init__(self) -> None:
-        self.classes: tuple[type[Actor], type[Actor]] | None = None
+        self.classes: tuple[type[ActorBase], type[ActorBase]] | None = None
         self._machine: Tap[ev.LocalEvent, ev.LocalAction] | None = None
         self._change: LocalUpgrade | None = None
         self._prepare: Prepare | None = None
@@ -409,8 +418,9 @@ class Agent(Actor, remote=True):
             case ev.KeepNew():
                 assert self._change is not None
                 self._change.keep(partial(self._done, "keep"))
-                if self._prepare.lasting and self.system.keeper is not None:
-                    self.system.keeper.kept(Change(self._prepare.old, self._prepare.new))
+                keeper = self.system.service(CodeKeeper)
+                if self._prepare.lasting and keeper is not None:
+                    keeper.kept(Change(self._prepare.old, self._prepare.new))
             case ev.TakeBack():
                 if self._change is None:
                     await self._handle(ev.LocalSettled())
@@ -469,7 +479,7 @@ def _told(what: ev.ToCoordinator) -> Contract:
             assert_never(what)
 
 
-def _find(class_id: str, system: ActorSystem) -> type[Actor]:
+def _find(class_id: str, system: CoreSystem) -> type[ActorBase]:
     cls = find_remote_class(class_id)
     if cls is None:
         raise UnknownActorClass(

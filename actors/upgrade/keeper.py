@@ -16,8 +16,10 @@ import structlog
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core import wire
-from zbmd.actors.core.actor import Actor, Down, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
+from zbmd.actors.core.services import Service
+from zbmd.actors.core.signals import Down
 from zbmd.actors.errors import UpgradeRefused
 from zbmd.actors.upgrade import ledger as u
 from zbmd.actors.upgrade.ledger import UPGRADE_LEDGER
@@ -25,7 +27,7 @@ from zbmd.actors.upgrade.local import adopt
 from zbmd.transport.capture.tap import Tap
 
 if TYPE_CHECKING:
-    from zbmd.actors.core.system import ActorSystem
+    from zbmd.actors.core.system import CoreSystem
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.upgrade")
 
@@ -54,7 +56,7 @@ class CodeActor(Actor):
         self._keeper.heard(sender_process(), message)
 
 
-class CodeKeeper:
+class CodeKeeper(Service):
     """What one system knows of changes. speaks_to: which linked processes have one, too.
 
     on_heard: told when a process has said what it knows.
@@ -62,7 +64,7 @@ class CodeKeeper:
 
     def __init__(
         self,
-        system: ActorSystem,
+        system: CoreSystem,
         speaks_to: Callable[[str], bool],
         on_heard: Callable[[], None] = lambda: None,
     ) -> None:
@@ -74,7 +76,7 @@ class CodeKeeper:
         self._tap = Tap(system.recorder, UPGRADE_LEDGER, name, self._ledger, {})
         self._closed = False
         self._parts: dict[str, tuple[u.Change, ...]] = {}
-        system.keeper = self
+        system.add_service(self)
 
     async def open(self) -> None:
         """Begin to hear."""
@@ -84,15 +86,15 @@ class CodeKeeper:
         """Whether this life has told what it knows."""
         return self._ledger.has_heard(process, life)
 
-    def link_up(self, process: str, life: int) -> None:
+    def link_opening(self, process: str, incarnation: int) -> None:
         """A link to a process of the view stands; nothing was sent on it yet."""
         if self._speaks_to(process):
-            self._feed(u.LinkUp(process=process, life=life))
+            self._feed(u.LinkUp(process=process, life=incarnation))
 
-    def link_down(self, process: str, life: int) -> None:
+    def link_down(self, process: str, incarnation: int) -> None:
         """It has ended."""
         self._parts.pop(process, None)
-        self._feed(u.LinkDown(process=process, life=life))
+        self._feed(u.LinkDown(process=process, life=incarnation))
 
     def kept(self, change: u.Change) -> None:
         """This process took part in a change that all keep."""

@@ -14,25 +14,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zbmd.actors.contracts import Contract, contract_tag
-from zbmd.actors.core.actor import (
-    Actor,
-    Down,
-    Handler,
-    Reason,
-    ReasonKind,
-    Signal,
-    find_remote_class,
-    handler_table,
-    remote_class_id,
-)
+from zbmd.actors.core.actor_base import ActorBase, Handler, find_remote_class, handler_table, remote_class_id
 from zbmd.actors.core.context import current_delivery
 from zbmd.actors.core.deferred import LATER, Later
+from zbmd.actors.core.signals import Down, Reason, ReasonKind, Signal
 from zbmd.actors.errors import ActorFailed, UnknownActorClass, UpgradeRefused
 
 if TYPE_CHECKING:
     from zbmd.actors.core.cell import ActorCell
     from zbmd.actors.core.mailbox import ReplyTo
-    from zbmd.actors.core.system import ActorSystem
+    from zbmd.actors.core.system import CoreSystem
 
 CHANGES_MAX = 1024
 
@@ -48,12 +39,21 @@ class CodeBook:
     """Which classes of a system have been replaced by others, and which of these are on probation."""
 
     def __init__(self) -> None:
-        self.newer: dict[type[Actor], type[Actor]] = {}
-        self.on_trial: dict[type[Actor], LocalUpgrade] = {}
+        self.newer: dict[type[ActorBase], type[ActorBase]] = {}
+        self.on_trial: dict[type[ActorBase], LocalUpgrade] = {}
         self.absent: dict[str, str] = {}
         """By name, changes of other processes whose classes were not here when they were told."""
 
-    def current(self, cls: type[Actor]) -> type[Actor]:
+    @classmethod
+    def of(cls, system: CoreSystem) -> CodeBook:
+        """The book of a system, made when it is first asked for."""
+        book = system.class_book
+        if book is None:
+            book = system.class_book = cls()
+        assert isinstance(book, cls), "nothing else replaces classes"
+        return book
+
+    def current(self, cls: type[ActorBase]) -> type[ActorBase]:
         """What is spawned for `cls`. Raises `UnknownActorClass` if that has not been imported here."""
         while True:
             if cls not in self.newer and self.absent:
@@ -62,7 +62,13 @@ class CodeBook:
                 return cls
             cls = self.newer[cls]
 
-    def _look_for_newer(self, cls: type[Actor]) -> None:
+    def spawned(self, cell: ActorCell) -> None:
+        """An actor of a class that replaces another was made: it may be on probation."""
+        trial = self.on_trial.get(type(cell.actor))
+        if trial is not None:
+            trial.spawned(cell)
+
+    def _look_for_newer(self, cls: type[ActorBase]) -> None:
         wanted = self.absent.get(remote_class_id(cls))
         if wanted is None:
             return
@@ -76,7 +82,7 @@ class CodeBook:
         self.newer[cls] = new
 
 
-def check(old: type[Actor], new: type[Actor], *, tries: bool) -> None:
+def check(old: type[ActorBase], new: type[ActorBase], *, tries: bool) -> None:
     """Raise `UpgradeRefused`, and say what to do, if actors of `old` cannot become ones of `new`.
 
     tries: whether the new version is on probation first.
@@ -104,21 +110,21 @@ def check(old: type[Actor], new: type[Actor], *, tries: bool) -> None:
                 "message a new version for a new answer"
             )
     forth, back = new.code_change.__func__, new.code_change_back.__func__  # type: ignore[attr-defined]
-    base_forth, base_back = Actor.code_change.__func__, Actor.code_change_back.__func__  # type: ignore[attr-defined]
+    base_forth, base_back = ActorBase.code_change.__func__, ActorBase.code_change_back.__func__  # type: ignore[attr-defined]
     if tries and forth is not base_forth and back is base_back:
         raise UpgradeRefused(
             f"{names}: it has a code_change and no code_change_back; write one, or give probation_s=0"
         )
 
 
-def adopt(system: ActorSystem, old: str, new: str) -> None:
+def adopt(system: CoreSystem, old: str, new: str) -> None:
     """Have all actors of `old` be of `new`, each before its next message, and all that are spawned.
 
     As other processes have decided, without a probation: an actor that cannot be changed ends, and its
     supervisor starts a new one. old, new: `"module:Class"`; what is not here (yet) is looked for when it is
     spawned. Does nothing if it is so already. Raises `UpgradeRefused` if they do not fit.
     """
-    book = system.code
+    book = CodeBook.of(system)
     was, becomes = find_remote_class(old), find_remote_class(new)
     if was is None or becomes is None:
         if len(book.absent) >= CHANGES_MAX:
@@ -156,15 +162,15 @@ class LocalUpgrade:
 
     def __init__(
         self,
-        system: ActorSystem,
-        old: type[Actor],
-        new: type[Actor],
+        system: CoreSystem,
+        old: type[ActorBase],
+        new: type[ActorBase],
         *,
         tries: bool,
         on_broke: Callable[[str], None],
     ) -> None:
         check(old, new, tries=tries)
-        self._book = system.code
+        self._book = CodeBook.of(system)
         if old in self._book.newer or old in self._book.on_trial or new in self._book.on_trial:
             raise UpgradeRefused(f"{old.__qualname__} of {system.name} is being replaced, or has been")
         if self._book.current(new) is old or len(self._book.newer) >= CHANGES_MAX:
@@ -307,14 +313,14 @@ class LocalUpgrade:
         return table
 
     def _guard(self, handler: Handler) -> Callable[[Any, Any], Awaitable[Any]]:
-        def run(actor: Actor, message: Any) -> Awaitable[Any]:
+        def run(actor: ActorBase, message: Any) -> Awaitable[Any]:
             return self._run(handler, actor, message)
 
         run.__qualname__ = getattr(handler.function, "__qualname__", run.__qualname__)  # for those who report
         return run
 
-    async def _run(self, handler: Handler, actor: Actor, message: Any) -> Any:
-        cell = actor._running_cell()
+    async def _run(self, handler: Handler, actor: ActorBase, message: Any) -> Any:
+        cell: ActorCell = actor._cell
         reply_to = None if cell.current is None else cell.current.reply_to
         before = actor.code_state()
         try:
@@ -367,11 +373,13 @@ def _reclaim(cell: ActorCell, reply_to: ReplyTo | None) -> bool:
     return True
 
 
-def _state(actor: Actor) -> dict[str, Any]:
+def _state(actor: ActorBase) -> dict[str, Any]:
     return {name: value for name, value in vars(actor).items() if name != "_cell"}
 
 
-def _become(cell: ActorCell, cls: type[Actor], state: dict[str, Any], table: Mapping[type, Handler]) -> None:
+def _become(
+    cell: ActorCell, cls: type[ActorBase], state: dict[str, Any], table: Mapping[type, Handler]
+) -> None:
     """Make the actor one of `cls`; whoever holds the object holds it still."""
     if cell.life is not None:
         cell.life.lose_track(f"its code was changed to {cls.__qualname__}, version {cls.version}")

@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from zbmd.actors.cluster.session_routes import connect
     from zbmd.actors.contracts import Contract
-    from zbmd.actors.core.actor import Actor, Down, Exited, Undelivered, on
+    from zbmd.actors.core.actor import on
     from zbmd.actors.core.ref import Ref
-    from zbmd.actors.core.system import ActorSystem
+    from zbmd.actors.core.signals import Down, Exited, Undelivered
     from zbmd.actors.errors import ActorFailed, DeadActor, MailboxFull, UpgradeRefused, UpgradeUndone
     from zbmd.actors.rank.member import Worker, join
     from zbmd.actors.session import Session
     from zbmd.actors.supervision.events import BackOff, Restart, Strategy
     from zbmd.actors.supervision.supervisor import ChildSpec
+    from zbmd.actors.system import Actor, ActorSystem
     from zbmd.collectives.elastic.group import ElasticGroup, elastic_group
     from zbmd.collectives.errors import InputsOverwritten, NotReplaced, OperationAborted
     from zbmd.collectives.group.group import Group, group
@@ -92,7 +93,8 @@ __all__ = [
 
 # A name is imported when it is first used: a tool that needs one layer does not load the others.
 _HOMES = {
-    "zbmd.actors.core.actor": ("Actor", "Down", "Exited", "Undelivered", "on"),
+    "zbmd.actors.core.actor": ("on",),
+    "zbmd.actors.core.signals": ("Down", "Exited", "Undelivered"),
     "zbmd.actors.cluster.session_routes": ("connect",),
     "zbmd.actors.contracts": ("Contract",),
     "zbmd.actors.errors": ("ActorFailed", "DeadActor", "MailboxFull", "UpgradeRefused", "UpgradeUndone"),
@@ -101,7 +103,7 @@ _HOMES = {
     "zbmd.actors.session": ("Session",),
     "zbmd.actors.supervision.events": ("BackOff", "Restart", "Strategy"),
     "zbmd.actors.supervision.supervisor": ("ChildSpec",),
-    "zbmd.actors.core.system": ("ActorSystem",),
+    "zbmd.actors.system": ("Actor", "ActorSystem"),
     "zbmd.collectives.elastic.group": ("ElasticGroup", "elastic_group"),
     "zbmd.collectives.errors": ("InputsOverwritten", "NotReplaced", "OperationAborted"),
     "zbmd.collectives.group.group": ("Group", "group"),

@@ -10,7 +10,7 @@ from rdma_harness import rdma_link_pair
 from rdma_world import given_devices
 
 from zbmd.actors.contracts import fingerprints
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.handshake.hello import Identity
 from zbmd.transport.link.interface import LinkLimits

@@ -18,14 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import STOPPING_S, Actor, Down, Exited, Reason, ReasonKind, Undelivered, on
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.actor_base import STOPPING_S
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Down, Exited, Reason, ReasonKind, Undelivered
 from zbmd.actors.errors import ActorFailed
 from zbmd.actors.replay.events import ref_data
 from zbmd.actors.replay.recording import CapturedSystem
 from zbmd.actors.supervision.supervisor import ChildSpec
+from zbmd.actors.system import ActorSystem
 from zbmd.transport import capture
 from zbmd.transport.errors import DeadlineExceeded, PeerLost
 

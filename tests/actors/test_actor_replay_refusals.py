@@ -20,8 +20,9 @@ from counting_actor import Add, Counter, Nap, Never, Throw, Thrown, Total
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.core.actor import Actor, ReasonKind, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.signals import ReasonKind
 from zbmd.actors.core.wire import ReasonData, RefData
 from zbmd.actors.replay.constructor_args import NotPlain, pack_arguments, unpack_arguments
 from zbmd.actors.replay.events import SaidCodec, said

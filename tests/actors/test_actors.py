@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, Down, Exited, Reason, ReasonKind, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import deadline_ns, trace_id
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Down, Exited, Reason, ReasonKind
 from zbmd.actors.errors import (
     ActorFailed,
     ActorStartFailed,
@@ -24,6 +24,7 @@ from zbmd.actors.errors import (
     NotUnderstood,
     SystemStopped,
 )
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError
 
 

@@ -12,9 +12,9 @@ import pytest
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import DeadActor, InvalidMessage, MissingDeadline
 from zbmd.actors.hangs.stacks import asked_address
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, PeerLost
 
 PATIENCE_S = 20.0

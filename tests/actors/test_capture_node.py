@@ -11,7 +11,6 @@ import pytest
 import uvloop
 
 from zbmd.actors.core.actor import Actor
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.host.events import RunResult
 from zbmd.actors.host.membership import MEMBERSHIP
 from zbmd.actors.host.output import OutputLine
@@ -19,6 +18,7 @@ from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.replay.process_capture import CRASHES_KEPT_MAX, CaptureSettings, ProcessCapture
 from zbmd.actors.supervision.machine import SUPERVISION
 from zbmd.actors.supervision.supervisor import ChildSpec
+from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import Outcome
 from zbmd.transport.capture import (
     CaptureExists,

@@ -23,8 +23,8 @@ from zbmd.actors.contracts import (
 )
 from zbmd.actors.core import wire
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ContractError, ContractMismatch, InvalidMessage, UnknownContract
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.frames import MAX_PAYLOAD_BYTES
 from zbmd.transport.handshake.hello import Identity

@@ -7,7 +7,7 @@ import random
 import time
 from typing import Any
 
-from zbmd.actors.core.timer_wheel import DeadlineWheel, Expired
+from zbmd.actors.core.timers import DeadlineWheel, Expired
 
 HOUR_NS = 3600 * 1_000_000_000
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.supervision.devices import (
     CHECK,
     CheckDevice,
@@ -26,6 +25,7 @@ from zbmd.actors.supervision.placement import Place, PlacesMachine, PlaceState
 from zbmd.actors.supervision.process_actor import Places
 from zbmd.actors.supervision.remote_hosts import NodeProcess, node_child
 from zbmd.actors.supervision.supervisor import AddChild, Children, ChildrenFailed, WhichChildren
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import UserError, ZbmdError
 
 SOON = BackOff(first_ns=1_000_000, max_ns=50_000_000)

@@ -11,13 +11,14 @@ from actor_recordings import until
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core import wire
-from zbmd.actors.core.actor import Actor, Reason, ReasonKind, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.actors.directory import events as ev
 from zbmd.actors.directory.contracts import DIRECTORY, GroupNews
 from zbmd.actors.directory.driver import NEWS_WAITING_MAX, GroupChange
 from zbmd.actors.errors import DeadActor, InvalidMessage, NameInUse
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError
 
 Join = Callable[[ActorSystem, ActorSystem], None]

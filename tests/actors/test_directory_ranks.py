@@ -18,7 +18,8 @@ JOB = '''
 import asyncio
 import contextlib
 
-from zbmd.actors.core.actor import Actor, Down, on
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.signals import Down
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.deferred import Later
 from zbmd.actors.rank.member import join

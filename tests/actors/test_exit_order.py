@@ -6,8 +6,9 @@ import asyncio
 
 from hash_seeds import printed_under_hash_seeds
 
-from zbmd.actors.core.actor import Actor, Exited, on
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.signals import Exited
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.sim import SimLoop
 
 ACTORS = 12

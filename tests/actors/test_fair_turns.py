@@ -10,11 +10,11 @@ import pytest
 from actor_recordings import until
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.actor import on
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.native._serving import LOOKS_PER_TURN, MESSAGES_PER_LOOK, TELLS_PER_TURN
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.hangs.loop_watch import LOOK_S
+from zbmd.actors.system import Actor, ActorSystem
 
 PATIENCE_S = 20.0
 
@@ -45,9 +45,9 @@ class Worker(Actor):
 
     @on(Hog)
     async def hog(self, _: Hog) -> None:
-        count = self.system.watch_of_loop.held
+        count = self.system.loop_watch.held
         until_s = time.monotonic() + PATIENCE_S
-        while self.system.watch_of_loop.held == count and time.monotonic() < until_s:
+        while self.system.loop_watch.held == count and time.monotonic() < until_s:
             pass
 
 
@@ -85,7 +85,7 @@ async def test_a_sender_shares_the_loop_too(system: ActorSystem) -> None:
 async def test_who_holds_the_loop_is_named_with_the_place(system: ActorSystem) -> None:
     assert 2 * LOOK_S < 0.1, "whoever holds the loop is told of within 100 ms"
     ref = await system.spawn(Worker, list[str](), name="hog")
-    watch = system.watch_of_loop
+    watch = system.loop_watch
     for count in (1, 2):
         await ref.ask(Hog(), timeout=2 * PATIENCE_S)
         assert watch.held == count

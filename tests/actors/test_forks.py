@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.host.reaper import descendants
 from zbmd.actors.supervision.devices import DeviceWorker, ProcessPool, cpu_cores
 from zbmd.actors.supervision.forks import Fork, Forks
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import LocalProtocolError
 
 SOON_S = 30.0
@@ -171,7 +171,7 @@ BOSS = """
 import asyncio, sys
 from zbmd.actors.supervision.devices import ProcessPool, cpu_cores
 from zbmd.actors.rank.log import log_to_stderr
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.system import ActorSystem
 
 async def main():
     log_to_stderr()

@@ -17,8 +17,8 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core import wire
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.long_fields import LONG_BYTES, long_field
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import InvalidMessage
+from zbmd.actors.system import ActorSystem
 from zbmd.transport import capture
 from zbmd.transport.capture import records as rec
 from zbmd.transport.clock.hlc import HybridClock

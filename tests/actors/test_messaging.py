@@ -9,11 +9,11 @@ import pytest
 from actor_recordings import until
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, Reason, ReasonKind, Undelivered, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.deferred import Deferred, Later
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Reason, ReasonKind, Undelivered
 from zbmd.actors.core.timers import TIMERS_PER_ACTOR_MAX, Timer
 from zbmd.actors.errors import (
     ActorFailed,
@@ -24,6 +24,7 @@ from zbmd.actors.errors import (
     StashFull,
     TooManyPending,
 )
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import LocalProtocolError, PeerLost
 
 Pair = tuple[ActorSystem, ActorSystem]
@@ -197,7 +198,7 @@ class Clockwork(Actor):
 
 def actor_of(system: ActorSystem, ref: Ref) -> Actor:
     cell = system.find(ref.actor, ref.incarnation)
-    assert cell is not None
+    assert cell is not None and isinstance(cell.actor, Actor)
     return cell.actor
 
 

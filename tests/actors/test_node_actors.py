@@ -12,13 +12,14 @@ from memory_cluster import MemoryCluster, MemoryNode
 
 from zbmd.actors.cluster.node.actors import NodeActors
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, Down, Exited, ReasonKind, on
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.signals import Down, Exited, ReasonKind
 from zbmd.actors.errors import UnknownActorClass
 from zbmd.actors.routing.contracts import Enrol, Way
 from zbmd.actors.routing.guest_dialer import GuestDoor
 from zbmd.actors.routing.guest_lease import Stay
 from zbmd.actors.routing.routes import AskedFinder, Ways
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.link.interface import Link

@@ -13,10 +13,11 @@ import pytest
 from actor_recordings import assert_identical, record, until
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, handler_table, on
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.actor_base import handler_table
 from zbmd.actors.errors import ActorFailed, ContractError
 from zbmd.actors.replay.recording import CapturedSystem
+from zbmd.actors.system import ActorSystem
 
 TIMEOUT_S = 60.0
 
@@ -202,7 +203,7 @@ def test_what_a_pool_computed_is_computed_again_in_a_replay(tmp_path: Path) -> N
 VICTIM = """
 import asyncio
 from test_pools import Calculator, Cube, Hang, Result
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.system import ActorSystem
 
 async def main():
     system = ActorSystem("victim")

@@ -9,12 +9,13 @@ import logging
 import pytest
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, Reason, ReasonKind, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import trace_id
 from zbmd.actors.core.native._serving import ENDED_MAX, RESTING_MAX
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.actors.errors import DeadActor
+from zbmd.actors.system import ActorSystem
 
 PATIENCE_S = 20.0
 FOR_LONG_S = 3600.0

@@ -18,8 +18,8 @@ from zbmd.actors.core.context import deadline_ns, trace_id
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.native._serving import MESSAGES_PER_LOOK
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ActorFailed, DeadActor, InvalidMessage
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded
 
 PATIENCE_S = 20.0

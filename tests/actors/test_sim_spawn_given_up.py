@@ -6,10 +6,10 @@ import asyncio
 
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ActorError
 from zbmd.actors.supervision.events import Restart, Strategy
 from zbmd.actors.supervision.supervisor import Children, ChildSpec, WhichChildren
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, PeerLost
 from zbmd.transport.link.interface import Link
 from zbmd.transport.sim import Clog, SimProcess, World

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import pytest
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, Reason, ReasonKind, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.actors.errors import ActorFailed, ActorStartFailed
 from zbmd.actors.supervision.events import AutoShutdown, Restart, Strategy
 from zbmd.actors.supervision.supervisor import Children, ChildSpec, Supervisor, WhichChildren
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import LocalProtocolError
 
 

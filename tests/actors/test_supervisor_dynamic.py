@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, ReasonKind, on, remote_class_id
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.actor_base import remote_class_id
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import ReasonKind
 from zbmd.actors.errors import (
     ActorFailed,
     ActorStartFailed,
@@ -29,6 +30,7 @@ from zbmd.actors.supervision.supervisor import (
     TerminateChild,
     WhichChildren,
 )
+from zbmd.actors.system import ActorSystem
 
 Pair = tuple[ActorSystem, ActorSystem]
 TIMEOUT_S = 10.0

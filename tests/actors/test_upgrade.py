@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, Reason, ReasonKind, on
+from zbmd.actors.core.actor import on
 from zbmd.actors.core.deferred import Deferred, Later
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.actors.errors import ActorFailed, UpgradeRefused, UpgradeUndone
 from zbmd.actors.supervision.supervisor import ChildSpec
+from zbmd.actors.system import Actor, ActorSystem
 from zbmd.actors.upgrade.driver import Upgraded
+from zbmd.actors.upgrade.local import CodeBook
 
 Pair = tuple[ActorSystem, ActorSystem]
 PROBATION_S = 0.02
@@ -129,7 +131,10 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 async def until_on_probation(upgrading: asyncio.Task[Upgraded], system: ActorSystem) -> None:
-    while not system.code.on_trial or type(actor_of(system, "counter")) not in system.code.on_trial:
+    while (
+        not CodeBook.of(system).on_trial
+        or type(actor_of(system, "counter")) not in CodeBook.of(system).on_trial
+    ):
         assert not upgrading.done(), upgrading.result()
         await asyncio.sleep(0)
 
@@ -172,7 +177,7 @@ async def test_a_version_that_crashes_is_taken_back_and_its_message_is_handled(s
     assert {a.version for a in answers[:13]} == {3} and {a.version for a in answers[13:]} == {1}
     assert actor_of(system, "counter").seen == list(range(20))
     assert type(actor_of(system, "other")) is Counter and actor_of(system, "other").seen == [7]
-    assert system.code.newer == {} and system.code.on_trial == {}
+    assert CodeBook.of(system).newer == {} and CodeBook.of(system).on_trial == {}
 
 
 async def test_what_only_the_new_version_understands_fails_and_nothing_else_does(system: ActorSystem) -> None:
@@ -255,11 +260,11 @@ async def test_the_canary_changes_first_and_if_it_crashes_the_others_never_do(pa
         here.upgrade(Counter, Breaks, processes=["rank0", "rank1"], probation_s=LONG_S)
     )
     await until_on_probation(upgrading, here)
-    assert Counter not in there.code.newer
+    assert Counter not in CodeBook.of(there).newer
     assert (await canary.ask(Add(13), reply=Sum, timeout=10.0)).version == 1
     with pytest.raises(UpgradeUndone, match=r"rank0: .*unlucky"):
         await upgrading
-    assert type(actor_of(there, "counter")) is Counter and there.code.newer == {}
+    assert type(actor_of(there, "counter")) is Counter and CodeBook.of(there).newer == {}
     assert not [cell.name for system in pair for cell in system.cells() if "upgrade" in cell.name]
 
 
@@ -307,7 +312,7 @@ async def test_who_gives_up_leaves_the_old_version(pair: Pair) -> None:
     upgrading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await upgrading
-    await until(lambda: not there.code.newer and type(actor_of(there, "counter")) is Counter)
+    await until(lambda: not CodeBook.of(there).newer and type(actor_of(there, "counter")) is Counter)
 
 
 async def test_a_process_that_lacks_the_class_is_named_and_nothing_changes(pair: Pair) -> None:
@@ -321,7 +326,7 @@ async def test_a_process_that_lacks_the_class_is_named_and_nothing_changes(pair:
         await here.upgrade(Counter, Local, processes=["rank0", "rank1"])
     with pytest.raises(UpgradeUndone, match=r"rank0 has no link to it"):
         await here.upgrade(Counter, Counter2, processes=["rank0", "rank7"], probation_s=PROBATION_S)
-    assert await version(here.ref("counter")) == 1 and there.code.newer == {}
+    assert await version(here.ref("counter")) == 1 and CodeBook.of(there).newer == {}
 
 
 # What is refused.
@@ -474,7 +479,7 @@ async def test_messages_of_the_older_contract_that_wait_are_handled_by_the_newer
     await pad.tell(Note("waits"))
     upgrading = asyncio.create_task(system.upgrade(Pad, Pad2, probation_s=PROBATION_S))
     actor = actor_of(system, "pad")
-    await until(lambda: bool(system.code.newer))
+    await until(lambda: bool(CodeBook.of(system).newer))
     assert type(actor) is Pad, "it is at a message"
     actor_gate(system).set()
     await upgrading

@@ -16,10 +16,10 @@ from kept_lines import Lines
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import UnknownActorClass
 from zbmd.actors.host.events import HostEvent, RankReport
 from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade import ledger as u
 from zbmd.actors.upgrade.local import adopt
 from zbmd.actors.view import OnLoss, Outcome

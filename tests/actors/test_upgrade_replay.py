@@ -12,8 +12,8 @@ from state_followers import follow_all
 
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import UpgradeUndone
+from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade import events as ev
 from zbmd.actors.upgrade import ledger as u
 from zbmd.actors.upgrade.agent import COORDINATOR, UPGRADE_AGENT, UpgradeAgent

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench.actors import command as bench_actors
 from zbmd.tools.bench.actors.lifecycle import fairness, restarting, restarting_process, spawning
 from zbmd.tools.bench.peers.actor_asks import EXIT_MISSING

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from cluster_nodes import BUDGET, Nodes, Run
 
-from zbmd.actors.core.actor import ReasonKind
-from zbmd.actors.core.monitor import Monitor
 from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.signals import Monitor, ReasonKind
 from zbmd.actors.session import Session
 from zbmd.tools.node.top import once
 from zbmd.transport.errors import UserError, ZbmdError
 
 APP = '''
-from zbmd.actors.core.actor import Actor, Down, Exited, on
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.signals import Down, Exited
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.ref import Ref
 
@@ -101,7 +101,7 @@ JOB = """
 import asyncio
 
 import zbmd
-from zbmd.actors.core.actor import allow_remote_modules
+from zbmd.actors.core.actor_base import allow_remote_modules
 from app import Caller
 
 

@@ -8,7 +8,8 @@ from cluster_nodes import BUDGET, Nodes
 APP = '''
 import contextlib
 
-from zbmd.actors.core.actor import Actor, Down, on
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.signals import Down
 from zbmd.actors.contracts import Contract
 from zbmd.actors.directory.contracts import GroupNews
 from zbmd.actors.errors import NameInUse

@@ -385,7 +385,7 @@ MUTATIONS = [
         "links",
         (
             Edit(
-                "zbmd.actors.core.system:ActorSystem._create",
+                "zbmd.actors.core.system:CoreSystem._create",
                 "Ref(self, self.name, self.incarnation, actor_name, incarnation)",
                 "Ref(self, self.name, self.incarnation, actor_name, 1)",
             ),

@@ -8,7 +8,7 @@ import pytest
 from captures import Captures
 from small_jobs import SmallJobs
 
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.system import ActorSystem
 from zbmd.tools.chaos.sweep.worker import Worker
 
 

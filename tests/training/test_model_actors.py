@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from flaky_operators import Flaky
 
-from zbmd.actors.core.actor import Reason, ReasonKind
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.actors.host.events import HostEvent, RankReport
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.supervision.supervisor import Children, WhichChildren
+from zbmd.actors.system import ActorSystem
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.tape import Tensor
 from zbmd.training.config import GPTConfig, TrainingConfig

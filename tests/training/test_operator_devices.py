@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.system import ActorSystem
 from zbmd.tools.chaos import soak_operators as soak
 from zbmd.training.autograd.tape import Tape, Tensor
 from zbmd.training.model.gpt import GPT

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Reason, ReasonKind, on
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.actor import on
+from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.actors.supervision.events import BackOff, Restart
+from zbmd.actors.system import ActorSystem
 from zbmd.training.model_actors.slot import DescribeSeat, GivenUp, Seat, SeatDescribed, SeatedActor
 from zbmd.training.model_actors.supervisor_actor import SupervisorActor
 from zbmd.transport.errors import UserError

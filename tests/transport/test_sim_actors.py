@@ -8,11 +8,12 @@ import pytest
 from hash_seeds import printed_under_hash_seeds
 
 from zbmd.actors.contracts import Contract, fingerprints
-from zbmd.actors.core.actor import Actor, Down, on
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.core.signals import Down
 from zbmd.actors.errors import ActorFailed
 from zbmd.actors.supervision.events import Restart
 from zbmd.actors.supervision.supervisor import ChildSpec
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, PeerLost
 from zbmd.transport.sim import (
     NETWORK_FAULTS,

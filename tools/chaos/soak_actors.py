@@ -27,13 +27,13 @@ from typing import Final
 import structlog
 import uvloop
 
-from zbmd.actors.core.actor import Down
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Down
 from zbmd.actors.errors import ActorError
 from zbmd.actors.supervision.devices import DeviceWorker, ProcessPool, cpu_cores
 from zbmd.actors.supervision.events import BackOff
 from zbmd.actors.supervision.machine import INTENSITY_MAX
+from zbmd.actors.system import ActorSystem
 from zbmd.tools.chaos.soak_ledger import Audit, Bookkeeper, Books, Entry, Written
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError
 

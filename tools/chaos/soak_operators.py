@@ -21,8 +21,8 @@ from typing import Final
 import numpy as np
 import structlog
 
-from zbmd.actors.core.actor import Reason, ReasonKind
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Reason, ReasonKind
+from zbmd.actors.system import ActorSystem
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.tape import Backward, Parameter, Tape, Tensor
 from zbmd.training.model.gpt import GPT, Operator

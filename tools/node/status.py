@@ -10,9 +10,9 @@ import rich.console
 import rich.table
 
 from zbmd.actors.contracts import fingerprints
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.host.address import find_hosts
 from zbmd.actors.host.contracts import HOST_ACTOR, NODE_NAME, NodeStatus, RankStatus, StatusRequest
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.handshake.hello import Identity

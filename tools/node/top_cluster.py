@@ -10,8 +10,8 @@ import msgspec
 
 from zbmd.actors.cluster.session_routes import open_session
 from zbmd.actors.core.scopes import MARK, scope_of
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, InsideReply, InsideRequest
+from zbmd.actors.system import ActorSystem
 from zbmd.tools.node.snapshots import ASK_S, Look
 from zbmd.transport.errors import ZbmdError
 

@@ -32,7 +32,7 @@ from zbmd.actors.cluster.node.lives import (
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState
 from zbmd.actors.cluster.node_id import Node
-from zbmd.actors.core.actor import allow_remote_modules
+from zbmd.actors.core.actor_base import allow_remote_modules
 from zbmd.actors.host.early_template import EarlyTemplate
 from zbmd.actors.host.supervisor import PRELOAD
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings

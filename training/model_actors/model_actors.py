@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.supervision.events import BackOff, Strategy
 from zbmd.actors.supervision.supervisor import ChildSpec
+from zbmd.actors.system import ActorSystem
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.autograd.tape import GradReady, Parameter, Tape, Tensor

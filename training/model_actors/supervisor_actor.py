@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from zbmd.actors.core.actor import Down
+from zbmd.actors.core.signals import Down
 from zbmd.actors.supervision.events import BackOff, Strategy
 from zbmd.actors.supervision.supervisor import ChildSpec, Supervisor
 from zbmd.training.model_actors.slot import Seat, SeatedActor

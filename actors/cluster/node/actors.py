@@ -25,11 +25,11 @@ from zbmd.actors.cluster.route_table import NO_VIEW, WayFinder, WaysActor
 from zbmd.actors.cluster.view import ClusterView
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.scopes import MARK, is_global
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.routing.contracts import WAYS_ACTOR, Way
 from zbmd.actors.routing.guest_dialer import GuestDoor
 from zbmd.actors.routing.routes import Ways
+from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.keeper import CodeKeeper
 from zbmd.transport.clock.deadlines import Deadlines, derive
 from zbmd.transport.errors import UserError, ZbmdError

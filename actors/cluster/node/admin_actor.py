@@ -33,7 +33,7 @@ from zbmd.actors.cluster.node.contracts import (
     TokenRequest,
 )
 from zbmd.actors.core.actor import Actor, on
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.tcp.link import TcpLink
 

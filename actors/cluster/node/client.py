@@ -11,7 +11,7 @@ from zbmd.actors.cluster.node.contracts import DESK
 from zbmd.actors.cluster.node.join import visitor
 from zbmd.actors.cluster.node.persistent_state import read_running, state_path
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import PeerLost, UserError
 from zbmd.transport.handshake.cookie import load_or_create_cookie

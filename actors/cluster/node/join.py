@@ -20,8 +20,8 @@ from zbmd.actors.cluster.membership.admission import is_loopback
 from zbmd.actors.cluster.node.contracts import DESK, DoorReply, DoorRequest
 from zbmd.actors.cluster.node_id import Node
 from zbmd.actors.contracts import fingerprints
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ActorError
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
 from zbmd.transport.handshake.cookie import cookie_path

@@ -9,7 +9,6 @@ from zbmd.actors.core.native._mailbox import Delivery
 from zbmd.actors.core.native._serving import Post
 from zbmd.actors.core.peer import Peer
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ActorError
 from zbmd.transport.errors import PeerLost
 from zbmd.transport.frames import FrameHeader
@@ -62,7 +61,8 @@ class PeerCore(FrameSink):
     incarnation: int
     link: Link
     lost: PeerLost | None
-    _system: ActorSystem
+    _system: Any
+    """The `CoreSystem` that its link belongs to."""
     _codec: wire.Codec
     _outbox: Any
     _calls: dict[int, tuple[Future[Any], bool]]

@@ -3,12 +3,12 @@ from collections.abc import Awaitable, Coroutine, Generator, Mapping
 from typing import Any, Final, Literal
 
 from zbmd.actors.contracts import Contract
-from zbmd.actors.core.actor import Actor, Handler, Reason
+from zbmd.actors.core.actor_base import ActorBase, Handler
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.native._mailbox import Delivery, Mailbox
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
-from zbmd.actors.core.timer_wheel import DeadlineWheel
+from zbmd.actors.core.signals import Reason
+from zbmd.actors.core.timers import DeadlineWheel
 from zbmd.actors.replay.life import ActorLife
 
 TURN_NS: Final[int]
@@ -37,14 +37,16 @@ class CellCore:
     """
 
     mailbox: Mailbox
-    actor: Actor
+    actor: ActorBase
     handlers: Mapping[type, Handler]
     life: ActorLife | None
     task: Task[None] | None
     current: Delivery | None
     name: str
     incarnation: int
-    system: ActorSystem
+    system: Any
+    """Its `CoreSystem`."""
+    ref: Ref
     accepts: bool
     handled: int
     turns: int

@@ -15,12 +15,12 @@ import pytest
 
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core import wire
-from zbmd.actors.core.actor import Actor, Down, Exited, Reason, ReasonKind, Undelivered, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import deadline_ns, trace_id
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.peer import Peer
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Down, Exited, Reason, ReasonKind, Undelivered
 from zbmd.actors.errors import (
     ActorFailed,
     ActorStartFailed,
@@ -33,6 +33,7 @@ from zbmd.actors.errors import (
     UnknownContract,
 )
 from zbmd.actors.supervision.supervisor import Children, ChildSpec, WhichChildren
+from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import (
     DeadlineExceeded,
     LocalProtocolError,

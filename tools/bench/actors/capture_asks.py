@@ -28,8 +28,8 @@ import uvloop
 from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.replay.recording import CapturedSystem
+from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench.actors.command import Echo, Ping
 from zbmd.transport import capture
 from zbmd.transport.clock.hlc import HybridClock

@@ -34,7 +34,7 @@ from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench.actors.lifecycle import life
 from zbmd.tools.bench.peer_catalogue import ASK_FLOOR, PeerMissing, compile_floor
 from zbmd.tools.bench.peers.actor_asks import EXIT_MISSING, INSTALL, LIBRARIES, SIZES, tells_per_second

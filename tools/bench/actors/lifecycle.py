@@ -18,11 +18,11 @@ import structlog
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.errors import ActorFailed
 from zbmd.actors.supervision.devices import DeviceWorker, ProcessPool, cpu_cores
 from zbmd.actors.supervision.machine import INTENSITY_MAX
 from zbmd.actors.supervision.supervisor import ChildSpec
+from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench.row import Row, percentile
 
 TIMEOUT_S = 30.0

@@ -22,9 +22,9 @@ import uvloop
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
 from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.watchdog import Watchdog
+from zbmd.actors.system import ActorSystem
 
 ROUNDS = 12
 TIMEOUT_S = 30.0

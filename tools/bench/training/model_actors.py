@@ -22,7 +22,7 @@ from random import Random
 import msgspec
 import numpy as np
 
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.system import ActorSystem
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.replicated.job import JobOptions, open_recipe
 from zbmd.training.replicated.overhead import median_interval

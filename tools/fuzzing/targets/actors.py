@@ -12,16 +12,17 @@ import msgspec
 
 from zbmd.actors.contracts import Contract, fingerprint, registered
 from zbmd.actors.core import wire
-from zbmd.actors.core.actor import Actor, Reason, ReasonKind, on
+from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.long_fields import LONG_BYTES
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.core.signals import Reason, ReasonKind
 from zbmd.actors.errors import ActorError, InvalidMessage, UnknownContract
 from zbmd.actors.host import contracts as host_contracts
 from zbmd.actors.host import template
 from zbmd.actors.host.output import LINE_BYTES_MAX, LineAssembler
 from zbmd.actors.rank.exit_reason import without_mark
 from zbmd.actors.replay.constructor_args import pack_arguments, unpack_arguments
+from zbmd.actors.system import ActorSystem
 from zbmd.actors.view import Member, View
 from zbmd.tools.fuzzing.mutate import retyped
 from zbmd.tools.fuzzing.script import Script, block, blocks, read_blocks

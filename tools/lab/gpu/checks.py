@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from zbmd.actors.core.system import ActorSystem
+from zbmd.actors.system import ActorSystem
 from zbmd.tools.chaos.soak_operators import FlakyDevice
 from zbmd.tools.lab.gpu.__main__ import Check, CheckFailed, Needs
 from zbmd.tools.lab.gpu.collectives import run_ranks

@@ -1,0 +1,160 @@
+"""The actor system of a process with all its services: names and groups, supervisors, changes of code.
+
+The core (`zbmd.actors.core`) knows none of them; this is where they are put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zbmd.actors.core import actor
+from zbmd.actors.core.actor_base import ActorBase
+from zbmd.actors.core.mailbox import MAILBOX_BYTES
+from zbmd.actors.core.ref import Ref
+from zbmd.actors.core.system import CoreSystem
+from zbmd.actors.directory import names
+from zbmd.actors.directory.driver import Directory
+from zbmd.actors.directory.names import CALL_S, Group
+from zbmd.actors.hangs.loop_watch import watch_loop
+from zbmd.actors.routing.routes import Ways
+from zbmd.actors.supervision.events import AutoShutdown, BackOff, Strategy
+from zbmd.actors.supervision.supervisor import ChildSpec, Supervisor
+from zbmd.actors.upgrade.driver import ANSWER_S, PROBATION_S, Upgraded, upgrade
+from zbmd.transport.capture.recorder import Recorder
+
+
+class ActorSystem(CoreSystem):
+    """The actors of one process incarnation, and links to the systems of other processes.
+
+    name: this process's name ("rank0"); incarnation: u64, greater in every replacement; recorder: takes down
+    what its supervisors decide (frames are its links' to record); mailbox_bytes_max: bound of what waits in
+    all its mailboxes together; scope: see `zbmd.actors.core.scopes`. To be made and used in one running loop.
+    Call `stop()` at the end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: int = 1,
+        *,
+        recorder: Recorder | None = None,
+        mailbox_bytes_max: int = MAILBOX_BYTES,
+        scope: str = "",
+    ) -> None:
+        super().__init__(
+            name, incarnation, recorder=recorder, mailbox_bytes_max=mailbox_bytes_max, scope=scope
+        )
+        self.loop_watch = watch_loop(self)
+        """Who held the event loop, if anyone did."""
+        self.add_service(self.loop_watch)
+
+    async def supervise(
+        self,
+        children: Sequence[ChildSpec],
+        *,
+        strategy: Strategy = Strategy.ONE_FOR_ONE,
+        intensity: int = 3,
+        period_s: float = 5.0,
+        back_off: BackOff | None = None,
+        template: ChildSpec | None = None,
+        auto_shutdown: AutoShutdown = AutoShutdown.NEVER,
+        name: str | None = None,
+    ) -> Ref:
+        """Start a supervisor and its children, in order; see
+        `zbmd.actors.supervision.supervisor.Supervisor`."""
+        arguments = (children, strategy, intensity, period_s, back_off, template, auto_shutdown)
+        return await self.spawn(Supervisor, *arguments, name=name)
+
+    async def upgrade(
+        self,
+        old: type[ActorBase],
+        new: type[ActorBase],
+        *,
+        processes: Sequence[str] | None = None,
+        canaries: int = 1,
+        probation_s: float = PROBATION_S,
+        answer_s: float = ANSWER_S,
+        lasting: bool = False,
+    ) -> Upgraded:
+        """Let all actors of `old` become ones of `new` while they live; see
+        `zbmd.actors.upgrade.driver.upgrade`.
+
+        processes: by name, linked with this one and with each other; None for this one alone.
+        """
+        names = (self.name,) if processes is None else tuple(processes)
+        return await upgrade(
+            self,
+            old,
+            new,
+            names,
+            canaries=canaries,
+            probation_s=probation_s,
+            answer_s=answer_s,
+            lasting=lasting,
+        )
+
+    # Names and groups.
+
+    def open_directory(self, *, alone: bool) -> Directory:
+        """The directory of this process, made if there is none. See `zbmd.actors.directory.driver`.
+
+        alone: until it is told of a view, this process is one of its own; else names wait for the first view.
+        """
+        directory = self.service(Directory)
+        if directory is None:
+            directory = Directory(self, alone=alone)
+            self.add_service(directory)
+        return directory
+
+    async def register(self, name: str, ref: Ref, *, timeout: float = CALL_S) -> None:
+        """Give an actor a name that no other actor of the view has, until it ends.
+
+        Raises `NameInUse`, `DeadActor` if the actor does not live, and as `Ref.ask`. timeout: seconds; what
+        is granted after it is given back.
+        """
+        self.open_directory(alone=True)
+        await names.register(self, name, ref, timeout)
+
+    async def whereis(self, name: str, *, timeout: float = CALL_S) -> Ref | None:
+        """The actor that has the name, wherever it lives; None if nobody has it. Raises as `Ref.ask`."""
+        self.open_directory(alone=True)
+        return await names.whereis(self, name, timeout)
+
+    async def unregister(self, name: str, *, timeout: float = CALL_S) -> bool:
+        """Take the name from whoever has it; False if nobody has. Raises as `Ref.ask`."""
+        self.open_directory(alone=True)
+        return await names.unregister(self, name, timeout)
+
+    async def group(self, name: str, *, timeout: float = CALL_S) -> Group:
+        """The group of that name, once all processes of the view have said who is in it; it may be empty."""
+        group = Group(self, self.open_directory(alone=True), names.checked(name))
+        await group.settled(timeout=timeout)
+        return group
+
+    # The cluster.
+
+    async def processes(self) -> tuple[tuple[str, int, str], ...]:
+        """The nodes of the cluster and the ranks that are up: process, incarnation, the node it runs on.
+
+        At most `PROCESSES_TOLD_MAX`. Empty if this process is in no cluster. Raises as `Ref.ask`.
+        """
+        ways = self.service(Ways)
+        return () if ways is None else (await ways.processes()).processes
+
+
+if TYPE_CHECKING:
+
+    class Actor(actor.Actor):
+        """The base of every actor, as authors import it: `zbmd.actors.core.actor.Actor` itself.
+
+        The core knows no services; to a type checker, `system` of this one has them.
+        """
+
+        @property
+        def system(self) -> ActorSystem:
+            """The system this actor runs in."""
+            ...
+
+else:
+    Actor = actor.Actor

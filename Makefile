@@ -57,7 +57,7 @@ test: $(DEV) $(NATIVE)
 
 # Wants apt's qemu-system-x86, libibverbs-dev and iproute2, and downloads a kernel the first time.
 test-rdma: $(DEV) $(NATIVE)
-	@$(PY) -m pytest -m machine tests/tools/test_rdma_vm.py $(PYTEST_ARGS)
+	@$(PY) -m pytest -m machine tests/tools/lab/test_rdma_vm.py $(PYTEST_ARGS)
 
 # Led by coverage where there is a wheel of atheris for this interpreter; without one the mutations go alone.
 fuzz: $(DEV) $(NATIVE)

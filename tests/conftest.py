@@ -286,6 +286,10 @@ WATCH = pytest.StashKey[Watch]()
 
 
 @pytest.hookimpl(tryfirst=True)
+def _python_path() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the session's seed before hypothesis reads its own and before any test imports numpy."""
     text = os.environ.get(SEED_VARIABLE, "")
@@ -298,6 +302,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for variable in POOL_VARIABLES:
         os.environ.setdefault(variable, "1")
     os.environ.pop(NO_BYTECODE_VARIABLE, None)
+    # Programs and scripts that tests start find `support` and `programs` as the tests do.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *_python_path()])
     sys.dont_write_bytecode = False
     os.environ[MARKER_VARIABLE] = secrets.token_hex(8)
     # Processes that tests have crash write their last records there.

@@ -2,7 +2,7 @@
 
 At 10,000 ranks the flat ring's programs have 10^9 instructions. All ranks walk the same ones, and no two
 share a port of the network, so each instruction is done for all ranks at once: the same additions as the
-timeline's, to the same results, deaths included (`tests/collectives/test_scale.py`).
+timeline's, to the same results, deaths included (`tests/collectives/scale/test_scale.py`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import os
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from rdma_harness import rdma_link_pair
-from rdma_world import given_devices
+from support.rdma.rdma_harness import rdma_link_pair
+from support.rdma.rdma_world import given_devices
 
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.system import ActorSystem

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from remote_peers import Wiring
+from support.links.remote_peers import Wiring
 
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.transport.bulk.peer import BulkPeer

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from rdma_world import RdmaAt, given_devices, interface_of
+from support.rdma.rdma_world import RdmaAt, given_devices, interface_of
 
 from zbmd.actors.cluster.heartbeats._heartbeat import NativeHeartbeats
 from zbmd.transport.rdma.native._rdma_beat import BeatEnd

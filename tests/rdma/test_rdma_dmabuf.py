@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from rdma_world import given_devices
+from support.rdma.rdma_world import given_devices
 
 from zbmd.transport.cuda.facts import DeviceFacts
 from zbmd.transport.rdma.dmabuf import DmaBufRefused, Staged, register_device_memory

@@ -1,4 +1,4 @@
-"""Faults of the cable between two devices in software: `tests/tools/test_rdma_vm.py` has such a machine."""
+"""Faults of the cable between two software devices, in the machine of `tests/tools/lab/test_rdma_vm.py`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 import uvloop
-from link_harness import COOKIE, Ear, Net, Who
-from rdma_harness import RdmaHarness, rdma_link_pair, rdma_offers
-from rdma_world import given_devices, interface_of
+from support.links.link_harness import COOKIE, Ear, Net, Who
+from support.rdma.rdma_harness import RdmaHarness, rdma_link_pair, rdma_offers
+from support.rdma.rdma_world import given_devices, interface_of
 
 from zbmd.transport.connect import rdma_or_tcp as remote_link
 from zbmd.transport.connect.rdma_or_tcp import RemoteLink

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from forked import Fork
-from rdma_world import given_devices
-from thread_nodes import Told, node
+from support.cluster.thread_nodes import Told, node
+from support.processes.forked import Fork
+from support.rdma.rdma_world import given_devices
 
 from zbmd.actors.cluster.node.life import NodeLife
 from zbmd.actors.cluster.node.lives import Acting, Suspecting

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from link_harness import Ear, Net
-from rdma_harness import RdmaHarness
+from support.links.link_harness import Ear, Net
+from support.rdma.rdma_harness import RdmaHarness
 
 
 def test_frames_go_both_ways() -> None:

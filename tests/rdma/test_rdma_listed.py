@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rdma_world import given_devices
+from support.rdma.rdma_world import given_devices
 
 from zbmd.transport.host.topology.rdma import read_rdma_devices
 from zbmd.transport.host.topology.verbs_devices import rdma_devices, verbs_missing

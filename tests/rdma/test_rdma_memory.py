@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from region_harness import FAR, GUARD_NS, NEAR, Ends, RdmaEnds, RdmaHarness
+from support.links.region_harness import FAR, GUARD_NS, NEAR, Ends, RdmaEnds, RdmaHarness
 
 from zbmd.transport.native import _native
 from zbmd.transport.rdma.counts import TransferCounts

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from rdma_jobs import (
+from support.rdma.rdma_jobs import (
     EXPECTED_VARIABLE,
     TRAINING_RANKS,
     digests_of_collectives,

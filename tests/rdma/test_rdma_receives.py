@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from link_harness import Ear, Net
-from rdma_harness import RdmaHarness
-from rdma_world import given_devices
-from region_harness import FAR, Ends, RdmaEnds
-from region_harness import RdmaHarness as RegionsOverRdma
+from support.links.link_harness import Ear, Net
+from support.links.region_harness import FAR, Ends, RdmaEnds
+from support.links.region_harness import RdmaHarness as RegionsOverRdma
+from support.rdma.rdma_harness import RdmaHarness
+from support.rdma.rdma_world import given_devices
 
 from zbmd.transport.bulk.peer import BulkPeerInfo
 from zbmd.transport.errors import LinkClosed, PeerLost

@@ -1,24 +1,14 @@
-"""`zbmd-node` in a process of its own, as a user starts it, and a look at what it leaves behind."""
+"""Fixtures of the tests of commands: real nodes, and `zbmd-node` as a user starts it."""
 
 from __future__ import annotations
 
-import os
-import re
-import select
-import signal
 import socket
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
 import pytest
-from cluster_nodes import Nodes, node_template, nodes_in
-from forked_command import run_forked
+from support.cluster.cluster_nodes import Nodes, node_template, nodes_in
+from support.processes.launcher import Launcher
 
 
 @pytest.fixture(scope="session")
@@ -33,171 +23,6 @@ async def nodes(tmp_path: Path, template: socket.socket) -> AsyncGenerator[Nodes
     """Real nodes, that are all gone afterwards."""
     async with nodes_in(tmp_path, template) as found:
         yield found
-
-
-TIMEOUT_S = 60.0
-MARKER = "ZBMD_TEST_LAUNCH"
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A command that has ended: its exit code (or minus a signal) and what it printed."""
-
-    code: int
-    out: list[str]
-    errors: list[str]
-
-    def __str__(self) -> str:
-        return "\n".join([f"exit code {self.code}", *self.out, *self.errors])
-
-
-class Running:
-    """A command that runs. Its standard output and error are one stream, read by `until` and `end`."""
-
-    def __init__(self, process: subprocess.Popen[bytes], marker: str) -> None:
-        self.pid = process.pid
-        self.process = process
-        self.marker = marker
-        self.text = ""
-        self.deadline_s = time.monotonic() + TIMEOUT_S
-
-    def until(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
-        """Read until the pattern matches `count` times, by lines; fails with all that was printed."""
-        wanted = re.compile(pattern, re.MULTILINE)
-        while len(found := list(wanted.finditer(self.text))) < count:
-            if not self._read():
-                pytest.fail(f"never printed {count} x {pattern!r}:\n{self.text}")
-        return found
-
-    def end(self) -> int:
-        """Read to the end, which comes when the last process that holds the stream has ended."""
-        while self._read():
-            pass
-        return self.process.wait(TIMEOUT_S)
-
-    def _read(self) -> bool:
-        assert self.process.stdout is not None
-        fd = self.process.stdout.fileno()
-        if not select.select([fd], [], [], max(0.0, self.deadline_s - time.monotonic()))[0]:
-            pytest.fail(f"still there after {TIMEOUT_S:g} s:\n{self.text}")
-        data = os.read(fd, 1 << 16)
-        self.text += data.decode()
-        return bool(data)
-
-    def processes(self) -> dict[str, list[int]]:
-        """The pids of all that descends from the command, by the name that `ps` shows."""
-        found: dict[str, list[int]] = {}
-        for pid in marked(self.marker):
-            found.setdefault(Path(f"/proc/{pid}/comm").read_text().strip(), []).append(pid)
-        return found
-
-
-def marked(marker: str) -> list[int]:
-    """The processes that have the marker in their environment, as all that a command starts has."""
-    found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and marker.encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return found
-
-
-class Launcher:
-    """Starts `zbmd-node` in `directory`, and holds it to leaving nothing behind."""
-
-    def __init__(self, directory: Path, template: socket.socket) -> None:
-        self.directory = directory
-        self._template = template
-        self.scratch = directory / "scratch"
-        self.scratch.mkdir()
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("ZBMD_") or k == "ZBMD_TEST_SESSION"}
-        self._environment = {
-            **kept,
-            "ZBMD_COOKIE_FILE": str(directory / "cookie"),
-            "ZBMD_ARENA": "1MiB",
-            "TMPDIR": str(self.scratch),
-        }
-
-    def _command(self, arguments: Sequence[str], marker: str) -> tuple[list[str], dict[str, str]]:
-        command = [sys.executable, "-m", "zbmd.tools.node.cli", *arguments]
-        return command, {**self._environment, MARKER: marker}
-
-    def run(
-        self,
-        *arguments: str,
-        before: Sequence[str] = (),
-        **variables: str,
-    ) -> Ended:
-        """Run the command to its end, in a fork of the template. `before`: a command that is to run it.
-
-        That a fork leaves no process is seen at the end of each test (`tests/conftest.py`): all have the
-        environment that the template was started with.
-        """
-        marker = uuid.uuid4().hex
-        command, environment = self._command(arguments, marker)
-        environment |= variables
-        if not before:
-            code, out, errors = run_forked(self._template, arguments, environment, self.directory, TIMEOUT_S)
-            ended = Ended(code, out.splitlines(), errors.splitlines())
-            self._assert_no_files(str(ended))
-            return ended
-        done = subprocess.run(
-            [*before, *command],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=environment,
-            cwd=self.directory,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        ended = Ended(done.returncode, done.stdout.splitlines(), done.stderr.splitlines())
-        self.assert_nothing_left(marker, str(ended))
-        return ended
-
-    @contextmanager
-    def start(self, *arguments: str, **variables: str) -> Generator[Running]:
-        """Start the command in a session of its own, as a terminal would; it has to end by itself."""
-        marker = uuid.uuid4().hex
-        command, environment = self._command(arguments, marker)
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**environment, **variables},
-            cwd=self.directory,
-            start_new_session=True,
-        ) as process:
-            running = Running(process, marker)
-            try:
-                yield running
-                running.end()
-                self.assert_nothing_left(marker, running.text)
-            finally:
-                for pid in marked(marker):
-                    os.kill(pid, signal.SIGKILL)
-
-    def assert_nothing_left(self, marker: str, story: str) -> None:
-        """No process (one that is being freed by the kernel may take its time), no temporary file."""
-        for pid in marked(marker):
-            try:
-                pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                continue
-            try:
-                gone = select.select([pidfd], [], [], TIMEOUT_S)[0]
-                assert gone, f"process {pid} is still there:\n{story}"
-            finally:
-                os.close(pidfd)
-        assert not marked(marker), story
-        self._assert_no_files(story)
-
-    def _assert_no_files(self, story: str) -> None:
-        left = [*self.scratch.iterdir(), *self.directory.rglob(".*")]
-        assert not left, f"{left}\n{story}"
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from captures import Captures
-from small_jobs import SmallJobs
+from support.jobs.small_jobs import SmallJobs
+from support.processes.captures import Captures
 
 from zbmd.actors.system import ActorSystem
 from zbmd.tools.chaos.sweep.worker import Worker

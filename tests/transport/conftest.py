@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from forked import fork
+from support.processes.forked import fork
 
 __all__ = ["fork"]

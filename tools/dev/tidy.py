@@ -37,6 +37,8 @@ SOURCE_SUFFIXES = frozenset({".py", ".pyi", ".pyx", ".pxd", ".h", ".c", ".sh"})
 # Captured logs kept as regression tests are the one binary format that belongs in the repository.
 BINARY_ALLOWED = ("tests/*.zlog", "docs/*.png")
 
+# What tests share, and the programs that they start, are packages; folders of tests are not.
+TEST_PACKAGES = ("tests/support/", "tests/programs/")
 # Modules that are pure although they hold no machine class.
 PURE_MODULES = ("collectives/algorithms/*.py", "transport/machine.py")
 # Tests on the simulator's clock: a sleep there takes no time, and how long a thing takes is exact.
@@ -404,13 +406,13 @@ RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
 
 
 def repeated_test_names(paths: list[str]) -> Iterator[Breach]:
-    """Test modules have unique basenames and no packages: pytest imports them by path."""
+    """Test modules have unique basenames and their folders are not packages: pytest imports them by path."""
     first: dict[str, str] = {}
     for path in sorted(paths):
         name = PurePosixPath(path).name
         if not path.startswith("tests/"):
             continue
-        if name == "__init__.py":
+        if name == "__init__.py" and not path.startswith(TEST_PACKAGES):
             yield Breach(path=path, line=1, rule="test-name", advice="remove it; tests are no package")
         elif name.startswith("test_") and name.endswith(".py"):
             if name in first:

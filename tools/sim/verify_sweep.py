@@ -2,14 +2,13 @@
 
     python -m zbmd.tools.sim.verify_sweep                                 all, some 15 minutes of one core
     python -m zbmd.tools.sim.verify_sweep --algorithm ring --ranks 1:16   a part of it
-    python -m zbmd.tools.sim.verify_sweep --kept proved.txt               going on where an earlier one
-        stopped
+    python -m zbmd.tools.sim.verify_sweep --kept proved.txt               resume an earlier sweep
     python -m zbmd.tools.sim.verify_sweep --kept proved.txt --part 2/3    one of three that run side by side
 
-`tests/collectives/test_verifier.py` samples what this goes through. Exits with 1 at the first program that is
-wrong, and prints its request. The file that `--kept` names holds a line for each operation, algorithm and
-number of ranks, with a digest of the sources of programs and verifier: what was proved of other sources is
-proved again.
+`tests/collectives/programs/test_verifier.py` samples what this goes through. Exits with 1 at the first
+program that is wrong, and prints its request. The file that `--kept` names holds a line for each operation,
+algorithm and number of ranks, with a digest of the sources of programs and verifier: what was proved of other
+sources is proved again.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from rdma_world import given_devices
+from support.rdma.rdma_world import given_devices
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 

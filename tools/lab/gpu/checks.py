@@ -250,7 +250,7 @@ def tests_with_cupy() -> str:
     root = Path(__file__).resolve().parents[3]
     if not (root / "tests").is_dir():
         root = Path.cwd()
-    paths = ["tests/training/test_xp.py", "tests/transport/test_cuda_runtime.py"]
+    paths = ["tests/training/autograd/test_xp.py", "tests/transport/cuda/test_cuda_runtime.py"]
     with tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "cupy", *paths]
         code = subprocess.run(command, cwd=root, stdout=output, stderr=output, check=False).returncode

@@ -1,0 +1,1 @@
+"""Actors that several tests use."""

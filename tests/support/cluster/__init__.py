@@ -1,0 +1,1 @@
+"""Nodes of a cluster, as processes and as threads."""

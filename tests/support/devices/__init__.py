@@ -1,0 +1,1 @@
+"""Devices of a model, and arrays on them."""

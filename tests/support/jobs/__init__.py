@@ -1,0 +1,1 @@
+"""Small training jobs under a forked host."""

@@ -1,0 +1,1 @@
+"""Suites and harnesses for links and regions over every transport."""

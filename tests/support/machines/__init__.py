@@ -1,0 +1,1 @@
+"""Worlds in which machines run under random histories."""

@@ -1,0 +1,1 @@
+"""Forked processes, their output and their end."""

@@ -1,0 +1,62 @@
+"""`zbmd-node` run to its end in a fork of `cluster_template`, which has imported what it imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from support.cluster import cluster_template
+
+READ_BYTES = 1 << 16
+
+
+def run_forked(
+    template: socket.socket, argv: Sequence[str], environment: Mapping[str, str], cwd: Path, timeout_s: float
+) -> tuple[int, str, str]:
+    """The exit code (or minus the signal), and all that it and what it started wrote to either stream."""
+    end_s = time.monotonic() + timeout_s
+    streams = [os.pipe(), os.pipe()]
+    request = {"argv": argv, "environment": environment, "cwd": str(cwd)}
+    socket.send_fds(template, [json.dumps(request).encode()], [theirs for _, theirs in streams])
+    pid = _answer(template)["pid"]
+    for _, theirs in streams:
+        os.close(theirs)
+    told = _read_all([ours for ours, _ in streams], end_s)
+    if told is None:
+        os.kill(pid, signal.SIGKILL)
+    code = _answer(template)["code"]
+    if told is None:
+        pytest.fail(f"still there after {timeout_s:g} s: zbmd-node {' '.join(argv)}")
+    out, errors = (text.decode() for text in told)
+    return code, out, errors
+
+
+def _answer(template: socket.socket) -> dict[str, int]:
+    found: dict[str, int] = json.loads(template.recv(cluster_template.REQUEST_BYTES_MAX))
+    return found
+
+
+def _read_all(descriptors: Sequence[int], end_s: float) -> list[bytes] | None:
+    """What comes from each until its end, and closes them; None if that takes too long."""
+    told = {fd: bytearray() for fd in descriptors}
+    with selectors.DefaultSelector() as selector:
+        for fd in descriptors:
+            selector.register(fd, selectors.EVENT_READ)
+        while selector.get_map() and (left_s := end_s - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                data = os.read(key.fd, READ_BYTES)
+                told[key.fd] += data
+                if not data:
+                    selector.unregister(key.fd)
+        ended = not selector.get_map()
+    for fd in descriptors:
+        os.close(fd)
+    return [bytes(text) for text in told.values()] if ended else None

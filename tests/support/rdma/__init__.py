@@ -1,0 +1,1 @@
+"""Jobs, sessions and devices for the tests of RDMA."""

@@ -1,0 +1,1 @@
+"""Certificates, peers and middleboxes for TCP links."""

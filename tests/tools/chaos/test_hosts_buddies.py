@@ -1,0 +1,80 @@
+"""Two hosts with two ranks each: one is killed, its ranks' state comes from the other, and the bits stay."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.netns import netns
+from support.netns.netns import Process
+
+from zbmd.tools.chaos.small_job import SHAPE, STEPS, write_text
+from zbmd.tools.lab.netns import Lab, LabHost
+from zbmd.training.__main__ import options_of, parser
+from zbmd.training.replicated.job import run_plain
+
+PORT = 29400
+HELD_UP = """
+import os, sys, threading
+from importlib import import_module
+from zbmd.training.redundancy.buddy import BuddyMirror
+
+votes, vote, module = 0, BuddyMirror.vote, sys.argv.pop(1)
+
+def held_up(self):
+    global votes
+    votes += 1
+    if os.environ["RANK"] == "3" and votes == 4 and os.environ["ZBMD_INCARNATION"] == "1":
+        print("rank 3 stands still in step 4", flush=True)
+        threading.Event().wait()
+    return vote(self)
+
+BuddyMirror.vote = held_up
+sys.exit(import_module(module).main())
+"""
+"""A job of which rank 3 waits for its end, before it has said in step 4 that its ward's copy is whole."""
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ("zbmd.training.__main__", ("--zero", "3")),
+        ("zbmd.training.pipeline.__main__", ("--layers", "2", "--schedule", "1f1b")),
+    ],
+)
+def test_what_a_lost_host_held_comes_from_the_other(
+    tmp_path: Path, module: str, options: tuple[str, ...]
+) -> None:
+    netns.require_lab()
+    (tmp_path / "held_up.py").write_text(HELD_UP)
+    layers = options[:2] if options[0] == "--layers" else ()
+    arguments = [*SHAPE, *layers, "--steps", str(STEPS), "--data", str(write_text(tmp_path / "text"))]
+    out = str(tmp_path / "plain")
+    plain = run_plain(options_of(parser().parse_args([*arguments, "--out", out])))
+    job = ["held_up.py", module, *arguments, *options, "--out", str(tmp_path / "out")]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(tmp_path))
+        lab = stack.enter_context(Lab(2))
+        first, second = [stack.enter_context(_node(lab, host, job)) for host in lab.hosts]
+        second.until(r"\[rank3\]: rank 3 stands still in step 4")
+        second.close()
+        again = stack.enter_context(_node(lab, lab.hosts[1], job))
+        result = first.until(r"\[rank0\]: (\{.*\})")
+        assert msgspec.json.decode(result[1])["weights_sha256"] == plain.weights_sha256
+        assert (first.end(), again.end()) == (0, 0)
+
+
+def _node(lab: Lab, host: LabHost, job: list[str]) -> contextlib.AbstractContextManager[Process]:
+    """`zbmd-node run` on a host. One node is enough to go on: its ranks wait, with what they hold."""
+    host.home.joinpath("cookie").touch(mode=0o600)
+    host.home.joinpath("cookie").write_text(COOKIE)
+    options = ("--nnodes", "1:2", "--nproc-per-node", "2", "--node-rank", str(host.number))
+    door = ("--rdzv-endpoint", f"{lab.hosts[0].address}:{PORT}", "--max-restarts", "9")
+    return netns.process(host, str(Path(sys.executable).with_name("zbmd-node")), "run", *options, *door, *job)
+
+
+COOKIE = secrets.token_hex(32)

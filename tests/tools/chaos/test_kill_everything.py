@@ -1,0 +1,203 @@
+"""A training run that is killed or stopped as a whole: nothing is left, and the next run is as any other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from support.processes.launcher import Ended, Launcher, Running
+
+RANKS = 4
+SETTLE_S = 10.0
+SETTLE_STEP_S = 0.005
+HANG_AT = 8
+OPTIONS = (
+    *("--data", "text", "--steps", "12", "--context", "16", "--width", "16", "--heads", "2", "--layers", "1"),
+    *("--sequences-per-shard", "1", "--checkpoint-every", "2"),
+)
+
+# The job, with two helpers beside rank 0 (one of them in a session of its own, as a daemon is), and a step
+# that one rank never begins and the others wait in: what is killed is surely in the middle of the run.
+JOB = f"""
+import os, signal, subprocess
+import uvloop
+from zbmd.training.__main__ import options_of, parser
+from zbmd.training.replicated.job import run
+
+def before_step(version):
+    if version == {HANG_AT} and os.environ["RANK"] == "{RANKS - 1}":
+        signal.pause()
+
+if os.environ["RANK"] == "0":
+    for apart in (False, True):
+        helper = subprocess.Popen(["sleep", "1000"], start_new_session=apart)
+    print("address", os.environ["ZBMD_NODE"])
+uvloop.run(run(options_of(parser().parse_args()), before_step=before_step))
+"""
+
+
+@pytest.fixture
+def job(launcher: Launcher) -> tuple[str, ...]:
+    """Arguments of the run that hangs."""
+    text = "".join(f"line {i} of some text that is to be learnt\n" for i in range(2000))
+    (launcher.directory / "text").write_text(text)
+    (launcher.directory / "job.py").write_text(JOB)
+    return ("run", "-n", str(RANKS), "job.py", *OPTIONS, "--out", "killed")
+
+
+def until_in_the_middle(run: Running) -> str:
+    """Wait until all but the step that hangs is committed; returns the node's address."""
+    run.until(rf"^step {HANG_AT - 1} loss")
+    found = run.processes()
+    ours = {name: len(pids) for name, pids in found.items() if name != "sleep"}
+    ranks = {f"zbmd-rank{rank}": 1 for rank in range(RANKS)}
+    assert ours.pop("zbmd-reaper") == ours.pop("zbmd-template") == 1
+    assert {name: ours.pop(name) for name in ranks} == ranks
+    assert list(ours.values()) == [1], "and the host"
+    assert len(found["sleep"]) == 2
+    return run.until(r"address (\S+)")[0][1]
+
+
+def pids_of(run: Running, *names: str) -> list[int]:
+    """The pids of the run's processes of these names; "host" is the command itself, "rank" every rank."""
+    pids = [run.pid] if "host" in names else []
+    for name, found in run.processes().items():
+        if name in names or ("rank" in names and re.fullmatch(r"zbmd-rank\d+", name)):
+            pids += found
+    return pids
+
+
+def assert_no_socket(address: str) -> None:
+    """A process that is killed is no process any more before the kernel has closed what it had open."""
+    pause, deadline_s = threading.Event(), time.monotonic() + SETTLE_S
+    while left := [line for line in Path("/proc/net/unix").read_text().splitlines() if f"@{address}" in line]:
+        assert time.monotonic() < deadline_s, left
+        pause.wait(SETTLE_STEP_S)
+
+
+def weights(ended: Ended) -> str:
+    """The weights that a run has ended with."""
+    assert ended.code == 0, ended
+    found: str = json.loads(ended.out[-1].removeprefix("[rank0]: "))["weights_sha256"]
+    return found
+
+
+def assert_the_next_run_is_as_any_other(launcher: Launcher) -> None:
+    """From the start and from the killed run's checkpoint: the same weights as without any of the stack."""
+    module = ("-m", "zbmd.training", *OPTIONS)
+    fresh = launcher.run("run", "-n", str(RANKS), *module, "--out", "fresh")
+    resumed = launcher.run("run", "-n", str(RANKS), *module, "--out", "resumed", "--resume", "killed")
+    plain = launcher.run("run", "-n", "1", *module, "--plain", "--out", "plain")
+    assert weights(fresh) == weights(resumed) == weights(plain)
+
+
+@pytest.mark.parametrize("victims", [
+    ("host", "zbmd-template", "rank"),
+    ("host",),
+    ("zbmd-template",),
+    ("zbmd-template", "rank"),
+    ("host", "zbmd-reaper", "zbmd-template", "rank", "sleep"),
+])  # fmt: skip
+def test_whoever_is_killed_nothing_is_left(
+    launcher: Launcher, job: tuple[str, ...], victims: tuple[str, ...]
+) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    with launcher.start(*job) as run:
+        address = until_in_the_middle(run)
+        for pid in pids_of(run, *victims):
+            with contextlib.suppress(ProcessLookupError):  # the first to be killed takes others with it
+                os.kill(pid, signal.SIGKILL)
+        code = run.end()
+        launcher.assert_nothing_left(run.marker, run.text)
+    assert_no_socket(address)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    if "host" in victims:
+        assert code == -signal.SIGKILL
+    else:
+        assert code == 1
+        told = run.text.splitlines()[-1]
+        assert told.startswith("[zbmd]: the run failed: ")
+        # The ranks' deaths may be noticed first.
+        assert "rank" in victims or "the template process was killed by signal 9" in told
+    if victims == ("host", "zbmd-template", "rank"):
+        assert_the_next_run_is_as_any_other(launcher)
+
+
+def test_without_its_reaper_a_run_ends(launcher: Launcher, job: tuple[str, ...]) -> None:
+    with launcher.start(*job) as run:
+        address = until_in_the_middle(run)
+        (helper, apart) = pids_of(run, "sleep")
+        (reaper,) = pids_of(run, "zbmd-reaper")
+        os.kill(reaper, signal.SIGKILL)
+        run.until(r"^\[zbmd\]: the run failed: the template process was killed by signal 9")
+        # Nobody is left to know of what a rank had started.
+        for pid in (helper, apart):
+            os.kill(pid, signal.SIGKILL)
+        assert run.end() == 1
+    assert_no_socket(address)
+
+
+def ctrl_c(run: Running) -> None:
+    """As a terminal does it: to the whole foreground process group."""
+    os.killpg(run.pid, signal.SIGINT)
+
+
+def terminate(run: Running) -> None:
+    """As `kill` does it."""
+    os.kill(run.pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("stop", "code", "name"), [
+    (ctrl_c, 128 + signal.SIGINT, "SIGINT"),
+    (terminate, 128 + signal.SIGTERM, "SIGTERM"),
+])  # fmt: skip
+def test_a_run_that_is_stopped_says_so_and_takes_everything_with_it(
+    launcher: Launcher, job: tuple[str, ...], stop: Callable[[Running], None], code: int, name: str
+) -> None:
+    with launcher.start(*job) as run:
+        address = until_in_the_middle(run)
+        stop(run)
+        assert run.end() == code
+        launcher.assert_nothing_left(run.marker, run.text)
+    assert run.text.splitlines()[-1] == f"[zbmd]: stopped: {name} received"
+    assert "Traceback" not in run.text
+    assert_no_socket(address)
+
+
+# Loaded by every interpreter that starts; makes the template's imports take for ever, and only those. The
+# template is a fork of the launcher, and has another name.
+SLOW_IMPORTS = """
+import importlib.abc, pathlib, signal, sys
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if pathlib.Path("/proc/self/comm").read_text() == "zbmd-template\\n":
+            print("importing", file=sys.stderr, flush=True)
+            signal.pause()
+
+sys.meta_path.insert(0, Slow())
+"""
+
+
+def test_a_run_is_stopped_while_the_template_still_imports(
+    launcher: Launcher, job: tuple[str, ...]
+) -> None:  # fmt: skip
+    customised = launcher.directory / "customised"
+    customised.mkdir()
+    (customised / "sitecustomize.py").write_text(SLOW_IMPORTS)
+    with launcher.start(*job, PYTHONPATH=str(customised)) as run:
+        run.until("^importing$")
+        ctrl_c(run)
+        assert run.end() == 128 + signal.SIGINT
+    assert run.text.splitlines()[-1] == "[zbmd]: stopped: SIGINT received before any rank had started"

@@ -1,0 +1,576 @@
+"""`zbmd-node` as a user meets it: a subprocess, real ranks, real signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+import textwrap
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from support.processes.launcher import Launcher
+
+TIMEOUT_S = 30.0
+MARKER = "ZBMD_TEST_NODE_CLI"
+
+JOIN = """
+import asyncio, os, signal, sys
+from zbmd.actors.rank.member import join
+
+def say(*words):
+    print(*words, flush=True)
+
+async def main():
+    async with join() as worker:
+        say("joined", worker.incarnation, "epoch", worker.epoch, "with", *sorted(worker.peers))
+{body}
+
+asyncio.run(main())
+"""
+
+
+class Run:
+    """A running `zbmd-node`, its standard output and error read line by line."""
+
+    def __init__(self, process: asyncio.subprocess.Process, marker: str) -> None:
+        self.process = process
+        self.marker = marker
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+        self._news = asyncio.Event()
+        self._ended = 0
+        assert process.stdout is not None and process.stderr is not None
+        self._readers = [
+            asyncio.create_task(self._read(process.stdout, self.lines)),
+            asyncio.create_task(self._read(process.stderr, self.errors)),
+        ]
+
+    async def _read(self, stream: asyncio.StreamReader, into: list[str]) -> None:
+        async for line in stream:
+            into.append(line.decode().rstrip("\n"))
+            self._news.set()
+        self._ended += 1
+        self._news.set()
+
+    async def until(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
+        """Wait until `count` lines match; fails with all that was printed."""
+        wanted = re.compile(pattern)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                while True:
+                    last = self._ended == len(self._readers)
+                    self._news.clear()
+                    found = [m for line in [*self.lines, *self.errors] if (m := wanted.search(line))]
+                    if len(found) >= count:
+                        return found
+                    if last:
+                        break
+                    await self._news.wait()
+        except TimeoutError:
+            pass
+        pytest.fail(f"never printed {count} x {pattern!r}:\n{self.all_output}")
+
+    async def ended(self) -> int:
+        """Wait for the end; the exit code, or minus the signal."""
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.gather(*self._readers)
+            return await self.process.wait()
+
+    @property
+    def all_output(self) -> str:
+        return "\n".join([*self.lines, *self.errors])
+
+    async def assert_nothing_left(self) -> None:
+        """Every process of this run is gone, or going as the kernel frees it."""
+        loop = asyncio.get_running_loop()
+        for pid in processes_with(self.marker):
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            gone = asyncio.Event()
+            loop.add_reader(pidfd, gone.set)
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    await gone.wait()
+            finally:
+                loop.remove_reader(pidfd)
+                os.close(pidfd)
+        assert not processes_with(self.marker)
+
+
+def processes_with(marker: str) -> list[int]:
+    """The live processes whose environment holds the marker."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        try:
+            alive = entry.name.isdigit() and marker.encode() in (entry / "environ").read_bytes()
+        except (OSError, ValueError):
+            continue
+        if alive:
+            found.append(int(entry.name))
+    return found
+
+
+def sockets_of(address: str) -> list[str]:
+    return [line for line in Path("/proc/net/unix").read_text().splitlines() if f"@{address}" in line]
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(body: str, *, template: str = JOIN) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(template.format(body=textwrap.indent(textwrap.dedent(body), " " * 8)))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "plain.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("ZBMD_") or k == "ZBMD_TEST_SESSION"}
+    return {**kept, "ZBMD_COOKIE_FILE": str(tmp_path / "cookie"), "ZBMD_ARENA": "1MiB"}
+
+
+@pytest.fixture
+def start(environment: dict[str, str], tmp_path: Path) -> Start:
+    @asynccontextmanager
+    async def run(*arguments: str, **variables: str) -> AsyncGenerator[Run, None]:
+        marker = uuid.uuid4().hex
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "zbmd.tools.node.cli",
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**environment, **variables, MARKER: marker},
+            cwd=tmp_path,
+        )
+        run = Run(process, marker)
+        try:
+            yield run
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await run.ended()
+            await run.assert_nothing_left()
+
+    return run
+
+
+async def run_to_end(start: Start, *arguments: str, **variables: str) -> tuple[int, Run]:
+    async with start(*arguments, **variables) as run:
+        return await run.ended(), run
+
+
+# Running.
+
+
+async def test_every_rank_joins_and_sees_every_other(start: Start, script: Callable[[str], str]) -> None:
+    code, run = await run_to_end(start, "run", "-n", "3", script("pass"))
+    assert code == 0, run.all_output
+    assert sorted(run.lines) == [
+        "[rank0]: joined 1 epoch 1 with 1 2",
+        "[rank1]: joined 1 epoch 1 with 0 2",
+        "[rank2]: joined 1 epoch 1 with 0 1",
+    ]
+    assert not run.errors
+
+
+async def test_what_launchers_set_is_set(start: Start, plain: Callable[[str], str]) -> None:
+    path = plain(
+        """
+        import os, sys
+        names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE ZBMD_DATA OPENBLAS_NUM_THREADS".split()
+        print(*(os.environ[n] for n in names), *sys.argv[1:], __name__)
+        """
+    )
+    code, run = await run_to_end(
+        start, "run", "--nproc_per_node", "2", "--data", path, path, "--lr", "1", OPENBLAS_NUM_THREADS="2"
+    )
+    assert code == 0, run.all_output
+    assert sorted(run.lines) == [f"[rank{r}]: {r} {r} 2 2 {path} 2 --lr 1 __main__" for r in range(2)]
+
+
+async def test_a_module_runs_like_a_script(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "job.py").write_text("import sys; print(__package__, sys.argv[1:])")
+    code, run = await run_to_end(start, "run", "-n", "1", "-m", "package.job", "-x")
+    assert (code, run.lines) == (0, ["[rank0]: package ['-x']"]), run.all_output
+
+
+async def test_no_line_is_lost_torn_or_mixed(start: Start, plain: Callable[[str], str]) -> None:
+    path = plain(
+        """
+        import os, signal, sys
+        rank = os.environ["RANK"]
+        for i in range(3000):
+            print(rank * 80, i)
+        sys.stderr.write("no newline at the end")
+        sys.stderr.flush()
+        if rank == "0":
+            os._exit(0)
+        """
+    )
+    code, run = await run_to_end(start, "run", "-n", "2", path)
+    assert code == 0, run.all_output[-2000:]
+    for rank in ("0", "1"):
+        mine = [line for line in run.lines if line.startswith(f"[rank{rank}]: ")]
+        assert mine == [f"[rank{rank}]: {rank * 80} {i}" for i in range(3000)]
+    assert sorted(run.errors) == [f"[rank{r}]: no newline at the end" for r in (0, 1)]
+
+
+async def test_the_json_log_has_rank_and_time(
+    start: Start, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    path = script('worker.log.info("all_reduce", step=3, group="world", op="ring", peer=1)')
+    code, run = await run_to_end(start, "run", "-n", "2", "--log-dir", str(tmp_path / "logs"), path)
+    assert code == 0, run.all_output
+    for rank in (0, 1):
+        (line,) = (tmp_path / "logs" / f"rank{rank}.jsonl").read_text().splitlines()
+        event = json.loads(line)
+        assert event.pop("time_us") > 0
+        assert event == {
+            "event": "all_reduce",
+            "level": "info",
+            "rank": rank,
+            "incarnation": 1,
+            "step": 3,
+            "group": "world",
+            "op": "ring",
+            "peer": 1,
+        }
+
+
+# Loss.
+
+
+async def test_a_killed_rank_is_replaced_and_the_view_grows(
+    start: Start, script: Callable[[str], str]
+) -> None:
+    path = script(
+        """
+        if worker.incarnation == 1 and worker.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if worker.epoch == 1:
+            view = await worker.view(after=1)
+            say("entered", view.epoch, [m.incarnation for m in view.members], worker.peers[1].incarnation)
+        """
+    )
+    code, run = await run_to_end(start, "run", "-n", "3", path)
+    assert code == 0, run.all_output
+    assert "[rank1]: joined 2 epoch 2 with 0 2" in run.lines
+    for rank in (0, 2):
+        assert f"[rank{rank}]: entered 2 [1, 2, 1] 2" in run.lines
+    failed, together = (line for line in run.errors if line.startswith("[zbmd]"))
+    assert re.search(r"rank 1 \(pid \d+, incarnation 1\) failed: killed \(SIGKILL\); its replacement", failed)
+    assert "rank 1 was killed (SIGKILL); 3 ranks together again (epoch 2)" in together
+
+
+async def test_ranks_killed_from_outside_at_once_cost_one_view(
+    start: Start, script: Callable[[str], str]
+) -> None:
+    path = script(
+        """
+        say("pid", os.getpid())
+        if worker.epoch == 1:
+            await worker.view(after=1)
+            say("entered", worker.epoch)
+        """
+    )
+    async with start("run", "-n", "4", path) as run:
+        found = await run.until(r"rank([13])\]: pid (\d+)", 2)
+        await run.until(r"\]: pid (\d+)", 4)
+        for match in found:
+            os.kill(int(match[2]), signal.SIGKILL)
+        assert await run.ended() == 0, run.all_output
+    entered = [line for line in run.lines if "entered" in line]
+    assert sorted(entered) == ["[rank0]: entered 2", "[rank2]: entered 2"], run.all_output
+
+
+async def test_shrink_goes_on_over_those_left(start: Start, script: Callable[[str], str]) -> None:
+    path = script(
+        """
+        if worker.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        view = await worker.view(after=1)
+        say("entered", view.epoch, view.ranks, view.lost, sorted(worker.peers))
+        """
+    )
+    code, run = await run_to_end(start, "run", "-n", "3", "--on-loss", "shrink", path)
+    assert code == 0, run.all_output
+    assert "[rank0]: entered 2 (0, 1) (2,) [1]" in run.lines
+    assert "[rank1]: entered 2 (0, 1) (2,) [0]" in run.lines
+
+
+async def test_progress_and_what_a_loss_cost_are_told(start: Start, script: Callable[[str], str]) -> None:
+    path = script(
+        """
+        if worker.epoch == 1:
+            say("pid", os.getpid())
+            if worker.rank == 0:
+                worker.report({"kind": "step", "version": 4, "loss": 2.5, "grad_norm": 0.5})
+            await worker.view(after=1)
+            if worker.rank == 0:
+                worker.report({"kind": "step", "version": 5, "loss": 2.25, "steps_total": 9})
+        """
+    )
+    async with start("run", "-n", "2", path) as run:
+        (victim,) = await run.until(r"rank1\]: pid (\d+)")
+        await run.until(r"^step 4 loss 2\.50 grad_norm 0\.50 mem \d+\.\dGiB$")
+        os.kill(int(victim[1]), signal.SIGKILL)
+        assert await run.ended() == 0, run.all_output
+    told = r"\[zbmd\]: rank 1 was killed \(SIGKILL\) at step 5; back at step 5 after \d+ ms; nothing lost"
+    assert any(re.fullmatch(told, line) for line in run.errors), run.all_output
+    assert any(line.startswith("step 5 loss 2.25 mem") for line in run.errors)
+
+
+async def test_more_restarts_than_allowed_end_the_run_in_clear_words(
+    start: Start, script: Callable[[str], str]
+) -> None:
+    path = script(
+        """
+        if worker.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            await worker.view(after=worker.epoch)
+        """
+    )
+    code, run = await run_to_end(start, "run", "-n", "2", "--max-restarts", "2", path)
+    assert code == 1
+    assert "the run failed: more than 2 restarts within 60 s; the last: rank1 failed" in run.errors[-1]
+    assert "The first failure was rank 1's: killed (SIGKILL)" in run.errors[-1]
+
+
+async def test_a_script_that_raises_on_one_rank_ends_the_run(
+    start: Start, script: Callable[[str], str]
+) -> None:
+    path = script(
+        """
+        if worker.rank == 1:
+            raise RuntimeError("the reason")
+        await worker.view(after=100)
+        """
+    )
+    code, run = await run_to_end(start, "run", "-n", "3", "--on-loss", "stop", path)
+    assert code == 1
+    (told,) = (line for line in run.errors if line.startswith("[zbmd]"))
+    assert told == run.errors[-1]
+    assert "rank 1's: exit code 1: RuntimeError: the reason. Its traceback is above" in told
+    assert not any("template.py" in line or "runpy" in line for line in run.errors), "only the user's frames"
+
+
+async def test_a_script_that_fails_before_joining_is_not_tried_again(
+    start: Start, plain: Callable[[str], str]
+) -> None:
+    code, run = await run_to_end(start, "run", "-n", "1", plain("import no_such_module"))
+    assert code == 1
+    assert "rank0 failed before it joined: exit code 1" in run.errors[-1]
+    assert sum("Traceback" in line and line.startswith("[rank0]") for line in run.errors) == 1
+
+
+async def test_a_users_mistake_found_by_the_script_is_one_paragraph(
+    start: Start, plain: Callable[[str], str]
+) -> None:
+    path = plain("from zbmd.transport.errors import UserError\nraise UserError('no corpus there. Give one.')")
+    code, run = await run_to_end(start, "run", "-n", "1", path)
+    assert code == 2
+    assert run.errors == ["[zbmd]: rank 0 cannot go on, and so the run ends: no corpus there. Give one."]
+
+
+# Ending.
+
+WAIT_FOR_EVER = "say('address', os.environ['ZBMD_NODE'])\nawait worker.view(after=100)"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_a_signal_stops_everything(
+    start: Start, script: Callable[[str], str], number: signal.Signals, code: int
+) -> None:
+    async with start("run", "-n", "3", script(WAIT_FOR_EVER)) as run:
+        address = (await run.until(r"address (\S+)", 3))[0][1]
+        run.process.send_signal(number)
+        assert await run.ended() == code, run.all_output
+    assert f"[zbmd]: stopped: {number.name} received" in run.errors
+    assert not sockets_of(address)
+
+
+async def test_a_second_signal_kills_what_ignores_the_first(
+    start: Start, script: Callable[[str], str]
+) -> None:
+    path = script(
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, say, "SIGTERM ignored")
+        say("ready")
+        await worker.view(after=100)
+        """
+    )
+    async with start("run", "-n", "2", path) as run:
+        await run.until("ready", 2)
+        run.process.send_signal(signal.SIGINT)
+        await run.until("SIGTERM ignored", 2)
+        run.process.send_signal(signal.SIGINT)
+        assert await run.ended() == 130, run.all_output
+
+
+async def test_killing_the_host_takes_everything_with_it(start: Start, script: Callable[[str], str]) -> None:
+    async with start("run", "-n", "3", script(WAIT_FOR_EVER)) as run:
+        address = (await run.until(r"address (\S+)", 3))[0][1]
+        assert len(processes_with(run.marker)) == 6, "host, reaper, template, three ranks"
+        run.process.kill()
+        assert await run.ended() == -signal.SIGKILL
+        await run.assert_nothing_left()
+    assert not sockets_of(address)
+
+
+async def test_killing_the_template_ends_the_run_in_clear_words(
+    start: Start, script: Callable[[str], str]
+) -> None:
+    async with start(
+        "run", "-n", "2", script("say('template', os.getppid())\nawait worker.view(after=100)")
+    ) as run:
+        template_pid = int((await run.until(r"template (\d+)", 2))[0][1])
+        os.kill(template_pid, signal.SIGKILL)
+        assert await run.ended() == 1
+    assert "the run failed: the template process was killed by signal 9" in run.all_output
+
+
+async def test_what_a_rank_started_ends_with_it(start: Start, plain: Callable[[str], str]) -> None:
+    path = plain(
+        """
+        import subprocess, sys
+        read = "import sys; sys.stdin.read()"
+        subprocess.Popen([sys.executable, "-c", read], stdin=subprocess.PIPE, close_fds=True)
+        print("done")
+        import os
+        os._exit(0)
+        """
+    )
+    code, run = await run_to_end(start, "run", "-n", "1", path)
+    assert (code, run.lines) == (0, ["[rank0]: done"]), run.all_output
+
+
+# Status.
+
+
+async def test_status_shows_nodes_ranks_and_actors(
+    start: Start, script: Callable[[str], str], environment: dict[str, str]
+) -> None:
+    path = script(
+        """
+        from zbmd.actors.core.actor import Actor
+        class Counter(Actor):
+            pass
+        await worker.system.spawn(Counter, name="counter")
+        say("ready", os.environ["ZBMD_NODE"], os.getpid())
+        await worker.view(after=100)
+        """
+    )
+    async with start("run", "-n", "2", path) as run:
+        ready = await run.until(r"rank(\d)\]: ready (\S+) (\d+)", 2)
+        pids = {int(m[1]): int(m[3]) for m in ready}
+        code, status = await run_to_end(start, "status", "--json")
+        assert code == 0, status.all_output
+        nodes = json.loads(status.lines[0])["nodes"]
+        (node,) = (n for n in nodes if n["address"] == ready[0][2])
+        assert node["epoch"] == 1
+        assert node["restarts"] == 0
+        assert node["pid"] == run.process.pid
+        for rank in node["ranks"]:
+            assert rank["pid"] == pids[rank["rank"]]
+            assert rank["state"] == "joined"
+            assert rank["incarnation"] == 1
+            assert rank["memory_bytes"] > 1 << 20
+            assert rank["actors"] == ["directory", "member", "inside", "code", "counter"]
+        code, table = await run_to_end(start, "status", COLUMNS="200")
+        assert code == 0
+        assert any(str(pids[1]) in line and "joined" in line for line in table.lines)
+
+
+# Settings and bad input.
+
+
+async def test_show_config_merges_by_precedence(start: Start, tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text('on-loss = "shrink"\nmax_restarts = 7\nnproc_per_node = 5\n')
+    code, run = await run_to_end(
+        start, "run", "-n", "2", "--config", str(config), "--show-config", ZBMD_MAX_RESTARTS="9"
+    )
+    assert code == 0, run.all_output
+    assert "nproc_per_node = 2  # --nproc-per-node" in run.lines
+    assert "max_restarts = 9  # ZBMD_MAX_RESTARTS" in run.lines
+    assert f'on_loss = "shrink"  # {config}' in run.lines
+    assert 'restart_window = "60s"  # default' in run.lines
+    assert 'recovery_budget = "1s"  # default' in run.lines
+
+
+async def test_the_recovery_budget_reaches_the_ranks(start: Start, script: Callable[[str], str]) -> None:
+    path = script('print("deadlines", worker.deadlines.recovery_budget_ns, worker.deadlines.suspicion_ns)')
+    code, run = await run_to_end(start, "run", "-n", "2", "--recovery-budget", "2500ms", path)
+    assert code == 0, run.all_output
+    assert sum("deadlines 2500000000 1000000000" in line for line in run.lines) == 2
+
+
+BAD_INPUT = [
+    (["-n", "0", "plain.py"], "'0' is not a number of processes to start. Give 1 to 1022"),
+    (["-n", "many", "plain.py"], "'many' is not a number of processes"),
+    ([], "there is no script to run"),
+    (["missing.py"], "there is no script missing.py"),
+    (["-m", "no_such_module"], "there is no module no_such_module"),
+    (
+        ["--config", "missing.toml", "plain.py"],
+        "missing.toml: the settings file cannot be read: No such file",
+    ),
+    (["--config", "broken.toml", "plain.py"], "broken.toml: not valid TOML"),
+    (["--config", "broken.toml", "plain.py"], "line 2"),
+    (["--config", "unknown.toml", "plain.py"], "unknown.toml:2: unknown setting 'speed'. Known are: arena"),
+    (["--config", "wrong.toml", "plain.py"], "wrong.toml: '64 parsecs' is not a duration"),
+    (["--arena", "9000GiB", "plain.py"], "9000GiB is out of range"),
+    (["-n", "2", "--arena", "3TiB", "plain.py"], "2 ranks with an arena of"),
+    (["--on-loss", "panic", "plain.py"], "--on-loss: 'panic' is no policy"),
+    (["--data", "none/*.txt", "plain.py"], "--data none/*.txt matches no file"),
+    (["--restart-window", "soon", "plain.py"], "'soon' is not a duration. Write a number and a unit"),
+    (["--recovery-budget", "soon", "plain.py"], "--recovery-budget: 'soon' is not a duration"),
+    (["--recovery-budget", "1ms", "plain.py"], "budget of 1ms is out of range. Give 100ms to 10min"),
+    (["--no-such-option", "plain.py"], "See zbmd-node"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT)
+def test_bad_input_is_told_in_one_paragraph(launcher: Launcher, arguments: list[str], message: str) -> None:
+    directory = launcher.directory
+    (directory / "plain.py").write_text("print('ran')")
+    (directory / "broken.toml").write_text("arena = 1\nn = = 2\n")
+    (directory / "unknown.toml").write_text("arena = '1MiB'\nspeed = 3\n")
+    (directory / "wrong.toml").write_text("restart_window = '64 parsecs'\n")
+    ended = launcher.run("run", *arguments)
+    assert ended.code == 2, ended
+    assert not ended.out
+    assert len(ended.errors) == 1, ended
+    assert message in ended.errors[0]

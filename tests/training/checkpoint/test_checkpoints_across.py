@@ -1,0 +1,144 @@
+"""Each job goes on from what the others wrote, in real processes, with the bits of one that did all."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from pathlib import Path
+
+import pytest
+from support.processes.kept_lines import Lines
+
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.cli.train import merged
+from zbmd.tools.cli.train import options_of as recipe_of
+from zbmd.training import __main__ as training
+from zbmd.training.checkpoint.sharded import checkpoint_in
+from zbmd.training.model.weights import load_weights
+from zbmd.training.run.journal import WEIGHTS_NAME
+from zbmd.training.run.load_weights import load_trained
+
+SHAPE = {
+    **{"width": "16", "heads": "2", "layers": "2", "context": "8", "shards": "4"},
+    **{"sequences-per-shard": "1", "warmup": "2", "curve": "constant"},
+}
+STORAGES = {"float32": "float32", "float16": "f16"}
+ZERO_STAGES, MESHES = ("1", "3", "2"), (("pp=2", 2), ("dp=2", 2), ("dp=2,pp=2", 4))
+
+
+async def go_on(
+    kind: str, number: int, out: Path, resume: Path | None, *, storage: str, **given: str
+) -> None:
+    """Train up to step `number` by P (plain), J (the job), Z (ZeRO) or M (a mesh), whose sizes vary."""
+    shared = {**SHAPE, "steps": str(number), "out": str(out), **given}
+    if resume is not None:
+        shared["resume"] = str(resume)
+    flags = [text for name, value in shared.items() for text in (f"--{name}", value)]
+    if kind == "P":
+        assert training.main([*flags, "--plain", "--storage", storage]) == 0
+        return
+    target, ranks, arguments = "zbmd.training", 2, tuple(flags)
+    if kind == "Z":
+        stage = ZERO_STAGES[number % len(ZERO_STAGES)]
+        ranks, arguments = 3, (*flags, "--zero", stage, "--storage", storage)
+    elif kind == "M":
+        mesh, ranks = MESHES[number % len(MESHES)]
+        mesh = given.get("mesh", mesh)
+        ours = {name.replace("-", "_"): value for name, value in shared.items()}
+        ours |= {"mesh": mesh, "ranks": str(ranks), "precision": STORAGES[storage]}
+        found = merged(ours, {}, None)
+        target = "zbmd.training.sharded"
+        arguments = (recipe_of({name: value for name, (value, _) in found.items()}).encode(),)
+    output = Lines()
+    config = HostConfig(
+        target=target,
+        is_module=True,
+        arguments=arguments,
+        world_size=ranks,
+        preload=("zbmd.training.zero.job", "zbmd.training.sharded.run"),
+    )
+    ended = await Host(config, output=output).run()
+    assert ended.exit_code == 0, (kind, number, output.lines)
+
+
+def digest(path: Path) -> str:
+    """Of the weights in a file."""
+    return hashlib.sha256(load_weights(path / WEIGHTS_NAME)[0].data).hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("storage", "kinds"), [("float32", "PJPZPMJZJMZMP"), ("float16", "PZPMZMP")], ids=["float32", "float16"]
+)
+async def test_each_goes_on_from_each(storage: str, kinds: str, tmp_path: Path) -> None:
+    """A step by each in turn, so that each ordered pair of kinds is there once."""
+    data, before = str(write_text(tmp_path / "text")), None
+    pairs = set(itertools.pairwise(kinds))
+    assert len(pairs) == len(kinds) - 1 == len(set(kinds)) * (len(set(kinds)) - 1)
+    await go_on("P", len(kinds), tmp_path / "whole", None, storage=storage, data=data)
+    for number, kind in enumerate(kinds, 1):
+        out = tmp_path / f"{number}{kind}"
+        await go_on(kind, number, out, before, storage=storage, data=data)
+        before = out
+    assert before is not None and digest(before) == digest(tmp_path / "whole")
+
+
+async def test_what_tensor_parallel_ranks_wrote_is_read_by_one_and_by_a_mesh(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Sums along `tp` have an order of their own: behind them, whoever goes on has the same bits."""
+    data, out = str(write_text(tmp_path / "text")), tmp_path / "tp"
+    await go_on("M", 2, out, None, storage="float32", data=data, mesh="tp=2,pp=2")
+    await go_on("P", 4, tmp_path / "plain", out, storage="float32", data=data)
+    await go_on("M", 4, tmp_path / "mesh", out, storage="float32", data=data)
+    assert digest(tmp_path / "plain") == digest(tmp_path / "mesh")
+
+    # Text is made of a checkpoint as of the weights, which a run that was killed has not written.
+    weights = load_weights(out / WEIGHTS_NAME)[0]
+    capfdbinary.readouterr()
+    assert cli.main(["generate", str(out), "--length", "20"]) == 0
+    wanted = capfdbinary.readouterr().out
+    (out / WEIGHTS_NAME).unlink()
+    found, _, step = load_trained(out)
+    assert (found.tobytes(), step) == (weights.tobytes(), 2)
+    named = checkpoint_in(out)
+    assert named is not None
+    for path in (out, named):
+        assert cli.main(["generate", str(path), "--length", "20"]) == 0
+        assert capfdbinary.readouterr().out == wanted
+
+
+BAD = [
+    (
+        ("--width", "32"),
+        r"model.width (16, 32). Weights of another model do not fit: give that run's --width",
+    ),
+    (("--storage", "bfloat16"), "precision (float32, bfloat16). It was trained in float32: --storage,"),
+]
+
+
+@pytest.mark.parametrize(("changed", "said"), BAD)
+def test_what_does_not_fit_is_told(
+    changed: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [text for name, value in SHAPE.items() for text in (f"--{name}", value)]
+    flags += ["--data", str(write_text(tmp_path / "text")), "--plain"]
+    assert training.main([*flags, "--steps", "1", "--out", str(tmp_path / "a")]) == 0
+    again = [*flags, "--steps", "2", "--out", str(tmp_path / "b"), "--resume", str(tmp_path / "a"), *changed]
+    assert training.main(again) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_directory_with_two_checkpoints_has_the_later_one(tmp_path: Path) -> None:
+    flags = [text for name, value in SHAPE.items() for text in (f"--{name}", value)]
+    out = ["--data", str(write_text(tmp_path / "text")), "--out", str(tmp_path / "a")]
+    assert training.main([*flags, *out, "--plain", "--steps", "2"]) == 0
+    assert load_trained(tmp_path / "a")[2] == 2
+    first = checkpoint_in(tmp_path / "a")
+    assert training.main([*flags, *out, "--resume", str(tmp_path / "a"), "--steps", "3"]) == 0
+    later = checkpoint_in(tmp_path / "a")
+    assert first is not None and later is not None and first.suffix != later.suffix
+    (tmp_path / "a" / WEIGHTS_NAME).unlink()
+    assert load_trained(later)[2] == load_trained(tmp_path / "a")[2] == 3

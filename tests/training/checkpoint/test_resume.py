@@ -1,0 +1,77 @@
+"""Runs that go on further than they were meant to, with the bits of one that asked for all steps at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.training import __main__ as training
+from zbmd.training.checkpoint.plan import require_plan
+from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.replicated.job import run_plain
+from zbmd.transport.errors import UserError
+
+SHAPE = ("--width", "16", "--heads", "2", "--layers", "1", "--context", "8", "--shards", "3", "--warmup", "2")
+FURTHER = (("--curve", "constant"), ("--horizon", "3"), ("--horizon", "5"))
+"""Behind three steps of a curve that ends there, too: its rate is the lowest from then on."""
+
+
+@pytest.mark.parametrize("schedule", FURTHER, ids=" ".join)
+@pytest.mark.parametrize("first", [(), ("--zero", "2")], ids=["whole", "zero"])
+def test_a_finished_run_goes_on(
+    first: tuple[str, ...], schedule: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank with all of the state, from a checkpoint that is whole or in shards; others below and beside:
+    ZeRO in `test_zero_run`, meshes in `tests/tools/cli/test_train.py`, two ranks in `test_bad_input`."""
+
+    def job(out: str, *arguments: str) -> list[str]:
+        data = str(tmp_path / "text")
+        return [*SHAPE, *schedule, "--data", data, "--out", str(tmp_path / out), *arguments]
+
+    write_text(tmp_path / "text")
+    wanted = run_plain(training.options_of(training.parser().parse_args(job("plain", "--steps", "5"))))
+    assert training.main(job("first", "--steps", "3", *first)) == 0
+    assert training.main(job("further", "--steps", "5", "--resume", str(tmp_path / "first"))) == 0
+    found = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])
+    assert (found["steps"], found["weights_sha256"]) == (5, wanted.weights_sha256)
+
+
+PLANS = [
+    ({}, {}, None),
+    ({"curve": "constant", "steps": 6}, {"curve": "constant", "steps": 9}, None),
+    ({"curve": "constant", "horizon": 6}, {"curve": "constant"}, None),
+    ({"steps": 6}, {"steps": 9, "horizon": 6}, None),
+    ({"steps": 6, "horizon": 9}, {"steps": 9}, None),
+    (
+        {"steps": 6},
+        {"steps": 9},
+        r"training.horizon \(6, 9\)\. The learning rate .* with --horizon 6 it does so",
+    ),
+    ({"curve": "constant"}, {"curve": "linear"}, r"training.curve \(constant, linear\), training.horizon"),
+    ({"seed": 1}, {"seed": 2}, r"training.seed \(1, 2\)\. Give the options"),
+]
+
+
+def plan(changes: dict[str, object]) -> str:
+    training_config = msgspec.convert({"steps": 5, **changes}, TrainingConfig)
+    return msgspec.json.encode({"model": GPTConfig(), "training": training_config}).decode()
+
+
+@pytest.mark.parametrize(("there", "here", "said"), PLANS, ids=[str(case[:2]) for case in PLANS])
+def test_steps_may_differ_where_learning_rates_do_not(
+    there: dict[str, object], here: dict[str, object], said: str | None
+) -> None:
+    if said is None:
+        require_plan(Path("there"), plan(there), plan(here))
+        return
+    with pytest.raises(UserError, match=said):
+        require_plan(Path("there"), plan(there), plan(here))
+
+
+def test_a_plan_of_a_version_without_horizons_is_understood() -> None:
+    of_before = msgspec.json.decode(plan({"steps": 6}))
+    del of_before["training"]["horizon"]
+    require_plan(Path("there"), msgspec.json.encode(of_before).decode(), plan({"steps": 9, "horizon": 6}))

@@ -1,0 +1,67 @@
+"""The training job under a host: killed where it hurts, it ends with the same bits and a balanced ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.jobs.small_jobs import SmallJobs
+
+from zbmd.actors.view import OnLoss
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.transport import kill_points as faults
+
+CASES = (
+    "rank0:step.backward",
+    "rank1:step.update:2",
+    "rank2:step.prepared:3",
+    "rank0:commit.vote:2",
+    "rank1:commit.commit:2",
+    "rank0:commit.committed:3",
+    "rank2:commit.finish",
+    "rank1:collective.point:40",
+    "rank2:collective.point:75",
+    "rank1:step.reduce:3,rank1#2:fetch.middle",
+    "rank1:step.reduce:3,rank1#2:collective.point:12",
+    "rank1:step.reduce:3,rank0:commit.report:3",
+    "rank0:commit.finish,rank1:commit.finish,rank2:commit.finish",
+    "rank0:commit.finish,rank1:commit.finish,rank2:commit.finish,rank1#2:recall.begin",
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data") / "text")
+
+
+@pytest.fixture(scope="module")
+def calm(small_jobs: SmallJobs, data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of three ranks that nobody kills."""
+    found = small_jobs.run(tmp_path_factory.mktemp("calm") / "run", data)
+    assert found.deaths == 0
+    return found.digest
+
+
+def test_kills_leave_no_trace_in_the_weights(
+    small_jobs: SmallJobs, data: Path, calm: str, tmp_path: Path
+) -> None:
+    for number, fault in enumerate(CASES):
+        found = small_jobs.run(tmp_path / str(number), data, fault=fault)
+        assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
+        assert found.digest == calm, fault
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_bits_do_not_depend_on_the_number_of_ranks(
+    small_jobs: SmallJobs, data: Path, calm: str, tmp_path: Path, world_size: int
+) -> None:
+    assert small_jobs.run(tmp_path / "run", data, world_size=world_size).digest == calm
+
+
+def test_a_run_that_shrinks_ends_with_the_same_bits(
+    small_jobs: SmallJobs, data: Path, calm: str, tmp_path: Path
+) -> None:
+    fault = "rank1:step.reduce:3"
+    shrunk = small_jobs.run(tmp_path / "shrunk", data, fault=fault, on_loss=OnLoss.SHRINK)
+    assert shrunk.deaths == 1, (shrunk.failures, shrunk.told)
+    assert shrunk.digest == calm

@@ -1,0 +1,86 @@
+"""Runs on a mesh under a host: whoever is killed is replaced, and the bits stay those of a calm run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.jobs.small_jobs import SmallJobs
+from support.processes.captures import Captures
+
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.training.optim.mixed_precision import Precision
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import UserError
+
+CASES = (
+    ("pp=2", "auto", "rank0:shards.written,rank0#2:mesh.saved"),
+    ("pp=2", "tcp", "rank1:pipeline.compute:20"),
+    ("tp=2", "auto", "rank0:mirror.middle:3"),
+    ("dp=2,tp=2", "auto", "rank3:mesh.backward:5"),
+    ("dp=2,tp=2", "auto", "rank1:mesh.begin:3,rank1#2:collective.point:12"),  # as groups are made
+    ("dp=2,pp=2", "auto", "rank1:mesh.begin:3,rank1#2:mirror.restore_middle"),
+    # Rank 3 waits for a held-out message of rank 1, its stage before, which has given up, as it lost rank 0.
+    ("pp=2,tp=2", "auto", "rank0:mirror.commit:2"),
+    ("tp=2", "auto", "rank0:mesh.parted"),  # it alone tells the result, and its peers are gone
+    ("dp=2", "auto", "rank1:pipeline.compute:7"),
+)
+"""The last one is in float16, while attempts overflow. All points:
+`python -m zbmd.tools.chaos.sweep --mesh dp=2,pp=2 -n 4 --second`, and so for other meshes."""
+
+OF_RUNS = {"membership", "hello", "directory", "upgrade-ledger", "operations", "pipeline-stage", "mirror"}
+"""The machines of a run on a mesh: played again, each answers as it did, kills included."""
+
+
+def test_kills_leave_no_trace_in_the_weights(
+    small_jobs: SmallJobs, tmp_path: Path, captures: Captures
+) -> None:
+    data, calm = write_text(tmp_path / "text"), dict[tuple[bool, Precision], str]()
+    kinds: tuple[tuple[str, Precision], ...] = (("dp=1", "float32"), ("tp=2", "float32"), ("dp=1", "float16"))
+    for mesh, precision in kinds:  # dp and pp change no bit
+        out, ranks = tmp_path / f"{mesh}-{precision}", int(mesh[-1])
+        done = small_jobs.run(out, data, mesh=mesh, world_size=ranks, precision=precision)
+        calm["tp" in mesh, precision] = done.digest
+    assert len(set(calm.values())) == len(calm)
+    for number, (mesh, links, fault) in enumerate(CASES):
+        captured = captures.into(tmp_path / f"{number}.zlog")
+        ranks, precision = 2 ** len(mesh.split(",")), kinds[-1][1] if mesh == "dp=2" else "float32"
+        found = small_jobs.run(
+            tmp_path / str(number),
+            data,
+            fault=fault,
+            links=links,
+            mesh=mesh,
+            world_size=ranks,
+            precision=precision,
+        )
+        assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
+        assert found.digest == calm["tp" in mesh, precision], (mesh, fault)
+        assert captures.played(captured) == (0, OF_RUNS), (mesh, fault)
+
+
+def test_a_kill_while_a_matrix_is_gathered_leaves_no_trace(small_jobs: SmallJobs, tmp_path: Path) -> None:
+    """With Muon an update waits for others: some may have made it, when one that is waited for dies."""
+    data = write_text(tmp_path / "text")
+    for setting, fault in (("dp=2,tp=2", "rank1:optimizer.gather:9"), ("zero", "rank2:optimizer.gather:7")):
+        mesh, zero = ("", 1) if setting == "zero" else (setting, 0)
+        digests = [
+            small_jobs.run(
+                tmp_path / f"{setting}{bool(one)}",
+                data,
+                fault=one,
+                mesh=mesh,
+                zero=zero,
+                world_size=4,
+                optimizer="muon",
+            )
+            for one in ("", fault)
+        ]
+        assert [one.deaths for one in digests] == [0, 1], (setting, digests)
+        assert digests[0].digest == digests[1].digest, setting
+
+
+def test_a_stage_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:
+    data, fault = write_text(tmp_path / "text"), "rank0:mesh.begin:5,rank1:mesh.begin:5"
+    with pytest.raises(UserError, match="a rank and its buddy were lost at once"):
+        small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, mesh="pp=2")

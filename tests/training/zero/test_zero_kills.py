@@ -1,0 +1,46 @@
+"""ZeRO under a host: a rank that alone held its shard is killed, and the bits stay those of a calm run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.jobs.small_jobs import SmallJobs
+from support.processes.captures import Captures
+
+from zbmd.tools.chaos.small_job import SHAPE, STEPS, write_text
+from zbmd.training import __main__ as training
+from zbmd.training.replicated.job import run_plain
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import UserError
+
+CASES = (
+    (3, "auto", "rank0:mirror.middle:3"),
+    (1, "auto", "rank1:zero.updated:2"),
+    (2, "auto", "rank1:zero.update:3,rank1#2:mirror.restore_middle"),
+    (3, "tcp", "rank1:zero.saved"),
+    (2, "auto", "rank0:zero.parted"),  # it alone tells the result, and its peers are gone
+)
+"""All of them: `python -m zbmd.tools.chaos.sweep --zero 3 --second`."""
+
+
+def test_kills_leave_no_trace_in_the_weights(
+    small_jobs: SmallJobs, tmp_path: Path, captures: Captures
+) -> None:
+    data = write_text(tmp_path / "text")
+    arguments = [*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(tmp_path / "plain")]
+    calm = run_plain(training.options_of(training.parser().parse_args(arguments)))
+    for number, (stage, links, fault) in enumerate(CASES):
+        captured = captures.into(tmp_path / f"{number}.zlog")
+        found = small_jobs.run(tmp_path / str(number), data, fault=fault, links=links, zero=stage)
+        assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
+        assert found.digest == calm.weights_sha256, fault
+        exit_code, kinds = captures.played(captured)
+        assert (exit_code, kinds >= {"zero-step", "mirror"}) == (0, True), (fault, kinds)
+
+
+def test_a_rank_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:
+    data = write_text(tmp_path / "text")
+    fault = "rank0:zero.norm:4,rank1:zero.norm:4"
+    with pytest.raises(UserError, match="a rank and its buddy were lost at once"):
+        small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, zero=3)

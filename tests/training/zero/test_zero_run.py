@@ -1,0 +1,249 @@
+"""ZeRO in real processes: every stage ends with the bits of one process alone."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.processes.kept_lines import Lines
+
+from zbmd.actors.host.supervisor import Host, HostConfig
+from zbmd.actors.rank_env import LINKS_VARIABLE
+from zbmd.actors.view import OnLoss
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.training import __main__ as training
+from zbmd.training.checkpoint.sharded import SHARDS_NAME, read_names
+from zbmd.training.model.weights import load_weights
+from zbmd.training.optim import MuonConfig, hidden_of
+from zbmd.training.optim.mixed_precision import Storage
+from zbmd.training.replicated.job import open_recipe, run_plain
+from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.training.step.recipe import Recipe
+from zbmd.training.zero.trainer import shards_of
+from zbmd.transport import kill_points as faults
+
+STEPS = 50
+SHAPE = ("--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--sequences-per-shard", "1")
+
+EVERY_STAGE = """
+import asyncio, hashlib, os, sys
+from dataclasses import replace
+import zbmd
+from zbmd.training.__main__ import options_of, parser
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.replicated.job import open_recipe
+from zbmd.training.optim import MuonConfig
+from zbmd.training.step.recipe import Recipe
+from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
+
+
+KINDS = [("float32", 50)] + [("bfloat16", 6), ("float16", 6)] * (os.environ["WORLD_SIZE"] != "2")
+OPTIONS = [
+    (ZeroOptions(stage=stage, storage=storage, prefetch=stage, loss_scale=2.0**24), steps)
+    for storage, steps in KINDS for stage in (1, 2, 3)
+]
+
+def train(worker, group, recipe):
+    for zero, steps in OPTIONS:
+        trainer = ZeroTrainer(worker, group, recipe, zero)
+        for _ in range(steps):
+            done = trainer.run_step()
+        digest = hashlib.sha256(trainer.weights().data).hexdigest()
+        if worker.rank == 0:
+            told = f"{done.loss!r} {done.grad_norm!r} {done.skipped} {digest}"
+            print(f"{zero.storage} stage {zero.stage}: {told}")
+    group.blocking.barrier()
+    # Of stage 1 each rank has weights of its own; of stage 3 all gather those of their owner.
+    stage = 1 if os.environ["WORLD_SIZE"] == "2" else 3
+    trainer = ZeroTrainer(worker, group, recipe, OPTIONS[stage - 1][0])
+    if worker.rank == 1:
+        trainer.own.part(1)[0] = float("nan")
+    try:
+        trainer.run_step()
+    except TrainingDiverged as error:
+        print(f"told {error}")
+
+async def main():
+    recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
+    if os.environ["OPTIMIZER"] == "muon":
+        recipe = Recipe(recipe.model, recipe.corpus, replace(recipe.config, optimizer=MuonConfig()))
+    ranks = int(os.environ["WORLD_SIZE"])
+    sizes = [arena_bytes_needed(recipe.model, recipe.config, zero, ranks=ranks) for zero, _ in OPTIONS]
+    async with zbmd.join(arena=sum(sizes) + sizes[0]) as worker:
+        group = await zbmd.group(worker)
+        await asyncio.to_thread(train, worker, group, recipe)
+        await group.close()
+
+zbmd.run(main())
+"""
+
+
+ERRS_ONCE = """
+import asyncio, sys
+import zbmd
+from zbmd.training.__main__ import options_of, parser
+from zbmd.training.optim.clip import TrainingDiverged
+from zbmd.training.replicated.job import open_recipe
+from zbmd.training.zero.trainer import ZeroOptions, ZeroTrainer, arena_bytes_needed
+
+def train(worker, group, recipe, zero):
+    trainer = ZeroTrainer(worker, group, recipe, zero)
+    trainer.run_step()
+    attempt, part = trainer._attempt, trainer.own.part(1)
+
+    def errs(scale):
+        trainer._attempt, kept = attempt, part[0]
+        part[0] = float("nan")
+        try:
+            return attempt(scale)
+        finally:
+            part[0] = kept
+
+    if worker.rank == 1:
+        trainer._attempt = errs
+    try:
+        trainer.run_step()
+    except TrainingDiverged as error:
+        print(f"told {error}")
+
+async def main():
+    recipe = open_recipe(options_of(parser().parse_args(sys.argv[1:])), prepare=False)
+    zero = ZeroOptions(stage=1)
+    async with zbmd.join(arena=arena_bytes_needed(recipe.model, recipe.config, zero, ranks=2)) as worker:
+        group = await zbmd.group(worker)
+        await asyncio.to_thread(train, worker, group, recipe, zero)
+        await group.close()
+
+zbmd.run(main())
+"""
+
+
+async def test_what_does_not_come_again_is_told_with_what_is_known_of_it(tmp_path: Path) -> None:
+    """The weights that rank 1 computes with err in one attempt at one step."""
+    data = write_text(tmp_path / "text")
+    arguments = (*SHAPE, "--steps", "3", "--shards", "8", "--data", str(data), "--out", str(tmp_path))
+    open_recipe(training.options_of(training.parser().parse_args(arguments)))
+    script, output = tmp_path / "job.py", Lines()
+    script.write_text(ERRS_ONCE)
+    preload = ("zbmd.training.zero.job",)
+    config = HostConfig(target=str(script), arguments=arguments, world_size=2, preload=preload)
+    ended = await Host(config, output=output).run()
+    assert ended.exit_code == 0, output.lines
+    first = "The first time the losses that rank 1 computed were not finite, of logical shard [4-7]"
+    said = re.compile(rf"told step 1: .* did not come again .* {first}")
+    assert sum(said.search(line) is not None for line in output.lines) == 2, output.lines
+
+
+def alone(recipe: Recipe, storage: Storage, steps: int) -> str:
+    """What one plain process says at its end."""
+    plain = PlainTrainer(recipe, storage=storage, loss_scale=2.0**24)
+    done = [plain.run_step() for _ in range(steps)][-1]
+    digest, skipped = hashlib.sha256(plain.state.weights.data).hexdigest(), plain.loss_scale.skipped
+    assert (skipped > 0) == (storage == "float16")
+    return f"{done.loss!r} {done.grad_norm!r} {skipped} {digest}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "links", "optimizer"), [(2, "tcp", "adamw"), (4, "auto", "adamw"), (5, "auto", "muon")]
+)
+async def test_every_stage_has_the_bits_of_one_process(
+    ranks: int, links: str, optimizer: str, tmp_path: Path
+) -> None:
+    """Muon's as well, which gathers the matrices that the shards cut."""
+    data = write_text(tmp_path / "text")
+    arguments = (*SHAPE, "--steps", str(STEPS), "--shards", "8", "--data", str(data), "--out", str(tmp_path))
+    recipe = open_recipe(training.options_of(training.parser().parse_args(arguments)))
+    if optimizer == "muon":
+        recipe = Recipe(recipe.model, recipe.corpus, replace(recipe.config, optimizer=MuonConfig()))
+        cut = [
+            unit.cut_of(slot, 0)
+            for unit in shards_of(recipe.model, ranks).units
+            for slot in hidden_of(recipe.model.layout)
+        ]
+        assert any(one is not None and 0 < one.stop < one.each for one in cut), "no matrix is cut"
+    wanted = {"float32": alone(recipe, "float32", STEPS)}
+    if ranks > 2:
+        wanted |= {storage: alone(recipe, storage, 6) for storage in ("bfloat16", "float16")}
+
+    script, output = tmp_path / "job.py", Lines()
+    script.write_text(EVERY_STAGE)
+    config = HostConfig(
+        target=str(script),
+        arguments=arguments,
+        world_size=ranks,
+        environment={LINKS_VARIABLE: links, "OPTIMIZER": optimizer},
+        preload=("zbmd.training.zero.job",),
+    )
+    ended = await Host(config, output=output).run()
+    told = "\n".join(output.lines)
+    assert ended.exit_code == 0, told
+    named = re.compile(
+        r"told step 0: .* It began on rank 1, in the weights of blocks\.0\.[a-z.]+: NaN \(1 of "
+    )
+    assert sum(named.search(line) is not None for line in output.lines) == ranks, told
+    for storage, line in wanted.items():
+        for stage in (1, 2, 3):
+            assert f"0: {storage} stage {stage}: {line}" in output.lines, (line, told)
+
+
+def test_the_job_alone_has_the_bits_of_the_plain_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_text(tmp_path / "text")
+    arguments = [*SHAPE, "--steps", "4", "--shards", "3", "--data", str(data)]
+    plain = run_plain(training.options_of(training.parser().parse_args([*arguments, "--out", str(tmp_path)])))
+    out = tmp_path / "zero"
+    assert training.main([*arguments, "--out", str(out), "--zero", "2"]) == 0
+    found = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])
+    assert (found["weights_sha256"], found["loss_last"]) == (plain.weights_sha256, plain.loss_last)
+    assert (out / "weights.safetensors").exists()
+
+
+async def test_a_run_goes_on_from_its_checkpoint_further_with_other_ranks(tmp_path: Path) -> None:
+    """Killed while the second checkpoint is written; then another stage on two ranks, from the first."""
+    data, storage = write_text(tmp_path / "text"), "bfloat16"
+    shared = (*SHAPE, "--shards", "4", "--data", str(data), "--storage", storage, "--curve", "constant")
+    whole = [*shared, "--steps", "6", "--out", str(tmp_path / "plain")]
+    wanted = run_plain(training.options_of(training.parser().parse_args(whole)), storage="bfloat16")
+
+    async def run(ranks: int, fault: str, *arguments: str) -> tuple[int, Lines]:
+        output = Lines()
+        config = HostConfig(
+            target="zbmd.training",
+            is_module=True,
+            arguments=(*shared, *arguments, "--checkpoint-every", "2"),
+            world_size=ranks,
+            on_loss=OnLoss.STOP,
+            environment={faults.FAULT_VARIABLE: fault},
+            preload=("zbmd.training.zero.job",),
+        )
+        return (await Host(config, output=output).run()).exit_code, output
+
+    killed, out = tmp_path / "killed", tmp_path / "again"
+    exit_code, output = await run(
+        3, "rank2:shards.written:2", "--zero", "3", "--out", str(killed), "--steps", "5"
+    )
+    names = read_names(killed / SHARDS_NAME)
+    assert exit_code != 0 and (names.version, len(names.files)) == (2, 3), output.lines
+    exit_code, output = await run(
+        2, "", "--zero", "1", "--out", str(out), "--resume", str(killed), "--steps", "6"
+    )
+    assert exit_code == 0, "\n".join(output.lines)
+    digest = hashlib.sha256(load_weights(out / "weights.safetensors")[0].data).hexdigest()
+    assert digest == wanted.weights_sha256
+    assert read_names(out / SHARDS_NAME).version == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(("--zero", "4"), "invalid choice"), (("--zero", "3", "--resume", "x"), "there is no checkpoint at x")],
+)
+def test_bad_input_is_told_in_words(
+    options: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert training.main(["--out", str(tmp_path), *options]) == 2
+    assert said in capsys.readouterr().err

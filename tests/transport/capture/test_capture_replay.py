@@ -1,0 +1,518 @@
+"""Replay: the same machine answers the same, a changed one is found out, and what cannot be known is said.
+
+The golden logs were written once by this module's `record_…` functions, and must be readable for ever:
+
+    cd tests/transport/capture
+    python test_capture_replay.py hello > golden_hello_2.txt
+    python test_capture_replay.py machines > golden_machines_1.txt
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+from support.machines.state_followers import follow_all
+
+from zbmd.actors import view
+from zbmd.actors.host.membership import MembershipMachine
+from zbmd.actors.supervision import machine as supervision
+from zbmd.actors.supervision.events import ChildPolicy
+from zbmd.actors.supervision.machine import SupervisionMachine
+from zbmd.collectives.commit import events as cm
+from zbmd.collectives.commit.machine import StepCommit
+from zbmd.collectives.scenarios import commit as commit_scenario
+from zbmd.collectives.scenarios import commit_world
+from zbmd.transport import capture
+from zbmd.transport.capture.records import Mark
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.handshake import hello
+
+GOLDEN = Path(__file__).parent / "golden_hello_2.txt"
+GOLDEN_OLD = Path(__file__).parent / "golden_hello_1.txt"
+"""Of the hello's version 1."""
+GOLDEN_MACHINES = Path(__file__).parent / "golden_machines_1.txt"
+COOKIE = bytes(range(32))
+SECRETS = {"cookie": COOKIE}
+
+# ---- kinds: what a layer would register beside its machine; the replayed class can be changed
+
+
+class Built:
+    """Which class a kind is built of, from now on."""
+
+    commit: ClassVar[Callable[..., Any]] = StepCommit
+    membership: ClassVar[Callable[..., Any]] = MembershipMachine
+    supervision: ClassVar[Callable[..., Any]] = SupervisionMachine
+    hello: ClassVar[Callable[..., Any]] = hello.HelloMachine
+
+
+def _build_membership(config: Mapping[str, Any]) -> MembershipMachine:
+    machine: MembershipMachine = Built.membership(
+        config["world_size"], on_loss=view.OnLoss(config["on_loss"])
+    )
+    return machine
+
+
+def _build_supervision(config: Mapping[str, Any]) -> SupervisionMachine:
+    machine: SupervisionMachine = Built.supervision(
+        msgspec.convert(config["children"], list[ChildPolicy]),
+        strategy=supervision.Strategy(config["strategy"]),
+    )
+    return machine
+
+
+def _build_commit(config: Mapping[str, Any]) -> StepCommit:
+    machine: StepCommit = Built.commit(**config)
+    return machine
+
+
+def _build_hello(config: Mapping[str, Any]) -> hello.HelloMachine:
+    machine: hello.HelloMachine = Built.hello(
+        side=hello.Side(config["side"]),
+        identity=msgspec.convert(config["identity"], hello.Identity),
+        cookie=config["cookie"],
+        nonce=config["nonce"],
+        deadline_ns=config["deadline_ns"],
+    )
+    return machine
+
+
+MEMBERSHIP: capture.MachineKind[view.Event, view.Action] = capture.register(
+    "test.membership",
+    1,
+    _build_membership,
+    events=view.Event,
+    actions=view.Action,
+    states=(MembershipMachine, SupervisionMachine),
+)
+SUPERVISION: capture.MachineKind[supervision.Event, supervision.Action] = capture.register(
+    "test.supervision",
+    1,
+    _build_supervision,
+    events=supervision.Event,
+    actions=supervision.Action,
+    states=(SupervisionMachine,),
+)
+COMMIT: capture.MachineKind[cm.CommitEvent, cm.CommitAction] = capture.register(
+    "test.step-commit", 1, _build_commit, events=cm.CommitEvent, actions=cm.CommitAction, states=(StepCommit,)
+)
+HELLO: capture.MachineKind[hello.HelloEvent, hello.HelloAction] = capture.register(
+    "test.hello", 2, _build_hello, events=hello.HelloEvent, actions=hello.HelloAction, secrets=("cookie",)
+)
+
+
+# ---- runs to record
+
+
+def recorder(directory: Path, **options: Any) -> capture.LogRecorder:
+    origin = capture.Origin(process="rank0", incarnation=1)
+    return capture.LogRecorder(directory, origin, capture.Clocks(hybrid=HybridClock()), **options)
+
+
+def verdicts(directory: Path, wanted: capture.Filter | None = None) -> list[capture.Verdict]:
+    return list(capture.replay_log(directory, wanted, secrets=SECRETS))
+
+
+def run_membership(log: capture.Recorder, seed: int) -> None:
+    """A host's life: ranks are forked, join, are killed and replaced, in an order drawn by the seed."""
+    rng = random.Random(seed)
+    config = {"world_size": 4, "on_loss": "replace"}
+    tap = log.machine(MEMBERSHIP, "host", _build_membership(config), config)
+    waiting: list[view.Event] = [view.StartRequested()]
+    now_ns, kills = 0, 2
+    while waiting:
+        event = waiting.pop(0 if isinstance(waiting[0], view.Forked) else rng.randrange(len(waiting)))
+        now_ns += rng.randrange(1_000_000)
+        for action in tap.handle(event, now_ns=now_ns):
+            match action:
+                case view.Fork(rank=rank, incarnation=incarnation):
+                    waiting.insert(0, view.Forked(rank=rank, incarnation=incarnation))
+                    waiting.append(view.Joined(rank=rank, incarnation=incarnation, address=f"a{rank}"))
+                case view.InstallView(view=installed):
+                    tap.mark(installed.epoch)
+                    for m in installed.members:
+                        waiting.append(
+                            view.Linked(rank=m.rank, incarnation=m.incarnation, epoch=installed.epoch)
+                        )
+                case view.EnterView(to=to) if kills:
+                    kills -= 1
+                    victim = rng.choice(to)
+                    _, incarnation = next(
+                        (m.rank, m.incarnation) for m in installed_members(tap) if m.rank == victim
+                    )
+                    waiting.append(view.LossProven(rank=victim, incarnation=incarnation))
+                case view.EnterView():
+                    waiting.append(view.StopRequested(reason="enough"))
+                case view.Terminate(rank=rank, incarnation=incarnation):
+                    waiting.append(
+                        view.Exited(rank=rank, incarnation=incarnation, code=0, reason="ended normally")
+                    )
+                case _:
+                    pass
+        tap.check_invariants()
+    tap.close("over")
+
+
+def installed_members(tap: capture.Tap[view.Event, view.Action]) -> tuple[view.Member, ...]:
+    machine = tap.machine
+    assert isinstance(machine, MembershipMachine)
+    return machine.view.members
+
+
+def run_supervision(log: capture.Recorder, seed: int) -> None:
+    """Three children that end again and again, until their supervisor gives up."""
+    rng = random.Random(seed)
+    children = [ChildPolicy(child=f"c{i}") for i in range(3)]
+    config = {"children": children, "strategy": "rest_for_one"}
+    machine = SupervisionMachine(children, strategy=supervision.Strategy("rest_for_one"))
+    tap = log.machine(SUPERVISION, "root", machine, config)
+    waiting: list[supervision.Event] = [supervision.StartRequested()]
+    now_ns = 0
+    while True:
+        if not waiting:
+            if machine.phase is supervision.Phase.STOPPED:
+                break
+            child = rng.choice([c for c, s in machine.states.items() if s is supervision.ChildState.RUNNING])
+            waiting.append(supervision.ChildExited(child=child, normal=False, reason="fell over"))
+        now_ns += rng.randrange(1_000_000)
+        for action in tap.handle(waiting.pop(0), now_ns=now_ns):
+            match action:
+                case supervision.StartChild(child=child):
+                    waiting.append(supervision.ChildStarted(child=child))
+                case supervision.StopChild(child=child) | supervision.KillChild(child=child):
+                    waiting.append(supervision.ChildExited(child=child, normal=True, reason="asked"))
+                case _:
+                    pass
+        tap.check_invariants()
+
+
+def run_commit(log: capture.Recorder, seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A simulated job with kills: the machine of every rank's every life is recorded. Returns how many."""
+    lives: list[int] = []
+
+    class Recorded(StepCommit):
+        def __init__(self, **config: Any) -> None:
+            super().__init__(**config)
+            lives.append(config["rank"])
+            name = f"rank{config['rank']} life {len(lives)}"
+            self._tap = log.machine(COMMIT, name, StepCommit(**config), config)
+
+        def handle(self, event: cm.CommitEvent, *, now_ns: int) -> list[cm.CommitAction]:
+            actions = super().handle(event, now_ns=now_ns)
+            assert self._tap.handle(event, now_ns=now_ns) == actions
+            for action in actions:
+                if isinstance(action, cm.RunStep):
+                    self._tap.mark(action.version)
+            return actions
+
+    monkeypatch.setattr(commit_scenario, "StepCommit", Recorded)
+    commit_scenario.run(seed, commit_world.CommitOptions(world_size=4, steps=8, kills=3))
+    return len(lives)
+
+
+def run_hello(log: capture.Recorder, *, listener_cookie: bytes = COOKIE) -> None:
+    """Two sides greet each other; their bytes are cut into pieces on the way."""
+    taps: dict[hello.Side, capture.Tap[hello.HelloEvent, hello.HelloAction]] = {}
+    for side, cookie in ((hello.Side.DIALER, COOKIE), (hello.Side.LISTENER, listener_cookie)):
+        identity = hello.Identity(name=f"{side.value}-process", pid=1, uid=0, incarnation=1)
+        config = {
+            "side": side,
+            "identity": identity,
+            "cookie": cookie,
+            "nonce": side.value.ljust(32).encode(),
+            "deadline_ns": 10_000,
+        }
+        machine = hello.HelloMachine(**config)  # type: ignore[arg-type]
+        taps[side] = log.machine(HELLO, f"hello as {side.value}", machine, config)
+    waiting: list[tuple[hello.Side, hello.HelloEvent]] = [
+        (hello.Side.LISTENER, hello.Opened(peer_uid=0)),
+        (hello.Side.DIALER, hello.Opened(peer_uid=None)),
+    ]
+    now_ns = 0
+    while waiting:
+        side, event = waiting.pop(0)
+        now_ns += 10
+        other = hello.Side.DIALER if side is hello.Side.LISTENER else hello.Side.LISTENER
+        for action in taps[side].handle(event, now_ns=now_ns):
+            if isinstance(action, hello.SendBytes):
+                half = len(action.data) // 2
+                for part in (action.data[:half], action.data[half:]):
+                    waiting.append((other, hello.BytesReceived(data=part)))
+    for tap in taps.values():
+        tap.close("done")
+
+
+# ---- identical
+
+
+@pytest.mark.parametrize("run", [run_membership, run_supervision])
+def test_a_host_and_a_supervisor_replay_identical(
+    tmp_path: Path, seed: int, run: Callable[[capture.Recorder, int], None]
+) -> None:
+    log = recorder(tmp_path)
+    run(log, seed)
+    log.close()
+    (verdict,) = verdicts(tmp_path)
+    assert isinstance(verdict, capture.Identical) and verdict.events > 5 and not verdict.code_changed
+
+
+def test_a_job_with_kills_replays_identical(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = recorder(tmp_path)
+    lives = run_commit(log, seed, monkeypatch)
+    log.close()
+    found = verdicts(tmp_path)
+    assert len(found) == lives >= 4
+    assert all(isinstance(verdict, capture.Identical) for verdict in found), found
+
+
+def test_both_sides_of_a_hello_replay_identical_and_the_secret_stays_out(tmp_path: Path) -> None:
+    log = recorder(tmp_path)
+    run_hello(log)
+    run_hello(log, listener_cookie=bytes(32))
+    log.close()
+    found = verdicts(tmp_path)
+    (other,) = [verdict for verdict in found if not isinstance(verdict, capture.Identical)]
+    # It had another cookie than the one that the replay is given.
+    assert isinstance(other, capture.Divergence) and other.stream == "hello as listener"
+    assert len(found) == 4
+    (process,) = capture.open_log(tmp_path).processes
+    configs = [bytes(stream.config) for stream in process.streams.values()]
+    assert len(configs) == 4 and not any(COOKIE in config or b"cookie" in config for config in configs)
+
+
+def test_a_digest_of_the_actions_is_enough_to_tell(tmp_path: Path, seed: int) -> None:
+    log = recorder(tmp_path, actions=capture.Detail.DIGEST)
+    run_supervision(log, seed)
+    log.close()
+    (verdict,) = verdicts(tmp_path)
+    assert isinstance(verdict, capture.Identical)
+
+
+def test_a_replay_survives_rotation(tmp_path: Path, seed: int) -> None:
+    disk = capture.DiskLimits(segment_bytes=1 << 12)
+    log = recorder(tmp_path, limits=capture.LogLimits(disk=disk))
+    for i in range(10):
+        run_membership(log, seed + i)
+        log.flush()
+    log.close()
+    (process,) = capture.open_log(tmp_path).processes
+    assert len(process.segments) > 1
+    found = verdicts(tmp_path)
+    assert [type(verdict) for verdict in found] == [capture.Identical] * 10
+
+
+def test_without_a_recorder_a_tap_is_its_machine() -> None:
+    machine = MembershipMachine(2)
+    tap: capture.Tap[view.Event, view.Action] = capture.Tap(None, MEMBERSHIP, "host", machine, {})
+    actions = tap.handle(view.StartRequested(), now_ns=1)
+    assert actions == MembershipMachine(2).handle(view.StartRequested(), now_ns=1)
+    tap.check_invariants()
+    tap.mark(1)
+    tap.close("x")
+    assert tap.stream == 0
+
+
+# ---- divergence
+
+Mutation = Callable[[cm.CommitEvent, list[cm.CommitAction]], Sequence[cm.CommitAction]]
+
+
+def _only_first_vote(_: cm.CommitEvent, actions: list[cm.CommitAction]) -> Sequence[cm.CommitAction]:
+    votes = [action for action in actions if isinstance(action, cm.SendVote)]
+    return [action for action in actions if not isinstance(action, cm.SendVote)] + votes[:1]
+
+
+def _wrong_slot(_: cm.CommitEvent, actions: list[cm.CommitAction]) -> Sequence[cm.CommitAction]:
+    return [replace(action, slot=9) if isinstance(action, cm.RunStep) else action for action in actions]
+
+
+def _never_aborts(_: cm.CommitEvent, actions: list[cm.CommitAction]) -> Sequence[cm.CommitAction]:
+    return [action for action in actions if not isinstance(action, cm.AbortWork)]
+
+
+def _raises(event: cm.CommitEvent, actions: list[cm.CommitAction]) -> Sequence[cm.CommitAction]:
+    if isinstance(event, cm.VoteReceived):
+        raise LocalProtocolError("a vote is not expected")
+    return actions
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "forgets votes": _only_first_vote,
+    "writes the wrong slot": _wrong_slot,
+    "never aborts": _never_aborts,
+    "in reverse": lambda _, actions: actions[::-1],
+    "says all twice": lambda _, actions: [*actions, *actions],
+    "raises": _raises,
+}
+
+
+def mutant(mutation: Mutation) -> type[StepCommit]:
+    class Mutant(StepCommit):
+        def handle(self, event: cm.CommitEvent, *, now_ns: int) -> list[cm.CommitAction]:
+            return list(mutation(event, super().handle(event, now_ns=now_ns)))
+
+    return Mutant
+
+
+@pytest.fixture(scope="module")
+def recorded_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("job")
+    log = recorder(directory)
+    for job in range(4):  # so that every mutation meets what it changes
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            run_commit(log, job, monkeypatch)
+    log.close()
+    return directory
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutated_machine_diverges_and_the_story_says_where(
+    recorded_job: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(Built, "commit", staticmethod(mutant(MUTATIONS[name])))
+    found = [v for v in verdicts(recorded_job) if isinstance(v, capture.Divergence)]
+    assert found
+    entries = {entry.number: entry for entry in capture.open_log(recorded_job).processes[0].entries()}
+    for divergence in found:
+        entry = entries[divergence.number]
+        assert divergence.event == capture.describe(entry.record)
+        assert divergence.expected != divergence.actual
+        assert divergence.story and divergence.process == "rank0#1"
+        assert divergence.difference
+        last = [e.record.step for n, e in entries.items() if n < entry.number and isinstance(e.record, Mark)]
+        assert divergence.step in (None, *last)
+
+
+def test_a_divergence_names_the_first_action_that_differs(
+    recorded_job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Built, "commit", staticmethod(mutant(_wrong_slot)))
+    divergence = next(v for v in verdicts(recorded_job) if isinstance(v, capture.Divergence))
+    assert "slot=1" in divergence.difference and "slot=9" in divergence.difference
+    assert "RunStep" in divergence.difference
+
+
+# ---- the golden logs
+
+
+def golden_recorder(directory: Path) -> capture.LogRecorder:
+    """A log whose clocks stand still."""
+    clocks = capture.Clocks(
+        monotonic_ns=lambda: 5_000, wall_ns=lambda: 1_700_000_000_000_000_000, hybrid=HybridClock()
+    )
+    origin = capture.Origin(process="rank0", incarnation=1, job=7, hosts=("golden",), release="0.1.0")
+    return capture.LogRecorder(directory, origin, clocks)
+
+
+def record_machines(directory: Path) -> None:
+    """A host that loses ranks, a supervisor that gives up, and the ranks of a job with kills."""
+    log = golden_recorder(directory)
+    run_membership(log, 1)
+    run_supervision(log, 1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run_commit(log, 1, monkeypatch)
+    log.close("done")
+
+
+def record_hello(directory: Path) -> None:
+    """Hellos that are accepted and refused."""
+    log = golden_recorder(directory)
+    log.note("the golden log of format 1")
+    run_hello(log)
+    log.mark(0, 1)
+    run_hello(log, listener_cookie=COOKIE)
+    log.close("done")
+
+
+def test_the_golden_log_of_format_1_replays_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden = tmp_path / "golden"
+    capture.text_to_capture(GOLDEN.read_text(), golden)
+    assert capture.capture_to_text(golden) == GOLDEN.read_text()
+    found = verdicts(golden)
+    assert [(type(verdict), verdict.code_changed) for verdict in found] == [(capture.Identical, False)] * 4
+    (process,) = capture.open_log(golden).processes
+    assert process.origin.release == "0.1.0" and process.ending is capture.Ending.CLOSED
+    assert process.find_step(1) is not None
+
+    class Hasty(hello.HelloMachine):
+        def handle(self, event: hello.HelloEvent, *, now_ns: int) -> list[hello.HelloAction]:
+            return [a for a in super().handle(event, now_ns=now_ns) if not isinstance(a, hello.SetTimer)]
+
+    monkeypatch.setattr(Built, "hello", staticmethod(Hasty))
+    assert [type(verdict) for verdict in verdicts(golden)] == [capture.Divergence] * 4
+
+
+def test_a_hello_of_another_version_is_read_and_its_replay_says_which(tmp_path: Path) -> None:
+    capture.text_to_capture(GOLDEN_OLD.read_text(), tmp_path / "golden")
+    found = verdicts(tmp_path / "golden")
+    assert len(found) == 4
+    for verdict in found:
+        assert isinstance(verdict, capture.Incomplete)
+        assert "version 1 of the machine test.hello" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["# ../outside.zlog\nAAAA\n", "# /etc/a.zlog\nAAAA\n", "AAAA\n", "# a/0.zlog\nA\n", "# a/0.txt\nAAAA\n"],
+)
+def test_text_that_is_no_capture_is_refused_and_writes_nothing(tmp_path: Path, text: str) -> None:
+    with pytest.raises(capture.NotACapture):
+        capture.text_to_capture(text, tmp_path / "in")
+    assert list(tmp_path.rglob("*")) == []
+
+
+class _NoViewAfterLoss(MembershipMachine):
+    def handle(self, event: view.Event, *, now_ns: int) -> list[view.Action]:
+        actions = super().handle(event, now_ns=now_ns)
+        return [a for a in actions if not isinstance(a, view.EnterView) or a.epoch == 1]
+
+
+class _Forgetful(SupervisionMachine):
+    def handle(self, event: supervision.Event, *, now_ns: int) -> list[supervision.Action]:
+        actions = super().handle(event, now_ns=now_ns)
+        return actions if isinstance(event, supervision.StartRequested) else actions[:1]
+
+
+def test_the_golden_machines_replay_identical_and_mutants_diverge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    golden = tmp_path / "golden"
+    capture.text_to_capture(GOLDEN_MACHINES.read_text(), golden)
+    found = verdicts(golden)
+    assert len(found) >= 6
+    assert all(isinstance(verdict, capture.Identical) and not verdict.code_changed for verdict in found), (
+        found
+    )
+    (log,) = capture.open_log(golden).processes
+    kinds = {"test.membership", "test.supervision", "test.step-commit"}
+    assert follow_all(log, random.Random(seed)) == kinds
+    mutants: list[tuple[str, Callable[..., Any]]] = [
+        ("membership", _NoViewAfterLoss),
+        ("supervision", _Forgetful),
+        ("commit", mutant(_wrong_slot)),
+        ("commit", mutant(_only_first_vote)),
+        ("commit", mutant(MUTATIONS["in reverse"])),
+    ]
+    for name, mutated in mutants:
+        with monkeypatch.context() as patch:
+            patch.setattr(Built, name, staticmethod(mutated))
+            assert any(isinstance(verdict, capture.Divergence) for verdict in verdicts(golden)), name
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        {"hello": record_hello, "machines": record_machines}[sys.argv[1]](Path(directory))
+        sys.stdout.write(capture.capture_to_text(Path(directory)))

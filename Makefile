@@ -49,7 +49,7 @@ preflight:
 setup: $(DEV) $(NATIVE)
 
 demo: $(RUNTIME) $(NATIVE)
-	@$(PY) -m zbmd.tools.demo $(DEMO_FLAGS) $(DEMO_ARGS)
+	@$(VENV)/bin/zbmd demo $(DEMO_FLAGS) $(DEMO_ARGS)
 
 test: $(DEV) $(NATIVE)
 	@$(PY) -m pytest --numprocesses=auto --maxprocesses=$(TEST_WORKERS) --dist=loadfile \
@@ -76,7 +76,7 @@ lint: $(DEV) $(NATIVE)
 
 # Wants a quiet machine, and apt's openmpi-bin and libopenmpi-dev; it says so if they are missing.
 bench-transport: $(BENCH) $(NATIVE)
-	@$(PY) -m zbmd.tools.bench.transport $(BENCH_ARGS)
+	@$(PY) -m zbmd.tools.lab.bench.transport $(BENCH_ARGS)
 
 format: $(DEV)
 	$(PY) -m ruff check --fix-only $(CHECKED)
@@ -105,7 +105,8 @@ $(RUNTIME): $(PY) pyproject.toml setup.py
 # libibverbs-dev that was installed since the last build: what needs it is built now.
 RDMA_SINCE := $(and $(wildcard /usr/include/infiniband/verbs.h),$(if $(wildcard transport/rdma/native/_rdma.*.so),,yes))
 
-$(NATIVE): $(RUNTIME) setup.py $(NATIVE_SOURCES) $(if $(RDMA_SINCE),rdma-headers)
+# Not rebuilt with each edit of pyproject.toml: the interpreter and numpy come with a new $(VENV).
+$(NATIVE): setup.py $(NATIVE_SOURCES) $(if $(RDMA_SINCE),rdma-headers) | $(RUNTIME)
 	@echo 'setup: building the compiled modules' >&2
 	@$(PY) setup.py --quiet build_ext --inplace >&2
 	@touch $@

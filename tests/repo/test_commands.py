@@ -52,7 +52,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 )
 def test_demo_hands_its_variables_on(variables: tuple[str, ...], flags: str) -> None:
     plan = make("--dry-run", "demo", *variables).stdout.splitlines()
-    assert plan[-1].split() == [".venv/bin/python", "-m", "zbmd.tools.demo", *flags.split()]
+    assert plan[-1].split() == [".venv/bin/zbmd", "demo", *flags.split()]
 
 
 def test_set_up_leaves_standard_output_to_the_command() -> None:

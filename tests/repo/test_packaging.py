@@ -12,7 +12,10 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+import zbmd
 from zbmd.tools.dev import tidy
+from zbmd.tools.entry import zbmd as commands
+from zbmd.tools.node import cli as node_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = {
@@ -45,6 +48,16 @@ WITH_VERBS = {
 }
 """Built where libibverbs is, and only there."""
 SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}
+IN_THE_REPOSITORY_ONLY = ("tools/chaos/", "tools/dev/", "tools/fuzzing/", "tools/lab/")
+NODE_COMMANDS = (
+    *("run", "status", "dump", "top", "tree", "doctor"),
+    *("up", "submit", "token", "members", "jobs", "stop", "down"),
+)
+COMMANDS = (
+    *("demo", "train", "generate", "ledger", "plot", "replay", "flights", "profile", "trace", "plan"),
+    *("plan pipeline", "sim", "sim hunt", "sim run", "sim list", "sim collectives"),
+    *("bench", "bench p2p", "bench put", "bench collectives", "bench detect", "bench actors"),
+)
 
 # Runs in the empty environment: imports every module that needs no extra, and calls compiled code.
 PROBE = """
@@ -55,7 +68,7 @@ assert "site-packages" in zbmd.__file__, zbmd.__file__
 behind_an_extra = (
     "zbmd.collectives.torch.",
     "zbmd.tools.bench.peers.xoscar_pair", "zbmd.torch", "zbmd.transport.rdma.native._rdma",
-    "zbmd.transport.rdma.p", "zbmd.transport.rdma.registrations", "zbmd.tools.bench.transport.rdma",
+    "zbmd.transport.rdma.p", "zbmd.transport.rdma.registrations",
 )
 for found in pkgutil.walk_packages(zbmd.__path__, "zbmd."):
     if not found.name.startswith(behind_an_extra):
@@ -142,8 +155,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     built = BUILT | WITH_VERBS if Path("/usr/include/infiniband/verbs.h").exists() else BUILT
     assert {name.split(".")[0] for name in compiled} == {f"zbmd/{path}" for path in built}
     ours = {name for name in names if not name.split("/")[0].endswith(".dist-info")} - compiled
-    assert ours == {f"zbmd/{path}" for path in layer_sources()} | {
+    shipped = {path for path in layer_sources() if not path.startswith(IN_THE_REPOSITORY_ONLY)}
+    assert ours == {f"zbmd/{path}" for path in shipped} | {
         "zbmd/__init__.py",
+        "zbmd/__main__.py",
         "zbmd/py.typed",
         "zbmd/torch.py",
     }
@@ -156,4 +171,15 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     run(binaries / "python", "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path)
     assert run(binaries / "python", "-c", PROBE, cwd=tmp_path).endswith("probe passed\n")
     for command in ("zbmd", "zbmd-node"):
-        assert "usage" in run(binaries / command, "--help", cwd=tmp_path).lower()
+        assert run(binaries / command, "--version", cwd=tmp_path) == f"zbmd {zbmd.__version__}\n"
+    assert run(binaries / "python", "-m", "zbmd", "--version", cwd=tmp_path) == f"zbmd {zbmd.__version__}\n"
+    helped = [("zbmd", *words.split()) for words in ("", *COMMANDS)]
+    helped += [("zbmd-node", *words.split()) for words in ("", *NODE_COMMANDS)]
+    for name, *words in helped:
+        shown = run(binaries / name, *words, "--help", cwd=tmp_path)
+        assert shown.startswith("usage: ") and "zbmd.tools" not in shown, (name, words, shown)
+
+
+def test_every_command_is_asked_for_help() -> None:
+    assert {words.split()[0] for words in COMMANDS} == set(commands.COMMANDS)
+    assert set(NODE_COMMANDS) == set(node_commands.ADDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from zbmd.actors.bootstrap.readings import (
     ENDPOINT_PORT,
@@ -16,13 +16,10 @@ from zbmd.actors.bootstrap.readings import (
     parse_door,
     parse_node_range,
 )
-from zbmd.tools.cli.setting import Setting
+from zbmd.tools.cli.setting import Setting, Settings
 from zbmd.transport.clock.durations import parse_duration
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import PORT_MAX, TcpAddress
-
-if TYPE_CHECKING:
-    from zbmd.tools.cli.settings import Settings
 
 JOIN_S_DEFAULT: Final = 600.0
 """torchrun's `join_timeout`."""

@@ -7,17 +7,16 @@ import re
 import reprlib
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.verdict import OnHang
-from zbmd.actors.rank_env import ARENA_BYTES_DEFAULT, OFF, parse_arena, parse_progress_deadline
+from zbmd.actors.rank_env import ARENA_BYTES_DEFAULT, parse_arena, parse_progress_deadline
 from zbmd.actors.replay.process_capture import parse_bulk
 from zbmd.actors.view import RANKS_MAX, OnLoss
 from zbmd.tools.cli.launch_settings import LAUNCH_SETTINGS
-from zbmd.tools.cli.setting import Setting
+from zbmd.tools.cli.setting import Chosen, Setting, Settings
 from zbmd.transport.capture import Detail
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_recovery_budget
 from zbmd.transport.clock.durations import parse_duration
@@ -196,37 +195,6 @@ def gpus(environment: Mapping[str, str]) -> int:
     return usable if listed is None else min(usable, sum(bool(name.strip()) for name in listed.split(",")))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """A setting's value and where it came from."""
-
-    value: Any
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The merged settings of a run."""
-
-    chosen: Mapping[str, Chosen]
-
-    def __getitem__(self, name: str) -> Any:
-        """The value of a setting."""
-        return self.chosen[name].value
-
-    def source(self, name: str) -> str:
-        """Where the value of a setting came from."""
-        return self.chosen[name].source
-
-    def with_value(self, name: str, value: Any, source: str) -> Settings:
-        """The same with another value of one setting."""
-        return Settings(chosen={**self.chosen, name: Chosen(value=value, source=source)})
-
-    def lines(self) -> list[str]:
-        """The settings as TOML, each with its source."""
-        return [_toml_line(name, c) for name, c in self.chosen.items()]
-
-
 def merge(
     command_line: Mapping[str, str | None], environment: Mapping[str, str], config: Path | None
 ) -> Settings:
@@ -298,21 +266,3 @@ def _parse(setting: Setting, text: str, source: str) -> Chosen:
         return Chosen(value=setting.parse(text), source=source)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
-
-
-def _toml_line(name: str, chosen: Chosen) -> str:
-    match chosen.value:
-        case None:
-            return f"# {name} is not set"
-        case 0.0 if name == "progress_deadline":
-            value = f'"{OFF}"'
-        case OnLoss() | OnHang() | Detail() as choice:
-            value = f'"{choice.value}"'
-        case float() as seconds:
-            value = f'"{seconds:g}s"'
-        case int() as number:
-            value = str(number)
-        case other:
-            escaped = str(other).replace("\\", "\\\\").replace('"', '\\"')
-            value = f'"{escaped}"'
-    return f"{name} = {value}  # {chosen.source}"

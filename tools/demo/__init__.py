@@ -1,1 +1,4 @@
-"""The package `demo` of `zbmd.tools`."""
+"""`zbmd demo`: train with several ranks, kill one, and show that nothing is lost.
+
+May import `runs` and `cli`. Start reading at `command.py`; `watch.py` observes the host and deals the kill.
+"""

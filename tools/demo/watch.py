@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zbmd.actors.host.events import HostEvent, RankInfo, RankReport
-from zbmd.tools.cli.console import Console
-from zbmd.tools.cli.progress import Progress, Recovery
+from zbmd.tools.cli.console import Console, Progress, Recovery
+from zbmd.tools.runs.result import Death
 
 RECENT_STEPS = 20
 """The step time by which a kill is placed is the median of so many."""
@@ -52,6 +52,17 @@ class Kill:
     def recovery_ms(self) -> float | None:
         """From the kill to the next step committed by the repaired group."""
         return None if self.recovered_ns is None else (self.recovered_ns - self.at_ns) / 1e6
+
+    def death(self) -> Death:
+        """Return the entry of `result.json`."""
+        return Death(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            step=self.step,
+            epoch=self.epoch,
+            detection_ms=self.detection_ms(),
+            recovery_ms=self.recovery_ms(),
+        )
 
 
 class Watch:

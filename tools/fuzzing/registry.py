@@ -140,7 +140,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "tools/replay/players.py": ("replay.command",),
     "tools/replay/story.py": ("replay.command",),
     "tools/replay/trace.py": ("replay.command",),
-    "tools/cli/run_result.py": ("result",),
+    "tools/runs/result.py": ("result",),
     "tools/cli/settings.py": ("settings.toml", "options"),
 }
 """Module to the targets that reach what it decodes."""
@@ -172,11 +172,13 @@ EXEMPT: Final[Mapping[str, str]] = {
     "transport/tcp/congestion.py": "reads what the kernel tells of its own socket",
     "transport/bulk/lane_count.py": "reads what the kernel tells of its own socket and settings",
     "tools/bench/*.py": "reads what processes that it has started itself tell of their times",
+    "tools/lab/bench/*.py": "read what processes that they have started themselves tell of their times",
     "tools/lab/gpu/*.py": "read what processes that they have started themselves write",
     "tools/bench/peers/*.py": "are other systems' programs, run beside ours for comparison",
-    "tools/demo/hosts*.py": "reads the lines of processes that it has started itself",
-    "tools/lab/switch.py": "reads what the laboratory that has started it says",
-    "tools/demo/__main__.py": "reads the last line of a command that it has just run itself",
+    "tools/lab/hosts/*.py": "read the lines of processes that they have started themselves",
+    "tools/lab/network/switch.py": "reads what the laboratory that has started it says",
+    "tools/dev/*.py": "read files of the repository",
+    "tools/demo/command.py": "reads the last line of a command that it has just run itself",
     "tools/sim/hunt.py": "reads the lines of workers that are forks of itself",
     "tools/fuzzing/*.py": "makes what is decoded",
 }

@@ -13,20 +13,20 @@ from typing import Any, Final, NoReturn
 import zbmd
 from zbmd.actors.rank.log import log_to_stderr
 from zbmd.actors.view import USAGE_EXIT_CODE
-from zbmd.tools.cli import entry
+from zbmd.tools.cli import process
 from zbmd.transport.errors import UserError, ZbmdError
 
 EXAMPLES = """\
 examples:
-  zbmd-node run train.py                    one process a core
-  zbmd-node run -n 4 train.py --lr 3e-4     options after the script are the script's
+  zbmd-node run train/command.py                    one process a core
+  zbmd-node run -n 4 train/command.py --lr 3e-4     options after the script are the script's
   zbmd-node run -n 4 -m package.module      a module instead of a script
-  zbmd-node run --nnodes 2 --rdzv-endpoint node0:29400 train.py   the same on two hosts
-  srun --ntasks-per-node=1 zbmd-node run train.py   on all nodes of a Slurm step
-  srun --ntasks-per-node=1 zbmd-node run --explain train.py   what Slurm says of the nodes
-  zbmd-node run --on-loss shrink train.py   go on without a lost rank instead of replacing it
-  zbmd-node run --capture run.zlog train.py   record every input, for zbmd replay run.zlog
-  zbmd-node run --config job.toml --show-config train.py
+  zbmd-node run --nnodes 2 --rdzv-endpoint node0:29400 train/command.py   the same on two hosts
+  srun --ntasks-per-node=1 zbmd-node run train/command.py   on all nodes of a Slurm step
+  srun --ntasks-per-node=1 zbmd-node run --explain train/command.py   what Slurm says of the nodes
+  zbmd-node run --on-loss shrink train/command.py   go on without a lost rank instead of replacing it
+  zbmd-node run --capture run.zlog train/command.py   record every input, for zbmd replay run.zlog
+  zbmd-node run --config job.toml --show-config train/command.py
   zbmd-node status                          nodes, ranks, actors, restarts
   zbmd-node dump --trace flights.json       what the ranks' groups have run lately
   zbmd-node top                             the busiest actors of all ranks, live
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     log_to_stderr()
     try:
-        with entry.ended_by_ctrl_c():
+        with process.ended_by_ctrl_c():
             found = parser(*(word for word in words[:1] if word in ADDS))
         return _run(found.parse_args(words))
     except UserError as error:
@@ -249,4 +249,4 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(entry.run(main))
+    raise SystemExit(process.run(main))

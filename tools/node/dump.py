@@ -15,8 +15,8 @@ from typing import Any, Final
 import uvloop
 
 from zbmd.collectives.group.flight_dump import SIGNAL, Dump, dump_path, flight_directory
-from zbmd.tools.cli.flights import add_options, read_dumps, show
 from zbmd.tools.node import status
+from zbmd.tools.runs.flights import add_options, read_dumps, show
 from zbmd.transport.errors import UserError
 
 WAIT_S_MAX: Final = 5.0

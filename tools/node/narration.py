@@ -25,8 +25,7 @@ from zbmd.actors.host.events import (
 )
 from zbmd.actors.host.process import resident_bytes
 from zbmd.actors.view import USAGE_EXIT_CODE
-from zbmd.tools.cli.console import Console
-from zbmd.tools.cli.progress import Progress, Recovery
+from zbmd.tools.cli.console import Console, Progress, Recovery
 
 RUN_ENDS = "the run ends"
 """`RankDown.next_step` of a failure that the paragraph on the run's end will tell of."""

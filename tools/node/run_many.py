@@ -41,7 +41,8 @@ from zbmd.actors.rank_env import OFF, PROGRESS_DEADLINE_VARIABLE
 from zbmd.actors.replay.process_capture import CaptureSettings
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch import free_port
-from zbmd.tools.cli.settings import DEFAULT, Settings
+from zbmd.tools.cli.setting import Settings
+from zbmd.tools.cli.settings import DEFAULT
 from zbmd.tools.node.run import MORE_PRELOADS, STOP_SIGNALS, Job, host_variables, own_modules
 from zbmd.tools.node.run_report import RunTeller
 from zbmd.tools.node.store import with_store

@@ -13,7 +13,8 @@ from zbmd.actors.bootstrap.readings import NodeRange
 from zbmd.actors.cluster.jobs.code_digest import code_of
 from zbmd.actors.cluster.jobs.table import JobSpec, Submit
 from zbmd.actors.cluster.node.client import Line, desk_of
-from zbmd.tools.cli.settings import SETTINGS, Settings, merge
+from zbmd.tools.cli.setting import Settings
+from zbmd.tools.cli.settings import SETTINGS, merge
 from zbmd.tools.node.follow import follow
 from zbmd.tools.node.jobs import give_order, job_name
 from zbmd.transport.clock.deadlines import SECOND_NS
@@ -32,7 +33,7 @@ NAMES: Final = (
 """The settings of a run that a job of a cluster has too."""
 EXAMPLES = """\
 examples:
-  zbmd-node submit --nnodes 2:4 -n 8 train.py --lr 3e-4   on two to four hosts, 8 ranks on each
+  zbmd-node submit --nnodes 2:4 -n 8 train/command.py --lr 3e-4   on two to four hosts, 8 ranks on each
   zbmd-node submit --no-follow -m package.module          a module; print the job's name and end
   zbmd-node jobs                                          what runs where
   zbmd-node stop JOB                                      end a job in order

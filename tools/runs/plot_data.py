@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.tools.cli.run_result import Death, RunResult
+from zbmd.tools.runs.result import Death, RunResult
 from zbmd.training.autograd._spans import CATEGORIES
 from zbmd.training.profiler.lines import IDLE, Life
 from zbmd.training.run.ledger import CommitRecord, loss_of

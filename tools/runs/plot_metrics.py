@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from zbmd.tools.cli.run_result import Death, RunResult
 from zbmd.tools.runs.plot_data import Change, Curve, RunPicture, Spent, Stay, binned_max, binned_mean
+from zbmd.tools.runs.result import Death, RunResult
 from zbmd.training.profiler.lines import Life
 from zbmd.training.run.json_lines import read_json_lines
 

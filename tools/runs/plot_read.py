@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zbmd.tools.cli.run_result import load_result
 from zbmd.tools.runs.plot_data import RunPicture, picture_of, spent_by
 from zbmd.tools.runs.plot_metrics import picture_of_metrics, read_metrics
+from zbmd.tools.runs.result import load_result
 from zbmd.training.profiler.lines import PROFILE_DIRECTORY, read_lives
 from zbmd.training.run.ledger import LOG_NAME, read_log
 from zbmd.training.sharded.records import METRICS_NAME

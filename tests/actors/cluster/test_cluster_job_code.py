@@ -18,7 +18,14 @@ from zbmd.transport.errors import UserError
 
 def job_in(directory: Path) -> Path:
     """A script with what belongs to it, and what does not."""
-    for name in ("train.py", "model.py", "parts/layers.py", "notes.txt", ".hidden/x.py", "env/lib/y.py"):
+    for name in (
+        "train.py",
+        "model.py",
+        "parts/layers.py",
+        "notes.txt",
+        ".hidden/x.py",
+        "env/lib/y.py",
+    ):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(f"# {name}\n")
     (directory / "env" / "pyvenv.cfg").write_text("")

@@ -42,7 +42,7 @@ from zbmd.actors.cluster.messages import (
 )
 from zbmd.actors.cluster.node_id import Node, NodeKey
 from zbmd.actors.cluster.view import ClusterView
-from zbmd.tools.sim.explore_membership import run_schedules
+from zbmd.tools.lab.proofs.membership_states import run_schedules
 from zbmd.transport import sim
 from zbmd.transport.clock.deadlines import MILLISECOND_NS, derive
 from zbmd.transport.sim import Options, Outcome, parse_plan, run_scenario
@@ -101,7 +101,7 @@ def test_whom_the_cut_off_accuse_when_their_network_heals_stays(seed: int) -> No
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 @pytest.mark.parametrize("story", STORIES)
 def test_kills_at_any_point_of_any_story(story: str, size: int) -> None:
-    """A few of them; `python -m zbmd.tools.sim.explore_membership kills` tries them all."""
+    """A few of them; `python -m zbmd.tools.lab.proofs.membership_states kills` tries them all."""
     found = explore(story, size, points_max=15)
     assert found.points_all >= found.points >= 15
 

@@ -12,7 +12,7 @@ from zbmd.actors.host.early_template import fork_template
 
 LAUNCHER = """
 import os, sys
-from zbmd.tools.cli import entry
+from zbmd.tools.cli import process
 from zbmd.actors.host.early_template import fork_template
 
 def main():
@@ -33,7 +33,7 @@ def main():
     return 0
 
 launcher = os.getpid()
-sys.exit(entry.run(main))
+sys.exit(process.run(main))
 """
 
 

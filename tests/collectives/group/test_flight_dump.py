@@ -25,8 +25,8 @@ from zbmd.collectives.group.flight_dump import (
     dump_path,
     read_dump,
 )
-from zbmd.tools.cli.flights import read_dumps, text, trace
 from zbmd.tools.node.dump import collect, listens
+from zbmd.tools.runs.flights import read_dumps, text, trace
 from zbmd.transport.errors import UserError
 
 RunRanks = Callable[..., list[Any]]

@@ -82,7 +82,7 @@ def test_every_algorithm_is_right(operation: Operation, algorithm: str, n: int) 
 
 @pytest.mark.parametrize(("operation", "algorithm"), KINDS)
 def test_every_algorithm_is_right_for_more_ranks(operation: Operation, algorithm: str) -> None:
-    """Some numbers of ranks up to 64, some chunk counts: `tools/sim/verify_sweep.py` goes through all."""
+    """Some numbers of ranks up to 64, some chunk counts: `tools/lab/proofs/programs.py` goes through all."""
     for n in SAMPLED[len(algorithm) % 3 :: 3]:
         requests = list(requests_for(operation, algorithm, n))
         request = requests[n % len(requests)]

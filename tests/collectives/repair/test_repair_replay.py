@@ -25,7 +25,7 @@ from zbmd.collectives.repair.machine import RepairMachine, RepairState
 from zbmd.collectives.scenarios import repair as repair_scenario
 from zbmd.collectives.scenarios.commit_world import CommitOptions
 from zbmd.collectives.scenarios.killing import draw_kills
-from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.entry import zbmd as cli
 from zbmd.transport import capture
 from zbmd.transport.clock.hlc import HybridClock
 

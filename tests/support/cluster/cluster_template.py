@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zbmd.actors.host.blas_threads import default_to_one_thread
-from zbmd.tools.cli import entry
+from zbmd.tools.cli import process
 
 REQUEST_BYTES_MAX = 1 << 16
 COMMAND = "zbmd.tools.node.cli"
@@ -82,7 +82,7 @@ def main() -> int:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    return 0 if serve(socket.socket(fileno=int(sys.argv[1]))) is None else entry.run(command)
+    return 0 if serve(socket.socket(fileno=int(sys.argv[1]))) is None else process.run(command)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from zbmd.tools.bench.result import FORMAT, BenchResult, Row, table
 from zbmd.tools.bench.run import MEMCPY
 from zbmd.tools.bench.stats import OURS
 from zbmd.tools.bench.workers import CONTROL, ContenderFailed, Workers
-from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.entry import zbmd as cli
 
 TIMEOUT_S = 120
 NO_RANKS = (*MEMCPY, *OF_TCP)
@@ -31,7 +31,7 @@ CHUNKED = 300 << 10
 def bench(*arguments: str) -> BenchResult:
     """Run the command to its end, and read its JSON by the documented schema."""
     done = subprocess.run(
-        [sys.executable, "-m", "zbmd.tools.cli.zbmd", "bench", *arguments, "--json"],
+        [sys.executable, "-m", "zbmd.tools.entry.zbmd", "bench", *arguments, "--json"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=TIMEOUT_S,
@@ -239,7 +239,7 @@ def test_a_program_that_does_not_start_is_told(tmp_path: Path) -> None:
 
 def test_a_killed_benchmark_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     """The benchmark is killed while its ranks measure; each of them ends."""
-    command = [sys.executable, "-m", "zbmd.tools.cli.zbmd", "bench", "p2p", "--cases", "p2p-arena"]
+    command = [sys.executable, "-m", "zbmd.tools.entry.zbmd", "bench", "p2p", "--cases", "p2p-arena"]
     command += ["--sizes", "8", "--rounds", "1000"]
     with subprocess.Popen(
         command,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from zbmd.tools.bench.training import engine as bench_engine
+from zbmd.tools.lab.bench.training import engine as bench_engine
 from zbmd.training.config import GPTConfig
 from zbmd.transport.errors import UserError
 

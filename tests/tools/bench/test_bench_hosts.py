@@ -7,7 +7,7 @@ import sys
 
 from support.netns.netns import require_lab
 
-from zbmd.tools.bench.collectives.hosts import MODULE
+from zbmd.tools.lab.bench.collectives.hosts import MODULE
 
 
 def test_a_line_for_each_size_and_contender() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zbmd.tools.bench.training.overlap import REDUCTION, hidden_of, hideable, shared, union
+from zbmd.tools.lab.bench.training.overlap import REDUCTION, hidden_of, hideable, shared, union
 from zbmd.training.autograd._spans import CATEGORIES, TRACK_OPERATION, TRACK_STEP
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT

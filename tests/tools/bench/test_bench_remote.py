@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zbmd.tools.bench.collectives.remote import SIZES, launch
+from zbmd.tools.lab.bench.collectives.remote import SIZES, launch
 
 
 async def test_a_line_for_each_size(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from zbmd.tools.bench.stats import OURS
-from zbmd.tools.bench.training import scaling as bench_scaling
-from zbmd.tools.bench.training.scaling import MANY, PLAIN_MANY, PLAIN_ONE, Scaling, evaluated
 from zbmd.tools.chaos.small_job import write_text
+from zbmd.tools.lab.bench.training import scaling as bench_scaling
+from zbmd.tools.lab.bench.training.scaling import MANY, PLAIN_MANY, PLAIN_ONE, Scaling, evaluated
 
 TINY = ["--context", "8", "--width", "8", "--heads", "2", "--layers", "1", "--shards", "2"]
 

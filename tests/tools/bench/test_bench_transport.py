@@ -12,10 +12,10 @@ import pytest
 from zbmd.tools.bench.result import BenchResult, Machine, Row
 from zbmd.tools.bench.run import MEMCPY
 from zbmd.tools.bench.stats import OURS, Ratio
-from zbmd.tools.bench.transport import idle as bench_idle
-from zbmd.tools.bench.transport.__main__ import LARGE, TCP_BYTES, VICTIMS, table_of
 from zbmd.tools.bench.transport.detect import FLOORS, NOTICES
-from zbmd.tools.bench.transport.idle import Idle
+from zbmd.tools.lab.bench.transport import idle as bench_idle
+from zbmd.tools.lab.bench.transport.__main__ import LARGE, TCP_BYTES, VICTIMS, table_of
+from zbmd.tools.lab.bench.transport.idle import Idle
 
 MACHINE = Machine(cpu="a processor", cores=2, kernel="6.18", python="3.11", load_average=0.1)
 TIMEOUT_S = 60
@@ -88,7 +88,7 @@ def test_what_misses_its_goal_is_said_to() -> None:
 
 def test_links_are_weighed_idle_and_then_used() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "zbmd.tools.bench.transport.idle", "--links", "20", "--json"],
+        [sys.executable, "-m", "zbmd.tools.lab.bench.transport.idle", "--links", "20", "--json"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=TIMEOUT_S,

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from support.cluster.cluster_nodes import node_template
 
-from zbmd.tools.cli.train import merged, options_of
+from zbmd.tools.train.command import merged, options_of
 
 if TYPE_CHECKING:
     from support.processes.launcher import Ended, Launcher

@@ -28,8 +28,8 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback(tmp_path: Path, handler: 
     program = (
         f"import signal, sys; signal.signal(signal.SIGINT, signal.{name})\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from zbmd.tools.cli import entry\n"
-        "sys.exit(entry._run('interrupted'))"
+        "from zbmd.tools.entry import scripts\n"
+        "sys.exit(scripts._run('interrupted'))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == code

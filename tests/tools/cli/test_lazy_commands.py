@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.node import cli as node_cli
 from zbmd.transport.errors import UserError
 
@@ -34,13 +34,13 @@ def imported(module: str, *words: str) -> set[str]:
             ("bench", "p2p", "--help"),
             ("training.model.gpt", "actors.core.system", "tools.sim.command"),
         ),
-        (("plot", "--help"), ("tools.bench.command", "actors.core.system", "tools.cli.train")),
+        (("plot", "--help"), ("tools.bench.command", "actors.core.system", "tools.train.command")),
         (("plan", "--help"), ("tools.bench.command", "training.model.gpt", "transport.memory.segment")),
     ],
 )
 def test_a_command_of_zbmd_imports_no_other(words: tuple[str, ...], others: tuple[str, ...]) -> None:
-    found = imported("zbmd.tools.cli.zbmd", *words)
-    assert "zbmd.tools.cli.zbmd" in found and not {f"zbmd.{name}" for name in others} & found
+    found = imported("zbmd.tools.entry.zbmd", *words)
+    assert "zbmd.tools.entry.zbmd" in found and not {f"zbmd.{name}" for name in others} & found
 
 
 def test_a_command_of_a_node_imports_no_other() -> None:

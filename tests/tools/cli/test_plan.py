@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.tools.cli.plan import PipelinePlan
-from zbmd.tools.cli.plan_grid import grid, text_of
-from zbmd.tools.cli.zbmd import main
+from zbmd.tools.entry.zbmd import main
+from zbmd.tools.train.plan import PipelinePlan, grid, text_of
 from zbmd.training.pipeline.program import Op, Shape
 from zbmd.training.pipeline.schedules import SCHEDULES, programs_of
 from zbmd.training.pipeline.simulate import Costs, simulate

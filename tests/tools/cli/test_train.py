@@ -16,8 +16,8 @@ from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
-from zbmd.tools.cli import zbmd as cli
-from zbmd.tools.cli.train import SETTINGS, merged, options_of
+from zbmd.tools.entry import zbmd as cli
+from zbmd.tools.train.command import SETTINGS, merged, options_of
 from zbmd.training.checkpoint.sharded import checkpoint_in, read_names
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.netns import netns
 
-from zbmd.tools.demo import hosts as demo_hosts
+from zbmd.tools.lab.hosts import kill_hosts as demo_hosts
 from zbmd.transport.clock.deadlines import derive
 
 BUDGET = "2s"

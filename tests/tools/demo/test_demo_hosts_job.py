@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.netns import netns
 
-from zbmd.tools.demo import hosts_job as demo_hosts_job
+from zbmd.tools.lab.hosts import job as demo_hosts_job
 
 STEPS = 300
 STEPS_SPARE = 200

@@ -30,7 +30,11 @@ async def test_a_node_that_stands_still_is_replaced_on_another_host(
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(nodes.directory / "cookie"))
     monkeypatch.setenv("ZBMD_STATE_DIR", str(nodes.directory / "n1"))
     runs = await nodes.form("n1", "n2")
-    zbmd_node = (sys.executable, "-c", "import sys; from zbmd.tools.cli.entry import node; sys.exit(node())")
+    zbmd_node = (
+        sys.executable,
+        "-c",
+        "import sys; from zbmd.tools.entry.scripts import node; sys.exit(node())",
+    )
     command = (*zbmd_node, "up", "--name", "{host}", "--listen", "127.0.0.1:0", "--join", nodes.address("n1"))
     state = {"ZBMD_STATE_DIR": str(nodes.directory / "{host}")}
     session = await asyncio.to_thread(Session.connect)

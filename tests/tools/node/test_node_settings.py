@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.actors.rank_env import RankEnvironment, parse_size
-from zbmd.tools.cli.progress import Progress, Recovery, format_progress, format_recovery
+from zbmd.tools.cli.console import Progress, Recovery, format_progress, format_recovery
 from zbmd.tools.cli.settings import SETTINGS, merge
 from zbmd.transport.clock.durations import parse_duration
 from zbmd.transport.errors import UserError

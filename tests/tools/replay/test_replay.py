@@ -14,7 +14,7 @@ import uvloop
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit
 from zbmd.tools.chaos.small_job import run_small_job, write_text
-from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.entry import zbmd as cli
 from zbmd.transport.capture import open_log
 
 KILLED_IN_STEP = 3

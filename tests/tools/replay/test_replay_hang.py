@@ -17,7 +17,7 @@ from zbmd.actors.host.output import OutputLine
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import Outcome
 from zbmd.tools.chaos.small_job import SHAPE, write_text
-from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.entry import zbmd as cli
 from zbmd.transport.capture import CaptureError, Record, open_log
 from zbmd.transport.capture.records import EventTaken, FrameOut, Mark
 

@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib import font_manager
 
-from zbmd.tools.cli.run_result import RESULT_NAME, Death, RunResult, load_result, save_result
-from zbmd.tools.cli.zbmd import main
 from zbmd.tools.demo.watch import Kill
+from zbmd.tools.entry.zbmd import main
 from zbmd.tools.runs.plot_data import POINTS_MAX, RunPicture, Stay, picture_of
 from zbmd.tools.runs.plot_draw import DARK, PICTURE_NAME, headline, plot_run, render, subline, told
 from zbmd.tools.runs.plot_read import read_picture
+from zbmd.tools.runs.result import RESULT_NAME, Death, RunResult, load_result, save_result
 from zbmd.training.run.ledger import LOG_FORMAT, LOG_NAME, CommitLog, CommitRecord, LogHeader
 from zbmd.training.sharded.records import METRICS_NAME
 from zbmd.transport.errors import UserError
@@ -117,7 +117,7 @@ def fonts() -> Generator[None]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     write_log(tmp_path, killed_run())
-    save_result(tmp_path, FOUND, [kill()])
+    save_result(tmp_path, FOUND, [kill().death()])
     return tmp_path
 
 
@@ -255,7 +255,7 @@ def test_the_same_run_gives_the_same_bytes_in_any_process(run: Path) -> None:
         command = [
             sys.executable,
             "-m",
-            "zbmd.tools.cli.zbmd",
+            "zbmd.tools.entry.zbmd",
             "plot",
             str(run),
             "-o",
@@ -371,7 +371,7 @@ def test_the_demo_leaves_all_that_the_picture_shows(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} of a small text, {i * i}\n" for i in range(400)))
     options = ["-n", "2", "--quick", "--steps", "8", "--kill-seed", "3", "--data", str(text)]
-    command = [sys.executable, "-m", "zbmd.tools.demo", *options, "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "zbmd", "demo", *options, "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout.splitlines()[-1])

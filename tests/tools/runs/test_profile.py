@@ -15,7 +15,7 @@ from support.processes.kept_lines import Lines
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
-from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.runs.plot_read import read_picture
 from zbmd.tools.runs.trace import clocks_of
 from zbmd.training.profiler.lines import Life, read_lives

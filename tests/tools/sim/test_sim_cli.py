@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.tools.cli.zbmd import main
+from zbmd.tools.entry.zbmd import main
 from zbmd.tools.sim.hunt import Hunt, Quarry
 from zbmd.tools.sim.scenarios import ENTRIES, run_once, scenario_named
 from zbmd.transport.sim import Options, Outcome, parse_plan
@@ -135,7 +135,7 @@ def test_an_interrupted_hunt_leaves_no_process(number: signal.Signals) -> None:
     key, _, value = mark.partition("=")
     # What runs in the background of a shell has SIGINT ignored, and passes that on.
     listen = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    hunt_on = "from zbmd.tools.cli.zbmd import main; sys.exit(main(sys.argv[1:]))"
+    hunt_on = "from zbmd.tools.entry.zbmd import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", f"{listen}; {hunt_on}"]
     command += ["sim", "hunt", "--scenario", "commit", "--jobs", "2"]
     with subprocess.Popen(
@@ -193,7 +193,7 @@ def test_on_a_terminal_there_is_a_bar() -> None:
     command = [
         sys.executable,
         "-m",
-        "zbmd.tools.cli.zbmd",
+        "zbmd.tools.entry.zbmd",
         "sim",
         "hunt",
         "--scenario",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zbmd.collectives.scale.roles import AT_SCALE
-from zbmd.tools.cli.zbmd import main
+from zbmd.tools.entry.zbmd import main
 from zbmd.tools.sim.collectives import ranks_up_to
 
 
@@ -43,7 +43,7 @@ def test_json_and_a_picture(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "zbmd.tools.cli.zbmd",
+        "zbmd.tools.entry.zbmd",
         "sim",
         "collectives",
         *asked,

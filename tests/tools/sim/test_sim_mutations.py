@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from zbmd.tools.cli.zbmd import main
+from zbmd.tools.entry.zbmd import main
 from zbmd.tools.sim import command as sim_cli
 from zbmd.transport.sim import Outcome, parse_plan, shrink
 

@@ -11,9 +11,9 @@ from support.processes.kept_lines import Lines
 
 from zbmd.actors.host.supervisor import Host, HostConfig
 from zbmd.tools.chaos.small_job import write_text
-from zbmd.tools.cli import zbmd as cli
-from zbmd.tools.cli.train import merged
-from zbmd.tools.cli.train import options_of as recipe_of
+from zbmd.tools.entry import zbmd as cli
+from zbmd.tools.train.command import merged
+from zbmd.tools.train.command import options_of as recipe_of
 from zbmd.training import __main__ as training
 from zbmd.training.checkpoint.sharded import checkpoint_in
 from zbmd.training.model.weights import load_weights

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.netns import netns
 
-from zbmd.tools.lab.netns import Lab, LabError, LabHost, sweep
+from zbmd.tools.lab.network.netns import Lab, LabError, LabHost, sweep
 from zbmd.transport.errors import UserError
 
 
@@ -44,7 +44,7 @@ def test_each_host_has_a_name_an_address_and_a_home_of_its_own() -> None:
 
 KILLED = """
 import os, signal, sys
-from zbmd.tools.lab.netns import Lab
+from zbmd.tools.lab.network.netns import Lab
 with Lab(2, shaped=sys.argv[1] == "shaped") as lab:
     print("made", flush=True)
     signal.pause()

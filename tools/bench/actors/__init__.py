@@ -1,1 +1,1 @@
-"""The package `actors` of `zbmd.tools.bench`."""
+"""`zbmd bench actors`: asks, tells, and the cost of spawning, keeping and restarting actors."""

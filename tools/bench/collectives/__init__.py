@@ -1,1 +1,1 @@
-"""The package `collectives` of `zbmd.tools.bench`."""
+"""`zbmd bench collectives`: every operation among ranks of this host, beside its peers."""

@@ -1,1 +1,1 @@
-"""The package `transport` of `zbmd.tools.bench`."""
+"""`zbmd bench p2p`, `put` and `detect`: the processes that are timed, and how they connect."""

@@ -1,1 +1,1 @@
-"""The package `programs` of `zbmd.tools.chaos`."""
+"""Kill a rank at every instruction of every collective program (`python -m zbmd.tools.chaos.programs`)."""

@@ -1,1 +1,1 @@
-"""The package `sweep` of `zbmd.tools.chaos`."""
+"""Kill a rank of a training job at every kill point (`python -m zbmd.tools.chaos.sweep`)."""

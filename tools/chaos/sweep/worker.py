@@ -23,7 +23,7 @@ from zbmd.actors.host.supervisor import PRELOAD
 from zbmd.actors.rank.log import log_to_stderr
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import Outcome, run_small_job
-from zbmd.tools.cli.entry import run as run_command
+from zbmd.tools.cli.process import run as run_command
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.transport.errors import ZbmdError
 

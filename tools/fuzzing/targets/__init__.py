@@ -1,1 +1,1 @@
-"""The package `targets` of `zbmd.tools.fuzzing`."""
+"""Fuzz targets by concern; `zbmd.tools.fuzzing.registry` lists them all."""

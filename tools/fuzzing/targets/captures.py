@@ -26,7 +26,7 @@ from zbmd.collectives.commit.machine import StepCommit
 from zbmd.collectives.p2p import elastic_machine as em
 from zbmd.collectives.p2p import tag_machine as tm
 from zbmd.collectives.repair import events as rm
-from zbmd.tools.cli import zbmd as cli
+from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.fuzzing.script import Script
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.tools.fuzzing.targets import wires
@@ -198,7 +198,7 @@ def _record_cluster(log: capture.Recorder) -> None:
     tap = log.machine(CLUSTER, "cluster", CLUSTER.build(config), config)
     events: list[cluster.Event] = [
         cluster.Found(),
-        cluster.Ordered(order=Submit(spec=JobSpec(job=1, target="train.py"))),
+        cluster.Ordered(order=Submit(spec=JobSpec(job=1, target="train/command.py"))),
         cluster.Received(sender=other, message=cluster.Join(node=other)),
         cluster.TimerFired(),
         cluster.Suspected(key=other.key, reason="silent"),

@@ -39,10 +39,10 @@ from zbmd.collectives.repair.operations_uneven import blocks_of
 from zbmd.collectives.repair.splits import Split, SplitLedger, SplitsTold
 from zbmd.collectives.repair.verdict import decide
 from zbmd.collectives.repair.wire import Told, decode_report, encode_report
-from zbmd.tools.cli import flights as flight
 from zbmd.tools.fuzzing.script import Script, blocks, read_blocks
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.tools.fuzzing.targets.actors import DECODED
+from zbmd.tools.runs import flights as flight
 from zbmd.training.replicated.workload import open_state
 from zbmd.training.run.journal import read_parts
 from zbmd.training.run.ledger import VotePart

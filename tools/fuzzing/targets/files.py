@@ -29,9 +29,9 @@ from zbmd.collectives.programs.program import (
     parse_program,
 )
 from zbmd.tools.cli import settings
-from zbmd.tools.cli.run_result import RESULT_NAME, load_result, save_result
 from zbmd.tools.fuzzing.target import Broken, Target
 from zbmd.tools.runs.plot_metrics import picture_of_metrics, read_metrics
+from zbmd.tools.runs.result import RESULT_NAME, load_result, save_result
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.checkpoint.parameter_cut import run_of
 from zbmd.training.checkpoint.plan import read_plan

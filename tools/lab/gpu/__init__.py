@@ -1,1 +1,1 @@
-"""The package `gpu` of `zbmd.tools.lab`."""
+"""Checks on a real GPU (`python -m zbmd.tools.lab.gpu`): memory, collectives, kills of device workers."""

@@ -1,1 +1,0 @@
-"""The package `training` of `zbmd.tools.bench`."""

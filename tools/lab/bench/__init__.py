@@ -1,0 +1,1 @@
+"""Benchmarks of zbmd's own parts: what a design decision of a layer costs, layer by layer."""

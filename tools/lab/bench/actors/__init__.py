@@ -1,0 +1,1 @@
+"""Benchmarks of the actor layer: capture, heartbeats, the watchdog, a host that joins."""

@@ -1,0 +1,363 @@
+"""Time capture: what a recorded message costs its process, how fast a log replays, how fast a step is found.
+
+    python -m zbmd.tools.lab.bench.actors.capture [--seconds S] [--events N] [--only PART] [--json]
+
+A message's cost is measured on a real link between two processes: round trips with nothing recorded, with
+the ring and with a log, in turns, each with both of its messages recorded by the asking side. `none again` is
+`none` against itself: the noise. `cpu ns` is the time that all threads of the process spend on a record when
+nothing else is done, writing included. What an ask between actors costs more stands in `capture_asks`.
+Replay runs the step-commit machine over a simulated job's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import uvloop
+
+from zbmd.collectives.commit import events as cm
+from zbmd.collectives.commit.machine import StepCommit
+from zbmd.collectives.scenarios import commit as commit_scenario
+from zbmd.collectives.scenarios import commit_world
+from zbmd.tools.lab.bench.actors.capture_asks import (
+    COOKIE,
+    ORIGIN,
+    TIMEOUT_S,
+    bench_asks,
+    new_recorder,
+    print_costs,
+    serve_asks,
+)
+from zbmd.transport import capture
+from zbmd.transport.capture.files import LogFiles
+from zbmd.transport.capture.records import Kind, RawRecord
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.frames import HEADER_BYTES, FrameHeader, pack_header
+from zbmd.transport.handshake.hello import Identity
+from zbmd.transport.link.interface import Link
+from zbmd.transport.shm.connect import Endpoint, dial, listen
+from zbmd.transport.shm.link import ShmLink
+
+BATCH = 500
+PAYLOAD = bytes(64)
+FRAME = pack_header(FrameHeader(payload_bytes=len(PAYLOAD), job=1, incarnation=1)) + PAYLOAD
+STEP_EVENTS = 1000
+LOOKUPS = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What recording does to a round trip: median, and what a recorded message adds to it, ns."""
+
+    recorder: str
+    round_trip_p50_ns: float
+    added_ns: float
+    thread_ns: float
+    cpu_ns: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """Finding a step of a log of `events` records: opening it, finding the step, reading its first record."""
+
+    index: str
+    events: int
+    p50_ms: float
+    max_ms: float
+
+
+def _endpoint(name: str) -> Endpoint:
+    identity = Identity(name=name, pid=os.getpid(), uid=os.getuid(), incarnation=1)
+    return Endpoint(identity=identity, cookie=COOKIE)
+
+
+def _clocks() -> capture.Clocks:
+    return capture.Clocks(hybrid=HybridClock())
+
+
+class Asker:
+    """Asks over a link, one question after the other."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._recorder: capture.Recorder | None = None
+        self._stream = 0
+        self._left = 0
+        self._asked_ns = 0
+        self._times_ns: list[int] = []
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        link.on_frame = self._answered
+
+    async def ask(self, recorder: capture.Recorder | None, stream: int) -> float:
+        """The median of `BATCH` round trips, ns."""
+        self._recorder, self._stream, self._left = recorder, stream, BATCH
+        self._times_ns = []
+        self._done = asyncio.get_running_loop().create_future()
+        self._send()
+        await self._done
+        return statistics.median(self._times_ns)
+
+    def _send(self) -> None:
+        self._asked_ns = time.perf_counter_ns()
+        self._link.send(PAYLOAD)
+        if self._recorder is not None:
+            self._recorder.frame_out(self._stream, FRAME[:HEADER_BYTES], PAYLOAD, self._asked_ns)
+
+    def _answered(self, header: FrameHeader, payload: memoryview) -> None:
+        if self._recorder is not None:
+            self._recorder.frame_in(self._stream, FRAME, header.hlc)
+        self._times_ns.append(time.perf_counter_ns() - self._asked_ns)
+        self._left -= 1
+        if self._left:
+            self._send()
+        else:
+            self._done.set_result(None)
+
+
+async def _serve(address: str) -> None:
+    link = await dial(address, _endpoint("echo"))
+    ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    link.on_frame = lambda header, payload: link.send(bytes(payload))
+    link.on_closed = ended.set_result
+    await ended
+
+
+async def _round_trips(seconds: float) -> dict[str, float]:
+    """The median round trip with each recorder, ns; the kinds take turns, so that all meet the same noise."""
+    kinds = ("none", "none again", "ring", "log")
+    medians: dict[str, list[float]] = {kind: [] for kind in kinds}
+    address = f"zbmd-bench-{os.getpid()}-{secrets.token_hex(4)}"
+    came: asyncio.Future[ShmLink] = asyncio.get_running_loop().create_future()
+    listener = listen(address, came.set_result, _endpoint("bench"))
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "zbmd.tools.lab.bench.actors.capture", "--serve", address
+    )
+    try:
+        link = await asyncio.wait_for(came, TIMEOUT_S)
+        asker = Asker(link)
+        with new_recorder("ring") as ring, new_recorder("log") as log:
+            recorders = {"none": None, "none again": None, "ring": ring, "log": log}
+            streams = {kind: 0 if one is None else one.link("echo", 1) for kind, one in recorders.items()}
+            end_s = time.perf_counter() + seconds * len(kinds)
+            while time.perf_counter() < end_s:
+                for kind in kinds:
+                    medians[kind].append(await asker.ask(recorders[kind], streams[kind]))
+        link.close()
+    finally:
+        listener.close()
+        await child.wait()
+    return {kind: statistics.median(found) for kind, found in medians.items()}
+
+
+def _append_costs(kind: str) -> tuple[float, float]:
+    """ns of the recording thread, and of all threads, for one record, when nothing else is done."""
+    count, rounds = 20_000, 10
+    with new_recorder(kind) as recorder:
+        if recorder is None:
+            return 0.0, 0.0
+        stream = recorder.link("echo", 1)
+        thread_ns = 0
+        cpu_before_ns = time.process_time_ns()
+        for _ in range(rounds):
+            before_ns = time.thread_time_ns()
+            for hlc in range(count // 2):
+                recorder.frame_out(stream, FRAME[:HEADER_BYTES], PAYLOAD, hlc)
+                recorder.frame_in(stream, FRAME, hlc)
+            thread_ns += time.thread_time_ns() - before_ns
+            if isinstance(recorder, capture.LogRecorder):
+                recorder.flush()
+        cpu_ns = time.process_time_ns() - cpu_before_ns
+    return thread_ns / count / rounds, cpu_ns / count / rounds
+
+
+def bench_messages(seconds: float) -> list[Message]:
+    """What a recorded message costs."""
+    medians = uvloop.run(_round_trips(seconds))
+    found: list[Message] = []
+    for kind, median_ns in medians.items():
+        thread_ns, cpu_ns = _append_costs(kind)
+        added_ns = (median_ns - medians["none"]) / 2  # a question and its answer
+        found.append(
+            Message(
+                recorder=kind,
+                round_trip_p50_ns=median_ns,
+                added_ns=added_ns,
+                thread_ns=thread_ns,
+                cpu_ns=cpu_ns,
+            )
+        )
+    return found
+
+
+# ---- replay
+
+
+def _build_commit(config: Mapping[str, Any]) -> StepCommit:
+    return StepCommit(**config)
+
+
+COMMIT: capture.MachineKind[cm.CommitEvent, cm.CommitAction] = capture.register(
+    "bench.step-commit", 1, _build_commit, events=cm.CommitEvent, actions=cm.CommitAction
+)
+
+
+def bench_replay(events: int) -> dict[str, float]:
+    """Replay the machines of simulated jobs, at least `events` events of them: events a second."""
+    with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as directory:
+        recorder = capture.LogRecorder(Path(directory), ORIGIN, _clocks())
+
+        class Recorded(StepCommit):
+            def __init__(self, **config: Any) -> None:
+                super().__init__(**config)
+                name = f"rank{config['rank']}"
+                self._tap = recorder.machine(COMMIT, name, StepCommit(**config), config)
+
+            def handle(self, event: cm.CommitEvent, *, now_ns: int) -> list[cm.CommitAction]:
+                taken[0] += 1
+                self._tap.handle(event, now_ns=now_ns)
+                return super().handle(event, now_ns=now_ns)
+
+        taken = [0]
+        seed = 0
+        options = commit_world.CommitOptions(world_size=4, steps=50, kills=2)
+        with patch.object(commit_scenario, "StepCommit", Recorded):
+            while taken[0] < events:
+                commit_scenario.run(seed, options)
+                seed += 1
+        recorder.close()
+        before_s = time.perf_counter()
+        verdicts = list(capture.replay_log(Path(directory)))
+        took_s = time.perf_counter() - before_s
+    assert all(isinstance(verdict, capture.Identical) for verdict in verdicts), "the replay is not identical"
+    replayed = sum(verdict.events for verdict in verdicts if isinstance(verdict, capture.Identical))
+    return {"events": replayed, "seconds": took_s, "events_per_s": replayed / took_s}
+
+
+# ---- the index
+
+
+def _write_log(directory: Path, events: int) -> Path:
+    """A log of `events` records, a step every `STEP_EVENTS` of them."""
+    files = LogFiles(directory, ORIGIN, capture.DiskLimits(segment_bytes=16 << 20), _clocks().anchor)
+    rng = random.Random(1)
+    for first in range(0, events, STEP_EVENTS):
+        records: list[RawRecord] = [(int(Kind.MARK), 1, first, first, first // STEP_EVENTS)]
+        records += [
+            (int(Kind.FRAME_IN), 1, number, number, FRAME + rng.randbytes(16))
+            for number in range(first + 1, first + STEP_EVENTS)
+        ]
+        files.write(records)
+    files.close()
+    return files.path
+
+
+def bench_lookups(events: int) -> list[Lookup]:
+    """Find random steps, with the index and without."""
+    found: list[Lookup] = []
+    rng = random.Random(2)
+    with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as name:
+        path = _write_log(Path(name), events)
+        for index in ("stored", "missing"):
+            if index == "missing":
+                for file in path.glob("*.zidx"):
+                    file.unlink()
+            times_ms: list[float] = []
+            for _ in range(LOOKUPS):
+                step = rng.randrange(events // STEP_EVENTS)
+                before_ns = time.perf_counter_ns()
+                (log,) = capture.open_log(Path(name)).processes
+                place = log.find_step(step)
+                assert place is not None and place.number == step * STEP_EVENTS, (step, place)
+                next(log.entries(place))
+                times_ms.append((time.perf_counter_ns() - before_ns) / 1e6)
+            found.append(
+                Lookup(index=index, events=events, p50_ms=statistics.median(times_ms), max_ms=max(times_ms))
+            )
+    return found
+
+
+PARTS = ("messages", "asks", "replay", "lookups")
+
+
+def _print_messages(rows: list[Message]) -> None:
+    print(f"{'recorder':12} {'round trip ns':>14} {'added/message':>14} {'thread ns':>10} {'cpu ns':>8}")
+    for row in rows:
+        print(
+            f"{row.recorder:12} {row.round_trip_p50_ns:14,.0f} {row.added_ns:14,.0f} "
+            f"{row.thread_ns:10,.0f} {row.cpu_ns:8,.0f}"
+        )
+
+
+def _print_lookups(rows: list[Lookup]) -> None:
+    for row in rows:
+        print(
+            f"find a step  {row.events:14,} events, index {row.index}: "
+            f"p50 {row.p50_ms:.1f} ms, max {row.max_ms:.1f} ms"
+        )
+
+
+def _run_part(part: str, options: argparse.Namespace) -> object:
+    """Run a part and print it, unless JSON is wanted; its rows, to be made JSON."""
+    quiet = options.json
+    if part == "messages":
+        messages = bench_messages(options.seconds)
+        if not quiet:
+            _print_messages(messages)
+        return [asdict(row) for row in messages]
+    if part == "asks":
+        costs = bench_asks(options.seconds)
+        if not quiet:
+            print_costs(costs)
+        return [asdict(row) for row in costs]
+    if part == "replay":
+        replay = bench_replay(options.replayed)
+        if not quiet:
+            print(f"replay       {replay['events']:14,.0f} events, {replay['events_per_s']:,.0f} a second")
+        return replay
+    lookups = bench_lookups(options.events)
+    if not quiet:
+        _print_lookups(lookups)
+    return [asdict(row) for row in lookups]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark and print tables, or JSON."""
+    parser = argparse.ArgumentParser(prog="bench_capture", description="Time capture and replay.")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of round trips a recorder (default 1)")
+    parser.add_argument(
+        "--events", type=int, default=1_000_000, help="in the log to search (default 1000000)"
+    )
+    parser.add_argument("--replayed", type=int, default=20_000, help="events to replay (default 20000)")
+    parser.add_argument("--only", choices=PARTS, help="run this part alone")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
+    parser.add_argument("--serve-asks", nargs="+", metavar="ADDRESS", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.serve is not None:
+        uvloop.run(_serve(options.serve))
+        return 0
+    if options.serve_asks is not None:
+        uvloop.run(serve_asks(options.serve_asks))
+        return 0
+    rows = {part: _run_part(part, options) for part in ([options.only] if options.only else PARTS)}
+    if options.json:
+        print(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

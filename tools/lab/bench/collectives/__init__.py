@@ -1,0 +1,1 @@
+"""Benchmarks of collectives: several hosts, calls to remote groups, shrinking, the flight recorder."""

@@ -1,0 +1,147 @@
+"""What the profiler costs: steps with spans beside steps without, in turn, and what a span and a line take.
+
+Steps are timed by the processor time of their thread, so that what else the machine does counts little; steps
+without spans are also laid beside each other, which tells how far the noise goes. The share is the cost of a
+span, by the spans of a step, and of the line at its end, beside the time of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+import timeit
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from zbmd.training.autograd import spans
+from zbmd.training.autograd._spans import RECORD_BYTES, SpanRecorder
+from zbmd.training.config import TrainingConfig
+from zbmd.training.profiler.profiler import Profiler, open_profiler
+from zbmd.training.profiler.ring import read_ring, ring_path
+from zbmd.training.replicated.job import JobOptions, open_recipe
+from zbmd.training.replicated.overhead import Medians, medians
+from zbmd.training.replicated.plain import PlainTrainer
+from zbmd.transport.errors import UserError
+
+WARM_UP_ROUNDS = 3
+CALLS = 20_000
+LINES = 200
+REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost(Medians):
+    """Percent of a step without spans; ns and µs are the least of several."""
+
+    step_ms: float
+    spans_per_step: float
+    span_ns: float
+    span_without_recorder_ns: float
+    line_us: float
+    share_percent: float
+    """spans_per_step of span_ns, and a line, of step_ms."""
+    rounds: int
+
+
+def measure(directory: Path, rounds: int, data: str | None) -> Cost:
+    """Steps of the default model, in this thread. Raises `UserError`."""
+    steps = 3 * (rounds + WARM_UP_ROUNDS)
+    options = JobOptions(out=directory, data=data, training=TrainingConfig(steps=steps))
+    recipe = open_recipe(options)
+    trainer = PlainTrainer(recipe)
+    with open_profiler(directory, recipe.model, sequences=recipe.config.sequences_per_shard) as profiler:
+
+        def with_spans() -> None:
+            with profiler.recording():
+                profiler.begin_step(trainer.step)
+                trainer.run_step()
+                profiler.end_step()
+
+        on: list[float] = []
+        off: list[tuple[float, float]] = []
+        for number in range(rounds + WARM_UP_ROUNDS):
+            # Each is first, second and third as often as the others.
+            turn = [(0, trainer.run_step), (1, with_spans), (2, trainer.run_step)]
+            took = {which: _timed(work) for which, work in turn[number % 3 :] + turn[: number % 3]}
+            if number >= WARM_UP_ROUNDS:
+                on.append(took[1])
+                off.append((took[0], took[2]))
+        records = read_ring(ring_path(directory, 0, 1)).records
+        line_us = _line_us(profiler)
+    per_step = len(records) / (rounds + WARM_UP_ROUNDS)
+    step_ms = 1e3 * statistics.median(first for first, _ in off)
+    recorded_ns, unheard_ns = _span_ns()
+    overhead = [100.0 * (a / ((b + c) / 2) - 1.0) for a, (b, c) in zip(on, off, strict=True)]
+    floor = [100.0 * (b / c - 1.0) for b, c in off]
+    return Cost(
+        **medians(overhead, floor),
+        step_ms=step_ms,
+        spans_per_step=per_step,
+        span_ns=recorded_ns,
+        span_without_recorder_ns=unheard_ns,
+        line_us=line_us,
+        share_percent=100.0 * (per_step * recorded_ns / 1e6 + line_us / 1e3) / step_ms,
+        rounds=rounds,
+    )
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began_s = time.thread_time()
+    work()
+    return time.thread_time() - began_s
+
+
+def _span_ns() -> tuple[float, float]:
+    """What entering and leaving a span of a unit takes, with a recorder and without."""
+
+    def one() -> None:
+        with spans.FORWARD[3]:
+            pass
+
+    def least_ns() -> float:
+        return min(timeit.repeat(one, number=CALLS, repeat=REPEATS, timer=time.thread_time)) / CALLS * 1e9
+
+    recorder = SpanRecorder(bytearray(8 + RECORD_BYTES * 1024), 8)
+    unheard_ns = least_ns()
+    with recorder.recording():
+        recorder.begin_step(1)
+        recorded_ns = least_ns()
+        recorder.end_step()
+    return recorded_ns, unheard_ns
+
+
+def _line_us(profiler: Profiler) -> float:
+    """What the end of a step takes: its sums, and its line in the file."""
+
+    def one() -> None:
+        profiler.begin_step(1)
+
+    return min(timeit.repeat(one, number=LINES, repeat=REPEATS, timer=time.thread_time)) / LINES * 1e6
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and print the result as one JSON line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zbmd.tools.lab.bench.training.profile", description=__doc__
+    )
+    parser.add_argument("--rounds", type=int, default=60, help="rounds that count (%(default)s)")
+    parser.add_argument("--data", help="file, directory or glob to train on")
+    arguments = parser.parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="zbmd-bench-profile-") as directory:
+            cost = measure(Path(directory), max(1, arguments.rounds), arguments.data)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(msgspec.json.encode(asdict(cost)).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

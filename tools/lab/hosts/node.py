@@ -1,0 +1,132 @@
+"""The node of one host in the demo of a job over hosts: a cluster's node with its jobs, as JSON lines.
+
+    python -m zbmd.tools.lab.hosts.node ADDRESS --name NAME [--join ADDRESS] [--recovery-budget TIME]
+
+Standard input takes one order, a JSON object with the fields of a training job to submit; standard
+output tells of views, ranks and steps, each with its time (CLOCK_MONOTONIC, one for all hosts of the
+laboratory).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import structlog
+import uvloop
+
+from zbmd.actors.cluster.jobs.node_driver import JobHost
+from zbmd.actors.cluster.jobs.table import JobSpec, Submit
+from zbmd.actors.cluster.node.lives import Acting, LifeOver, NodeConfig, NodeEvent, Suspecting
+from zbmd.actors.cluster.node.node import ClusterNode
+from zbmd.actors.cluster.node.persistent_state import NodeState
+from zbmd.actors.host.events import HostEvent, RankDown, RankReport, RankStarted
+from zbmd.actors.host.links import host_identity
+from zbmd.actors.host.output import OutputLine, emit_plainly
+from zbmd.actors.host.supervisor import PRELOAD
+from zbmd.transport.capture.recorder import Clocks, origin_of
+from zbmd.transport.capture.ring import RingRecorder
+from zbmd.transport.clock.deadlines import parse_recovery_budget
+from zbmd.transport.clock.hlc import HybridClock
+from zbmd.transport.handshake.cookie import load_or_create_cookie
+from zbmd.transport.tcp.address import parse_address
+
+ARENA_BYTES: Final = 64 << 20
+MODULES: Final = (*PRELOAD, "zbmd.collectives.group.group", "zbmd.training.replicated.job")
+
+
+def say(kind: str, **fields: Any) -> None:
+    """One line, in one piece: the node's thread says things, too."""
+    emit_plainly("stdout", json.dumps({"kind": kind, "at_ns": time.monotonic_ns(), **fields}))
+
+
+class Place:
+    """A node and its jobs."""
+
+    def __init__(self, address: str, join: str | None, name: str, recovery_budget_ns: int | None) -> None:
+        config = NodeConfig(
+            name=name,
+            listen=parse_address(address),
+            joins=() if join is None else (parse_address(join),),
+            cookie=load_or_create_cookie(),
+            recovery_budget_ns=recovery_budget_ns,
+        )
+        clock = HybridClock()
+        self.node = ClusterNode(config, NodeState.open(), self._hear)
+        self.jobs = JobHost(
+            self.node,
+            recorder=RingRecorder(origin_of(host_identity(0)), Clocks(hybrid=clock)),
+            clock=clock,
+            output=self,
+            listen_host=config.listen.host,
+            preload=MODULES,
+            on_event=self._on_event,
+        )
+
+    async def write_line(self, line: OutputLine) -> None:
+        """What ranks print."""
+        say("line", rank=line.rank, text=line.text.decode(errors="replace"))
+
+    def _hear(self, event: NodeEvent) -> None:
+        match event:
+            case Acting(view=view):
+                say("view", epoch=view.epoch, members=sorted(node.name for node in view.nodes))
+                for job in view.jobs.jobs:
+                    say("job", phase=str(job.phase.value), reason=job.reason)
+            case Suspecting(reason=reason):
+                say("suspects", node=event.key.id, reason=reason)
+            case LifeOver(reason=reason):
+                say("stopped", reason=reason)
+            case _:
+                pass
+
+    def _on_event(self, job: int, event: HostEvent) -> None:
+        match event:
+            case RankReport(payload=payload):
+                say("report", payload=payload)
+            case RankStarted():
+                say("started", rank=event.rank, incarnation=event.incarnation, pid=event.pid)
+            case RankDown():
+                say("down", rank=event.rank, reason=event.reason, tail=event.tail[-3:])
+            case _:
+                pass
+
+    def submit(self, order: dict[str, Any]) -> None:
+        """Have the cluster run a job."""
+        spec = JobSpec(job=secrets.randbits(62) | 1, arena_bytes=ARENA_BYTES, **order)
+        self.node.command(Submit(spec=spec))
+
+
+async def run(address: str, join: str | None, name: str, recovery_budget_ns: int | None) -> None:
+    """Until the process is killed."""
+    place = Place(address, join, name, recovery_budget_ns)
+    await place.jobs.open()
+    living = asyncio.ensure_future(place.node.run())
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        order = json.loads(line)
+        order["arguments"] = tuple(order.get("arguments", ()))
+        place.submit(order)
+    await living
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("address")
+    parser.add_argument("--join")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--recovery-budget", metavar="TIME", type=parse_recovery_budget)
+    arguments = parser.parse_args(argv)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    uvloop.run(run(arguments.address, arguments.join, arguments.name, arguments.recovery_budget))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

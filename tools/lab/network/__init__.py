@@ -1,0 +1,1 @@
+"""Laboratory networks: hosts as network namespaces, joined by a switch with delay, loss and a bandwidth."""

@@ -11,10 +11,10 @@ import os
 from dataclasses import dataclass
 from functools import lru_cache
 
-from zbmd.collectives.algorithms import ALGORITHMS, Operation
+from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Operation
 from zbmd.collectives.communicator.cost_model import FORMULAS, Case, Model
+from zbmd.collectives.execution.plan import CHUNK_BYTES
 from zbmd.collectives.native._stepper import PUB_BYTES_MAX
-from zbmd.collectives.programs.plan import CHUNK_BYTES
 from zbmd.transport.errors import UserError
 
 VARIABLE = "ZBMD_ALGORITHM"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, Final, NoReturn, TypeVar
 
-from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.runs import NO_ROOT
 from zbmd.collectives.device.arrays import given_back, taken

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.communicator.pieces import Ask, Job, Side, shape_of
 from zbmd.collectives.communicator.runs import Runs

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.communicator.pieces import Job, Side, shape_of
 from zbmd.collectives.communicator.uneven import UnevenOperations
 from zbmd.collectives.device.arrays_in import Array, Placed, Target, as_placed

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.algorithms.shard_tree import Assignment, Node, shard_tree_nodes
 from zbmd.collectives.communicator.coalescing import CoalescedOperations
 from zbmd.collectives.communicator.cost_model import Model

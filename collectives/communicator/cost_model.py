@@ -15,8 +15,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
-from zbmd.collectives.algorithms import Operation
-from zbmd.collectives.programs.plan import CHUNK_BYTES
+from zbmd.collectives.algorithms.catalogue import Operation
+from zbmd.collectives.execution.plan import CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

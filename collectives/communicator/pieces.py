@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from zbmd.collectives.algorithms import Algorithm, Operation, Request, algorithm_of
+from zbmd.collectives.algorithms.catalogue import Algorithm, Operation, Request, algorithm_of
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.communicator.algorithm_choice import Choice, choose
 from zbmd.collectives.communicator.cost_model import ONE_HOST, Model
@@ -15,9 +15,7 @@ from zbmd.collectives.device.arrays_in import Array, Placed, address
 from zbmd.collectives.device.staging import DeviceStaging
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.execution.executor import Call, Executor
-from zbmd.collectives.native._stepper import PUB_BYTES_MAX
-from zbmd.collectives.programs.layout import Layout, Piece
-from zbmd.collectives.programs.plan import (
+from zbmd.collectives.execution.plan import (
     CHUNK_BYTES,
     FAR_CHUNK_BYTES,
     FAR_PIECE_BYTES,
@@ -29,6 +27,8 @@ from zbmd.collectives.programs.plan import (
     chunks_for,
     plan_of,
 )
+from zbmd.collectives.native._stepper import PUB_BYTES_MAX
+from zbmd.collectives.programs.layout import Layout, Piece
 from zbmd.collectives.programs.program import IN, OUT, PUB
 from zbmd.collectives.programs.reductions import itemsize, slot_itemsize
 from zbmd.transport.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.communicator.calls import Calls
 from zbmd.collectives.communicator.pieces import Job, Side, shape_of
 from zbmd.collectives.communicator.runs import NO_ROOT, Said

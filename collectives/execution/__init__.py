@@ -1,1 +1,6 @@
-"""The package `execution` of `zbmd.collectives`."""
+"""Execution: a rank's plan for a request, and the executors that run it on mapped or remote memory.
+
+`plan` makes plans after `proof` has proved the programs of all ranks; `executor` runs one natively where all
+members share memory, `remote_executor` where some are on other hosts. Imports `algorithms`, `programs`,
+`native`, `device` and the transport. Begin with `plan`, then `executor`.
+"""

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.errors import (
     CollectiveError,
     Desynchronised,
@@ -20,6 +20,7 @@ from zbmd.collectives.errors import (
     MembersLost,
     OperationAborted,
 )
+from zbmd.collectives.execution.plan import Plan
 from zbmd.collectives.native._stepper import (
     PUB_BYTES_MAX,
     STATUS_ABORTED,
@@ -33,7 +34,6 @@ from zbmd.collectives.native._stepper import (
 )
 from zbmd.collectives.programs.channels import title
 from zbmd.collectives.programs.layout import Piece, Table
-from zbmd.collectives.programs.plan import Plan
 from zbmd.collectives.programs.program import BUFFERS, INBOX, hash_text
 from zbmd.collectives.programs.reductions import DTYPE_NAMES, REDUCTIONS, slot_itemsize
 from zbmd.transport import kill_points as faults

@@ -29,6 +29,7 @@ from zbmd.collectives.execution.executor import (
     group_identity,
     no_executor,
 )
+from zbmd.collectives.execution.plan import Plan
 from zbmd.collectives.execution.remote_drive import Driver
 from zbmd.collectives.execution.remote_fetch import Ended, Fetcher, Landings, Staging
 from zbmd.collectives.execution.remote_outgoing import Outgoing
@@ -42,7 +43,6 @@ from zbmd.collectives.native._stepper import (
     STATUS_DONE,
     STATUS_LOST,
 )
-from zbmd.collectives.programs.plan import Plan
 from zbmd.collectives.programs.program import INBOX, SCRATCH
 from zbmd.transport.connect.remote_memory import RemoteMemory
 from zbmd.transport.memory.peer_memory import PeerMemory

@@ -10,10 +10,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from zbmd.collectives.execution.plan import Plan
 from zbmd.collectives.execution.remote_drive import Driver
 from zbmd.collectives.native._remote_stepper import RemoteGroup
 from zbmd.collectives.native._stepper import STATUS_ABORTED, STATUS_DONE, STATUS_LOST
-from zbmd.collectives.programs.plan import Plan
 from zbmd.transport.connect.remote_memory import RemoteMemory
 from zbmd.transport.errors import LinkClosed, PeerLost
 from zbmd.transport.memory.region import RemoteRegion

@@ -18,13 +18,13 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from zbmd.collectives.execution.plan import Plan
 from zbmd.collectives.execution.remote_drive import Driver
 from zbmd.collectives.execution.remote_fetch import STAGING_BYTES_MAX, Ended, Fetch, Fetched, Fetcher
 from zbmd.collectives.execution.remote_outgoing import Outgoing
 from zbmd.collectives.native._program import BLOCKED, DONE, Stepper
 from zbmd.collectives.native._remote_stepper import RemoteGroup
 from zbmd.collectives.native._stepper import STATUS_DONE, STATUS_LOST
-from zbmd.collectives.programs.plan import Plan
 from zbmd.collectives.programs.program import (
     INBOX,
     PUB,

@@ -5,10 +5,10 @@ from typing import Any, Final, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from zbmd.collectives.execution.plan import Plan
 from zbmd.collectives.flight._flight import FlightRing
 from zbmd.collectives.native._program import NativeProgram
 from zbmd.collectives.native._stepper import NativeGroup
-from zbmd.collectives.programs.plan import Plan
 
 WAITING_MAX: Final[int]
 """Threads that may wait for their turn on one communicator."""

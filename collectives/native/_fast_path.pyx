@@ -14,7 +14,7 @@ from zbmd.collectives.native._stepper cimport (
     BUFFERS, IN, OUT, PUB, S_DONE, Header, NativeGroup, NativeProgram, Run, run_close, run_open
 )
 
-from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.transport.errors import LocalProtocolError
 
 cnp.import_array()

@@ -18,8 +18,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms import Operation, Request, algorithm_of
-
 Table: TypeAlias = NDArray[np.uint64]
 Counts: TypeAlias = tuple[int, ...]
 
@@ -165,21 +163,3 @@ def scatter_layout(counts: Counts, root: int) -> Layout:
     """The root gives `counts[r]` elements to rank r: block r."""
     n = len(counts)
     return Layout(n=n, lengths=counts, sources=((root,),) * n, targets=tuple((r,) for r in range(n)))
-
-
-def even_layout(request: Request, count: int) -> Layout | None:
-    """The layout of `count` elements a block, if the request's algorithm lies by one; else None."""
-    n, counts = request.n, (count,) * request.n
-    if not algorithm_of(request).laid_out:
-        return None
-    match request.operation:
-        case Operation.ALL_TO_ALL:
-            return all_to_all_layout((counts,) * n)
-        case Operation.GATHER:
-            return gather_layout(counts, request.root)
-        case Operation.SCATTER:
-            return scatter_layout(counts, request.root)
-        case Operation.REDUCE_SCATTER:
-            return reduce_scatter_layout(counts)
-        case _:
-            return None

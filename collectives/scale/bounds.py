@@ -23,7 +23,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms import Operation, Request
+from zbmd.collectives.algorithms.catalogue import Operation, Request
 from zbmd.collectives.algorithms.hierarchical import hosts_of
 from zbmd.collectives.algorithms.reduction_trees import BinaryTree, balanced_tree, two_trees
 from zbmd.collectives.errors import ProgramError

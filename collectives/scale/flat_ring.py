@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.algorithms.ring import WINDOW_SLOTS
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.scale.placement import Placement

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms import ALGORITHMS, ROOTED, Operation, Request
+from zbmd.collectives.algorithms.catalogue import ALGORITHMS, ROOTED, Operation, Request
 from zbmd.collectives.algorithms.hierarchical import hosts_of
 from zbmd.collectives.algorithms.reduction_trees import BinaryTree, balanced_tree, two_trees
 from zbmd.collectives.errors import ProgramError

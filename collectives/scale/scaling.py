@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms import ALGORITHMS, ROOTED, Operation, Request
+from zbmd.collectives.algorithms.catalogue import ALGORITHMS, ROOTED, Operation, Request
 from zbmd.collectives.algorithms.hierarchical import hosts_of
 from zbmd.collectives.algorithms.reduction_trees import CHILD_SLOTS
 from zbmd.collectives.errors import ProgramError

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms import ALGORITHMS, Request
+from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Request
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.programs.program import (
     COPY_CODE,

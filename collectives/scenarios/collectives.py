@@ -20,9 +20,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms import ALGORITHMS, Operation, Request, algorithm_of, build, spec_of
+from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Operation, Request, algorithm_of, build, spec_of
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
-from zbmd.collectives.programs.layout import Layout, even_layout
+from zbmd.collectives.programs.layout import (
+    Layout,
+    all_to_all_layout,
+    gather_layout,
+    reduce_scatter_layout,
+    scatter_layout,
+)
 from zbmd.collectives.programs.program import IN, OUT, PUB, Operand, chunk_extent, input_buffer
 from zbmd.collectives.programs.simulate import Outcome, Result, Simulation
 from zbmd.collectives.programs.spec import Spec, Tree
@@ -84,8 +90,26 @@ def draw_case(
     in_place = not entry.eager and rng.random() < 0.5
     values = np.random.default_rng(rng.randrange(1 << 32))
     buffers = tuple(_buffers(request, rank, count, in_place, values) for rank in range(n))
-    layout = even_layout(request, count)
+    layout = _even_layout(request, count)
     return Case(request, count, layout, buffers, _expected(request, count, layout, in_place, buffers))
+
+
+def _even_layout(request: Request, count: int) -> Layout | None:
+    """Return the layout of `count` elements a block, or None if the algorithm does not use a layout."""
+    n, counts = request.n, (count,) * request.n
+    if not algorithm_of(request).laid_out:
+        return None
+    match request.operation:
+        case Operation.ALL_TO_ALL:
+            return all_to_all_layout((counts,) * n)
+        case Operation.GATHER:
+            return gather_layout(counts, request.root)
+        case Operation.SCATTER:
+            return scatter_layout(counts, request.root)
+        case Operation.REDUCE_SCATTER:
+            return reduce_scatter_layout(counts)
+        case _:
+            return None
 
 
 def _buffers(request: Request, rank: int, count: int, in_place: bool, values: np.random.Generator) -> Buffers:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zbmd.collectives.algorithms import Operation, Request, build
+from zbmd.collectives.algorithms.catalogue import Operation, Request, build
 from zbmd.collectives.algorithms.shard_tree import Node, assign_to, shard_tree_nodes
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.programs.program import OUT, input_buffer

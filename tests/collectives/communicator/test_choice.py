@@ -10,14 +10,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zbmd.collectives.algorithms import ALGORITHMS, Operation
+from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Operation
 from zbmd.collectives.communicator.algorithm_choice import VARIABLE, Choice, choose
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.cost_model import FORMULAS, MANY_HOSTS, ONE_HOST, Model
 from zbmd.collectives.communicator.pieces import Ask, shape_of
 from zbmd.collectives.errors import Desynchronised
+from zbmd.collectives.execution.plan import CHUNK_BYTES
 from zbmd.collectives.native._stepper import PUB_BYTES_MAX
-from zbmd.collectives.programs.plan import CHUNK_BYTES
 from zbmd.collectives.programs.reductions import dtype_code
 from zbmd.transport.errors import UserError
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.communicator.algorithm_choice import choose
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.cost_model import Model

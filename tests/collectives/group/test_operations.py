@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms import ALGORITHMS, Operation
+from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Operation
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.errors import Desynchronised, OperationAborted
-from zbmd.collectives.programs.plan import PIECE_BYTES
+from zbmd.collectives.execution.plan import PIECE_BYTES
 from zbmd.collectives.programs.reductions import DTYPE_NAMES, REDUCTIONS, dtypes, reduction_code
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.segment import Segment

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.collectives.algorithms import ALGORITHMS, Operation, build, spec_of
+from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Operation, build, spec_of
 from zbmd.collectives.programs.program import Notify, Program, Wait
 from zbmd.collectives.programs.simulate import Outcome, Result, Simulation, SimulationError
 from zbmd.collectives.scenarios.collectives import draw_case

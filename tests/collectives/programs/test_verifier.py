@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from zbmd.collectives.algorithms import (
+from zbmd.collectives.algorithms.catalogue import (
     ALGORITHMS,
     ROOTED,
     Operation,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from zbmd.collectives.algorithms import Operation, Request, build, build_all, spec_of
+from zbmd.collectives.algorithms.catalogue import Operation, Request, build, build_all, spec_of
 from zbmd.collectives.errors import Flaw, VerificationError
 from zbmd.collectives.programs.program import (
     IN,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zbmd.collectives.algorithms import ROOTED, Operation, Request
+from zbmd.collectives.algorithms.catalogue import ROOTED, Operation, Request
 from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.execution.remote_slots import slot_payload_bytes
 from zbmd.collectives.native._stepper import PUB_BYTES_MAX

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbmd.collectives.algorithms import Operation
+from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.programs.program import IN, OUT, PUB
 from zbmd.collectives.programs.simulate import Outcome as End
 from zbmd.collectives.scenarios.collectives import (

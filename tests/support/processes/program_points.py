@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zbmd.collectives.programs.plan import Plan, plan_of
+from zbmd.collectives.execution.plan import Plan, plan_of
 
 
 def points_of(run_ranks: Callable[..., list[Any]], operation: Callable[[Any], object], n: int) -> list[int]:

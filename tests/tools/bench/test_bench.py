@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from zbmd.collectives.communicator.cost_model import ONE_HOST
 from zbmd.tools.bench import command as bench_cli
+from zbmd.tools.bench.collectives.command import explain
 from zbmd.tools.bench.peer_catalogue import OF_TCP, PEERS, PeerMissing, Site, find_peer
 from zbmd.tools.bench.result import FORMAT, BenchResult, Row, table
 from zbmd.tools.bench.run import MEMCPY
@@ -297,8 +300,17 @@ def test_what_is_chosen_is_explained_by_what_the_ranks_have_measured(
     found = {tuple(line.split()[:2]): line for line in lines}
     assert "travel with the descriptor" in found["all_reduce", "4"]
     assert "swap" in found["all_reduce", "16M"] and "tree" in found["reduce", "16M"]
+    assert "steps, proved offline; " in found["all_reduce", "4"]
     assert cli.main(["bench", "collectives", "--explain", "--sizes", "4", "--hosts", "2"]) == 0
     assert "assumed" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_what_was_not_proved_offline_is_proved_and_what_that_took_is_told() -> None:
+    lines = explain([3 << 20], 23, 1, ONE_HOST)
+    found = {line.split()[0]: line for line in lines[1:]}
+    assert re.search(r"steps, proved now in \d+\.\d ms; ", found["all_gather"])
+    again = {line.split()[0]: line for line in explain([3 << 20], 23, 1, ONE_HOST)[1:]}
+    assert again == found, "a proof is kept, with what it took"
 
 
 def test_ranks_that_do_not_start_are_told_in_words(

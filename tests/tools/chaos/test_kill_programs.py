@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zbmd.collectives.algorithms import ALGORITHMS, Operation
+from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Operation
 from zbmd.tools.chaos.programs import __main__ as kill_programs
 from zbmd.tools.chaos.programs import rank as kill_rank
 from zbmd.tools.chaos.programs.families import AGAIN, FIRST, RANKS, RUNS, Family, Kill, families, kills_of

@@ -1,7 +1,8 @@
 """`zbmd bench collectives`: blocking collectives among ranks of this host, with peers in the same run.
 
 With `--explain` nothing is timed but the link, by ranks as a group is made of them: it prints which algorithm
-"auto" stands for at each size, and why. Links between hosts (`--hosts`) are not timed here, but assumed.
+"auto" stands for at each size, and why; how many instructions a rank's program has, and how the programs of
+all ranks were proved. Links between hosts (`--hosts`) are not timed here, but assumed.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import Final
 
 import msgspec
 
-from zbmd.collectives.algorithms import Operation
-from zbmd.collectives.communicator.algorithm_choice import choose, wish_of_environment
+from zbmd.collectives.algorithms.catalogue import Operation, Request
+from zbmd.collectives.communicator.algorithm_choice import wish_of_environment
 from zbmd.collectives.communicator.cost_model import MANY_HOSTS, Model
+from zbmd.collectives.communicator.pieces import Ask, choice_of, shape_of
+from zbmd.collectives.programs.reductions import BYTES_CODE
 from zbmd.tools.bench.peer_catalogue import (
     ONE_THREAD,
     _first_line,
@@ -49,18 +52,46 @@ def explain(sizes: Sequence[int], ranks: int, hosts: int, model: Model) -> list[
     """A line for each operation and size: the algorithm, why, and what the others were predicted to take."""
     how = "as the ranks have measured it" if hosts == 1 else "assumed"
     lines = [f"# {ranks} ranks on {hosts} hosts, {how}: {model}"]
-    wish = wish_of_environment()
     for operation in EXPLAINED:
         for nbytes in sizes:
-            choice = choose(
-                operation, n=ranks, nbytes=nbytes, published_bytes=nbytes, hosts=hosts, model=model, wish=wish
-            )
+            ask = _call_of(operation, nbytes, ranks, hosts, model)
+            choice = choice_of(ask)
             costs = ", ".join(f"{name} {cost / 1e3:.1f} us" for name, cost in choice.predicted_ns)
             name = f"{choice.algorithm} or {choice.in_arena}" if choice.in_arena else choice.algorithm
-            chosen = f"{name:18} {choice.reason}"
-            what = f"{operation.name.lower():14} {size_in_words(nbytes):>5}  {chosen}"
-            lines.append(f"{what} [{costs}]" if costs else what)
+            what = f"{operation.name.lower():14} {size_in_words(nbytes):>5}  {name:18} {_proved(ask)}"
+            lines.append(f"{what}; {choice.reason}" + (f" [{costs}]" if costs else ""))
     return lines
+
+
+def _call_of(operation: Operation, nbytes: int, ranks: int, hosts: int, model: Model) -> Ask:
+    """Return the call of which a rank's largest array has `nbytes`, as the first of the ranks makes it."""
+    in_blocks = Request(operation=operation, algorithm="", n=ranks).blocks > 1
+    count = nbytes // ranks if in_blocks else nbytes
+    return Ask(
+        operation=operation,
+        algorithm="auto",
+        n=ranks,
+        place=0,
+        count=count,
+        published=count if operation is Operation.ALL_GATHER else nbytes,
+        dtype=BYTES_CODE,
+        hosts=tuple(rank * hosts // ranks for rank in range(ranks)) if hosts > 1 else (),
+        model=model,
+        far=hosts > 1,
+        wish=wish_of_environment(),
+    )
+
+
+def _proved(ask: Ask) -> str:
+    """Return the steps of a rank's programs, and how those of all ranks were proved.
+
+    Verifies what has not been proved, as the first call of this shape would.
+    """
+    shape = shape_of(ask)
+    plans = {plan.request: plan for plan in (shape.plan, shape.plan.in_arena, shape.last) if plan is not None}
+    steps = "+".join(str(len(plan.program.instructions)) for plan in plans.values())
+    proofs = ", ".join(dict.fromkeys(str(plan.proof) for plan in plans.values()))
+    return f"{steps} steps, {proofs}"
 
 
 def measure(

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from zbmd.collectives.algorithms import ALGORITHMS, ROOTED, Operation, Request
-from zbmd.collectives.programs.plan import Plan, chunks_for, plan_of
+from zbmd.collectives.algorithms.catalogue import ALGORITHMS, ROOTED, Operation, Request
+from zbmd.collectives.execution.plan import Plan, chunks_for, plan_of
 from zbmd.collectives.programs.program import hash_text
 
 RANKS: Final = (2, 3, 4, 5)

@@ -15,13 +15,14 @@ import numpy as np
 from zbmd.actors.contracts import Contract
 from zbmd.actors.core import wire
 from zbmd.actors.core.ref import Ref
-from zbmd.collectives.algorithms import Operation, Request
+from zbmd.collectives.algorithms.catalogue import Operation, Request
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit import wire as commit_wire
 from zbmd.collectives.commit.machine import StepCommit
 from zbmd.collectives.communicator.cost_model import Model
 from zbmd.collectives.errors import CollectiveError
 from zbmd.collectives.execution.executor import Call, MappedExecutor
+from zbmd.collectives.execution.plan import Plan, plan_of
 from zbmd.collectives.group import flight_dump, priority_machine
 from zbmd.collectives.group.priority_driver import decode_told, encode_told
 from zbmd.collectives.native._program import READ
@@ -29,7 +30,6 @@ from zbmd.collectives.native._stepper import DESCRIPTOR_HEADER_BYTES, PUB_BYTES_
 from zbmd.collectives.p2p import elastic_machine as elastic_tag_machine
 from zbmd.collectives.p2p import wire as tagged_wire
 from zbmd.collectives.p2p.tag_machine import Arrived, MemberLeft, SendPosted, TagMachine, TakenThere
-from zbmd.collectives.programs.plan import Plan, plan_of
 from zbmd.collectives.programs.program import IN, OUT
 from zbmd.collectives.repair.adoption import Publication, read_published
 from zbmd.collectives.repair.events import Call as RepairCall

@@ -12,7 +12,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.collectives.algorithms import Operation, Request, algorithm_of, build
+from zbmd.collectives.algorithms.catalogue import Operation, Request, algorithm_of, build
+from zbmd.collectives.execution.proof import Proof, prove
 from zbmd.collectives.native._program import NativeProgram
 from zbmd.collectives.programs.program import Program, encode, hash_text
 
@@ -36,6 +37,7 @@ PLANS_MAX = 512
 class Plan:
     """A request and what this rank does for it. `exposed`: its buffers that peers read.
 
+    proof: how the programs of all ranks were proved.
     sent: of an eager one, which chunks of this rank's input each rank is sent, if it is on another host.
     encoding: the program as the stepper has it (`program.encode`). in_arena: what is run instead where the
     `in` and `out` of all ranks lie in the arena, and the first rank of the group finds it quicker: ranks read
@@ -47,6 +49,7 @@ class Plan:
     native: NativeProgram
     encoding: NDArray[np.int32] = field(repr=False, compare=False)
     exposed: frozenset[int]
+    proof: Proof
     sent: tuple[range, ...] = ()
     in_arena: Plan | None = None
 
@@ -65,10 +68,10 @@ class Plan:
 def plan_of(request: Request, rank: int, in_arena: Request | None = None) -> Plan:
     """The plan of `rank` (0..n-1) for `request`, or for `in_arena`, of the same bits, as `Plan` has it.
 
-    Raises `ProgramError` on a bad request.
+    Raises `ProgramError` on a bad request, and `VerificationError` if the programs of its ranks are flawed.
     """
     other = None if in_arena is None else plan_of(in_arena, rank)
-    algorithm = algorithm_of(request)
+    algorithm, proof = algorithm_of(request), prove(request)
     sends = algorithm.sends
     program = build(request, rank)
     encoding = encode(program)
@@ -90,6 +93,7 @@ def plan_of(request: Request, rank: int, in_arena: Request | None = None) -> Pla
         native=native,
         encoding=encoding,
         exposed=algorithm.exposes(request, rank),
+        proof=proof,
         sent=() if sends is None else tuple(sends(request, rank, reader) for reader in range(request.n)),
         in_arena=other,
     )

@@ -1,1 +1,282 @@
-"""Actors: typed contracts, bounded mailboxes, references, supervision and nodes."""
+"""Actors: typed contracts, bounded mailboxes, references, supervision, upgrades, clusters.
+
+This package imports `zbmd.transport` alone. Its public API is `__all__`: each name is imported when it is
+first used. Inside, each package imports the packages before it: `core` (cells, references, systems, links),
+`directory`, `routing`, `upgrade`, `supervision`, `hangs`, `system` (the core with its services), `replay`;
+then processes, ranks, hosts and clusters. Begin reading at `core/actor.py` and `system.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zbmd.actors.cluster.session_routes import connect as connect
+    from zbmd.actors.contracts import Contract as Contract
+    from zbmd.actors.core.actor import on as on
+    from zbmd.actors.core.actor_base import allow_remote_modules as allow_remote_modules
+    from zbmd.actors.core.context import ActorClock as ActorClock
+    from zbmd.actors.core.context import deadline_ns as deadline_ns
+    from zbmd.actors.core.context import sender_process as sender_process
+    from zbmd.actors.core.context import trace_id as trace_id
+    from zbmd.actors.core.deferred import Deferred as Deferred
+    from zbmd.actors.core.deferred import Later as Later
+    from zbmd.actors.core.mailbox import MailboxSpec as MailboxSpec
+    from zbmd.actors.core.ref import Ref as Ref
+    from zbmd.actors.core.signals import Down as Down
+    from zbmd.actors.core.signals import Exited as Exited
+    from zbmd.actors.core.signals import Monitor as Monitor
+    from zbmd.actors.core.signals import Reason as Reason
+    from zbmd.actors.core.signals import ReasonKind as ReasonKind
+    from zbmd.actors.core.signals import Signal as Signal
+    from zbmd.actors.core.signals import Undelivered as Undelivered
+    from zbmd.actors.core.system import ActorInfo as ActorInfo
+    from zbmd.actors.core.timers import Timer as Timer
+    from zbmd.actors.directory.contracts import GroupNews as GroupNews
+    from zbmd.actors.directory.driver import GroupChange as GroupChange
+    from zbmd.actors.directory.names import Group as Group
+    from zbmd.actors.errors import ActorError as ActorError
+    from zbmd.actors.errors import ActorFailed as ActorFailed
+    from zbmd.actors.errors import ActorStartFailed as ActorStartFailed
+    from zbmd.actors.errors import ChildExists as ChildExists
+    from zbmd.actors.errors import ContractError as ContractError
+    from zbmd.actors.errors import ContractMismatch as ContractMismatch
+    from zbmd.actors.errors import DeadActor as DeadActor
+    from zbmd.actors.errors import InvalidMessage as InvalidMessage
+    from zbmd.actors.errors import MailboxFull as MailboxFull
+    from zbmd.actors.errors import MailboxMemoryFull as MailboxMemoryFull
+    from zbmd.actors.errors import MissingDeadline as MissingDeadline
+    from zbmd.actors.errors import NameInUse as NameInUse
+    from zbmd.actors.errors import NameTaken as NameTaken
+    from zbmd.actors.errors import NoReply as NoReply
+    from zbmd.actors.errors import NoSuchChild as NoSuchChild
+    from zbmd.actors.errors import NotUnderstood as NotUnderstood
+    from zbmd.actors.errors import StashFull as StashFull
+    from zbmd.actors.errors import SystemStopped as SystemStopped
+    from zbmd.actors.errors import TooManyPending as TooManyPending
+    from zbmd.actors.errors import UnknownActorClass as UnknownActorClass
+    from zbmd.actors.errors import UnknownContract as UnknownContract
+    from zbmd.actors.errors import UpgradeRefused as UpgradeRefused
+    from zbmd.actors.errors import UpgradeUndone as UpgradeUndone
+    from zbmd.actors.hangs.loop_watch import HeldNotice as HeldNotice
+    from zbmd.actors.rank.member import Worker as Worker
+    from zbmd.actors.rank.member import join as join
+    from zbmd.actors.session import Session as Session
+    from zbmd.actors.supervision.devices import CpuCore as CpuCore
+    from zbmd.actors.supervision.devices import Device as Device
+    from zbmd.actors.supervision.devices import DeviceSpec as DeviceSpec
+    from zbmd.actors.supervision.devices import DeviceWorker as DeviceWorker
+    from zbmd.actors.supervision.devices import ProcessPool as ProcessPool
+    from zbmd.actors.supervision.devices import cpu_cores as cpu_cores
+    from zbmd.actors.supervision.events import AutoShutdown as AutoShutdown
+    from zbmd.actors.supervision.events import BackOff as BackOff
+    from zbmd.actors.supervision.events import Restart as Restart
+    from zbmd.actors.supervision.events import Strategy as Strategy
+    from zbmd.actors.supervision.remote_hosts import NodeProcess as NodeProcess
+    from zbmd.actors.supervision.remote_hosts import node_child as node_child
+    from zbmd.actors.supervision.supervisor import AddChild as AddChild
+    from zbmd.actors.supervision.supervisor import Children as Children
+    from zbmd.actors.supervision.supervisor import ChildrenFailed as ChildrenFailed
+    from zbmd.actors.supervision.supervisor import ChildSpec as ChildSpec
+    from zbmd.actors.supervision.supervisor import ChildUp as ChildUp
+    from zbmd.actors.supervision.supervisor import DeleteChild as DeleteChild
+    from zbmd.actors.supervision.supervisor import RestartChild as RestartChild
+    from zbmd.actors.supervision.supervisor import Supervisor as Supervisor
+    from zbmd.actors.supervision.supervisor import TerminateChild as TerminateChild
+    from zbmd.actors.supervision.supervisor import WhichChildren as WhichChildren
+    from zbmd.actors.system import Actor as Actor
+    from zbmd.actors.system import ActorSystem as ActorSystem
+    from zbmd.actors.upgrade.driver import Upgraded as Upgraded
+
+__all__ = [
+    "Actor",
+    "ActorClock",
+    "ActorError",
+    "ActorFailed",
+    "ActorInfo",
+    "ActorStartFailed",
+    "ActorSystem",
+    "AddChild",
+    "AutoShutdown",
+    "BackOff",
+    "ChildExists",
+    "ChildSpec",
+    "ChildUp",
+    "Children",
+    "ChildrenFailed",
+    "Contract",
+    "ContractError",
+    "ContractMismatch",
+    "CpuCore",
+    "DeadActor",
+    "Deferred",
+    "DeleteChild",
+    "Device",
+    "DeviceSpec",
+    "DeviceWorker",
+    "Down",
+    "Exited",
+    "Group",
+    "GroupChange",
+    "GroupNews",
+    "HeldNotice",
+    "InvalidMessage",
+    "Later",
+    "MailboxFull",
+    "MailboxMemoryFull",
+    "MailboxSpec",
+    "MissingDeadline",
+    "Monitor",
+    "NameInUse",
+    "NameTaken",
+    "NoReply",
+    "NoSuchChild",
+    "NodeProcess",
+    "NotUnderstood",
+    "ProcessPool",
+    "Reason",
+    "ReasonKind",
+    "Ref",
+    "Restart",
+    "RestartChild",
+    "Session",
+    "Signal",
+    "StashFull",
+    "Strategy",
+    "Supervisor",
+    "SystemStopped",
+    "TerminateChild",
+    "Timer",
+    "TooManyPending",
+    "Undelivered",
+    "UnknownActorClass",
+    "UnknownContract",
+    "UpgradeRefused",
+    "UpgradeUndone",
+    "Upgraded",
+    "WhichChildren",
+    "Worker",
+    "allow_remote_modules",
+    "connect",
+    "cpu_cores",
+    "deadline_ns",
+    "join",
+    "node_child",
+    "on",
+    "sender_process",
+    "trace_id",
+]
+
+_HOMES = {
+    "zbmd.actors.cluster.session_routes": ("connect",),
+    "zbmd.actors.contracts": ("Contract",),
+    "zbmd.actors.core.actor": ("on",),
+    "zbmd.actors.core.actor_base": ("allow_remote_modules",),
+    "zbmd.actors.core.context": (
+        "ActorClock",
+        "deadline_ns",
+        "sender_process",
+        "trace_id",
+    ),
+    "zbmd.actors.core.deferred": (
+        "Deferred",
+        "Later",
+    ),
+    "zbmd.actors.core.mailbox": ("MailboxSpec",),
+    "zbmd.actors.core.ref": ("Ref",),
+    "zbmd.actors.core.signals": (
+        "Down",
+        "Exited",
+        "Monitor",
+        "Reason",
+        "ReasonKind",
+        "Signal",
+        "Undelivered",
+    ),
+    "zbmd.actors.core.system": ("ActorInfo",),
+    "zbmd.actors.core.timers": ("Timer",),
+    "zbmd.actors.directory.contracts": ("GroupNews",),
+    "zbmd.actors.directory.driver": ("GroupChange",),
+    "zbmd.actors.directory.names": ("Group",),
+    "zbmd.actors.errors": (
+        "ActorError",
+        "ActorFailed",
+        "ActorStartFailed",
+        "ChildExists",
+        "ContractError",
+        "ContractMismatch",
+        "DeadActor",
+        "InvalidMessage",
+        "MailboxFull",
+        "MailboxMemoryFull",
+        "MissingDeadline",
+        "NameInUse",
+        "NameTaken",
+        "NoReply",
+        "NoSuchChild",
+        "NotUnderstood",
+        "StashFull",
+        "SystemStopped",
+        "TooManyPending",
+        "UnknownActorClass",
+        "UnknownContract",
+        "UpgradeRefused",
+        "UpgradeUndone",
+    ),
+    "zbmd.actors.hangs.loop_watch": ("HeldNotice",),
+    "zbmd.actors.rank.member": (
+        "Worker",
+        "join",
+    ),
+    "zbmd.actors.session": ("Session",),
+    "zbmd.actors.supervision.devices": (
+        "CpuCore",
+        "Device",
+        "DeviceSpec",
+        "DeviceWorker",
+        "ProcessPool",
+        "cpu_cores",
+    ),
+    "zbmd.actors.supervision.events": (
+        "AutoShutdown",
+        "BackOff",
+        "Restart",
+        "Strategy",
+    ),
+    "zbmd.actors.supervision.remote_hosts": (
+        "NodeProcess",
+        "node_child",
+    ),
+    "zbmd.actors.supervision.supervisor": (
+        "AddChild",
+        "ChildSpec",
+        "ChildUp",
+        "Children",
+        "ChildrenFailed",
+        "DeleteChild",
+        "RestartChild",
+        "Supervisor",
+        "TerminateChild",
+        "WhichChildren",
+    ),
+    "zbmd.actors.system": (
+        "Actor",
+        "ActorSystem",
+    ),
+    "zbmd.actors.upgrade.driver": ("Upgraded",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,1 +1,5 @@
-"""The package `upgrade` of `zbmd.actors`."""
+"""Changes of code while actors live: prepare everywhere, try on canaries, keep or take back.
+
+`coordinator.py`, `agent.py` and `ledger.py` are sans-I/O machines; `driver.py` and `keeper.py` run them;
+`local.py` changes the actors of one process. Imports the core alone. Begin reading at `driver.py`.
+"""

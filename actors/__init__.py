@@ -2,8 +2,8 @@
 
 This package imports `zbmd.transport` alone. Its public API is `__all__`: each name is imported when it is
 first used. Inside, each package imports the packages before it: `core` (cells, references, systems, links),
-`directory`, `routing`, `upgrade`, `supervision`, `hangs`, `system` (the core with its services), `replay`;
-then processes, ranks, hosts and clusters. Begin reading at `core/actor.py` and `system.py`.
+`directory`, `routing`, `supervision` and `upgrade`, `hangs`, `system` (the core with its services), `replay`;
+then hosts, ranks, process pools and clusters. Begin reading at `core/actor.py` and `system.py`.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ if TYPE_CHECKING:
     from zbmd.actors.errors import UpgradeRefused as UpgradeRefused
     from zbmd.actors.errors import UpgradeUndone as UpgradeUndone
     from zbmd.actors.hangs.loop_watch import HeldNotice as HeldNotice
+    from zbmd.actors.process_pool.devices import CpuCore as CpuCore
+    from zbmd.actors.process_pool.devices import Device as Device
+    from zbmd.actors.process_pool.devices import DeviceSpec as DeviceSpec
+    from zbmd.actors.process_pool.devices import DeviceWorker as DeviceWorker
+    from zbmd.actors.process_pool.devices import ProcessPool as ProcessPool
+    from zbmd.actors.process_pool.devices import cpu_cores as cpu_cores
+    from zbmd.actors.process_pool.remote_hosts import NodeProcess as NodeProcess
+    from zbmd.actors.process_pool.remote_hosts import node_child as node_child
     from zbmd.actors.rank.member import Worker as Worker
     from zbmd.actors.rank.member import join as join
     from zbmd.actors.session import Session as Session
-    from zbmd.actors.supervision.devices import CpuCore as CpuCore
-    from zbmd.actors.supervision.devices import Device as Device
-    from zbmd.actors.supervision.devices import DeviceSpec as DeviceSpec
-    from zbmd.actors.supervision.devices import DeviceWorker as DeviceWorker
-    from zbmd.actors.supervision.devices import ProcessPool as ProcessPool
-    from zbmd.actors.supervision.devices import cpu_cores as cpu_cores
     from zbmd.actors.supervision.events import AutoShutdown as AutoShutdown
     from zbmd.actors.supervision.events import BackOff as BackOff
     from zbmd.actors.supervision.events import Restart as Restart
     from zbmd.actors.supervision.events import Strategy as Strategy
-    from zbmd.actors.supervision.remote_hosts import NodeProcess as NodeProcess
-    from zbmd.actors.supervision.remote_hosts import node_child as node_child
     from zbmd.actors.supervision.supervisor import AddChild as AddChild
     from zbmd.actors.supervision.supervisor import Children as Children
     from zbmd.actors.supervision.supervisor import ChildrenFailed as ChildrenFailed
@@ -230,7 +230,7 @@ _HOMES = {
         "join",
     ),
     "zbmd.actors.session": ("Session",),
-    "zbmd.actors.supervision.devices": (
+    "zbmd.actors.process_pool.devices": (
         "CpuCore",
         "Device",
         "DeviceSpec",
@@ -244,7 +244,7 @@ _HOMES = {
         "Restart",
         "Strategy",
     ),
-    "zbmd.actors.supervision.remote_hosts": (
+    "zbmd.actors.process_pool.remote_hosts": (
         "NodeProcess",
         "node_child",
     ),

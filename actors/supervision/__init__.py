@@ -1,6 +1,5 @@
-"""Supervisors, as those of Erlang/OTP, and children that are processes.
+"""Supervisors, as those of Erlang/OTP: they start, restart and stop their children.
 
-`machine.py` is the sans-I/O machine and `supervisor.py` the actor that runs it. `process_actor.py`, `forks.py`,
-`devices.py` and `remote_hosts.py` are children that are operating-system processes; `placement.py` assigns them
-to places. Imports the core and `zbmd.actors.routing`. Begin reading at `supervisor.py`.
+`machine.py` is the sans-I/O machine, with its events and policies in `events.py`; `supervisor.py` is the actor
+that runs it. Imports the core alone. Begin reading at `supervisor.py`.
 """

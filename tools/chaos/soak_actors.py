@@ -2,7 +2,7 @@
 
     python -m zbmd.tools.chaos.soak_actors [--processes 20] [--minutes 5] [--seed N]
 
-A supervisor keeps the processes up (`zbmd.actors.supervision.devices`), each with a ledger; clients write
+A supervisor keeps the processes up (`zbmd.actors.process_pool.devices`), each with a ledger; clients write
 entries into the ledgers, and one process after the other is killed with SIGKILL, or stopped for a while so
 that asks time out. What a ledger acknowledges must be written there, once and in order; nothing may be
 acknowledged by a life that was over; and when the killing ends, every ledger must answer again.
@@ -30,7 +30,7 @@ import uvloop
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.core.signals import Down
 from zbmd.actors.errors import ActorError
-from zbmd.actors.supervision.devices import DeviceWorker, ProcessPool, cpu_cores
+from zbmd.actors.process_pool.devices import DeviceWorker, ProcessPool, cpu_cores
 from zbmd.actors.supervision.events import BackOff
 from zbmd.actors.supervision.machine import INTENSITY_MAX
 from zbmd.actors.system import ActorSystem

@@ -150,7 +150,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "actors/core/actor.py": "makes a number of random bytes of its own",
     "actors/replay/recording.py": "makes a number of random bytes of its own",
     "actors/core/pools.py": "reads what a worker that it has started itself answers, within a bound",
-    "actors/supervision/device_worker.py": "reads the cookie that its parent process writes, within a bound",
+    "actors/process_pool/device_worker.py": "reads the cookie that its parent process writes, within a bound",
     "actors/core/pool_worker.py": "reads what the process that has started it asks, within a bound",
     "actors/supervision/events.py": "makes a number of a digest of its own settings",
     "collectives/communicator/peer_reading.py": "compares a number of its own with the bytes that it reads",

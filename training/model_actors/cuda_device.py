@@ -11,7 +11,7 @@ CHECK_ELEMENTS = 1 << 20
 
 
 class CudaDevice:
-    """The GPU of that index among those that are visible: see `zbmd.actors.supervision.devices.Device`."""
+    """The GPU of that index among those that are visible: see `zbmd.actors.process_pool.devices.Device`."""
 
     def __init__(self, index: int) -> None:
         self._index = index

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from zbmd.actors.host.reaper import descendants
-from zbmd.actors.supervision.devices import DeviceWorker, ProcessPool, cpu_cores
-from zbmd.actors.supervision.forks import Fork, Forks
+from zbmd.actors.process_pool.devices import DeviceWorker, ProcessPool, cpu_cores
+from zbmd.actors.process_pool.forks import Fork, Forks
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import LocalProtocolError
 
@@ -169,7 +169,7 @@ async def test_a_worker_is_forked_again_by_the_same_template() -> None:
 
 BOSS = """
 import asyncio, sys
-from zbmd.actors.supervision.devices import ProcessPool, cpu_cores
+from zbmd.actors.process_pool.devices import ProcessPool, cpu_cores
 from zbmd.actors.rank.log import log_to_stderr
 from zbmd.actors.system import ActorSystem
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from zbmd.actors.core.ref import Ref
-from zbmd.actors.supervision.devices import (
+from zbmd.actors.process_pool.devices import (
     CHECK,
     CheckDevice,
     DeviceChecked,
@@ -20,10 +20,10 @@ from zbmd.actors.supervision.devices import (
     DeviceWorker,
     ProcessPool,
 )
+from zbmd.actors.process_pool.placement import Place, PlacesMachine, PlaceState
+from zbmd.actors.process_pool.process_actor import Places
+from zbmd.actors.process_pool.remote_hosts import NodeProcess, node_child
 from zbmd.actors.supervision.events import BackOff
-from zbmd.actors.supervision.placement import Place, PlacesMachine, PlaceState
-from zbmd.actors.supervision.process_actor import Places
-from zbmd.actors.supervision.remote_hosts import NodeProcess, node_child
 from zbmd.actors.supervision.supervisor import AddChild, Children, ChildrenFailed, WhichChildren
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import UserError, ZbmdError
@@ -40,7 +40,7 @@ async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         "import os, pathlib\n"
         "from zbmd.actors.core.actor import Actor, on\n"
         "from zbmd.actors.contracts import Contract\n"
-        "from zbmd.actors.supervision.devices import CpuCore\n"
+        "from zbmd.actors.process_pool.devices import CpuCore\n"
         f"SICK = pathlib.Path({str(tmp_path)!r})\n"
         "class Core(CpuCore):\n"
         "    def __init__(self, index):\n"

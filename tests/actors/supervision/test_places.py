@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.actors.supervision.placement import (
+from zbmd.actors.process_pool.placement import (
     Assigned,
     Place,
     PlacesMachine,

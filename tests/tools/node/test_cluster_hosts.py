@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from support.cluster.cluster_nodes import TIMEOUT_S, Nodes
 
+from zbmd.actors.process_pool.placement import Place, PlacesMachine
+from zbmd.actors.process_pool.process_actor import Places
+from zbmd.actors.process_pool.remote_hosts import NodeProcess, node_child
 from zbmd.actors.session import Session
 from zbmd.actors.supervision.events import BackOff
-from zbmd.actors.supervision.placement import Place, PlacesMachine
-from zbmd.actors.supervision.process_actor import Places
-from zbmd.actors.supervision.remote_hosts import NodeProcess, node_child
 
 
 async def healthy(_: str) -> str:

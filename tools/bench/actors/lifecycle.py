@@ -19,7 +19,7 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.errors import ActorFailed
-from zbmd.actors.supervision.devices import DeviceWorker, ProcessPool, cpu_cores
+from zbmd.actors.process_pool.devices import DeviceWorker, ProcessPool, cpu_cores
 from zbmd.actors.supervision.machine import INTENSITY_MAX
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.actors.system import ActorSystem
@@ -110,7 +110,7 @@ async def restarting(system: ActorSystem, times: int = 200) -> list[Row]:
 async def restarting_process(system: ActorSystem, times: int = 10) -> Row:
     """From a SIGKILL of a supervised process to the first answer of an actor in the next one.
 
-    A worker of `zbmd.actors.supervision.devices`, forked from its supervisor's template.
+    A worker of `zbmd.actors.process_pool.devices`, forked from its supervisor's template.
     """
     workers = ProcessPool(system, cpu_cores(capacity=2), modules=[__name__], failures=1000)
     supervisor = await system.supervise([workers.child("killed")], intensity=INTENSITY_MAX)

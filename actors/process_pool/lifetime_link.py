@@ -1,6 +1,6 @@
 """Becomes a command that ends with the process that has started it.
 
-python -m zbmd.actors.supervision.leash PARENT COMMAND [ARGUMENT …]
+python -m zbmd.actors.process_pool.lifetime_link PARENT COMMAND [ARGUMENT …]
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from zbmd.actors.contracts import Contract, fingerprints
 from zbmd.actors.core.signals import Down, Reason, ReasonKind
 from zbmd.actors.core.system import CoreSystem
 from zbmd.actors.errors import ActorError
+from zbmd.actors.process_pool.forks import Fork, Forks
+from zbmd.actors.process_pool.placement import Place, PlacesMachine
+from zbmd.actors.process_pool.process_actor import Command, Places, ProcessActor, lifetime_linked
 from zbmd.actors.supervision.events import Restart
-from zbmd.actors.supervision.forks import Fork, Forks
-from zbmd.actors.supervision.placement import Place, PlacesMachine
-from zbmd.actors.supervision.process_actor import Command, Places, ProcessActor, leashed
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
 from zbmd.transport.handshake.hello import Identity
@@ -34,7 +34,7 @@ from zbmd.transport.shm.link import ShmLink
 
 CHECK: Final = "device"
 """The actor of a worker that checks its device."""
-WORKER: Final = "zbmd.actors.supervision.device_worker"
+WORKER: Final = "zbmd.actors.process_pool.device_worker"
 _WORKER_IMPORTS: Final = (__name__, "zbmd.actors.rank.log", "uvloop")
 COOKIE_BYTES: Final = 32
 CHECK_EVERY_S: Final = 10.0
@@ -188,7 +188,7 @@ class ProcessPool:
         """In a process of its own, which binds the device, checks it, and ends."""
         device = self.devices[place]
         process = await asyncio.create_subprocess_exec(
-            *leashed([sys.executable, "-m", WORKER, device.kind, str(device.index), "--probe"]),
+            *lifetime_linked([sys.executable, "-m", WORKER, device.kind, str(device.index), "--probe"]),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

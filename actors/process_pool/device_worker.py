@@ -1,7 +1,7 @@
 """The process of one worker of a device: binds the device, links with who has started it, and hosts actors.
 
-    python -m zbmd.actors.supervision.device_worker KIND INDEX NAME INCARNATION ADDRESS [MODULE …]
-    python -m zbmd.actors.supervision.device_worker KIND INDEX --probe
+    python -m zbmd.actors.process_pool.device_worker KIND INDEX NAME INCARNATION ADDRESS [MODULE …]
+    python -m zbmd.actors.process_pool.device_worker KIND INDEX --probe
 
 The cookie comes on standard input, in a line. It ends with the link, or its parent: whoever starts it has
 seen to that, as a fork's template or by a leash.
@@ -21,7 +21,7 @@ import uvloop
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.actor_base import allow_remote_modules
-from zbmd.actors.supervision.devices import CHECK, CheckDevice, Device, DeviceChecked
+from zbmd.actors.process_pool.devices import CHECK, CheckDevice, Device, DeviceChecked
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.handshake.hello import Identity

@@ -1,7 +1,7 @@
 """An actor that is a process: it runs a command at a place, and its life ends with the process.
 
 So the supervisor of actors supervises hosts and devices as well, with all its strategies: see
-`zbmd.actors.supervision.remote_hosts` and `zbmd.actors.supervision.devices`.
+`zbmd.actors.process_pool.remote_hosts` and `zbmd.actors.process_pool.devices`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from zbmd.actors.core.actor import Actor
 from zbmd.actors.core.signals import Down, Reason, ReasonKind
 from zbmd.actors.errors import ActorStartFailed
 from zbmd.actors.host.process import describe_exit
-from zbmd.actors.supervision import placement as p
-from zbmd.actors.supervision.forks import Fork
+from zbmd.actors.process_pool import placement as p
+from zbmd.actors.process_pool.forks import Fork
 from zbmd.transport.errors import ZbmdError
 
 OUTPUT_CHUNK_BYTES: Final = 1 << 16
@@ -116,9 +116,9 @@ class Places:
         self._handle(p.Probed(place=place, problem=problem))
 
 
-def leashed(command: Sequence[str]) -> list[str]:
+def lifetime_linked(command: Sequence[str]) -> list[str]:
     """The command, so that it ends with this process, however that ends."""
-    return [sys.executable, "-m", "zbmd.actors.supervision.leash", str(os.getpid()), *command]
+    return [sys.executable, "-m", "zbmd.actors.process_pool.lifetime_link", str(os.getpid()), *command]
 
 
 class Command:
@@ -194,7 +194,7 @@ class ProcessActor(Actor):
     async def launch(self) -> Command | Fork:
         """Start the process: here, of the command."""
         process = await asyncio.create_subprocess_exec(
-            *leashed(self.command()),
+            *lifetime_linked(self.command()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

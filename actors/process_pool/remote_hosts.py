@@ -18,9 +18,9 @@ from typing import Final
 
 import structlog
 
+from zbmd.actors.process_pool.process_actor import Places, ProcessActor
 from zbmd.actors.routing.routes import Ways
 from zbmd.actors.supervision.events import Restart
-from zbmd.actors.supervision.process_actor import Places, ProcessActor
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.transport.errors import ZbmdError
 

@@ -46,7 +46,7 @@ class ActorSystem(CoreSystem):
             name, incarnation, recorder=recorder, mailbox_bytes_max=mailbox_bytes_max, scope=scope
         )
         self.loop_watch = watch_loop(self)
-        """Who held the event loop, if anyone did."""
+        """Counts and keeps the notices of handlers that held the event loop."""
         self.add_service(self.loop_watch)
 
     async def supervise(
@@ -61,8 +61,7 @@ class ActorSystem(CoreSystem):
         auto_shutdown: AutoShutdown = AutoShutdown.NEVER,
         name: str | None = None,
     ) -> Ref:
-        """Start a supervisor and its children, in order; see
-        `zbmd.actors.supervision.supervisor.Supervisor`."""
+        """Start a supervisor and its children, in order; see `Supervisor`."""
         arguments = (children, strategy, intensity, period_s, back_off, template, auto_shutdown)
         return await self.spawn(Supervisor, *arguments, name=name)
 
@@ -77,8 +76,7 @@ class ActorSystem(CoreSystem):
         answer_s: float = ANSWER_S,
         lasting: bool = False,
     ) -> Upgraded:
-        """Let all actors of `old` become ones of `new` while they live; see
-        `zbmd.actors.upgrade.driver.upgrade`.
+        """Turn all actors of `old` into actors of `new` while they live; see `upgrade.driver.upgrade`.
 
         processes: by name, linked with this one and with each other; None for this one alone.
         """
@@ -97,9 +95,9 @@ class ActorSystem(CoreSystem):
     # Names and groups.
 
     def open_directory(self, *, alone: bool) -> Directory:
-        """The directory of this process, made if there is none. See `zbmd.actors.directory.driver`.
+        """Return the directory of this process; it is made if there is none. See `directory.driver`.
 
-        alone: until it is told of a view, this process is one of its own; else names wait for the first view.
+        alone: this process is a view of its own until another begins; else names wait for the first view.
         """
         directory = self.service(Directory)
         if directory is None:
@@ -108,26 +106,26 @@ class ActorSystem(CoreSystem):
         return directory
 
     async def register(self, name: str, ref: Ref, *, timeout: float = CALL_S) -> None:
-        """Give an actor a name that no other actor of the view has, until it ends.
+        """Register an actor under a name, unique in the view, until the actor ends.
 
-        Raises `NameInUse`, `DeadActor` if the actor does not live, and as `Ref.ask`. timeout: seconds; what
-        is granted after it is given back.
+        Raises `NameInUse`, `DeadActor` if the actor does not live, and as `Ref.ask`. timeout: seconds; a
+        name granted later is given back.
         """
         self.open_directory(alone=True)
         await names.register(self, name, ref, timeout)
 
     async def whereis(self, name: str, *, timeout: float = CALL_S) -> Ref | None:
-        """The actor that has the name, wherever it lives; None if nobody has it. Raises as `Ref.ask`."""
+        """Return the actor that has the name, wherever it lives, or None. Raises as `Ref.ask`."""
         self.open_directory(alone=True)
         return await names.whereis(self, name, timeout)
 
     async def unregister(self, name: str, *, timeout: float = CALL_S) -> bool:
-        """Take the name from whoever has it; False if nobody has. Raises as `Ref.ask`."""
+        """Take the name from its holder; return False if there is none. Raises as `Ref.ask`."""
         self.open_directory(alone=True)
         return await names.unregister(self, name, timeout)
 
     async def group(self, name: str, *, timeout: float = CALL_S) -> Group:
-        """The group of that name, once all processes of the view have said who is in it; it may be empty."""
+        """Return the group of that name, once every process of the view has reported its members."""
         group = Group(self, self.open_directory(alone=True), names.checked(name))
         await group.settled(timeout=timeout)
         return group
@@ -135,7 +133,7 @@ class ActorSystem(CoreSystem):
     # The cluster.
 
     async def processes(self) -> tuple[tuple[str, int, str], ...]:
-        """The nodes of the cluster and the ranks that are up: process, incarnation, the node it runs on.
+        """Return the nodes of the cluster and the ranks that are up: process, incarnation, and its node.
 
         At most `PROCESSES_TOLD_MAX`. Empty if this process is in no cluster. Raises as `Ref.ask`.
         """

@@ -5,8 +5,23 @@ A view is a list of incarnations that take part, under an epoch that only grows.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
+
+_RANK_NAME = re.compile(r"rank(\d{1,3})", re.ASCII)
+
+
+def child_id(rank: int) -> str:
+    """The supervision machine's id, and the process name, of a rank."""
+    return f"rank{rank}"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank whose process is called `name`; None if it is no rank's."""
+    found = _RANK_NAME.fullmatch(name)
+    return int(found[1]) if found is not None else None
+
 
 RANKS_MAX = (
     1022  # slots 0..1021 of a segment (ZBMD_MAX_SLOTS in transport/native/segment.h); 1023 is the node's

@@ -17,7 +17,6 @@ from zbmd.actors.core.context import sender_process
 from zbmd.actors.core.deferred import Deferred, Later
 from zbmd.actors.core.scopes import abroad, owner_of, scope_of_job
 from zbmd.actors.errors import TooManyPending
-from zbmd.actors.rank_names import child_id
 from zbmd.actors.routing.contracts import (
     PROCESSES_TOLD_MAX,
     REASON_CHARACTERS_MAX,
@@ -34,6 +33,7 @@ from zbmd.actors.routing.contracts import (
 )
 from zbmd.actors.routing.end_notice import Heeding
 from zbmd.actors.routing.routes import Ways
+from zbmd.actors.view import child_id
 from zbmd.transport.errors import LocalProtocolError
 
 HEEDED_MAX: Final = 16_384

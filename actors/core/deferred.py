@@ -78,7 +78,7 @@ class Deferred(Later):
             self._reply_to.fail(error)
 
     def abandon(self, error: ActorError) -> None:
-        """Nobody will answer."""
+        """Raise `error` in the asker, if no reply was given."""
         if self._settle() and self._reply_to is not None:
             self._reply_to.fail(error)
 

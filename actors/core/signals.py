@@ -39,7 +39,7 @@ class Reason:
 
 
 class Signal:
-    """What the system itself tells an actor; signals come before messages. Handlers for them are optional."""
+    """A notice from the system to an actor; signals come before messages, and their handlers are optional."""
 
     __slots__ = ()
 

@@ -66,7 +66,7 @@ log: Final = structlog.stdlib.get_logger("zbmd.directory")
 
 @dataclass(frozen=True, slots=True)
 class GroupChange:
-    """Who went from a group, and who then came, as it is seen here."""
+    """Members that left a group, and members that joined it after that, as seen by this process."""
 
     joined: tuple[Ref, ...]
     left: tuple[Ref, ...]

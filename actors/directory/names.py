@@ -1,4 +1,4 @@
-"""What a program asks of the directory: names of actors, and groups of them."""
+"""Names and groups of actors, as programs use them: requests to the directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zbmd.actors.core.system import CoreSystem
 
 CALL_S: Final = 5.0
-"""How long a directory may take, unless its caller says otherwise."""
+"""Default timeout of requests to a directory, seconds."""
 
 
 def directory_of(system: CoreSystem, ref: Ref | None = None) -> Ref:
@@ -70,8 +70,8 @@ async def unregister(system: CoreSystem, name: str, timeout: float) -> bool:
 class Group:
     """A group of actors of the view that this process is in, as Erlang's `pg` has it.
 
-    Every process knows all members; who ends, or goes with its process from the view, is in it no more. Made
-    by `ActorSystem.group`.
+    Every process knows all members. A member that ends, or whose process leaves the view, is removed. Made by
+    `ActorSystem.group`.
     """
 
     def __init__(self, system: CoreSystem, directory: Directory, name: str) -> None:
@@ -84,46 +84,46 @@ class Group:
 
     @property
     def members(self) -> tuple[Ref, ...]:
-        """Who is in it, as far as is known here: by process, each process's in the order of joining."""
+        """Return the members known here, by process, and by order of joining within a process."""
         return self._directory.group(self.name)
 
     @property
     def local_members(self) -> tuple[Ref, ...]:
-        """Those of this process."""
+        """Return the members of this process."""
         return tuple(ref for ref in self.members if ref.process == self._system.name)
 
     async def join(self, ref: Ref, *, timeout: float = CALL_S) -> None:
-        """Put an actor into it, wherever it lives. Twice is once. Raises as `Ref.ask`, and `DeadActor`."""
+        """Add an actor, wherever it lives. Idempotent. Raises as `Ref.ask`, and `DeadActor`."""
         message = JoinGroup(self.name, ref.actor, ref.incarnation)
         await directory_of(self._system, ref).ask(message, timeout=timeout)
 
     async def leave(self, ref: Ref, *, timeout: float = CALL_S) -> None:
-        """Take it out. Raises as `Ref.ask`, and `DeadActor`."""
+        """Remove it. Raises as `Ref.ask`, and `DeadActor`."""
         message = LeaveGroup(self.name, ref.actor, ref.incarnation)
         await directory_of(self._system, ref).ask(message, timeout=timeout)
 
     async def broadcast(self, message: Contract) -> dict[Ref, ZbmdError]:
-        """Tell all members; returns those that it could not be sent to, and why. See `ActorSystem.cast`."""
+        """Send a message to all members; return the failed ones and their errors, as `ActorSystem.cast`."""
         return await self._system.cast(self.members, message)
 
     def changes(self) -> AsyncGenerator[GroupChange]:
-        """Who joins and who leaves, from now on; the first change has all who are in it already.
+        """Yield changes of the membership from now on; the first has all present members.
 
-        One that waits for more than `CHANGES_WAITING_MAX` changes gets them as one.
+        More than `CHANGES_WAITING_MAX` waiting changes are merged into one.
         """
         return self._directory.changes(self.name)
 
     async def watch(self, ref: Ref, *, timeout: float = CALL_S) -> None:
-        """Have an actor told of the changes: it gets `GroupNews`, at once with all who are in it already."""
+        """Send `GroupNews` to an actor at each change, and at once with all present members."""
         message = WatchGroup(self.name, ref.actor, ref.incarnation)
         await directory_of(self._system, ref).ask(message, timeout=timeout)
 
     async def unwatch(self, ref: Ref, *, timeout: float = CALL_S) -> None:
-        """Tell it no longer."""
+        """Stop sending `GroupNews` to it."""
         message = UnwatchGroup(self.name, ref.actor, ref.incarnation)
         await directory_of(self._system, ref).ask(message, timeout=timeout)
 
     async def settled(self, *, timeout: float = CALL_S) -> tuple[Ref, ...]:
-        """Its members once all processes of the view have said who is there."""
+        """Return its members once every process of the view has reported its own."""
         found = await directory_of(self._system).ask(ListGroup(self.name), reply=InGroup, timeout=timeout)
         return tuple(found.members)

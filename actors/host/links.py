@@ -29,10 +29,9 @@ from zbmd.actors.host.contracts import (
     ReportsTaken,
     StatusRequest,
 )
-from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.routing.contracts import WAYS_ACTOR
 from zbmd.actors.system import ActorSystem
-from zbmd.actors.view import RANKS_MAX
+from zbmd.actors.view import RANKS_MAX, child_id, rank_of
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.clock.deadlines import Deadlines
 from zbmd.transport.clock.hlc import HybridClock

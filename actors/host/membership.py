@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, assert_never
 
-from zbmd.actors.rank_names import child_id
 from zbmd.actors.supervision import events as supervision
 from zbmd.actors.supervision.events import ChildPolicy, Restart, Strategy
 from zbmd.actors.supervision.machine import SupervisionMachine
@@ -50,6 +49,7 @@ from zbmd.actors.view import (
     Terminate,
     TimerFired,
     View,
+    child_id,
 )
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.clock.deadlines import derive

@@ -87,7 +87,7 @@ class DeviceSpec:
 
 
 def cpu_cores(*, capacity: int = 1) -> list[DeviceSpec]:
-    """The cores that this process may run on."""
+    """Return the cores that this process may run on."""
     return [
         DeviceSpec(name=f"cpu{index}", kind=f"{__name__}:CpuCore", index=index, capacity=capacity)
         for index in sorted(os.sched_getaffinity(0))
@@ -153,7 +153,7 @@ class ProcessPool:
     def child(
         self, name: str, *, restart: Restart = Restart.PERMANENT, shutdown_s: float | None = None
     ) -> ChildSpec:
-        """A worker, for a supervisor of this process. `name` is the process's name as well."""
+        """Return a child for a supervisor of this process. `name` is the name of its process, too."""
         args = (self.places, self)
         return ChildSpec(name=name, actor=DeviceWorker, args=args, restart=restart, shutdown_s=shutdown_s)
 
@@ -165,7 +165,7 @@ class ProcessPool:
         await self.forks.close()
 
     def expect(self, name: str, incarnation: int, lost: Callable[[str], None]) -> asyncio.Future[None]:
-        """A worker is being started; done when its link is attached. lost: called when that ends."""
+        """Wait until the worker that is being started has linked. lost: called when that link ends."""
         came: asyncio.Future[None] = self._system.loop.create_future()
         self._expected[name] = (incarnation, came, lost)
         return came
@@ -234,11 +234,11 @@ class DeviceWorker(ProcessActor):
         return await super().launch() if fork is None else fork
 
     def first_words(self) -> bytes:
-        """The cookie: not in its arguments, which anybody can see."""
+        """Return the cookie; in its arguments anybody could read it."""
         return self._workers.cookie.hex().encode() + b"\n"
 
     async def ready(self) -> None:
-        """Its process is linked with us, and its device is healthy."""
+        """Wait until its process has linked and its device is healthy."""
         lost = partial(self._lost, self.ref.incarnation)
         await self._workers.expect(self.ref.actor, self.ref.incarnation, lost)
         problem = await self._check()

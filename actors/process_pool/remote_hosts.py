@@ -58,7 +58,7 @@ class NodeProcess(ProcessActor):
         return {name: value.replace("{host}", self.place) for name, value in self._environment.items()}
 
     async def ready(self) -> None:
-        """It has said so."""
+        """Wait for the line of its output that says so."""
         line = await self.until_line(lambda line: self._ready.search(line) is not None)
         found = _LIFE.search(line)
         self._life = None if found is None else (found[1], int(found[2]))

@@ -10,10 +10,9 @@ import structlog
 
 from zbmd.actors.core.scopes import MARK
 from zbmd.actors.rank.tcp import MemberKey, MemberTcp, MemoryOffered
-from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.keeper import CodeKeeper
-from zbmd.actors.view import RANKS_MAX, Member, View
+from zbmd.actors.view import RANKS_MAX, Member, View, child_id, rank_of
 from zbmd.transport.clock.durations import format_duration
 from zbmd.transport.connect.rdma_or_tcp import RemoteLink
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, ZbmdError

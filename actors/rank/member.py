@@ -57,12 +57,11 @@ from zbmd.actors.rank_env import (
     progress_deadline_ns,
     recovery_budget_ns,
 )
-from zbmd.actors.rank_names import child_id, rank_of
 from zbmd.actors.replay.process_capture import CaptureSettings, ProcessCapture
 from zbmd.actors.replay.recording import CapturedSystem
 from zbmd.actors.system import ActorSystem
 from zbmd.actors.upgrade.driver import PROBATION_S, Upgraded
-from zbmd.actors.view import Member, View
+from zbmd.actors.view import Member, View, child_id, rank_of
 from zbmd.transport import kill_points as faults
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.clock.hlc import HybridClock

@@ -10,8 +10,7 @@ import structlog
 
 from zbmd.actors.rank.rdma_choice import wanted_devices, why_not_rdma
 from zbmd.actors.rank_env import LINKS_VARIABLE, links_wanted
-from zbmd.actors.rank_names import rank_of
-from zbmd.actors.view import RANKS_MAX
+from zbmd.actors.view import RANKS_MAX, rank_of
 from zbmd.transport.connect import rdma
 from zbmd.transport.connect.rdma_or_tcp import NoRdma, OwnRdma, Rdma
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError

@@ -19,8 +19,8 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.core.scopes import MARK
 from zbmd.actors.host.contracts import MEMBER_ACTOR
 from zbmd.actors.rank.rdma import MemberRdma
-from zbmd.actors.rank_names import child_id
 from zbmd.actors.system import ActorSystem
+from zbmd.actors.view import child_id
 from zbmd.transport.bulk.plane import DataPlane
 from zbmd.transport.connect import rdma_or_tcp as remote_link
 from zbmd.transport.connect.rdma_or_tcp import NoRdma, OwnRdma, RemoteLink

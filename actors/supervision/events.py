@@ -12,7 +12,7 @@ BACK_OFF_FACTOR_MAX = 16
 
 
 class Strategy(Enum):
-    """Which siblings a child's end takes with it."""
+    """Choose the siblings that are restarted together with a child that ended."""
 
     ONE_FOR_ONE = "one_for_one"
     ONE_FOR_ALL = "one_for_all"
@@ -61,7 +61,7 @@ class ChildPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackOff:
-    """How long a child that failed waits before it is started again.
+    """Delay the restarts of a child that keeps failing.
 
     Not at all after the first failure; then `first_ns`, and `factor` times more after each, up to `max_ns`. A
     share of up to `jitter` of it is left off, by `seed`, so that many do not come back at once. A child that
@@ -83,7 +83,7 @@ class BackOff:
             raise LocalProtocolError(f"{self!r}: give a jitter of 0 to 1")
 
     def delay_ns(self, child: str, failures: int) -> int:
-        """What the child waits for after so many failures in a row."""
+        """Return the delay after so many failures in a row, ns."""
         if failures < 2:
             return 0
         whole_ns = self.first_ns

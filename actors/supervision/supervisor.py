@@ -95,14 +95,14 @@ class ChildSpec:
 
     @property
     def longest_s(self) -> float:
-        """How long it may take to stop."""
+        """Return how long it may take to stop, seconds."""
         if self.shutdown_s is not None:
             return self.shutdown_s
         return _stopping_s(self.args[0]) if issubclass(self.actor, Supervisor) else SHUTDOWN_S
 
     @property
     def policy(self) -> ChildPolicy:
-        """What the machine is to know of it."""
+        """Return the part of it that the supervision machine uses."""
         shutdown_ns = None if math.isinf(self.longest_s) else int(self.longest_s * 1e9)
         return ChildPolicy(
             child=self.name, restart=self.restart, shutdown_ns=shutdown_ns, significant=self.significant
@@ -240,13 +240,13 @@ class Supervisor(Actor):
 
     @on(WhichChildren)
     async def which_children(self, _: WhichChildren) -> Children:
-        """The children as they are now."""
+        """Return the children and their states."""
         states = self._machine.states
         return Children([(c, s.value, self._machine.incarnation(c)) for c, s in states.items()])
 
     @on(AddChild)
     async def add_child(self, message: AddChild) -> ChildUp | Later:
-        """One child more."""
+        """Start a child and add it behind the others."""
         later = self.defer()
         try:
             spec = self._offered = self._added(message)
@@ -259,21 +259,21 @@ class Supervisor(Actor):
 
     @on(TerminateChild)
     async def terminate_child(self, message: TerminateChild) -> Later | None:
-        """One child less."""
+        """Stop a child and leave it down."""
         later = self.defer()
         self._handle(TerminateRequested(child=message.name), later)
         return later
 
     @on(RestartChild)
     async def restart_child(self, message: RestartChild) -> ChildUp | Later:
-        """One child again."""
+        """Start a child that is down."""
         later = self.defer()
         self._handle(RestartRequested(child=message.name), later)
         return later
 
     @on(DeleteChild)
     async def delete_child(self, message: DeleteChild) -> Later | None:
-        """One child no more."""
+        """Forget a child that is down."""
         later = self.defer()
         self._handle(DeleteRequested(child=message.name), later)
         return later

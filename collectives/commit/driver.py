@@ -19,7 +19,7 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.errors import ActorError
 from zbmd.actors.rank.member import ComingView, Worker
-from zbmd.actors.rank_names import rank_of
+from zbmd.actors.view import rank_of
 from zbmd.collectives.capture_kinds import STEP_COMMIT, commit_config
 from zbmd.collectives.commit import events as cm
 from zbmd.collectives.commit.machine import StepCommit

@@ -22,8 +22,7 @@ from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.errors import ActorError
 from zbmd.actors.rank.member import Worker
-from zbmd.actors.rank_names import rank_of
-from zbmd.actors.view import EPOCH_MAX, RANKS_MAX
+from zbmd.actors.view import EPOCH_MAX, RANKS_MAX, rank_of
 from zbmd.collectives.errors import MembersLost
 from zbmd.collectives.group import subgroup_machine as mm
 from zbmd.collectives.group.subgroup_machine import NUMBER_MAX, MeetingMachine

@@ -13,7 +13,7 @@ import structlog
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.context import sender_process
 from zbmd.actors.rank.member import Worker
-from zbmd.actors.rank_names import rank_of
+from zbmd.actors.view import rank_of
 from zbmd.collectives.p2p.tagged import ACTOR_NAME, Tagged, TaggedEnd
 from zbmd.collectives.p2p.wire import (
     TaggedClosed,

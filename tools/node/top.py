@@ -21,8 +21,8 @@ from zbmd.actors.contracts import fingerprints
 from zbmd.actors.core.scopes import scope_of_job
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, ActorRow, InsideReply, InsideRequest
 from zbmd.actors.host.contracts import HOST_ACTOR, NODE_NAME, NodeStatus, StatusRequest
-from zbmd.actors.rank_names import child_id
 from zbmd.actors.system import ActorSystem
+from zbmd.actors.view import child_id
 from zbmd.tools.node.snapshots import ASK_S, Look, Source
 from zbmd.tools.node.status import find_nodes
 from zbmd.tools.node.top_cluster import open_cluster

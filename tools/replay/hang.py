@@ -13,9 +13,8 @@ from typing import Final
 from zbmd.actors import view
 from zbmd.actors.host.contracts import NODE_NAME
 from zbmd.actors.host.membership import MembershipMachine
-from zbmd.actors.rank_names import child_id
 from zbmd.actors.supervision.machine import ChildState, SupervisionMachine
-from zbmd.actors.view import RankState
+from zbmd.actors.view import RankState, child_id
 from zbmd.collectives.capture_kinds import OperationLog
 from zbmd.collectives.commit.driver import ACTOR_NAME
 from zbmd.collectives.commit.events import SendFinish, SendReport, SendVote

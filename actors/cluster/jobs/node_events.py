@@ -9,8 +9,7 @@ from zbmd.actors.cluster.jobs.contracts import HostLinked
 from zbmd.actors.cluster.jobs.table import JobSpec, Order
 from zbmd.actors.cluster.node_id import NodeKey
 from zbmd.actors.cluster.view import ClusterView
-from zbmd.actors.rank_names import child_id
-from zbmd.actors.view import View
+from zbmd.actors.view import View, child_id
 
 
 @dataclass(frozen=True, slots=True, order=True)

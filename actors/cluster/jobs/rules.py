@@ -47,8 +47,7 @@ from zbmd.actors.cluster.jobs.table import (
     problem_of,
 )
 from zbmd.actors.cluster.node_id import NodeKey
-from zbmd.actors.rank_names import child_id
-from zbmd.actors.view import USAGE_EXIT_CODE, OnLoss, Outcome
+from zbmd.actors.view import USAGE_EXIT_CODE, OnLoss, Outcome, child_id
 from zbmd.transport.clock.durations import format_duration
 
 

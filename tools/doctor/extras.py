@@ -29,7 +29,7 @@ class _Package:
 PACKAGES: Final = (
     _Package(
         module="cupy",
-        distributions=("cupy-cuda12x", "cupy-cuda11x", "cupy-rocm-5-0", "cupy"),
+        distributions=("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy-rocm-5-0", "cupy"),
         purpose="computing on GPUs",
         install="pip install 'zbmd[gpu]'",
     ),

@@ -42,7 +42,8 @@ class DeviceExports:
     def register(self, array: object, *, writable: bool = True, writers: Iterable[int] = ()) -> DeviceHandle:
         """Describe an array in memory of cudaMalloc for the processes in the slots `writers`.
 
-        Any C-contiguous array with the CUDA array interface; memory of cudaMallocAsync cannot be opened.
+        Any C-contiguous array with the CUDA array interface; memory of cudaMallocAsync and of torch's
+        expandable segments cannot be opened.
         Registering it again gives the same handle, and adds writers. writable: what its users may do with
         it, which CUDA does not enforce. Raises `LocalProtocolError` on another array or if `REGIONS_MAX` are
         registered, `CudaFault` if CUDA refuses.
@@ -51,7 +52,11 @@ class DeviceExports:
         if not span.nbytes:
             raise LocalProtocolError("an empty device array cannot be registered")
         base, nbytes = self._api.address_range(span.address)
-        assert base <= span.address and span.address + span.nbytes <= base + nbytes
+        if span.address + span.nbytes > base + nbytes:  # as with expandable segments of torch
+            raise LocalProtocolError(
+                f"a device array of {span.nbytes} bytes cannot be registered: it lies in more than one "
+                "allocation"
+            )
         handle = DeviceHandle(
             slot=self._slot,
             incarnation=self._incarnation,

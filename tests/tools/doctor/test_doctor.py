@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import fcntl
+import importlib.metadata
+import importlib.util
 import io
 import json
 import os
@@ -376,6 +378,22 @@ def test_what_a_machine_has_use_for_is_told_from_what_it_lacks(tmp_path: Path, s
     assert found["cupy"].advice == "pip install 'zbmd[gpu]'"
     assert found["iperf3"].detail.startswith("not installed")
     assert found["iperf3"].advice == "apt install iperf3"
+
+
+@pytest.mark.parametrize("name", ["cupy-cuda13x", "cupy-cuda12x", "cupy"])
+def test_the_version_of_every_cupy_is_told(
+    name: str, server: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its distributions are named after the versions of CUDA."""
+
+    def version(distribution: str) -> str:
+        if distribution != name:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return "14.2.0"
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert {extra.name: extra.version for extra in find_extras(server)}["cupy"] == "14.2.0"
 
 
 def test_one_finding_is_one_line_in_a_pipe() -> None:

@@ -277,6 +277,16 @@ def test_an_array_lives_until_all_that_have_it_open_let_go() -> None:
     assert exports.held == 0 and exports.release(handle) == frozenset()
 
 
+def test_an_array_across_allocations_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one of torch's in expandable segments: CUDA says the range of the first part alone."""
+    _, owner, _ = pair()
+    array = ModelArray(owner, 64)
+    base, _ = owner.address_range(array.address)
+    monkeypatch.setattr(owner, "address_range", lambda address: (base, 48))
+    with pytest.raises(LocalProtocolError, match="64 bytes cannot be registered: it lies in more than one"):
+        DeviceExports(owner, slot=NEAR, incarnation=1).register(array)
+
+
 def test_memory_that_is_taken_back_is_closed_once_its_regions_are() -> None:
     async def scenario(ends: Ends) -> None:
         near: Any = ends.near

@@ -8,7 +8,7 @@ import zbmd
 async def main() -> None:
     async with zbmd.join() as worker:
         group = await zbmd.group(worker)
-        gradient = worker.segment.arena.empty((1_000_000,), np.float32)  # peers read it where it lies
+        gradient = zbmd.empty((1_000_000,), np.float32)  # in shared memory: peers read it in place
         gradient[:] = worker.rank
         await group.all_reduce(gradient)
         elsewhere = await group.all_reduce(np.full(3, worker.rank + 1.0))  # any array will do

@@ -31,7 +31,7 @@ class ElasticBlocking:
     """
 
     def __init__(self, group: ElasticGroup, on_loop: OnLoop) -> None:
-        self._on_loop = on_loop
+        self.on_loop = on_loop
         self.all_reduce = self._waiting(group.all_reduce)
         self.all_reduce_many = self._waiting(group.all_reduce_many)
         self.reduce = self._waiting(group.reduce)
@@ -57,6 +57,6 @@ class ElasticBlocking:
         @wraps(call)
         def blocking(*args: P.args, **kwargs: P.kwargs) -> T:
             there: Any = called_here(args, kwargs)
-            return self._on_loop.wait_for(lambda: call(*there[0], **there[1]))
+            return self.on_loop.wait_for(lambda: call(*there[0], **there[1]))
 
         return blocking

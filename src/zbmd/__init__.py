@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from zbmd.actors.system import Actor, ActorSystem
     from zbmd.collectives.elastic.group import ElasticGroup, elastic_group
     from zbmd.collectives.errors import InputsOverwritten, NotReplaced, OperationAborted
+    from zbmd.collectives.group.blocking_worker import (
+        BlockingElasticGroup,
+        BlockingGroup,
+        BlockingWorker,
+        init,
+    )
     from zbmd.collectives.group.group import Group, group
     from zbmd.training.model_actors.layer_actor import LayerActor
     from zbmd.training.model_actors.model_actors import ModelActors
@@ -48,6 +54,9 @@ __all__ = [
     "ActorFailed",
     "ActorSystem",
     "BackOff",
+    "BlockingElasticGroup",
+    "BlockingGroup",
+    "BlockingWorker",
     "ChildSpec",
     "Contract",
     "DeadActor",
@@ -86,6 +95,7 @@ __all__ = [
     "empty",
     "from_array",
     "group",
+    "init",
     "join",
     "on",
     "run",
@@ -106,6 +116,12 @@ _HOMES = {
     "zbmd.actors.system": ("Actor", "ActorSystem"),
     "zbmd.collectives.elastic.group": ("ElasticGroup", "elastic_group"),
     "zbmd.collectives.errors": ("InputsOverwritten", "NotReplaced", "OperationAborted"),
+    "zbmd.collectives.group.blocking_worker": (
+        "BlockingElasticGroup",
+        "BlockingGroup",
+        "BlockingWorker",
+        "init",
+    ),
     "zbmd.collectives.group.group": ("Group", "group"),
     "zbmd.training.model_actors.layer_actor": ("LayerActor",),
     "zbmd.training.model_actors.model_actors": ("ModelActors",),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LINES_MAX = 40
 LINES_OF_TWO_VERSIONS_MAX = 70
 
@@ -17,6 +17,7 @@ SAYS = {
     "actors.py": ["the counter said 6"],
     "operators.py": ["180, by 5 lives of one operator, after 4 failures"],
     "upgrade.py": ["Upgraded(actors=1", "rank0/counter Add: ValueError: this version is wrong", "version 2"],
+    "blocking.py": ["ranks sum to 3, ranks + 1 to 6"],
     "all_reduce.py": ["ranks sum to 3, ranks + 1 to 6"],
     "peer_death.py": ["rank 1 (incarnation 2) finished 5 rounds", "rank 0 (incarnation 1) finished 5 rounds"],
 }

@@ -26,7 +26,7 @@ from zbmd.tools.lab.rdma_vm.initrd import Archive
 from zbmd.tools.lab.rdma_vm.modules import load_order, module_name
 from zbmd.tools.lab.rdma_vm.packages import PackagesMissing, candidates, merged, require_programs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOOL = [sys.executable, "-m", "zbmd.tools.lab.rdma_vm"]
 SESSIONS = "tests/support/rdma/rdma_sessions.py"
 PYTEST_OPTIONS = ("-q", "--assert=plain", "-p", "no:cacheprovider", "-o", "timeout=0")

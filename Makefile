@@ -30,7 +30,7 @@ DEMO_FLAGS := $(if $(filter-out 0 no false,$(VERIFY)),--verify) $(if $(KILL_SEED
 TEST_WORKERS := 4
 CHECKED := transport actors collectives training tools tests examples src setup.py
 
-.PHONY: rdma-headers help preflight setup demo test test-rdma fuzz lint format clean bench-transport
+.PHONY: rdma-headers help preflight setup demo test test-rdma fuzz lint format clean bench-transport bench-docs
 
 help:
 	@echo 'make demo    train, kill a worker, go on; VERIFY=1 compares digests, KILL_SEED=n picks the kill'
@@ -39,7 +39,8 @@ help:
 	@echo 'make fuzz    any bytes at every decoder, for a minute; FUZZ_ARGS="wire --seconds 600" changes that'
 	@echo 'make lint    formatting, lints, types, layers, house rules'
 	@echo 'make format  reformat the sources'
-	@echo 'make bench-transport  time the transport beside its peers: the table of docs/BENCHMARKS.md'
+	@echo 'make bench-transport  time the transport beside its peers'
+	@echo 'make bench-docs  render docs/BENCHMARKS.md from docs/results/*.jsonl'
 	@echo 'make setup   only make .venv with everything in it; PYTHON=… names the interpreter'
 	@echo 'make clean   remove .venv and everything built'
 
@@ -77,6 +78,9 @@ lint: $(DEV) $(NATIVE)
 # Wants a quiet machine, and apt's openmpi-bin and libopenmpi-dev; it says so if they are missing.
 bench-transport: $(BENCH) $(NATIVE)
 	@$(PY) -m zbmd.tools.lab.bench.transport $(BENCH_ARGS)
+
+bench-docs: $(RUNTIME) $(NATIVE)
+	@$(PY) -m zbmd.tools.dev.bench_docs
 
 format: $(DEV)
 	$(PY) -m ruff check --fix-only $(CHECKED)

@@ -11,14 +11,15 @@ from typing import Any
 
 import msgspec
 
+from zbmd.tools.bench.figures import add_record, append_figures
 from zbmd.tools.bench.peer_catalogue import PEERS, PeerMissing
 from zbmd.tools.bench.plot import check_plot, save_plot
-from zbmd.tools.bench.progress import progress
-from zbmd.tools.bench.result import BenchResult, Contestant, now_utc, table, this_machine
-from zbmd.tools.bench.run import CASES, TRANSPORTS, Plan, check_plan, run
+from zbmd.tools.bench.result import BenchResult, Contestant, figures, now_utc, table, this_machine
+from zbmd.tools.bench.run import CASES, TRANSPORTS, Plan, check_plan, progress, run
 from zbmd.tools.bench.stats import ITERATIONS_MAX, ROUNDS_MAX, parse_sizes
 from zbmd.tools.bench.workers import ContenderFailed
 from zbmd.tools.cli.lazy_parser import LazyParser
+from zbmd.tools.cli.options import add_json
 from zbmd.transport.errors import UserError
 
 EXIT_FAILED = 1
@@ -134,8 +135,9 @@ def _add_measuring(kind: argparse.ArgumentParser, name: str) -> None:
 
 
 def _add_output(kind: argparse.ArgumentParser) -> None:
-    kind.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    kind.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as .png or .svg")
+    add_json(kind)
+    add_record(kind)
+    kind.add_argument("--plot", type=Path, metavar="FILE", help="draw the result, as .png or .svg")
 
 
 def _transfers(arguments: argparse.Namespace) -> int:
@@ -206,6 +208,8 @@ def _report(arguments: argparse.Namespace, measure: Any) -> int:
         print(msgspec.json.encode(result).decode() if arguments.json else table(result))
         if arguments.plot is not None:
             save_plot(result, arguments.plot)
+        if arguments.record is not None:
+            append_figures(arguments.record, figures(result))
 
     return _told(show)
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from zbmd.tools.bench.figures import Figure, Layer, cpu_name, new_figure
 from zbmd.tools.bench.stats import OURS, Ratio, size_in_words
 
 FORMAT: Final = "zbmd.bench/1"
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """One contender at one size."""
 
     case: str
@@ -67,7 +68,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     transport: str
     rounds: int
-    rows: list[Row]
+    rows: list[Measurement]
     peers: list[Contestant] = []
     format: str = FORMAT
 
@@ -75,7 +76,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
 def this_machine() -> Machine:
     """The machine that this process runs on, and its load."""
     return Machine(
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         cores=len(os.sched_getaffinity(0)),
         kernel=platform.release(),
         python=platform.python_version(),
@@ -88,11 +89,26 @@ def now_utc() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+def figures(result: BenchResult) -> Iterator[Figure]:
+    """Yield a figure for each of our measurements, beside the best peer of the same case and size."""
+    layer: Layer = "collectives" if result.benchmark == "collectives" else "transport"
+    for row in result.rows:
+        if row.who != OURS:
+            continue
+        others = [r for r in result.rows if (r.case, r.size_bytes) == (row.case, row.size_bytes)]
+        peers = [other for other in others if other.who != OURS]
+        best = min(peers, key=lambda peer: peer.time_us_p50, default=None)
+        ratio = None if best is None or best.time_ratio is None else round(1 / best.time_ratio.value, 3)
+        yield new_figure(
+            layer,
+            f"{row.case}, {size_in_words(row.size_bytes)}, over {result.transport}",
+            result.command,
+            value=row.time_us_p50,
+            unit="µs",
+            peer=None if best is None else best.who,
+            peer_value=None if best is None else best.time_us_p50,
+            ratio=ratio,
+        )
 
 
 def heading(result: BenchResult) -> list[str]:
@@ -126,7 +142,7 @@ def _columns(width: int) -> str:
     return f"{'size':>6} {'':{width}} {'p50 us':>11} {'p99 us':>11} {'algbw':>7} {'busbw GB/s':>10}  ratio"
 
 
-def _line(row: Row, width: int) -> str:
+def _line(row: Measurement, width: int) -> str:
     ratio = ""
     if row.time_ratio is not None:
         found = row.time_ratio

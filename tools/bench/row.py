@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ActorMeasurement:
     """One measurement; what does not apply is 0. amount: what `what` says."""
 
     what: str
@@ -26,7 +26,7 @@ def percentile(values: Sequence[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * part))] if ordered else 0.0
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ActorMeasurement]) -> str:
     """The rows under a line of titles."""
     columns = "   p50 us    p99 us   per second    amount  noise %"
     lines = [f"{'':32} {'':14} {'by':8} {columns}"]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import rich.console
+import rich.progress
+
 from zbmd.tools.bench.contenders import Contender, OurRanks, start
 from zbmd.tools.bench.peer_catalogue import OF_RDMA, OF_TCP, OURS_OTHERWISE, Peer, Site, find_peer
-from zbmd.tools.bench.result import Row
+from zbmd.tools.bench.result import Measurement
 from zbmd.tools.bench.stats import (
     ITERATIONS_LEAST,
     OURS,
@@ -26,6 +29,33 @@ from zbmd.tools.bench.stats import (
     turns,
 )
 from zbmd.transport.errors import UserError
+
+# How far a benchmark is, on a terminal; elsewhere it is silent until the result is there.
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Generator[Callable[[str], None]]:
+    """A bar of `total` turns on standard error; call what it gives before each turn, with its name."""
+    screen = rich.console.Console(stderr=True)
+    columns = (
+        rich.progress.BarColumn(bar_width=30),
+        rich.progress.TaskProgressColumn(),
+        rich.progress.TimeRemainingColumn(),
+        rich.progress.TextColumn("{task.description}"),
+    )
+    with rich.progress.Progress(
+        *columns, console=screen, transient=True, disable=not screen.is_terminal
+    ) as bar:
+        task = bar.add_task("starting", total=total)
+        begun = 0
+
+        def tell(name: str) -> None:
+            nonlocal begun
+            bar.update(task, completed=begun, description=name)
+            begun += 1
+
+        yield tell
+
 
 TRANSPORTS: Final = ("shm", "tcp", "rdma")
 STREAM_BYTES_MIN: Final = 1 << 20
@@ -137,11 +167,11 @@ Samples = dict[str, list[list[float]]]
 Tell = Callable[[str], None]
 
 
-def run(plan: Plan, tell: Tell) -> tuple[list[Row], list[Peer]]:
+def run(plan: Plan, tell: Tell) -> tuple[list[Measurement], list[Peer]]:
     """Run it; `tell` hears of each turn. Raises `PeerMissing` before anything has run, `ContenderFailed`."""
     with contextlib.ExitStack() as stack:
         everyone, peers = _start_all(plan, stack)
-        rows: list[Row] = []
+        rows: list[Measurement] = []
         for case, nbytes in plan.steps():
             rows += rows_of(case.name, nbytes, measure(plan, case, nbytes, everyone, tell))
     return rows, peers
@@ -181,7 +211,7 @@ def _turn(contender: Contender, case: Case, nbytes: int, iterations: int) -> lis
     return samples
 
 
-def rows_of(case: str, nbytes: int, samples: Samples) -> list[Row]:
+def rows_of(case: str, nbytes: int, samples: Samples) -> list[Measurement]:
     """Our row first, with the noise floor, then a row for each peer with our ratio to it."""
     ours = [median(turn) for turn in samples[OURS]]
     firsts, seconds = ours[0::2], ours[1::2]
@@ -194,12 +224,12 @@ def rows_of(case: str, nbytes: int, samples: Samples) -> list[Row]:
     return rows
 
 
-def _row(case: str, nbytes: int, who: str, turns_of: Sequence[Sequence[float]], ratio: Ratio) -> Row:
+def _row(case: str, nbytes: int, who: str, turns_of: Sequence[Sequence[float]], ratio: Ratio) -> Measurement:
     """A contender's row: percentiles over all its turns."""
     pooled = [sample / 1e3 for turn in turns_of for sample in turn]
     p50_us = median(pooled)
     bandwidth = bandwidth_gbytes_per_s(nbytes, p50_us)
-    return Row(
+    return Measurement(
         case=case,
         who=who,
         size_bytes=nbytes,

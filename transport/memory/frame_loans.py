@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES_MIN: Final = 64 << 10
 """A smaller payload goes through the ring: it fits, and a copy more costs less than a block
-(`python -m zbmd.tools.bench.transport.frames`)."""
+(`python -m zbmd.tools.lab.bench.transport.frames`)."""
 LENT_BYTES_MAX: Final = 8 << 20
 """What a process has lent to all its peers together."""
 LENT_PARTS: Final = 8

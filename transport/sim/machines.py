@@ -1,6 +1,6 @@
 """Simulations of protocol machines: `Simulation` and what it is made of (see the package's text).
 
-The loop in `Simulation.run` is the simulator's hot path (`python -m zbmd.tools.bench.actors.sim`): events
+The loop in `Simulation.run` is the simulator's hot path (`python -m zbmd.tools.lab.bench.actors.sim`): events
 under way are plain tuples in one heap, the history is appended to as plain tuples, and random numbers come
 from `random()` alone, `randint` costing ten times as much.
 """

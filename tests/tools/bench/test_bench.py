@@ -18,7 +18,7 @@ from zbmd.collectives.communicator.cost_model import ONE_HOST
 from zbmd.tools.bench import command as bench_cli
 from zbmd.tools.bench.collectives.command import explain
 from zbmd.tools.bench.peer_catalogue import OF_TCP, PEERS, PeerMissing, Site, find_peer
-from zbmd.tools.bench.result import FORMAT, BenchResult, Row, table
+from zbmd.tools.bench.result import FORMAT, BenchResult, Measurement, table
 from zbmd.tools.bench.run import MEMCPY
 from zbmd.tools.bench.stats import OURS
 from zbmd.tools.bench.workers import CONTROL, ContenderFailed, Workers
@@ -51,7 +51,7 @@ def bench(*arguments: str) -> BenchResult:
     return result
 
 
-def told(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
+def told(rows: Sequence[Measurement]) -> list[tuple[str, str, int]]:
     return [(row.case, row.who, row.size_bytes) for row in rows]
 
 

@@ -12,7 +12,7 @@ from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench.actors import command as bench_actors
 from zbmd.tools.bench.actors.lifecycle import fairness, restarting, restarting_process, spawning
 from zbmd.tools.bench.peers.actor_asks import EXIT_MISSING
-from zbmd.tools.bench.row import Row, percentile, table
+from zbmd.tools.bench.row import ActorMeasurement, percentile, table
 from zbmd.transport.errors import UserError
 
 
@@ -40,7 +40,9 @@ def test_a_percentile_is_one_of_the_values() -> None:
 
 
 async def test_the_floor_is_measured() -> None:
-    floor = await bench_actors._floor(Row(what="ask 1 B", where="other process", p50_us=0.1), 0.01)
+    floor = await bench_actors._floor(
+        ActorMeasurement(what="ask 1 B", where="other process", p50_us=0.1), 0.01
+    )
     assert 0 < floor.p50_us <= floor.p99_us and floor.by == "C"
 
 

@@ -9,7 +9,7 @@ import sys
 import msgspec
 import pytest
 
-from zbmd.tools.bench.result import BenchResult, Machine, Row
+from zbmd.tools.bench.result import BenchResult, Machine, Measurement
 from zbmd.tools.bench.run import MEMCPY
 from zbmd.tools.bench.stats import OURS, Ratio
 from zbmd.tools.bench.transport.detect import FLOORS, NOTICES
@@ -21,8 +21,8 @@ MACHINE = Machine(cpu="a processor", cores=2, kernel="6.18", python="3.11", load
 TIMEOUT_S = 60
 
 
-def row(case: str, who: str, nbytes: int, time_us: float, ratio: float) -> Row:
-    return Row(
+def row(case: str, who: str, nbytes: int, time_us: float, ratio: float) -> Measurement:
+    return Measurement(
         case=case,
         who=who,
         size_bytes=nbytes,
@@ -34,7 +34,7 @@ def row(case: str, who: str, nbytes: int, time_us: float, ratio: float) -> Row:
     )
 
 
-def encoded(benchmark: str, rows: list[Row]) -> bytes:
+def encoded(benchmark: str, rows: list[Measurement]) -> bytes:
     result = BenchResult(
         benchmark=benchmark,
         command=f"zbmd bench {benchmark}",

@@ -18,10 +18,11 @@ import asyncio
 import json
 import os
 import secrets
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,10 +37,12 @@ from zbmd.actors.core.mailbox import MailboxSpec
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.system import ActorSystem
 from zbmd.tools.bench.actors.lifecycle import life
+from zbmd.tools.bench.figures import Figure, add_record, append_figures, new_figure
 from zbmd.tools.bench.peer_catalogue import ASK_FLOOR, PeerMissing, compile_floor
 from zbmd.tools.bench.peers.actor_asks import EXIT_MISSING, INSTALL, LIBRARIES, SIZES, tells_per_second
-from zbmd.tools.bench.row import Row, percentile, table
+from zbmd.tools.bench.row import ActorMeasurement, percentile, table
 from zbmd.tools.bench.workers import ContenderFailed
+from zbmd.tools.cli.options import add_json
 from zbmd.transport.capture.recorder import Clocks, origin_of
 from zbmd.transport.capture.ring import RingRecorder
 from zbmd.transport.clock.hlc import HybridClock
@@ -151,15 +154,15 @@ async def _rate(seconds: float, one: Callable[[], Awaitable[object]], workers: i
     return count / (time.perf_counter() - start_s)
 
 
-async def _measure(ref: Ref, where: str, seconds: float) -> list[Row]:
-    rows: list[Row] = []
+async def _measure(ref: Ref, where: str, seconds: float) -> list[ActorMeasurement]:
+    rows: list[ActorMeasurement] = []
     for what, nbytes in SIZES:
         message = Ping(1, bytes(nbytes))
         first = await _round_trips(ref, message, seconds)
         again = await _round_trips(ref, message, seconds)
         p50_us, p50_again_us = percentile(first, 0.5), percentile(again, 0.5)
         rows.append(
-            Row(
+            ActorMeasurement(
                 what=what,
                 where=where,
                 p50_us=p50_us,
@@ -182,7 +185,7 @@ async def _measure(ref: Ref, where: str, seconds: float) -> list[Row]:
     for what, measure in ((f"asks, {IN_FLIGHT} in flight", ask_many), ("tells", tell_many)):
         rate, again_rate = await measure(), await measure()
         noise = abs(rate - again_rate) / rate * 100
-        rows.append(Row(what=what, where=where, per_second=rate, noise_percent=noise))
+        rows.append(ActorMeasurement(what=what, where=where, per_second=rate, noise_percent=noise))
     return rows
 
 
@@ -211,7 +214,7 @@ async def _other_process(*, ring: bool) -> AsyncGenerator[ActorSystem]:
             await child.wait()
 
 
-async def _without_ring(seconds: float) -> list[Row]:
+async def _without_ring(seconds: float) -> list[ActorMeasurement]:
     """The smallest ask with the capture ring and without it, in turn, so that both meet the same noise."""
     times_us: dict[bool, list[float]] = {True: [], False: []}
     async with _other_process(ring=True) as one, _other_process(ring=False) as other:
@@ -220,7 +223,7 @@ async def _without_ring(seconds: float) -> list[Row]:
                 ref = (one if ring else other).ref("child/echo")
                 times_us[ring] += await _round_trips(ref, Ping(1, b"x"), seconds / TURNS)
     return [
-        Row(
+        ActorMeasurement(
             what=f"ask 1 B, {'with' if ring else 'without'} the ring, in turn",
             where="other process",
             p50_us=percentile(times, 0.5),
@@ -230,7 +233,7 @@ async def _without_ring(seconds: float) -> list[Row]:
     ]
 
 
-async def _bench(seconds: float) -> list[Row]:
+async def _bench(seconds: float) -> list[ActorMeasurement]:
     async with _other_process(ring=True) as system:
         rows = await _measure(await system.spawn(Echo, name="echo"), "this process", seconds)
         across = await _measure(system.ref("child/echo"), "other process", seconds)
@@ -257,20 +260,20 @@ async def _run_peer(library: str, python: str, *options: str) -> bytes:
     return told
 
 
-async def _beside(library: str, python: str, seconds: float) -> list[Row]:
+async def _beside(library: str, python: str, seconds: float) -> list[ActorMeasurement]:
     """The same by another library, in processes of its own. Raises as `_run_peer`."""
     told = await _run_peer(library, python, "--seconds", str(seconds), "--in-flight", str(IN_FLIGHT))
     rows: list[dict[str, Any]] = json.loads(told.splitlines()[-1])
-    return [replace(Row(**row), by=library) for row in rows]
+    return [replace(ActorMeasurement(**row), by=library) for row in rows]
 
 
-async def _floor(ask: Row, seconds: float) -> Row:
+async def _floor(ask: ActorMeasurement, seconds: float) -> ActorMeasurement:
     """What the machine itself does to round trips as long as ours: see peers/ask_floor.c."""
     with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
         try:
             program = compile_floor(Path(scratch), ASK_FLOOR)
         except PeerMissing:
-            return Row(what=f"{FLOOR}: no C compiler", where="other process", by="C")
+            return ActorMeasurement(what=f"{FLOOR}: no C compiler", where="other process", by="C")
         hold_ns = str(int(ask.p50_us * 1e3 / 2))
         floor = await asyncio.create_subprocess_exec(
             program, str(seconds), hold_ns, stdout=asyncio.subprocess.PIPE
@@ -279,10 +282,10 @@ async def _floor(ask: Row, seconds: float) -> Row:
     if floor.returncode != 0:
         raise ContenderFailed(f"{program} failed, with code {floor.returncode}")
     p50_us, p99_us = (float(word) for word in told.split())
-    return Row(what=FLOOR, where="other process", p50_us=p50_us, p99_us=p99_us, by="C")
+    return ActorMeasurement(what=FLOOR, where="other process", p50_us=p50_us, p99_us=p99_us, by="C")
 
 
-async def _all(seconds: float, libraries: dict[str, str]) -> list[Row]:
+async def _all(seconds: float, libraries: dict[str, str]) -> list[ActorMeasurement]:
     for library, python in libraries.items():
         await _run_peer(library, python)  # before minutes are spent on the others
     rows = await _bench(seconds) + await life(seconds)
@@ -291,10 +294,42 @@ async def _all(seconds: float, libraries: dict[str, str]) -> list[Row]:
     return rows
 
 
+def _figures(rows: Sequence[ActorMeasurement], command: str) -> Iterator[Figure]:
+    """Yield a figure for each of our rows, beside the best peer that measured the same."""
+    for row in rows:
+        if row.by != "zbmd":
+            continue
+        unit, value = _unit_and_value(row)
+        peers = [r for r in rows if r.by in LIBRARIES and (r.what, r.where) == (row.what, row.where)]
+        choose = max if unit == "/s" else min
+        best = choose(peers, key=lambda peer: _unit_and_value(peer)[1], default=None)
+        theirs = None if best is None else _unit_and_value(best)[1]
+        ratio = None
+        if theirs and value:
+            ratio = round(value / theirs if unit == "/s" else theirs / value, 3)
+        yield new_figure(
+            "actors",
+            f"{row.what}, {row.where}",
+            command,
+            value=value,
+            unit=unit,
+            peer=None if best is None else best.by,
+            peer_value=theirs,
+            ratio=ratio,
+        )
+
+
+def _unit_and_value(row: ActorMeasurement) -> tuple[str, float]:
+    if row.p50_us:
+        return "µs", row.p50_us
+    return ("/s", row.per_second) if row.per_second else ("", row.amount)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the benchmark."""
     parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser)
+    add_record(parser)
     parser.add_argument(
         "--vs",
         default="",
@@ -322,6 +357,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     print(json.dumps([asdict(row) for row in rows]) if options.json else table(rows))
+    if options.record is not None:
+        append_figures(options.record, _figures(rows, shlex.join(["zbmd", *sys.argv[1:]])))
     return 0
 
 

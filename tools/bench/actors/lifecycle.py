@@ -23,7 +23,7 @@ from zbmd.actors.process_pool.devices import DeviceWorker, ProcessPool, cpu_core
 from zbmd.actors.supervision.machine import INTENSITY_MAX
 from zbmd.actors.supervision.supervisor import ChildSpec
 from zbmd.actors.system import ActorSystem
-from zbmd.tools.bench.row import Row, percentile
+from zbmd.tools.bench.row import ActorMeasurement, percentile
 
 TIMEOUT_S = 30.0
 ACTORS = 20_000
@@ -70,7 +70,7 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-async def spawning(system: ActorSystem, count: int = ACTORS) -> list[Row]:
+async def spawning(system: ActorSystem, count: int = ACTORS) -> list[ActorMeasurement]:
     """Spawns a second, and resident bytes of an idle actor that has answered once."""
     before_bytes = _resident_bytes()
     began_s = time.perf_counter()
@@ -82,12 +82,12 @@ async def spawning(system: ActorSystem, count: int = ACTORS) -> list[Row]:
     for ref in reversed(refs):
         await system.terminate(ref)
     return [
-        Row(what="spawns", where=HERE, per_second=rate),
-        Row(what=f"bytes an idle actor, of {count:,}", where=HERE, amount=nbytes),
+        ActorMeasurement(what="spawns", where=HERE, per_second=rate),
+        ActorMeasurement(what=f"bytes an idle actor, of {count:,}", where=HERE, amount=nbytes),
     ]
 
 
-async def restarting(system: ActorSystem, times: int = 200) -> list[Row]:
+async def restarting(system: ActorSystem, times: int = 200) -> list[ActorMeasurement]:
     """From a failure, as its asker learns of it, to `started()` of the next incarnation."""
     Fragile.begun = asyncio.Event()
     child = ChildSpec(name="fragile", actor=Fragile)
@@ -104,10 +104,10 @@ async def restarting(system: ActorSystem, times: int = 200) -> list[Row]:
         times_us.append(max(0, Fragile.began_ns - failed_ns) / 1e3)
     await system.terminate(supervisor)
     p50_us, p99_us = percentile(times_us, 0.5), percentile(times_us, 0.99)
-    return [Row(what="restart of a crashed actor", where=HERE, p50_us=p50_us, p99_us=p99_us)]
+    return [ActorMeasurement(what="restart of a crashed actor", where=HERE, p50_us=p50_us, p99_us=p99_us)]
 
 
-async def restarting_process(system: ActorSystem, times: int = 10) -> Row:
+async def restarting_process(system: ActorSystem, times: int = 10) -> ActorMeasurement:
     """From a SIGKILL of a supervised process to the first answer of an actor in the next one.
 
     A worker of `zbmd.actors.process_pool.devices`, forked from its supervisor's template.
@@ -135,7 +135,7 @@ async def restarting_process(system: ActorSystem, times: int = 10) -> Row:
         await system.terminate(supervisor)
         await workers.close()
     p50_us, p99_us = percentile(times_us, 0.5), percentile(times_us, 0.99)
-    return Row(what="restart of a killed process", where=HERE, p50_us=p50_us, p99_us=p99_us)
+    return ActorMeasurement(what="restart of a killed process", where=HERE, p50_us=p50_us, p99_us=p99_us)
 
 
 async def settled(system: ActorSystem, name: str) -> None:
@@ -166,7 +166,7 @@ async def _ask_all(refs: list[Ref], seconds: float) -> Times:
     return times
 
 
-async def fairness(system: ActorSystem, seconds: float) -> list[Row]:
+async def fairness(system: ActorSystem, seconds: float) -> list[ActorMeasurement]:
     """Asks of quiet actors, alone and while another one in the process is told more than it can handle.
 
     In turns, so that a drift of the machine meets both. The growth is the median over rounds.
@@ -191,7 +191,7 @@ async def fairness(system: ActorSystem, seconds: float) -> list[Row]:
         await asyncio.gather(flooding, return_exceptions=True)
         await flooded.ask(Nudge(), timeout=TIMEOUT_S)
     rows = [
-        Row(
+        ActorMeasurement(
             what=what,
             where=HERE,
             p50_us=median(percentile(times.wall_us, 0.5) for times in rounds),
@@ -199,7 +199,9 @@ async def fairness(system: ActorSystem, seconds: float) -> list[Row]:
         )
         for what, rounds in (("ask, alone", alone), ("ask, beside a flooded one", beside))
     ]
-    rows.append(Row(what="messages of the flooded one", where=HERE, per_second=handled / seconds))
+    rows.append(
+        ActorMeasurement(what="messages of the flooded one", where=HERE, per_second=handled / seconds)
+    )
     p99_grows = [
         (
             percentile(b.wall_us, 0.99) / percentile(a.wall_us, 0.99),
@@ -208,11 +210,13 @@ async def fairness(system: ActorSystem, seconds: float) -> list[Row]:
         for a, b in zip(alone, beside, strict=True)
     ]
     for place, what in enumerate(("growth of the p99, times", "the same of the loop's own time")):
-        rows.append(Row(what=what, where=HERE, amount=median(grows[place] for grows in p99_grows)))
+        rows.append(
+            ActorMeasurement(what=what, where=HERE, amount=median(grows[place] for grows in p99_grows))
+        )
     return rows
 
 
-async def life(seconds: float) -> list[Row]:
+async def life(seconds: float) -> list[ActorMeasurement]:
     """All of it, in a system of its own."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     system = ActorSystem("life")

@@ -31,9 +31,8 @@ from zbmd.tools.bench.peer_catalogue import (
     _need_module,
 )
 from zbmd.tools.bench.peers.collective_cases import CASES, CASES_FOREIGN, MODEL, bus_factor
-from zbmd.tools.bench.progress import progress
-from zbmd.tools.bench.result import BenchResult, Contestant, Row, now_utc, this_machine
-from zbmd.tools.bench.run import rows_of
+from zbmd.tools.bench.result import BenchResult, Contestant, Measurement, now_utc, this_machine
+from zbmd.tools.bench.run import progress, rows_of
 from zbmd.tools.bench.stats import OURS, iterations_for, parse_sizes, size_in_words, turns
 from zbmd.tools.bench.workers import CONTROL, Workers
 from zbmd.transport.errors import UserError
@@ -96,13 +95,13 @@ def _proved(ask: Ask) -> str:
 
 def measure(
     sizes: Sequence[int], cases: Sequence[str], ranks: int, peers: Sequence[str], rounds: int
-) -> tuple[list[Row], list[Contestant]]:
+) -> tuple[list[Measurement], list[Contestant]]:
     """Everyone in turn. Raises `PeerMissing` before anything has run, `ContenderFailed`."""
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
         contestants = [_contestant(name, ranks, Path(scratch), stack) for name in peers]
         everyone = {OURS: stack.enter_context(_our_ranks(ranks, max(sizes)))}
         everyone.update((told.name, workers) for told, workers in contestants)
-        rows: list[Row] = []
+        rows: list[Measurement] = []
         with progress(len(sizes) * len(cases) * rounds * (2 + len(peers))) as tell:
             for case in cases:
                 for nbytes in sizes:
@@ -129,7 +128,7 @@ def _our_ranks(ranks: int, bytes_max: int) -> Workers:
     return Workers(OURS, [command], ranks=ranks, environment=ONE_THREAD)
 
 
-def titled(row: Row, ranks: int) -> Row:
+def titled(row: Measurement, ranks: int) -> Measurement:
     """With the case in words, as every table has it, and its bus bandwidth."""
     found = None if row.algbw_gbytes_per_s is None else row.algbw_gbytes_per_s * bus_factor(row.case, ranks)
     words = f"{(CASES | CASES_FOREIGN)[row.case]}, {ranks} ranks"

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zbmd.tools.bench.row import Row, percentile
+from zbmd.tools.bench.row import ActorMeasurement, percentile
 
 EXIT_MISSING = 3
 WARM_UP = 200
@@ -49,7 +49,7 @@ class Subject:
     gone: tuple[type[Exception], ...]
 
 
-async def measure(subject: Subject, seconds: float, in_flight: int) -> list[Row]:
+async def measure(subject: Subject, seconds: float, in_flight: int) -> list[ActorMeasurement]:
     """All of it."""
     rows = await _asks(subject, seconds)
     rows.append(await _asks_in_flight(subject, seconds, in_flight))
@@ -60,8 +60,8 @@ async def measure(subject: Subject, seconds: float, in_flight: int) -> list[Row]
     return rows
 
 
-async def _asks(subject: Subject, seconds: float) -> list[Row]:
-    rows: list[Row] = []
+async def _asks(subject: Subject, seconds: float) -> list[ActorMeasurement]:
+    rows: list[ActorMeasurement] = []
     for what, nbytes in SIZES:
         payload, times_us = bytes(nbytes), list[float]()
         for _ in range(WARM_UP):
@@ -73,11 +73,11 @@ async def _asks(subject: Subject, seconds: float) -> list[Row]:
             times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
         p50_us, p99_us = percentile(times_us, 0.5), percentile(times_us, 0.99)
         rate = len(times_us) / seconds
-        rows.append(Row(what=what, where=WHERE, p50_us=p50_us, p99_us=p99_us, per_second=rate))
+        rows.append(ActorMeasurement(what=what, where=WHERE, p50_us=p50_us, p99_us=p99_us, per_second=rate))
     return rows
 
 
-async def _asks_in_flight(subject: Subject, seconds: float, in_flight: int) -> Row:
+async def _asks_in_flight(subject: Subject, seconds: float, in_flight: int) -> ActorMeasurement:
     count, began_s = 0, time.perf_counter()
 
     async def work() -> None:
@@ -88,17 +88,17 @@ async def _asks_in_flight(subject: Subject, seconds: float, in_flight: int) -> R
 
     await asyncio.gather(*(work() for _ in range(in_flight)))
     rate = count / (time.perf_counter() - began_s)
-    return Row(what=f"asks, {in_flight} in flight", where=WHERE, per_second=rate)
+    return ActorMeasurement(what=f"asks, {in_flight} in flight", where=WHERE, per_second=rate)
 
 
-async def _tells(subject: Subject, seconds: float) -> Row:
+async def _tells(subject: Subject, seconds: float) -> ActorMeasurement:
     async def tell() -> None:
         await subject.tell(b"x")
 
     async def echo() -> None:
         await subject.echo(b"x")
 
-    return Row(what="tells", where=WHERE, per_second=await tells_per_second(tell, echo, seconds))
+    return ActorMeasurement(what="tells", where=WHERE, per_second=await tells_per_second(tell, echo, seconds))
 
 
 async def tells_per_second(
@@ -115,7 +115,7 @@ async def tells_per_second(
     return BATCH / percentile(times_s, 0.5)
 
 
-async def _spawns(subject: Subject) -> list[Row]:
+async def _spawns(subject: Subject) -> list[ActorMeasurement]:
     """Spawns a second, and what their processes hold more than before, by actor."""
     first = await subject.pid()
     before = _resident_bytes(first)
@@ -124,8 +124,8 @@ async def _spawns(subject: Subject) -> list[Row]:
     rate = subject.spawns / (time.perf_counter() - began_s)
     nbytes = (sum(_resident_bytes(pid) for pid in pids) - before) / subject.spawns
     return [
-        Row(what="spawns", where=WHERE, per_second=rate),
-        Row(what=f"bytes an idle actor, of {subject.spawns:,}", where=WHERE, amount=nbytes),
+        ActorMeasurement(what="spawns", where=WHERE, per_second=rate),
+        ActorMeasurement(what=f"bytes an idle actor, of {subject.spawns:,}", where=WHERE, amount=nbytes),
     ]
 
 
@@ -133,7 +133,7 @@ def _resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-async def _restart(subject: Subject, times: int = 5) -> Row:
+async def _restart(subject: Subject, times: int = 5) -> ActorMeasurement:
     """From a SIGKILL of its process to its next answer."""
     times_us: list[float] = []
     for _ in range(times):
@@ -148,10 +148,10 @@ async def _restart(subject: Subject, times: int = 5) -> Row:
                 await asyncio.sleep(0.001)
         times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
     p50_us, p99_us = percentile(times_us, 0.5), percentile(times_us, 0.99)
-    return Row(what="restart of a killed process", where=WHERE, p50_us=p50_us, p99_us=p99_us)
+    return ActorMeasurement(what="restart of a killed process", where=WHERE, p50_us=p50_us, p99_us=p99_us)
 
 
-async def _xoscar(library: Any, seconds: float, in_flight: int) -> list[Row]:
+async def _xoscar(library: Any, seconds: float, in_flight: int) -> list[ActorMeasurement]:
     from zbmd.tools.bench.peers.xoscar_pair import Echo as XoscarEcho
 
     pool = await library.create_actor_pool("127.0.0.1:0", n_process=2)
@@ -187,7 +187,7 @@ class _Echo:
         return os.getpid()
 
 
-async def _ray(library: Any, seconds: float, in_flight: int) -> list[Row]:
+async def _ray(library: Any, seconds: float, in_flight: int) -> list[ActorMeasurement]:
     library.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         # An actor is a process of its own; without a core to itself, so that all have room.
@@ -211,7 +211,7 @@ async def _ray(library: Any, seconds: float, in_flight: int) -> list[Row]:
         library.shutdown()
 
 
-async def _monarch(library: Any, seconds: float, in_flight: int) -> list[Row]:
+async def _monarch(library: Any, seconds: float, in_flight: int) -> list[ActorMeasurement]:
     endpoints = {"echo": library.endpoint(_monarch_echo), "pid": library.endpoint(_monarch_pid)}
     echo_class = type("MonarchEcho", (library.Actor,), {**endpoints, "__module__": __name__})
     processes = library.this_host().spawn_procs(per_host={"procs": 1})
@@ -239,7 +239,7 @@ async def _monarch_echo(_: Any, payload: bytes) -> bytes:
     return payload
 
 
-LIBRARIES: dict[str, tuple[str, Callable[[Any, float, int], Awaitable[list[Row]]]]] = {
+LIBRARIES: dict[str, tuple[str, Callable[[Any, float, int], Awaitable[list[ActorMeasurement]]]]] = {
     "xoscar": ("xoscar", _xoscar),
     "ray": ("ray", _ray),
     "monarch": ("monarch.actor", _monarch),
@@ -264,7 +264,7 @@ def main() -> int:
     if not arguments.seconds:
         return 0
 
-    async def all_rows() -> list[Row]:
+    async def all_rows() -> list[ActorMeasurement]:
         return await run(library, arguments.seconds, arguments.in_flight)
 
     print(json.dumps([asdict(row) for row in asyncio.run(all_rows())]))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.tools.bench.peer_catalogue import NOTICE_FLOOR, compile_floor
-from zbmd.tools.bench.result import Row
+from zbmd.tools.bench.result import Measurement
 from zbmd.tools.bench.run import Tell
 from zbmd.tools.bench.stats import OURS, Ratio, median, percentile, ratio_of_medians
 from zbmd.tools.bench.transport.victim import READY
@@ -50,14 +50,14 @@ class DetectPlan:
         return 2 * len(LOADS) * len(self.sizes) * self.trials
 
 
-def detect(plan: DetectPlan, tell: Tell) -> list[Row]:
+def detect(plan: DetectPlan, tell: Tell) -> list[Measurement]:
     """Run it. Raises `PeerMissing` if the floor cannot be compiled, `ContenderFailed`."""
     with contextlib.ExitStack() as stack:
         with tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
             program = compile_floor(Path(scratch))
             floor = stack.enter_context(Workers(NOTICE_FLOOR, [[str(program), CONTROL]], ranks=1))
         ours = _Ours(stack)
-        rows: list[Row] = []
+        rows: list[Measurement] = []
         for load in LOADS:
             ours.set_load(load == "training")
             for nbytes in plan.sizes:
@@ -71,10 +71,10 @@ def detect(plan: DetectPlan, tell: Tell) -> list[Row]:
         return rows
 
 
-def rows_of(case: str, nbytes: int, found: dict[str, list[float]]) -> list[Row]:
+def rows_of(case: str, nbytes: int, found: dict[str, list[float]]) -> list[Measurement]:
     """A row for each kind of notice, with the ratio of our native one to each floor; of ours, odd to even."""
     ours = found[OURS]
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     for name, times_ns in found.items():
         ratio: Ratio | None = None
         if name in FLOORS:
@@ -84,7 +84,7 @@ def rows_of(case: str, nbytes: int, found: dict[str, list[float]]) -> list[Row]:
             ratio = ratio_of_medians(ours[1 : 2 * pairs : 2], ours[0 : 2 * pairs : 2])
         times_us = [ns / 1e3 for ns in times_ns]
         rows.append(
-            Row(
+            Measurement(
                 case=case,
                 who=name,
                 size_bytes=nbytes,

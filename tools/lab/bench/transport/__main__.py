@@ -1,4 +1,4 @@
-"""Every figure that the transport is held to, in one run: the table of docs/BENCHMARKS.md.
+"""Measure every goal of the transport in one run, and print the table of goals.
 
     python -m zbmd.tools.lab.bench.transport [--out DIR] [--rounds N] [--trials N]
 
@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from zbmd.tools.bench.result import BenchResult, Row
+from zbmd.tools.bench.result import BenchResult, Measurement
 from zbmd.tools.bench.stats import OURS, size_in_words
 from zbmd.tools.lab.bench.transport.idle import Idle
 from zbmd.training.run.atomic_files import write_atomically
@@ -51,10 +51,10 @@ class Line:
 class Rows:
     """The rows of a result, by what they are of."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Measurement]) -> None:
         self._rows = {(row.case, row.who, row.size_bytes): row for row in rows}
 
-    def of(self, case: str, who: str, nbytes: int) -> Row:
+    def of(self, case: str, who: str, nbytes: int) -> Measurement:
         """Raises KeyError if it was not measured."""
         return self._rows[case, who, nbytes]
 
@@ -169,7 +169,7 @@ def idle_lines(idle: Idle) -> list[Line]:
     ]
 
 
-def _bandwidth(row: Row) -> str:
+def _bandwidth(row: Measurement) -> str:
     assert row.algbw_gbytes_per_s is not None
     return f"{row.algbw_gbytes_per_s:.1f} GB/s"
 

@@ -1,6 +1,6 @@
 """Time the simulator: machine events a second, and callbacks of asyncio programs a second, on one core.
 
-    python -m zbmd.tools.bench.actors.sim [--events N] [--ranks N] [--runs N] [--json]
+    python -m zbmd.tools.lab.bench.actors.sim [--events N] [--ranks N] [--runs N] [--json]
 
 `machines`: a ring of trivial machines, each passing a number on: one event is one message that arrives, is
 handled, and is answered by one that is sent. Invariants are checked, the history is kept, and its digest is
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from zbmd.tools.bench.actors.sim_ring import RingMachine
+from zbmd.tools.lab.bench.actors.sim_ring import RingMachine
 from zbmd.transport.sim import (
     Arrived,
     MachineProcess,
@@ -120,7 +120,7 @@ def measure(what: str, run: Callable[[int, int], str], ranks: int, events: int, 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(
-        prog="python -m zbmd.tools.bench.actors.sim",
+        prog="python -m zbmd.tools.lab.bench.actors.sim",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Large frames between two processes over shm: in blocks that are lent, and in pieces, in turn.
 
-    python -m zbmd.tools.bench.transport.frames [--sizes 8K,64K,1000000] [--rounds N] [--iterations N]
+    python -m zbmd.tools.lab.bench.transport.frames [--sizes 8K,64K,1000000] [--rounds N] [--iterations N]
         [--json]
 
 A round trip is a frame of the size there, copied out by its reader as a decoder does, and an empty frame
@@ -126,7 +126,7 @@ async def _ask_all(
     listeners = [
         listen(name, made.put_nowait, _endpoint(0, kind)) for kind, name in zip(KINDS, names, strict=True)
     ]
-    command = [sys.executable, "-m", "zbmd.tools.bench.transport.frames", "--echo", *names]
+    command = [sys.executable, "-m", "zbmd.tools.lab.bench.transport.frames", "--echo", *names]
     process = await asyncio.create_subprocess_exec(*command)
     links = [await made.get() for _ in KINDS]
     try:
